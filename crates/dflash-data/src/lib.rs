@@ -1,0 +1,1 @@
+//! Prepared datasets: row schema, shards, packing, anchors and resumable order.

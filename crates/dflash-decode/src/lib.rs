@@ -1,0 +1,1 @@
+//! Speculative decoding, acceptance and speed measurement.

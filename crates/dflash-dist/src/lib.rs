@@ -1,0 +1,1 @@
+//! Rendezvous, launcher and collectives.

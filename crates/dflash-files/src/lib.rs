@@ -1,0 +1,226 @@
+//! Files that are whole or absent.
+//!
+//! Everything that another process (or a later run of ours) will read is written aside under a
+//! temporary name in the same directory, fsynced, and renamed. A crash or a full disk leaves the
+//! old content or none, never half of the new.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// What went wrong with which path.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file system refused an operation on `path`.
+    #[error("cannot {action} {path}: {source}{}", remedy(.source))]
+    Io {
+        /// The operation, as a verb.
+        action: &'static str,
+        /// The path as the user named it.
+        path: PathBuf,
+        /// The operating system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The destination of a new directory holds something already.
+    #[error("{path} exists and is not empty; name another directory or remove it")]
+    Occupied {
+        /// The destination.
+        path: PathBuf,
+    },
+}
+
+impl Error {
+    /// Attaches `action` and `path` to an I/O error; for `map_err`.
+    pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { action, path, source }
+    }
+
+    /// Whether the cause is a full disk or an exhausted quota.
+    pub fn is_disk_full(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if disk_full(source))
+    }
+}
+
+fn disk_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+/// The part of the message that says what to do, where the kind of error tells.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        _ if disk_full(error) => "; free some space or choose a path on another disk",
+        io::ErrorKind::PermissionDenied => "; check the permissions of the path",
+        _ => "",
+    }
+}
+
+/// Writes `path` through `fill`, so that it appears whole or not at all.
+///
+/// # Errors
+/// Any I/O error of `fill`, or of the write, fsync or rename; the temporary file is removed.
+pub fn write_atomic(
+    path: &Path,
+    fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+) -> Result<(), Error> {
+    let aside = aside_name(path);
+    let written = (|| {
+        let mut out = BufWriter::new(File::create(&aside)?);
+        fill(&mut out)?;
+        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+        fs::rename(&aside, path)
+    })();
+    if let Err(source) = written {
+        // The original error is what the user needs; a leftover is only litter.
+        let _ = fs::remove_file(&aside);
+        return Err(Error::Io { action: "write", path: path.into(), source });
+    }
+    sync_parent(path)
+}
+
+/// Writes `bytes` to `path` atomically. See [`write_atomic`].
+///
+/// # Errors
+/// As [`write_atomic`].
+pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    write_atomic(path, |out| out.write_all(bytes))
+}
+
+/// A directory under construction: removed when dropped, renamed into place by [`Self::commit`].
+#[derive(Debug)]
+pub struct PendingDir {
+    aside: PathBuf,
+    destination: PathBuf,
+    committed: bool,
+}
+
+impl PendingDir {
+    /// Starts a directory that will become `destination`, which must be absent or empty.
+    ///
+    /// # Errors
+    /// [`Error::Occupied`] when `destination` holds something; otherwise I/O.
+    pub fn create(destination: &Path) -> Result<Self, Error> {
+        if !is_absent_or_empty(destination)? {
+            return Err(Error::Occupied { path: destination.into() });
+        }
+        let aside = aside_name(destination);
+        if aside.exists() {
+            // Left by a process that had our id and was killed.
+            fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))?;
+        }
+        fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
+        Ok(Self { aside, destination: destination.into(), committed: false })
+    }
+
+    /// Where to write until the commit.
+    pub fn path(&self) -> &Path {
+        &self.aside
+    }
+
+    /// Fsyncs every file, then renames the directory into place.
+    ///
+    /// # Errors
+    /// I/O; the directory is then removed.
+    pub fn commit(mut self) -> Result<(), Error> {
+        sync_tree(&self.aside)?;
+        if self.destination.is_dir() {
+            fs::remove_dir(&self.destination).map_err(Error::io("replace", &self.destination))?;
+        }
+        fs::rename(&self.aside, &self.destination)
+            .map_err(Error::io("rename into place", &self.destination))?;
+        self.committed = true;
+        sync_parent(&self.destination)
+    }
+}
+
+impl Drop for PendingDir {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = fs::remove_dir_all(&self.aside);
+        }
+    }
+}
+
+/// Whether `path` can take a new directory.
+///
+/// # Errors
+/// I/O, also when `path` is a file.
+pub fn is_absent_or_empty(path: &Path) -> Result<bool, Error> {
+    match fs::read_dir(path) {
+        Ok(mut entries) => Ok(entries.next().is_none()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(source) => Err(Error::Io { action: "read", path: path.into(), source }),
+    }
+}
+
+/// The name under which `path` is written before it is renamed: hidden, beside it, ours.
+fn aside_name(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}.{}.tmp", std::process::id()))
+}
+
+fn sync_tree(dir: &Path) -> Result<(), Error> {
+    for entry in fs::read_dir(dir).map_err(Error::io("read", dir))? {
+        let path = entry.map_err(Error::io("read", dir))?.path();
+        if path.is_dir() {
+            sync_tree(&path)?;
+        } else {
+            File::open(&path)
+                .and_then(|file| file.sync_all())
+                .map_err(Error::io("fsync", &path))?;
+        }
+    }
+    File::open(dir).and_then(|file| file.sync_all()).map_err(Error::io("fsync", dir))
+}
+
+/// Makes a rename durable.
+fn sync_parent(path: &Path) -> Result<(), Error> {
+    let parent = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    File::open(parent).and_then(|file| file.sync_all()).map_err(Error::io("fsync", parent))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state");
+        write_bytes(&path, b"old").unwrap();
+        let failed = write_atomic(&path, |out| {
+            out.write_all(b"new")?;
+            Err(io::Error::from(io::ErrorKind::StorageFull))
+        });
+        assert!(failed.as_ref().unwrap_err().is_disk_full());
+        assert!(failed.unwrap_err().to_string().contains("free some space"));
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(names(dir.path()), ["state"]);
+    }
+
+    #[test]
+    fn a_directory_appears_whole_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let destination = dir.path().join("step");
+        drop(PendingDir::create(&destination).unwrap());
+        assert!(names(dir.path()).is_empty());
+        let pending = PendingDir::create(&destination).unwrap();
+        fs::write(pending.path().join("a"), b"1").unwrap();
+        pending.commit().unwrap();
+        assert_eq!(names(&destination), ["a"]);
+        assert!(matches!(PendingDir::create(&destination), Err(Error::Occupied { .. })));
+    }
+}

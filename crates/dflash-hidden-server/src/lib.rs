@@ -1,0 +1,1 @@
+//! Serves the hidden states of chosen target layers over HTTP.

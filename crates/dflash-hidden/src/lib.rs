@@ -1,0 +1,1 @@
+//! Hidden-state records, the wire protocol, its client and the sources a trainer can read.

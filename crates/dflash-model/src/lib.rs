@@ -1,0 +1,1 @@
+//! Target families, the DFlash draft model and its objective: single-device tensor code.

@@ -1,0 +1,1 @@
+//! Conversations to rendered, tokenized and masked Arrow shards.

@@ -1,0 +1,1 @@
+//! Conversations, chat templates and tokenizers: what turns messages into token ids.

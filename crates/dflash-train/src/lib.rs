@@ -1,0 +1,1 @@
+//! The step loop: optimizer, schedule, checkpoints, metrics.

@@ -1,0 +1,1 @@
+//! The front program: what the user types, and the search for libtorch.

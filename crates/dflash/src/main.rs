@@ -1,0 +1,2 @@
+//! The front program.
+fn main() {}
