@@ -1,1 +1,15 @@
-//! Target families, the DFlash draft model and its objective: single-device tensor code.
+//! Target families, the DFlash draft model and its objective.
+//!
+//! Single-device tensor code: nothing here knows a rank, a socket or a command line. Tensors carry
+//! a lower-case shape suffix: `t` context tokens, `n` slots (anchors times block size), `a`
+//! anchors, `b` slots of a block, `h` hidden, `k` captured layers, `d` head dimension, `v`
+//! vocabulary.
+//!
+//! - [`target`] runs the verifier: hidden states of chosen layers, logits, key/value cache.
+//! - [`draft`] is the drafter: configuration, weights, training and decoding passes.
+//! - [`attention`] lets blocks see their context and themselves without a mask over both.
+//! - [`objective`] turns hidden states into loss and gradient without a full logits tensor.
+//! - [`ops`] holds what they share.
+
+pub mod ops;
+pub mod target;

@@ -1,0 +1,172 @@
+//! What target and draft share: RMS norm, rotary embedding, SwiGLU, each with its gradient.
+//!
+//! The draft's training pass runs without autograd: it keeps what the gradients below need and
+//! calls them itself. That bounds its memory and lets it reuse buffers. The forward functions are
+//! built from differentiable operations, so that a target can also be trained with autograd.
+
+use tch::{Device, Kind, Tensor};
+
+/// `x / rms(x) * weight` over the last dimension, computed in float32 whatever the input.
+///
+/// Shapes: `x` [.., D], `weight` [D]; result as `x`.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+    let x_f32 = x.to_kind(accumulate_kind(x));
+    let scale = reciprocal_rms(&x_f32, eps);
+    (x_f32 * scale).to_kind(x.kind()) * weight
+}
+
+/// `1 / sqrt(mean(x^2) + eps)` over the last dimension, kept as a dimension of one.
+pub fn reciprocal_rms(x: &Tensor, eps: f64) -> Tensor {
+    let kind = x.kind();
+    (x.square().mean_dim([-1i64].as_slice(), true, kind) + eps).rsqrt()
+}
+
+/// Half-precision inputs are normalised in float32; float64 stays for gradient checks.
+pub(crate) fn accumulate_kind(x: &Tensor) -> Kind {
+    if x.kind() == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Gradient of [`rms_norm`] with respect to its input and its weight.
+///
+/// `dy`, `x` [.., D]; the weight's gradient is summed over all rows. Returns (`dx`, `dweight`).
+pub fn rms_norm_backward(dy: &Tensor, x: &Tensor, weight: &Tensor, eps: f64) -> (Tensor, Tensor) {
+    let kind = accumulate_kind(x);
+    let x_f32 = x.to_kind(kind);
+    let dy_f32 = dy.to_kind(kind);
+    let scale = reciprocal_rms(&x_f32, eps);
+    let normed = &x_f32 * &scale;
+    let dim = *x.size().last().expect("a normalised tensor has a dimension");
+    let dweight = (&dy_f32 * &normed).reshape([-1, dim]).sum_dim_intlist(
+        [0i64].as_slice(),
+        false,
+        kind,
+    );
+    let dnormed = dy_f32 * weight.to_kind(kind);
+    let projected = (&dnormed * &normed).mean_dim([-1i64].as_slice(), true, kind);
+    let dx = (dnormed - normed * projected) * scale;
+    (dx.to_kind(x.kind()), dweight)
+}
+
+/// Cosines and sines of chosen positions, one row a position.
+#[derive(Debug)]
+pub struct RotaryTables {
+    /// [T, D/2], float32 (float64 for a float64 [`Rotary`]).
+    pub cos_td: Tensor,
+    /// [T, D/2].
+    pub sin_td: Tensor,
+}
+
+impl RotaryTables {
+    /// The tables of the inverse rotation, which is also the rotation's gradient.
+    pub fn inverse(&self) -> Self {
+        Self { cos_td: self.cos_td.shallow_clone(), sin_td: self.sin_td.neg() }
+    }
+
+    /// Rows `start .. start + length` of both tables.
+    pub fn narrow(&self, start: i64, length: i64) -> Self {
+        Self {
+            cos_td: self.cos_td.narrow(0, start, length),
+            sin_td: self.sin_td.narrow(0, start, length),
+        }
+    }
+}
+
+/// Rotary position embedding in the rotate-half layout of Hugging Face's models.
+#[derive(Debug)]
+pub struct Rotary {
+    inverse_frequency: Tensor,
+}
+
+impl Rotary {
+    /// Frequencies `theta^(-2i/head_dim)`.
+    pub fn new(head_dim: i64, theta: f64, device: Device) -> Self {
+        // Transformers computes the exponent in float32; so do we, to agree in the last bit.
+        let exponent = Tensor::arange_start_step(0, head_dim, 2, (Kind::Int64, device))
+            .to_kind(Kind::Float)
+            / head_dim as f64;
+        let base = Tensor::from(theta as f32).to_device(device);
+        Self { inverse_frequency: base.pow(&exponent).reciprocal() }
+    }
+
+    /// Tables of `positions` [T] (int64).
+    pub fn tables(&self, positions: &Tensor) -> RotaryTables {
+        let angles = positions.to_kind(Kind::Float).unsqueeze(-1) * &self.inverse_frequency;
+        RotaryTables { cos_td: angles.cos(), sin_td: angles.sin() }
+    }
+}
+
+/// Rotates `x_thd` [T, heads, D] by the tables' T positions; same kind as `x_thd`.
+pub fn rotate(x_thd: &Tensor, tables: &RotaryTables) -> Tensor {
+    let kind = x_thd.kind();
+    let cos = tables.cos_td.unsqueeze(1).to_kind(kind);
+    let sin = tables.sin_td.unsqueeze(1).to_kind(kind);
+    let halves = x_thd.chunk(2, -1);
+    let (low, high) = (&halves[0], &halves[1]);
+    Tensor::cat(&[low * &cos - high * &sin, high * &cos + low * &sin], -1)
+}
+
+/// `silu(gate) * up` of a fused projection [.., 2I] whose first half is the gate; result [.., I].
+pub fn swiglu(gate_up: &Tensor) -> Tensor {
+    let halves = gate_up.chunk(2, -1);
+    halves[0].silu() * &halves[1]
+}
+
+/// Gradient of [`swiglu`]: `dy` [.., I], `gate_up` [.., 2I]; result [.., 2I].
+pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> Tensor {
+    let halves = gate_up.chunk(2, -1);
+    let (gate, up) = (&halves[0], &halves[1]);
+    let sigmoid = gate.sigmoid();
+    let silu = gate * &sigmoid;
+    let dsilu = &sigmoid + &silu * (1.0 - &sigmoid);
+    Tensor::cat(&[dy * up * dsilu, dy * silu], -1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
+
+    fn leaf(shape: &[i64]) -> Tensor {
+        Tensor::randn(shape, F64).set_requires_grad(true)
+    }
+
+    fn close(actual: &Tensor, expected: &Tensor, tolerance: f64) {
+        let difference = (actual - expected).abs().max().double_value(&[]);
+        assert!(difference <= tolerance, "differs by {difference}");
+    }
+
+    #[test]
+    fn rms_norm_gradient_is_autograds() {
+        let (x, weight) = (leaf(&[3, 4, 6]), leaf(&[6]));
+        let dy = Tensor::randn([3, 4, 6], F64);
+        let loss = (rms_norm(&x, &weight, 1e-6) * &dy).sum(Kind::Double);
+        loss.backward();
+        let (dx, dweight) =
+            tch::no_grad(|| rms_norm_backward(&dy, &x.detach(), &weight.detach(), 1e-6));
+        close(&dx, &x.grad(), 1e-12);
+        close(&dweight, &weight.grad(), 1e-12);
+    }
+
+    #[test]
+    fn swiglu_gradient_is_autograds() {
+        let gate_up = leaf(&[5, 8]);
+        let dy = Tensor::randn([5, 4], F64);
+        (swiglu(&gate_up) * &dy).sum(Kind::Double).backward();
+        close(&swiglu_backward(&dy, &gate_up.detach()), &gate_up.grad(), 1e-12);
+    }
+
+    #[test]
+    fn the_inverse_rotation_is_the_gradient_and_undoes_it() {
+        let positions = Tensor::from_slice(&[0i64, 7, 1000]);
+        let tables = Rotary::new(8, 10_000.0, Device::Cpu).tables(&positions);
+        let x = leaf(&[3, 2, 8]);
+        let dy = Tensor::randn([3, 2, 8], F64);
+        let rotated = rotate(&x, &tables);
+        (&rotated * &dy).sum(Kind::Double).backward();
+        close(&rotate(&dy, &tables.inverse()), &x.grad(), 1e-12);
+        // float32 tables: cos^2 + sin^2 is 1 only to rounding
+        close(&rotate(&rotated.detach(), &tables.inverse()), &x.detach(), 1e-6);
+        close(&rotated.detach().get(0), &x.detach().get(0), 0.0);
+    }
+}

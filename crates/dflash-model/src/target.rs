@@ -1,0 +1,1 @@
+//! The target model: the verifier whose hidden states condition the draft.
