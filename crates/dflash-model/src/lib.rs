@@ -13,3 +13,7 @@
 
 pub mod ops;
 pub mod target;
+
+mod error;
+
+pub use error::{Error, Result};
