@@ -1,0 +1,137 @@
+//! Messages under the names that chat templates read.
+
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+use crate::error::Error;
+
+/// Who speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Instructions to the model.
+    System,
+    /// The person.
+    User,
+    /// The model: its turns are what a drafter learns.
+    Assistant,
+    /// The result of a tool call.
+    Tool,
+}
+
+impl Role {
+    /// Reads a role under any of the field's names (`human`, `gpt`, `model`, `observation`, ...).
+    ///
+    /// # Errors
+    /// [`Error::UnknownRole`].
+    pub fn parse(name: &str) -> Result<Self, Error> {
+        // `chatgpt`, `bing` and `bard` are what ShareGPT's scrapes call the model;
+        // `function_call` and `observation` are LLaMA-Factory's tool turns.
+        match name {
+            "system" | "developer" => Ok(Self::System),
+            "user" | "human" | "prompter" => Ok(Self::User),
+            "assistant" | "gpt" | "model" | "bot" | "chatgpt" | "bing" | "bard"
+            | "function_call" => Ok(Self::Assistant),
+            "tool" | "function" | "observation" | "ipython" => Ok(Self::Tool),
+            _ => Err(Error::UnknownRole { role: name.to_owned() }),
+        }
+    }
+}
+
+/// One turn. Serializes to the dictionary that Transformers hands to a chat template.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Message {
+    /// The speaker.
+    pub role: Role,
+    /// A string, a list of typed parts, or null (a bare tool call).
+    pub content: Value,
+    /// Recorded reasoning. Templates read it as `reasoning_content` or `thinking`.
+    pub reasoning_content: Option<String>,
+    /// Tool calls of an assistant turn, as the row has them.
+    pub tool_calls: Option<Value>,
+    /// The call that a tool turn answers.
+    pub tool_call_id: Option<String>,
+    /// The tool's or speaker's name.
+    pub name: Option<String>,
+}
+
+impl Message {
+    /// A turn of plain text.
+    pub fn text(role: Role, content: impl Into<String>) -> Self {
+        Self {
+            role,
+            content: Value::String(content.into()),
+            reasoning_content: None,
+            tool_calls: None,
+            tool_call_id: None,
+            name: None,
+        }
+    }
+}
+
+impl Serialize for Message {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("role", &self.role)?;
+        map.serialize_entry("content", &self.content)?;
+        if let Some(reasoning) = &self.reasoning_content {
+            map.serialize_entry("reasoning_content", reasoning)?;
+            map.serialize_entry("thinking", reasoning)?;
+        }
+        if let Some(calls) = &self.tool_calls {
+            map.serialize_entry("tool_calls", calls)?;
+        }
+        if let Some(id) = &self.tool_call_id {
+            map.serialize_entry("tool_call_id", id)?;
+        }
+        if let Some(name) = &self.name {
+            map.serialize_entry("name", name)?;
+        }
+        map.end()
+    }
+}
+
+/// A conversation as a chat template takes it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Conversation {
+    /// The turns in order.
+    pub messages: Vec<Message>,
+    /// JSON schemas of the tools on offer, a list.
+    pub tools: Option<Value>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_serializes_under_the_names_of_templates() {
+        let mut message = Message::text(Role::Assistant, "4");
+        assert_eq!(
+            serde_json::to_string(&message).unwrap(),
+            r#"{"role":"assistant","content":"4"}"#
+        );
+        message.reasoning_content = Some("2+2".into());
+        message.tool_call_id = Some("a".into());
+        assert_eq!(
+            serde_json::to_string(&message).unwrap(),
+            r#"{"role":"assistant","content":"4","reasoning_content":"2+2","thinking":"2+2","tool_call_id":"a"}"#
+        );
+    }
+
+    #[test]
+    fn roles_have_the_names_of_the_field() {
+        for (name, role) in [
+            ("human", Role::User),
+            ("gpt", Role::Assistant),
+            ("model", Role::Assistant),
+            ("developer", Role::System),
+            ("observation", Role::Tool),
+        ] {
+            assert_eq!(Role::parse(name).unwrap(), role, "{name}");
+        }
+        let error = Role::parse("narrator").unwrap_err().to_string();
+        assert!(error.contains("\"narrator\""), "{error}");
+    }
+}

@@ -1,0 +1,335 @@
+//! Rows of a JSON array or JSON Lines file, streamed.
+//!
+//! The file's first character decides: `[` is one array of rows, anything else is one row a line.
+//! Either way only one row is in memory at a time, and every row knows the line that it starts on.
+//! Splitting and parsing are apart ([`raw_rows`], [`RawRow::parse`]), so that a pool of workers can
+//! do the parsing while one thread reads.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::error::Error;
+
+/// The bytes of one row, not parsed yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RawRow {
+    /// 1-based line on which the row starts.
+    pub line: usize,
+    /// The row's text.
+    pub bytes: Vec<u8>,
+}
+
+impl RawRow {
+    /// Parses the row; `path` is for the message.
+    ///
+    /// # Errors
+    /// [`Error::Json`] with the file and line.
+    pub fn parse(&self, path: &Path) -> Result<Value, Error> {
+        serde_json::from_slice(&self.bytes).map_err(|error| Error::Json {
+            path: path.into(),
+            line: self.line + error.line().saturating_sub(1),
+            reason: without_position(&error),
+        })
+    }
+}
+
+/// serde_json appends "at line 1 column 7": the column is right, the line is the row's, not the
+/// file's.
+fn without_position(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    match text.rsplit_once(" at line ") {
+        Some((reason, _)) => format!("{reason} at column {}", error.column()),
+        _ => text,
+    }
+}
+
+/// Rows of a JSON array or JSON Lines file with the line each starts on, at most `limit`.
+///
+/// # Errors
+/// [`Error::Read`] when the file cannot be opened. The iterator yields [`Error::Json`],
+/// [`Error::BrokenArray`] or [`Error::Read`] and then ends.
+pub fn read_rows(
+    path: &Path,
+    limit: Option<usize>,
+) -> Result<impl Iterator<Item = Result<(usize, Value), Error>> + use<>, Error> {
+    let file = path.to_path_buf();
+    Ok(raw_rows(path)?.take(limit.unwrap_or(usize::MAX)).map(move |row| {
+        let row = row?;
+        Ok((row.line, row.parse(&file)?))
+    }))
+}
+
+/// The unparsed rows of a JSON array or JSON Lines file. See [`read_rows`].
+///
+/// # Errors
+/// As [`read_rows`], except that rows are not parsed yet.
+pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
+    let read = |source| Error::Read { path: path.into(), source };
+    // 1 MiB: rows of long conversations reach hundreds of KB.
+    let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(read)?);
+    let mut line = 1;
+    skip_byte_order_mark(&mut reader).map_err(read)?;
+    let is_array = skip_whitespace(&mut reader, &mut line).map_err(read)? == Some(b'[');
+    if is_array {
+        reader.consume(1);
+    }
+    let layout = if is_array { Layout::Array { first: true } } else { Layout::Lines };
+    Ok(RawRows { path: path.into(), reader, line, layout, ended: false })
+}
+
+#[derive(Debug)]
+enum Layout {
+    Lines,
+    Array { first: bool },
+}
+
+/// Iterator of [`raw_rows`].
+#[derive(Debug)]
+pub struct RawRows {
+    path: PathBuf,
+    reader: BufReader<File>,
+    line: usize,
+    layout: Layout,
+    ended: bool,
+}
+
+impl Iterator for RawRows {
+    type Item = Result<RawRow, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.ended {
+            return None;
+        }
+        let row = match self.layout {
+            Layout::Lines => self.next_line(),
+            Layout::Array { first } => {
+                self.layout = Layout::Array { first: false };
+                self.next_element(first)
+            }
+        };
+        self.ended = !matches!(row, Ok(Some(_)));
+        row.transpose()
+    }
+}
+
+impl RawRows {
+    fn next_line(&mut self) -> Result<Option<RawRow>, Error> {
+        loop {
+            let mut bytes = Vec::new();
+            if self.reader.read_until(b'\n', &mut bytes).map_err(|e| self.read_error(e))? == 0 {
+                return Ok(None);
+            }
+            let line = self.line;
+            self.line += 1;
+            if !bytes.trim_ascii().is_empty() {
+                // Without its line break, a row cut short is a fault of this line, not the next.
+                bytes.truncate(bytes.trim_ascii_end().len());
+                return Ok(Some(RawRow { line, bytes }));
+            }
+        }
+    }
+
+    /// The next element of the array; the opening bracket or the previous element is consumed.
+    fn next_element(&mut self, first: bool) -> Result<Option<RawRow>, Error> {
+        match self.peek()? {
+            Some(b']') => {
+                self.reader.consume(1);
+                return self.expect_end();
+            }
+            Some(b',') if !first => self.reader.consume(1),
+            Some(_) if !first => return Err(self.broken("no comma between two rows")),
+            Some(_) => {}
+            None => return Err(self.broken("the end of the file")),
+        }
+        if self.peek()?.is_none() {
+            return Err(self.broken("the end of the file"));
+        }
+        let line = self.line;
+        let mut scanner = Scanner::default();
+        let mut bytes = Vec::new();
+        while !scanner.done {
+            let chunk = self.reader.fill_buf().map_err(|e| read_error(&self.path, e))?;
+            if chunk.is_empty() {
+                return Err(self.broken("the end of the file"));
+            }
+            let taken = scanner.scan(chunk);
+            bytes.extend_from_slice(&chunk[..taken]);
+            self.reader.consume(taken);
+        }
+        self.line += bytes.iter().filter(|&&byte| byte == b'\n').count();
+        Ok(Some(RawRow { line, bytes }))
+    }
+
+    fn expect_end(&mut self) -> Result<Option<RawRow>, Error> {
+        match self.peek()? {
+            None => Ok(None),
+            Some(_) => Err(self.broken("text after the closing bracket")),
+        }
+    }
+
+    fn peek(&mut self) -> Result<Option<u8>, Error> {
+        skip_whitespace(&mut self.reader, &mut self.line).map_err(|e| read_error(&self.path, e))
+    }
+
+    fn broken(&self, found: &'static str) -> Error {
+        Error::BrokenArray { path: self.path.clone(), line: self.line, found }
+    }
+
+    fn read_error(&self, source: io::Error) -> Error {
+        read_error(&self.path, source)
+    }
+}
+
+fn read_error(path: &Path, source: io::Error) -> Error {
+    Error::Read { path: path.into(), source }
+}
+
+/// Finds where one array element ends, without understanding it: the comma or bracket at depth 0
+/// outside strings.
+#[derive(Debug, Default)]
+struct Scanner {
+    depth: usize,
+    in_string: bool,
+    escaped: bool,
+    done: bool,
+}
+
+impl Scanner {
+    /// How many bytes of `chunk` belong to the element; sets `done` when it ends inside.
+    fn scan(&mut self, chunk: &[u8]) -> usize {
+        for (index, &byte) in chunk.iter().enumerate() {
+            if self.in_string {
+                self.step_in_string(byte);
+                continue;
+            }
+            match byte {
+                b'"' => self.in_string = true,
+                b'{' | b'[' => self.depth += 1,
+                b',' | b']' if self.depth == 0 => {
+                    self.done = true;
+                    return index;
+                }
+                b'}' | b']' => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+        chunk.len()
+    }
+
+    fn step_in_string(&mut self, byte: u8) {
+        match byte {
+            _ if self.escaped => self.escaped = false,
+            b'\\' => self.escaped = true,
+            b'"' => self.in_string = false,
+            _ => {}
+        }
+    }
+}
+
+fn skip_byte_order_mark(reader: &mut impl BufRead) -> io::Result<()> {
+    if reader.fill_buf()?.starts_with(b"\xef\xbb\xbf") {
+        reader.consume(3);
+    }
+    Ok(())
+}
+
+/// Consumes JSON whitespace, counting lines, and returns the next byte without consuming it.
+fn skip_whitespace(reader: &mut impl BufRead, line: &mut usize) -> io::Result<Option<u8>> {
+    loop {
+        let chunk = reader.fill_buf()?;
+        if chunk.is_empty() {
+            return Ok(None);
+        }
+        let blank = chunk.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+        *line += chunk[..blank].iter().filter(|&&byte| byte == b'\n').count();
+        let next = chunk.get(blank).copied();
+        reader.consume(blank);
+        if next.is_some() {
+            return Ok(next);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rows of `text` as `line:json`, or the error that ended them.
+    fn check(text: &str, expect: &[&str]) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        let name = file.path().display().to_string();
+        let rows: Vec<String> = read_rows(file.path(), None)
+            .unwrap()
+            .map(|row| match row {
+                Ok((line, value)) => format!("{line}:{value}"),
+                Err(error) => error.to_string().replace(&name, "F"),
+            })
+            .collect();
+        assert_eq!(rows, expect, "{text:?}");
+    }
+
+    #[test]
+    fn lines_and_arrays_yield_the_same_rows() {
+        check("{\"a\":1}\n\n{\"a\":2}\r\n", &["1:{\"a\":1}", "3:{\"a\":2}"]);
+        check("\u{feff}{\"a\":1}", &["1:{\"a\":1}"]);
+        check("[{\"a\":\n1},\n\n{\"a\":2}]\n", &["1:{\"a\":1}", "4:{\"a\":2}"]);
+        check("\n[ {\"a\":\"]},\\\"{\"} ]", &["2:{\"a\":\"]},\\\"{\"}"]);
+        check("[]", &[]);
+        check("", &[]);
+    }
+
+    #[test]
+    fn a_broken_row_names_file_and_line() {
+        check(
+            "{\"a\":1}\n{\"a\":\n",
+            &[
+                "1:{\"a\":1}",
+                "F:2: not valid JSON: EOF while parsing a value at column 5; fix or delete the line",
+            ],
+        );
+        check(
+            "[{\"a\":1},\n{\"a\" 2}]",
+            &[
+                "1:{\"a\":1}",
+                "F:2: not valid JSON: expected `:` at column 6; fix or delete the line",
+            ],
+        );
+        check(
+            "[{\"a\":1},\n{\"a\":2}",
+            &[
+                "1:{\"a\":1}",
+                "F:2: the end of the file in a JSON array of rows; is the file cut short?",
+            ],
+        );
+        check(
+            "[1]\n2",
+            &[
+                "1:1",
+                "F:2: text after the closing bracket in a JSON array of rows; is the file cut short?",
+            ],
+        );
+        check(
+            "[1 2]",
+            &["F:1: not valid JSON: trailing characters at column 3; fix or delete the line"],
+        );
+    }
+
+    #[test]
+    fn a_limit_stops_before_a_later_fault() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "{}\n{}\nbroken\n").unwrap();
+        let rows: Vec<_> = read_rows(file.path(), Some(2)).unwrap().collect();
+        assert_eq!(rows.len(), 2);
+        assert!(rows.iter().all(Result::is_ok));
+    }
+
+    #[test]
+    fn a_missing_file_is_an_error_at_once() {
+        let error = raw_rows(Path::new("/nonexistent/rows.jsonl")).unwrap_err();
+        assert_eq!(error.to_string(), "cannot read /nonexistent/rows.jsonl");
+    }
+}

@@ -1,0 +1,310 @@
+//! The field's row layouts, recognised by their field names.
+//!
+//! Order matters: pre-tokenized columns win over the conversation beside them (they are what the
+//! target really produced), a list of turns wins over a prompt column beside it (UltraChat has
+//! both).
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, json_type};
+use crate::message::{Conversation, Message, Role};
+
+/// A data row after its layout is recognised.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Row {
+    /// Turns still to be rendered.
+    Conversation(Conversation),
+    /// Token ids with their supervision.
+    Tokenized {
+        /// Token ids of the whole sequence.
+        input_ids: Vec<i64>,
+        /// Whether the token at each position is supervised.
+        loss_mask: Vec<bool>,
+    },
+}
+
+/// Column pairs of single-turn layouts: what the user says, what the model answers.
+const PAIRS: [(&str, &[&str]); 6] = [
+    ("question", &["answer", "response"]),
+    ("instruction", &["output", "response"]),
+    ("prompt", &["completion", "response"]),
+    ("query", &["response", "answer"]),
+    ("problem", &["solution", "answer"]),
+    // Nemotron's post-training set: `input` is the list of turns before the answer.
+    ("input", &["output"]),
+];
+
+/// Recognises a row: pre-tokenized, ShareGPT (`conversations`), OpenAI (`messages`), a
+/// prompt/response pair, or a benchmark's `turns` (user turns only).
+///
+/// # Errors
+/// [`Error::RowNotObject`], [`Error::UnknownLayout`], [`Error::FieldType`],
+/// [`Error::UnknownRole`], [`Error::MaskLength`]. None of them knows the file and line.
+pub fn parse_row(value: &Value) -> Result<Row, Error> {
+    let row = value.as_object().ok_or(Error::RowNotObject { found: json_type(value) })?;
+    if let (Some(ids), Some(mask)) = (present(row, "input_ids"), present(row, "loss_mask")) {
+        return tokenized(ids, mask);
+    }
+    let mut messages = messages_of(row)?;
+    if let Some(system) = present(row, "system").and_then(Value::as_str) {
+        if !system.is_empty() && messages.first().is_none_or(|first| first.role != Role::System) {
+            messages.insert(0, Message::text(Role::System, system));
+        }
+    }
+    Ok(Row::Conversation(Conversation { messages, tools: tools_of(row)? }))
+}
+
+fn present<'a>(row: &'a Map<String, Value>, field: &str) -> Option<&'a Value> {
+    row.get(field).filter(|value| !value.is_null())
+}
+
+fn messages_of(row: &Map<String, Value>) -> Result<Vec<Message>, Error> {
+    for field in ["conversations", "conversation", "messages"] {
+        if let Some(turns) = present(row, field) {
+            return turn_list(turns, field);
+        }
+    }
+    for (asked, answers) in PAIRS {
+        let Some(question) = present(row, asked) else { continue };
+        if let Some((field, answer)) = answers.iter().find_map(|f| Some((f, present(row, f)?))) {
+            return pair(row, (asked, question), (field, answer));
+        }
+    }
+    if let Some(turns) = present(row, "turns") {
+        return benchmark_turns(turns);
+    }
+    let fields = row.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+    Err(Error::UnknownLayout { fields })
+}
+
+/// A prompt/response pair. Either side may itself be a list of turns, as TRL writes them.
+fn pair(
+    row: &Map<String, Value>,
+    (asked, question): (&str, &Value),
+    (answered, answer): (&str, &Value),
+) -> Result<Vec<Message>, Error> {
+    let mut messages = match question {
+        Value::Array(_) => turn_list(question, asked)?,
+        _ => vec![Message::text(Role::User, with_input(row, asked, string(question, asked)?))],
+    };
+    match answer {
+        Value::Array(_) => messages.extend(turn_list(answer, answered)?),
+        _ => messages.push(Message::text(Role::Assistant, string(answer, answered)?)),
+    }
+    Ok(messages)
+}
+
+/// Alpaca's optional `input` stands on the line after its instruction.
+fn with_input(row: &Map<String, Value>, asked: &str, question: &str) -> String {
+    match present(row, "input").and_then(Value::as_str) {
+        Some(input) if asked == "instruction" && !input.is_empty() => {
+            format!("{question}\n{input}")
+        }
+        _ => question.to_owned(),
+    }
+}
+
+/// `turns` of MT-Bench and its kin: what the user says, in order, without answers.
+fn benchmark_turns(turns: &Value) -> Result<Vec<Message>, Error> {
+    array(turns, "turns")?
+        .iter()
+        .map(|turn| Ok(Message::text(Role::User, string(turn, "turns[]")?)))
+        .collect()
+}
+
+fn turn_list(turns: &Value, field: &str) -> Result<Vec<Message>, Error> {
+    array(turns, field)?.iter().map(|turn| parse_turn(turn, field)).collect()
+}
+
+fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
+    let Some(turn) = turn.as_object() else {
+        return Err(field_type(&format!("{field}[]"), "an object", turn));
+    };
+    let role = ["role", "from"].iter().find_map(|name| present(turn, name)).unwrap_or(&Value::Null);
+    let role = Role::parse(string(role, &format!("{field}[].role"))?)?;
+    let content = ["content", "value"].iter().find_map(|name| present(turn, name));
+    let tool_calls = present(turn, "tool_calls").filter(|calls| !is_empty_list(calls)).cloned();
+    let content = match content {
+        Some(content @ (Value::String(_) | Value::Array(_))) => content.clone(),
+        // Templates tell a bare tool call by its null content; anywhere else null means empty.
+        None if tool_calls.is_some() => Value::Null,
+        None => Value::String(String::new()),
+        Some(other) => return Err(field_type(&format!("{field}[].content"), "a string", other)),
+    };
+    let text = |name: &str| present(turn, name).and_then(Value::as_str).map(str::to_owned);
+    Ok(Message {
+        role,
+        content,
+        reasoning_content: text("reasoning_content")
+            .or_else(|| text("thinking"))
+            .or_else(|| text("reasoning")),
+        tool_calls,
+        tool_call_id: text("tool_call_id"),
+        name: text("name"),
+    })
+}
+
+/// `tools` as a list, or as a string of JSON that holds one (Arrow files keep them so).
+fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, Error> {
+    let expected = "a list of tools or a string of JSON";
+    let tools = match present(row, "tools") {
+        None => return Ok(None),
+        Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
+        Some(value @ Value::String(text)) => {
+            serde_json::from_str(text).map_err(|_| field_type("tools", expected, value))?
+        }
+        Some(value) => value.clone(),
+    };
+    match tools {
+        Value::Array(ref list) => Ok((!list.is_empty()).then_some(tools)),
+        Value::Null => Ok(None),
+        other => Err(field_type("tools", expected, &other)),
+    }
+}
+
+fn tokenized(ids: &Value, mask: &Value) -> Result<Row, Error> {
+    let ids = array(ids, "input_ids")?;
+    let mask = array(mask, "loss_mask")?;
+    if ids.len() != mask.len() {
+        return Err(Error::MaskLength { input_ids: ids.len(), loss_mask: mask.len() });
+    }
+    let input_ids = ids.iter().map(token_id).collect::<Result<_, _>>()?;
+    let loss_mask = mask.iter().map(mask_entry).collect::<Result<_, _>>()?;
+    Ok(Row::Tokenized { input_ids, loss_mask })
+}
+
+fn token_id(value: &Value) -> Result<i64, Error> {
+    let id = value.as_i64().filter(|&id| (0..=i64::from(i32::MAX)).contains(&id));
+    id.ok_or_else(|| field_type("input_ids[]", "a token id", value))
+}
+
+fn mask_entry(value: &Value) -> Result<bool, Error> {
+    match (value.as_bool(), value.as_f64()) {
+        (Some(flag), _) => Ok(flag),
+        (_, Some(0.0)) => Ok(false),
+        (_, Some(1.0)) => Ok(true),
+        _ => Err(field_type("loss_mask[]", "0 or 1", value)),
+    }
+}
+
+fn is_empty_list(value: &Value) -> bool {
+    value.as_array().is_some_and(Vec::is_empty)
+}
+
+fn array<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, Error> {
+    value.as_array().ok_or_else(|| field_type(field, "an array", value))
+}
+
+fn string<'a>(value: &'a Value, field: &str) -> Result<&'a str, Error> {
+    value.as_str().ok_or_else(|| field_type(field, "a string", value))
+}
+
+fn field_type(field: &str, expected: &'static str, found: &Value) -> Error {
+    Error::FieldType { field: field.to_owned(), expected, found: json_type(found) }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// `role: content` of every turn, joined by ` | `.
+    fn check(row: Value, expect: &str) {
+        let Row::Conversation(conversation) = parse_row(&row).unwrap() else {
+            panic!("{row} was taken for a tokenized row")
+        };
+        let found: Vec<String> = conversation
+            .messages
+            .iter()
+            .map(|m| format!("{:?}: {}", m.role, m.content.as_str().unwrap_or("-")))
+            .collect();
+        assert_eq!(found.join(" | "), expect, "{row}");
+    }
+
+    fn check_error(row: Value, expect: &str) {
+        let error = parse_row(&row).unwrap_err().to_string();
+        assert!(error.contains(expect), "{row}: {error}");
+    }
+
+    #[test]
+    fn every_layout_is_recognised() {
+        check(
+            json!({"id": "x", "conversations": [
+                {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}),
+            "User: q | Assistant: a",
+        );
+        check(
+            json!({"prompt": "ignored", "messages": [
+                {"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}),
+            "System: s | User: q",
+        );
+        check(json!({"question": "q", "answer": "a"}), "User: q | Assistant: a");
+        check(
+            json!({"instruction": "do", "input": "this", "output": "done"}),
+            "User: do\nthis | Assistant: done",
+        );
+        check(
+            json!({"instruction": "do", "input": "", "output": "done"}),
+            "User: do | Assistant: done",
+        );
+        check(json!({"prompt": "q", "completion": "a"}), "User: q | Assistant: a");
+        check(
+            json!({"input": [{"role": "user", "content": "q"}], "output": "a"}),
+            "User: q | Assistant: a",
+        );
+        check(json!({"turns": ["one", "two"], "question_id": 1}), "User: one | User: two");
+        check(
+            json!({"system": "s", "question": "q", "answer": "a"}),
+            "System: s | User: q | Assistant: a",
+        );
+    }
+
+    #[test]
+    fn pre_tokenized_columns_win() {
+        let row = json!({"question": "q", "answer": "a", "input_ids": [5, 6], "loss_mask": [0, 1]});
+        assert_eq!(
+            parse_row(&row).unwrap(),
+            Row::Tokenized { input_ids: vec![5, 6], loss_mask: vec![false, true] }
+        );
+        let row = json!({"input_ids": [5], "loss_mask": [true]});
+        assert_eq!(
+            parse_row(&row).unwrap(),
+            Row::Tokenized { input_ids: vec![5], loss_mask: vec![true] }
+        );
+        check_error(json!({"input_ids": [1], "loss_mask": []}), "1 entries but loss_mask has 0");
+        check_error(json!({"input_ids": [-1], "loss_mask": [1]}), "must be a token id");
+        check_error(json!({"input_ids": [1], "loss_mask": [2]}), "must be 0 or 1");
+    }
+
+    #[test]
+    fn tools_and_reasoning_are_kept() {
+        let call = json!([{"function": {"name": "f", "arguments": "{}"}}]);
+        let row = json!({
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": null, "tool_calls": call, "thinking": "hm"},
+                {"role": "tool", "content": "1", "tool_call_id": "c"},
+                {"role": "assistant", "content": "a", "tool_calls": []}],
+            "tools": "[{\"name\": \"f\"}]"
+        });
+        let Row::Conversation(conversation) = parse_row(&row).unwrap() else { unreachable!() };
+        assert_eq!(conversation.tools, Some(json!([{"name": "f"}])));
+        let turns = &conversation.messages;
+        assert_eq!(turns[1].content, Value::Null);
+        assert_eq!(turns[1].tool_calls, Some(call));
+        assert_eq!(turns[1].reasoning_content.as_deref(), Some("hm"));
+        assert_eq!(turns[2].tool_call_id.as_deref(), Some("c"));
+        assert_eq!(turns[3].tool_calls, None);
+    }
+
+    #[test]
+    fn a_wrong_row_says_what_is_wrong() {
+        check_error(json!([1]), "must be a JSON object, found an array");
+        check_error(json!({"text": "x", "url": "y"}), "fields [text, url]");
+        check_error(json!({"messages": "x"}), "messages must be an array");
+        check_error(json!({"messages": [{"role": "alien", "content": ""}]}), "\"alien\"");
+        check_error(json!({"question": "q", "answer": 4}), "answer must be a string");
+        check_error(json!({"messages": [], "tools": "{"}), "tools must be a list of tools");
+    }
+}

@@ -1,0 +1,231 @@
+//! The model's own chat template, rendered as Transformers renders it.
+//!
+//! Transformers uses Jinja2 with `trim_blocks`, `lstrip_blocks`, loop controls, its own `tojson`,
+//! `raise_exception`, `strftime_now` and a `{% generation %}` tag. minijinja differs from Jinja2
+//! in some corners that real templates reach; `template/python.rs` closes those.
+
+mod python;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use minijinja::{Environment, context};
+use serde_json::Value;
+
+use crate::error::Error;
+use crate::message::Message;
+
+/// The environment's name for the template that Transformers calls `default`.
+const DEFAULT: &str = "default";
+/// The named template that Transformers prefers when the conversation offers tools.
+const TOOL_USE: &str = "tool_use";
+
+/// A compiled chat template with the variables that it always sees.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    variables: BTreeMap<String, Value>,
+    has_tool_use: bool,
+}
+
+impl ChatTemplate {
+    /// Finds and compiles the template of a model directory: `chat_template.jinja`, else
+    /// `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list
+    /// of named templates of which `default` and `tool_use` count). `variables` are the special
+    /// tokens (`bos_token`, ...) that the template may name.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`], [`Error::BadTemplate`], [`Error::Read`], [`Error::ModelJson`].
+    pub fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
+        let (path, sources) = find_sources(dir)?;
+        Self::compile(sources, variables, &path)
+    }
+
+    /// Compiles one template; `path` is for messages.
+    ///
+    /// # Errors
+    /// [`Error::BadTemplate`].
+    pub fn from_source(
+        source: &str,
+        variables: BTreeMap<String, Value>,
+        path: &Path,
+    ) -> Result<Self, Error> {
+        Self::compile(vec![(DEFAULT.to_owned(), source.to_owned())], variables, path)
+    }
+
+    fn compile(
+        sources: Vec<(String, String)>,
+        variables: BTreeMap<String, Value>,
+        path: &Path,
+    ) -> Result<Self, Error> {
+        let mut environment = python::environment();
+        let mut has_tool_use = false;
+        for (name, source) in sources {
+            has_tool_use |= name == TOOL_USE;
+            let source = python::replace_generation_tags(&source);
+            environment.add_template_owned(name, source).map_err(|error| Error::BadTemplate {
+                path: path.into(),
+                reason: explain(&error),
+            })?;
+        }
+        Ok(Self { environment, variables, has_tool_use })
+    }
+
+    /// Adds variables that the template sees, such as `enable_thinking`; they win over equals.
+    pub fn extend_variables(&mut self, variables: impl IntoIterator<Item = (String, Value)>) {
+        self.variables.extend(variables);
+    }
+
+    /// Renders a conversation to text.
+    ///
+    /// # Errors
+    /// [`Error::Render`] with the template's own words when it refuses the conversation.
+    pub fn render(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        let named = if self.has_tool_use && tools.is_some() { TOOL_USE } else { DEFAULT };
+        let refused = |error: minijinja::Error| Error::Render { reason: explain(&error) };
+        self.environment
+            .get_template(named)
+            .and_then(|template| {
+                template.render(context! {
+                    messages, tools, add_generation_prompt, documents => (),
+                    ..minijinja::Value::from_serialize(&self.variables)
+                })
+            })
+            .map_err(refused)
+    }
+}
+
+/// The engine's complaint on one line, with the template's line where it knows it.
+fn explain(error: &minijinja::Error) -> String {
+    let text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    match error.line() {
+        // What a template raises on purpose is a sentence of its own.
+        Some(line) if !python::is_raised(error) => format!("{text} (line {line} of the template)"),
+        _ => text,
+    }
+}
+
+/// The file that holds the template, and its named sources.
+fn find_sources(dir: &Path) -> Result<(PathBuf, Vec<(String, String)>), Error> {
+    let path = dir.join("chat_template.jinja");
+    if let Some(source) = read_optional(&path)? {
+        return Ok((path, vec![(DEFAULT.to_owned(), source)]));
+    }
+    for file in ["chat_template.json", "tokenizer_config.json"] {
+        let path = dir.join(file);
+        let Some(text) = read_optional(&path)? else { continue };
+        let json: Value = serde_json::from_str(&text)
+            .map_err(|source| Error::ModelJson { path: path.clone(), source })?;
+        let sources = named_sources(&json["chat_template"]);
+        if sources.iter().any(|(name, _)| name == DEFAULT) {
+            return Ok((path, sources));
+        }
+    }
+    Err(Error::NoTemplate { dir: dir.into() })
+}
+
+fn named_sources(value: &Value) -> Vec<(String, String)> {
+    match value {
+        Value::String(source) => vec![(DEFAULT.to_owned(), source.clone())],
+        Value::Array(list) => list
+            .iter()
+            .filter_map(|entry| {
+                Some((entry["name"].as_str()?.to_owned(), entry["template"].as_str()?.to_owned()))
+            })
+            .collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// The text of a file, or `None` when there is no such file.
+pub(crate) fn read_optional(path: &Path) -> Result<Option<String>, Error> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::Read { path: path.into(), source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::message::Role;
+
+    fn template(source: &str) -> ChatTemplate {
+        let variables = BTreeMap::from([("bos_token".to_owned(), json!("<s>"))]);
+        ChatTemplate::from_source(source, variables, Path::new("t.jinja")).unwrap()
+    }
+
+    /// Renders a one-turn conversation, without a generation prompt.
+    fn check(source: &str, expect: &str) {
+        let messages = [Message::text(Role::User, "a<b>\n")];
+        let found = template(source).render(&messages, None, false).unwrap();
+        assert_eq!(found, expect, "{source}");
+    }
+
+    #[test]
+    fn whitespace_and_variables_follow_transformers() {
+        check("{% if true %}\n  x\n{% endif %}\n\n", "  x\n");
+        check("{{ bos_token }}{{ messages[0].content }}", "<s>a<b>\n");
+        check("{{ messages[0]['content'] | trim }}|{{ tools }}", "a<b>|None");
+        check("{{ tools is iterable }} {{ tools is not none }} {{ nothing }}", "False False ");
+        check("{{ messages[0] | tojson }}", r#"{"role": "user", "content": "a<b>\n"}"#);
+        check("{{ add_generation_prompt }}", "False");
+        check(
+            "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            "01",
+        );
+    }
+
+    #[test]
+    fn generation_tags_leave_their_content() {
+        check("a{% generation %}b{% endgeneration %}c", "abc");
+        check("a\n  {%- generation -%}\n b\n{%- endgeneration %}\nc", "abc");
+    }
+
+    #[test]
+    fn a_refusal_carries_the_words_of_the_template() {
+        let template = template("{{ raise_exception('roles must alternate') }}");
+        let error = template.render(&[], None, false).unwrap_err().to_string();
+        assert_eq!(error, "the chat template refused the conversation: roles must alternate");
+    }
+
+    #[test]
+    fn a_syntax_error_names_file_and_line() {
+        let error = ChatTemplate::from_source("\n{% if %}", BTreeMap::new(), Path::new("t.jinja"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("the chat template in t.jinja does not parse: "), "{error}");
+        assert!(error.ends_with("(line 2 of the template)"), "{error}");
+    }
+
+    #[test]
+    fn the_template_is_found_where_transformers_finds_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let load = || ChatTemplate::load(dir.path(), BTreeMap::new());
+        let render = || load().unwrap().render(&[], None, false).unwrap();
+        assert!(load().unwrap_err().to_string().contains("has no chat template"));
+
+        let config = dir.path().join("tokenizer_config.json");
+        fs::write(&config, "{").unwrap();
+        assert!(load().unwrap_err().to_string().contains("tokenizer_config.json is not valid"));
+        fs::write(&config, r#"{"chat_template": "config"}"#).unwrap();
+        assert_eq!(render(), "config");
+        let named = json!({"chat_template": [
+            {"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]});
+        fs::write(&config, named.to_string()).unwrap();
+        assert_eq!(render(), "plain");
+        let tools = json!([{"name": "f"}]);
+        assert_eq!(load().unwrap().render(&[], Some(&tools), false).unwrap(), "tools");
+        fs::write(dir.path().join("chat_template.jinja"), "file").unwrap();
+        assert_eq!(render(), "file");
+    }
+}

@@ -1,0 +1,420 @@
+//! What chat templates expect of Python and Jinja2 that minijinja does not do by itself.
+//!
+//! Every function here is named after the Python or Jinja2 behaviour that it copies.
+
+use std::fmt::Write;
+
+use minijinja::value::{Kwargs, Value, ValueKind, from_args};
+use minijinja::{Environment, Error, ErrorKind, State};
+
+/// An environment with the settings, functions, filters and tests of Transformers.
+pub(super) fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(unknown_method);
+    environment.set_formatter(|out, state, value| match value.kind() {
+        ValueKind::Seq | ValueKind::Map => out.write_str(&repr(value)).map_err(Error::from),
+        _ => minijinja::escape_formatter(out, state, value),
+    });
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", strftime_now);
+    environment.add_filter("tojson", tojson);
+    environment.add_filter("string", |value: &Value| str_of(value));
+    environment.add_filter("length", length);
+    environment.add_filter("count", length);
+    environment.add_test("iterable", is_iterable);
+    environment.add_test("sequence", is_sequence);
+    environment
+}
+
+/// Whether `error` comes from [`raise_exception`].
+pub(super) fn is_raised(error: &Error) -> bool {
+    std::error::Error::source(error).is_some_and(|cause| cause.is::<Raised>())
+}
+
+/// The cause of an error that a template raised on purpose.
+#[derive(Debug, thiserror::Error)]
+#[error("raised by the template")]
+struct Raised;
+
+fn raise_exception(message: &Value) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message.to_string()).with_source(Raised))
+}
+
+/// `datetime.now().strftime(format)`.
+fn strftime_now(format: &str) -> Result<String, Error> {
+    let mut text = String::new();
+    write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| {
+        Error::new(ErrorKind::InvalidOperation, format!("strftime_now cannot format {format:?}"))
+    })?;
+    Ok(text)
+}
+
+/// In Jinja2 an undefined value has length 0.
+fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() {
+        return Ok(0);
+    }
+    value.len().ok_or_else(|| {
+        Error::new(ErrorKind::InvalidOperation, format!("a {} has no length", value.kind()))
+    })
+}
+
+/// `iter(value)` works in Python: on strings and undefined values, not on None.
+fn is_iterable(value: &Value) -> bool {
+    use ValueKind::{Iterable, Map, Seq, String, Undefined};
+    matches!(value.kind(), String | Seq | Map | Iterable | Undefined)
+}
+
+/// Jinja2 asks for `len` and `[]`, which strings and dictionaries have too.
+fn is_sequence(value: &Value) -> bool {
+    use ValueKind::{Map, Seq, String, Undefined};
+    matches!(value.kind(), String | Seq | Map | Undefined)
+}
+
+/// String methods of Python that minijinja's own compatibility layer lacks.
+fn unknown_method(
+    state: &State,
+    value: &Value,
+    method: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
+    if let Some(text) = value.as_str() {
+        if let Some(found) = string_method(text, method, args)? {
+            return Ok(found);
+        }
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+}
+
+fn string_method(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    let found = match method {
+        "removeprefix" => {
+            let (prefix,): (&str,) = from_args(args)?;
+            Value::from(text.strip_prefix(prefix).unwrap_or(text))
+        }
+        "removesuffix" => {
+            let (suffix,): (&str,) = from_args(args)?;
+            Value::from(text.strip_suffix(suffix).unwrap_or(text))
+        }
+        "partition" => {
+            let (separator,): (&str,) = from_args(args)?;
+            triple(text.split_once(separator), separator, (text, ""))
+        }
+        "rpartition" => {
+            let (separator,): (&str,) = from_args(args)?;
+            triple(text.rsplit_once(separator), separator, ("", text))
+        }
+        // minijinja counts bytes, Python characters.
+        "find" => {
+            let (needle,): (&str,) = from_args(args)?;
+            char_index(text, text.find(needle))
+        }
+        "rfind" => {
+            let (needle,): (&str,) = from_args(args)?;
+            char_index(text, text.rfind(needle))
+        }
+        "rsplit" => rsplit(text, args)?,
+        _ => return Ok(None),
+    };
+    Ok(Some(found))
+}
+
+/// What `partition` returns: the halves around the separator, else `whole` and no separator.
+fn triple(halves: Option<(&str, &str)>, separator: &str, whole: (&str, &str)) -> Value {
+    match halves {
+        Some((before, after)) => [before, separator, after],
+        // The whole is on the side that the search ended at.
+        None if whole.1.is_empty() => [whole.0, "", ""],
+        None => ["", "", whole.1],
+    }
+    .into_iter()
+    .map(Value::from)
+    .collect()
+}
+
+fn char_index(text: &str, byte: Option<usize>) -> Value {
+    byte.map_or(Value::from(-1), |byte| Value::from(text[..byte].chars().count()))
+}
+
+fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
+    let (separator, limit): (&str, Option<i64>) = from_args(args)?;
+    let most = limit.and_then(|limit| usize::try_from(limit).ok()).map_or(usize::MAX, |n| n + 1);
+    let mut parts: Vec<&str> = text.rsplitn(most, separator).collect();
+    parts.reverse();
+    Ok(parts.into_iter().map(Value::from).collect())
+}
+
+/// `json.dumps` with Transformers' defaults: no HTML escaping, `ensure_ascii=False`.
+fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
+    let options = JsonOptions::from_kwargs(&kwargs)?;
+    kwargs.assert_all_used()?;
+    if value.is_undefined() {
+        let reason = "an undefined value is not JSON serializable";
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    let json = serde_json::to_value(value).map_err(|error| {
+        Error::new(ErrorKind::BadSerialization, "tojson failed").with_source(error)
+    })?;
+    let mut out = String::new();
+    options.write(&mut out, &json, 0);
+    Ok(out)
+}
+
+struct JsonOptions {
+    ensure_ascii: bool,
+    indent: Option<String>,
+    sort_keys: bool,
+    item_separator: String,
+    key_separator: String,
+}
+
+impl JsonOptions {
+    fn from_kwargs(kwargs: &Kwargs) -> Result<Self, Error> {
+        let indent: Option<Value> = kwargs.get("indent")?;
+        let indent = indent.filter(|value| !value.is_none()).map(|value| match value.as_i64() {
+            Some(spaces) => " ".repeat(usize::try_from(spaces).unwrap_or(0)),
+            None => value.to_string(),
+        });
+        let separators: Option<Vec<String>> = kwargs.get("separators")?;
+        let [item_separator, key_separator] =
+            separators.and_then(|pair| <[String; 2]>::try_from(pair).ok()).unwrap_or_else(|| {
+                // Python drops the blank after the comma when a line break follows it.
+                [if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()]
+            });
+        Ok(Self {
+            ensure_ascii: kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+            sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+            indent,
+            item_separator,
+            key_separator,
+        })
+    }
+
+    fn write(&self, out: &mut String, value: &serde_json::Value, depth: usize) {
+        match value {
+            serde_json::Value::Array(items) if !items.is_empty() => {
+                out.push('[');
+                for (index, item) in items.iter().enumerate() {
+                    self.separate(out, index, depth + 1);
+                    self.write(out, item, depth + 1);
+                }
+                self.break_line(out, depth);
+                out.push(']');
+            }
+            serde_json::Value::Object(entries) if !entries.is_empty() => {
+                out.push('{');
+                let mut entries: Vec<_> = entries.iter().collect();
+                if self.sort_keys {
+                    entries.sort_by_key(|(key, _)| *key);
+                }
+                for (index, (key, item)) in entries.into_iter().enumerate() {
+                    self.separate(out, index, depth + 1);
+                    self.write_string(out, key);
+                    out.push_str(&self.key_separator);
+                    self.write(out, item, depth + 1);
+                }
+                self.break_line(out, depth);
+                out.push('}');
+            }
+            serde_json::Value::String(text) => self.write_string(out, text),
+            serde_json::Value::Number(number) => out.push_str(&number_repr(number)),
+            other => out.push_str(&other.to_string()),
+        }
+    }
+
+    fn separate(&self, out: &mut String, index: usize, depth: usize) {
+        if index > 0 {
+            out.push_str(&self.item_separator);
+        }
+        self.break_line(out, depth);
+    }
+
+    fn break_line(&self, out: &mut String, depth: usize) {
+        if let Some(indent) = &self.indent {
+            out.push('\n');
+            out.push_str(&indent.repeat(depth));
+        }
+    }
+
+    fn write_string(&self, out: &mut String, text: &str) {
+        out.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => out.push_str("\\\""),
+                '\\' => out.push_str("\\\\"),
+                '\n' => out.push_str("\\n"),
+                '\r' => out.push_str("\\r"),
+                '\t' => out.push_str("\\t"),
+                '\u{8}' => out.push_str("\\b"),
+                '\u{c}' => out.push_str("\\f"),
+                c if c < ' ' || (self.ensure_ascii && !c.is_ascii()) => {
+                    for unit in c.encode_utf16(&mut [0; 2]) {
+                        // Writing to a String cannot fail.
+                        let _ = write!(out, "\\u{unit:04x}");
+                    }
+                }
+                c => out.push(c),
+            }
+        }
+        out.push('"');
+    }
+}
+
+/// `repr` of an int or float.
+fn number_repr(number: &serde_json::Number) -> String {
+    match number.as_f64() {
+        Some(value) if number.is_f64() => float_repr(value),
+        _ => number.to_string(),
+    }
+}
+
+/// Rust switches to exponents at the same magnitudes as Python, but writes `1e-5` for `1e-05`.
+fn float_repr(value: f64) -> String {
+    let text = format!("{value:?}");
+    let Some((mantissa, exponent)) = text.split_once('e') else { return text };
+    let (sign, digits) = match exponent.strip_prefix('-') {
+        Some(digits) => ('-', digits),
+        None => ('+', exponent),
+    };
+    format!("{}e{sign}{digits:0>2}", mantissa.strip_suffix(".0").unwrap_or(mantissa))
+}
+
+/// `str(value)`.
+fn str_of(value: &Value) -> String {
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Map => repr(value),
+        _ => value.to_string(),
+    }
+}
+
+/// `repr(value)`, for lists and dictionaries that a template prints as they are.
+fn repr(value: &Value) -> String {
+    match value.kind() {
+        ValueKind::Seq => {
+            let items: Vec<String> =
+                value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect();
+            format!("[{}]", items.join(", "))
+        }
+        ValueKind::Map => {
+            let item = |key: &Value| value.get_item(key).unwrap_or_default();
+            let items: Vec<String> = value
+                .try_iter()
+                .into_iter()
+                .flatten()
+                .map(|key| format!("{}: {}", repr(&key), repr(&item(&key))))
+                .collect();
+            format!("{{{}}}", items.join(", "))
+        }
+        ValueKind::String => string_repr(value.as_str().unwrap_or_default()),
+        _ => value.to_string(),
+    }
+}
+
+/// Python prefers single quotes, and double ones when only single ones occur inside.
+fn string_repr(text: &str) -> String {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let mut out = String::from(quote);
+    for c in text.chars() {
+        match c {
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            c if c == quote => out.extend(['\\', c]),
+            // Writing to a String cannot fail.
+            c if c.is_ascii_control() => drop(write!(out, "\\x{:02x}", u32::from(c))),
+            c => out.push(c),
+        }
+    }
+    out.push(quote);
+    out
+}
+
+/// Turns `{% generation %}` (Transformers' marker for what the model says) into a block that
+/// minijinja knows and that, like Jinja2's, has a scope of its own.
+pub(super) fn replace_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}") else { break };
+        let tag = &rest[start + 2..start + length];
+        out.push_str(&rest[..start + 2]);
+        match tag.trim_matches(['-', '+']).trim() {
+            "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[start + length..];
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(source: &str, expect: &str) {
+        let value: serde_json::Value = serde_json::from_str(
+            r#"{"f": [1.0, 1e16, 1e-5, 1.5e-7, 0.1, 100], "s": "é\"\\\n\u0001", "n": null, "e": {}}"#,
+        )
+        .unwrap();
+        let context = minijinja::context! { v => value };
+        assert_eq!(environment().render_str(source, context).unwrap(), expect, "{source}");
+    }
+
+    // The expectations are what Python 3.12's json.dumps, str and Jinja2 3.1 print.
+    #[test]
+    fn tojson_prints_what_json_dumps_prints() {
+        check("{{ v.f | tojson }}", "[1.0, 1e+16, 1e-05, 1.5e-07, 0.1, 100]");
+        check("{{ v.s | tojson }}", r#""é\"\\\n\u0001""#);
+        check("{{ v.s | tojson(ensure_ascii=true) }}", r#""\u00e9\"\\\n\u0001""#);
+        check("{{ [v.n, v.e, true, '<'] | tojson }}", r#"[null, {}, true, "<"]"#);
+        check(
+            "{{ {'b': 1, 'a': [1, 2]} | tojson(indent=2) }}",
+            "{\n  \"b\": 1,\n  \"a\": [\n    1,\n    2\n  ]\n}",
+        );
+        check("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", r#"{"a": 2, "b": 1}"#);
+        check("{{ [1, 2] | tojson(separators=(',', ':')) }}", "[1,2]");
+    }
+
+    #[test]
+    fn printing_follows_python() {
+        check("{{ ['a', none, true, 1.0] }}", "['a', None, True, 1.0]");
+        check("{{ {'k': \"it's\"} }}", "{'k': \"it's\"}");
+        check("{{ {'k': 'a\n'} | string }}", r"{'k': 'a\n'}");
+        check("{{ 'a' ~ none ~ true }}", "aNoneTrue");
+    }
+
+    #[test]
+    fn string_methods_follow_python() {
+        check("{{ 'x:y:z'.partition(':') }}", "['x', ':', 'y:z']");
+        check(
+            "{{ 'xyz'.partition(':') }}{{ 'xyz'.rpartition(':') }}",
+            "['xyz', '', '']['', '', 'xyz']",
+        );
+        check("{{ 'a.b.c'.rsplit('.', 1) }}", "['a.b', 'c']");
+        check("{{ 'éa'.find('a') }}{{ 'éa'.rfind('b') }}", "1-1");
+        check("{{ 'abc'.removeprefix('a').removesuffix('c') }}", "b");
+        check("{{ 'a</think>b'.split('</think>')[-1].lstrip('\n') }}", "b");
+        check("{{ 'abc'[::-1] }}{{ [1, 2, 3][::-1] }}{{ 'abc'[1] }}", "cba[3, 2, 1]b");
+    }
+
+    #[test]
+    fn jinja2_kinds_and_undefined_values() {
+        check("{{ 'a' is sequence }}{{ {} is iterable }}{{ none is iterable }}", "TrueTrueFalse");
+        check("{{ missing | length }}{{ missing is defined }}", "0False");
+        check("{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", "2");
+    }
+
+    #[test]
+    fn the_clock_is_formatted() {
+        let year = environment().render_str("{{ strftime_now('%Y') }}", ()).unwrap();
+        assert!(year.len() == 4 && year.as_str() >= "2024", "{year}");
+        let error = environment().render_str("{{ strftime_now('%!') }}", ()).unwrap_err();
+        assert!(error.to_string().contains("cannot format"), "{error}");
+    }
+}

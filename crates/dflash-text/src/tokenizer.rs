@@ -1,0 +1,288 @@
+//! A model's tokenizer with its chat template.
+
+mod segments;
+mod special;
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+use tokenizers::Tokenizer;
+
+use crate::error::Error;
+use crate::message::Message;
+use crate::template::{ChatTemplate, read_optional};
+
+pub use segments::SegmentCache;
+use segments::Segmenter;
+pub use special::SpecialIds;
+
+/// The tokenizer and chat template of a model directory. Cheap to share between threads.
+#[derive(Debug)]
+pub struct ChatTokenizer {
+    tokenizer: Tokenizer,
+    /// A model without a template can still encode; only rendering needs one.
+    template: Option<ChatTemplate>,
+    segmenter: Option<Segmenter>,
+    special: SpecialIds,
+    size: usize,
+    dir: PathBuf,
+}
+
+impl ChatTokenizer {
+    /// Loads `tokenizer.json`, `tokenizer_config.json` (or `special_tokens_map.json`) and the
+    /// chat template from a Hugging Face model directory. A missing template is reported by
+    /// [`Self::render`], not here: pre-tokenized data needs none.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`], [`Error::BadTokenizer`], [`Error::ModelJson`],
+    /// [`Error::BadTemplate`], [`Error::Read`].
+    pub fn load(model_dir: &Path) -> Result<Self, Error> {
+        let path = model_dir.join("tokenizer.json");
+        let text = read_optional(&path)?
+            .ok_or_else(|| Error::NoTokenizer { dir: model_dir.to_path_buf() })?;
+        let bad = |reason: String| Error::BadTokenizer { path: path.clone(), reason };
+        let mut tokenizer = Tokenizer::from_bytes(&text).map_err(|error| bad(error.to_string()))?;
+        // Transformers switches both off when it encodes a rendered template.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|error| bad(error.to_string()))?;
+        let config = read_config(model_dir)?;
+        special::add_missing_tokens(&mut tokenizer, &config);
+        let variables = special::template_variables(&config);
+        let template = match ChatTemplate::load(model_dir, variables) {
+            Ok(template) => Some(template),
+            Err(Error::NoTemplate { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Self {
+            segmenter: Segmenter::new(&tokenizer),
+            special: SpecialIds::find(&tokenizer, &config),
+            size: tokenizer.get_vocab_size(true),
+            template,
+            tokenizer,
+            dir: model_dir.to_path_buf(),
+        })
+    }
+
+    /// Adds variables that the chat template sees, such as `enable_thinking`.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`].
+    pub fn extend_template_variables(
+        &mut self,
+        variables: impl IntoIterator<Item = (String, Value)>,
+    ) -> Result<(), Error> {
+        let missing = Error::NoTemplate { dir: self.dir.clone() };
+        self.template.as_mut().ok_or(missing)?.extend_variables(variables);
+        Ok(())
+    }
+
+    /// The chat template.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`] when the model directory has none.
+    pub fn template(&self) -> Result<&ChatTemplate, Error> {
+        self.template.as_ref().ok_or_else(|| Error::NoTemplate { dir: self.dir.clone() })
+    }
+
+    /// Renders a conversation to text through the chat template. `tools` is a list of JSON
+    /// schemas; `add_generation_prompt` ends the text where the model's answer starts.
+    ///
+    /// # Errors
+    /// [`Error::NoTemplate`], [`Error::Render`].
+    pub fn render(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        self.template()?.render(messages, tools, add_generation_prompt)
+    }
+
+    /// Token ids of `text`; special tokens written in it count as such, none are added.
+    ///
+    /// # Errors
+    /// [`Error::Tokenize`].
+    pub fn encode(&self, text: &str) -> Result<Vec<i64>, Error> {
+        segments::encode_whole(&self.tokenizer, text)
+    }
+
+    /// As [`Self::encode`], with the same result, but encodes each stretch of text between two
+    /// special tokens only once as long as `cache` remembers it. The renders of one conversation
+    /// share nearly all their stretches.
+    ///
+    /// # Errors
+    /// [`Error::Tokenize`].
+    pub fn encode_cached(&self, text: &str, cache: &mut SegmentCache) -> Result<Vec<i64>, Error> {
+        match &self.segmenter {
+            Some(segmenter) => segmenter.encode(&self.tokenizer, text, cache),
+            None => self.encode(text),
+        }
+    }
+
+    /// [`Self::render`] followed by [`Self::encode`].
+    ///
+    /// # Errors
+    /// As those two.
+    pub fn render_ids(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<i64>, Error> {
+        self.encode(&self.render(messages, tools, add_generation_prompt)?)
+    }
+
+    /// The text of `ids`; ids outside the vocabulary have none. `skip_special` leaves special
+    /// tokens out.
+    ///
+    /// # Errors
+    /// [`Error::Tokenize`].
+    pub fn decode(&self, ids: &[i64], skip_special: bool) -> Result<String, Error> {
+        let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
+        self.tokenizer
+            .decode(&ids, skip_special)
+            .map_err(|error| Error::Tokenize { reason: error.to_string() })
+    }
+
+    /// Entries of the vocabulary, added tokens included: `len(tokenizer)` of Transformers. A
+    /// model's embedding may have more rows.
+    pub fn len(&self) -> usize {
+        self.size
+    }
+
+    /// Whether the vocabulary is empty.
+    pub fn is_empty(&self) -> bool {
+        self.size == 0
+    }
+
+    /// Ids of the special tokens that the tokenizer's configuration names.
+    pub fn special_ids(&self) -> SpecialIds {
+        self.special
+    }
+}
+
+fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {
+    let mut merged = Map::new();
+    // The older file fills what the newer one leaves out.
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let path = dir.join(file);
+        let Some(text) = read_optional(&path)? else { continue };
+        let object: Map<String, Value> =
+            serde_json::from_str(&text).map_err(|source| Error::ModelJson { path, source })?;
+        for (key, value) in object {
+            merged.entry(key).or_insert(value);
+        }
+    }
+    Ok(merged)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::message::Role;
+
+    /// A model directory with a byte-level tokenizer of 256 bytes and the given special tokens.
+    fn model_dir(special: &[&str], config: &Value) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let json = test_tokenizer(special);
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        dir
+    }
+
+    fn test_tokenizer(special: &[&str]) -> Value {
+        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
+        let mut letters: Vec<char> = alphabet.into_iter().collect();
+        letters.sort_unstable();
+        let vocabulary: Map<String, Value> =
+            letters.iter().enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
+        let added: Vec<Value> = special
+            .iter()
+            .enumerate()
+            .map(|(index, content)| {
+                json!({"id": 256 + index, "content": content, "single_word": false,
+                    "lstrip": false, "rstrip": false, "normalized": false, "special": true})
+            })
+            .collect();
+        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false,
+            "trim_offsets": true, "use_regex": true});
+        json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+            "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null,
+                "continuing_subword_prefix": null, "end_of_word_suffix": null,
+                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                "vocab": vocabulary, "merges": []}})
+    }
+
+    #[test]
+    fn special_tokens_of_the_configuration_are_found_and_added() {
+        let config = json!({
+            "chat_template": "{{ eos_token }}{{ messages[0].content }}",
+            "eos_token": "<|end|>", "pad_token": {"content": "<|pad|>"},
+            "extra_special_tokens": ["<|mask|>"]});
+        let dir = model_dir(&["<|end|>"], &config);
+        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+        assert_eq!(tokenizer.len(), 259);
+        let ids = tokenizer.special_ids();
+        assert_eq!((ids.eos, ids.pad, ids.mask), (Some(256), Some(257), Some(258)));
+        assert_eq!((ids.bos, ids.unk), (None, None));
+        let rendered =
+            tokenizer.render_ids(&[Message::text(Role::User, "<|pad|>a")], None, false).unwrap();
+        assert_eq!(rendered[..2], [256, 257]);
+        assert_eq!(tokenizer.decode(&rendered, true).unwrap(), "a");
+        assert_eq!(tokenizer.decode(&rendered, false).unwrap(), "<|end|><|pad|>a");
+    }
+
+    #[test]
+    fn a_missing_template_matters_only_to_rendering() {
+        let dir = model_dir(&[], &json!({}));
+        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+        assert_eq!(tokenizer.encode("ab").unwrap().len(), 2);
+        let error = tokenizer.render(&[], None, false).unwrap_err().to_string();
+        assert!(error.contains("has no chat template"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_without_a_tokenizer_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("has no tokenizer.json"), "{error}");
+        std::fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("tokenizer.json is not a tokenizer"), "{error}");
+    }
+
+    #[test]
+    fn cached_encoding_equals_encoding() {
+        let dir = model_dir(&["<|a|>", "<|a|>b"], &json!({}));
+        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+        assert!(tokenizer.segmenter.is_some());
+        let mut cache = SegmentCache::default();
+        for text in ["", "<|a|>", "x<|a|>bc<|a|>é\n", "x<|a|>bc<|a|>é\n", "<|a", "  <|a|>  "] {
+            assert_eq!(
+                tokenizer.encode_cached(text, &mut cache).unwrap(),
+                tokenizer.encode(text).unwrap(),
+                "{text:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn position_dependent_tokenizers_are_not_cut() {
+        let mut json = test_tokenizer(&["<|a|>"]);
+        json["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",
+            "prepend_scheme": "first", "split": true});
+        let build = |json: &Value| {
+            let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
+            Segmenter::new(&tokenizer).is_some()
+        };
+        assert!(!build(&json));
+        let mut json = test_tokenizer(&["<|a|>"]);
+        assert!(build(&json));
+        json["added_tokens"][0]["rstrip"] = json!(true);
+        assert!(!build(&json));
+    }
+}

@@ -1,0 +1,121 @@
+//! Encoding a text stretch by stretch.
+//!
+//! A tokenizer first cuts its input at the added tokens that are matched verbatim, and then
+//! normalizes, splits and encodes each stretch between them on its own. The ids of a text are
+//! therefore the ids of its stretches in order, and a stretch that two renders share needs
+//! encoding once. This fails where a token swallows blanks beside it or must stand as a word of
+//! its own, and where the pre-tokenizer treats the first stretch differently (`prepend_scheme`
+//! "first"); such tokenizers encode whole texts.
+
+use std::collections::HashMap;
+
+use aho_corasick::{AhoCorasick, MatchKind};
+use tokenizers::Tokenizer;
+
+use crate::error::Error;
+
+/// Text kept in a cache before it starts anew: some hundred conversations.
+const CACHE_BYTES: usize = 1 << 20;
+
+/// Ids of stretches seen before; one per thread of work.
+#[derive(Debug, Default)]
+pub struct SegmentCache {
+    ids: HashMap<Box<str>, Box<[i64]>>,
+    bytes: usize,
+}
+
+impl SegmentCache {
+    fn extend(
+        &mut self,
+        out: &mut Vec<i64>,
+        tokenizer: &Tokenizer,
+        stretch: &str,
+    ) -> Result<(), Error> {
+        if let Some(ids) = self.ids.get(stretch) {
+            out.extend_from_slice(ids);
+            return Ok(());
+        }
+        let ids = encode_whole(tokenizer, stretch)?;
+        out.extend_from_slice(&ids);
+        if self.bytes > CACHE_BYTES {
+            self.ids.clear();
+            self.bytes = 0;
+        }
+        self.bytes += stretch.len();
+        self.ids.insert(stretch.into(), ids.into());
+        Ok(())
+    }
+}
+
+/// Finds the added tokens that cut a text, as the tokenizer itself does.
+#[derive(Debug)]
+pub(super) struct Segmenter {
+    automaton: AhoCorasick,
+    /// Id of each pattern of the automaton.
+    ids: Vec<i64>,
+}
+
+impl Segmenter {
+    /// `None` for tokenizers whose stretches depend on what is around them.
+    pub(super) fn new(tokenizer: &Tokenizer) -> Option<Self> {
+        let description = serde_json::to_value(tokenizer).ok()?;
+        if mentions_first_scheme(&description) {
+            return None;
+        }
+        let mut tokens: Vec<_> = tokenizer
+            .get_added_tokens_decoder()
+            .into_iter()
+            .filter(|(_, token)| !token.normalized)
+            .collect();
+        if tokens.iter().any(|(_, token)| token.lstrip || token.rstrip || token.single_word) {
+            return None;
+        }
+        tokens.sort_unstable_by_key(|(id, _)| *id);
+        let automaton = AhoCorasick::builder()
+            .match_kind(MatchKind::LeftmostLongest)
+            .build(tokens.iter().map(|(_, token)| token.content.as_str()))
+            .ok()?;
+        Some(Self { automaton, ids: tokens.iter().map(|(id, _)| i64::from(*id)).collect() })
+    }
+
+    pub(super) fn encode(
+        &self,
+        tokenizer: &Tokenizer,
+        text: &str,
+        cache: &mut SegmentCache,
+    ) -> Result<Vec<i64>, Error> {
+        // English text has some four characters per token.
+        let mut out = Vec::with_capacity(text.len() / 3);
+        let mut start = 0;
+        for found in self.automaton.find_iter(text) {
+            if found.start() > start {
+                cache.extend(&mut out, tokenizer, &text[start..found.start()])?;
+            }
+            out.push(self.ids[found.pattern().as_usize()]);
+            start = found.end();
+        }
+        if start < text.len() {
+            cache.extend(&mut out, tokenizer, &text[start..])?;
+        }
+        Ok(out)
+    }
+}
+
+pub(super) fn encode_whole(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>, Error> {
+    let encoding = tokenizer
+        .encode_fast(text, false)
+        .map_err(|error| Error::Tokenize { reason: error.to_string() })?;
+    Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+}
+
+/// Whether a `prepend_scheme` of "first" stands anywhere in a tokenizer's description.
+fn mentions_first_scheme(value: &serde_json::Value) -> bool {
+    match value {
+        serde_json::Value::Object(entries) => entries.iter().any(|(key, value)| {
+            (key == "prepend_scheme" && value == "first")
+                || (key != "model" && mentions_first_scheme(value))
+        }),
+        serde_json::Value::Array(items) => items.iter().any(mentions_first_scheme),
+        _ => false,
+    }
+}

@@ -1,0 +1,118 @@
+//! Special tokens as a model's tokenizer configuration names them.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+use tokenizers::{AddedToken, Tokenizer};
+
+/// The tokens that have a name of their own in Transformers, and in chat templates.
+const NAMED: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// What mask tokens are called by models that have one but do not name it.
+const MASK_TOKENS: [&str; 4] = ["<|mask|>", "<|MASK|>", "<mask>", "[MASK]"];
+
+/// Ids of the special tokens that the tokenizer's configuration names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SpecialIds {
+    /// Ends the model's answer.
+    pub eos: Option<i64>,
+    /// Padding.
+    pub pad: Option<i64>,
+    /// Stands for unknown text.
+    pub unk: Option<i64>,
+    /// Begins a sequence.
+    pub bos: Option<i64>,
+    /// The mask token: `mask_token` of the configuration, else a special token that is called
+    /// `<|mask|>`, `<mask>` or `[MASK]`.
+    pub mask: Option<i64>,
+}
+
+impl SpecialIds {
+    pub(super) fn find(tokenizer: &Tokenizer, config: &Map<String, Value>) -> Self {
+        let named = |name: &str| {
+            let text = config.get(name).and_then(token_text)?;
+            tokenizer.token_to_id(text).map(i64::from)
+        };
+        let added = tokenizer.get_added_tokens_decoder();
+        let by_content = || {
+            MASK_TOKENS.iter().find_map(|text| {
+                added.iter().find(|(_, t)| t.special && t.content == *text).map(|(id, _)| *id)
+            })
+        };
+        Self {
+            eos: named("eos_token"),
+            pad: named("pad_token"),
+            unk: named("unk_token"),
+            bos: named("bos_token"),
+            mask: named("mask_token").or_else(|| by_content().map(i64::from)),
+        }
+    }
+}
+
+/// A token is written as a string or as an object with its matching rules.
+fn token_text(value: &Value) -> Option<&str> {
+    value.as_str().or_else(|| value.get("content")?.as_str())
+}
+
+/// The special tokens under the names by which chat templates print them.
+pub(super) fn template_variables(config: &Map<String, Value>) -> BTreeMap<String, Value> {
+    let mut variables: BTreeMap<String, Value> = NAMED
+        .iter()
+        .filter_map(|&name| {
+            let text = config.get(name).and_then(token_text)?;
+            Some((name.to_owned(), Value::from(text)))
+        })
+        .collect();
+    if let Some(Value::Array(tokens)) = config.get("additional_special_tokens") {
+        let texts = tokens.iter().filter_map(token_text).collect();
+        variables.insert("additional_special_tokens".to_owned(), texts);
+    }
+    variables
+}
+
+/// Transformers adds the tokens that only the configuration knows; so do we, in its order.
+pub(super) fn add_missing_tokens(tokenizer: &mut Tokenizer, config: &Map<String, Value>) {
+    let known = tokenizer.get_added_tokens_decoder();
+    let mut missing: Vec<AddedToken> = Vec::new();
+    for value in configured_tokens(config) {
+        let Some(text) = token_text(value) else { continue };
+        let is_known = known.values().any(|token| token.content == text);
+        if !is_known && missing.iter().all(|token| token.content != text) {
+            missing.push(added_token(text, value));
+        }
+    }
+    if !missing.is_empty() {
+        tokenizer.add_special_tokens(&missing);
+    }
+}
+
+fn configured_tokens(config: &Map<String, Value>) -> Vec<&Value> {
+    let mut tokens: Vec<&Value> = Vec::new();
+    if let Some(Value::Object(decoder)) = config.get("added_tokens_decoder") {
+        let mut entries: Vec<_> = decoder
+            .iter()
+            .filter_map(|(id, token)| Some((id.parse::<u32>().ok()?, token)))
+            .collect();
+        entries.sort_by_key(|(id, _)| *id);
+        tokens.extend(entries.into_iter().map(|(_, token)| token));
+    }
+    tokens.extend(NAMED.iter().filter_map(|name| config.get(*name)));
+    for name in ["additional_special_tokens", "extra_special_tokens"] {
+        match config.get(name) {
+            Some(Value::Array(list)) => tokens.extend(list),
+            Some(Value::Object(named)) => tokens.extend(named.values()),
+            _ => {}
+        }
+    }
+    tokens
+}
+
+fn added_token(text: &str, value: &Value) -> AddedToken {
+    let flag = |name: &str| value.get(name).and_then(Value::as_bool).unwrap_or(false);
+    AddedToken::from(text, true)
+        .lstrip(flag("lstrip"))
+        .rstrip(flag("rstrip"))
+        .single_word(flag("single_word"))
+        .normalized(flag("normalized"))
+}
