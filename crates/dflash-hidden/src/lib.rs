@@ -1,1 +1,33 @@
-//! Hidden-state records, the wire protocol, its client and the sources a trainer can read.
+//! Hidden states on their way from a target to a trainer.
+//!
+//! A [`HiddenStates`] is what one forward pass of the target leaves behind for one prompt: for
+//! each captured layer the rows of the residual stream. This crate says how such a record looks
+//! on the wire (an Arrow IPC stream, [`encode_stream`] and [`decode_stream`]) and on disk
+//! (`hs_{row}.safetensors`), where it can come from (our own server, a stock vLLM, files), and
+//! hands it to a synchronous trainer in order and under a memory bound ([`Stream`]).
+//!
+//! Layer ids count decoder layers that have run: 0 is the embedding's output, `k` the residual
+//! stream after `k` layers, `n` the one after the last layer, before the final norm.
+
+mod counters;
+mod endpoint;
+mod error;
+mod fetch;
+mod offline;
+mod own;
+mod protocol;
+mod record;
+mod retry;
+mod stream;
+mod vllm;
+mod wire;
+
+pub use counters::Counters;
+pub use error::Error;
+pub use fetch::{Fetched, OnGenerate, OnMissing, Request, SourceConfig};
+pub use offline::OfflineFiles;
+pub use protocol::{ErrorBody, ErrorDetail, Metadata, ModelCard, ModelList, StatesRequest};
+pub use record::{Dtype, HiddenStates};
+pub use retry::RetryPolicy;
+pub use stream::{Stream, StreamConfig};
+pub use wire::{ARROW_STREAM, decode_stream, encode_stream};

@@ -1,0 +1,411 @@
+//! One sample: from storage if it is there, else from a server, with retries, or left out.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use reqwest::Client;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::counters::Tally;
+use crate::endpoint::{Endpoint, Expected, Kind, Pool};
+use crate::error::Error;
+use crate::offline::{OfflineFiles, Stored, Wanted};
+use crate::own::Call;
+use crate::record::HiddenStates;
+use crate::retry::{Failure, RetryPolicy};
+use crate::stream::StreamConfig;
+use crate::{own, vllm};
+
+/// A prompt whose hidden states are wanted.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// The dataset row, which also names the stored file.
+    pub sample: u64,
+    /// The prompt's tokens.
+    pub input_ids: Vec<i64>,
+}
+
+/// A sample as the trainer gets it.
+#[derive(Debug, Clone)]
+pub struct Fetched {
+    /// The request's dataset row.
+    pub sample: u64,
+    /// `None` when the sample is left out; the counters say why.
+    pub states: Option<HiddenStates>,
+}
+
+/// What to do about a sample that is not stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnMissing {
+    /// Ask the server.
+    #[default]
+    Generate,
+    /// Leave the sample out silently.
+    Skip,
+    /// Leave the sample out and say so.
+    Warn,
+    /// Fail.
+    Raise,
+}
+
+/// What to do with a sample that a server generated, once the trainer has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnGenerate {
+    /// Keep nothing.
+    #[default]
+    Delete,
+    /// Store it for later epochs and runs.
+    Cache,
+}
+
+/// Where samples come from.
+#[derive(Debug, Clone, Default)]
+pub struct SourceConfig {
+    /// Servers, each `host:port` or a URL with or without `/v1`; commas separate several.
+    pub endpoints: Vec<String>,
+    /// Directory of stored samples: consulted first, and written to by [`OnGenerate::Cache`].
+    pub offline_dir: Option<PathBuf>,
+}
+
+/// Everything that all samples of a stream share.
+#[derive(Debug)]
+pub(crate) struct Fetcher {
+    client: Client,
+    pool: Pool,
+    expected: Expected,
+    files: Option<OfflineFiles>,
+    on_missing: OnMissing,
+    on_generate: OnGenerate,
+    policy: RetryPolicy,
+    pub(crate) tally: Tally,
+    failures_in_a_row: AtomicU32,
+    warned: AtomicBool,
+}
+
+/// How far the attempts at one sample have come.
+struct Attempts {
+    start: Instant,
+    made: u32,
+    invalid: u32,
+}
+
+/// What to do after a failed attempt.
+enum Next {
+    AskAgain(Duration),
+    LeaveOut(Error),
+}
+
+impl Fetcher {
+    pub(crate) fn new(config: &StreamConfig) -> Result<Self, Error> {
+        let pool = Pool::parse(&config.source.endpoints)?;
+        if pool.endpoints().is_empty() && config.on_missing == OnMissing::Generate {
+            return Err(Error::NoEndpoint);
+        }
+        // Hidden states stay inside the cluster: a proxy for web pages must not see them.
+        let client = Client::builder().no_proxy().connect_timeout(Duration::from_secs(3));
+        let expected = Expected {
+            layer_ids: config.layer_ids.clone(),
+            hidden_size: config.hidden_size,
+            vocab_size: config.vocab_size,
+            num_hidden_layers: config.num_hidden_layers,
+        };
+        Ok(Self {
+            client: client.build().map_err(Error::Client)?,
+            pool,
+            expected,
+            files: config.source.offline_dir.clone().map(OfflineFiles::new),
+            on_missing: config.on_missing,
+            on_generate: config.on_generate,
+            policy: config.retry.clone(),
+            tally: Tally::default(),
+            failures_in_a_row: AtomicU32::new(0),
+            warned: AtomicBool::new(false),
+        })
+    }
+
+    /// Expected bytes of a prompt's states.
+    pub(crate) fn bytes_of(&self, request: &Request) -> usize {
+        let row = self.expected.hidden_size * self.pool.element_size();
+        request.input_ids.len() * self.expected.layer_ids.len() * row
+    }
+
+    /// Asks every server what it is, before the first sample. With samples in storage a server
+    /// may not be needed at all; it is then asked when the first one is missing.
+    pub(crate) async fn preflight(&self) -> Result<(), Error> {
+        let stored = self.files.as_ref().is_some_and(OfflineFiles::has_any);
+        if self.on_missing != OnMissing::Generate || stored {
+            return Ok(());
+        }
+        let probes = self.pool.endpoints().iter().map(|endpoint| self.wait_for(endpoint));
+        let mut unreachable = Vec::new();
+        let mut reached = false;
+        for probe in futures::future::join_all(probes).await {
+            match probe {
+                Ok(()) => reached = true,
+                Err(Failure::Fatal(error)) => return Err(error),
+                Err(failure) => unreachable.push(failure.into_error()),
+            }
+        }
+        if !reached && let Some(error) = unreachable.pop() {
+            return Err(error);
+        }
+        for error in unreachable {
+            tracing::warn!("going on without one server for now: {}", chain(&error));
+        }
+        Ok(())
+    }
+
+    /// Gives a starting server its time: little to listen, as long as it takes to load.
+    async fn wait_for(&self, endpoint: &Endpoint) -> Result<(), Failure> {
+        let start = Instant::now();
+        let mut failed = 0;
+        loop {
+            let failure = match endpoint.probe(&self.client, &self.expected).await {
+                Ok(_) => return Ok(()),
+                Err(failure) => failure,
+            };
+            failed += 1;
+            let patience = match failure {
+                Failure::Busy { .. } => self.policy.deadline,
+                Failure::Transient(Error::Unreachable { .. }) => self.policy.startup,
+                _ => Duration::ZERO,
+            };
+            if start.elapsed() >= patience {
+                endpoint.mark_down(&self.policy);
+                return Err(failure);
+            }
+            sleep(self.policy.pause(failed).min(Duration::from_secs(1))).await;
+        }
+    }
+
+    /// One sample, checked and counted.
+    pub(crate) async fn fetch(self: Arc<Self>, request: Request) -> Result<Fetched, Error> {
+        let sample = request.sample;
+        let states = match self.stored(&request).await? {
+            Stored::Found(states) => {
+                self.tally.stored.add(1);
+                Some(states)
+            }
+            Stored::Absent => self.missing(request, None).await?,
+            Stored::Stale(reason) => {
+                self.tally.stale.add(1);
+                self.missing(request, Some(reason)).await?
+            }
+        };
+        self.tally.bytes.add(states.as_ref().map_or(0, |states| states.byte_len() as u64));
+        Ok(Fetched { sample, states })
+    }
+
+    async fn stored(self: &Arc<Self>, request: &Request) -> Result<Stored, Error> {
+        if self.files.is_none() {
+            return Ok(Stored::Absent);
+        }
+        let (fetcher, request) = (Arc::clone(self), request.clone());
+        blocking(move || fetcher.read_stored(&request)).await
+    }
+
+    fn read_stored(&self, request: &Request) -> Result<Stored, Error> {
+        let Some(files) = &self.files else { return Ok(Stored::Absent) };
+        let Expected { layer_ids, hidden_size, .. } = &self.expected;
+        match files.read(request, Wanted { layer_ids, hidden_size: *hidden_size }) {
+            // As good as absent: a run that was killed by another program may have cut it.
+            Err(
+                error @ (Error::BadFile { .. } | Error::ZeroRow { .. } | Error::NonFinite { .. }),
+            ) => Ok(Stored::Stale(error)),
+            result => result,
+        }
+    }
+
+    async fn missing(
+        self: &Arc<Self>,
+        request: Request,
+        stale: Option<Error>,
+    ) -> Result<Option<HiddenStates>, Error> {
+        let reason = stale.map_or_else(|| "not stored".to_owned(), |error| chain(&error));
+        match self.on_missing {
+            OnMissing::Generate => return self.generate(request).await,
+            OnMissing::Skip => {}
+            OnMissing::Warn => {
+                tracing::warn!("leaving out sample {}: {reason}", request.sample);
+            }
+            OnMissing::Raise => {
+                let dir = self.files.as_ref().map(|files| files.dir().into()).unwrap_or_default();
+                return Err(Error::Missing { sample: request.sample, dir });
+            }
+        }
+        self.tally.missing.add(1);
+        Ok(None)
+    }
+
+    async fn generate(self: &Arc<Self>, request: Request) -> Result<Option<HiddenStates>, Error> {
+        let states = match self.ask(&request).await? {
+            Ok(states) => states,
+            Err(reason) => return self.leave_out(&request, reason).map(|()| None),
+        };
+        self.failures_in_a_row.store(0, Ordering::Relaxed);
+        self.tally.generated.add(1);
+        if self.on_generate == OnGenerate::Cache {
+            self.store(request, states.clone()).await?;
+        }
+        Ok(states.select(&self.expected.layer_ids))
+    }
+
+    async fn store(self: &Arc<Self>, request: Request, states: HiddenStates) -> Result<(), Error> {
+        let fetcher = Arc::clone(self);
+        let write = move || match &fetcher.files {
+            Some(files) => files.write(request.sample, &request.input_ids, &states),
+            None => Ok(()),
+        };
+        blocking(write).await?;
+        self.tally.cached.add(1);
+        Ok(())
+    }
+
+    /// Asks until there is an answer; the inner error is a sample that will never be had.
+    async fn ask(&self, request: &Request) -> Result<Result<HiddenStates, Error>, Error> {
+        let mut attempts = Attempts { start: Instant::now(), made: 0, invalid: 0 };
+        loop {
+            let endpoint = self.pool.pick().ok_or(Error::NoEndpoint)?;
+            attempts.made += 1;
+            self.tally.requests.add(1);
+            let failure = match self.ask_once(endpoint, request).await {
+                Ok(states) => {
+                    endpoint.mark_up();
+                    return Ok(Ok(states));
+                }
+                Err(failure) => failure,
+            };
+            match self.judge(failure, endpoint, &mut attempts, request.sample)? {
+                Next::LeaveOut(reason) => return Ok(Err(reason)),
+                Next::AskAgain(pause) => sleep(pause).await,
+            }
+        }
+    }
+
+    async fn ask_once(
+        &self,
+        endpoint: &Endpoint,
+        request: &Request,
+    ) -> Result<HiddenStates, Failure> {
+        let after = self.policy.request_timeout;
+        let call = Call {
+            client: &self.client,
+            endpoint,
+            expected: &self.expected,
+            request,
+            with_last: self.on_generate == OnGenerate::Cache,
+            timeout: after,
+        };
+        let _lease = endpoint.lease(self.bytes_of(request));
+        let exchange = async {
+            match endpoint.probe(&self.client, &self.expected).await? {
+                Kind::Own(served) => own::fetch(&call, served).await,
+                Kind::Vllm { model, max_model_len } => {
+                    self.warn_once_about_layers(model);
+                    vllm::fetch(&call, model, *max_model_len).await
+                }
+            }
+        };
+        timeout(after, exchange).await.unwrap_or_else(|_| {
+            Err(Failure::Transient(Error::Timeout { url: endpoint.url(""), after }))
+        })
+    }
+
+    fn judge(
+        &self,
+        failure: Failure,
+        endpoint: &Endpoint,
+        attempts: &mut Attempts,
+        sample: u64,
+    ) -> Result<Next, Error> {
+        let mut pause = self.policy.pause(attempts.made);
+        let error = match failure {
+            Failure::Fatal(error) => return Err(error),
+            Failure::Rejected(error) => {
+                self.tally.rejected.add(1);
+                return Ok(Next::LeaveOut(error));
+            }
+            Failure::Invalid(error) => {
+                attempts.invalid += 1;
+                if attempts.invalid >= self.policy.invalid_attempts {
+                    self.tally.invalid.add(1);
+                    return Ok(Next::LeaveOut(error));
+                }
+                error
+            }
+            Failure::Busy { after, error } => {
+                self.tally.busy.add(1);
+                pause =
+                    after.map_or(pause, |after| after.mul_f64(1.0 + pause.as_secs_f64().min(0.5)));
+                error
+            }
+            Failure::Transient(error) => {
+                endpoint.mark_down(&self.policy);
+                if self.pool.any_up() {
+                    pause = Duration::ZERO;
+                }
+                error
+            }
+        };
+        self.tally.retries.add(1);
+        if attempts.start.elapsed() + pause > self.policy.deadline {
+            let (attempts, after) = (attempts.made, self.policy.deadline);
+            return Err(Error::GaveUp { sample, attempts, after, last: Box::new(error) });
+        }
+        tracing::debug!("sample {sample}, attempt {}: {}", attempts.made, chain(&error));
+        Ok(Next::AskAgain(pause))
+    }
+
+    /// Counts a sample that cannot be used; too many in a row are a wrong setting.
+    fn leave_out(&self, request: &Request, reason: Error) -> Result<(), Error> {
+        tracing::warn!("leaving out sample {}: {}", request.sample, chain(&reason));
+        let count = self.failures_in_a_row.fetch_add(1, Ordering::Relaxed) + 1;
+        if count >= self.policy.failures_in_a_row {
+            return Err(Error::TooManyFailures { count, last: Box::new(reason) });
+        }
+        Ok(())
+    }
+
+    fn warn_once_about_layers(&self, model: &str) {
+        if !self.warned.swap(true, Ordering::Relaxed) {
+            let ids = &self.expected.layer_ids;
+            tracing::info!(
+                "{model} is served by vLLM, which does not tell its layers; \
+                 eagle_aux_hidden_state_layer_ids must start with {ids:?}"
+            );
+        }
+    }
+}
+
+impl Failure {
+    fn into_error(self) -> Error {
+        match self {
+            Self::Busy { error, .. }
+            | Self::Transient(error)
+            | Self::Rejected(error)
+            | Self::Invalid(error)
+            | Self::Fatal(error) => error,
+        }
+    }
+}
+
+/// Runs file work off the network threads.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+}
+
+/// An error with its causes on one line, for log messages.
+fn chain(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,150 @@
+//! The JSON around the rows: requests, the model list, errors. Client and server share it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::record::Dtype;
+
+/// `owned_by` of the models that our server lists; how a client knows it.
+pub(crate) const OWNER: &str = "dflash";
+
+/// Body of `POST /v1/hidden_states`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StatesRequest {
+    /// Served model's id; checked when given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// The prompt as token ids.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input_ids: Option<Vec<i64>>,
+    /// The same under the name that completion servers use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<Vec<i64>>,
+    /// The layers to send; all captured ones when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_ids: Option<Vec<u32>>,
+}
+
+/// Reply of `GET /v1/models`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModelList {
+    /// Always `list`.
+    #[serde(default)]
+    pub object: String,
+    /// One entry a model; a hidden-state server has one.
+    pub data: Vec<ModelCard>,
+}
+
+/// One served model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModelCard {
+    /// The name that requests use.
+    pub id: String,
+    /// Always `model`.
+    #[serde(default)]
+    pub object: String,
+    /// `dflash` for our server, `vllm` for vLLM.
+    #[serde(default)]
+    pub owned_by: String,
+    /// The model's directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root: Option<String>,
+    /// Longest context in tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_model_len: Option<usize>,
+    /// What our server adds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<Metadata>,
+}
+
+/// The facts a client checks before its first request.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Metadata {
+    /// Elements per row.
+    pub hidden_size: usize,
+    /// Decoder layers of the target. The last one's output can always be asked for.
+    pub num_hidden_layers: u32,
+    /// Rows of the target's embedding.
+    pub vocab_size: usize,
+    /// Captured layers, ascending.
+    pub layer_ids: Vec<u32>,
+    /// Element type on the wire.
+    pub dtype: Dtype,
+}
+
+impl ModelCard {
+    /// A card of our own server.
+    pub fn new(id: String, root: String, max_model_len: usize, metadata: Metadata) -> Self {
+        Self {
+            id,
+            object: "model".into(),
+            owned_by: OWNER.into(),
+            root: Some(root),
+            max_model_len: Some(max_model_len),
+            metadata: Some(metadata),
+        }
+    }
+}
+
+impl ModelList {
+    /// The list of a server with one model.
+    pub fn of(card: ModelCard) -> Self {
+        Self { object: "list".into(), data: vec![card] }
+    }
+}
+
+/// Body of every error reply, in the shape that OpenAI-compatible clients read.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ErrorBody {
+    /// What went wrong.
+    pub error: ErrorDetail,
+}
+
+/// See [`ErrorBody`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ErrorDetail {
+    /// For people.
+    pub message: String,
+    /// For programs, such as `invalid_request_error`.
+    #[serde(rename = "type", default)]
+    pub kind: String,
+    /// The request's field, where one is at fault.
+    #[serde(default)]
+    pub param: Option<String>,
+}
+
+/// The message inside an error reply, or the start of whatever the server sent instead.
+pub(crate) fn error_message(body: &[u8]) -> String {
+    if let Ok(body) = serde_json::from_slice::<ErrorBody>(body) {
+        return body.error.message;
+    }
+    let text = String::from_utf8_lossy(body);
+    text.trim().chars().take(200).collect()
+}
+
+/// Ids the way the command line takes them.
+pub(crate) fn spaced(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stock_server_s_model_list_is_read() {
+        let text = r#"{"object":"list","data":[{"id":"Qwen/Qwen3-8B","object":"model",
+            "created":1,"owned_by":"vllm","root":"Qwen/Qwen3-8B","parent":null,
+            "max_model_len":4096,"permission":[{"id":"modelperm-1"}]}]}"#;
+        let list: ModelList = serde_json::from_str(text).unwrap();
+        assert_eq!(list.data[0].max_model_len, Some(4096));
+        assert_eq!(list.data[0].metadata, None);
+    }
+
+    #[test]
+    fn error_messages_are_found_or_cut() {
+        assert_eq!(error_message(br#"{"error":{"message":"too long","code":400}}"#), "too long");
+        assert_eq!(error_message(b" <html>nope</html> "), "<html>nope</html>");
+        assert_eq!(error_message(&[b'x'; 1000]).len(), 200);
+    }
+}
