@@ -1,0 +1,142 @@
+//! Keys and values of one growing sequence.
+//!
+//! Preallocated for the longest sequence the caller plans: a step writes its rows in place and
+//! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens is
+//! changing a number. Shapes: `m` key heads, `s` capacity, `d` head dimension.
+
+use tch::{Kind, Tensor};
+
+use super::config::TargetConfig;
+use super::layer::{Attend, Place, Projected};
+use super::packed::{Span, attention, causal, heads_first, side_by_side};
+use super::rotary::HeadTables;
+use crate::ops::Rotary;
+
+/// Keys and values of one sequence, for every layer of a target.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<KvLayer>,
+    tables: HeadTables,
+    len: i64,
+    capacity: i64,
+}
+
+#[derive(Debug)]
+struct KvLayer {
+    k_1msd: Tensor,
+    v_1msd: Tensor,
+}
+
+impl KvCache {
+    pub(crate) fn new(
+        config: &TargetConfig,
+        rotary: &Rotary,
+        like: &Tensor,
+        capacity: usize,
+    ) -> Self {
+        let options = (like.kind(), like.device());
+        let capacity = capacity as i64;
+        let shape = [1, config.num_key_value_heads, capacity, config.head_dim];
+        // The operating system hands out pages as rows are written: an ample capacity costs nothing.
+        let empty = || Tensor::empty(shape, options);
+        let positions = Tensor::arange(capacity, (Kind::Int64, like.device()));
+        Self {
+            layers: (0..config.num_hidden_layers)
+                .map(|_| KvLayer { k_1msd: empty(), v_1msd: empty() })
+                .collect(),
+            tables: HeadTables::new(rotary, &positions, like.kind()),
+            len: 0,
+            capacity,
+        }
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens that fit.
+    pub fn capacity(&self) -> usize {
+        self.capacity as usize
+    }
+
+    /// Forgets every token from `len` on. A longer `len` changes nothing.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len as i64);
+    }
+
+    /// Makes `tokens` rows, already written by [`CachedAttention`], part of the sequence.
+    pub(crate) fn advance(&mut self, tokens: i64) {
+        self.len += tokens;
+    }
+}
+
+/// Attention of new tokens over a cache and themselves; writes their keys and values into it.
+#[derive(Debug)]
+pub(crate) struct CachedAttention<'a> {
+    cache: &'a mut KvCache,
+    /// Masks of this call, one a window size.
+    masks: Vec<(Option<i64>, Tensor)>,
+}
+
+impl<'a> CachedAttention<'a> {
+    /// Attention for `tokens` more tokens.
+    ///
+    /// # Panics
+    /// When they do not fit: a caller that grows a sequence past its plan is a bug.
+    pub(crate) fn new(cache: &'a mut KvCache, tokens: i64) -> Self {
+        let (len, capacity) = (cache.len, cache.capacity);
+        assert!(len + tokens <= capacity, "{len} + {tokens} tokens exceed the cache's {capacity}");
+        Self { cache, masks: Vec::new() }
+    }
+
+    /// Rotary tables of the next `tokens` positions.
+    pub(crate) fn tables(&self, tokens: i64) -> HeadTables {
+        self.cache.tables.narrow(self.cache.len, tokens)
+    }
+
+    fn mask(&mut self, span: Span, like: &Tensor) -> Tensor {
+        if let Some((_, mask)) = self.masks.iter().find(|(window, _)| *window == span.window) {
+            return mask.shallow_clone();
+        }
+        let mask = span.mask(like);
+        self.masks.push((span.window, mask.shallow_clone()));
+        mask
+    }
+}
+
+impl Attend for CachedAttention<'_> {
+    fn attend(&mut self, place: Place, projected: &Projected) -> Tensor {
+        let (start, tokens) = (self.cache.len, projected.q_tnd.size()[0]);
+        let layer = &self.cache.layers[place.layer];
+        layer.k_1msd.narrow(2, start, tokens).copy_(&heads_first(&projected.k_tmd));
+        layer.v_1msd.narrow(2, start, tokens).copy_(&heads_first(&projected.v_tmd));
+        if start == 0 {
+            return causal(projected, place.window);
+        }
+        let first_key = place.window.map_or(0, |window| (start + 1 - window).max(0));
+        let keys = start + tokens - first_key;
+        let k = layer.k_1msd.narrow(2, first_key, keys);
+        let v = layer.v_1msd.narrow(2, first_key, keys);
+        if tokens == 1 {
+            return one_token(&projected.q_tnd, &k, &v);
+        }
+        let span = Span { start, tokens, first_key, window: place.window };
+        let mask = self.mask(span, &k);
+        side_by_side(&attention(&heads_first(&projected.q_tnd), &k, &v, Some(&mask), false))
+    }
+}
+
+/// One token sees all keys, so the query heads of a group can stand in for a sequence: no mask, and
+/// no repeated keys.
+fn one_token(q_1nd: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+    let size = q_1nd.size();
+    let key_heads = k.size()[1];
+    let q = q_1nd.reshape([1, key_heads, size[1] / key_heads, size[2]]);
+    attention(&q, k, v, None, false).reshape([1, size[1] * size[2]])
+}

@@ -1,0 +1,60 @@
+//! The part of a target that the draft borrows: token embedding, final norm, lm_head.
+
+use std::path::Path;
+
+use tch::{Device, Kind, Tensor};
+
+use super::config::TargetConfig;
+use super::weights::Weights;
+use crate::Result;
+use crate::ops::rms_norm;
+
+/// Embedding, final norm and lm_head of a target: all that training a draft needs of it.
+#[derive(Debug)]
+pub struct TargetHead {
+    /// Token embedding [V, H].
+    pub embedding_vh: Tensor,
+    /// Weight of the norm before the lm_head [H].
+    pub norm_h: Tensor,
+    /// Epsilon of that norm.
+    pub norm_eps: f64,
+    /// Output projection [V, H]; shares storage with the embedding when they are tied.
+    pub lm_head_vh: Tensor,
+}
+
+/// The checkpoint's name of the embedding.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+/// The checkpoint's name of the final norm.
+pub(crate) const FINAL_NORM: &str = "model.norm.weight";
+/// The checkpoint's name of the lm_head, a projection.
+pub(crate) const LM_HEAD: &str = "lm_head";
+
+impl TargetHead {
+    /// Reads these tensors, and no others, of the model in `dir`.
+    ///
+    /// # Errors
+    /// As [`super::Target::load`].
+    pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self> {
+        let config = TargetConfig::load(dir)?;
+        let weights = Weights::open(dir)?;
+        let (rows, hidden) = (config.vocab_size, config.hidden_size);
+        let read = |name: &str, shape: &[i64]| weights.read(name, shape, (kind, device));
+        let embedding_vh = read(EMBEDDING, &[rows, hidden])?;
+        let lm_head_vh = match config.tie_word_embeddings {
+            true => embedding_vh.shallow_clone(),
+            false => read(&format!("{LM_HEAD}.weight"), &[rows, hidden])?,
+        };
+        let norm_h = read(FINAL_NORM, &[hidden])?;
+        Ok(Self { embedding_vh, norm_h, norm_eps: config.rms_norm_eps, lm_head_vh })
+    }
+
+    /// Embeddings of `ids` [T] as [T, H].
+    pub fn embed(&self, ids: &Tensor) -> Tensor {
+        self.embedding_vh.index_select(0, ids)
+    }
+
+    /// The target's logits [T, V] of `hidden_td`, the state before the final norm.
+    pub fn logits(&self, hidden_td: &Tensor) -> Tensor {
+        rms_norm(hidden_td, &self.norm_h, self.norm_eps).mm(&self.lm_head_vh.tr())
+    }
+}

@@ -1,0 +1,201 @@
+//! One decoder layer: norm, attention, norm, SwiGLU MLP, each added to the residual stream.
+//!
+//! Every product runs over all tokens of a call at once; only attention knows which token belongs
+//! to which document or cache, and it does so behind [`Attend`]. Shapes: `t` tokens, `h` hidden,
+//! `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
+
+use tch::{Tensor, no_grad};
+
+use super::config::TargetConfig;
+use super::parameters::{Init, Linear, LinearSpec};
+use super::rotary::HeadTables;
+use crate::Result;
+use crate::ops::{rms_norm, swiglu};
+
+/// Rotated queries and keys, and values, of the tokens of one call.
+#[derive(Debug)]
+pub(crate) struct Projected {
+    pub(crate) q_tnd: Tensor,
+    pub(crate) k_tmd: Tensor,
+    pub(crate) v_tmd: Tensor,
+}
+
+/// Which layer asks for attention, and how far back it sees.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) layer: usize,
+    pub(crate) window: Option<i64>,
+}
+
+/// Causal attention over whatever the tokens may see: their documents, or a cache.
+pub(crate) trait Attend {
+    /// Attention's output, heads side by side [T, N*D].
+    fn attend(&mut self, place: Place, projected: &Projected) -> Tensor;
+}
+
+/// The weights of one layer.
+#[derive(Debug)]
+pub(crate) struct DecoderLayer {
+    place: Place,
+    module: String,
+    eps: f64,
+    head_dim: i64,
+    query_heads: i64,
+    key_heads: i64,
+    input_norm_h: Tensor,
+    post_attention_norm_h: Tensor,
+    qk_norm: Option<QkNorm>,
+    qkv: Linear,
+    output: Linear,
+    gate_up: Linear,
+    down: Linear,
+}
+
+/// Per-head norms of queries and keys.
+#[derive(Debug)]
+struct QkNorm {
+    query_d: Tensor,
+    key_d: Tensor,
+    /// Both, repeated for every head [N+M, D], so that one operation normalises all heads.
+    heads_od: Option<Tensor>,
+}
+
+impl DecoderLayer {
+    pub(crate) fn new(config: &TargetConfig, layer: usize, init: &Init) -> Result<Self> {
+        let module = format!("model.layers.{layer}");
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let (query, key) = (config.query_size(), config.key_size());
+        let linear = |part: &str, name: &str, parts: &[(&str, i64)], input: i64, bias: bool| {
+            let module = &format!("{module}.{part}");
+            init.linear(&LinearSpec { module, name, parts, input, bias })
+        };
+        let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
+        let qkv_parts = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
+        let gate_up_parts = [("gate_proj", inner), ("up_proj", inner)];
+        Ok(Self {
+            place: Place { layer, window: config.windows[layer] },
+            eps: config.rms_norm_eps,
+            head_dim: config.head_dim,
+            query_heads: config.num_attention_heads,
+            key_heads: config.num_key_value_heads,
+            input_norm_h: norm("input_layernorm")?,
+            post_attention_norm_h: norm("post_attention_layernorm")?,
+            qk_norm: config.qk_norm.then(|| QkNorm::new(config, &module, init)).transpose()?,
+            qkv: linear("self_attn", "qkv_proj", &qkv_parts, hidden, config.qkv_bias)?,
+            output: linear(
+                "self_attn",
+                "o_proj",
+                &[("o_proj", hidden)],
+                query,
+                config.output_bias,
+            )?,
+            gate_up: linear("mlp", "gate_up_proj", &gate_up_parts, hidden, config.mlp_bias)?,
+            down: linear("mlp", "down_proj", &[("down_proj", hidden)], inner, config.mlp_bias)?,
+            module,
+        })
+    }
+
+    /// The residual stream after this layer [T, H].
+    pub(crate) fn forward(
+        &self,
+        x_th: &Tensor,
+        tables: &HeadTables,
+        attention: &mut dyn Attend,
+    ) -> Tensor {
+        let attended = attention.attend(self.place, &self.project(x_th, tables));
+        let x_th = self.output.add_to(x_th, &attended);
+        let normed = norm(&x_th, &self.post_attention_norm_h, self.eps);
+        self.down.add_to(&x_th, &swiglu(&self.gate_up.apply(&normed)))
+    }
+
+    fn project(&self, x_th: &Tensor, tables: &HeadTables) -> Projected {
+        let qkv_to = self.qkv.apply(&norm(x_th, &self.input_norm_h, self.eps));
+        let (tokens, rotated) = (x_th.size()[0], self.query_heads + self.key_heads);
+        let heads = |start: i64, count: i64| {
+            let width = self.head_dim;
+            qkv_to.narrow(1, start * width, count * width).view([tokens, count, width])
+        };
+        let qk = heads(0, rotated);
+        let qk = match &self.qk_norm {
+            Some(qk_norm) => tables.rotate(&self.normed_heads(qk_norm, &qk)),
+            None => tables.rotate(&qk),
+        };
+        Projected {
+            q_tnd: qk.narrow(1, 0, self.query_heads),
+            k_tmd: qk.narrow(1, self.query_heads, self.key_heads),
+            v_tmd: heads(rotated, self.key_heads),
+        }
+    }
+
+    fn normed_heads(&self, qk_norm: &QkNorm, qk: &Tensor) -> Tensor {
+        match &qk_norm.heads_od {
+            Some(heads_od) => unit_norm(qk, self.eps) * heads_od,
+            None => rms_norm(qk, &self.repeat_norms(qk_norm), self.eps),
+        }
+    }
+
+    fn repeat_norms(&self, qk_norm: &QkNorm) -> Tensor {
+        qk_norm.repeated(self.query_heads, self.key_heads)
+    }
+
+    /// The parameters as they are trained: fused projections, norms.
+    pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
+        self.linears().into_iter().flat_map(Linear::parameters).chain(self.norms()).collect()
+    }
+
+    /// The tensors as a checkpoint stores them.
+    pub(crate) fn checkpoint(&self) -> Vec<(String, Tensor)> {
+        self.linears().into_iter().flat_map(Linear::checkpoint).chain(self.norms()).collect()
+    }
+
+    fn linears(&self) -> [&Linear; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+
+    fn norms(&self) -> Vec<(String, Tensor)> {
+        let mut norms = vec![
+            ("input_layernorm", &self.input_norm_h),
+            ("post_attention_layernorm", &self.post_attention_norm_h),
+        ];
+        if let Some(qk_norm) = &self.qk_norm {
+            norms.push(("self_attn.q_norm", &qk_norm.query_d));
+            norms.push(("self_attn.k_norm", &qk_norm.key_d));
+        }
+        let named = |(name, tensor): (&str, &Tensor)| {
+            (format!("{}.{name}.weight", self.module), tensor.shallow_clone())
+        };
+        norms.into_iter().map(named).collect()
+    }
+}
+
+impl QkNorm {
+    fn new(config: &TargetConfig, module: &str, init: &Init) -> Result<Self> {
+        let norm =
+            |name: &str| init.norm(&format!("{module}.self_attn.{name}.weight"), config.head_dim);
+        let mut norms = Self { query_d: norm("q_norm")?, key_d: norm("k_norm")?, heads_od: None };
+        // Trained norms change under us; those of a checkpoint do not.
+        if !norms.query_d.requires_grad() {
+            let (queries, keys) = (config.num_attention_heads, config.num_key_value_heads);
+            norms.heads_od = Some(no_grad(|| norms.repeated(queries, keys)));
+        }
+        Ok(norms)
+    }
+
+    fn repeated(&self, queries: i64, keys: i64) -> Tensor {
+        let rows = |norm_d: &Tensor, count: i64| norm_d.unsqueeze(0).expand([count, -1], false);
+        Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0)
+    }
+}
+
+/// RMS norm over the last dimension: one fused call, or the differentiable form in training.
+pub(crate) fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+    if weight.requires_grad() {
+        return rms_norm(x, weight, eps);
+    }
+    x.internal_fused_rms_norm(weight.size(), Some(weight), eps).0
+}
+
+fn unit_norm(x: &Tensor, eps: f64) -> Tensor {
+    let width = *x.size().last().expect("heads have a dimension");
+    x.internal_fused_rms_norm([width], None::<&Tensor>, eps).0
+}

@@ -1,0 +1,174 @@
+//! Safetensors of a Hugging Face directory: one file or shards behind an index.
+//!
+//! Tensors are read one at a time, straight from their place in the file into their destination,
+//! so loading needs the memory of the model plus that of its largest tensor. Plain positioned
+//! reads rather than a memory map: a file that shrinks or fails while it is read is an error
+//! with a name, not a SIGBUS.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use tch::{Device, Kind, Tensor};
+
+use crate::checkpoint::{TensorFile, write_safetensors};
+use crate::{Error, Result};
+
+/// The tensors of a model directory, located but not yet read.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    dir: PathBuf,
+    shards: Vec<TensorFile>,
+    /// Tensor name to the shard that holds it.
+    shard_of: HashMap<String, usize>,
+}
+
+impl Weights {
+    /// Opens `model.safetensors`, or every shard that `model.safetensors.index.json` names.
+    ///
+    /// # Errors
+    /// A missing file or shard (named), a damaged header, a file shorter than its header says.
+    pub(crate) fn open(dir: &Path) -> Result<Self> {
+        let mut weights = Self { dir: dir.into(), shards: Vec::new(), shard_of: HashMap::new() };
+        for path in shard_paths(dir)? {
+            let shard = TensorFile::open(&path)?;
+            let number = weights.shards.len();
+            weights.shard_of.extend(shard.names().into_iter().map(|name| (name, number)));
+            weights.shards.push(shard);
+        }
+        Ok(weights)
+    }
+
+    /// Copies tensor `name` into `destination`, converting to its kind and device.
+    ///
+    /// # Errors
+    /// The tensor is missing, is of a type we do not read, or has another shape than
+    /// `destination`.
+    pub(crate) fn read_into(&self, name: &str, destination: &mut Tensor) -> Result<()> {
+        let missing = || Error::MissingTensor { path: self.dir.clone(), name: name.into() };
+        let shard = &self.shards[*self.shard_of.get(name).ok_or_else(missing)?];
+        let stored = shard.tensor(name, &destination.size())?;
+        Ok(destination.f_copy_(&stored)?)
+    }
+
+    /// Tensor `name` of the given shape, converted to `kind` on `device`.
+    ///
+    /// # Errors
+    /// As [`Self::read_into`].
+    pub(crate) fn read(
+        &self,
+        name: &str,
+        shape: &[i64],
+        options: (Kind, Device),
+    ) -> Result<Tensor> {
+        let mut tensor = Tensor::empty(shape, options);
+        self.read_into(name, &mut tensor)?;
+        Ok(tensor)
+    }
+}
+
+/// The files that hold the weights of `dir`, all of them present.
+fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
+    let single = dir.join("model.safetensors");
+    if single.is_file() {
+        return Ok(vec![single]);
+    }
+    let index_path = dir.join("model.safetensors.index.json");
+    if !index_path.is_file() {
+        return Err(Error::MissingFile { dir: dir.into(), file: "model.safetensors".into() });
+    }
+    let text =
+        fs::read(&index_path).map_err(|source| Error::Read { path: index_path.clone(), source })?;
+    let index: Index =
+        serde_json::from_slice(&text).map_err(|source| Error::Json { path: index_path, source })?;
+    let shards: BTreeSet<String> = index.weight_map.into_values().collect();
+    let present = |shard: String| match dir.join(&shard) {
+        path if path.is_file() => Ok(path),
+        _ => Err(Error::MissingShard { dir: dir.into(), shard }),
+    };
+    shards.into_iter().map(present).collect()
+}
+
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: HashMap<String, String>,
+}
+
+/// Writes `tensors`, converted to `kind`, as `dir/model.safetensors`, whole or not at all.
+///
+/// # Errors
+/// I/O.
+pub(crate) fn write_weights(dir: &Path, tensors: Vec<(String, Tensor)>, kind: Kind) -> Result<()> {
+    let stored = |tensor: Tensor| tensor.detach().to_device(Device::Cpu).to_kind(kind).contiguous();
+    let tensors: Vec<_> =
+        tensors.into_iter().map(|(name, tensor)| (name, stored(tensor))).collect();
+    write_safetensors(&dir.join("model.safetensors"), &tensors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CPU_F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+    fn sample() -> Vec<(String, Tensor)> {
+        vec![
+            ("b".into(), Tensor::arange(6, CPU_F32).view([2, 3])),
+            ("a".into(), Tensor::from_slice(&[0.5f32, -2.0])),
+        ]
+    }
+
+    #[test]
+    fn what_was_written_is_read_back_in_either_kind() {
+        let dir = tempfile::tempdir().unwrap();
+        for kind in [Kind::Float, Kind::BFloat16] {
+            write_weights(dir.path(), sample(), kind).unwrap();
+            let weights = Weights::open(dir.path()).unwrap();
+            for (name, tensor) in sample() {
+                let read = weights.read(&name, &tensor.size(), CPU_F32).unwrap();
+                assert_eq!(read, tensor, "{name} in {kind:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        write_weights(dir.path(), sample(), Kind::Float).unwrap();
+        let weights = Weights::open(dir.path()).unwrap();
+        let missing = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
+        assert!(missing.contains("has no tensor c"), "{missing}");
+        let shape = weights.read("b", &[3, 2], CPU_F32).unwrap_err().to_string();
+        assert!(shape.contains("tensor b has shape [2, 3], expected [3, 2]"), "{shape}");
+    }
+
+    #[test]
+    fn shards_are_found_through_the_index_and_a_missing_one_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        for (number, tensor) in sample().into_iter().enumerate() {
+            let path = dir.path().join(format!("model-{number}.safetensors"));
+            write_safetensors(&path, &[tensor]).unwrap();
+        }
+        let index = r#"{"weight_map": {"b": "model-0.safetensors", "a": "model-1.safetensors"}}"#;
+        fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+        let weights = Weights::open(dir.path()).unwrap();
+        assert_eq!(weights.read("a", &[2], CPU_F32).unwrap(), sample()[1].1);
+        fs::remove_file(dir.path().join("model-1.safetensors")).unwrap();
+        let error = Weights::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("model-1.safetensors"), "{error}");
+    }
+
+    #[test]
+    fn a_cut_file_and_a_file_of_something_else_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        write_weights(dir.path(), sample(), Kind::Float).unwrap();
+        let whole = fs::read(&path).unwrap();
+        fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+        assert!(matches!(Weights::open(dir.path()), Err(Error::Truncated { .. })));
+        fs::write(&path, "version https://git-lfs.github.com/spec/v1").unwrap();
+        assert!(matches!(Weights::open(dir.path()), Err(Error::Safetensors { .. })));
+        fs::write(&path, "").unwrap();
+        assert!(matches!(Weights::open(dir.path()), Err(Error::Read { .. })));
+    }
+}
