@@ -243,7 +243,7 @@ impl BlockAttention {
 /// [j, N, D] -> [A, j, B, D], a view.
 fn split_blocks(x_jnd: &Tensor, block_size: i64) -> Tensor {
     let size = x_jnd.size();
-    x_jnd.unflatten(1, [size[1] / block_size, block_size], None::<&[&str]>).transpose(0, 1)
+    x_jnd.unflatten(1, [size[1] / block_size, block_size]).transpose(0, 1)
 }
 
 /// Score added where a query must not look. Finite, so that a row that sees nothing of a segment

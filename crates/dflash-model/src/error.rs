@@ -73,6 +73,16 @@ pub enum Error {
         #[source]
         source: safetensors::SafeTensorError,
     },
+    /// A safetensors file is shorter than its header says.
+    #[error("{path} is cut off: {found} bytes of {expected}; download it again")]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Its length in bytes.
+        found: u64,
+        /// The length its header promises.
+        expected: u64,
+    },
     /// A checkpoint lacks a tensor.
     #[error("{path} has no tensor {name}")]
     MissingTensor {

@@ -11,6 +11,10 @@
 //! - [`objective`] turns hidden states into loss and gradient without a full logits tensor.
 //! - [`ops`] holds what they share.
 
+pub mod attention;
+pub mod checkpoint;
+pub mod draft;
+pub mod objective;
 pub mod ops;
 pub mod target;
 

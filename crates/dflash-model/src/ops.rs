@@ -88,6 +88,11 @@ impl Rotary {
         Self { inverse_frequency: base.pow(&exponent).reciprocal() }
     }
 
+    /// The same with `scale` applied to the frequencies [D/2], for scaled RoPE types.
+    pub fn map_frequencies(self, scale: impl FnOnce(Tensor) -> Tensor) -> Self {
+        Self { inverse_frequency: scale(self.inverse_frequency) }
+    }
+
     /// Tables of `positions` [T] (int64).
     pub fn tables(&self, positions: &Tensor) -> RotaryTables {
         let angles = positions.to_kind(Kind::Float).unsqueeze(-1) * &self.inverse_frequency;
@@ -119,6 +124,27 @@ pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> Tensor {
     let silu = gate * &sigmoid;
     let dsilu = &sigmoid + &silu * (1.0 - &sigmoid);
     Tensor::cat(&[dy * up * dsilu, dy * silu], -1)
+}
+
+/// Norm per head, then rotation: `x` [T, heads * D], `weight` [D]; result [T, heads, D].
+pub fn head_norm_rope(x: &Tensor, weight: &Tensor, eps: f64, tables: &RotaryTables) -> Tensor {
+    let head_dim = weight.size()[0];
+    let x_thd = x.unflatten(1, [x.size()[1] / head_dim, head_dim]);
+    rotate(&rms_norm(&x_thd, weight, eps), tables)
+}
+
+/// Gradient of [`head_norm_rope`] for `dy_thd` [T, heads, D]: (`dx` [T, heads * D], `dweight`).
+///
+/// `inverse` are the forward tables' inverse.
+pub fn head_norm_rope_backward(
+    dy_thd: &Tensor,
+    x: &Tensor,
+    (weight, eps): (&Tensor, f64),
+    inverse: &RotaryTables,
+) -> (Tensor, Tensor) {
+    let x_thd = x.unflatten(1, [dy_thd.size()[1], dy_thd.size()[2]]);
+    let (dx_thd, dweight) = rms_norm_backward(&rotate(dy_thd, inverse), &x_thd, weight, eps);
+    (dx_thd.flatten(1, 2), dweight)
 }
 
 #[cfg(test)]

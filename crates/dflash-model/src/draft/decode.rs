@@ -1,0 +1,138 @@
+//! The decoding pass: one block at a time over cached keys and values of the accepted context.
+
+use tch::{Kind, Tensor};
+
+use super::{Draft, LayerKind, LayerViews, linear};
+use crate::ops::{self, RotaryTables};
+
+/// Keys and values of the context of every layer, with room for one block behind them.
+#[derive(Debug)]
+pub struct ContextCache {
+    /// Per layer keys and values, [kv heads, capacity + B, D].
+    layers: Vec<(Tensor, Tensor)>,
+    capacity: i64,
+    length: i64,
+}
+
+impl ContextCache {
+    /// Context positions held.
+    pub fn len(&self) -> i64 {
+        self.length
+    }
+
+    /// Whether no context is held.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Forgets all positions from `length` on.
+    pub fn truncate(&mut self, length: i64) {
+        self.length = self.length.min(length);
+    }
+}
+
+impl Draft {
+    /// A cache for up to `capacity` context positions.
+    pub fn new_cache(&self, capacity: i64) -> ContextCache {
+        let c = &self.config;
+        let rows = capacity + c.block_size as i64;
+        let shape = [c.num_key_value_heads, rows, c.head_dim];
+        let empty = || Tensor::zeros(shape, (self.flat.kind(), self.flat.device()));
+        let layers = c.layers.iter().map(|_| (empty(), empty())).collect();
+        ContextCache { layers, capacity, length: 0 }
+    }
+
+    /// Appends the features of accepted tokens: `features_tk` [T, K*H] of the positions that
+    /// follow the cache's. The first call passes position 0 of the prompt.
+    ///
+    /// # Panics
+    /// When the cache is full or `first_position` is not the cache's length: bugs of the caller.
+    pub fn extend_context(
+        &self,
+        cache: &mut ContextCache,
+        features_tk: &Tensor,
+        first_position: i64,
+    ) {
+        let rows = features_tk.size()[0];
+        assert_eq!(first_position, cache.length, "context positions must be contiguous");
+        assert!(cache.length + rows <= cache.capacity, "the context cache is full");
+        let context_th = self.context(features_tk);
+        let positions: Vec<i64> = (first_position..first_position + rows).collect();
+        let rope = self.tables(&positions);
+        for (layer, (k, v)) in self.views.layers.iter().zip(&cache.layers) {
+            let kv = self.project_context(layer, &linear(&context_th, &layer.kv), &rope);
+            k.narrow(1, cache.length, rows).copy_(&kv.k_jtd);
+            v.narrow(1, cache.length, rows).copy_(&kv.v_jtd);
+        }
+        cache.length += rows;
+    }
+
+    /// Runs one block: `block_bh` [B', H] are the embeddings of [bonus token, MASK, ...], the
+    /// first at `anchor_position`; up to the block size of them. Returns `norm(x)` [B', H].
+    ///
+    /// The cache is not changed; its spare rows serve as scratch space.
+    pub fn forward_block(
+        &self,
+        cache: &ContextCache,
+        block_bh: &Tensor,
+        anchor_position: i64,
+    ) -> Tensor {
+        let slots = block_bh.size()[0];
+        let positions: Vec<i64> = (anchor_position..anchor_position + slots).collect();
+        let rope = self.tables(&positions);
+        let mut x = block_bh.shallow_clone();
+        for (index, layer) in self.views.layers.iter().enumerate() {
+            let mask = self.decode_mask(index, cache.length, slots);
+            x = self.decode_layer(layer, (cache, index), &x, (&rope, mask.as_ref()));
+        }
+        ops::rms_norm(&x, &self.views.norm, self.config.rms_norm_eps)
+    }
+
+    fn decode_layer(
+        &self,
+        layer: &LayerViews,
+        (cache, index): (&ContextCache, usize),
+        x: &Tensor,
+        (rope, mask): (&RotaryTables, Option<&Tensor>),
+    ) -> Tensor {
+        let eps = self.config.rms_norm_eps;
+        let slots = x.size()[0];
+        let qkv = linear(&ops::rms_norm(x, &layer.input_norm, eps), &layer.qkv);
+        let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
+        let (k, v) = &cache.layers[index];
+        k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
+        v.narrow(1, cache.length, slots).copy_(&own.v_jtd);
+        let total = cache.length + slots;
+        let folded = q_jngd.flatten(1, 2).unsqueeze(0);
+        let out = Tensor::scaled_dot_product_attention(
+            &folded,
+            &k.narrow(1, 0, total).unsqueeze(0),
+            &v.narrow(1, 0, total).unsqueeze(0),
+            mask,
+            0.0,
+            false,
+            None,
+            false,
+        );
+        let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
+        let middle = x + linear(&out, &layer.o);
+        let gate_up = linear(&ops::rms_norm(&middle, &layer.post_norm, eps), &layer.gate_up);
+        middle + linear(&ops::swiglu(&gate_up), &layer.down)
+    }
+
+    /// Mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
+    fn decode_mask(&self, index: usize, length: i64, slots: i64) -> Option<Tensor> {
+        let window = match (self.config.layers[index], self.config.sliding_window) {
+            (LayerKind::Sliding, Some(window)) => window as i64,
+            _ => return None,
+        };
+        let group = self.config.queries_per_kv();
+        let mut allowed = Vec::with_capacity((slots * group * (length + slots)) as usize);
+        for row in 0..slots * group {
+            let position = length + row / group;
+            allowed.extend((0..length + slots).map(|j| j <= position && j + window > position));
+        }
+        let shape = [slots * group, length + slots];
+        Some(Tensor::from_slice(&allowed).view(shape).to_kind(Kind::Bool).to_device(self.device()))
+    }
+}

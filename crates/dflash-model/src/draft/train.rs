@@ -1,0 +1,328 @@
+//! The training pass over one packed row: forward that keeps little, backward that is explicit.
+//!
+//! Per layer the forward keeps the residual inputs, the raw projections and the attention's
+//! result; norms, rotations and the SwiGLU are computed again in the backward pass, which costs
+//! elementwise work only and bounds memory at about `8H + 2I + 2 (heads + kv heads) D` numbers a
+//! slot and layer.
+
+use tch::{Device, Kind, Tensor};
+
+use super::{Draft, DraftViews, LayerKind, LayerViews, linear};
+use crate::attention::{
+    AttentionShape, Attended, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
+};
+use crate::ops::{self, RotaryTables};
+
+/// Everything about one packed row that the draft's layers need.
+#[derive(Debug)]
+pub struct PackedInput {
+    /// Target features of the context rows, [C, K*H].
+    pub features_ck: Tensor,
+    /// Embeddings of [anchor token, MASK, ...] per block, [N, H].
+    pub slots_nh: Tensor,
+    full: BlockAttention,
+    sliding: Option<BlockAttention>,
+    context_rope: RotaryTables,
+    slot_rope: RotaryTables,
+}
+
+/// What a layer keeps for its gradient.
+#[derive(Debug)]
+struct LayerSaved {
+    input_nh: Tensor,
+    qkv: Tensor,
+    context_kv: Tensor,
+    attended: Attended,
+    middle_nh: Tensor,
+    gate_up: Tensor,
+}
+
+/// What the forward pass keeps for the backward pass.
+#[derive(Debug)]
+pub struct Saved {
+    fused_ch: Tensor,
+    context_ch: Tensor,
+    layers: Vec<LayerSaved>,
+    last_nh: Tensor,
+}
+
+impl super::DraftConfig {
+    /// What layers of `kind` see, with windows measured by `rule`.
+    pub fn visibility(&self, kind: LayerKind, rule: WindowRule) -> Visibility {
+        match (kind, self.sliding_window) {
+            (LayerKind::Sliding, Some(window)) => {
+                Visibility { window: Some((window, rule)), causal_in_block: true }
+            }
+            _ => Visibility::FULL,
+        }
+    }
+
+    /// Plans the blocks of a packed row for this draft's layers.
+    pub fn plan(&self, document_starts: &[usize], anchors: &[usize], rule: WindowRule) -> BlockPlan {
+        let visibilities: Vec<Visibility> =
+            self.layers.iter().map(|&kind| self.visibility(kind, rule)).collect();
+        BlockPlan::new(document_starts, anchors, self.block_size, &visibilities)
+    }
+}
+
+impl Draft {
+    /// Prepares masks and rotary tables of a planned row.
+    ///
+    /// `features_ck` [C, K*H] are the features of the plan's context rows, `slots_nh` [N, H] the
+    /// slots' embeddings, both on the draft's device and in its kind.
+    pub fn prepare(
+        &self,
+        plan: &BlockPlan,
+        rule: WindowRule,
+        features_ck: Tensor,
+        slots_nh: Tensor,
+    ) -> PackedInput {
+        let visibility = |kind| self.config.visibility(kind, rule);
+        self.prepare_with(plan, (visibility(LayerKind::Full), visibility(LayerKind::Sliding)), features_ck, slots_nh)
+    }
+
+    /// As [`Self::prepare`], with the visibility of full and of sliding layers given outright.
+    pub fn prepare_with(
+        &self,
+        plan: &BlockPlan,
+        (full, sliding): (Visibility, Visibility),
+        features_ck: Tensor,
+        slots_nh: Tensor,
+    ) -> PackedInput {
+        let shape = AttentionShape {
+            queries_per_kv: self.config.queries_per_kv(),
+            head_dim: self.config.head_dim,
+            device: self.flat.device(),
+            kind: self.flat.kind(),
+        };
+        let has_sliding = self.config.layers.contains(&LayerKind::Sliding);
+        PackedInput {
+            features_ck,
+            slots_nh,
+            full: BlockAttention::new(plan, &full, &shape),
+            sliding: has_sliding.then(|| BlockAttention::new(plan, &sliding, &shape)),
+            context_rope: self.tables(&plan.context_positions()),
+            slot_rope: self.tables(&plan.slot_positions()),
+        }
+    }
+
+    /// Runs all layers; returns `norm(x)` [N, H], ready for the target's lm_head, and what
+    /// [`Self::backward`] needs. Call it without autograd.
+    pub fn forward(&self, input: &PackedInput) -> (Tensor, Saved) {
+        let eps = self.config.rms_norm_eps;
+        let fused_ch = linear(&input.features_ck, &self.views.fc);
+        let context_ch = ops::rms_norm(&fused_ch, &self.views.hidden_norm, eps);
+        let mut x_nh = input.slots_nh.shallow_clone();
+        let mut layers = Vec::with_capacity(self.views.layers.len());
+        for (index, layer) in self.views.layers.iter().enumerate() {
+            let (output, saved) =
+                self.layer_forward(layer, input.attention(self, index), &context_ch, (&x_nh, input));
+            x_nh = output;
+            layers.push(saved);
+        }
+        let hidden_nh = ops::rms_norm(&x_nh, &self.views.norm, eps);
+        (hidden_nh, Saved { fused_ch, context_ch, layers, last_nh: x_nh })
+    }
+
+    fn layer_forward(
+        &self,
+        layer: &LayerViews,
+        attention: &BlockAttention,
+        context_ch: &Tensor,
+        (x_nh, input): (&Tensor, &PackedInput),
+    ) -> (Tensor, LayerSaved) {
+        let eps = self.config.rms_norm_eps;
+        let qkv = linear(&ops::rms_norm(x_nh, &layer.input_norm, eps), &layer.qkv);
+        let context_kv = linear(context_ch, &layer.kv);
+        let (q_jngd, own) = self.project_slots(layer, &qkv, &input.slot_rope);
+        let context = self.project_context(layer, &context_kv, &input.context_rope);
+        let attended = attention.forward(&q_jngd, &context, &own);
+        let middle_nh = x_nh + linear(&self.ungroup_queries(&attended.out_jngd), &layer.o);
+        let gate_up = linear(&ops::rms_norm(&middle_nh, &layer.post_norm, eps), &layer.gate_up);
+        let output = &middle_nh + linear(&ops::swiglu(&gate_up), &layer.down);
+        let input_nh = x_nh.shallow_clone();
+        (output, LayerSaved { input_nh, qkv, context_kv, attended, middle_nh, gate_up })
+    }
+
+    /// Adds the gradients of all parameters for `dhidden_nh` [N, H] to `gradients` (float32 views).
+    ///
+    /// `finished` is called with the index of each of the layout's buckets as soon as its
+    /// gradients are final, from the last bucket to the first.
+    pub fn backward(
+        &self,
+        dhidden_nh: &Tensor,
+        input: &PackedInput,
+        saved: Saved,
+        (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
+    ) {
+        let eps = self.config.rms_norm_eps;
+        let (mut dx_nh, dnorm) =
+            ops::rms_norm_backward(dhidden_nh, &saved.last_nh, &self.views.norm, eps);
+        accumulate(&gradients.norm, &dnorm);
+        let buckets = self.layout.buckets().len();
+        finished(buckets - 1);
+        let mut dcontext_ch = saved.context_ch.zeros_like();
+        for (index, layer_saved) in saved.layers.into_iter().enumerate().rev() {
+            let pass = LayerPass {
+                draft: self,
+                layer: &self.views.layers[index],
+                gradient: &gradients.layers[index],
+                attention: input.attention(self, index),
+                input,
+                context_ch: &saved.context_ch,
+            };
+            dx_nh = pass.backward(&dx_nh, layer_saved, &mut dcontext_ch);
+            finished(index + 1);
+        }
+        let (dfused, dweight) =
+            ops::rms_norm_backward(&dcontext_ch, &saved.fused_ch, &self.views.hidden_norm, eps);
+        accumulate(&gradients.hidden_norm, &dweight);
+        accumulate_product(&gradients.fc, &dfused, &input.features_ck);
+        finished(0);
+    }
+}
+
+impl PackedInput {
+    fn attention(&self, draft: &Draft, index: usize) -> &BlockAttention {
+        match (draft.config.layers[index], &self.sliding) {
+            (LayerKind::Sliding, Some(sliding)) => sliding,
+            _ => &self.full,
+        }
+    }
+}
+
+/// One layer's backward pass.
+struct LayerPass<'a> {
+    draft: &'a Draft,
+    layer: &'a LayerViews,
+    gradient: &'a LayerViews,
+    attention: &'a BlockAttention,
+    input: &'a PackedInput,
+    context_ch: &'a Tensor,
+}
+
+impl LayerPass<'_> {
+    /// Gradient of the layer's input, given that of its output.
+    fn backward(&self, dy_nh: &Tensor, saved: LayerSaved, dcontext_ch: &mut Tensor) -> Tensor {
+        let eps = self.draft.config.rms_norm_eps;
+        let dmiddle_nh = self.mlp_backward(dy_nh, &saved);
+        let dqkv = self.attention_backward(&dmiddle_nh, &saved, dcontext_ch);
+        let normed = ops::rms_norm(&saved.input_nh, &self.layer.input_norm, eps);
+        accumulate_product(&self.gradient.qkv, &dqkv, &normed);
+        let (dx, dweight) = ops::rms_norm_backward(
+            &dqkv.matmul(&self.layer.qkv),
+            &saved.input_nh,
+            &self.layer.input_norm,
+            eps,
+        );
+        accumulate(&self.gradient.input_norm, &dweight);
+        dmiddle_nh + dx
+    }
+
+    fn mlp_backward(&self, dy_nh: &Tensor, saved: &LayerSaved) -> Tensor {
+        let eps = self.draft.config.rms_norm_eps;
+        accumulate_product(&self.gradient.down, dy_nh, &ops::swiglu(&saved.gate_up));
+        let dgate_up = ops::swiglu_backward(&dy_nh.matmul(&self.layer.down), &saved.gate_up);
+        let normed = ops::rms_norm(&saved.middle_nh, &self.layer.post_norm, eps);
+        accumulate_product(&self.gradient.gate_up, &dgate_up, &normed);
+        let (dx, dweight) = ops::rms_norm_backward(
+            &dgate_up.matmul(&self.layer.gate_up),
+            &saved.middle_nh,
+            &self.layer.post_norm,
+            eps,
+        );
+        accumulate(&self.gradient.post_norm, &dweight);
+        dy_nh + dx
+    }
+
+    /// Gradient of the fused projection of the slots; the context's goes to `dcontext_ch`.
+    fn attention_backward(
+        &self,
+        dmiddle_nh: &Tensor,
+        saved: &LayerSaved,
+        dcontext_ch: &mut Tensor,
+    ) -> Tensor {
+        let draft = self.draft;
+        let flat_out = draft.ungroup_queries(&saved.attended.out_jngd);
+        accumulate_product(&self.gradient.o, dmiddle_nh, &flat_out);
+        let dout = heads_of(&dmiddle_nh.matmul(&self.layer.o), draft.config.head_dim);
+        let (q_jngd, own) = draft.project_slots(self.layer, &saved.qkv, &self.input.slot_rope);
+        let context =
+            draft.project_context(self.layer, &saved.context_kv, &self.input.context_rope);
+        let gradient = self.attention.backward(
+            &draft.group_queries(&dout),
+            &q_jngd,
+            (&context, &own),
+            &saved.attended,
+        );
+        let context_inverse = self.input.context_rope.inverse();
+        let dcontext_kv =
+            self.key_value_backward(&gradient.context, &saved.context_kv, &context_inverse);
+        accumulate_product(&self.gradient.kv, &dcontext_kv, self.context_ch);
+        let _ = dcontext_ch.g_add_(&dcontext_kv.matmul(&self.layer.kv));
+        self.slots_backward(&gradient.dq_jngd, &gradient.own, saved)
+    }
+
+    fn slots_backward(&self, dq_jngd: &Tensor, down: &KeyValue, saved: &LayerSaved) -> Tensor {
+        let c = &self.draft.config;
+        let q_width = c.num_attention_heads * c.head_dim;
+        let inverse = self.input.slot_rope.inverse();
+        let dq_nhd = heads_of(&self.draft.ungroup_queries(dq_jngd), c.head_dim);
+        let (dq, dweight) = ops::head_norm_rope_backward(
+            &dq_nhd,
+            &saved.qkv.narrow(1, 0, q_width),
+            (&self.layer.q_norm, c.rms_norm_eps),
+            &inverse,
+        );
+        accumulate(&self.gradient.q_norm, &dweight);
+        let raw_kv = saved.qkv.narrow(1, q_width, 2 * c.kv_width());
+        Tensor::cat(&[dq, self.key_value_backward(down, &raw_kv, &inverse)], 1)
+    }
+
+    /// Gradient of raw keys and values [T, 2*kv_width].
+    fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, inverse: &RotaryTables) -> Tensor {
+        let c = &self.draft.config;
+        let (dk, dweight) = ops::head_norm_rope_backward(
+            &d.k_jtd.transpose(0, 1),
+            &raw.narrow(1, 0, c.kv_width()),
+            (&self.layer.k_norm, c.rms_norm_eps),
+            inverse,
+        );
+        accumulate(&self.gradient.k_norm, &dweight);
+        Tensor::cat(&[dk, d.v_jtd.transpose(0, 1).flatten(1, 2)], 1)
+    }
+}
+
+fn heads_of(x: &Tensor, head_dim: i64) -> Tensor {
+    super::heads(x, head_dim)
+}
+
+fn accumulate(gradient: &Tensor, addend: &Tensor) {
+    let _ = gradient.shallow_clone().g_add_(addend);
+}
+
+/// `gradient += dy^T x`, for the weight of `y = x W^T`.
+fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
+    let dy_t = dy.tr();
+    if dy.kind() == gradient.kind() {
+        let _ = gradient.shallow_clone().addmm_(&dy_t, x);
+    } else {
+        // half-precision products accumulate in float32 inside the GEMM, then into the master
+        accumulate(gradient, &dy_t.matmul(x).to_kind(gradient.kind()));
+    }
+}
+
+impl Draft {
+    /// A zeroed float32 gradient buffer and its views.
+    pub fn zero_gradients(&self) -> (Tensor, DraftViews) {
+        let kind = if self.flat.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let flat = Tensor::zeros([self.layout.elements()], (kind, self.flat.device()));
+        let views = DraftViews::new(&self.config, &self.layout, &flat);
+        (flat, views)
+    }
+
+    /// The device of the weights.
+    pub fn device(&self) -> Device {
+        self.flat.device()
+    }
+}

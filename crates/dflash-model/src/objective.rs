@@ -1,0 +1,140 @@
+//! The training objective: loss and gradient of the slots without a tensor of all logits.
+//!
+//! The lm_head is the target's and frozen. So for a chunk of supervised slots the logits, the loss
+//! and the gradient of the logits are computed in place, and two matrix products (to the logits
+//! and back) are all that is needed: nothing is kept for a later pass, and slots without a label
+//! cost nothing. Everything past the logits is float32 (float64 for gradient checks).
+//!
+//! Losses are returned as a numerator, its gradient and a denominator. Dividing is left to the
+//! caller, who first adds both up over micro-batches and ranks: a token-weighted mean over all of
+//! them, not a mean of means.
+
+mod element;
+mod labels;
+mod statistics;
+mod weight;
+
+use tch::{Kind, Tensor};
+
+pub use element::{ElementLoss, LK_ETA, NLA_EPSILON, element_loss};
+pub use labels::{BlockLabels, DraftVocabulary, LabelSource, LabelledRow};
+pub use statistics::{Statistics, StatisticsReport};
+pub use weight::{Confidence, Denominator, MASKED_SLOTS_EPSILON, Weighting, decay_weights, dpace_weights};
+
+use crate::ops::accumulate_kind;
+
+/// What is minimised.
+#[derive(Clone, Debug)]
+pub struct Objective {
+    /// Element losses and their coefficients.
+    pub terms: Vec<(ElementLoss, f64)>,
+    /// How much each slot counts.
+    pub weighting: Weighting,
+    /// What the weighted sum is divided by.
+    pub denominator: Denominator,
+    /// Which token is the right one for cross-entropy and for accuracy.
+    pub labels: LabelSource,
+    /// Bytes that one chunk of logits may take.
+    pub chunk_bytes: usize,
+}
+
+/// The target's side of a packed row.
+#[derive(Debug)]
+pub struct Teacher {
+    /// The target's last hidden states after its final norm, [R, H].
+    pub normed_rh: Tensor,
+    /// For each supervised slot the row that predicts its token, [M] int64.
+    pub rows_m: Tensor,
+    /// The target's lm_head, pruned as the draft's, [V, H].
+    pub head_vh: Tensor,
+}
+
+/// What one packed row contributes.
+#[derive(Debug)]
+pub struct LossOutput {
+    /// Gradient of the loss *numerator* with respect to the hidden states, [N, H].
+    pub dhidden_nh: Tensor,
+    /// Numerator, denominator and counts, on the device.
+    pub statistics: Statistics,
+}
+
+impl Objective {
+    /// Whether the terms or the labels need the target's distribution.
+    pub fn needs_teacher(&self) -> bool {
+        self.labels == LabelSource::TeacherArgmax
+            || self.terms.iter().any(|(term, _)| term.needs_teacher())
+    }
+
+    /// Loss numerator, its gradient and the counts of one packed row.
+    ///
+    /// `hidden_nh` [N, H] is the draft's output after its norm, `head_vh` [V, H] the lm_head
+    /// (pruned rows for a pruned vocabulary), in the same kind. Call it without autograd.
+    ///
+    /// # Panics
+    /// When a teacher is needed and absent: a bug of the caller.
+    pub fn evaluate(
+        &self,
+        hidden_nh: &Tensor,
+        head_vh: &Tensor,
+        labels: &BlockLabels,
+        teacher: Option<&Teacher>,
+    ) -> LossOutput {
+        let mut dhidden_nh = hidden_nh.zeros_like();
+        let mut tally = statistics::Tally::new(labels, hidden_nh);
+        for chunk in labels.chunks(self.chunk_rows(head_vh, teacher.is_some())) {
+            let slots = labels.slots_on(hidden_nh.device(), &chunk);
+            let hidden_mh = hidden_nh.index_select(0, &slots);
+            let input = element::ChunkInput {
+                logits_mv: wide(hidden_mh.matmul(&head_vh.tr())),
+                teacher_mv: teacher.map(|teacher| teacher.logits(&chunk)),
+                tokens_m: labels.tokens_on(hidden_nh.device(), &chunk),
+            };
+            let output = self.chunk(input, labels, &chunk);
+            tally.add(&slots, &output);
+            let dhidden_mh = output.dlogits_mv.to_kind(hidden_nh.kind()).matmul(head_vh);
+            let _ = dhidden_nh.index_copy_(0, &slots, &dhidden_mh);
+        }
+        LossOutput { dhidden_nh, statistics: tally.finish(labels, self.denominator) }
+    }
+
+    fn chunk(
+        &self,
+        input: element::ChunkInput,
+        labels: &BlockLabels,
+        chunk: &std::ops::Range<usize>,
+    ) -> element::ChunkOutput {
+        let place = weight::ChunkPlace::new(labels, chunk, &input.logits_mv);
+        match (self.terms.as_slice(), self.labels) {
+            ([(ElementLoss::CrossEntropy, coefficient)], LabelSource::Data) => {
+                element::data_cross_entropy(input, *coefficient, |ce| {
+                    self.weighting.weights(ce, ce, &place)
+                })
+            }
+            _ => element::mixture(input, &self.terms, self.labels, |ce, loss| {
+                self.weighting.weights(ce, loss, &place)
+            }),
+        }
+    }
+
+    /// Slots of a chunk within the budget; the teacher's logits and the mixtures' temporaries
+    /// count too.
+    fn chunk_rows(&self, head_vh: &Tensor, with_teacher: bool) -> usize {
+        let copies = if with_teacher { 6 } else { 1 };
+        let row_bytes = head_vh.size()[0] as usize * 4 * copies;
+        (self.chunk_bytes / row_bytes).max(1)
+    }
+}
+
+impl Teacher {
+    fn logits(&self, chunk: &std::ops::Range<usize>) -> Tensor {
+        let rows = self.rows_m.narrow(0, chunk.start as i64, chunk.len() as i64);
+        let normed_mh = self.normed_rh.index_select(0, &rows);
+        wide(normed_mh.matmul(&self.head_vh.tr()))
+    }
+}
+
+/// Logits are worked on in float32, or float64.
+fn wide(logits: Tensor) -> Tensor {
+    let kind: Kind = accumulate_kind(&logits);
+    logits.to_kind(kind)
+}

@@ -1,0 +1,248 @@
+//! Which slots are supervised, by which token, and how they fall into chunks.
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+/// Which token counts as the right one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LabelSource {
+    /// The data's own. When the target wrote the answers greedily this is also its argmax.
+    Data,
+    /// The argmax of the target's distribution, within a pruned vocabulary the best id inside.
+    TeacherArgmax,
+}
+
+/// A pruned draft vocabulary: the target's ids that the draft can say, ascending.
+#[derive(Clone, Debug)]
+pub struct DraftVocabulary {
+    selected: Vec<i64>,
+    /// Draft id of each target id, or -1.
+    of_target: Vec<i64>,
+}
+
+impl DraftVocabulary {
+    /// `selected` are ascending target ids below `target_vocab_size`.
+    pub fn new(selected: Vec<i64>, target_vocab_size: usize) -> Self {
+        let mut of_target = vec![-1; target_vocab_size];
+        for (draft, &target) in selected.iter().enumerate() {
+            of_target[target as usize] = draft as i64;
+        }
+        Self { selected, of_target }
+    }
+
+    /// The target's ids, ascending.
+    pub fn selected(&self) -> &[i64] {
+        &self.selected
+    }
+
+    /// speculators' `d2t`: target id minus draft id, per draft id.
+    pub fn offsets(&self) -> Vec<i64> {
+        self.selected.iter().enumerate().map(|(draft, &target)| target - draft as i64).collect()
+    }
+
+    /// speculators' `t2d`: whether each target id is in the draft's vocabulary.
+    pub fn membership(&self) -> Vec<bool> {
+        self.of_target.iter().map(|&draft| draft >= 0).collect()
+    }
+
+    fn draft_id(&self, target: i64) -> i64 {
+        self.of_target.get(target as usize).copied().unwrap_or(-1)
+    }
+}
+
+/// A packed row as the labels see it.
+#[derive(Clone, Copy, Debug)]
+pub struct LabelledRow<'a> {
+    /// [T].
+    pub input_ids: &'a [i64],
+    /// [T], true where the token is supervised.
+    pub loss_mask: &'a [bool],
+    /// First position of each document, and the end of the last.
+    pub document_starts: &'a [usize],
+}
+
+/// The supervised slots of a row's blocks, in order.
+#[derive(Clone, Debug, Default)]
+pub struct BlockLabels {
+    block_size: usize,
+    blocks: usize,
+    /// First slot that can be supervised: 1, or 0 where the anchor's own slot predicts.
+    first_slot: usize,
+    slots: Vec<i64>,
+    tokens: Vec<i64>,
+    teacher_rows: Vec<i64>,
+    /// Supervised slots whose token the draft cannot say: no loss, but a miss in every figure.
+    misses: Vec<i64>,
+}
+
+impl BlockLabels {
+    /// Labels of the blocks at `anchors`: slot k >= 1 is supervised by the token at its own
+    /// position, if that lies in the anchor's document and its loss mask is set.
+    pub fn new(
+        row: LabelledRow<'_>,
+        anchors: &[usize],
+        block_size: usize,
+        vocabulary: Option<&DraftVocabulary>,
+    ) -> Self {
+        let mut labels =
+            Self { block_size, blocks: anchors.len(), first_slot: 1, ..Self::default() };
+        for (block, &anchor) in anchors.iter().enumerate() {
+            let next = row.document_starts.partition_point(|&start| start <= anchor);
+            let end = row.document_starts[next].min(anchor + block_size);
+            for position in anchor + 1..end {
+                if row.loss_mask[position] {
+                    let slot = (block * block_size + position - anchor) as i64;
+                    labels.push(slot, row.input_ids[position], position as i64 - 1, vocabulary);
+                }
+            }
+        }
+        labels
+    }
+
+    /// Labels given outright: `mask` and `tokens` of every slot, and the teacher's row of each.
+    /// `first_slot` is 0 where the anchor's slot is supervised too, else 1.
+    pub fn from_slots(
+        (block_size, first_slot): (usize, usize),
+        mask: &[bool],
+        tokens: &[i64],
+        teacher_rows: &[i64],
+    ) -> Self {
+        let blocks = mask.len() / block_size;
+        let mut labels = Self { block_size, blocks, first_slot, ..Self::default() };
+        for slot in (0..mask.len()).filter(|&slot| mask[slot]) {
+            labels.push(slot as i64, tokens[slot], teacher_rows[slot], None);
+        }
+        labels
+    }
+
+    fn push(&mut self, slot: i64, token: i64, teacher_row: i64, vocabulary: Option<&DraftVocabulary>) {
+        let token = vocabulary.map_or(token, |vocabulary| vocabulary.draft_id(token));
+        if token < 0 {
+            self.misses.push(slot);
+        } else {
+            self.slots.push(slot);
+            self.tokens.push(token);
+            self.teacher_rows.push(teacher_row);
+        }
+    }
+
+    /// Slots of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// First slot of a block that can be supervised.
+    pub fn first_slot(&self) -> usize {
+        self.first_slot
+    }
+
+    /// Slots that carry loss, ascending.
+    pub fn slots(&self) -> &[i64] {
+        &self.slots
+    }
+
+    /// Supervised slots that carry no loss because the draft's vocabulary lacks their token.
+    pub fn misses(&self) -> &[i64] {
+        &self.misses
+    }
+
+    /// For each slot that carries loss, the position whose hidden state predicts its token.
+    pub fn teacher_rows(&self) -> &[i64] {
+        &self.teacher_rows
+    }
+
+    /// Index ranges of [`Self::slots`] of at most `rows` slots (but at least one block), cut
+    /// between blocks, so that weights that depend on a whole block can be computed in a chunk.
+    pub fn chunks(&self, rows: usize) -> Vec<Range<usize>> {
+        let block_of = |index: usize| self.slots[index] / self.block_size as i64;
+        let mut chunks = Vec::new();
+        let mut start = 0;
+        while start < self.slots.len() {
+            let mut end = (start + rows.max(1)).min(self.slots.len());
+            if end < self.slots.len() {
+                let cut = block_of(end);
+                while end > start && block_of(end - 1) == cut {
+                    end -= 1;
+                }
+                if end == start {
+                    end = start + self.slots[start..].partition_point(|&slot| slot < (cut + 1) * self.block_size as i64);
+                }
+            }
+            chunks.push(start..end);
+            start = end;
+        }
+        chunks
+    }
+
+    pub(super) fn slots_on(&self, device: Device, chunk: &Range<usize>) -> Tensor {
+        Tensor::from_slice(&self.slots[chunk.clone()]).to_device(device)
+    }
+
+    pub(super) fn tokens_on(&self, device: Device, chunk: &Range<usize>) -> Tensor {
+        Tensor::from_slice(&self.tokens[chunk.clone()]).to_device(device)
+    }
+
+    /// The teacher's rows of all slots that carry loss, [M] int64.
+    pub fn teacher_rows_on(&self, device: Device) -> Tensor {
+        Tensor::from_slice(&self.teacher_rows).to_kind(Kind::Int64).to_device(device)
+    }
+
+    /// 1 where a slot is supervised (misses included), [blocks, B].
+    pub(super) fn supervised(&self) -> Vec<f64> {
+        let mut supervised = vec![0.0; self.blocks * self.block_size];
+        for &slot in self.slots.iter().chain(&self.misses) {
+            supervised[slot as usize] = 1.0;
+        }
+        supervised
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROW: LabelledRow<'static> = LabelledRow {
+        input_ids: &[10, 11, 12, 13, 20, 21, 22],
+        loss_mask: &[false, true, true, true, true, false, true],
+        document_starts: &[0, 4, 7],
+    };
+
+    #[test]
+    fn a_slot_is_labelled_by_its_own_position_within_its_document() {
+        let labels = BlockLabels::new(ROW, &[1, 4], 4, None);
+        // block 0 at 1: positions 2 and 3; position 4 is another document's
+        // block 1 at 4: position 5 is masked, 6 counts, 7 does not exist
+        assert_eq!(labels.slots, [1, 2, 6]);
+        assert_eq!(labels.tokens, [12, 13, 22]);
+        assert_eq!(labels.teacher_rows, [1, 2, 5]);
+    }
+
+    #[test]
+    fn a_token_outside_the_pruned_vocabulary_is_a_miss() {
+        let vocabulary = DraftVocabulary::new(vec![12, 22], 30);
+        let labels = BlockLabels::new(ROW, &[1, 4], 4, Some(&vocabulary));
+        assert_eq!((labels.slots.as_slice(), labels.tokens.as_slice()), ([1, 6].as_slice(), [0, 1].as_slice()));
+        assert_eq!(labels.misses, [2]);
+    }
+
+    #[test]
+    fn chunks_cover_all_slots_and_never_cut_a_block() {
+        let mask = vec![true; 40];
+        let labels = BlockLabels::from_slots((8, 1), &mask, &[0; 40], &[0; 40]);
+        for rows in [1, 7, 8, 9, 17, 100] {
+            let chunks = labels.chunks(rows);
+            let joined: Vec<usize> = chunks.iter().cloned().flatten().collect();
+            assert_eq!(joined, (0..40).collect::<Vec<_>>());
+            for chunk in chunks {
+                assert_eq!((chunk.start % 8, chunk.end % 8), (0, 0), "{rows}");
+                assert!(chunk.len() <= rows.max(8), "{rows}");
+            }
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Sums that a step adds up on the device and reads once per logging interval.
+//!
+//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per slot..]`
+//! in float64: one small tensor to add over micro-batches and to all-reduce over ranks.
+
+use tch::{Device, Kind, Tensor};
+
+use super::element::ChunkOutput;
+use super::labels::BlockLabels;
+use super::weight::Denominator;
+
+const LOSS: i64 = 0;
+const DENOMINATOR: i64 = 1;
+const HEAD: i64 = 4;
+
+/// Additive sums of any number of packed rows.
+#[derive(Debug)]
+pub struct Statistics {
+    sums: Tensor,
+}
+
+/// [`Statistics`] on the host, as ratios.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StatisticsReport {
+    /// Weighted loss over its denominator.
+    pub loss: f64,
+    /// The summed denominator.
+    pub denominator: f64,
+    /// Supervised slots whose argmax is the label, over all supervised slots.
+    pub accuracy: f64,
+    /// Accuracy of each slot of a block; `None` where no slot was supervised.
+    pub slot_accuracy: Vec<Option<f64>>,
+    /// Mean over blocks of 1 + the run of right slots from the first on: a slot counts only when
+    /// all before it are right.
+    pub expected_accepted: f64,
+    /// Supervised slots.
+    pub supervised: u64,
+    /// Blocks with a supervised slot.
+    pub blocks: u64,
+}
+
+impl Statistics {
+    /// No rows yet.
+    pub fn zero(block_size: usize, device: Device) -> Self {
+        Self { sums: Tensor::zeros([HEAD + 2 * block_size as i64], (Kind::Double, device)) }
+    }
+
+    /// Adds another row's or rank's.
+    pub fn add(&mut self, other: &Self) {
+        let _ = self.sums.g_add_(&other.sums);
+    }
+
+    /// The vector itself, to be all-reduced.
+    pub fn sums_mut(&mut self) -> &mut Tensor {
+        &mut self.sums
+    }
+
+    /// The summed loss denominator, a float64 scalar on the device.
+    pub fn denominator(&self) -> Tensor {
+        self.sums.get(DENOMINATOR)
+    }
+
+    /// Copies the sums to the host; `epsilon` is [`Denominator::epsilon`].
+    pub fn report(&self, epsilon: f64) -> StatisticsReport {
+        let sums = Vec::<f64>::try_from(self.sums.to_device(Device::Cpu))
+            .expect("the sums are a float64 vector");
+        let (head, slots) = sums.split_at(HEAD as usize);
+        let (correct, supervised) = slots.split_at(slots.len() / 2);
+        let ratio = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
+        let total: f64 = supervised.iter().sum();
+        StatisticsReport {
+            loss: ratio(head[0], head[1] + epsilon),
+            denominator: head[1],
+            accuracy: ratio(correct.iter().sum(), total),
+            slot_accuracy: correct
+                .iter()
+                .zip(supervised)
+                .map(|(&right, &all)| (all > 0.0).then(|| right / all))
+                .collect(),
+            expected_accepted: ratio(head[2], head[3]),
+            supervised: total as u64,
+            blocks: head[3] as u64,
+        }
+    }
+}
+
+/// A row's sums in the making.
+#[derive(Debug)]
+pub(super) struct Tally {
+    loss_sum: Tensor,
+    weight_sum: Tensor,
+    /// 1 where the argmax is the label, [N].
+    correct_n: Tensor,
+}
+
+impl Tally {
+    pub(super) fn new(labels: &BlockLabels, like: &Tensor) -> Self {
+        let device = like.device();
+        let slots = (labels.blocks() * labels.block_size()) as i64;
+        Self {
+            loss_sum: Tensor::zeros([], (Kind::Double, device)),
+            weight_sum: Tensor::zeros([], (Kind::Double, device)),
+            correct_n: Tensor::zeros([slots], (Kind::Double, device)),
+        }
+    }
+
+    pub(super) fn add(&mut self, slots_m: &Tensor, output: &ChunkOutput) {
+        self.loss_sum += &output.loss_sum;
+        self.weight_sum += &output.weight_sum;
+        let _ = self.correct_n.index_copy_(0, slots_m, &output.correct_m.to_kind(Kind::Double));
+    }
+
+    pub(super) fn finish(self, labels: &BlockLabels, denominator: Denominator) -> Statistics {
+        let device = self.correct_n.device();
+        let block_size = labels.block_size() as i64;
+        let supervised = labels.supervised();
+        let blocks = supervised
+            .chunks(labels.block_size())
+            .filter(|block| block.contains(&1.0))
+            .count() as f64;
+        let counted = Tensor::from_slice(&supervised).view([-1, block_size]);
+        let per_slot = sum_blocks(&counted);
+        let divisor = match denominator {
+            Denominator::Weights => self.weight_sum,
+            Denominator::Blocks => Tensor::from(blocks).to_device(device),
+            Denominator::MaskedSlots => Tensor::from(labels.slots().len() as f64).to_device(device),
+        };
+        let correct_ab = self.correct_n.view([-1, block_size]);
+        let first = labels.first_slot() as i64;
+        let runs = correct_ab.narrow(1, first, block_size - first).cumprod(1, Kind::Double);
+        let accepted = runs.sum(Kind::Double) + blocks;
+        let head = Tensor::stack(
+            &[self.loss_sum, divisor, accepted, Tensor::from(blocks).to_device(device)],
+            0,
+        );
+        let sums = Tensor::cat(&[head, sum_blocks(&correct_ab), per_slot.to_device(device)], 0);
+        debug_assert_eq!(sums.size()[0], HEAD + 2 * block_size, "loss is at {LOSS}");
+        Statistics { sums }
+    }
+}
+
+fn sum_blocks(x_ab: &Tensor) -> Tensor {
+    x_ab.sum_dim_intlist([0i64].as_slice(), false, Kind::Double)
+}

@@ -1,0 +1,90 @@
+//! Where the reference vectors lie, and how they are read and compared.
+
+use std::path::{Path, PathBuf};
+
+use dflash_model::checkpoint::TensorFile;
+use serde_json::Value;
+use tch::{Kind, Tensor};
+
+/// The folder of the vectors, if there is one.
+pub(crate) fn root() -> Option<PathBuf> {
+    let given = std::env::var_os("DFLASH_GOLDEN").map(PathBuf::from);
+    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/golden");
+    given.or(Some(beside)).filter(|path| path.is_dir())
+}
+
+/// Files of `dir` with this extension, sorted.
+pub(crate) fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(dir)
+        .map(|entries| entries.map(|entry| entry.unwrap().path()).collect())
+        .unwrap_or_default();
+    files.retain(|path| path.extension().is_some_and(|found| found == extension));
+    files.sort();
+    files
+}
+
+pub(crate) fn stem(path: &Path) -> String {
+    path.file_stem().unwrap().to_string_lossy().into_owned()
+}
+
+/// A safetensors file of vectors with settings in its header.
+pub(crate) struct Vectors {
+    file: TensorFile,
+}
+
+impl Vectors {
+    pub(crate) fn open(path: &Path) -> Self {
+        Self { file: TensorFile::open(path).unwrap() }
+    }
+
+    pub(crate) fn tensor(&self, name: &str) -> Tensor {
+        self.file.any_tensor(name).unwrap()
+    }
+
+    /// Without the leading batch dimension of one.
+    pub(crate) fn row(&self, name: &str) -> Tensor {
+        self.tensor(name).squeeze_dim(0)
+    }
+
+    pub(crate) fn integers(&self, name: &str) -> Vec<i64> {
+        Vec::try_from(self.tensor(name).view([-1]).to_kind(Kind::Int64)).unwrap()
+    }
+
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.file.names()
+    }
+
+    pub(crate) fn note(&self, name: &str) -> &str {
+        &self.file.notes().unwrap()[name]
+    }
+
+    pub(crate) fn json(&self, name: &str) -> Value {
+        serde_json::from_str(self.note(name)).unwrap()
+    }
+}
+
+/// Largest difference relative to the largest expected magnitude.
+pub(crate) fn assert_close(what: &str, actual: &Tensor, expected: &Tensor, tolerance: f64) {
+    assert_eq!(actual.size(), expected.size(), "{what}: shape");
+    let (actual, expected) = (actual.to_kind(Kind::Double), expected.to_kind(Kind::Double));
+    let scale = expected.abs().max().double_value(&[]).max(1e-30);
+    let difference = (actual - expected).abs().max().double_value(&[]) / scale;
+    assert!(difference <= tolerance, "{what}: relative difference {difference:e} > {tolerance:e}");
+}
+
+/// A JSON array (of arrays) of numbers.
+pub(crate) fn matrix(value: &Value) -> Tensor {
+    let rows = value.as_array().unwrap();
+    if rows.first().is_some_and(Value::is_array) {
+        return Tensor::stack(&rows.iter().map(matrix).collect::<Vec<_>>(), 0);
+    }
+    Tensor::from_slice(&numbers(value)).to_kind(Kind::Float)
+}
+
+pub(crate) fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+pub(crate) fn indices(value: &Value) -> Vec<usize> {
+    value.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as usize).collect()
+}

@@ -1,0 +1,257 @@
+//! speculators' training pass: hidden states, logits, loss, metrics and every gradient.
+
+use std::path::Path;
+
+use dflash_model::attention::{Visibility, WindowRule};
+use dflash_model::draft::{Draft, DraftConfig, DraftViews, LayerKind, PackedInput};
+use dflash_model::objective::{
+    BlockLabels, Confidence, Denominator, ElementLoss, LabelSource, Objective, Teacher, Weighting,
+};
+use dflash_model::ops::rms_norm;
+use serde_json::Value;
+use tch::{Kind, Tensor, no_grad};
+
+use super::golden::{Vectors, assert_close};
+use super::zlab;
+
+const TOLERANCE: f64 = 1e-4;
+
+pub(crate) fn check(path: &Path) {
+    no_grad(|| {
+        let case = Case::open(path);
+        let (hidden, saved) = case.draft.forward(&case.input);
+        case.check_outputs(&hidden);
+        let output = case.objective.evaluate(
+            &hidden,
+            &case.vectors.tensor("w.lm_head.weight"),
+            &case.labels,
+            Some(&case.teacher),
+        );
+        let report = output.statistics.report(case.objective.denominator.epsilon());
+        assert_close("loss", &Tensor::from(report.loss), &case.vectors.row("out.loss"), TOLERANCE);
+        check_metrics(&report, &case.vectors.json("metrics"));
+        let scale = 1.0 / (report.denominator + case.objective.denominator.epsilon());
+        case.check_gradients(&(output.dhidden_nh * scale), saved);
+    });
+}
+
+struct Case {
+    vectors: Vectors,
+    draft: Draft,
+    input: PackedInput,
+    objective: Objective,
+    labels: BlockLabels,
+    teacher: Teacher,
+    /// Slots of the blocks whose anchor is valid.
+    slots: Tensor,
+}
+
+impl Case {
+    fn open(path: &Path) -> Self {
+        let vectors = Vectors::open(path);
+        let stored = vectors.json("config");
+        let config = draft_config(&stored);
+        let draft = zlab::load(&vectors, config);
+        let block_size = draft.config().block_size;
+        let valid = vectors.integers("in.anchor_valid");
+        let all_anchors = vectors.integers("in.anchors");
+        let used: Vec<usize> = (0..valid.len()).filter(|&index| valid[index] != 0).collect();
+        let anchors: Vec<usize> = used.iter().map(|&index| all_anchors[index] as usize).collect();
+        let slots: Vec<i64> = used
+            .iter()
+            .flat_map(|index| index * block_size..(index + 1) * block_size)
+            .map(|slot| slot as i64)
+            .collect();
+        let slots = Tensor::from_slice(&slots);
+        let input = packed_input(&vectors, &stored, &draft, &anchors);
+        let first_slot = usize::from(!stored["sample_from_anchor"].as_bool().unwrap());
+        let teacher = teacher(&vectors, &stored, &slots);
+        let labels = labels(&vectors, (block_size, first_slot), &slots);
+        let teacher = Teacher { rows_m: labels.teacher_rows_on(draft.device()), ..teacher };
+        let objective = objective(&vectors);
+        Self { vectors, draft, input, objective, labels, teacher, slots }
+    }
+
+    fn check_outputs(&self, hidden: &Tensor) {
+        let expected = |name: &str| self.vectors.row(name).index_select(0, &self.slots);
+        assert_close("hidden", hidden, &expected("out.hidden"), TOLERANCE);
+        let logits = hidden.matmul(&self.vectors.tensor("w.lm_head.weight").tr());
+        assert_close("logits", &logits, &expected("out.logits"), TOLERANCE);
+    }
+
+    fn check_gradients(&self, dhidden: &Tensor, saved: dflash_model::draft::Saved) {
+        let (flat, views): (Tensor, DraftViews) = self.draft.zero_gradients();
+        let mut finished = Vec::new();
+        let mut finish = |bucket: usize| finished.push(bucket);
+        self.draft.backward(dhidden, &self.input, saved, (&views, &mut finish));
+        let buckets = self.draft.layout().buckets().len();
+        assert_eq!(finished, (0..buckets).rev().collect::<Vec<_>>());
+        let mut compared = 0;
+        for parameter in self.draft.layout().parameters() {
+            let expected = self.vectors.tensor(&format!("grad.{}", parameter.name));
+            assert_close(&parameter.name, &parameter.view(&flat), &expected, TOLERANCE);
+            compared += 1;
+        }
+        let stored = self.vectors.names().iter().filter(|name| name.starts_with("grad.")).count();
+        assert_eq!(compared, stored, "every stored gradient is compared");
+    }
+}
+
+fn draft_config(stored: &Value) -> DraftConfig {
+    let int = |key: &str| stored[key].as_i64().unwrap();
+    let layers = stored["layer_types"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|kind| match kind.as_str().unwrap() {
+            "sliding_attention" => LayerKind::Sliding,
+            _ => LayerKind::Full,
+        })
+        .collect();
+    DraftConfig {
+        hidden_size: int("hidden_size"),
+        intermediate_size: int("intermediate_size"),
+        num_attention_heads: int("num_attention_heads"),
+        num_key_value_heads: int("num_key_value_heads"),
+        head_dim: int("head_dim"),
+        rms_norm_eps: stored["rms_norm_eps"].as_f64().unwrap(),
+        rope_theta: stored["rope_theta"].as_f64().unwrap(),
+        layers,
+        sliding_window: stored["sliding_window"].as_u64().map(|window| window as usize),
+        block_size: int("block_size") as usize,
+        mask_token_id: int("mask_token_id"),
+        target_layer_ids: (1..=int("num_aux") as u32).collect(),
+        num_target_layers: int("num_aux") as usize,
+        vocab_size: int("vocab_size"),
+        max_position_embeddings: 4096,
+        initializer_range: 0.02,
+        eos_token_id: None,
+    }
+}
+
+/// First position of each document (padding counts as one more), and the row's end.
+fn document_starts(document_ids: &[i64]) -> Vec<usize> {
+    let mut starts = vec![0];
+    starts.extend((1..document_ids.len()).filter(|&t| document_ids[t] != document_ids[t - 1]));
+    starts.push(document_ids.len());
+    starts
+}
+
+fn packed_input(vectors: &Vectors, stored: &Value, draft: &Draft, anchors: &[usize]) -> PackedInput {
+    let config = draft.config();
+    let starts = document_starts(&vectors.integers("in.document_ids"));
+    let plan = config.plan(&starts, anchors, WindowRule::Speculators);
+    let rows: Vec<i64> = plan.context_sources().flatten().map(|row| row as i64).collect();
+    let features = vectors.row("in.hidden_states").index_select(0, &Tensor::from_slice(&rows));
+    let input_ids = vectors.integers("in.input_ids");
+    let ids: Vec<i64> = anchors
+        .iter()
+        .flat_map(|&anchor| {
+            (0..config.block_size)
+                .map(move |slot| if slot == 0 { Some(anchor) } else { None })
+        })
+        .map(|anchor| anchor.map_or(config.mask_token_id, |anchor| input_ids[anchor]))
+        .collect();
+    let slots = vectors.tensor("w.embed_tokens.weight").index_select(0, &Tensor::from_slice(&ids));
+    let sliding = Visibility {
+        window: config.sliding_window.map(|window| (window, WindowRule::Speculators)),
+        causal_in_block: !stored["sliding_window_non_causal"].as_bool().unwrap(),
+    };
+    draft.prepare_with(&plan, (Visibility::FULL, sliding), features, slots)
+}
+
+/// The target's distribution rows, checked against the stored targets.
+fn teacher(vectors: &Vectors, stored: &Value, slots: &Tensor) -> Teacher {
+    let eps = stored["rms_norm_eps"].as_f64().unwrap();
+    let last = vectors.row("in.verifier_last_hidden_states");
+    let normed_rh = rms_norm(&last, &vectors.tensor("w.verifier_norm.weight"), eps);
+    let head = vectors.tensor("w.verifier_lm_head.weight");
+    let rows_m = Tensor::from_slice(&teacher_rows(vectors, stored)).index_select(0, slots);
+    let targets = normed_rh.index_select(0, &rows_m).matmul(&head.tr());
+    let expected = vectors.row("out.targets").index_select(0, slots);
+    assert_close("targets", &targets, &expected, TOLERANCE);
+    Teacher { normed_rh, rows_m, head_vh: head }
+}
+
+fn teacher_rows(vectors: &Vectors, stored: &Value) -> Vec<i64> {
+    let length = vectors.row("in.input_ids").size()[0];
+    let shift = i64::from(!stored["sample_from_anchor"].as_bool().unwrap());
+    vectors
+        .integers("out.anchored_block_indices")
+        .iter()
+        .map(|index| (index - shift).rem_euclid(length))
+        .collect()
+}
+
+fn labels(vectors: &Vectors, geometry: (usize, usize), slots: &Tensor) -> BlockLabels {
+    let stored = vectors.json("config");
+    let take = |x: &Tensor| Vec::<i64>::try_from(x.index_select(0, slots)).unwrap();
+    let mask_tensor = vectors.row("out.aligned_loss_mask").to_kind(Kind::Int64);
+    let mask: Vec<bool> = take(&mask_tensor).iter().map(|&m| m != 0).collect();
+    let rows = take(&Tensor::from_slice(&teacher_rows(vectors, &stored)));
+    BlockLabels::from_slots(geometry, &mask, &vec![0; mask.len()], &rows)
+}
+
+fn objective(vectors: &Vectors) -> Objective {
+    let number = |name: &str| vectors.note(name).parse::<f64>().unwrap();
+    let weighting = match vectors.note("per_position_loss_weight") {
+        "dpace" => Weighting::Dpace { alpha: number("dpace_alpha"), confidence: Confidence::Term },
+        _ => Weighting::Decay { gamma: number("gamma") },
+    };
+    Objective {
+        terms: terms(vectors.note("loss_fn")),
+        weighting,
+        denominator: Denominator::MaskedSlots,
+        labels: LabelSource::TeacherArgmax,
+        chunk_bytes: 1 << 12,
+    }
+}
+
+/// `name`, or a JSON object of names and coefficients.
+fn terms(stored: &str) -> Vec<(ElementLoss, f64)> {
+    match serde_json::from_str::<serde_json::Map<String, Value>>(stored) {
+        Ok(map) => map.iter().map(|(name, c)| (element(name), c.as_f64().unwrap())).collect(),
+        Err(_) => vec![(element(stored), 1.0)],
+    }
+}
+
+/// An element loss by speculators' name.
+pub(crate) fn element(name: &str) -> ElementLoss {
+    match name {
+        "ce" => ElementLoss::CrossEntropy,
+        "kl_div" | "kl" => ElementLoss::Kl,
+        "rkl" | "reverse_kl" => ElementLoss::ReverseKl,
+        "jsd" | "js_div" => ElementLoss::Jsd,
+        "tv" => ElementLoss::Tv,
+        "nla" => ElementLoss::Nla,
+        "lk_hybrid" | "lk" => ElementLoss::Lk,
+        other => panic!("unknown loss {other}"),
+    }
+}
+
+/// Compares a report with speculators' sums and totals.
+pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, metrics: &Value) {
+    let ratio = |name: &str| {
+        let part = |suffix: &str| metrics[format!("{name}_{suffix}")].as_f64();
+        Some(part("sum")? / part("total").filter(|&total| total > 0.0)?)
+    };
+    let near = |what: &str, actual: f64, expected: f64| {
+        assert!((actual - expected).abs() <= 1e-4 * expected.abs().max(1.0), "{what}: {actual} {expected}");
+    };
+    near("loss", report.loss, ratio("loss").unwrap());
+    if let Some(accuracy) = ratio("full_acc") {
+        near("accuracy", report.accuracy, accuracy);
+    }
+    for (slot, accuracy) in report.slot_accuracy.iter().enumerate() {
+        if let Some(expected) = ratio(&format!("position_{slot}_acc")) {
+            near("slot accuracy", accuracy.unwrap(), expected);
+        }
+    }
+    // These vectors hold the older figure: the product of unconditional accuracies, summed. Ours
+    // conditions on the slots before; the slot accuracies must still give theirs.
+    let product = report.slot_accuracy.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
+        *run *= slot.unwrap_or(0.0);
+        Some(*run)
+    });
+    near("expected length", product.sum(), ratio("eal").unwrap());
+}
