@@ -1,1 +1,21 @@
 //! Serves the hidden states of chosen target layers over HTTP.
+//!
+//! `POST /v1/hidden_states` takes a prompt as token ids and streams an Arrow IPC reply
+//! (`dflash_hidden`). Requests wait in a bounded queue; one thread owns the model and runs what
+//! waits in batches up to a token budget; the HTTP side never touches the model. `GET /v1/models`
+//! tells a client what it can expect, `/health` and `/metrics` tell people.
+
+mod error;
+mod featurizer;
+mod metrics;
+mod queue;
+mod refusal;
+mod routes;
+mod server;
+mod target;
+mod worker;
+
+pub use error::Error;
+pub use featurizer::{Featurizer, ModelFacts, PackedPrompts};
+pub use server::{Loader, Ready, ServerConfig, serve};
+pub use target::{TargetFeaturizer, TargetFeaturizerOptions};

@@ -1,0 +1,108 @@
+//! Counters of the server: a few numbers in `/health`, all of them in `/metrics`.
+
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// A counter that only grows.
+#[derive(Debug, Default)]
+pub(crate) struct Count(AtomicU64);
+
+impl Count {
+    pub(crate) fn add(&self, amount: u64) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What has happened since the start.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    start: Instant,
+    /// Prompts run.
+    pub(crate) prompts: Count,
+    /// Their tokens.
+    pub(crate) tokens: Count,
+    /// Forward passes.
+    pub(crate) batches: Count,
+    /// Nanoseconds spent in them.
+    pub(crate) busy_nanos: Count,
+    /// Bytes of rows handed out.
+    pub(crate) bytes: Count,
+    /// Requests refused as malformed.
+    pub(crate) invalid: Count,
+    /// Requests put off because the queue was full.
+    pub(crate) put_off: Count,
+    /// Requests whose client left before they were run.
+    pub(crate) cancelled: Count,
+    /// Prompts that the model failed on.
+    pub(crate) failed: Count,
+}
+
+impl Metrics {
+    pub(crate) fn new() -> Self {
+        Self {
+            start: Instant::now(),
+            prompts: Count::default(),
+            tokens: Count::default(),
+            batches: Count::default(),
+            busy_nanos: Count::default(),
+            bytes: Count::default(),
+            invalid: Count::default(),
+            put_off: Count::default(),
+            cancelled: Count::default(),
+            failed: Count::default(),
+        }
+    }
+
+    pub(crate) fn uptime(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Prometheus' text format.
+    pub(crate) fn prometheus(&self, in_use: usize, waiting: usize) -> String {
+        let seconds = self.busy_nanos.get() as f64 / 1e9;
+        let mut out = String::new();
+        let mut line = |name: &str, kind: &str, help: &str, value: f64| {
+            let name = format!("dflash_hidden_server_{name}");
+            let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}");
+        };
+        let count = |count: &Count| count.get() as f64;
+        line("prompts_total", "counter", "Prompts run.", count(&self.prompts));
+        line("tokens_total", "counter", "Tokens run.", count(&self.tokens));
+        line("batches_total", "counter", "Forward passes.", count(&self.batches));
+        line("busy_seconds_total", "counter", "Time in forward passes.", seconds);
+        line("bytes_total", "counter", "Bytes of rows handed out.", count(&self.bytes));
+        line("invalid_total", "counter", "Malformed requests.", count(&self.invalid));
+        line("put_off_total", "counter", "Requests beyond the queue.", count(&self.put_off));
+        line(
+            "cancelled_total",
+            "counter",
+            "Requests left by their client.",
+            count(&self.cancelled),
+        );
+        line("failed_total", "counter", "Prompts the model failed on.", count(&self.failed));
+        line("in_use", "gauge", "Requests being served.", in_use as f64);
+        line("waiting", "gauge", "Requests not yet started.", waiting as f64);
+        line("uptime_seconds", "gauge", "Time since the start.", self.uptime().as_secs_f64());
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_is_prometheus() {
+        let metrics = Metrics::new();
+        metrics.tokens.add(216);
+        let text = metrics.prometheus(3, 2);
+        assert!(text.contains("\ndflash_hidden_server_tokens_total 216\n"), "{text}");
+        assert!(text.contains("# TYPE dflash_hidden_server_waiting gauge\n"), "{text}");
+        assert!(text.lines().all(|line| line.starts_with('#') || line.split(' ').count() == 2));
+    }
+}

@@ -1,0 +1,102 @@
+//! Why a request gets no rows, as a status and a JSON body.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use dflash_hidden::{ErrorBody, ErrorDetail};
+
+/// A refused request; the message goes to the client.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("the body is no request: {0}")]
+    BadJson(#[from] serde_json::Error),
+    #[error("cannot read the body: {0}")]
+    BadBody(String),
+    #[error("the request has no prompt; send {{\"input_ids\": [1, 2, 3]}}")]
+    NoPrompt,
+    #[error("input_ids and prompt are two names of the same thing; send one")]
+    TwoPrompts,
+    #[error("{field} is empty; a prompt has at least one token")]
+    EmptyPrompt { field: &'static str },
+    #[error("{field}[{position}] is {id}, the vocabulary has ids 0 to {}", .vocab_size - 1)]
+    TokenOutOfRange { field: &'static str, position: usize, id: i64, vocab_size: usize },
+    #[error("{field} has {tokens} tokens, this server takes up to {limit}")]
+    PromptTooLong { field: &'static str, tokens: usize, limit: usize },
+    #[error("layer_ids is empty; leave it out for all captured layers")]
+    NoLayers,
+    #[error("layer {id} is not captured; this server has {served:?} and the last layer, {last}")]
+    LayerNotCaptured { id: u32, served: Vec<u32>, last: u32 },
+    #[error("model {asked:?} is not served here; this server runs {served:?}")]
+    OtherModel { asked: String, served: String },
+    #[error("{slots} requests are being served already; try again in a moment")]
+    Full { slots: usize },
+    #[error("the model is still loading; try again in a moment")]
+    Loading,
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    #[error("{0}")]
+    ModelFailed(crate::error::Error),
+    #[error("there is no {path}; try POST /v1/hidden_states, GET /v1/models, /health or /metrics")]
+    NoSuchPath { path: String },
+    #[error("{path} does not take {method}")]
+    WrongMethod { path: String, method: String },
+}
+
+impl Refusal {
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::BadJson(_)
+            | Self::NoPrompt
+            | Self::TwoPrompts
+            | Self::EmptyPrompt { .. }
+            | Self::TokenOutOfRange { .. }
+            | Self::PromptTooLong { .. }
+            | Self::NoLayers
+            | Self::LayerNotCaptured { .. } => StatusCode::BAD_REQUEST,
+            Self::BadBody(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::OtherModel { .. } | Self::NoSuchPath { .. } => StatusCode::NOT_FOUND,
+            Self::WrongMethod { .. } => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Full { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::Loading | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
+            Self::ModelFailed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    fn param(&self) -> Option<&'static str> {
+        match self {
+            Self::EmptyPrompt { field }
+            | Self::TokenOutOfRange { field, .. }
+            | Self::PromptTooLong { field, .. } => Some(field),
+            Self::NoPrompt | Self::TwoPrompts => Some("input_ids"),
+            Self::NoLayers | Self::LayerNotCaptured { .. } => Some("layer_ids"),
+            Self::OtherModel { .. } => Some("model"),
+            _ => None,
+        }
+    }
+
+    /// Whether the request itself is at fault.
+    pub(crate) fn is_invalid_request(&self) -> bool {
+        let status = self.status();
+        status.is_client_error() && status != StatusCode::TOO_MANY_REQUESTS
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let kind = match self.status() {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        let detail = ErrorDetail {
+            message: self.to_string(),
+            kind: kind.into(),
+            param: self.param().map(Into::into),
+        };
+        let mut response = (self.status(), Json(ErrorBody { error: detail })).into_response();
+        if matches!(self, Self::Full { .. } | Self::Loading) {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
+    }
+}

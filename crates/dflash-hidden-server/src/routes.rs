@@ -1,0 +1,208 @@
+//! What each path answers.
+
+use std::convert::Infallible;
+use std::sync::{Arc, OnceLock};
+
+use axum::body::Body;
+use axum::extract::rejection::BytesRejection;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{Method, Uri, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use bytes::Bytes;
+use dflash_hidden::{ARROW_STREAM, ModelCard, ModelList, StatesRequest, encode_stream};
+use futures::StreamExt;
+use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+
+use crate::featurizer::ModelFacts;
+use crate::metrics::Metrics;
+use crate::queue::{Job, Queue};
+use crate::refusal::Refusal;
+
+/// Room for prompts of some four million tokens, far beyond any context.
+const LARGEST_BODY: usize = 32 << 20;
+
+/// What the HTTP side and the model's thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Set when the model has been loaded.
+    pub(crate) facts: OnceLock<ModelFacts>,
+    pub(crate) queue: Queue,
+    pub(crate) metrics: Metrics,
+    /// One permit a request, from its admission until its last byte has gone out. So the bound
+    /// covers waiting prompts and finished rows that a slow client has not taken.
+    slots: Arc<Semaphore>,
+    max_queue: usize,
+}
+
+impl Shared {
+    pub(crate) fn new(max_queue: usize) -> Self {
+        Self {
+            facts: OnceLock::new(),
+            queue: Queue::default(),
+            metrics: Metrics::new(),
+            slots: Arc::new(Semaphore::new(max_queue)),
+            max_queue,
+        }
+    }
+
+    fn in_use(&self) -> usize {
+        self.max_queue - self.slots.available_permits()
+    }
+
+    fn loaded(&self) -> Result<&ModelFacts, Refusal> {
+        self.facts.get().ok_or(Refusal::Loading)
+    }
+}
+
+/// All routes.
+pub(crate) fn router(shared: Arc<Shared>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .route("/v1/models", get(models))
+        .route("/v1/hidden_states", post(hidden_states))
+        .fallback(async |uri: Uri| Refusal::NoSuchPath { path: uri.path().into() })
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(LARGEST_BODY))
+        .with_state(shared)
+}
+
+async fn wrong_method(uri: Uri, method: Method) -> Refusal {
+    Refusal::WrongMethod { path: uri.path().into(), method: method.to_string() }
+}
+
+/// 200 once prompts can be taken, 503 while the model loads.
+async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusal> {
+    let facts = shared.loaded()?;
+    let metrics = &shared.metrics;
+    Ok(Json(json!({
+        "status": "ok",
+        "model": facts.name,
+        "layer_ids": facts.layer_ids,
+        "in_use": shared.in_use(),
+        "waiting": shared.queue.waiting(),
+        "max_queue": shared.max_queue,
+        "prompts": metrics.prompts.get(),
+        "tokens": metrics.tokens.get(),
+        "batches": metrics.batches.get(),
+        "invalid": metrics.invalid.get(),
+        "put_off": metrics.put_off.get(),
+        "cancelled": metrics.cancelled.get(),
+        "failed": metrics.failed.get(),
+        "uptime_s": metrics.uptime().as_secs(),
+    })))
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+    let text = shared.metrics.prometheus(shared.in_use(), shared.queue.waiting());
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}
+
+async fn models(State(shared): State<Arc<Shared>>) -> Result<Json<ModelList>, Refusal> {
+    let facts = shared.loaded()?;
+    let (id, root) = (facts.name.clone(), facts.root.clone());
+    Ok(Json(ModelList::of(ModelCard::new(id, root, facts.max_model_len, facts.metadata()))))
+}
+
+async fn hidden_states(
+    State(shared): State<Arc<Shared>>,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, Refusal> {
+    let reply = serve_prompt(&shared, body).await;
+    match &reply {
+        Err(Refusal::Full { .. }) => shared.metrics.put_off.add(1),
+        Err(refusal) if refusal.is_invalid_request() => shared.metrics.invalid.add(1),
+        _ => {}
+    }
+    reply
+}
+
+async fn serve_prompt(
+    shared: &Arc<Shared>,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, Refusal> {
+    let facts = shared.loaded()?;
+    let body = body.map_err(|error| Refusal::BadBody(error.body_text()))?;
+    let (input_ids, layer_ids) = validate(serde_json::from_slice(&body)?, facts)?;
+    let slot = Arc::clone(&shared.slots)
+        .try_acquire_owned()
+        .map_err(|_| Refusal::Full { slots: shared.max_queue })?;
+    let (reply, answer) = oneshot::channel();
+    let job = Job { input_ids, layer_ids, reply };
+    shared.queue.push(job).map_err(|_| Refusal::ShuttingDown)?;
+    let states = answer.await.map_err(|_| Refusal::ShuttingDown)?;
+    let states = states.map_err(Refusal::ModelFailed)?;
+    let chunks =
+        encode_stream(&states, &facts.name).map_err(|error| Refusal::ModelFailed(error.into()))?;
+    Ok(stream(chunks, slot))
+}
+
+/// Sends `chunks` as they are; the slot goes back with the last of them, or when the client
+/// leaves.
+fn stream(chunks: Vec<Bytes>, slot: OwnedSemaphorePermit) -> Response {
+    // With its length announced, a client notices a reply that was cut short.
+    let length: usize = chunks.iter().map(Bytes::len).sum();
+    let chunks = futures::stream::iter(chunks).map(move |chunk| {
+        let _held = &slot;
+        Ok::<_, Infallible>(chunk)
+    });
+    let headers = [
+        (header::CONTENT_TYPE, ARROW_STREAM.to_owned()),
+        (header::CONTENT_LENGTH, length.to_string()),
+    ];
+    (headers, Body::from_stream(chunks)).into_response()
+}
+
+/// The prompt and the layers of a request, both as the model takes them.
+fn validate(request: StatesRequest, facts: &ModelFacts) -> Result<(Vec<i64>, Vec<u32>), Refusal> {
+    let StatesRequest { model, input_ids, prompt, layer_ids } = request;
+    if let Some(asked) = model.filter(|asked| *asked != facts.name && *asked != facts.root) {
+        return Err(Refusal::OtherModel { asked, served: facts.name.clone() });
+    }
+    let (field, input_ids) = match (input_ids, prompt) {
+        (Some(ids), None) => ("input_ids", ids),
+        (None, Some(ids)) => ("prompt", ids),
+        (None, None) => return Err(Refusal::NoPrompt),
+        (Some(_), Some(_)) => return Err(Refusal::TwoPrompts),
+    };
+    check_prompt(field, &input_ids, facts)?;
+    Ok((input_ids, check_layers(layer_ids, facts)?))
+}
+
+fn check_prompt(field: &'static str, ids: &[i64], facts: &ModelFacts) -> Result<(), Refusal> {
+    let (tokens, limit, vocab_size) = (ids.len(), facts.max_model_len, facts.vocab_size);
+    if tokens == 0 {
+        return Err(Refusal::EmptyPrompt { field });
+    }
+    if tokens > limit {
+        return Err(Refusal::PromptTooLong { field, tokens, limit });
+    }
+    let outside = |&id: &i64| usize::try_from(id).map_or(true, |id| id >= vocab_size);
+    match ids.iter().position(outside) {
+        Some(position) => {
+            let id = ids[position];
+            Err(Refusal::TokenOutOfRange { field, position, id, vocab_size })
+        }
+        None => Ok(()),
+    }
+}
+
+fn check_layers(asked: Option<Vec<u32>>, facts: &ModelFacts) -> Result<Vec<u32>, Refusal> {
+    let Some(mut ids) = asked else { return Ok(facts.layer_ids.clone()) };
+    ids.sort_unstable();
+    ids.dedup();
+    if ids.is_empty() {
+        return Err(Refusal::NoLayers);
+    }
+    match ids.iter().find(|&&id| !facts.serves(id)) {
+        Some(&id) => Err(Refusal::LayerNotCaptured {
+            id,
+            served: facts.layer_ids.clone(),
+            last: facts.num_hidden_layers,
+        }),
+        None => Ok(ids),
+    }
+}

@@ -1,0 +1,163 @@
+//! The real featurizer: a target on the CPU or a GPU.
+
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use dflash_hidden::Dtype;
+use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::error::Error;
+use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
+
+/// Captures when the user names none; the paper's number.
+const DEFAULT_CAPTURES: usize = 5;
+
+/// What to load and how to run it.
+#[derive(Debug, Clone)]
+pub struct TargetFeaturizerOptions {
+    /// A Hugging Face model directory.
+    pub dir: PathBuf,
+    /// Layers to capture, in our ids; `None` for the published choice.
+    pub layer_ids: Option<Vec<u32>>,
+    /// Where to run; `None` for CUDA where libtorch has it, else the CPU.
+    pub device: Option<Device>,
+    /// Kind of weights and activations; `None` for bf16 on CUDA and float32 on the CPU.
+    pub kind: Option<Kind>,
+    /// Element type of the rows that are sent.
+    pub wire_dtype: Dtype,
+    /// Longest prompt, at most the model's; `None` for the model's.
+    pub max_model_len: Option<usize>,
+    /// Threads of one operation on the CPU; `None` leaves libtorch's choice.
+    pub threads: Option<usize>,
+}
+
+/// A [`Target`] that hands out rows.
+#[derive(Debug)]
+pub struct TargetFeaturizer {
+    target: Target,
+    facts: ModelFacts,
+}
+
+impl TargetFeaturizer {
+    /// Loads the target and checks the layer ids against it.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for the directory, a file in it or a layer id; [`Error::TooLongContext`].
+    pub fn load(options: &TargetFeaturizerOptions) -> Result<Self, Error> {
+        if let Some(threads) = options.threads {
+            tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
+        }
+        let mut placement = TargetOptions::default();
+        if let Some(device) = options.device {
+            let cpu = device == Device::Cpu;
+            placement =
+                TargetOptions { device, dtype: if cpu { Kind::Float } else { Kind::BFloat16 } };
+        }
+        placement.dtype = options.kind.unwrap_or(placement.dtype);
+        let target = Target::load(&options.dir, &placement)?;
+        let facts = facts_of(&target, options, &placement)?;
+        Ok(Self { target, facts })
+    }
+}
+
+fn facts_of(
+    target: &Target,
+    options: &TargetFeaturizerOptions,
+    placement: &TargetOptions,
+) -> Result<ModelFacts, Error> {
+    let layers = target.num_layers();
+    let mut layer_ids =
+        options.layer_ids.clone().unwrap_or_else(|| default_layer_ids(layers, DEFAULT_CAPTURES));
+    layer_ids.sort_unstable();
+    check_layer_ids(&layer_ids, layers)?;
+    let limit = target.config().max_position_embeddings as usize;
+    let max_model_len = options.max_model_len.unwrap_or(limit);
+    if max_model_len > limit {
+        return Err(Error::TooLongContext { asked: max_model_len, limit });
+    }
+    Ok(ModelFacts {
+        name: name_of(&options.dir),
+        root: options.dir.display().to_string(),
+        hidden_size: target.hidden_size() as usize,
+        num_hidden_layers: layers as u32,
+        vocab_size: target.vocab_size() as usize,
+        max_model_len,
+        layer_ids,
+        dtype: options.wire_dtype,
+        device: format!("{:?} in {:?}", placement.device, placement.dtype),
+    })
+}
+
+/// The directory's own name, also where the user wrote `.` or a trailing slash.
+fn name_of(dir: &Path) -> String {
+    let whole = dir.canonicalize().unwrap_or_else(|_| dir.into());
+    whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
+}
+
+impl Featurizer for TargetFeaturizer {
+    fn facts(&self) -> &ModelFacts {
+        &self.facts
+    }
+
+    fn features(
+        &mut self,
+        prompts: &PackedPrompts,
+        layer_ids: &[u32],
+    ) -> Result<Vec<Bytes>, Error> {
+        let failed = |error: tch::TchError| Error::Batch {
+            tokens: prompts.input_ids.len(),
+            reason: error.to_string(),
+        };
+        no_grad(|| {
+            let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(self.target.device());
+            let states = self.target.forward_packed(&ids_t, &prompts.document_starts, layer_ids);
+            let wire = self.facts.dtype;
+            states.iter().map(|state| row_bytes(state, wire).map_err(failed)).collect()
+        })
+    }
+}
+
+/// Copies `state_th` [T, H] to the host once, in the wire's element type.
+fn row_bytes(state_th: &Tensor, dtype: Dtype) -> Result<Bytes, tch::TchError> {
+    let kind = match dtype {
+        Dtype::Bf16 => Kind::BFloat16,
+        Dtype::F32 => Kind::Float,
+    };
+    let host = state_th.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
+    let elements = host.numel();
+    let mut bytes = vec![0; elements * dtype.size()];
+    host.f_copy_data_u8(&mut bytes, elements)?;
+    Ok(bytes.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_keep_their_order_and_bits() {
+        let state = Tensor::from_slice(&[1.0f32, -2.5, 3.25, 0.1, 5.0, 6.0]).reshape([2, 3]);
+        // A transposed view has the rows apart in memory.
+        let view = state.tr();
+        let f32s = row_bytes(&view, Dtype::F32).unwrap();
+        let values: Vec<f32> =
+            f32s.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        assert_eq!(values, [1.0, 0.1, -2.5, 5.0, 3.25, 6.0]);
+        let bf16s = row_bytes(&state, Dtype::Bf16).unwrap();
+        // bf16 is float32's upper half: 1.0 = 0x3f80, 0.1 rounds up to 0x3dcd.
+        assert_eq!(
+            (bf16s.len(), &bf16s[..2], &bf16s[6..8]),
+            (12, &[0x80, 0x3f][..], &[0xcd, 0x3d][..])
+        );
+    }
+
+    #[test]
+    fn a_model_is_named_after_its_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("Qwen3-8B");
+        std::fs::create_dir(&model).unwrap();
+        assert_eq!(name_of(&model.join(".")), "Qwen3-8B");
+        assert_eq!(name_of(Path::new("absent/Model/")), "Model");
+    }
+}
