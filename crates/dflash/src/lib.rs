@@ -1,1 +1,18 @@
-//! The front program: what the user types, and the search for libtorch.
+//! What both programs share: the command line, exit codes, signals, logs, the search for libtorch.
+//!
+//! `dflash` (the front) and `dflash-engine` parse the same [`Cli`]. The front runs what needs no
+//! libtorch; for the rest it finds libtorch and replaces itself with the engine, which parses the
+//! very same arguments again.
+
+mod error;
+
+pub mod args;
+pub mod engine;
+pub mod exit;
+pub mod libtorch;
+pub mod logging;
+pub mod signals;
+
+pub use args::{Cli, Command};
+pub use error::Error;
+pub use signals::Signals;

@@ -1,2 +1,28 @@
-//! The front program.
-fn main() {}
+//! The front program: parses the command line, runs what needs no libtorch, and becomes the
+//! engine for the rest.
+
+mod commands;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use clap::Parser;
+use dflash::args::GlobalArgs;
+use dflash::{Cli, Command, Signals, engine, exit, logging};
+
+fn main() {
+    exit::install_panic_hook();
+    let cli = Cli::parse();
+    match cli.command {
+        Command::Prepare(args) => run_here(cli.global, |stop| commands::prepare::run(args, stop)),
+        // Nothing is installed yet that the engine would have to undo.
+        _ => exit::fault(engine::exec(std::env::args_os().skip(1))),
+    }
+}
+
+fn run_here(global: GlobalArgs, run: impl FnOnce(&Arc<AtomicBool>) -> anyhow::Result<()>) -> ! {
+    let signals = Signals::install().unwrap_or_else(|error| exit::fault(error));
+    logging::init(global);
+    let outcome = run(signals.stop());
+    exit::finish(&outcome, &signals, false)
+}

@@ -1,0 +1,113 @@
+//! The command line of both programs, one file per command.
+//!
+//! Only clap types and their help texts live here. A command's `run` takes its struct apart
+//! exhaustively, so that a flag nobody resolves does not compile.
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+
+mod demo_target;
+mod eval;
+mod hidden_server;
+mod prepare;
+mod regenerate;
+mod train;
+
+pub use demo_target::DemoTargetArgs;
+pub use eval::EvalArgs;
+pub use hidden_server::HiddenServerArgs;
+pub use prepare::PrepareArgs;
+pub use regenerate::RegenerateArgs;
+pub use train::TrainArgs;
+
+/// Train DFlash drafters: from conversations to a measured draft model.
+#[derive(Debug, Parser)]
+#[command(
+    name = "dflash",
+    version,
+    propagate_version = true,
+    disable_help_subcommand = true,
+    after_help = "The usual order: prepare, hidden-server (left running), train, eval.\n\
+                  `dflash COMMAND --help` explains each flag."
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// What every command takes.
+    #[command(flatten)]
+    pub global: GlobalArgs,
+}
+
+/// Flags that every command takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Args)]
+pub struct GlobalArgs {
+    /// Say more on stderr (twice: everything). DFLASH_LOG takes tracing's filter syntax instead.
+    #[arg(short, long, action = ArgAction::Count, global = true, conflicts_with = "quiet")]
+    pub verbose: u8,
+    /// Say only what went wrong.
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Turn conversations into a tokenized, masked dataset.
+    Prepare(PrepareArgs),
+    /// Run the target and serve hidden states of chosen layers.
+    HiddenServer(HiddenServerArgs),
+    /// Train a drafter against a running hidden-state server.
+    Train(Box<TrainArgs>),
+    /// Measure a drafter: real speculative decoding against plain greedy decoding.
+    Eval(EvalArgs),
+    /// Replace the answers of a data set by the target's own.
+    Regenerate(RegenerateArgs),
+    /// Make the demo's corpus and train its tiny target.
+    #[command(hide = true)]
+    DemoTarget(DemoTargetArgs),
+}
+
+impl Command {
+    /// Whether a signal is the ordinary way for the command to end.
+    pub fn ends_by_signal(&self) -> bool {
+        matches!(self, Self::HiddenServer(_))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace())
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_a_help_text() {
+        for command in Cli::command().get_subcommands() {
+            for arg in command.get_arguments() {
+                assert!(arg.get_help().is_some(), "{} {}", command.get_name(), arg.get_id());
+            }
+        }
+    }
+
+    #[test]
+    fn only_the_server_ends_by_a_signal() {
+        let ends_by_signal = |line| parse(line).unwrap().command.ends_by_signal();
+        assert!(!ends_by_signal("dflash prepare --model m --data d --output o"));
+        assert!(ends_by_signal("dflash hidden-server m --target-layer-ids 1 2"));
+    }
+
+    #[test]
+    fn global_flags_may_follow_the_command() {
+        let cli = parse("dflash prepare --model m --data d --output o -vv").unwrap();
+        assert_eq!(cli.global, GlobalArgs { verbose: 2, quiet: false });
+        assert!(parse("dflash prepare --model m --data d --output o -v -q").is_err());
+    }
+}

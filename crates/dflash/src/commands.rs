@@ -1,0 +1,3 @@
+//! What the front program runs itself.
+
+pub(crate) mod prepare;

@@ -1,0 +1,64 @@
+//! What can go wrong before a command's own library takes over.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::libtorch::{Flaw, Report, VERSION};
+
+/// A failed start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A directory named by the user is not a libtorch that this build can use.
+    #[error(
+        "{variable}={path} is not usable: {flaw}\n  \
+         point {variable} to a libtorch {VERSION} directory (the one that holds lib/), or unset it \
+         to let dflash search"
+    )]
+    WrongLibtorch {
+        /// The environment variable.
+        variable: &'static str,
+        /// Its value.
+        path: PathBuf,
+        /// What is wrong with the directory.
+        flaw: Flaw,
+    },
+    /// No place of the search holds a usable libtorch.
+    #[error(
+        "this command needs libtorch {VERSION}, and none was found. Looked at:\n{report}\
+         To get it: `make setup` in the source tree, or `pip install torch=={VERSION}`, or set \
+         DFLASH_LIBTORCH to an unpacked libtorch {VERSION}"
+    )]
+    NoLibtorch {
+        /// Every place, with what was found there.
+        report: Report,
+    },
+    /// The engine is not where the front program lies.
+    #[error("{path} is missing; install dflash and dflash-engine side by side (`make build`)")]
+    NoEngine {
+        /// Where the engine was expected.
+        path: PathBuf,
+    },
+    /// The operating system refused to start the engine.
+    #[error("cannot start {path}")]
+    StartEngine {
+        /// The engine.
+        path: PathBuf,
+        /// The operating system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The program cannot tell where it lies, so it cannot find its engine.
+    #[error("cannot tell where this program lies")]
+    CurrentExe {
+        /// The operating system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// No handler could be installed for Ctrl-C.
+    #[error("cannot handle SIGINT and SIGTERM")]
+    Signals {
+        /// The operating system's answer.
+        #[source]
+        source: io::Error,
+    },
+}

@@ -1,0 +1,108 @@
+//! Exit codes, the last words of a program, and what happens on a panic: all in one place.
+//!
+//! | code | meaning |
+//! |---|---|
+//! | 0 | done |
+//! | 1 | something the user can mend: input, paths, ports, disk |
+//! | 2 | the command line itself (clap) |
+//! | 101 | a bug: a panic somewhere |
+//! | 128 + n | ended by signal n: 130 after Ctrl-C, 143 after SIGTERM |
+
+use std::io::{self, Write};
+use std::panic::PanicHookInfo;
+
+use crate::error::Error;
+use crate::signals::Signals;
+
+/// Everything was done.
+pub const DONE: i32 = 0;
+/// A fault that the user can mend.
+pub const FAULT: i32 = 1;
+/// A bug of ours; the code that Rust itself uses for a panic.
+pub const BUG: i32 = 101;
+
+/// Ends the process with the code that `outcome` and a received signal call for.
+///
+/// An error goes to stderr with its causes. The exit skips static destructors: libtorch's take
+/// long, and a worker thread that still runs could crash in them.
+pub fn finish(outcome: &anyhow::Result<()>, signals: &Signals, ends_by_signal: bool) -> ! {
+    if let Err(error) = outcome {
+        report(error);
+    }
+    at_once(code(outcome.is_ok(), signals.received(), ends_by_signal))
+}
+
+/// Reports an error that kept a command from starting, and leaves with [`FAULT`].
+pub fn fault(error: Error) -> ! {
+    report(&error.into());
+    at_once(FAULT)
+}
+
+/// Prints `error: ` and the chain of causes, one a line, to stderr.
+pub fn report(error: &anyhow::Error) {
+    let mut text = format!("error: {error}\n");
+    let mut last = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        // Many messages quote their cause already; saying it twice helps nobody.
+        if !last.contains(&cause) {
+            text.push_str(&format!("  caused by: {cause}\n"));
+        }
+        last = cause;
+    }
+    // A closed stderr is no reason to fail in another way.
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// Leaves the process without running static destructors; standard output is flushed first.
+pub fn at_once(code: i32) -> ! {
+    let _ = io::stdout().flush();
+    signal_hook::low_level::exit(code)
+}
+
+/// A panic in any thread ends the process with one short message and [`BUG`].
+///
+/// A rank that unwinds quietly in a helper thread would leave its peers waiting in a collective.
+pub fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|info| {
+        let text = panic_text(info);
+        if text.contains("Broken pipe") {
+            // `dflash eval ... | head`: the reader has seen enough.
+            at_once(DONE);
+        }
+        let at = info.location().map(|at| format!(" at {}:{}", at.file(), at.line()));
+        let _ = writeln!(
+            io::stderr(),
+            "internal error{}: {text}\nThis is a bug in dflash; please report it with the command.",
+            at.unwrap_or_default()
+        );
+        at_once(BUG);
+    }));
+}
+
+fn panic_text(info: &PanicHookInfo<'_>) -> String {
+    info.payload_as_str().unwrap_or("panic without a message").to_owned()
+}
+
+fn code(succeeded: bool, signal: Option<i32>, ends_by_signal: bool) -> i32 {
+    match signal {
+        Some(_) if succeeded && ends_by_signal => DONE,
+        Some(signal) => 128 + signal,
+        None if succeeded => DONE,
+        None => FAULT,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_decides_unless_it_is_the_ordinary_end() {
+        assert_eq!(code(true, None, false), 0);
+        assert_eq!(code(false, None, false), 1);
+        assert_eq!(code(true, Some(2), false), 130);
+        assert_eq!(code(false, Some(2), true), 130);
+        assert_eq!(code(true, Some(15), false), 143);
+        assert_eq!(code(true, Some(15), true), 0);
+    }
+}

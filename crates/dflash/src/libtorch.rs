@@ -1,0 +1,221 @@
+//! The search for libtorch: which places, in which order, and what makes one usable.
+//!
+//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`: who names a directory gets that one or an error.
+//! 2. `.deps/libtorch` beside the program or in a directory above it: what `make setup` links.
+//! 3. `dflash/libtorch-2.11.0/torch` in the user's cache: what `make setup` installs.
+//! 4. The torch package of `VIRTUAL_ENV`, of `CONDA_PREFIX`, and of `python3` on the path.
+//!
+//! Where an NVIDIA driver is present, a usable place with the CUDA libraries beside it wins over
+//! an earlier one without: the CPU set-up of `make setup` leaves them out, and would otherwise
+//! hide the complete Python torch of a GPU machine.
+
+use std::env;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::Error;
+
+mod python;
+
+/// The libtorch that the engine's bindings are generated for.
+pub const VERSION: &str = "2.11.0";
+/// Releases that share the interface of [`VERSION`].
+const SERIES: &str = "2.11.";
+/// What the engine links; the rest is found through these.
+const LIBRARIES: [&str; 3] = ["libtorch.so", "libtorch_cpu.so", "libc10.so"];
+/// Directory of the set-up's installation inside the user's cache.
+const CACHED: &str = "dflash/libtorch-2.11.0/torch";
+/// Exists wherever the NVIDIA kernel driver is loaded, in containers too.
+const DRIVER: &str = "/dev/nvidiactl";
+
+/// Why a directory is not a usable libtorch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Flaw {
+    /// Nothing is there.
+    Missing,
+    /// A library is missing from `lib/`.
+    Incomplete {
+        /// The library's file name.
+        library: &'static str,
+    },
+    /// Neither `version.py` nor `build-version` tells a version.
+    Unversioned,
+    /// Another release.
+    Version {
+        /// The release found.
+        found: String,
+    },
+}
+
+impl fmt::Display for Flaw {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => write!(f, "no such directory"),
+            Self::Incomplete { library } => write!(f, "lib/{library} is missing"),
+            Self::Unversioned => write!(f, "not a libtorch: no version.py and no build-version"),
+            Self::Version { found } => write!(f, "version {found}, expected {VERSION}"),
+        }
+    }
+}
+
+/// The places searched, with what was wrong with each.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report(Vec<(String, String)>);
+
+impl Report {
+    fn note(&mut self, place: impl fmt::Display, finding: impl fmt::Display) {
+        self.0.push((place.to_string(), finding.to_string()));
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|(place, finding)| writeln!(f, "  {place}: {finding}"))
+    }
+}
+
+/// Where to look.
+#[derive(Debug, Clone, Default)]
+pub struct Search {
+    /// Directories that the user named, with the variable.
+    pub named: Vec<(&'static str, PathBuf)>,
+    /// The program; its ancestors may hold `.deps/libtorch`.
+    pub program: PathBuf,
+    /// The user's cache directory.
+    pub cache: Option<PathBuf>,
+    /// Interpreters whose torch package will do, each with the place's name.
+    pub pythons: Vec<(&'static str, PathBuf)>,
+    /// Whether CUDA libraries beside libtorch decide between usable places.
+    pub prefer_cuda: bool,
+}
+
+impl Search {
+    /// The search as the environment and the place of `program` call for.
+    pub fn from_env(program: &Path) -> Self {
+        let named = ["DFLASH_LIBTORCH", "LIBTORCH"];
+        let directory =
+            |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        Self {
+            named: named.into_iter().filter_map(|name| Some((name, directory(name)?))).collect(),
+            program: program.to_owned(),
+            cache: directory("XDG_CACHE_HOME")
+                .or_else(|| directory("HOME").map(|home| home.join(".cache"))),
+            pythons: python::interpreters(directory),
+            prefer_cuda: Path::new(DRIVER).exists(),
+        }
+    }
+
+    /// The first usable directory, the one that holds `lib/`.
+    ///
+    /// # Errors
+    /// [`Error::WrongLibtorch`] when the directory that the user named is unusable,
+    /// [`Error::NoLibtorch`] with every place when none will do.
+    pub fn find(&self) -> Result<PathBuf, Error> {
+        if let Some((variable, path)) = self.named.first() {
+            return match check(path) {
+                Ok(()) => Ok(absolute(path)),
+                Err(flaw) => Err(Error::WrongLibtorch { variable, path: path.clone(), flaw }),
+            };
+        }
+        self.first_usable()
+    }
+
+    fn first_usable(&self) -> Result<PathBuf, Error> {
+        let mut report = Report::default();
+        report.note("DFLASH_LIBTORCH and LIBTORCH", "not set");
+        let mut fallback = None;
+        for place in self.places() {
+            match place.locate() {
+                Some(path) => match check(&path) {
+                    Ok(()) if !self.prefer_cuda || has_cuda(&path) => return Ok(path),
+                    Ok(()) => fallback = fallback.or(Some(path)),
+                    Err(flaw) => report.note(path.display(), flaw),
+                },
+                None => report.note(place, "none"),
+            }
+        }
+        fallback.ok_or(Error::NoLibtorch { report })
+    }
+
+    fn places(&self) -> Vec<Place<'_>> {
+        let mut places = vec![Place::Above(&self.program)];
+        places.extend(self.cache.as_deref().map(Place::Cache));
+        places.extend(self.pythons.iter().map(|(name, path)| Place::Python(name, path)));
+        places
+    }
+}
+
+/// One step of the search; the costly ones are only taken when they are reached.
+enum Place<'a> {
+    Above(&'a Path),
+    Cache(&'a Path),
+    Python(&'static str, &'a Path),
+}
+
+impl Place<'_> {
+    fn locate(&self) -> Option<PathBuf> {
+        match self {
+            Self::Above(program) => program
+                .ancestors()
+                .skip(1)
+                .map(|dir| dir.join(".deps/libtorch"))
+                .find(|p| p.is_dir()),
+            Self::Cache(cache) => Some(cache.join(CACHED)),
+            Self::Python(_, interpreter) => python::torch_of(interpreter),
+        }
+    }
+}
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Above(program) => write!(f, ".deps/libtorch above {}", program.display()),
+            Self::Cache(cache) => write!(f, "{}", cache.join(CACHED).display()),
+            Self::Python(name, path) => write!(f, "torch package of {name} ({})", path.display()),
+        }
+    }
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+/// Whether the engine can load the libtorch at `root`.
+///
+/// # Errors
+/// The first flaw found.
+pub fn check(root: &Path) -> Result<(), Flaw> {
+    if !root.is_dir() {
+        return Err(Flaw::Missing);
+    }
+    let found = version(root).ok_or(Flaw::Unversioned)?;
+    if !found.starts_with(SERIES) {
+        return Err(Flaw::Version { found });
+    }
+    match LIBRARIES.into_iter().find(|library| !root.join("lib").join(library).is_file()) {
+        Some(library) => Err(Flaw::Incomplete { library }),
+        None => Ok(()),
+    }
+}
+
+/// The release of the libtorch at `root`: wheels carry `version.py`, C++ archives `build-version`.
+fn version(root: &Path) -> Option<String> {
+    if let Ok(text) = fs::read_to_string(root.join("version.py")) {
+        let line = text.lines().find_map(|line| line.strip_prefix("__version__ = "))?;
+        return Some(line.trim().trim_matches(['\'', '"']).to_owned());
+    }
+    let text = fs::read_to_string(root.join("build-version")).ok()?;
+    Some(text.trim().to_owned())
+}
+
+/// Whether CUDA's linear algebra lies where libtorch_cuda looks for it: in the wheels' common
+/// directory, or bundled as in the C++ archives.
+fn has_cuda(root: &Path) -> bool {
+    let wheels = root.join("../nvidia/cu13/lib/libcublas.so.13");
+    let bundled = root.join("lib/libcublas.so.13");
+    root.join("lib/libtorch_cuda.so").is_file() && (wheels.is_file() || bundled.is_file())
+}
+
+#[cfg(test)]
+mod tests;

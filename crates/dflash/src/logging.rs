@@ -1,0 +1,44 @@
+//! What people see: log lines on stderr, as terse as asked for.
+
+use std::io;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::args::GlobalArgs;
+
+/// Sends log lines to stderr. `DFLASH_LOG` (tracing's filter syntax) wins over `-v` and `-q`.
+pub fn init(global: GlobalArgs) {
+    let filter =
+        EnvFilter::try_from_env("DFLASH_LOG").unwrap_or_else(|_| EnvFilter::new(level(global)));
+    // A second initialisation (tests) keeps the first subscriber.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_target(false)
+        .without_time()
+        .try_init();
+}
+
+/// Dependencies speak at `warn` only: their `info` is about sockets and headers.
+fn level(global: GlobalArgs) -> &'static str {
+    match global {
+        GlobalArgs { quiet: true, .. } => "error",
+        GlobalArgs { verbose: 0, .. } => "warn,dflash=info",
+        GlobalArgs { verbose: 1, .. } => "info,dflash=debug",
+        GlobalArgs { .. } => "trace",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verbosity_raises_the_level_and_quiet_lowers_it() {
+        let level = |verbose, quiet| level(GlobalArgs { verbose, quiet });
+        assert_eq!(level(0, true), "error");
+        assert_eq!(level(0, false), "warn,dflash=info");
+        assert_eq!(level(1, false), "info,dflash=debug");
+        assert_eq!(level(3, false), "trace");
+    }
+}
