@@ -1,1 +1,24 @@
-//! The C++ that tch does not reach: c10d store and gloo, loading of CUDA libraries.
+//! What tch does not reach in libtorch: the c10d store and gloo process group, the
+//! version of the library in use, and the loading of its CUDA half at run time.
+//!
+//! All `unsafe` that touches libtorch lives here. The C++ under `cpp/` catches every
+//! exception and the functions of this crate return them as [`Error`]; a Rust panic never
+//! meets a C++ frame, since nothing here calls back.
+//!
+//! The wheel of libtorch ships c10d's headers but not gloo's. `cpp/gloo_declarations`
+//! declares the few gloo names that `ProcessGroupGloo.hpp` mentions; all objects of those
+//! types are made and used inside libtorch.
+#![allow(unsafe_code, reason = "calls into libtorch through a C interface")]
+
+mod cuda;
+mod error;
+mod ffi;
+mod group;
+mod store;
+mod version;
+
+pub use cuda::{CudaLibrary, load_cuda};
+pub use error::Error;
+pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
+pub use store::Store;
+pub use version::libtorch_version;

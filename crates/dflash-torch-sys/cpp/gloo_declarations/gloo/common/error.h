@@ -1,0 +1,2 @@
+#pragma once
+// Present because ProcessGroupGloo.hpp includes it; the header uses nothing of it.

@@ -1,0 +1,106 @@
+//! The CUDA half of libtorch, opened when the program starts instead of linked, so that
+//! one program serves machines with and without it.
+
+use std::ffi::{CStr, CString, c_char};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+const LIBRARY: &str = "libtorch_cuda.so";
+
+/// What became of libtorch's CUDA library.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CudaLibrary {
+    /// It is open; whether a device is at hand is for `tch::Cuda::is_available` to say.
+    Loaded,
+    /// This libtorch has none.
+    Absent,
+    /// It is there but does not load, usually because NVIDIA's libraries are not
+    /// installed; the loader's message.
+    Failed(String),
+}
+
+/// Opens the `libtorch_cuda.so` that lies beside the libtorch in use, if there is one.
+///
+/// Call it first thing: libtorch asks once whether CUDA is there and remembers the answer.
+/// The library stays open to the end of the process. Takes about a second where it loads.
+pub fn load_cuda() -> CudaLibrary {
+    match libtorch_dir().map(|dir| dir.join(LIBRARY)) {
+        Some(path) if path.is_file() => open(&path),
+        _ => CudaLibrary::Absent,
+    }
+}
+
+fn open(path: &Path) -> CudaLibrary {
+    let Ok(name) = CString::new(path.as_os_str().as_bytes()) else {
+        return CudaLibrary::Absent;
+    };
+    // SAFETY: runs the library's initialisers, as linking to it would have.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    if handle.is_null() { CudaLibrary::Failed(loader_message()) } else { CudaLibrary::Loaded }
+}
+
+/// The directory of the libtorch_cpu that the loader chose.
+fn libtorch_dir() -> Option<PathBuf> {
+    let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: any symbol that libtorch_cpu defines serves; `found` is written on success
+    // and its name lives as long as the library.
+    let file = unsafe {
+        let symbol = libc::dlsym(libc::RTLD_DEFAULT, LIBTORCH_SYMBOL.as_ptr());
+        if symbol.is_null() || libc::dladdr(symbol, found.as_mut_ptr()) == 0 {
+            return None;
+        }
+        CStr::from_ptr(found.assume_init().dli_fname)
+    };
+    let path = PathBuf::from(std::ffi::OsString::from_vec(file.to_bytes().to_vec()));
+    path.parent().map(Path::to_owned)
+}
+
+/// `at::show_config()`, which the shim calls, so that every program of ours has it.
+const LIBTORCH_SYMBOL: &CStr = c"_ZN2at11show_configB5cxx11Ev";
+
+fn loader_message() -> String {
+    // SAFETY: dlerror's text is valid until the next call into the loader on this thread.
+    unsafe {
+        let message: *mut c_char = libc::dlerror();
+        if message.is_null() {
+            return "the loader gave no reason".to_owned();
+        }
+        CStr::from_ptr(message).to_string_lossy().into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_directory_of_libtorch_holds_libtorch_cpu() {
+        let dir = libtorch_dir().unwrap();
+        assert!(dir.join("libtorch_cpu.so").is_file(), "{}", dir.display());
+    }
+
+    #[test]
+    fn loading_agrees_with_what_lies_on_disk() {
+        let present = libtorch_dir().unwrap().join(LIBRARY).is_file();
+        match load_cuda() {
+            CudaLibrary::Absent => assert!(!present),
+            CudaLibrary::Loaded => assert!(present),
+            CudaLibrary::Failed(message) => {
+                assert!(present);
+                assert!(message.contains("lib"), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_no_library_says_so() {
+        let dir = std::env::temp_dir().join(format!("dflash-cuda-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join(LIBRARY);
+        std::fs::write(&file, "no library").unwrap();
+        let outcome = open(&file);
+        std::fs::remove_dir_all(&dir).unwrap();
+        let CudaLibrary::Failed(message) = outcome else { panic!("{outcome:?}") };
+        assert!(message.contains(LIBRARY), "{message}");
+    }
+}

@@ -1,0 +1,27 @@
+//! Errors of libtorch's C++ as values.
+
+use std::time::Duration;
+
+/// What a call into libtorch can answer besides a result.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The C++ threw; the message is its own, without backtrace and source position.
+    #[error("{operation}: {message}")]
+    Torch {
+        /// What was called, in words.
+        operation: &'static str,
+        /// The exception's text.
+        message: String,
+    },
+    /// A wait ended before the work did; the work goes on.
+    #[error("{operation}: not done after {after:?}")]
+    StillRunning {
+        /// What was waited for.
+        operation: &'static str,
+        /// How long.
+        after: Duration,
+    },
+    /// The library's build report holds no version.
+    #[error("the loaded libtorch does not say its version; dflash needs libtorch 2.11.0")]
+    NoVersion,
+}

@@ -1,0 +1,186 @@
+//! c10d's key-value store, through which processes find one another.
+
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use crate::Error;
+use crate::ffi::{self, RawStore, Text};
+
+/// A connection to a TCPStore, and with [`Store::serve`] the server too.
+///
+/// Calls from several threads take turns. Keys and values are bytes of any content.
+#[derive(Debug)]
+pub struct Store {
+    raw: NonNull<RawStore>,
+    port: u16,
+}
+
+// SAFETY: the C++ object is reference-counted atomically and TCPStore serialises its
+// operations with a mutex of its own.
+unsafe impl Send for Store {}
+// SAFETY: as above; every method of the shim takes the store by const pointer.
+unsafe impl Sync for Store {}
+
+impl Store {
+    /// Listens on `port` (0: a free one, see [`Store::port`]) on all interfaces until
+    /// dropped. `timeout` bounds [`Store::get`].
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where the port is taken or may not be used.
+    pub fn serve(port: u16, timeout: Duration) -> Result<Self, Error> {
+        Self::tcp("127.0.0.1", port, true, timeout)
+    }
+
+    /// Connects to the store at `host:port`, retrying until `timeout`, which bounds
+    /// [`Store::get`] as well.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where nothing answers in time or what answers is no TCPStore.
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self, Error> {
+        Self::tcp(host, port, false, timeout)
+    }
+
+    /// A view of this store in which every key starts with `prefix`; shares the connection.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] on lack of memory.
+    pub fn prefixed(&self, prefix: &str) -> Result<Self, Error> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: live store; the out pointer is a local.
+        ffi::checked("open a prefix of the store", |error| unsafe {
+            ffi::dflash_store_prefix(self.pointer(), text(prefix), &mut raw, error)
+        })?;
+        Ok(Self::own(raw, self.port))
+    }
+
+    /// The server's port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Sets `key`, over what it held.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where the server is gone.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<(), Error> {
+        // SAFETY: live store; key and value outlive the call.
+        ffi::checked("write to the store", |error| unsafe {
+            ffi::dflash_store_set(self.pointer(), text(key), Text::new(value), error)
+        })?;
+        Ok(())
+    }
+
+    /// Waits for `key` and returns what it holds.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where the store's timeout passes first or the server is gone.
+    pub fn get(&self, key: &str) -> Result<Vec<u8>, Error> {
+        let (mut value, mut length) = (std::ptr::null_mut(), 0);
+        // SAFETY: live store; the out pointers are locals.
+        ffi::checked("read from the store", |error| unsafe {
+            ffi::dflash_store_get(self.pointer(), text(key), &mut value, &mut length, error)
+        })?;
+        Ok(ffi::take_bytes(value, length))
+    }
+
+    /// Whether `key` is set; does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where the server is gone.
+    pub fn contains(&self, key: &str) -> Result<bool, Error> {
+        let mut present = false;
+        // SAFETY: live store; the out pointer is a local.
+        ffi::checked("look into the store", |error| unsafe {
+            ffi::dflash_store_contains(self.pointer(), text(key), &mut present, error)
+        })?;
+        Ok(present)
+    }
+
+    /// Adds `amount` to the number at `key` (0 when unset) and returns the new one.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where the server is gone.
+    pub fn add(&self, key: &str, amount: i64) -> Result<i64, Error> {
+        let mut total = 0;
+        // SAFETY: live store; the out pointer is a local.
+        ffi::checked("count in the store", |error| unsafe {
+            ffi::dflash_store_add(self.pointer(), text(key), amount, &mut total, error)
+        })?;
+        Ok(total)
+    }
+
+    fn tcp(host: &str, port: u16, is_server: bool, timeout: Duration) -> Result<Self, Error> {
+        let (mut raw, mut used) = (std::ptr::null_mut(), port);
+        let operation = if is_server { "open the store" } else { "reach the store" };
+        let limit = ffi::milliseconds(timeout);
+        // SAFETY: the out pointers are locals; the host's text outlives the call.
+        ffi::checked(operation, |error| unsafe {
+            ffi::dflash_store_tcp(text(host), &mut used, is_server, limit, &mut raw, error)
+        })?;
+        Ok(Self::own(raw, used))
+    }
+
+    fn own(raw: *mut RawStore, port: u16) -> Self {
+        Self { raw: NonNull::new(raw).expect("the shim returns an object with OK"), port }
+    }
+
+    pub(crate) fn pointer(&self) -> *const RawStore {
+        self.raw.as_ptr()
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: owned, freed once.
+        unsafe { ffi::dflash_store_free(self.raw.as_ptr()) }
+    }
+}
+
+fn text(key: &str) -> Text {
+    Text::new(key.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn a_client_reads_what_the_server_wrote() {
+        let server = Store::serve(0, SOON).unwrap();
+        let client = Store::connect("127.0.0.1", server.port(), SOON).unwrap();
+        server.set("key", b"\0value\xff").unwrap();
+        assert_eq!(client.get("key").unwrap(), b"\0value\xff");
+        assert!(!client.contains("other").unwrap());
+        assert_eq!(client.add("count", 2).unwrap(), 2);
+        assert_eq!(server.add("count", 3).unwrap(), 5);
+    }
+
+    #[test]
+    fn prefixes_keep_keys_apart() {
+        let server = Store::serve(0, SOON).unwrap();
+        let (left, right) = (server.prefixed("left").unwrap(), server.prefixed("right").unwrap());
+        left.set("key", b"").unwrap();
+        assert!(left.contains("key").unwrap());
+        assert!(!right.contains("key").unwrap());
+        assert_eq!(left.get("key").unwrap(), b"");
+    }
+
+    #[test]
+    fn a_missing_key_ends_in_an_error_after_the_timeout() {
+        let server = Store::serve(0, SOON).unwrap();
+        let start = std::time::Instant::now();
+        let error = server.get("nobody writes this").unwrap_err();
+        assert!(matches!(error, Error::Torch { operation: "read from the store", .. }), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_taken_port_is_an_error() {
+        let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let error = Store::serve(port, SOON).unwrap_err().to_string();
+        assert!(error.contains("open the store"), "{error}");
+    }
+}
