@@ -1,1 +1,23 @@
-//! Rendezvous, launcher and collectives.
+//! Processes that train together: who they are, how they meet, what they exchange, and
+//! how they are started and ended.
+//!
+//! A worker learns its place from the environment ([`WorkerEnv`]: torchrun's variables,
+//! which our own launcher sets too, or Slurm's), meets the others over libtorch's TCPStore
+//! ([`connect`]) and then talks through a [`Communicator`]. [`launch`] starts the workers
+//! of one machine and sees to it that none outlives the job.
+
+mod communicator;
+mod error;
+mod gloo;
+mod launcher;
+mod rendezvous;
+mod single;
+mod worker_env;
+
+pub use communicator::{Communicator, Pending};
+pub use error::{Error, ExitCause};
+pub use gloo::Gloo;
+pub use launcher::{Finished, LaunchConfig, launch};
+pub use rendezvous::{ConnectOptions, connect, connect_with};
+pub use single::Single;
+pub use worker_env::{Role, WorkerEnv};

@@ -1,0 +1,79 @@
+//! The collectives that training needs, as a trait: world size 1 is an implementation of
+//! it ([`Single`](crate::Single)), not an `if` in the training loop.
+
+use tch::Tensor;
+
+use crate::Error;
+
+/// A place in a group of processes that train together.
+///
+/// All ranks must call the same collectives in the same order. Tensors lie on the CPU and
+/// are contiguous; f32, f64, bf16, f16 and i64 can be reduced. Reductions give every rank
+/// the same bytes. After an error the group is broken: the process should end.
+pub trait Communicator: Send {
+    /// This process, 0-based.
+    fn rank(&self) -> usize;
+
+    /// Processes in the group.
+    fn world_size(&self) -> usize;
+
+    /// Sums `tensor` over all ranks, in place.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn all_reduce_sum(&self, tensor: &mut Tensor) -> Result<(), Error>;
+
+    /// Takes the maximum of each element of `tensor` over all ranks, in place.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), Error>;
+
+    /// Starts summing `tensor` over all ranks, in place. It must not be read or written
+    /// before [`Pending::wait`] has returned.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where it cannot start; what fails later, `wait` reports.
+    fn start_all_reduce_sum(&self, tensor: &Tensor) -> Result<Box<dyn Pending>, Error>;
+
+    /// Overwrites `tensor` with that of rank `root`; same shape and type in all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error>;
+
+    /// Sums `input` (world size x n elements) over all ranks and writes this rank's n of
+    /// them, the rank-th part, to `output`.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error>;
+
+    /// Writes the `input`s (n elements each) of all ranks in their order to `output`
+    /// (world size x n elements).
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error>;
+
+    /// The `bytes` of all ranks, in their order; lengths may differ.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error>;
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn barrier(&self) -> Result<(), Error>;
+}
+
+/// A collective under way.
+pub trait Pending {
+    /// Waits until the result is in the tensor that it was started with.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] where a peer died or did not come in time.
+    fn wait(self: Box<Self>) -> Result<(), Error>;
+}

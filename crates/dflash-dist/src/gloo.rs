@@ -1,0 +1,206 @@
+//! Collectives between CPU processes over gloo.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use dflash_torch_sys::{Error as TorchError, ProcessGroup, ReduceOp, Store, Work};
+use tch::{Device, Kind, Tensor};
+
+use crate::{Communicator, Error, Pending};
+
+/// Waiting goes on this much longer than gloo's own limit, so that its message, which
+/// names the peer's address, comes before ours.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// The key under which a rank says that it ends because of a peer. The launcher reads it
+/// to tell the cause from its consequences.
+pub(crate) fn lost_peer_key(rank: usize) -> String {
+    format!("lost-peer/{rank}")
+}
+
+/// What a [`Gloo`] is made of.
+pub(crate) struct Member {
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    /// For each collective.
+    pub(crate) timeout: Duration,
+    pub(crate) group: ProcessGroup,
+    pub(crate) store: Store,
+}
+
+/// A member of a group of processes joined by gloo; made by [`connect`](crate::connect).
+#[derive(Debug)]
+pub struct Gloo {
+    world_size: usize,
+    timeout: Duration,
+    /// There until dropped.
+    group: Option<ProcessGroup>,
+    health: Arc<Health>,
+}
+
+/// Whether a collective has failed, and where to say so.
+#[derive(Debug)]
+struct Health {
+    rank: usize,
+    failed: AtomicBool,
+    store: Store,
+}
+
+impl Gloo {
+    pub(crate) fn new(member: Member) -> Self {
+        let Member { rank, world_size, timeout, group, store } = member;
+        let health = Arc::new(Health { rank, failed: AtomicBool::new(false), store });
+        let timeout = timeout.saturating_add(MARGIN);
+        Self { world_size, timeout, group: Some(group), health }
+    }
+
+    fn group(&self) -> &ProcessGroup {
+        self.group.as_ref().expect("there until dropped")
+    }
+
+    fn started(
+        &self,
+        operation: &'static str,
+        work: Result<Work, TorchError>,
+    ) -> Result<InFlight, Error> {
+        let work = work.map_err(|source| self.health.note(operation, source))?;
+        let (timeout, health) = (self.timeout, Arc::clone(&self.health));
+        Ok(InFlight { operation, work, timeout, health })
+    }
+
+    fn finished(
+        &self,
+        operation: &'static str,
+        work: Result<Work, TorchError>,
+    ) -> Result<(), Error> {
+        self.started(operation, work)?.finish()
+    }
+
+    /// gloo reads a tensor's memory from its start to its end whatever its strides.
+    fn check_contiguous(&self, operation: &'static str, tensor: &Tensor) -> Result<(), Error> {
+        if tensor.is_contiguous() {
+            return Ok(());
+        }
+        let (shape, strides) = (tensor.size(), tensor.stride());
+        Err(Error::NotContiguous { rank: self.health.rank, operation, shape, strides })
+    }
+
+    /// The lengths of all ranks' bytes.
+    fn all_gather_lengths(&self, length: usize) -> Result<Vec<usize>, Error> {
+        let own = Tensor::from_slice(&[i64::try_from(length).expect("lengths fit in 63 bits")]);
+        let mut all = Tensor::zeros([self.tensor_size(1)], (Kind::Int64, Device::Cpu));
+        self.all_gather(&mut all, &own)?;
+        let lengths = Vec::<i64>::try_from(&all).expect("a vector of i64");
+        Ok(lengths.into_iter().map(|length| usize::try_from(length).unwrap_or(0)).collect())
+    }
+
+    /// Elements of a tensor with `per_rank` for each rank.
+    fn tensor_size(&self, per_rank: usize) -> i64 {
+        i64::try_from(self.world_size * per_rank).expect("sizes fit in 63 bits")
+    }
+}
+
+impl Communicator for Gloo {
+    fn rank(&self) -> usize {
+        self.health.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn all_reduce_sum(&self, tensor: &mut Tensor) -> Result<(), Error> {
+        self.check_contiguous("all-reduce (sum)", tensor)?;
+        self.finished("all-reduce (sum)", self.group().all_reduce(tensor, ReduceOp::Sum))
+    }
+
+    fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), Error> {
+        self.check_contiguous("all-reduce (max)", tensor)?;
+        self.finished("all-reduce (max)", self.group().all_reduce(tensor, ReduceOp::Max))
+    }
+
+    fn start_all_reduce_sum(&self, tensor: &Tensor) -> Result<Box<dyn Pending>, Error> {
+        self.check_contiguous("all-reduce (sum)", tensor)?;
+        let work = self.group().all_reduce(tensor, ReduceOp::Sum);
+        Ok(Box::new(self.started("all-reduce (sum)", work)?))
+    }
+
+    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
+        self.check_contiguous("broadcast", tensor)?;
+        self.finished("broadcast", self.group().broadcast(tensor, root))
+    }
+
+    fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
+        self.check_contiguous("reduce-scatter", output)?;
+        self.check_contiguous("reduce-scatter", input)?;
+        self.finished("reduce-scatter", self.group().reduce_scatter(output, input))
+    }
+
+    fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
+        self.check_contiguous("all-gather", output)?;
+        self.check_contiguous("all-gather", input)?;
+        self.finished("all-gather", self.group().all_gather(output, input))
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        let lengths = self.all_gather_lengths(bytes.len())?;
+        // gloo refuses tensors of no elements, and all ranks must bring equally many.
+        let width = lengths.iter().copied().max().unwrap_or(0).max(1);
+        let mut padded = bytes.to_vec();
+        padded.resize(width, 0);
+        let own = Tensor::from_slice(&padded);
+        let mut all = Tensor::zeros([self.tensor_size(width)], (Kind::Uint8, Device::Cpu));
+        self.all_gather(&mut all, &own)?;
+        let all = Vec::<u8>::try_from(&all).expect("a vector of u8");
+        let parts = all.chunks(width).zip(lengths);
+        Ok(parts.map(|(part, length)| part[..length].to_vec()).collect())
+    }
+
+    fn barrier(&self) -> Result<(), Error> {
+        self.finished("barrier", self.group().barrier())
+    }
+}
+
+impl Drop for Gloo {
+    fn drop(&mut self) {
+        // After a failure, what still runs in the group would hold the process up until
+        // its timeout.
+        match self.group.take() {
+            Some(group) if self.health.failed.load(Ordering::Relaxed) => group.abandon(),
+            group => drop(group),
+        }
+    }
+}
+
+impl Health {
+    /// Remembers the failure and reports it to the launcher, best effort: the store may be
+    /// gone as well.
+    fn note(&self, operation: &'static str, source: TorchError) -> Error {
+        if !self.failed.swap(true, Ordering::Relaxed) {
+            let _ = self.store.set(&lost_peer_key(self.rank), source.to_string().as_bytes());
+        }
+        Error::Collective { rank: self.rank, operation, source }
+    }
+}
+
+/// A collective under way, with what its failure needs.
+struct InFlight {
+    operation: &'static str,
+    work: Work,
+    timeout: Duration,
+    health: Arc<Health>,
+}
+
+impl InFlight {
+    fn finish(&self) -> Result<(), Error> {
+        let outcome = self.work.wait(self.timeout);
+        outcome.map_err(|source| self.health.note(self.operation, source))
+    }
+}
+
+impl Pending for InFlight {
+    fn wait(self: Box<Self>) -> Result<(), Error> {
+        self.finish()
+    }
+}

@@ -1,0 +1,59 @@
+//! What the ranks above 0 write, marked with their rank.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A thread that copies one rank's lines.
+pub(super) struct Forwarder(JoinHandle<()>);
+
+impl Forwarder {
+    /// Copies `source` to our standard error to its end, `[rank N] ` before each line.
+    pub(super) fn start(rank: usize, source: impl Read + Send + 'static) -> Self {
+        Self(std::thread::spawn(move || {
+            // A standard error that is gone leaves nobody to tell.
+            let _ = copy_marked(rank, BufReader::new(source), &mut io::stderr());
+        }))
+    }
+
+    /// Waits for the source's end, but not past `deadline`: a process that a worker left
+    /// behind may hold it open.
+    pub(super) fn finish(self, deadline: Instant) {
+        while !self.0.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// One write for each line, so that those of different ranks do not mix.
+fn copy_marked(rank: usize, mut source: impl BufRead, sink: &mut impl Write) -> io::Result<()> {
+    let mark = format!("[rank {rank}] ").into_bytes();
+    loop {
+        let mut line = mark.clone();
+        if source.read_until(b'\n', &mut line)? == 0 {
+            return Ok(());
+        }
+        if !line.ends_with(b"\n") {
+            line.push(b'\n');
+        }
+        sink.write_all(&line)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_is_marked_and_none_changed() {
+        let check = |input: &[u8], expected: &[u8]| {
+            let mut output = Vec::new();
+            copy_marked(3, input, &mut output).unwrap();
+            assert_eq!(output, expected);
+        };
+        check(b"", b"");
+        check(b"one\ntwo\n", b"[rank 3] one\n[rank 3] two\n");
+        check(b"cut", b"[rank 3] cut\n");
+        check(b"\n\xff\n", b"[rank 3] \n[rank 3] \xff\n");
+    }
+}

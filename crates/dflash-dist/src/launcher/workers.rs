@@ -1,0 +1,198 @@
+//! The worker processes of one launcher.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use super::output::Forwarder;
+use super::{LaunchConfig, POLL, Venue, process};
+use crate::{Error, ExitCause};
+
+/// After the last worker has ended, its last lines come within this.
+const LAST_LINES: Duration = Duration::from_millis(500);
+
+/// A worker that ended other than with code 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Death {
+    pub(super) rank: usize,
+    pub(super) pid: u32,
+    pub(super) cause: ExitCause,
+}
+
+/// All workers of this launcher; what still runs when it is dropped is killed.
+pub(super) struct Workers {
+    running: Vec<Worker>,
+    /// In the order in which they were seen to end.
+    deaths: Vec<Death>,
+    forwarders: Vec<Forwarder>,
+}
+
+struct Worker {
+    rank: usize,
+    child: Child,
+}
+
+impl Workers {
+    pub(super) fn start(config: &LaunchConfig, venue: &Venue) -> Result<Self, Error> {
+        let mut workers = Self { running: Vec::new(), deaths: Vec::new(), forwarders: Vec::new() };
+        for local_rank in 0..config.nproc {
+            let rank = config.node_rank * config.nproc + local_rank;
+            let mut command = command(config, venue, local_rank);
+            let child = command.spawn().map_err(|source| {
+                let program = config.program.clone();
+                Error::Spawn { rank, program, source }
+            })?;
+            workers.adopt(rank, child);
+        }
+        Ok(workers)
+    }
+
+    fn adopt(&mut self, rank: usize, mut child: Child) {
+        let stdout = child.stdout.take().map(|pipe| Forwarder::start(rank, pipe));
+        let stderr = child.stderr.take().map(|pipe| Forwarder::start(rank, pipe));
+        self.forwarders.extend(stdout.into_iter().chain(stderr));
+        self.running.push(Worker { rank, child });
+    }
+
+    /// Notices who has ended.
+    pub(super) fn poll(&mut self) {
+        let Self { running, deaths, .. } = self;
+        running.retain_mut(|worker| match worker.child.try_wait() {
+            Ok(None) => true,
+            Ok(Some(status)) => {
+                deaths.extend(death(worker, status));
+                false
+            }
+            // Only a child that is not ours can fail, and then there is none to wait for.
+            Err(_) => false,
+        });
+    }
+
+    pub(super) fn deaths(&self) -> Vec<Death> {
+        self.deaths.clone()
+    }
+
+    pub(super) fn all_ended(&self) -> bool {
+        self.running.is_empty()
+    }
+
+    /// Sends `signal` to all that still run.
+    pub(super) fn signal(&self, signal: i32) {
+        for worker in &self.running {
+            process::signal_group(worker.child.id(), signal);
+        }
+    }
+
+    /// Waits up to `grace` for the rest, kills what is left, and waits for the last lines.
+    pub(super) fn finish(&mut self, grace: Duration) {
+        let deadline = Instant::now() + grace;
+        while !self.all_ended() && Instant::now() < deadline {
+            std::thread::sleep(POLL);
+            self.poll();
+        }
+        self.kill();
+        let deadline = Instant::now() + LAST_LINES;
+        for forwarder in self.forwarders.drain(..) {
+            forwarder.finish(deadline);
+        }
+    }
+
+    fn kill(&mut self) {
+        self.signal(libc::SIGKILL);
+        for mut worker in self.running.drain(..) {
+            let _ = worker.child.wait();
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn death(worker: &Worker, status: ExitStatus) -> Option<Death> {
+    let cause = match (status.code(), status.signal()) {
+        (Some(0), _) => return None,
+        (Some(code), _) => ExitCause::Code(code),
+        (None, signal) => ExitCause::Signal(signal.unwrap_or_default()),
+    };
+    Some(Death { rank: worker.rank, pid: worker.child.id(), cause })
+}
+
+/// One worker's command line, environment and streams.
+fn command(config: &LaunchConfig, venue: &Venue, local_rank: usize) -> Command {
+    let mut command = Command::new(&config.program);
+    command.args(&config.args).stdin(Stdio::null());
+    command.envs(variables(config, venue, local_rank));
+    if std::env::var_os("OMP_NUM_THREADS").is_none() {
+        command.env("OMP_NUM_THREADS", threads_each(config.nproc).to_string());
+    }
+    command.envs(config.env.iter().map(|(name, value)| (name, value)));
+    // Rank 0 keeps our terminal, for its progress bar and its results.
+    if config.node_rank > 0 || local_rank > 0 {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    }
+    process::bind_to_us(&mut command);
+    command
+}
+
+/// torchrun's variables for one worker.
+fn variables(
+    config: &LaunchConfig,
+    venue: &Venue,
+    local_rank: usize,
+) -> [(&'static str, String); 12] {
+    let rank = config.node_rank * config.nproc + local_rank;
+    [
+        ("RANK", rank.to_string()),
+        ("LOCAL_RANK", local_rank.to_string()),
+        ("WORLD_SIZE", (config.nnodes * config.nproc).to_string()),
+        ("LOCAL_WORLD_SIZE", config.nproc.to_string()),
+        ("GROUP_RANK", config.node_rank.to_string()),
+        ("GROUP_WORLD_SIZE", config.nnodes.to_string()),
+        ("MASTER_ADDR", venue.host.clone()),
+        ("MASTER_PORT", venue.port.to_string()),
+        ("TORCHELASTIC_RUN_ID", venue.run_id.clone()),
+        ("TORCHELASTIC_RESTART_COUNT", "0".to_owned()),
+        ("TORCHELASTIC_MAX_RESTARTS", "0".to_owned()),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
+    ]
+}
+
+/// An equal share of the machine's cores: without it each worker would start a thread for
+/// every core.
+fn threads_each(nproc: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    (cores / nproc).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn venue() -> Venue {
+        let (host, run_id) = ("head".to_owned(), "job".to_owned());
+        Venue { host, port: 1234, run_id, store: None }
+    }
+
+    #[test]
+    fn the_second_node_s_workers_have_the_upper_ranks() {
+        let mut config = LaunchConfig::new("worker".into(), Vec::new(), 4);
+        (config.nnodes, config.node_rank) = (2, 1);
+        let variables = variables(&config, &venue(), 3);
+        let value = |name| &variables.iter().find(|(key, _)| *key == name).unwrap().1;
+        assert_eq!((value("RANK").as_str(), value("LOCAL_RANK").as_str()), ("7", "3"));
+        assert_eq!((value("WORLD_SIZE").as_str(), value("LOCAL_WORLD_SIZE").as_str()), ("8", "4"));
+        assert_eq!(
+            (value("MASTER_ADDR").as_str(), value("MASTER_PORT").as_str()),
+            ("head", "1234")
+        );
+    }
+
+    #[test]
+    fn every_worker_has_a_thread() {
+        assert_eq!(threads_each(usize::MAX), 1);
+        assert!(threads_each(1) >= 1);
+    }
+}

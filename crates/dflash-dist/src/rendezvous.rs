@@ -1,0 +1,251 @@
+//! How workers meet: a store whose address all know, a roll call, then gloo's connections.
+
+use std::net::{IpAddr, Ipv4Addr, TcpStream, ToSocketAddrs, UdpSocket};
+use std::time::{Duration, Instant};
+
+use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Store};
+
+use crate::gloo::Member;
+use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
+
+/// Between two looks at who has come, or two attempts to reach the store.
+const POLL: Duration = Duration::from_millis(50);
+
+/// An address of a documentation network (RFC 5737) that no one answers at: the route to
+/// it tells which address of ours faces the world. Nothing is sent.
+const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
+
+/// The interface that the user chose for gloo, as torch reads it.
+const INTERFACE_VARIABLE: &str = "GLOO_SOCKET_IFNAME";
+
+/// How long to wait for others.
+#[derive(Debug, Clone, Copy)]
+pub struct ConnectOptions {
+    /// For all ranks to come to the rendezvous.
+    pub join_timeout: Duration,
+    /// For each collective: as long as the slowest rank may lag behind the fastest.
+    pub collective_timeout: Duration,
+}
+
+/// Takes this process's place in the group that `env` describes; returns when all ranks
+/// are connected. `timeout` bounds the meeting and later each collective.
+///
+/// # Errors
+/// As [`connect_with`].
+pub fn connect(env: &WorkerEnv, timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
+    connect_with(env, &ConnectOptions { join_timeout: timeout, collective_timeout: timeout })
+}
+
+/// [`connect`] with a timeout each for the meeting and the collectives.
+///
+/// # Errors
+/// [`Error::Listen`] where rank 0's port is taken, [`Error::Unreachable`] where the store
+/// does not answer, [`Error::RanksMissing`] where ranks stay away, [`Error::NoAddress`],
+/// and [`Error::Rendezvous`] for all else.
+pub fn connect_with(
+    env: &WorkerEnv,
+    options: &ConnectOptions,
+) -> Result<Box<dyn Communicator>, Error> {
+    let Some(host) = &env.master_addr else { return Ok(Box::new(Single)) };
+    let meeting = Meeting { env, host, limit: options.join_timeout, start: Instant::now() };
+    let store = meeting.open_store()?;
+    let prefix = store_prefix(&env.run_id, env.restart_count);
+    let store = store.prefixed(&prefix).map_err(|source| meeting.failed(source))?;
+    meeting.call_roll(&store)?;
+    let bind = meeting.bind()?;
+    let (rank, world_size, timeout) = (env.rank, env.world_size, options.collective_timeout);
+    let config = GlooConfig { rank, size: world_size, bind, timeout };
+    let group = ProcessGroup::gloo(&store, &config).map_err(|source| meeting.failed(source))?;
+    Ok(Box::new(Gloo::new(Member { rank, world_size, timeout, group, store })))
+}
+
+/// Keys of different jobs and attempts in one store stay apart.
+pub(crate) fn store_prefix(run_id: &str, restart_count: usize) -> String {
+    format!("dflash/{run_id}/{restart_count}")
+}
+
+/// One process's attempt to meet the others.
+struct Meeting<'a> {
+    env: &'a WorkerEnv,
+    host: &'a str,
+    limit: Duration,
+    start: Instant,
+}
+
+impl Meeting<'_> {
+    fn open_store(&self) -> Result<Store, Error> {
+        if self.env.rank == 0 && !self.env.use_agent_store {
+            let port = self.env.master_port;
+            let remedy = "another program has it: set MASTER_PORT to a free one in all ranks";
+            return Store::serve(port, self.limit).map_err(|source| Error::Listen {
+                port,
+                remedy,
+                source,
+            });
+        }
+        self.await_listener()?;
+        let left = self.limit.saturating_sub(self.start.elapsed());
+        Store::connect(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
+    }
+
+    /// Knocks until someone listens. c10d would retry as well, but slowly, and it writes
+    /// its attempts to the terminal.
+    fn await_listener(&self) -> Result<(), Error> {
+        while !self.is_listening() {
+            if self.is_over() {
+                let (rank, port) = (self.env.rank, self.env.master_port);
+                let host = self.host.to_owned();
+                return Err(Error::Unreachable { rank, host, port, waited: self.limit });
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(())
+    }
+
+    fn is_listening(&self) -> bool {
+        let Ok(addresses) = (self.host, self.env.master_port).to_socket_addrs() else {
+            return false;
+        };
+        let patience = self.limit.clamp(POLL, Duration::from_secs(5));
+        addresses.into_iter().any(|address| TcpStream::connect_timeout(&address, patience).is_ok())
+    }
+
+    /// Signs in and waits for all others, so that who is missing can be named.
+    fn call_roll(&self, store: &Store) -> Result<(), Error> {
+        store.set(&present_key(self.env.rank), b"").map_err(|source| self.failed(source))?;
+        let mut missing: Vec<usize> = (0..self.env.world_size).collect();
+        loop {
+            missing = self.still_missing(store, &missing)?;
+            if missing.is_empty() {
+                return Ok(());
+            }
+            if self.is_over() {
+                let (rank, world_size) = (self.env.rank, self.env.world_size);
+                return Err(Error::RanksMissing { rank, missing, world_size, waited: self.limit });
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn still_missing(&self, store: &Store, ranks: &[usize]) -> Result<Vec<usize>, Error> {
+        let mut missing = Vec::new();
+        for &rank in ranks {
+            if !store.contains(&present_key(rank)).map_err(|source| self.failed(source))? {
+                missing.push(rank);
+            }
+        }
+        Ok(missing)
+    }
+
+    /// Where gloo listens: the user's interface; on one machine the loopback, which needs
+    /// no network; else the address from which this machine reaches rank 0's.
+    fn bind(&self) -> Result<Bind, Error> {
+        if let Some(name) = std::env::var(INTERFACE_VARIABLE).ok().filter(|name| !name.is_empty()) {
+            return Ok(Bind::Interface(name));
+        }
+        if self.env.is_single_node() {
+            return Ok(Bind::Address(Ipv4Addr::LOCALHOST.into()));
+        }
+        address_towards((self.host, self.env.master_port))
+            .or_else(|| address_towards(ELSEWHERE))
+            .map(Bind::Address)
+            .ok_or(Error::NoAddress { rank: self.env.rank })
+    }
+
+    fn is_over(&self) -> bool {
+        self.start.elapsed() >= self.limit
+    }
+
+    fn failed(&self, source: TorchError) -> Error {
+        let (rank, port) = (self.env.rank, self.env.master_port);
+        Error::Rendezvous { rank, host: self.host.to_owned(), port, source }
+    }
+}
+
+fn present_key(rank: usize) -> String {
+    format!("present/{rank}")
+}
+
+/// The local address of the route to `peer`, unless it is one that only this machine
+/// knows: many distributions map the own host name to the loopback.
+fn address_towards(peer: impl ToSocketAddrs) -> Option<IpAddr> {
+    let peer = peer.to_socket_addrs().ok()?.next()?;
+    let any: IpAddr = if peer.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() };
+    let socket = UdpSocket::bind((any, 0)).ok()?;
+    // On a datagram socket this only looks the route up.
+    socket.connect(peer).ok()?;
+    let address = socket.local_addr().ok()?.ip();
+    (!address.is_loopback()).then_some(address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(400);
+
+    fn env(rank: usize, world_size: usize, port: u16) -> WorkerEnv {
+        let master_addr = Some("127.0.0.1".to_owned());
+        let (local_rank, local_world_size) = (rank, world_size);
+        let place =
+            WorkerEnv { rank, local_rank, world_size, local_world_size, ..WorkerEnv::alone() };
+        WorkerEnv { master_addr, master_port: port, ..place }
+    }
+
+    fn free_port() -> u16 {
+        std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    }
+
+    fn fault(env: &WorkerEnv) -> Error {
+        connect(env, SHORT).err().expect("nobody else is there")
+    }
+
+    #[test]
+    fn alone_needs_no_store() {
+        let communicator = connect(&WorkerEnv::alone(), SHORT).unwrap();
+        assert_eq!((communicator.rank(), communicator.world_size()), (0, 1));
+    }
+
+    #[test]
+    fn a_group_of_one_over_gloo() {
+        let communicator = connect(&env(0, 1, free_port()), Duration::from_secs(20)).unwrap();
+        assert_eq!(communicator.all_gather_bytes(b"").unwrap(), [Vec::<u8>::new()]);
+        communicator.barrier().unwrap();
+    }
+
+    #[test]
+    fn ranks_that_stay_away_are_named() {
+        let error = fault(&env(0, 3, free_port()));
+        assert!(
+            matches!(&error, Error::RanksMissing { missing, .. } if *missing == [1, 2]),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_store_that_is_not_there_is_named() {
+        let port = free_port();
+        let message = fault(&env(1, 2, port)).to_string();
+        assert!(message.contains(&format!("127.0.0.1:{port}")), "{message}");
+        assert!(message.contains("rank 1"), "{message}");
+    }
+
+    #[test]
+    fn a_taken_port_says_which_variable_to_set() {
+        let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let error = fault(&env(0, 2, port));
+        assert!(matches!(error, Error::Listen { .. }), "{error}");
+        assert!(error.to_string().contains("set MASTER_PORT"), "{error}");
+    }
+
+    #[test]
+    fn the_loopback_is_no_address_for_others() {
+        assert_eq!(address_towards(("127.0.0.1", 1)), None);
+    }
+
+    #[test]
+    fn keys_of_attempts_differ() {
+        assert_ne!(store_prefix("job", 0), store_prefix("job", 1));
+    }
+}

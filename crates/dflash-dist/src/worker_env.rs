@@ -1,0 +1,174 @@
+//! What a worker learns about its place from the environment.
+
+mod slurm;
+
+use std::str::FromStr;
+
+use crate::Error;
+
+/// torchrun's default port, taken where an environment names no other.
+const DEFAULT_PORT: u16 = 29500;
+
+/// A worker's place among the processes of a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerEnv {
+    /// This process among all, 0-based.
+    pub rank: usize,
+    /// This process on its node, 0-based; chooses the device.
+    pub local_rank: usize,
+    /// Processes in the job.
+    pub world_size: usize,
+    /// Processes on this node.
+    pub local_world_size: usize,
+    /// Where the rendezvous store listens; `None` only for a job of one process.
+    pub master_addr: Option<String>,
+    /// The store's port.
+    pub master_port: u16,
+    /// The job's name; keeps jobs apart that share a store.
+    pub run_id: String,
+    /// How often the launcher has started the workers anew; keeps the attempts apart.
+    pub restart_count: usize,
+    /// The launcher holds the store and every worker is a client of it. Otherwise rank 0
+    /// opens it.
+    pub use_agent_store: bool,
+}
+
+/// What this process is to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Role {
+    /// Train alone.
+    Alone,
+    /// Take a place among workers that someone has started.
+    Worker(WorkerEnv),
+    /// Start the workers.
+    Launcher {
+        /// How many.
+        nproc: usize,
+    },
+}
+
+impl Role {
+    /// torchrun's variables make a worker, then `--nproc` above 1 a launcher, then Slurm's
+    /// variables a worker. The flag beats Slurm, since a batch script has Slurm's variables
+    /// too but is one process.
+    ///
+    /// # Errors
+    /// As [`WorkerEnv::from_env`].
+    pub fn from_env(nproc: Option<usize>) -> Result<Self, Error> {
+        Self::from_lookup(nproc, &process_variable)
+    }
+
+    fn from_lookup(nproc: Option<usize>, lookup: &Lookup<'_>) -> Result<Self, Error> {
+        if let Some(env) = WorkerEnv::from_torchrun(lookup)? {
+            return Ok(Self::Worker(env));
+        }
+        match nproc {
+            Some(nproc @ 2..) => Ok(Self::Launcher { nproc }),
+            Some(_) => Ok(Self::Alone),
+            None => Ok(slurm::worker_env(lookup)?.map_or(Self::Alone, Self::Worker)),
+        }
+    }
+}
+
+impl WorkerEnv {
+    /// Reads torchrun's variables, else Slurm's; `None` where neither says that this is a
+    /// worker.
+    ///
+    /// # Errors
+    /// [`Error::BadVariable`] and [`Error::MissingVariable`] name the variable.
+    pub fn from_env() -> Result<Option<Self>, Error> {
+        Self::from_lookup(&process_variable)
+    }
+
+    /// A job of this process alone.
+    pub fn alone() -> Self {
+        Self {
+            rank: 0,
+            local_rank: 0,
+            world_size: 1,
+            local_world_size: 1,
+            master_addr: None,
+            master_port: DEFAULT_PORT,
+            run_id: "none".to_owned(),
+            restart_count: 0,
+            use_agent_store: false,
+        }
+    }
+
+    /// Whether all processes of the job are on this machine.
+    pub fn is_single_node(&self) -> bool {
+        self.local_world_size == self.world_size
+    }
+
+    fn from_lookup(lookup: &Lookup<'_>) -> Result<Option<Self>, Error> {
+        match Self::from_torchrun(lookup)? {
+            Some(env) => Ok(Some(env)),
+            None => slurm::worker_env(lookup),
+        }
+    }
+
+    fn from_torchrun(lookup: &Lookup<'_>) -> Result<Option<Self>, Error> {
+        let Some(rank) = parsed(lookup, "RANK")? else { return Ok(None) };
+        let world_size = parsed(lookup, "WORLD_SIZE")?.ok_or(missing("RANK", "WORLD_SIZE"))?;
+        let env = Self {
+            rank,
+            world_size,
+            local_rank: parsed(lookup, "LOCAL_RANK")?.unwrap_or(rank),
+            local_world_size: parsed(lookup, "LOCAL_WORLD_SIZE")?.unwrap_or(world_size),
+            master_addr: non_empty(lookup, "MASTER_ADDR"),
+            master_port: parsed(lookup, "MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
+            run_id: non_empty(lookup, "TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".to_owned()),
+            restart_count: parsed(lookup, "TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
+            // torch compares with Python's str(True) and takes all else for false.
+            use_agent_store: lookup("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True"),
+        };
+        env.check("RANK", "LOCAL_RANK").map(Some)
+    }
+
+    /// Refuses ranks outside their worlds and a job of several without a meeting place.
+    fn check(self, rank: &'static str, local_rank: &'static str) -> Result<Self, Error> {
+        check_below(rank, self.rank, self.world_size, "world")?;
+        check_below(local_rank, self.local_rank, self.local_world_size, "local world")?;
+        if self.world_size > 1 && self.master_addr.is_none() {
+            return Err(missing(rank, "MASTER_ADDR"));
+        }
+        Ok(self)
+    }
+}
+
+/// Reads a variable; a parameter so that tests need not change the process's own.
+type Lookup<'a> = dyn Fn(&str) -> Option<String> + 'a;
+
+fn process_variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+fn non_empty(lookup: &Lookup<'_>, name: &str) -> Option<String> {
+    lookup(name).filter(|value| !value.is_empty())
+}
+
+fn parsed<T: FromStr>(lookup: &Lookup<'_>, name: &'static str) -> Result<Option<T>, Error> {
+    let Some(value) = lookup(name) else { return Ok(None) };
+    match value.trim().parse() {
+        Ok(number) => Ok(Some(number)),
+        Err(_) => {
+            let expected = if name == "MASTER_PORT" { "a port" } else { "a number from 0" };
+            Err(Error::BadVariable { name, value, expected: expected.to_owned() })
+        }
+    }
+}
+
+fn check_below(name: &'static str, rank: usize, size: usize, world: &str) -> Result<(), Error> {
+    if rank < size {
+        return Ok(());
+    }
+    let expected = format!("a number below the {world} size {size}");
+    Err(Error::BadVariable { name, value: rank.to_string(), expected })
+}
+
+fn missing(present: &'static str, missing: &'static str) -> Error {
+    Error::MissingVariable { present, missing }
+}
+
+#[cfg(test)]
+mod tests;
