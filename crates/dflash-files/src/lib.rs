@@ -92,6 +92,7 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 pub struct PendingDir {
     aside: PathBuf,
     destination: PathBuf,
+    replaces: bool,
     committed: bool,
 }
 
@@ -104,13 +105,26 @@ impl PendingDir {
         if !is_absent_or_empty(destination)? {
             return Err(Error::Occupied { path: destination.into() });
         }
+        Self::start(destination, false)
+    }
+
+    /// Starts a directory whose commit will replace `destination` and all that it holds, which
+    /// stays as it is until then. Whether that may be deleted is for the caller to decide.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn create_replacing(destination: &Path) -> Result<Self, Error> {
+        Self::start(destination, true)
+    }
+
+    fn start(destination: &Path, replaces: bool) -> Result<Self, Error> {
         let aside = aside_name(destination);
         if aside.exists() {
             // Left by a process that had our id and was killed.
             fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))?;
         }
         fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
-        Ok(Self { aside, destination: destination.into(), committed: false })
+        Ok(Self { aside, destination: destination.into(), replaces, committed: false })
     }
 
     /// Where to write until the commit.
@@ -124,12 +138,19 @@ impl PendingDir {
     /// I/O; the directory is then removed.
     pub fn commit(mut self) -> Result<(), Error> {
         sync_tree(&self.aside)?;
-        if self.destination.is_dir() {
-            fs::remove_dir(&self.destination).map_err(Error::io("replace", &self.destination))?;
+        let replaced = self.destination.with_extension(format!("{}.old.tmp", std::process::id()));
+        match self.destination.is_dir() {
+            true if self.replaces => fs::rename(&self.destination, &replaced),
+            true => fs::remove_dir(&self.destination),
+            false => Ok(()),
         }
+        .map_err(Error::io("replace", &self.destination))?;
         fs::rename(&self.aside, &self.destination)
             .map_err(Error::io("rename into place", &self.destination))?;
         self.committed = true;
+        if self.replaces && replaced.is_dir() {
+            fs::remove_dir_all(&replaced).map_err(Error::io("remove", &replaced))?;
+        }
         sync_parent(&self.destination)
     }
 }
@@ -222,5 +243,11 @@ mod tests {
         pending.commit().unwrap();
         assert_eq!(names(&destination), ["a"]);
         assert!(matches!(PendingDir::create(&destination), Err(Error::Occupied { .. })));
+        let pending = PendingDir::create_replacing(&destination).unwrap();
+        fs::write(pending.path().join("b"), b"2").unwrap();
+        assert_eq!(names(&destination), ["a"]);
+        pending.commit().unwrap();
+        assert_eq!(names(&destination), ["b"]);
+        assert_eq!(names(dir.path()), ["step"]);
     }
 }

@@ -46,10 +46,11 @@ pub fn parse_row(value: &Value) -> Result<Row, Error> {
         return tokenized(ids, mask);
     }
     let mut messages = messages_of(row)?;
-    if let Some(system) = present(row, "system").and_then(Value::as_str) {
-        if !system.is_empty() && messages.first().is_none_or(|first| first.role != Role::System) {
-            messages.insert(0, Message::text(Role::System, system));
-        }
+    if let Some(system) = present(row, "system").and_then(Value::as_str)
+        && !system.is_empty()
+        && messages.first().is_none_or(|first| first.role != Role::System)
+    {
+        messages.insert(0, Message::text(Role::System, system));
     }
     Ok(Row::Conversation(Conversation { messages, tools: tools_of(row)? }))
 }

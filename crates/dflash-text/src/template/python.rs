@@ -81,10 +81,10 @@ fn unknown_method(
     method: &str,
     args: &[Value],
 ) -> Result<Value, Error> {
-    if let Some(text) = value.as_str() {
-        if let Some(found) = string_method(text, method, args)? {
-            return Ok(found);
-        }
+    if let Some(text) = value.as_str()
+        && let Some(found) = string_method(text, method, args)?
+    {
+        return Ok(found);
     }
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
 }

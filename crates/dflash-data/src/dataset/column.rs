@@ -1,0 +1,193 @@
+//! A list column inside one record batch, read row by row.
+
+use arrow::datatypes::{DataType, Schema};
+use arrow::ipc;
+
+use super::Shard;
+use crate::error::Error;
+
+/// Which of a batch's nodes and buffers belong to a list column, and how to read them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Column {
+    name: &'static str,
+    node: usize,
+    buffer: usize,
+    wide_offsets: bool,
+    item: Item,
+}
+
+/// How one list item is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Item {
+    Bit,
+    Signed(usize),
+    Unsigned(usize),
+}
+
+/// The column's place in its file, for one batch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ColumnSlice {
+    offsets: u64,
+    values: u64,
+    wide_offsets: bool,
+    item: Item,
+}
+
+impl Column {
+    /// Finds the column in the schema of `shard`.
+    pub(super) fn find(shard: &Shard, schema: &Schema, name: &'static str) -> Result<Self, Error> {
+        let mut place = (0, 0);
+        for field in schema.fields() {
+            if field.name() == name {
+                let (wide_offsets, item) = list_item(field.data_type())
+                    .ok_or_else(|| column_type(shard, name, field.data_type()))?;
+                return Ok(Self { name, node: place.0, buffer: place.1, wide_offsets, item });
+            }
+            let (nodes, buffers) = extent(field.data_type()).ok_or_else(|| {
+                shard.broken(format!(
+                    "cannot skip column {} of {}",
+                    field.name(),
+                    field.data_type()
+                ))
+            })?;
+            place = (place.0 + nodes, place.1 + buffers);
+        }
+        let found: Vec<&str> = schema.fields().iter().map(|field| field.name().as_str()).collect();
+        Err(Error::NoColumn { path: shard.path.clone(), column: name, found: found.join(", ") })
+    }
+
+    /// Places the column in the batch whose body starts at `body`.
+    pub(super) fn locate(
+        &self,
+        shard: &Shard,
+        batch: ipc::RecordBatch<'_>,
+        body: u64,
+    ) -> Result<ColumnSlice, Error> {
+        let short = || shard.broken("a record batch lacks buffers");
+        let nodes = batch.nodes().ok_or_else(short)?;
+        let buffers = batch.buffers().ok_or_else(short)?;
+        // A list has a validity and an offsets buffer, its items a validity and a values buffer.
+        if nodes.len() < self.node + 2 || buffers.len() < self.buffer + 4 {
+            return Err(short());
+        }
+        if nodes.get(self.node).null_count() > 0 || nodes.get(self.node + 1).null_count() > 0 {
+            return Err(Error::Nulls { path: shard.path.clone(), column: self.name });
+        }
+        let at = |index: usize| body + buffers.get(self.buffer + index).offset() as u64;
+        Ok(ColumnSlice {
+            offsets: at(1),
+            values: at(3),
+            wide_offsets: self.wide_offsets,
+            item: self.item,
+        })
+    }
+}
+
+impl ColumnSlice {
+    /// Items of each of the batch's first `rows` rows.
+    pub(super) fn lengths(&self, shard: &Shard, rows: usize) -> Result<Vec<u32>, Error> {
+        if rows == 0 {
+            return Ok(Vec::new());
+        }
+        let offsets = self.read_offsets(shard, 0, rows + 1)?;
+        offsets
+            .windows(2)
+            .map(|pair| pair[1].checked_sub(pair[0]).and_then(|length| u32::try_from(length).ok()))
+            .collect::<Option<_>>()
+            .ok_or_else(|| shard.broken("list offsets do not ascend"))
+    }
+
+    /// The items of one row.
+    pub(super) fn read_row(&self, shard: &Shard, row: usize) -> Result<Vec<i64>, Error> {
+        let offsets = self.read_offsets(shard, row, 2)?;
+        let (start, count) = (offsets[0], (offsets[1] - offsets[0]) as usize);
+        let width = match self.item {
+            Item::Bit => return self.read_bits(shard, start, count),
+            Item::Signed(width) | Item::Unsigned(width) => width,
+        };
+        let bytes = shard.read_at(self.values + start * width as u64, count * width)?;
+        let signed = matches!(self.item, Item::Signed(_));
+        Ok(bytes.chunks_exact(width).map(|item| little_endian(item, signed)).collect())
+    }
+
+    fn read_bits(&self, shard: &Shard, start: u64, count: usize) -> Result<Vec<i64>, Error> {
+        let skipped = (start % 8) as usize;
+        let bytes = shard.read_at(self.values + start / 8, (skipped + count).div_ceil(8))?;
+        Ok((skipped..skipped + count)
+            .map(|bit| i64::from(bytes[bit / 8] >> (bit % 8) & 1))
+            .collect())
+    }
+
+    fn read_offsets(&self, shard: &Shard, first: usize, count: usize) -> Result<Vec<u64>, Error> {
+        let width = if self.wide_offsets { 8 } else { 4 };
+        let bytes = shard.read_at(self.offsets + (first * width) as u64, count * width)?;
+        Ok(bytes.chunks_exact(width).map(|item| little_endian(item, false) as u64).collect())
+    }
+}
+
+/// An integer of up to eight little-endian bytes.
+fn little_endian(bytes: &[u8], signed: bool) -> i64 {
+    let fill = if signed && bytes.last().is_some_and(|high| high & 0x80 != 0) { 0xff } else { 0 };
+    let mut wide = [fill; 8];
+    wide[..bytes.len()].copy_from_slice(bytes);
+    i64::from_le_bytes(wide)
+}
+
+/// Whether the offsets are wide, and the items' storage; `None` for other types.
+fn list_item(data_type: &DataType) -> Option<(bool, Item)> {
+    let (wide, item) = match data_type {
+        DataType::List(item) => (false, item),
+        DataType::LargeList(item) => (true, item),
+        _ => return None,
+    };
+    let item = match item.data_type() {
+        DataType::Boolean => Item::Bit,
+        DataType::Int8 => Item::Signed(1),
+        DataType::Int16 => Item::Signed(2),
+        DataType::Int32 => Item::Signed(4),
+        DataType::Int64 => Item::Signed(8),
+        DataType::UInt8 => Item::Unsigned(1),
+        DataType::UInt16 => Item::Unsigned(2),
+        DataType::UInt32 => Item::Unsigned(4),
+        DataType::UInt64 => Item::Unsigned(8),
+        _ => return None,
+    };
+    Some((wide, item))
+}
+
+fn column_type(shard: &Shard, column: &'static str, found: &DataType) -> Error {
+    Error::ColumnType {
+        path: shard.path.clone(),
+        column,
+        expected: "integers or booleans",
+        found: found.to_string(),
+    }
+}
+
+/// Field nodes and buffers that a column takes in a record batch (Arrow columnar format,
+/// "Recordbatch message"); `None` for types whose number of buffers varies.
+fn extent(data_type: &DataType) -> Option<(usize, usize)> {
+    let with_child = |buffers: usize, child: &DataType| {
+        let (nodes, more) = extent(child)?;
+        Some((1 + nodes, buffers + more))
+    };
+    match data_type {
+        DataType::Null => Some((1, 0)),
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Binary | DataType::LargeBinary => {
+            Some((1, 3))
+        }
+        DataType::Utf8View | DataType::BinaryView | DataType::Union(..) => None,
+        DataType::List(item) | DataType::LargeList(item) | DataType::Map(item, _) => {
+            with_child(2, item.data_type())
+        }
+        DataType::ListView(item) | DataType::LargeListView(item) => with_child(3, item.data_type()),
+        DataType::FixedSizeList(item, _) => with_child(1, item.data_type()),
+        DataType::Struct(fields) => fields.iter().try_fold((1, 1), |(nodes, buffers), field| {
+            let (more_nodes, more_buffers) = extent(field.data_type())?;
+            Some((nodes + more_nodes, buffers + more_buffers))
+        }),
+        DataType::RunEndEncoded(..) => None,
+        // Validity and values; a dictionary-encoded column stores its indices so.
+        _ => Some((1, 2)),
+    }
+}
