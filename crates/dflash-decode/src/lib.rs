@@ -1,1 +1,31 @@
 //! Speculative decoding, acceptance and speed measurement.
+//!
+//! [`PlainDecoder`] is the yardstick: greedy decoding of the target, one token a step.
+//! [`Speculator`] makes the same text in fewer steps: the draft proposes a block, the target checks
+//! it in one pass. [`evaluate`] runs both over a file of prompts and reports acceptance, speed and
+//! whether the texts agree; [`regenerate`] answers many prompts in batches. Tensors carry a
+//! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
+
+mod acceptance;
+mod error;
+mod eval;
+mod lossless;
+mod partial;
+mod plain;
+mod progress;
+mod prompts;
+mod regenerate;
+mod report;
+mod sampling;
+mod speculative;
+
+pub use acceptance::{Acceptance, Position};
+pub use error::Error;
+pub use eval::{EvalConfig, evaluate};
+pub use lossless::{Difference, Lossless, Verdict, compare};
+pub use plain::{Generation, Limits, PlainDecoder};
+pub use prompts::{Prompt, read_prompts};
+pub use regenerate::{Answered, BatchDecoder, RegenerateConfig, RegenerateSummary, regenerate};
+pub use report::{EvalReport, Speed};
+pub use sampling::{Sampler, Sampling};
+pub use speculative::{Speculation, Speculator};

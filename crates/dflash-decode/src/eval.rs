@@ -1,0 +1,233 @@
+//! Measuring a draft: real speculative decoding beside plain decoding of the same prompts.
+//!
+//! The two ways alternate answer by answer, and which goes first alternates too, so that a machine
+//! that warms up or is shared slows both alike.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+use dflash_model::draft::Draft;
+use dflash_model::target::{Target, TargetOptions};
+use dflash_text::ChatTokenizer;
+
+use crate::Error;
+use crate::acceptance::Acceptance;
+use crate::lossless::{Lossless, compare};
+use crate::plain::{Generation, Limits, PlainDecoder};
+use crate::progress::Progress;
+use crate::prompts::{Prompt, read_prompts};
+use crate::report::{EvalReport, Speed, Timing};
+use crate::sampling::{Sampler, Sampling};
+use crate::speculative::{Speculation, Speculator};
+
+/// Tokens that the untimed first answer makes, each way.
+const WARM_UP_TOKENS: usize = 32;
+
+/// What to measure, and how.
+#[derive(Debug, Clone)]
+pub struct EvalConfig {
+    /// Directory of the target, with its tokenizer.
+    pub target: PathBuf,
+    /// Directory of the draft.
+    pub draft: PathBuf,
+    /// JSON or JSONL file of prompts.
+    pub prompts: PathBuf,
+    /// Tokens of an answer at most.
+    pub max_new_tokens: usize,
+    /// Rows of the file at most.
+    pub limit: Option<usize>,
+    /// Where to write the report as JSON.
+    pub json: Option<PathBuf>,
+    /// Greedy, or at a temperature.
+    pub sampling: Sampling,
+    /// Largest difference of two logits that counts as a tie.
+    pub tie_tolerance: f64,
+    /// Device and precision of both models.
+    pub options: TargetOptions,
+}
+
+/// Decodes every prompt both ways and reports. Writes the JSON file, if one is asked for.
+///
+/// The report's [`EvalReport::check`] says whether the texts agree.
+///
+/// # Errors
+/// Models or prompts that cannot be loaded or do not fit each other; [`Error::Interrupted`].
+pub fn evaluate(config: &EvalConfig, stop: &AtomicBool) -> Result<EvalReport, Error> {
+    let target = Target::load(&config.target, &config.options)?;
+    let draft = Draft::load(&config.draft, config.options.device, config.options.dtype)?;
+    let tokenizer = ChatTokenizer::load(&config.target)?;
+    let mut prompts = read_prompts(&config.prompts, config.limit, &tokenizer, target.vocab_size())?;
+    let skipped = drop_long(&mut prompts, &target, config.max_new_tokens);
+    if prompts.is_empty() {
+        let context = target.config().max_position_embeddings;
+        return Err(Error::NoPrompts { path: config.prompts.clone(), context });
+    }
+    let measured = Measurement::new(config, &target, &draft, &tokenizer)?.run(&prompts, stop)?;
+    let report = measured.report(config, &target, &draft, skipped);
+    if let Some(path) = &config.json {
+        let text = serde_json::to_vec_pretty(&report).expect("a report holds numbers and strings");
+        dflash_files::write_bytes(path, &text)?;
+    }
+    Ok(report)
+}
+
+/// Removes prompts that leave no room for an answer; returns how many.
+pub(crate) fn drop_long(prompts: &mut Vec<Prompt>, target: &Target, max_new: usize) -> usize {
+    let before = prompts.len();
+    prompts.retain(|prompt| fits(&prompt.ids, target, max_new));
+    before - prompts.len()
+}
+
+fn fits(ids: &[i64], target: &Target, max_new: usize) -> bool {
+    ids.len() + max_new <= target.config().max_position_embeddings as usize
+}
+
+/// End tokens by the model's configuration and by its tokenizer.
+pub(crate) fn stop_ids(target: &Target, tokenizer: &ChatTokenizer) -> Vec<i64> {
+    let mut ids = target.config().eos_token_ids.clone();
+    ids.extend(tokenizer.special_ids().eos);
+    ids
+}
+
+/// Both decoders, and what they have shown so far.
+struct Measurement<'a> {
+    target: &'a Target,
+    tokenizer: &'a ChatTokenizer,
+    plain: PlainDecoder<'a>,
+    speculator: Speculator<'a>,
+    limits: Limits,
+    acceptance: Acceptance,
+    lossless: Option<Lossless>,
+    whole: Vec<Timing>,
+    decode: Vec<Timing>,
+    tie_tolerance: f64,
+}
+
+impl<'a> Measurement<'a> {
+    fn new(
+        config: &EvalConfig,
+        target: &'a Target,
+        draft: &'a Draft,
+        tokenizer: &'a ChatTokenizer,
+    ) -> Result<Self, Error> {
+        let sampler = Sampler::new(config.sampling);
+        let greedy = sampler.is_greedy();
+        Ok(Self {
+            target,
+            tokenizer,
+            plain: PlainDecoder::new(target, sampler.clone()),
+            speculator: Speculator::new(target, draft, sampler)?,
+            limits: Limits {
+                max_new_tokens: config.max_new_tokens,
+                stop_ids: stop_ids(target, tokenizer),
+            },
+            acceptance: Acceptance::new(draft.config().block_size),
+            lossless: greedy.then(|| Lossless::new(config.tie_tolerance)),
+            whole: Vec::new(),
+            decode: Vec::new(),
+            tie_tolerance: config.tie_tolerance,
+        })
+    }
+
+    fn run(mut self, prompts: &[Prompt], stop: &AtomicBool) -> Result<Self, Error> {
+        self.warm_up(&prompts[0], stop)?;
+        let mut progress = Progress::new("eval", prompts.len());
+        for (done, prompt) in prompts.iter().enumerate() {
+            self.dialogue(prompt, stop)?;
+            let speed = Speed::of(&self.whole);
+            let message = format!(
+                "tau {:.2}, {:.0} against {:.0} tokens/s",
+                self.acceptance.tau_per_step(),
+                speed.speculative,
+                speed.plain
+            );
+            progress.update(done + 1, &message);
+        }
+        Ok(self)
+    }
+
+    /// An untimed answer each way: the first passes allocate, and fill caches.
+    fn warm_up(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
+        let max_new_tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
+        let limits = Limits { max_new_tokens, ..self.limits.clone() };
+        self.plain.generate(&prompt.ids, &limits, stop)?;
+        self.speculator.generate(&prompt.ids, &limits, stop)?;
+        Ok(())
+    }
+
+    /// Answers a prompt and, in a benchmark of several turns, those that follow it.
+    fn dialogue(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
+        let mut turn = prompt.clone();
+        loop {
+            let answer = self.answer(&turn.ids, stop)?;
+            let text = self.tokenizer.decode(&answer, true)?;
+            match turn.next_turn(&text, self.tokenizer)? {
+                Some(next) if fits(&next.ids, self.target, self.limits.max_new_tokens) => {
+                    turn = next;
+                }
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Answers one prompt both ways; returns the plain answer's tokens.
+    fn answer(&mut self, ids: &[i64], stop: &AtomicBool) -> Result<Vec<i64>, Error> {
+        let plain_first = self.whole.len().is_multiple_of(2);
+        let (plain, speculation) = if plain_first {
+            let plain = self.plain.generate(ids, &self.limits, stop)?;
+            (plain, self.speculator.generate(ids, &self.limits, stop)?)
+        } else {
+            let speculation = self.speculator.generate(ids, &self.limits, stop)?;
+            (self.plain.generate(ids, &self.limits, stop)?, speculation)
+        };
+        self.record(ids, &plain, &speculation);
+        Ok(plain.tokens)
+    }
+
+    fn record(&mut self, ids: &[i64], plain: &Generation, speculation: &Speculation) {
+        let ways = [&speculation.generation, plain];
+        self.whole.push(ways.map(|way| (way.tokens.len() as f64, way.seconds())));
+        self.decode.push(ways.map(|way| (way.tokens.len() as f64 - 1.0, way.decode_seconds)));
+        self.acceptance.record(&speculation.accepted);
+        if let Some(lossless) = &mut self.lossless {
+            let texts = [plain.tokens.as_slice(), &speculation.generation.tokens];
+            lossless.record(compare(self.target, ids, texts, self.tie_tolerance));
+        }
+    }
+
+    fn report(
+        self,
+        config: &EvalConfig,
+        target: &Target,
+        draft: &Draft,
+        skipped: usize,
+    ) -> EvalReport {
+        EvalReport {
+            target: config.target.clone(),
+            draft: config.draft.clone(),
+            prompts: config.prompts.clone(),
+            responses: self.whole.len(),
+            skipped,
+            tokens: self.whole.iter().map(|timing| timing[0].0 as usize).sum(),
+            max_new_tokens: config.max_new_tokens,
+            temperature: match config.sampling {
+                Sampling::Greedy => 0.0,
+                Sampling::Temperature { temperature, .. } => temperature,
+            },
+            block_size: draft.config().block_size,
+            device: format!(
+                "{:?}, {:?}, {} threads",
+                target.device(),
+                target.dtype(),
+                tch::get_num_threads()
+            ),
+            steps: self.acceptance.steps(),
+            tau_per_step: self.acceptance.tau_per_step(),
+            tau_per_response: self.acceptance.tau_per_response(),
+            acceptance_per_position: self.acceptance.positions(),
+            tokens_per_second: Speed::of(&self.whole),
+            decode_tokens_per_second: Speed::of(&self.decode),
+            lossless: self.lossless,
+        }
+    }
+}

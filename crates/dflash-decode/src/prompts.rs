@@ -1,0 +1,138 @@
+//! Prompts from rows of data: what to answer, rendered by the target's own chat template.
+
+use std::path::Path;
+
+use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_row, read_rows};
+use serde_json::Value;
+
+use crate::Error;
+
+/// One thing to answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// 1-based line of the data file.
+    pub line: usize,
+    /// The row as it was read.
+    pub row: Value,
+    /// The turns that are rendered; empty for a row of token ids.
+    pub messages: Vec<Message>,
+    /// Tools on offer, if any.
+    pub tools: Option<Value>,
+    /// User turns that follow once this prompt is answered (benchmarks of several turns).
+    pub later_turns: Vec<Message>,
+    /// The rendered prompt, which the answer follows.
+    pub ids: Vec<i64>,
+}
+
+/// Reads at most `limit` prompts from a JSON array or JSONL file.
+///
+/// Of a conversation the prompt is everything before its last answer; of user turns without answers
+/// between them, the first. Of token ids it is what precedes the first supervised one.
+/// `embedding_rows` bounds the token ids.
+///
+/// # Errors
+/// The file or a row of it cannot be read, rendered or answered: the line is named.
+pub fn read_prompts(
+    path: &Path,
+    limit: Option<usize>,
+    tokenizer: &ChatTokenizer,
+    embedding_rows: i64,
+) -> Result<Vec<Prompt>, Error> {
+    read_rows(path, limit)?
+        .map(|row| {
+            let (line, row) = row?;
+            let source = |source| Error::Row { path: path.into(), line, source };
+            let prompt = prompt_of(line, row, tokenizer)
+                .map_err(source)?
+                .filter(|prompt| !prompt.ids.is_empty())
+                .ok_or_else(|| Error::NoQuestion { path: path.into(), line })?;
+            let outside = |id: &&i64| !(0..embedding_rows).contains(*id);
+            match prompt.ids.iter().find(outside) {
+                Some(&id) => {
+                    Err(Error::Token { path: path.into(), line, id, rows: embedding_rows })
+                }
+                None => Ok(prompt),
+            }
+        })
+        .collect()
+}
+
+fn prompt_of(
+    line: usize,
+    row: Value,
+    tokenizer: &ChatTokenizer,
+) -> Result<Option<Prompt>, dflash_text::Error> {
+    let (messages, later_turns, tools, ids) = match parse_row(&row)? {
+        Row::Tokenized { input_ids, loss_mask } => {
+            let end = loss_mask.iter().position(|&label| label).unwrap_or(input_ids.len());
+            (Vec::new(), Vec::new(), None, input_ids[..end].to_vec())
+        }
+        Row::Conversation(Conversation { mut messages, tools }) => {
+            let Some((first, end)) = open_turns(&messages) else { return Ok(None) };
+            let later_turns = messages.drain(first..).take(end - first).collect();
+            let ids = tokenizer.render_ids(&messages, tools.as_ref(), true)?;
+            (messages, later_turns, tools, ids)
+        }
+    };
+    Ok(Some(Prompt { line, row, messages, tools, later_turns, ids }))
+}
+
+/// Where the prompt ends, and where the turns still to be put end; `None` without a user turn.
+fn open_turns(messages: &[Message]) -> Option<(usize, usize)> {
+    messages.iter().position(|message| message.role == Role::User)?;
+    let end = messages.iter().rposition(|message| message.role != Role::Assistant)? + 1;
+    let both_user = |pair: &[Message]| pair.iter().all(|message| message.role == Role::User);
+    let first = messages[..end].windows(2).position(both_user).map_or(end, |before| before + 1);
+    Some((first, end))
+}
+
+impl Prompt {
+    /// The prompt of the next user turn, after `answer` to this one; `None` after the last.
+    ///
+    /// # Errors
+    /// The template refuses the conversation.
+    pub fn next_turn(
+        &self,
+        answer: &str,
+        tokenizer: &ChatTokenizer,
+    ) -> Result<Option<Self>, dflash_text::Error> {
+        let [turn, later_turns @ ..] = self.later_turns.as_slice() else { return Ok(None) };
+        let mut next = self.clone();
+        next.messages.push(Message::text(Role::Assistant, answer));
+        next.messages.push(turn.clone());
+        next.later_turns = later_turns.to_vec();
+        next.ids = tokenizer.render_ids(&next.messages, next.tools.as_ref(), true)?;
+        Ok(Some(next))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_prompt_ends_before_the_last_answer_or_the_first_gap() {
+        let check = |roles: &str, expected: Option<(usize, usize)>| {
+            let messages: Vec<Message> = roles
+                .chars()
+                .map(|role| match role {
+                    's' => Message::text(Role::System, "s"),
+                    'u' => Message::text(Role::User, "u"),
+                    't' => Message::text(Role::Tool, "t"),
+                    _ => Message::text(Role::Assistant, "a"),
+                })
+                .collect();
+            assert_eq!(open_turns(&messages), expected, "{roles}");
+        };
+        check("u", Some((1, 1)));
+        check("ua", Some((1, 1)));
+        check("suau", Some((4, 4)));
+        check("suaua", Some((4, 4)));
+        check("uu", Some((1, 2)));
+        check("uuu", Some((1, 3)));
+        check("uat", Some((3, 3)));
+        check("a", None);
+        check("s", None);
+        check("", None);
+    }
+}

@@ -1,0 +1,180 @@
+//! Speculative decoding against plain decoding, on random models: the text never changes.
+
+#[path = "support/models.rs"]
+mod models;
+
+use std::sync::atomic::AtomicBool;
+
+use dflash_decode::{
+    BatchDecoder, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, Verdict, compare,
+};
+use dflash_model::target::Target;
+use models::{draft_config, random_draft, random_target};
+
+const GO: AtomicBool = AtomicBool::new(false);
+
+fn greedy() -> Sampler {
+    Sampler::new(Sampling::Greedy)
+}
+
+fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
+    (0..length).map(|at| ((at * 7 + seed * 13 + at * at) as i64) % vocab).collect()
+}
+
+#[test]
+fn speculative_text_is_plain_text() {
+    let mut partly_accepted = 0;
+    for case in 0..24 {
+        // A vocabulary this small makes chance agreements, hence every length of prefix.
+        let (vocab, block_size) = (3 + case as i64 % 4, 2 + case % 6);
+        let target = random_target(vocab, case as i64);
+        let draft = random_draft(draft_config(&target, block_size), case as i64);
+        let mut plain = PlainDecoder::new(&target, greedy());
+        let mut speculator = Speculator::new(&target, &draft, greedy()).unwrap();
+        for (length, max_new_tokens, stop_ids) in [
+            (1, 40, vec![]),
+            (9, 1, vec![]),
+            (30, 23, vec![1]),
+            (4, 64, vec![0, 2]),
+            (5, 2, vec![]),
+        ] {
+            let ids = prompt(length, case, vocab);
+            let limits = Limits { max_new_tokens, stop_ids };
+            let expected = plain.generate(&ids, &limits, &GO).unwrap();
+            let made = speculator.generate(&ids, &limits, &GO).unwrap();
+            let texts = [expected.tokens.as_slice(), &made.generation.tokens];
+            let verdict = compare(&target, &ids, texts, 1e-5);
+            assert!(!matches!(verdict, Verdict::Different(_)), "case {case}: {verdict:?}");
+            check_steps(&made.accepted, made.generation.tokens.len(), block_size);
+            if verdict == Verdict::Identical {
+                assert_eq!(expected.finished, made.generation.finished);
+            }
+            let some = |&count: &usize| count > 0 && count < block_size - 1;
+            partly_accepted += made.accepted.iter().filter(|count| some(count)).count();
+        }
+    }
+    assert!(partly_accepted > 40, "only {partly_accepted} steps accepted a part of their block");
+}
+
+/// Steps yield the whole answer, and without the last one they would not.
+fn check_steps(accepted: &[usize], tokens: usize, block_size: usize) {
+    assert!(accepted.iter().all(|&count| count < block_size));
+    let yielded = |steps: &[usize]| 1 + steps.iter().map(|count| count + 1).sum::<usize>();
+    assert!(yielded(accepted) >= tokens);
+    if let Some((_, before)) = accepted.split_last() {
+        assert!(yielded(before) < tokens);
+    }
+}
+
+#[test]
+fn a_text_with_another_token_is_told_from_a_tie() {
+    let target = random_target(5, 3);
+    let limits = Limits { max_new_tokens: 12, stop_ids: vec![] };
+    let ids = prompt(6, 0, 5);
+    let text = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens;
+    let mut other = text.clone();
+    other[7] = (other[7] + 1) % 5;
+    let Verdict::Different(difference) = compare(&target, &ids, [&text, &other], 1e-3) else {
+        panic!("a changed token is no tie");
+    };
+    assert_eq!((difference.position, difference.plain), (7, Some(text[7])));
+    assert!(difference.logit_gap.unwrap() > 1e-3);
+    assert!(matches!(compare(&target, &ids, [&text, &other], 1e3), Verdict::Tie(_)));
+    let cut = compare(&target, &ids, [&text, &text[..9]], 1e3);
+    assert!(matches!(cut, Verdict::Different(difference) if difference.logit_gap.is_none()));
+}
+
+#[test]
+fn batched_answers_are_those_of_each_prompt_alone() {
+    let target = random_target(6, 8);
+    let prompts: Vec<Vec<i64>> = (0..11).map(|n| prompt(1 + n * 3, n, 6)).collect();
+    let prompts: Vec<&[i64]> = prompts.iter().map(Vec::as_slice).collect();
+    let limits = Limits { max_new_tokens: 17, stop_ids: vec![4] };
+    let mut plain = PlainDecoder::new(&target, greedy());
+    for batch in [1, 3, 64] {
+        let mut decoder = BatchDecoder::new(&target, &prompts, &limits, batch);
+        let mut answers = vec![None; prompts.len()];
+        while let Some(ended) = decoder.step(&GO).unwrap() {
+            for answer in ended {
+                assert!(answers[answer.number].replace(answer.tokens).is_none());
+            }
+        }
+        for (ids, answer) in prompts.iter().zip(answers) {
+            let expected = plain.generate(ids, &limits, &GO).unwrap().tokens;
+            let verdict = compare(&target, ids, [&expected, &answer.unwrap()], 1e-5);
+            assert!(!matches!(verdict, Verdict::Different(_)), "batch {batch}: {verdict:?}");
+        }
+    }
+}
+
+#[test]
+fn sampled_text_follows_the_targets_distribution() {
+    let target = random_target(4, 21);
+    let draft = random_draft(draft_config(&target, 4), 5);
+    let limits = Limits { max_new_tokens: 3, stop_ids: vec![] };
+    let ids = prompt(5, 2, 4);
+    let temperature = Sampling::Temperature { temperature: 1.3, seed: 11 };
+    let mut speculator = Speculator::new(&target, &draft, Sampler::new(temperature)).unwrap();
+    let samples = 4000;
+    let mut counts = [0.0; 64];
+    let mut accepted = 0;
+    for _ in 0..samples {
+        let made = speculator.generate(&ids, &limits, &GO).unwrap();
+        accepted += made.accepted.iter().sum::<usize>();
+        let text = made.generation.tokens;
+        counts[(text[0] * 16 + text[1] * 4 + text[2]) as usize] += 1.0;
+    }
+    assert!(accepted > samples / 10, "the draft must be accepted now and then");
+    let statistic: f64 = (0..64)
+        .map(|text| {
+            let expected = samples as f64 * probability(&target, &ids, text, 1.3);
+            (counts[text as usize] - expected).powi(2) / expected
+        })
+        .sum();
+    // 63 degrees of freedom: 63 on average, above 120 in one of 50,000 seeds.
+    assert!(statistic < 120.0, "chi-square {statistic}");
+}
+
+/// The target's own probability of three tokens, written in base 4.
+fn probability(target: &Target, prompt: &[i64], text: i64, temperature: f64) -> f64 {
+    let tokens = [text / 16, text / 4 % 4, text % 4];
+    let mut ids = prompt.to_vec();
+    let mut probability = 1.0;
+    for token in tokens {
+        let length = ids.len() as i64;
+        let last = [target.num_layers() as u32];
+        let hidden = &target.forward_packed(&tch::Tensor::from_slice(&ids), &[0, length], &last)[0];
+        let logits = target.logits(&hidden.narrow(0, length - 1, 1)) / temperature;
+        probability *= logits.softmax(-1, tch::Kind::Double).double_value(&[0, token]);
+        ids.push(token);
+    }
+    probability
+}
+
+#[test]
+fn models_that_do_not_fit_are_refused() {
+    let target = random_target(6, 1);
+    let refuse = |change: &dyn Fn(&mut dflash_model::draft::DraftConfig)| {
+        let mut config = draft_config(&target, 4);
+        change(&mut config);
+        let draft = random_draft(config, 1);
+        Speculator::new(&target, &draft, greedy()).unwrap_err().to_string()
+    };
+    assert!(refuse(&|config| config.vocab_size = 7).contains("vocab_size is 7 in the draft and 6"));
+    assert!(refuse(&|config| config.hidden_size = 24).contains("hidden_size"));
+    assert!(refuse(&|config| config.target_layer_ids = vec![1, 4]).contains("layer id 4"));
+    assert!(refuse(&|config| config.mask_token_id = 6).contains("mask_token_id"));
+}
+
+#[test]
+fn a_set_stop_flag_ends_a_generation() {
+    let target = random_target(6, 1);
+    let draft = random_draft(draft_config(&target, 4), 1);
+    let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
+    let stop = AtomicBool::new(true);
+    let plain = PlainDecoder::new(&target, greedy()).generate(&[1], &limits, &stop);
+    let mut speculator = Speculator::new(&target, &draft, greedy()).unwrap();
+    let speculative = speculator.generate(&[1], &limits, &stop);
+    assert!(matches!(plain, Err(Error::Interrupted)));
+    assert!(matches!(speculative, Err(Error::Interrupted)));
+}

@@ -1,0 +1,56 @@
+//! Random models for the tests: small, and with weights large enough that texts vary.
+
+use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use tch::{Device, Kind, Tensor, no_grad};
+
+/// A two-layer target of the given vocabulary, without gradients.
+pub(crate) fn random_target(vocab: i64, seed: i64) -> Target {
+    let dir = tempfile::tempdir().unwrap();
+    save_target(TargetConfig::qwen3(32, 2, vocab), seed, dir.path());
+    let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
+    Target::load(dir.path(), &options).unwrap()
+}
+
+/// Writes a random target to `dir`.
+pub(crate) fn save_target(config: TargetConfig, seed: i64, dir: &std::path::Path) {
+    let target = Target::random(config, seed, Device::Cpu);
+    no_grad(|| {
+        for (name, mut parameter) in target.parameters() {
+            if !name.contains("norm") {
+                let _ = parameter.g_mul_scalar_(10.0);
+            }
+        }
+    });
+    target.save(dir, Kind::Float).unwrap();
+}
+
+/// A two-layer draft that fits `target`; its second layer slides.
+pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
+    let config = target.config();
+    DraftConfig {
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        num_attention_heads: config.num_attention_heads,
+        num_key_value_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        rms_norm_eps: config.rms_norm_eps,
+        rope_theta: config.rope.theta,
+        layers: vec![LayerKind::Full, LayerKind::Sliding],
+        sliding_window: Some(6),
+        block_size,
+        mask_token_id: config.vocab_size - 1,
+        target_layer_ids: vec![0, 2],
+        num_target_layers: target.num_layers(),
+        vocab_size: config.vocab_size,
+        max_position_embeddings: config.max_position_embeddings,
+        initializer_range: 0.3,
+        eos_token_id: None,
+    }
+}
+
+/// A draft with random weights.
+pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> Draft {
+    tch::manual_seed(seed);
+    Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
+}
