@@ -1,0 +1,92 @@
+//! The synthetic corpus: short conversations whose answers follow from their questions.
+//!
+//! Numbers stay small, answers are worked out in steps, and wording varies a little, so that a
+//! model of two million weights learns the form in a few hundred steps and still makes mistakes.
+
+use dflash_text::{Message, Role};
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+mod chat;
+mod problems;
+mod words;
+
+/// A question and its answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exchange {
+    /// What the user asks.
+    pub question: String,
+    /// What the assistant answers.
+    pub answer: String,
+}
+
+/// The source of all choices.
+type Random = ChaCha8Rng;
+
+/// Every third conversation goes on for a second turn.
+const SECOND_TURN: f64 = 1.0 / 3.0;
+
+/// `count` conversations that follow from `seed`.
+pub fn conversations(count: usize, seed: u64) -> Vec<Vec<Exchange>> {
+    let mut random = Random::seed_from_u64(seed);
+    (0..count).map(|_| conversation(&mut random)).collect()
+}
+
+fn conversation(random: &mut Random) -> Vec<Exchange> {
+    let mut turns = vec![exchange(random)];
+    if random.random_bool(SECOND_TURN) {
+        turns.push(exchange(random));
+    }
+    turns
+}
+
+fn exchange(random: &mut Random) -> Exchange {
+    let kinds = problems::KINDS.iter().chain(chat::KINDS).collect::<Vec<_>>();
+    let kind = kinds.choose(random).expect("there are kinds");
+    kind(random)
+}
+
+/// The messages of a conversation.
+pub(crate) fn messages(turns: &[Exchange]) -> Vec<Message> {
+    let pair = |turn: &Exchange| {
+        [
+            Message::text(Role::User, turn.question.as_str()),
+            Message::text(Role::Assistant, turn.answer.as_str()),
+        ]
+    };
+    turns.iter().flat_map(pair).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn the_seed_decides_everything() {
+        assert_eq!(conversations(20, 3), conversations(20, 3));
+        assert_ne!(conversations(20, 3), conversations(20, 4));
+        assert_eq!(conversations(20, 3)[..5], conversations(5, 3)[..]);
+    }
+
+    #[test]
+    fn questions_hardly_repeat() {
+        let all = conversations(1000, 0);
+        let distinct: HashSet<_> = all.iter().map(|turns| &turns[0].question).collect();
+        assert!(distinct.len() > 850, "{}", distinct.len());
+    }
+
+    #[test]
+    fn some_conversations_have_two_turns() {
+        let two = conversations(300, 1).iter().filter(|turns| turns.len() == 2).count();
+        assert!((60..140).contains(&two), "{two}");
+    }
+
+    #[test]
+    fn roles_alternate() {
+        let turns = &conversations(50, 2).into_iter().find(|turns| turns.len() == 2).unwrap();
+        let roles: Vec<_> = messages(turns).iter().map(|message| message.role).collect();
+        assert_eq!(roles, [Role::User, Role::Assistant, Role::User, Role::Assistant]);
+    }
+}

@@ -1,0 +1,249 @@
+//! The demo's target from settings to files.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use dflash_files::PendingDir;
+use dflash_model::target::{Target, TargetConfig};
+use dflash_text::ChatTokenizer;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tch::{Device, Kind};
+
+use crate::corpus::{Exchange, conversations};
+use crate::error::Error;
+use crate::tokenizer::{self, END_ID, PAD_ID};
+use crate::training::{self, Plan};
+
+/// Entries of the tokenizer: what the corpus's words need, with some to spare.
+const VOCAB_SIZE: usize = 1024;
+/// Tokens of one training step.
+const STEP_TOKENS: usize = 2048;
+/// Shape of the target: deep enough for four captured layers, and narrow.
+const HIDDEN_SIZE: i64 = 128;
+const LAYERS: usize = 8;
+
+/// What to make, and where.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DemoConfig {
+    /// Directory that gets `conversations.jsonl`, `prompts.jsonl` and `target/`.
+    #[serde(skip)]
+    pub output: PathBuf,
+    /// Conversations to train on.
+    pub rows: usize,
+    /// Conversations kept apart, as prompts for measuring.
+    pub held_out: usize,
+    /// Optimizer steps of the target.
+    pub steps: usize,
+    /// Seed of corpus, weights and order.
+    pub seed: u64,
+}
+
+/// What happens while the demo's target is made.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Event {
+    /// The corpus and the tokenizer stand.
+    Corpus {
+        /// Conversations to train on.
+        rows: usize,
+        /// Entries of the tokenizer.
+        vocabulary: usize,
+    },
+    /// The target is about to be trained.
+    Target {
+        /// Its weights.
+        parameters: i64,
+    },
+    /// An optimizer step was taken.
+    Step {
+        /// Steps done.
+        step: usize,
+        /// Steps in all.
+        steps: usize,
+        /// Mean loss of the step's answers, in nats per token.
+        loss: f64,
+    },
+}
+
+/// What was made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// Conversations, one a line, as `messages`.
+    pub conversations: PathBuf,
+    /// Held-out conversations in the same form.
+    pub prompts: PathBuf,
+    /// The target's directory.
+    pub target: PathBuf,
+    /// Whether everything was there already.
+    pub kept: bool,
+}
+
+impl Summary {
+    fn in_dir(output: &Path, kept: bool) -> Self {
+        Self {
+            conversations: output.join("conversations.jsonl"),
+            prompts: output.join("prompts.jsonl"),
+            target: output.join("target"),
+            kept,
+        }
+    }
+}
+
+/// Makes corpus, tokenizer and target, or keeps what an earlier run with the same settings made.
+/// The target's directory appears whole, and last.
+///
+/// # Errors
+/// A directory made with other settings, an interrupt, or I/O.
+pub fn run(
+    config: &DemoConfig,
+    stop: &AtomicBool,
+    observe: &mut dyn FnMut(Event),
+) -> Result<Summary, Error> {
+    check(config)?;
+    if is_made(config)? {
+        return Ok(Summary::in_dir(&config.output, true));
+    }
+    let summary = Summary::in_dir(&config.output, false);
+    let corpus = conversations(config.rows + config.held_out, config.seed);
+    let (rows, held_out) = corpus.split_at(config.rows);
+    write_settings(config)?;
+    write_rows(&summary.conversations, rows)?;
+    write_rows(&summary.prompts, held_out)?;
+    make_target(config, rows, stop, observe)?;
+    Ok(summary)
+}
+
+fn check(config: &DemoConfig) -> Result<(), Error> {
+    let least =
+        [("rows", config.rows, 1), ("held-out", config.held_out, 1), ("steps", config.steps, 1)];
+    match least.into_iter().find(|(_, value, least)| value < least) {
+        Some((flag, _, least)) => Err(Error::TooSmall { flag, least }),
+        None => Ok(()),
+    }
+}
+
+/// Whether the target stands, made with the same settings.
+fn is_made(config: &DemoConfig) -> Result<bool, Error> {
+    let path = settings_path(config);
+    let Ok(text) = fs::read_to_string(&path) else { return Ok(false) };
+    match serde_json::from_str::<DemoConfig>(&text) {
+        Ok(made) if (DemoConfig { output: config.output.clone(), ..made }) == *config => {
+            Ok(config.output.join("target/config.json").is_file())
+        }
+        _ => Err(Error::OtherSettings { path }),
+    }
+}
+
+fn settings_path(config: &DemoConfig) -> PathBuf {
+    config.output.join("settings.json")
+}
+
+fn write_settings(config: &DemoConfig) -> Result<(), Error> {
+    let dir = &config.output;
+    fs::create_dir_all(dir).map_err(dflash_files::Error::io("create", dir))?;
+    let text = serde_json::to_string_pretty(config).expect("numbers serialize");
+    Ok(dflash_files::write_bytes(&settings_path(config), text.as_bytes())?)
+}
+
+/// One conversation a line, as `messages` with `role` and `content`.
+fn write_rows(path: &Path, rows: &[Vec<Exchange>]) -> Result<(), Error> {
+    let message = |role, content: &str| json!({ "role": role, "content": content });
+    let pair = |turn: &Exchange| {
+        [message("user", turn.question.as_str()), message("assistant", turn.answer.as_str())]
+    };
+    let line = |turns: &Vec<Exchange>| {
+        let messages: Vec<_> = turns.iter().flat_map(pair).collect();
+        format!("{}\n", json!({ "messages": messages }))
+    };
+    let text: String = rows.iter().map(line).collect();
+    Ok(dflash_files::write_bytes(path, text.as_bytes())?)
+}
+
+fn make_target(
+    config: &DemoConfig,
+    rows: &[Vec<Exchange>],
+    stop: &AtomicBool,
+    observe: &mut dyn FnMut(Event),
+) -> Result<(), Error> {
+    let pending = PendingDir::create(&config.output.join("target"))?;
+    tokenizer::write(&tokenizer::train(rows, VOCAB_SIZE)?, pending.path())?;
+    let tokenizer = ChatTokenizer::load(pending.path())?;
+    observe(Event::Corpus { rows: rows.len(), vocabulary: tokenizer.len() });
+    let documents = rows
+        .iter()
+        .map(|turns| training::document(&tokenizer, turns))
+        .collect::<Result<Vec<_>, _>>()?;
+    let shape = target_config(tokenizer.len());
+    let target = Target::random(shape, config.seed.cast_signed(), Device::cuda_if_available());
+    let parameters = target.parameters().iter().map(|(_, tensor)| tensor.numel() as i64).sum();
+    observe(Event::Target { parameters });
+    let plan = Plan { steps: config.steps, tokens: STEP_TOKENS, seed: config.seed };
+    training::train(&target, &documents, plan, stop, observe)?;
+    target.save(pending.path(), Kind::BFloat16)?;
+    Ok(pending.commit()?)
+}
+
+fn target_config(vocabulary: usize) -> TargetConfig {
+    TargetConfig {
+        eos_token_ids: vec![END_ID],
+        pad_token_id: Some(PAD_ID),
+        ..TargetConfig::qwen3(HIDDEN_SIZE, LAYERS, vocabulary as i64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(dir: &Path) -> DemoConfig {
+        DemoConfig { output: dir.join("demo"), rows: 40, held_out: 3, steps: 2, seed: 1 }
+    }
+
+    fn make(config: &DemoConfig) -> Result<Summary, Error> {
+        run(config, &AtomicBool::new(false), &mut |_| ())
+    }
+
+    #[test]
+    fn the_target_loads_and_a_second_run_keeps_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = make(&config(dir.path())).unwrap();
+        assert!(!made.kept && make(&config(dir.path())).unwrap().kept);
+        let target = Target::load(&made.target, &Default::default()).unwrap();
+        assert_eq!((target.num_layers(), target.hidden_size()), (LAYERS, HIDDEN_SIZE));
+        assert_eq!(target.config().eos_token_ids, [END_ID]);
+    }
+
+    #[test]
+    fn rows_and_prompts_are_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = make(&config(dir.path())).unwrap();
+        let lines = |path| fs::read_to_string(path).unwrap().lines().count();
+        assert_eq!((lines(&made.conversations), lines(&made.prompts)), (40, 3));
+    }
+
+    #[test]
+    fn other_settings_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        make(&config(dir.path())).unwrap();
+        let other = DemoConfig { rows: 41, ..config(dir.path()) };
+        assert!(matches!(make(&other), Err(Error::OtherSettings { .. })));
+    }
+
+    #[test]
+    fn an_interrupt_leaves_no_target_and_can_be_continued() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(dir.path());
+        let stopped = run(&config, &AtomicBool::new(true), &mut |_| ());
+        assert!(matches!(stopped, Err(Error::Interrupted { .. })));
+        assert!(!config.output.join("target").exists());
+        assert!(!make(&config).unwrap().kept);
+    }
+
+    #[test]
+    fn nothing_to_do_is_an_error_that_names_the_flag() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = make(&DemoConfig { held_out: 0, ..config(dir.path()) }).unwrap_err();
+        assert_eq!(error.to_string(), "--held-out must be at least 1");
+    }
+}
