@@ -30,8 +30,9 @@ const POLL: Duration = Duration::from_millis(20);
 /// closes its connections first, so that a peer may well be gone before it is.
 const HEARING: Duration = Duration::from_millis(600);
 
-/// From asking to killing. With the hearing it keeps the end within five seconds.
-const GRACE: Duration = Duration::from_secs(4);
+/// From asking to killing. With the hearing and the last lines it keeps the end within the
+/// five seconds that we promise.
+const GRACE: Duration = Duration::from_secs(3);
 
 /// What to start.
 #[derive(Debug, Clone)]

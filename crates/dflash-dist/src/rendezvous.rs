@@ -137,10 +137,11 @@ impl Meeting<'_> {
         Ok(missing)
     }
 
-    /// Where gloo listens: the user's interface; on one machine the loopback, which needs
-    /// no network; else the address from which this machine reaches rank 0's.
+    /// Where gloo listens: the user's interface, the first if there are several; on one
+    /// machine the loopback, which needs no network; else the address from which this
+    /// machine reaches rank 0's.
     fn bind(&self) -> Result<Bind, Error> {
-        if let Some(name) = std::env::var(INTERFACE_VARIABLE).ok().filter(|name| !name.is_empty()) {
+        if let Some(name) = chosen_interface() {
             return Ok(Bind::Interface(name));
         }
         if self.env.is_single_node() {
@@ -164,6 +165,11 @@ impl Meeting<'_> {
 
 fn present_key(rank: usize) -> String {
     format!("present/{rank}")
+}
+
+fn chosen_interface() -> Option<String> {
+    let names = std::env::var(INTERFACE_VARIABLE).ok()?;
+    names.split(',').map(str::trim).find(|name| !name.is_empty()).map(str::to_owned)
 }
 
 /// The local address of the route to `peer`, unless it is one that only this machine

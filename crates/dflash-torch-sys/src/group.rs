@@ -221,12 +221,14 @@ mod tests {
         GlooConfig { rank, size, bind, timeout: LIMIT }
     }
 
-    /// Two ranks as two threads of this process.
+    /// Two ranks as two threads of this process, each with a connection of its own: one that
+    /// waits for a key keeps the connection to itself.
     fn pair() -> [ProcessGroup; 2] {
-        let store = Store::serve(0, LIMIT).unwrap();
+        let server = Store::serve(0, LIMIT).unwrap();
+        let client = Store::connect("127.0.0.1", server.port(), LIMIT).unwrap();
         std::thread::scope(|scope| {
-            let second = scope.spawn(|| ProcessGroup::gloo(&store, &config(1, 2)).unwrap());
-            [ProcessGroup::gloo(&store, &config(0, 2)).unwrap(), second.join().unwrap()]
+            let second = scope.spawn(|| ProcessGroup::gloo(&client, &config(1, 2)).unwrap());
+            [ProcessGroup::gloo(&server, &config(0, 2)).unwrap(), second.join().unwrap()]
         })
     }
 

@@ -8,7 +8,9 @@ use crate::ffi::{self, RawStore, Text};
 
 /// A connection to a TCPStore, and with [`Store::serve`] the server too.
 ///
-/// Calls from several threads take turns. Keys and values are bytes of any content.
+/// Calls from several threads take turns, so one that waits in [`Store::get`] holds the
+/// others up: a thread that sets what another waits for needs a connection of its own.
+/// Values are bytes of any content.
 #[derive(Debug)]
 pub struct Store {
     raw: NonNull<RawStore>,

@@ -125,9 +125,7 @@ fn command(config: &LaunchConfig, venue: &Venue, local_rank: usize) -> Command {
     let mut command = Command::new(&config.program);
     command.args(&config.args).stdin(Stdio::null());
     command.envs(variables(config, venue, local_rank));
-    if std::env::var_os("OMP_NUM_THREADS").is_none() {
-        command.env("OMP_NUM_THREADS", threads_each(config.nproc).to_string());
-    }
+    command.envs(defaults(config.nproc).into_iter().filter(|(name, _)| is_unset(name)));
     command.envs(config.env.iter().map(|(name, value)| (name, value)));
     // Rank 0 keeps our terminal, for its progress bar and its results.
     if config.node_rank > 0 || local_rank > 0 {
@@ -158,6 +156,19 @@ fn variables(
         ("TORCHELASTIC_MAX_RESTARTS", "0".to_owned()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
     ]
+}
+
+/// What workers get unless the user has set it.
+fn defaults(nproc: usize) -> [(&'static str, String); 2] {
+    [
+        ("OMP_NUM_THREADS", threads_each(nproc).to_string()),
+        // c10d warns of every address that has no name; the errors that matter it throws.
+        ("TORCH_CPP_LOG_LEVEL", "ERROR".to_owned()),
+    ]
+}
+
+fn is_unset(name: &str) -> bool {
+    std::env::var_os(name).is_none()
 }
 
 /// An equal share of the machine's cores: without it each worker would start a thread for

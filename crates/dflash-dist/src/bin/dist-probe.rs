@@ -1,0 +1,242 @@
+//! Runs collectives between real processes and says what came of it: for the tests of
+//! this crate, and to try a cluster's network before a long job.
+//!
+//! `torchrun --no-python --nproc-per-node 2 dist-probe check` compares every collective
+//! with what it must give; `dist-probe bench` times all-reduce. `dist-probe launch N TASK`
+//! starts the task in N processes by our own launcher, `dist-probe node I OF HOST:PORT N
+//! TASK` those of one machine of several.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use dflash_dist::{
+    Communicator, ConnectOptions, Error, LaunchConfig, WorkerEnv, connect, connect_with, launch,
+};
+use tch::{Device, Kind, Tensor};
+
+const USAGE: &str = "usage: dist-probe check | bench | linger | stall RANK
+       | lose RANK CODE|abort|kill | launch N TASK.. | node I OF HOST:PORT N TASK..";
+
+/// How long a test may wait for a peer.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match words.as_slice() {
+        ["check"] => join().and_then(|group| check(&*group)),
+        ["bench"] => join().and_then(|group| bench(&*group)),
+        ["linger"] => join().and_then(|group| linger(&*group)),
+        ["lose", rank, how] => join().and_then(|group| lose(&*group, rank, how)),
+        ["stall", rank] => stall(rank),
+        ["launch", nproc, task @ ..] => launched(config(nproc, task)),
+        ["node", node, of, endpoint, nproc, task @ ..] => {
+            launched(on_node(config(nproc, task), node, of, endpoint))
+        }
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            let mut cause = std::error::Error::source(&error);
+            while let Some(inner) = cause {
+                eprintln!("  caused by: {inner}");
+                cause = inner.source();
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn join() -> Result<Box<dyn Communicator>, Error> {
+    let env = WorkerEnv::from_env()?.unwrap_or_else(WorkerEnv::alone);
+    connect(&env, PATIENCE)
+}
+
+fn config(nproc: &str, task: &[&str]) -> LaunchConfig {
+    let program = std::env::current_exe().expect("the own program's path");
+    let args = task.iter().map(OsString::from).collect();
+    LaunchConfig::new(program, args, number(nproc))
+}
+
+fn on_node(config: LaunchConfig, node: &str, of: &str, endpoint: &str) -> LaunchConfig {
+    let rdzv_endpoint = Some(endpoint.to_owned());
+    LaunchConfig { node_rank: number(node), nnodes: number(of), rdzv_endpoint, ..config }
+}
+
+fn number(text: &str) -> usize {
+    text.parse().expect(USAGE)
+}
+
+fn launched(config: LaunchConfig) -> Result<(), Error> {
+    let finished = launch(&config, &AtomicBool::new(false))?;
+    eprintln!("finished: {finished:?}");
+    Ok(())
+}
+
+/// Every collective against what it must give, exactly.
+fn check(group: &dyn Communicator) -> Result<(), Error> {
+    check_reductions(group)?;
+    check_copies(group)?;
+    check_parts(group)?;
+    check_bytes(group)?;
+    check_agreement(group)?;
+    group.barrier()?;
+    println!("rank {} of {}: all collectives agree", group.rank(), group.world_size());
+    Ok(())
+}
+
+/// Rank r brings r + 1, r + 2, .. in every type that is summed; small whole numbers are
+/// exact in all of them.
+fn check_reductions(group: &dyn Communicator) -> Result<(), Error> {
+    let (rank, size) = (to_i64(group.rank()), to_i64(group.world_size()));
+    let sum_of_ranks = size * (size - 1) / 2;
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Int64] {
+        let own = || (Tensor::arange(5, (Kind::Int64, Device::Cpu)) + rank + 1).to_kind(kind);
+        let mut sum = own();
+        group.all_reduce_sum(&mut sum)?;
+        assert_values(&sum, |index| size * (index + 1) + sum_of_ranks);
+        let mut maximum = own();
+        group.all_reduce_max(&mut maximum)?;
+        assert_values(&maximum, |index| size + index);
+    }
+    let tensors: Vec<Tensor> = (0..4).map(|step| filled(3, step + rank)).collect();
+    let pending =
+        tensors.iter().map(|tensor| group.start_all_reduce_sum(tensor)).collect::<Vec<_>>();
+    for (step, (work, tensor)) in pending.into_iter().zip(&tensors).enumerate() {
+        work?.wait()?;
+        assert_values(tensor, |_| size * to_i64(step) + sum_of_ranks);
+    }
+    Ok(())
+}
+
+fn check_copies(group: &dyn Communicator) -> Result<(), Error> {
+    for root in 0..group.world_size() {
+        let mut tensor = filled(7, 100 + to_i64(group.rank()));
+        group.broadcast(&mut tensor, root)?;
+        assert_values(&tensor, |_| 100 + to_i64(root));
+    }
+    Ok(())
+}
+
+/// Part p of rank r's input holds r + 10 p.
+fn check_parts(group: &dyn Communicator) -> Result<(), Error> {
+    let (rank, size) = (to_i64(group.rank()), to_i64(group.world_size()));
+    let parts: Vec<Tensor> = (0..size).map(|part| filled(3, rank + 10 * part)).collect();
+    let mut own = filled(3, 0);
+    group.reduce_scatter_sum(&mut own, &Tensor::cat(&parts, 0))?;
+    assert_values(&own, |_| size * (size - 1) / 2 + size * 10 * rank);
+    let mut all = filled(3 * size, 0);
+    group.all_gather(&mut all, &filled(3, rank))?;
+    assert_values(&all, |index| index / 3);
+    Ok(())
+}
+
+fn check_bytes(group: &dyn Communicator) -> Result<(), Error> {
+    let of = |rank: usize| vec![u8::try_from(rank).expect("few ranks") + 7; rank * 3];
+    let all = group.all_gather_bytes(&of(group.rank()))?;
+    assert_eq!(all, (0..group.world_size()).map(of).collect::<Vec<_>>());
+    Ok(())
+}
+
+/// Sums of numbers that round must be the same bytes everywhere, or ranks drift apart.
+fn check_agreement(group: &dyn Communicator) -> Result<(), Error> {
+    tch::manual_seed(to_i64(group.rank()));
+    let mut tensor = Tensor::randn([100_003], (Kind::Float, Device::Cpu));
+    group.all_reduce_sum(&mut tensor)?;
+    let values = Vec::<f32>::try_from(&tensor).expect("a vector of f32");
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let all = group.all_gather_bytes(&bytes)?;
+    assert!(all.iter().all(|other| *other == bytes), "ranks hold different sums");
+    Ok(())
+}
+
+/// Median time of an all-reduce of 4 MB in f32.
+fn bench(group: &dyn Communicator) -> Result<(), Error> {
+    let mut tensor = filled(1 << 20, 0);
+    let mut times = Vec::new();
+    for _ in 0..60 {
+        group.barrier()?;
+        let start = Instant::now();
+        group.all_reduce_sum(&mut tensor)?;
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    times.sort_by(f64::total_cmp);
+    if group.rank() == 0 {
+        println!("all-reduce of 4 MB: {:.2} ms", times[times.len() / 2]);
+    }
+    Ok(())
+}
+
+/// Writes the process ids of all ranks, then stays until killed.
+fn linger(group: &dyn Communicator) -> Result<(), Error> {
+    let ids = group.all_gather_bytes(std::process::id().to_string().as_bytes())?;
+    if group.rank() == 0 {
+        let ids: Vec<_> = ids.iter().map(|id| String::from_utf8_lossy(id)).collect();
+        println!("pids {}", ids.join(" "));
+    }
+    linger_alone()
+}
+
+/// One rank does not come to a collective, and a second collective waits behind it.
+fn stall(rank: &str) -> Result<(), Error> {
+    let env = WorkerEnv::from_env()?.unwrap_or_else(WorkerEnv::alone);
+    let collective_timeout = Duration::from_secs(1);
+    let group = connect_with(&env, &ConnectOptions { join_timeout: PATIENCE, collective_timeout })?;
+    if env.rank == number(rank) {
+        linger_alone()
+    }
+    let (first, second) = (filled(8, 1), filled(8, 1));
+    let pending = [group.start_all_reduce_sum(&first)?, group.start_all_reduce_sum(&second)?];
+    pending.into_iter().try_for_each(|work| work.wait())
+}
+
+/// Stays until killed.
+fn linger_alone() -> ! {
+    loop {
+        std::thread::sleep(PATIENCE);
+    }
+}
+
+/// One rank ends in the way it is told while the others wait for it.
+fn lose(group: &dyn Communicator, rank: &str, how: &str) -> Result<(), Error> {
+    group.barrier()?;
+    let mut tensor = filled(8, 1);
+    while group.rank() != number(rank) {
+        group.all_reduce_sum(&mut tensor)?;
+    }
+    eprintln!("about to end");
+    match how {
+        "abort" => std::process::abort(),
+        "kill" => kill_self(),
+        code => std::process::exit(code.parse().expect(USAGE)),
+    }
+}
+
+fn kill_self() -> ! {
+    let own_id = std::process::id().to_string();
+    let _ = std::process::Command::new("kill").args(["-9", &own_id]).status();
+    linger_alone()
+}
+
+fn filled(length: i64, value: i64) -> Tensor {
+    Tensor::full([length], value, (Kind::Float, Device::Cpu))
+}
+
+fn assert_values(tensor: &Tensor, expected: impl Fn(i64) -> i64) {
+    let values = Vec::<f64>::try_from(tensor.to_kind(Kind::Double)).expect("a vector");
+    for (index, value) in values.iter().enumerate() {
+        let expected = expected(to_i64(index));
+        assert!(*value == expected as f64, "{:?}[{index}]: {value}, not {expected}", tensor.kind());
+    }
+}
+
+fn to_i64(number: usize) -> i64 {
+    i64::try_from(number).expect("small numbers")
+}

@@ -1,0 +1,283 @@
+//! Real processes: groups of one, two and four by our launcher and by hand, torchrun where
+//! it is installed, and what is left after deaths, signals and a killed launcher.
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+const PROBE: &str = env!("CARGO_BIN_EXE_dist-probe");
+
+/// The promise: after a death or a signal all processes are gone within this.
+const PROMISE: Duration = Duration::from_secs(5);
+
+/// For processes to start and meet on a busy machine.
+const START: Duration = Duration::from_secs(60);
+
+struct Outcome {
+    status: ExitStatus,
+    stdout: String,
+    stderr: String,
+}
+
+fn probe(arguments: &str) -> Command {
+    let mut command = Command::new(PROBE);
+    command.args(arguments.split_whitespace()).stdin(Stdio::null());
+    command
+}
+
+fn run(command: &mut Command) -> Outcome {
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Outcome { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+fn start(command: &mut Command) -> Child {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// A launcher with lingering workers, and the workers' process ids.
+fn lingering(nproc: usize) -> (Child, Vec<u32>) {
+    let mut launcher = start(&mut probe(&format!("launch {nproc} linger")));
+    let mut line = String::new();
+    BufReader::new(launcher.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let ids: Vec<u32> =
+        line.trim().trim_start_matches("pids ").split(' ').map(|id| id.parse().unwrap()).collect();
+    assert_eq!(ids.len(), nproc);
+    (launcher, ids)
+}
+
+fn send(signal: &str, id: u32) {
+    let status = Command::new("kill").args([signal, &id.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+/// Whether the process runs; one that only waits to be collected does not.
+fn is_running(id: u32) -> bool {
+    let Ok(status) = std::fs::read_to_string(format!("/proc/{id}/stat")) else { return false };
+    let (_, rest) = status.rsplit_once(')').unwrap();
+    !rest.trim_start().starts_with(['Z', 'X'])
+}
+
+fn assert_gone_within(limit: Duration, ids: &[u32]) {
+    let deadline = Instant::now() + limit;
+    while ids.iter().any(|&id| is_running(id)) {
+        assert!(Instant::now() < deadline, "still running: {ids:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + limit;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        assert!(Instant::now() < deadline, "the launcher did not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// What the launcher wrote on standard error, once it has ended.
+fn said(launcher: &mut Child) -> String {
+    let mut text = String::new();
+    launcher.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+    text
+}
+
+fn check_launched(nproc: usize) {
+    let outcome = run(&mut probe(&format!("launch {nproc} check")));
+    assert!(outcome.status.success(), "{}", outcome.stderr);
+    let line = format!("rank 0 of {nproc}: all collectives agree\n");
+    assert_eq!(outcome.stdout, line, "only rank 0 writes to standard output");
+    for rank in 1..nproc {
+        let line = format!("[rank {rank}] rank {rank} of {nproc}: all collectives agree\n");
+        assert!(outcome.stderr.contains(&line), "{}", outcome.stderr);
+    }
+    assert!(outcome.stderr.ends_with("finished: Completed\n"), "{}", outcome.stderr);
+}
+
+#[test]
+fn collectives_of_one_process() {
+    check_launched(1);
+}
+
+#[test]
+fn collectives_of_two_processes() {
+    check_launched(2);
+}
+
+#[test]
+fn collectives_of_four_processes() {
+    check_launched(4);
+}
+
+#[test]
+fn collectives_without_a_launcher_s_store() {
+    let port = free_port().to_string();
+    let mut workers: Vec<Child> = (0..2)
+        .map(|rank| {
+            let mut command = probe("check");
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+            start(command.env("MASTER_ADDR", "localhost").env("MASTER_PORT", &port))
+        })
+        .collect();
+    for worker in &mut workers {
+        let status = wait_within(START, worker);
+        assert!(status.success(), "{}", said(worker));
+    }
+}
+
+#[test]
+fn torchrun_starts_workers() {
+    let Some(torchrun) = torchrun() else {
+        println!("skipped: no torchrun in DFLASH_TORCHRUN or PATH");
+        return;
+    };
+    let mut command = Command::new(torchrun);
+    command.args(["--no-python", "--nproc-per-node", "2", "--master-port"]);
+    command.arg(free_port().to_string()).args([PROBE, "check"]);
+    let outcome = run(&mut command);
+    assert!(outcome.status.success(), "{}", outcome.stderr);
+    for rank in 0..2 {
+        let line = format!("rank {rank} of 2: all collectives agree");
+        assert!(outcome.stdout.contains(&line), "{}{}", outcome.stdout, outcome.stderr);
+    }
+}
+
+fn torchrun() -> Option<PathBuf> {
+    let named = std::env::var_os("DFLASH_TORCHRUN").map(PathBuf::from);
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path).map(|dir| dir.join("torchrun"));
+    named.into_iter().chain(on_path).find(|file| works(file))
+}
+
+fn works(torchrun: &Path) -> bool {
+    let output = Command::new(torchrun).arg("--help").output();
+    output.is_ok_and(|output| output.status.success())
+}
+
+/// One rank ends; the launcher must say which and how, and be done soon.
+fn check_lost(nproc: usize, task: &str, expected: &[&str]) {
+    let mut launcher = start(&mut probe(&format!("launch {nproc} lose {task}")));
+    await_line(&mut launcher, "about to end");
+    let status = wait_within(PROMISE, &mut launcher);
+    let said = said(&mut launcher);
+    assert_eq!(status.code(), Some(1), "{said}");
+    for text in expected {
+        assert!(said.contains(text), "{text:?} is not in {said}");
+    }
+}
+
+/// Reads standard error up to a line, byte by byte, to leave the rest to others.
+fn await_line(launcher: &mut Child, expected: &str) {
+    let pipe = launcher.stderr.as_mut().unwrap();
+    let mut seen = Vec::new();
+    let mut byte = [0];
+    while !String::from_utf8_lossy(&seen).contains(expected) {
+        assert_eq!(pipe.read(&mut byte).unwrap(), 1, "{}", String::from_utf8_lossy(&seen));
+        seen.push(byte[0]);
+    }
+}
+
+#[test]
+fn a_rank_that_exits_is_named_and_so_is_what_its_peers_were_doing() {
+    let expected =
+        ["error: rank 1 (process", "exited with code 7", "rank 0: all-reduce (sum) failed"];
+    check_lost(2, "1 7", &expected);
+}
+
+#[test]
+fn rank_0_is_named_as_well() {
+    check_lost(2, "0 9", &["error: rank 0 (process", "exited with code 9"]);
+}
+
+#[test]
+fn a_killed_rank_is_named_with_the_signal() {
+    check_lost(4, "2 kill", &["error: rank 2 (process", "killed by signal 9 (SIGKILL)"]);
+}
+
+#[test]
+fn an_aborted_rank_is_named_with_the_signal() {
+    check_lost(2, "1 abort", &["error: rank 1 (process", "killed by signal 6 (SIGABRT)"]);
+}
+
+#[test]
+fn an_exit_with_code_0_before_the_end_is_found_by_the_peers() {
+    let expected = ["error: rank 0 (process", "after losing a peer (all-reduce"];
+    check_lost(2, "1 0", &expected);
+}
+
+#[test]
+fn a_rank_that_stays_away_from_a_collective_ends_the_job_after_its_timeout() {
+    let outcome = run(&mut probe("launch 2 stall 1"));
+    assert_eq!(outcome.status.code(), Some(1));
+    let expected =
+        ["rank 0: all-reduce (sum) failed", "error: rank 0 (process", "exited with code 1"];
+    for text in expected {
+        assert!(outcome.stderr.contains(text), "{text:?} is not in {}", outcome.stderr);
+    }
+}
+
+/// Two launchers, as on two machines, each with two of four ranks.
+#[test]
+fn launchers_of_two_nodes_make_one_group() {
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let mut nodes: Vec<Child> = (0..2)
+        .map(|node| {
+            let mut command = probe(&format!("node {node} 2 {endpoint} 2 check"));
+            start(command.env("GLOO_SOCKET_IFNAME", "lo"))
+        })
+        .collect();
+    for (node, launcher) in nodes.iter_mut().enumerate() {
+        let status = wait_within(START, launcher);
+        let said = said(launcher);
+        assert!(status.success(), "{said}");
+        let rank = 2 * node + 1;
+        let line = format!("[rank {rank}] rank {rank} of 4: all collectives agree\n");
+        assert!(said.contains(&line), "{said}");
+    }
+}
+
+/// The workers have no handler, so that the passed-on signal ends them at once.
+fn check_stopped(signal: &str) {
+    let (mut launcher, ids) = lingering(2);
+    let begin = Instant::now();
+    send(signal, launcher.id());
+    let status = wait_within(PROMISE, &mut launcher);
+    assert!(status.success(), "{}", said(&mut launcher));
+    assert!(said(&mut launcher).contains("finished: Stopped"));
+    assert_gone_within(PROMISE.saturating_sub(begin.elapsed()), &ids);
+}
+
+#[test]
+fn ctrl_c_stops_all() {
+    check_stopped("-INT");
+}
+
+#[test]
+fn termination_stops_all() {
+    check_stopped("-TERM");
+}
+
+#[test]
+fn a_worker_that_does_not_listen_is_killed() {
+    let (mut launcher, ids) = lingering(2);
+    // A stopped process takes no SIGINT.
+    send("-STOP", ids[1]);
+    send("-INT", launcher.id());
+    wait_within(PROMISE, &mut launcher);
+    assert_gone_within(Duration::ZERO, &ids);
+}
+
+#[test]
+fn no_worker_outlives_a_killed_launcher() {
+    let (mut launcher, ids) = lingering(4);
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    assert_gone_within(PROMISE, &ids);
+}
