@@ -78,9 +78,8 @@ impl Endpoint {
             return Err(bad("it names no host"));
         }
         let base = format!("http://{address}");
-        let url = reqwest::Url::parse(&base).map_err(|_| bad("it is no valid host and port"))?;
-        if url.port().is_none() && !address.ends_with(":80") {
-            return Err(bad("it names no port"));
+        if reqwest::Url::parse(&base).is_err() {
+            return Err(bad("it is no valid host and port"));
         }
         Ok(Self {
             base,
@@ -248,7 +247,7 @@ mod tests {
         check("http://localhost:8000/v1/", "http://localhost:8000");
         check("http://localhost:8000", "http://localhost:8000");
         check("10.0.0.1:9000", "http://10.0.0.1:9000");
-        check("http://gate:80/target/v1", "http://gate:80/target");
+        check("http://gate/target/v1", "http://gate/target");
         check("http://[::1]:8000", "http://[::1]:8000");
     }
 
@@ -261,7 +260,6 @@ mod tests {
         check("https://localhost:8000", "plain http");
         check("ftp://localhost:8000", "scheme");
         check("http://", "no host");
-        check("localhost", "no port");
         check("localhost:99999", "no valid host and port");
     }
 

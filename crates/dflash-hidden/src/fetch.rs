@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use reqwest::Client;
@@ -69,6 +69,17 @@ pub struct SourceConfig {
     pub offline_dir: Option<PathBuf>,
 }
 
+/// How a sample fared.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// It is here.
+    Have(HiddenStates),
+    /// It is left out because it is not stored, as the user chose.
+    NotStored,
+    /// It is left out because no server gives it or what came was unusable.
+    Failed(Error),
+}
+
 /// Everything that all samples of a stream share.
 #[derive(Debug)]
 pub(crate) struct Fetcher {
@@ -78,9 +89,8 @@ pub(crate) struct Fetcher {
     files: Option<OfflineFiles>,
     on_missing: OnMissing,
     on_generate: OnGenerate,
-    policy: RetryPolicy,
+    pub(crate) policy: RetryPolicy,
     pub(crate) tally: Tally,
-    failures_in_a_row: AtomicU32,
     warned: AtomicBool,
 }
 
@@ -120,7 +130,6 @@ impl Fetcher {
             on_generate: config.on_generate,
             policy: config.retry.clone(),
             tally: Tally::default(),
-            failures_in_a_row: AtomicU32::new(0),
             warned: AtomicBool::new(false),
         })
     }
@@ -181,12 +190,11 @@ impl Fetcher {
     }
 
     /// One sample, checked and counted.
-    pub(crate) async fn fetch(self: Arc<Self>, request: Request) -> Result<Fetched, Error> {
-        let sample = request.sample;
-        let states = match self.stored(&request).await? {
+    pub(crate) async fn fetch(self: Arc<Self>, request: Request) -> Result<Outcome, Error> {
+        let outcome = match self.stored(&request).await? {
             Stored::Found(states) => {
                 self.tally.stored.add(1);
-                Some(states)
+                Outcome::Have(states)
             }
             Stored::Absent => self.missing(request, None).await?,
             Stored::Stale(reason) => {
@@ -194,8 +202,10 @@ impl Fetcher {
                 self.missing(request, Some(reason)).await?
             }
         };
-        self.tally.bytes.add(states.as_ref().map_or(0, |states| states.byte_len() as u64));
-        Ok(Fetched { sample, states })
+        if let Outcome::Have(states) = &outcome {
+            self.tally.bytes.add(states.byte_len() as u64);
+        }
+        Ok(outcome)
     }
 
     async fn stored(self: &Arc<Self>, request: &Request) -> Result<Stored, Error> {
@@ -222,7 +232,7 @@ impl Fetcher {
         self: &Arc<Self>,
         request: Request,
         stale: Option<Error>,
-    ) -> Result<Option<HiddenStates>, Error> {
+    ) -> Result<Outcome, Error> {
         let reason = stale.map_or_else(|| "not stored".to_owned(), |error| chain(&error));
         match self.on_missing {
             OnMissing::Generate => return self.generate(request).await,
@@ -236,20 +246,20 @@ impl Fetcher {
             }
         }
         self.tally.missing.add(1);
-        Ok(None)
+        Ok(Outcome::NotStored)
     }
 
-    async fn generate(self: &Arc<Self>, request: Request) -> Result<Option<HiddenStates>, Error> {
+    async fn generate(self: &Arc<Self>, request: Request) -> Result<Outcome, Error> {
         let states = match self.ask(&request).await? {
-            Ok(states) => states,
-            Err(reason) => return self.leave_out(&request, reason).map(|()| None),
+            Outcome::Have(states) => states,
+            outcome => return Ok(outcome),
         };
-        self.failures_in_a_row.store(0, Ordering::Relaxed);
         self.tally.generated.add(1);
         if self.on_generate == OnGenerate::Cache {
             self.store(request, states.clone()).await?;
         }
-        Ok(states.select(&self.expected.layer_ids))
+        // The server may have sent the last layer as well; every source has checked the rest.
+        Ok(Outcome::Have(states.select(&self.expected.layer_ids).unwrap_or(states)))
     }
 
     async fn store(self: &Arc<Self>, request: Request, states: HiddenStates) -> Result<(), Error> {
@@ -263,8 +273,8 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Asks until there is an answer; the inner error is a sample that will never be had.
-    async fn ask(&self, request: &Request) -> Result<Result<HiddenStates, Error>, Error> {
+    /// Asks until there is an answer, good or final.
+    async fn ask(&self, request: &Request) -> Result<Outcome, Error> {
         let mut attempts = Attempts { start: Instant::now(), made: 0, invalid: 0 };
         loop {
             let endpoint = self.pool.pick().ok_or(Error::NoEndpoint)?;
@@ -273,12 +283,12 @@ impl Fetcher {
             let failure = match self.ask_once(endpoint, request).await {
                 Ok(states) => {
                     endpoint.mark_up();
-                    return Ok(Ok(states));
+                    return Ok(Outcome::Have(states));
                 }
                 Err(failure) => failure,
             };
             match self.judge(failure, endpoint, &mut attempts, request.sample)? {
-                Next::LeaveOut(reason) => return Ok(Err(reason)),
+                Next::LeaveOut(reason) => return Ok(Outcome::Failed(reason)),
                 Next::AskAgain(pause) => sleep(pause).await,
             }
         }
@@ -358,16 +368,6 @@ impl Fetcher {
         Ok(Next::AskAgain(pause))
     }
 
-    /// Counts a sample that cannot be used; too many in a row are a wrong setting.
-    fn leave_out(&self, request: &Request, reason: Error) -> Result<(), Error> {
-        tracing::warn!("leaving out sample {}: {}", request.sample, chain(&reason));
-        let count = self.failures_in_a_row.fetch_add(1, Ordering::Relaxed) + 1;
-        if count >= self.policy.failures_in_a_row {
-            return Err(Error::TooManyFailures { count, last: Box::new(reason) });
-        }
-        Ok(())
-    }
-
     fn warn_once_about_layers(&self, model: &str) {
         if !self.warned.swap(true, Ordering::Relaxed) {
             let ids = &self.expected.layer_ids;
@@ -399,7 +399,7 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
 }
 
 /// An error with its causes on one line, for log messages.
-fn chain(error: &Error) -> String {
+pub(crate) fn chain(error: &Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {

@@ -5,6 +5,7 @@
 //! turn, and a window bounds the bytes that are requested or waiting: that is the back-pressure.
 
 use std::collections::VecDeque;
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -16,7 +17,10 @@ use tokio::task::JoinHandle;
 
 use crate::counters::Counters;
 use crate::error::Error;
-use crate::fetch::{Fetched, Fetcher, OnGenerate, OnMissing, Request, SourceConfig};
+use crate::fetch::{
+    Fetched, Fetcher, OnGenerate, OnMissing, Outcome, Request, SourceConfig, chain,
+};
+use crate::record::HiddenStates;
 use crate::retry::RetryPolicy;
 
 /// How soon a set stop flag is noticed.
@@ -81,13 +85,14 @@ pub struct Stream {
     current: Option<Pending>,
     fetcher: Arc<Fetcher>,
     stop: Arc<AtomicBool>,
+    failures_in_a_row: u32,
     failed: bool,
 }
 
 /// A row whose samples are being fetched, holding its part of the window.
 #[derive(Debug)]
 struct Pending {
-    samples: VecDeque<JoinHandle<Result<Fetched, Error>>>,
+    samples: VecDeque<(u64, JoinHandle<Result<Outcome, Error>>)>,
     done: Vec<Fetched>,
     _window: OwnedSemaphorePermit,
 }
@@ -123,7 +128,15 @@ impl Stream {
         let (pending, rows) = mpsc::unbounded_channel();
         let stop = Arc::clone(&config.stop);
         runtime.spawn(prefetch(config, Arc::clone(&fetcher), receiver, pending));
-        Ok(Self { runtime: Some(runtime), rows, current: None, fetcher, stop, failed: false })
+        Ok(Self {
+            runtime: Some(runtime),
+            rows,
+            current: None,
+            fetcher,
+            stop,
+            failures_in_a_row: 0,
+            failed: false,
+        })
     }
 
     /// The next row's samples in the order of their requests; `None` after the last row, and
@@ -154,17 +167,37 @@ impl Stream {
         if self.current.is_none() {
             self.current = self.rows.recv().await;
         }
-        let row = self.current.as_mut()?;
-        while let Some(sample) = row.samples.front_mut() {
-            let fetched = sample.await;
-            row.samples.pop_front();
-            match fetched {
-                Ok(Ok(fetched)) => row.done.push(fetched),
-                Ok(Err(error)) => return Some(Err(error)),
-                Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        while let Some((sample, outcome)) = self.current.as_mut()?.samples.front_mut() {
+            let (sample, outcome) = (*sample, outcome.await);
+            let outcome = outcome.unwrap_or_else(|panic| resume_unwind(panic.into_panic()));
+            self.current.as_mut()?.samples.pop_front();
+            match outcome.and_then(|outcome| self.states_of(sample, outcome)) {
+                Ok(states) => self.current.as_mut()?.done.push(Fetched { sample, states }),
+                Err(error) => return Some(Err(error)),
             }
         }
         self.current.take().map(|row| Ok(row.done))
+    }
+
+    /// What the trainer gets of a sample. Unusable samples are counted here, in the order of the
+    /// rows, so that a stream fails at the same sample whatever the network does.
+    fn states_of(&mut self, sample: u64, outcome: Outcome) -> Result<Option<HiddenStates>, Error> {
+        match outcome {
+            Outcome::Have(states) => {
+                self.failures_in_a_row = 0;
+                Ok(Some(states))
+            }
+            Outcome::NotStored => Ok(None),
+            Outcome::Failed(reason) => {
+                self.failures_in_a_row += 1;
+                let count = self.failures_in_a_row;
+                if count >= self.fetcher.policy.failures_in_a_row {
+                    return Err(Error::TooManyFailures { count, last: Box::new(reason) });
+                }
+                tracing::warn!("leaving out sample {sample}: {}", chain(&reason));
+                Ok(None)
+            }
+        }
     }
 }
 
@@ -203,11 +236,12 @@ async fn prefetch(
         for request in row {
             // Taken here, not in the task: samples are asked for in the order of their use.
             let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
-            let fetcher = Arc::clone(&fetcher);
-            samples.push_back(tokio::spawn(async move {
+            let (fetcher, sample) = (Arc::clone(&fetcher), request.sample);
+            let work = tokio::spawn(async move {
                 let _slot = slot;
                 fetcher.fetch(request).await
-            }));
+            });
+            samples.push_back((sample, work));
         }
         let row = Pending { done: Vec::with_capacity(samples.len()), samples, _window: permit };
         if pending.send(row).is_err() {

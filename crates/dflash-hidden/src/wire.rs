@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn streams_of_several_batches_are_joined() {
         let states = sample(&[2, 3], 9, 5);
-        let body = written_by_arrow(&states, schema_of(&states, "tiny").metadata);
+        let body = written_by_arrow(&states, schema_of(&states, "tiny").metadata.into());
         assert_eq!(decode_stream(body, "test").unwrap(), states);
     }
 
@@ -287,7 +287,7 @@ mod tests {
         let states = sample(&[2], 4, 5);
         let good = schema_of(&states, "tiny").metadata;
         let change = |key: &str, value: &str| {
-            let mut metadata = good.clone();
+            let mut metadata: HashMap<String, String> = good.clone().into();
             metadata.insert(key.into(), value.into());
             decode_stream(written_by_arrow(&states, metadata), "there").unwrap_err().to_string()
         };

@@ -14,7 +14,7 @@ mod train;
 
 pub use demo_target::DemoTargetArgs;
 pub use eval::EvalArgs;
-pub use hidden_server::HiddenServerArgs;
+pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::TrainArgs;

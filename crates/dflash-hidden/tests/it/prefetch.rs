@@ -1,0 +1,218 @@
+//! Order, back-pressure and spreading: what the stream promises whatever the servers do.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dflash_hidden::{Request, StatesRequest};
+
+use crate::fake::{
+    HIDDEN, LAYERS, Notes, assert_right, config, drain, good, own_server, prompt, single_rows,
+    start, status,
+};
+
+/// A small generator, so that each case can be named by its seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % bound
+    }
+}
+
+fn bytes_of(request: &Request) -> usize {
+    request.input_ids.len() * LAYERS.len() * HIDDEN * 2
+}
+
+/// Up to 40 rows of up to 5 samples, some rows empty.
+fn random_rows(random: &mut Random) -> Vec<Vec<Request>> {
+    let mut sample = 0;
+    (0..random.below(40) + 1)
+        .map(|_| {
+            let row =
+                (0..random.below(6)).map(|offset| prompt(sample + offset)).collect::<Vec<_>>();
+            sample += row.len() as u64;
+            row
+        })
+        .collect()
+}
+
+/// Most requests at once, as a server saw it.
+#[derive(Default)]
+struct Gauge {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Gauge {
+    fn enter(&self) {
+        let now = self.now.fetch_add(1, Ordering::SeqCst) + 1;
+        self.peak.fetch_max(now, Ordering::SeqCst);
+    }
+
+    fn leave(&self) {
+        self.now.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn rows_come_in_order_whatever_the_delays() {
+    for seed in 0..25 {
+        let mut random = Random(seed);
+        let rows = random_rows(&mut random);
+        let gauge = Arc::new(Gauge::default());
+        let seen = Arc::clone(&gauge);
+        let (server, _) = own_server(move |number, request: StatesRequest| {
+            let gauge = Arc::clone(&seen);
+            async move {
+                gauge.enter();
+                let delay = Random(seed * 1000 + number as u64).below(8);
+                tokio::time::sleep(Duration::from_millis(delay)).await;
+                gauge.leave();
+                // One in nine fails, to mix retries in.
+                if (number * 31 + seed as usize) % 9 == 0 {
+                    status(500, "no")
+                } else {
+                    good(&request)
+                }
+            }
+        });
+        let mut config = config(&[&server.url]);
+        config.max_in_flight = 1 + random.below(8) as usize;
+        config.window_bytes = 4096 * (1 + random.below(6) as usize);
+        let limit = config.max_in_flight;
+        let mut stream = start(config, rows.clone()).unwrap();
+        let fetched = drain(&mut stream);
+        let order = |rows: &[Vec<u64>]| rows.to_vec();
+        let expected: Vec<Vec<u64>> =
+            rows.iter().map(|row| row.iter().map(|r| r.sample).collect()).collect();
+        let got: Vec<Vec<u64>> =
+            fetched.iter().map(|row| row.iter().map(|f| f.sample).collect()).collect();
+        assert_eq!(order(&got), order(&expected), "seed {seed}");
+        fetched.iter().flatten().for_each(assert_right);
+        let peak = gauge.peak.load(Ordering::SeqCst);
+        assert!(peak <= limit, "seed {seed}: {peak} requests at once, {limit} allowed");
+    }
+}
+
+#[test]
+fn no_more_than_the_window_is_fetched_ahead() {
+    // Rows of 4096 bytes in a window of three.
+    let tokens = 4096 / (LAYERS.len() * HIDDEN * 2);
+    let row = |sample: u64| vec![Request { sample, input_ids: vec![sample as i64; tokens] }];
+    let rows: Vec<_> = (0..12).map(row).collect();
+    assert_eq!(bytes_of(&rows[0][0]), 4096);
+    let (server, requests) = own_server(async |_, request| good(&request));
+    let mut config = config(&[&server.url]);
+    config.window_bytes = 3 * 4096;
+    let mut stream = start(config, rows).unwrap();
+    for taken in 0..12 {
+        let expected = (taken + 3).min(12);
+        let settled = (0..200).any(|_| {
+            std::thread::sleep(Duration::from_millis(5));
+            requests.load(Ordering::SeqCst) == expected
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(settled, "{taken} taken");
+        assert_eq!(requests.load(Ordering::SeqCst), expected, "{taken} taken");
+        assert_eq!(stream.next_row().unwrap().unwrap()[0].sample, taken as u64);
+    }
+    assert!(stream.next_row().is_none());
+}
+
+#[test]
+fn a_row_larger_than_the_window_goes_alone() {
+    let (server, _) = own_server(async |_, request| good(&request));
+    let mut config = config(&[&server.url]);
+    config.window_bytes = 1;
+    let rows: Vec<_> = (0..4).map(|row| (row * 20..row * 20 + 20).map(prompt).collect()).collect();
+    let fetched = drain(&mut start(config, rows).unwrap());
+    assert_eq!(fetched.iter().flatten().count(), 80);
+}
+
+#[test]
+fn waiting_is_measured() {
+    let (server, _) = own_server(async |_, request| {
+        tokio::time::sleep(Duration::from_millis(60)).await;
+        good(&request)
+    });
+    let mut stream = start(config(&[&server.url]), single_rows(0..1)).unwrap();
+    drain(&mut stream);
+    let wait = stream.counters().wait;
+    assert!((Duration::from_millis(50)..Duration::from_secs(2)).contains(&wait), "{wait:?}");
+}
+
+#[test]
+fn two_servers_share_the_work() {
+    let slow = async |_: usize, request: StatesRequest| {
+        tokio::time::sleep(Duration::from_millis(4)).await;
+        good(&request)
+    };
+    let (a, a_requests) = own_server(slow);
+    let (b, b_requests) = own_server(slow);
+    let mut stream =
+        start(config(&[&format!("{}, {}", a.url, b.url)]), single_rows(0..60)).unwrap();
+    drain(&mut stream).iter().flatten().for_each(assert_right);
+    for requests in [a_requests, b_requests] {
+        let requests = requests.load(Ordering::SeqCst);
+        assert!((10..=50).contains(&requests), "{requests} of 60");
+    }
+}
+
+#[test]
+fn a_server_that_breaks_down_and_recovers_costs_no_sample() {
+    let served: Notes<i64> = Arc::default();
+    let noted = Arc::clone(&served);
+    let (a, a_requests) = own_server(move |number, request: StatesRequest| {
+        let reply = match number {
+            5..15 => status(500, "broken"),
+            _ => {
+                noted.lock().unwrap().push(request.input_ids.as_ref().unwrap()[0]);
+                good(&request)
+            }
+        };
+        async { reply }
+    });
+    let (b, _) = own_server(async |_, request| {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        good(&request)
+    });
+    let mut stream = start(config(&[&a.url, &b.url]), single_rows(0..80)).unwrap();
+    let rows = drain(&mut stream);
+    rows.iter().flatten().for_each(assert_right);
+    assert_eq!(rows.len(), 80);
+    assert!(a_requests.load(Ordering::SeqCst) > 15, "it was readmitted");
+    let mut times = HashMap::new();
+    served.lock().unwrap().iter().for_each(|id| *times.entry(*id).or_insert(0) += 1);
+    assert!(times.values().all(|&times| times == 1), "a sample was asked for twice");
+}
+
+#[test]
+fn one_dead_server_of_two_is_done_without() {
+    let dead = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let (server, _) = own_server(async |_, request| good(&request));
+    let config = config(&[&dead.to_string(), &server.url]);
+    let mut stream = start(config, single_rows(0..20)).unwrap();
+    drain(&mut stream).iter().flatten().for_each(assert_right);
+}
+
+#[test]
+fn the_iterator_is_pulled_no_further_than_needed() {
+    let (server, _) = own_server(async |_, request| good(&request));
+    let pulled = Arc::new(Mutex::new(0));
+    let count = Arc::clone(&pulled);
+    let rows = (0..).map(move |sample| {
+        *count.lock().unwrap() += 1;
+        vec![prompt(sample)]
+    });
+    let mut config = config(&[&server.url]);
+    config.window_bytes = 4096;
+    let mut stream = dflash_hidden::Stream::start(config, rows).unwrap();
+    stream.next_row().unwrap().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    let pulled = *pulled.lock().unwrap();
+    assert!(pulled < 20, "{pulled} rows for one");
+}

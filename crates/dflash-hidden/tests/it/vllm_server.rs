@@ -1,0 +1,213 @@
+//! A stock vLLM as far as the client sees it: completions that name a file on shared storage.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use dflash_hidden::{HiddenStates, OnGenerate, StreamConfig};
+use rustix::fs::{FlockOperation, flock};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+
+use crate::fake::{
+    HIDDEN, LAYERS, Server, assert_right, config, drain, full_text, prompt, single_rows, start,
+    states_of, status,
+};
+
+/// How a vLLM may differ from a good one.
+#[derive(Clone)]
+struct Quirks {
+    /// What it says it ran.
+    echo: fn(&[i64]) -> Vec<i64>,
+    /// What it leaves in the file.
+    states: fn(&[i64]) -> HiddenStates,
+    /// Whether it has a KV connector.
+    names_a_file: bool,
+    /// Whether the client sees what it writes.
+    shares_storage: bool,
+    /// How long writing takes.
+    writing: Duration,
+    refuses: bool,
+}
+
+impl Default for Quirks {
+    fn default() -> Self {
+        Self {
+            echo: <[i64]>::to_vec,
+            states: |ids| states_of(ids, &[2, 5, 8]),
+            names_a_file: true,
+            shares_storage: true,
+            writing: Duration::from_millis(30),
+            refuses: false,
+        }
+    }
+}
+
+struct Vllm {
+    server: Server,
+    storage: tempfile::TempDir,
+    requests: Arc<AtomicUsize>,
+}
+
+fn vllm(quirks: Quirks) -> Vllm {
+    let storage = tempfile::tempdir().unwrap();
+    let dir = storage.path().to_path_buf();
+    let requests = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&requests);
+    let list = json!({"object": "list", "data": [
+        {"id": "tiny", "object": "model", "owned_by": "vllm", "root": "tiny", "max_model_len": 64}]});
+    let complete = post(move |Json(request): Json<Value>| {
+        let number = count.fetch_add(1, Ordering::SeqCst);
+        let reply = answer(&quirks, &dir.join(format!("req-{number}.safetensors")), &request);
+        async { reply }
+    });
+    let router = Router::new()
+        .route("/v1/models", get(async move || Json(list)))
+        .route("/v1/completions", complete);
+    Vllm { server: Server::start(router), storage, requests }
+}
+
+/// Replies at once; the file follows on another thread, under an exclusive lock.
+fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
+    assert_eq!(request["model"], "tiny");
+    assert_eq!(request["max_tokens"], 1);
+    assert_eq!(request["return_token_ids"], true);
+    if quirks.refuses {
+        return status(400, "This model's maximum context length is 4 tokens");
+    }
+    let ids: Vec<i64> = serde_json::from_value(request["prompt"].clone()).unwrap();
+    let mut reply = json!({"choices": [{"prompt_token_ids": (quirks.echo)(&ids)}]});
+    if quirks.names_a_file {
+        reply["kv_transfer_params"] = json!({ "hidden_states_path": path });
+    }
+    if quirks.names_a_file && quirks.shares_storage {
+        let lock = File::create(path.with_extension("safetensors.lock")).unwrap();
+        flock(&lock, FlockOperation::LockExclusive).unwrap();
+        let (quirks, path) = (quirks.clone(), path.to_path_buf());
+        std::thread::spawn(move || {
+            std::thread::sleep(quirks.writing);
+            // In two steps, so that a reader without the lock finds half a file.
+            let bytes = file_bytes(&ids, &(quirks.states)(&ids));
+            fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+            std::thread::sleep(Duration::from_millis(10));
+            fs::write(&path, &bytes).unwrap();
+            drop(lock);
+        });
+    }
+    Json(reply).into_response()
+}
+
+fn file_bytes(ids: &[i64], states: &HiddenStates) -> Vec<u8> {
+    let width = states.row_bytes();
+    let slots = states.layer_ids.len();
+    let rows: Vec<u8> = (0..states.tokens)
+        .flat_map(|row| states.layer_ids.iter().map(move |id| (row, *id)))
+        .flat_map(|(row, id)| states.layer(id).unwrap()[row * width..][..width].to_vec())
+        .collect();
+    let ids_bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+    let rows = TensorView::new(Dtype::BF16, vec![states.tokens, slots, HIDDEN], &rows).unwrap();
+    let ids = TensorView::new(Dtype::I64, vec![ids.len()], &ids_bytes).unwrap();
+    let tensors = HashMap::from([("hidden_states", rows), ("token_ids", ids)]);
+    safetensors::serialize(tensors, None).unwrap()
+}
+
+fn left_in(dir: &Path) -> Vec<PathBuf> {
+    fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+fn config_for(vllm: &Vllm) -> StreamConfig {
+    config(&[&format!("{}/v1", vllm.server.url)])
+}
+
+#[test]
+fn samples_are_read_under_the_lock_and_their_files_deleted() {
+    for states in [Quirks::default().states, |ids| states_of(ids, &LAYERS)] {
+        let vllm = vllm(Quirks { states, ..Quirks::default() });
+        let mut stream = start(config_for(&vllm), single_rows(0..12)).unwrap();
+        drain(&mut stream).iter().flatten().for_each(assert_right);
+        assert_eq!(stream.counters().generated, 12);
+        assert_eq!(left_in(vllm.storage.path()), [] as [PathBuf; 0]);
+    }
+}
+
+#[test]
+fn cached_samples_keep_the_last_layer() {
+    let vllm = vllm(Quirks::default());
+    let store = tempfile::tempdir().unwrap();
+    let mut config = config_for(&vllm);
+    config.on_generate = OnGenerate::Cache;
+    config.source.offline_dir = Some(store.path().into());
+    config.num_hidden_layers = Some(8);
+    drain(&mut start(config, single_rows(0..1)).unwrap()).iter().flatten().for_each(assert_right);
+    let bytes = fs::read(store.path().join("hs_0.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let rows = file.tensor("hidden_states").unwrap();
+    assert_eq!(rows.shape(), [prompt(0).input_ids.len(), 3, HIDDEN]);
+    let last = states_of(&prompt(0).input_ids, &[8]);
+    assert_eq!(&rows.data()[2 * 16..3 * 16], &last.layer(8).unwrap()[..16]);
+}
+
+/// The last cause after which the stream gives up on this server.
+fn fails_with(quirks: Quirks) -> String {
+    let vllm = vllm(quirks);
+    let mut stream = start(config_for(&vllm), single_rows(0..20)).unwrap();
+    let error = std::iter::from_fn(|| stream.next_row()).find_map(Result::err).unwrap();
+    drop(stream);
+    full_text(&error)
+}
+
+#[test]
+fn other_tokens_or_rows_than_asked_for_are_refused() {
+    let fast = Quirks { writing: Duration::ZERO, ..Quirks::default() };
+    let text = fails_with(Quirks { echo: |ids| ids[1..].to_vec(), ..fast.clone() });
+    assert!(text.contains("8 samples in a row") && text.contains("other tokens"), "{text}");
+    // What prefix caching does: the rows of the cached part are absent.
+    let states = |ids: &[i64]| states_of(&ids[1..], &LAYERS);
+    let text = fails_with(Quirks { states, ..fast.clone() });
+    assert!(text.contains("--no-enable-prefix-caching"), "{text}");
+    let states = |ids: &[i64]| {
+        let zeros = LAYERS.map(|_| vec![0; ids.len() * HIDDEN * 2].into()).to_vec();
+        HiddenStates::new(LAYERS.to_vec(), ids.len(), HIDDEN, dflash_hidden::Dtype::Bf16, zeros)
+            .unwrap()
+    };
+    assert!(fails_with(Quirks { states, ..fast.clone() }).contains("row 0 of layer 2 is all zero"));
+    let states = |ids: &[i64]| states_of(ids, &[2, 3, 5, 6]);
+    assert!(fails_with(Quirks { states, ..fast }).contains("expected layers [2, 5]"));
+}
+
+#[test]
+fn a_vllm_without_the_connector_is_told_what_to_start_with() {
+    let text = fails_with(Quirks { names_a_file: false, ..Quirks::default() });
+    assert!(text.contains("extract_hidden_states"), "{text}");
+}
+
+#[test]
+fn a_refused_body_is_not_sent_again() {
+    let vllm = vllm(Quirks { refuses: true, ..Quirks::default() });
+    let mut stream = start(config_for(&vllm), single_rows(0..3)).unwrap();
+    assert!(drain(&mut stream).iter().flatten().all(|fetched| fetched.states.is_none()));
+    assert_eq!((stream.counters().rejected, vllm.requests.load(Ordering::SeqCst)), (3, 3));
+}
+
+#[test]
+fn prompts_that_leave_no_room_for_a_token_are_not_sent() {
+    let vllm = vllm(Quirks::default());
+    let row = |sample, tokens| vec![dflash_hidden::Request { sample, input_ids: vec![1; tokens] }];
+    let mut stream = start(config_for(&vllm), vec![row(0, 63), row(1, 64)]).unwrap();
+    let rows = drain(&mut stream);
+    assert!(rows[0][0].states.is_some() && rows[1][0].states.is_none());
+    assert_eq!((stream.counters().rejected, vllm.requests.load(Ordering::SeqCst)), (1, 1));
+}
+
+#[test]
+fn storage_that_is_not_shared_is_named() {
+    let text = fails_with(Quirks { shares_storage: false, ..Quirks::default() });
+    assert!(text.contains("req-") && text.contains("shared_storage_path"), "{text}");
+}
