@@ -1,0 +1,55 @@
+//! The target's tokenizer, from a directory or from the Hub.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use dflash_text::ChatTokenizer;
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::error::Error;
+use crate::hub;
+
+/// A tokenizer with what bounds its ids.
+#[derive(Debug)]
+pub(crate) struct Model {
+    pub(crate) tokenizer: ChatTokenizer,
+    pub(crate) dir: PathBuf,
+    /// Rows of the target's embedding, or the tokenizer's size where no configuration says.
+    pub(crate) vocab_size: usize,
+}
+
+impl Model {
+    pub(crate) fn load(config: &Config, stop: &AtomicBool) -> Result<Self, Error> {
+        let dir = locate(&config.model, stop)?;
+        let mut tokenizer = ChatTokenizer::load(&dir)?;
+        if !config.template_variables.is_empty() {
+            tokenizer.extend_template_variables(config.template_variables.clone())?;
+        }
+        let vocab_size = embedding_rows(&dir).unwrap_or(0).max(tokenizer.len());
+        Ok(Self { tokenizer, dir, vocab_size })
+    }
+}
+
+/// A directory as it is; a name of the form `owner/name` is fetched.
+fn locate(model: &str, stop: &AtomicBool) -> Result<PathBuf, Error> {
+    let path = Path::new(model);
+    if path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    let is_name = model.split('/').count() == 2
+        && model.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
+    if !is_name {
+        return Err(Error::NoModel { model: model.to_owned() });
+    }
+    hub::fetch_tokenizer(model, stop)
+}
+
+/// `vocab_size` of `config.json`; multimodal models keep it under `text_config`.
+fn embedding_rows(dir: &Path) -> Option<usize> {
+    let text = std::fs::read(dir.join("config.json")).ok()?;
+    let config: Value = serde_json::from_slice(&text).ok()?;
+    let rows =
+        config["vocab_size"].as_u64().or_else(|| config["text_config"]["vocab_size"].as_u64());
+    usize::try_from(rows?).ok()
+}

@@ -1,0 +1,147 @@
+//! The whole command.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use dflash_data::{DatasetWriter, WriteSummary, WriterOptions};
+
+use crate::config::Config;
+use crate::error::Error;
+use crate::model::Model;
+use crate::outcome::{Tally, Window};
+use crate::pipeline::{Job, process};
+use crate::progress::Progress;
+use crate::provenance;
+use crate::source::{self, FileRecords, Record, Source, sampled};
+
+/// What a run did. Prints as a small table.
+#[derive(Debug, Clone)]
+pub struct Summary {
+    /// The new dataset.
+    pub output: PathBuf,
+    /// What was written.
+    pub written: WriteSummary,
+    /// What became of the input.
+    pub tally: Tally,
+    /// Time from the first row read to the last one written.
+    pub elapsed: Duration,
+}
+
+/// Prepares a dataset. Polls `stop` and then leaves nothing behind.
+///
+/// # Errors
+/// See [`Error`]; whatever happens, the output is whole or absent.
+pub fn prepare(config: &Config, stop: &AtomicBool) -> Result<Summary, Error> {
+    check(config)?;
+    let places = source::locate(&config.data)?;
+    let options = WriterOptions { shard_bytes: config.shard_bytes, overwrite: config.overwrite };
+    let mut writer = DatasetWriter::create(&config.output, options)?;
+    let model = Model::load(config, stop)?;
+    let sources = source::fetch(places, stop)?;
+    let started = Instant::now();
+    let tally = fill(config, &model, &sources, &mut writer, stop)?;
+    if writer.rows() == 0 {
+        return Err(match tally.rows_in {
+            0 => Error::Empty { data: config.data.join(", ") },
+            rows => Error::NothingLeft { rows, reasons: tally.reasons() },
+        });
+    }
+    let provenance = provenance::document(config, &model, &sources, &tally, &writer);
+    writer.add_file(provenance::FILE, &provenance)?;
+    let written = writer.finish()?;
+    Ok(Summary { output: config.output.clone(), written, tally, elapsed: started.elapsed() })
+}
+
+fn check(config: &Config) -> Result<(), Error> {
+    // A row of one token has nothing to predict.
+    for (flag, value, least) in [
+        ("--seq-length", config.seq_length, 2),
+        ("--workers", config.workers, 1),
+        ("--minimum-valid-tokens", config.minimum_valid_tokens, 1),
+        ("--limit", config.limit.unwrap_or(1), 1),
+    ] {
+        if value < least {
+            return Err(Error::TooSmall { flag, least, value });
+        }
+    }
+    Ok(())
+}
+
+fn fill(
+    config: &Config,
+    model: &Model,
+    sources: &[Source],
+    writer: &mut DatasetWriter,
+    stop: &AtomicBool,
+) -> Result<Tally, Error> {
+    let files: Vec<PathBuf> = sources.iter().flat_map(|source| source.files.clone()).collect();
+    let total = files.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
+    let mut progress = Progress::start(total);
+    let mut tally = Tally::default();
+    let job = Job {
+        model,
+        window: Window {
+            seq_length: config.seq_length,
+            minimum_valid_tokens: config.minimum_valid_tokens,
+        },
+        skip_bad_rows: config.skip_bad_rows,
+        workers: config.workers,
+    };
+    let open = || read(&files, config.limit, config.shuffle_seed);
+    process(open, job, stop, |prepared| {
+        for sample in &prepared.samples {
+            writer.push(sample)?;
+        }
+        tally.absorb(prepared.tally);
+        progress.advance(prepared.bytes, writer.rows(), writer.tokens());
+        Ok(())
+    })?;
+    progress.finish();
+    Ok(tally)
+}
+
+/// All records of all files, limited and shuffled as asked.
+fn read(
+    files: &[PathBuf],
+    limit: Option<usize>,
+    shuffle_seed: Option<u64>,
+) -> Box<dyn Iterator<Item = Result<Record, Error>> + '_> {
+    let records = files.iter().flat_map(|path| open_file(path));
+    match shuffle_seed {
+        None => Box::new(records.take(limit.unwrap_or(usize::MAX))),
+        Some(seed) => match sampled(records, limit, seed) {
+            Ok(kept) => Box::new(kept.into_iter().map(Ok)),
+            Err(error) => Box::new(std::iter::once(Err(error))),
+        },
+    }
+}
+
+/// The records of one file, or the error that keeps it from opening as the only one.
+fn open_file(path: &Path) -> Box<dyn Iterator<Item = Result<Record, Error>>> {
+    match FileRecords::open(path) {
+        Ok(records) => Box::new(records),
+        Err(error) => Box::new(std::iter::once(Err(error))),
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { output, written, tally, elapsed } = self;
+        let rate = written.rows as f64 / elapsed.as_secs_f64().max(1e-9);
+        let share = 100.0 * written.supervised_tokens as f64 / written.tokens.max(1) as f64;
+        writeln!(f, "dataset            {}", output.display())?;
+        writeln!(f, "rows read          {}", tally.rows_in)?;
+        writeln!(f, "rows written       {}", written.rows)?;
+        writeln!(f, "tokens             {}", written.tokens)?;
+        writeln!(f, "supervised tokens  {} ({share:.1}%)", written.supervised_tokens)?;
+        writeln!(f, "cut to length      {}", tally.truncated)?;
+        for (reason, (count, example)) in &tally.dropped {
+            writeln!(f, "dropped            {count}: {reason} (first: {example})")?;
+        }
+        writeln!(f, "shards             {}", written.shards)?;
+        writeln!(f, "fingerprint        {}", written.fingerprint)?;
+        write!(f, "time               {:.1} s ({rate:.0} rows/s)", elapsed.as_secs_f64())
+    }
+}
