@@ -3,7 +3,8 @@
 mod commands;
 
 use clap::Parser;
-use dflash::{Cli, Signals, exit, logging};
+use dflash::{Cli, Signals, exit, libtorch, logging};
+use dflash_torch_sys::CudaLibrary;
 
 fn main() {
     exit::install_panic_hook();
@@ -11,6 +12,17 @@ fn main() {
     let ends_by_signal = cli.command.ends_by_signal();
     let signals = Signals::install().unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);
+    open_cuda();
     let outcome = commands::run(cli.command, signals.stop());
     exit::finish(&outcome, &signals, ends_by_signal)
+}
+
+/// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second.
+fn open_cuda() {
+    if !libtorch::has_driver() {
+        return;
+    }
+    if let CudaLibrary::Failed(reason) = dflash_torch_sys::load_cuda() {
+        tracing::warn!("libtorch's CUDA library does not load, so the CPU is used: {reason}");
+    }
 }

@@ -102,7 +102,7 @@ impl Search {
             cache: directory("XDG_CACHE_HOME")
                 .or_else(|| directory("HOME").map(|home| home.join(".cache"))),
             pythons: python::interpreters(directory),
-            prefer_cuda: Path::new(DRIVER).exists(),
+            prefer_cuda: has_driver(),
         }
     }
 
@@ -207,6 +207,11 @@ fn version(root: &Path) -> Option<String> {
     }
     let text = fs::read_to_string(root.join("build-version")).ok()?;
     Some(text.trim().to_owned())
+}
+
+/// Whether this machine has NVIDIA's driver.
+pub fn has_driver() -> bool {
+    Path::new(DRIVER).exists()
 }
 
 /// Whether CUDA's linear algebra lies where libtorch_cuda looks for it: in the wheels' common

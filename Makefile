@@ -1,0 +1,43 @@
+# Everything a newcomer types. `make help` lists it.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test check bench interop clean
+
+# One profile for programs and tests: libtorch's bindings take minutes to build, once is enough.
+CARGO_FLAGS ?= --release
+# Cargo's own commands take libtorch from .deps/libtorch (.cargo/config.toml); a variable of the
+# user's is for `make setup` to look at.
+CARGO := env -u LIBTORCH cargo
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: ## check the tools and set up libtorch
+	@scripts/setup.sh
+
+build: setup ## leave the programs at target/release/dflash and target/release/dflash-engine
+	$(CARGO) build $(CARGO_FLAGS) -p dflash -p dflash-engine
+
+demo: build ## the whole line on a made-up corpus: corpus, target, hidden states, drafter, table
+	@scripts/demo.sh $(DEMO_FLAGS)
+
+test: build ## all tests, with the counts at the end
+	@scripts/test.sh $(TEST_FLAGS)
+
+check: build ## format, lints, tests, docs, dependency policy
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
+	@scripts/test.sh
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGO_FLAGS) --workspace --no-deps --document-private-items
+	@scripts/cargo-deny.sh
+
+bench: build ## time a training step and the start of the programs
+	@scripts/bench.sh
+
+interop: build ## serve a drafter with a stock vLLM and compare its acceptance with ours
+	@scripts/interop.sh
+
+clean: ## remove what was built; libtorch stays in the user's cache
+	$(CARGO) clean
+	rm -rf demo-run .deps

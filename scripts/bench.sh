@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Times what a user waits for: the start of the front program and of the engine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly dflash=target/release/dflash
+
+# Median milliseconds of 21 runs of a command; its exit code does not matter.
+median_ms() {
+  local times=() began
+  for _ in $(seq 21); do
+    began=$(date +%s%N)
+    "$@" >/dev/null 2>&1 || true
+    times+=($((($(date +%s%N) - began) / 10000)))
+  done
+  printf '%s\n' "${times[@]}" | sort -n | sed -n 11p | awk '{ printf "%.1f", $1 / 100 }'
+}
+
+row() { printf '%-58s %8s ms\n' "$1" "$2"; }
+
+row "dflash --help" "$(median_ms "$dflash" --help)"
+row "dflash train --help" "$(median_ms "$dflash" train --help)"
+row "engine to its first check (a missing model directory)" \
+  "$(median_ms "$dflash" hidden-server /nonexistent --target-layer-ids 1)"

@@ -1,0 +1,95 @@
+"""Sends prompts to a running vLLM and compares its acceptance counters with `dflash eval --json`.
+
+Standard library only. Exit code 0 when the acceptance lengths agree within the tolerance.
+"""
+
+import argparse
+import json
+import re
+import sys
+import urllib.request
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+# What the row layouts call the two speakers.
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def messages_of(row):
+    """The turns before the last answer, as `dflash eval` takes them."""
+    for question in ("question", "prompt", "instruction"):
+        if question in row:
+            more = "\n" + row["input"] if row.get("input") else ""
+            return [{"role": "user", "content": row[question] + more}]
+    if "turns" in row:
+        return [{"role": "user", "content": row["turns"][0]}]
+    turns = [
+        {"role": ROLES[turn.get("role", turn.get("from"))], "content": turn.get("content", turn.get("value"))}
+        for turn in row.get("messages", row.get("conversations", []))
+    ]
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return turns
+
+
+def rows(path):
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=600) as reply:
+        return reply.read().decode()
+
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.load(reply)
+
+
+def counter(metrics, name):
+    """The sum of a counter over its labels."""
+    lines = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
+    if not lines:
+        sys.exit(f"interop: vLLM does not count {name}; is a drafter loaded?")
+    return sum(map(float, lines))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--eval", required=True)
+    parser.add_argument("--tolerance", type=float, required=True)
+    args = parser.parse_args()
+
+    model = json.loads(get(args.url + "/v1/models"))["data"][0]["id"]
+    prompts = [messages_of(row) for row in rows(args.prompts)[: args.count]]
+    before = get(args.url + "/metrics")
+    tokens = 0
+    for number, messages in enumerate(prompts, 1):
+        body = {"model": model, "messages": messages, "max_tokens": args.tokens, "temperature": 0}
+        tokens += post(args.url + "/v1/chat/completions", body)["usage"]["completion_tokens"]
+        if number % 10 == 0 or number == len(prompts):
+            print(f"interop: {number}/{len(prompts)} prompts, {tokens} tokens", file=sys.stderr)
+    after = get(args.url + "/metrics")
+
+    accepted, drafts = (counter(after, name) - counter(before, name) for name in (ACCEPTED, DRAFTS))
+    with open(args.eval, encoding="utf-8") as file:
+        ours = json.load(file)["tau_per_step"]
+    theirs = 1 + accepted / drafts
+    difference = ours / theirs - 1
+    print(f"acceptance length, vLLM's counters   {theirs:7.3f}   {drafts:.0f} drafts")
+    print(f"acceptance length, dflash eval       {ours:7.3f}")
+    print(f"difference                           {difference:+7.1%}   (allowed {args.tolerance:.0%})")
+    sys.exit(abs(difference) > args.tolerance)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+//! Tests of the whole: the crate boundaries, and the built programs as a user starts them.
+//!
+//! The programs are those of `make build`; `make test` builds them first.
+
+#[path = "workspace/boundaries.rs"]
+mod boundaries;
+#[path = "workspace/front.rs"]
+mod front;
+#[path = "workspace/pipeline.rs"]
+mod pipeline;
+#[path = "workspace/program.rs"]
+mod program;

@@ -1,0 +1,213 @@
+//! The rules that ARCHITECTURE.md states about crates, read from cargo's own metadata and from the
+//! sources.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// What each package needs to be built and run, tests aside; without third-party packages' own
+/// development needs.
+struct Graph(BTreeMap<String, BTreeSet<String>>);
+
+impl Graph {
+    fn read() -> Self {
+        let output = Command::new(env!("CARGO"))
+            .args(["metadata", "--format-version", "1", "--offline", "--manifest-path"])
+            .arg(root().join("Cargo.toml"))
+            .output()
+            .expect("cargo starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Self::parse(&serde_json::from_slice(&output.stdout).expect("cargo writes JSON"))
+    }
+
+    fn parse(metadata: &Value) -> Self {
+        let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
+        Self(nodes.iter().map(|node| (name_of(&node["id"]), ordinary(node))).collect())
+    }
+
+    /// Everything that `package` needs, however far away.
+    fn reach(&self, package: &str) -> BTreeSet<String> {
+        assert!(self.0.contains_key(package), "no package {package}");
+        let mut found = BTreeSet::new();
+        let mut open = vec![package.to_owned()];
+        while let Some(next) = open.pop() {
+            for needed in &self.0[&next] {
+                if found.insert(needed.clone()) {
+                    open.push(needed.clone());
+                }
+            }
+        }
+        found
+    }
+
+    /// What `package` names in its own manifest.
+    fn direct(&self, package: &str) -> &BTreeSet<String> {
+        &self.0[package]
+    }
+
+    fn ours(&self) -> impl Iterator<Item = &String> {
+        self.0.keys().filter(|name| name.starts_with("dflash"))
+    }
+}
+
+/// The package's name in a package id: `path+file:///x/name#0.1.0` or `...#name@0.1.0`.
+fn name_of(id: &Value) -> String {
+    let id = id.as_str().expect("package ids are strings");
+    let (place, tail) = id.rsplit_once('#').expect("package ids have a fragment");
+    match tail.split_once('@') {
+        Some((name, _)) => name.to_owned(),
+        None => place.rsplit('/').next().unwrap_or(place).to_owned(),
+    }
+}
+
+fn ordinary(node: &Value) -> BTreeSet<String> {
+    let is_ordinary = |dependency: &&Value| {
+        let kinds = dependency["dep_kinds"].as_array().expect("kinds");
+        kinds.iter().any(|kind| kind["kind"].is_null())
+    };
+    let dependencies = node["deps"].as_array().expect("deps").iter();
+    dependencies.filter(is_ordinary).map(|dependency| name_of(&dependency["pkg"])).collect()
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
+}
+
+/// Every Rust file of our crates, with its path from the root.
+fn sources() -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    collect(&root().join("crates"), &mut found);
+    found
+}
+
+fn collect(dir: &Path, found: &mut Vec<(PathBuf, String)>) {
+    for entry in fs::read_dir(dir).expect("readable") {
+        let path = entry.expect("readable").path();
+        if path.is_dir() {
+            collect(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = fs::read_to_string(&path).expect("UTF-8");
+            found.push((path.strip_prefix(root()).expect("below").to_owned(), text));
+        }
+    }
+}
+
+const SUBCOMMANDS: [&str; 4] =
+    ["dflash-prepare", "dflash-hidden-server", "dflash-train", "dflash-decode"];
+
+#[test]
+fn subcommand_crates_never_depend_on_each_other() {
+    let graph = Graph::read();
+    for crate_name in SUBCOMMANDS {
+        let reach = graph.reach(crate_name);
+        let others: Vec<_> = SUBCOMMANDS.iter().filter(|other| reach.contains(**other)).collect();
+        assert!(others.is_empty(), "{crate_name} depends on {others:?}");
+    }
+}
+
+#[test]
+fn the_front_and_the_formats_do_without_libtorch() {
+    let graph = Graph::read();
+    let without =
+        ["dflash", "dflash-data", "dflash-files", "dflash-hidden", "dflash-prepare", "dflash-text"];
+    for crate_name in without {
+        let reach = graph.reach(crate_name);
+        for torch in ["tch", "torch-sys", "dflash-torch-sys"] {
+            assert!(!reach.contains(torch), "{crate_name} depends on {torch}");
+        }
+    }
+}
+
+#[test]
+fn the_model_knows_no_rank_no_socket_and_no_command_line() {
+    let reach = Graph::read().reach("dflash-model");
+    for foreign in ["dflash-dist", "clap", "axum", "reqwest", "tokio", "dflash-hidden"] {
+        assert!(!reach.contains(foreign), "dflash-model depends on {foreign}");
+    }
+}
+
+#[test]
+fn libraries_depend_on_what_the_layers_allow() {
+    let graph = Graph::read();
+    let allowed = [
+        ("dflash-files", &[][..]),
+        ("dflash-text", &[]),
+        ("dflash-torch-sys", &[]),
+        ("dflash-data", &["dflash-files"]),
+        ("dflash-hidden", &["dflash-files"]),
+        ("dflash-dist", &["dflash-torch-sys"]),
+        ("dflash-model", &["dflash-files", "dflash-torch-sys"]),
+        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-text"]),
+        ("dflash-hidden-server", &["dflash-hidden", "dflash-model"]),
+        ("dflash-decode", &["dflash-files", "dflash-model", "dflash-text"]),
+        ("dflash-demo", &["dflash-files", "dflash-model", "dflash-text"]),
+        (
+            "dflash-train",
+            &["dflash-data", "dflash-dist", "dflash-files", "dflash-hidden", "dflash-model"],
+        ),
+        ("dflash", &["dflash-prepare"]),
+    ];
+    for (crate_name, allowed) in allowed {
+        let ours = graph.direct(crate_name).iter().filter(|name| name.starts_with("dflash"));
+        let beyond: Vec<_> = ours.filter(|name| !allowed.contains(&name.as_str())).collect();
+        assert!(beyond.is_empty(), "{crate_name} may not depend on {beyond:?}");
+    }
+    let listed: Vec<_> = allowed.iter().map(|(name, _)| *name).collect();
+    let binaries = ["dflash-engine", "dflash-tests"];
+    for name in graph.ours() {
+        let known = listed.contains(&name.as_str()) || binaries.contains(&name.as_str());
+        assert!(known, "{name} has no place in the layers; add it here and in ARCHITECTURE.md");
+    }
+}
+
+#[test]
+fn only_the_programs_know_clap_and_anyhow() {
+    let graph = Graph::read();
+    for name in graph.ours().filter(|name| !["dflash", "dflash-engine"].contains(&name.as_str())) {
+        for foreign in ["clap", "anyhow"] {
+            assert!(!graph.direct(name).contains(foreign), "{name} depends on {foreign}");
+        }
+    }
+}
+
+#[test]
+fn unsafe_code_lives_in_the_shim_and_one_module() {
+    let home = |path: &Path| {
+        path.starts_with("crates/dflash-torch-sys")
+            || path == Path::new("crates/dflash-dist/src/launcher/process.rs")
+    };
+    for (path, text) in sources().iter().filter(|(path, _)| !home(path)) {
+        let lifts = text.contains("allow(unsafe_code") || text.contains("expect(unsafe_code");
+        assert!(!lifts, "{} lifts the ban on unsafe code", path.display());
+    }
+}
+
+#[test]
+fn every_crate_takes_the_workspace_lints() {
+    for entry in fs::read_dir(root().join("crates")).expect("readable") {
+        let manifest = entry.expect("readable").path().join("Cargo.toml");
+        let text = fs::read_to_string(&manifest).expect("a manifest");
+        assert!(text.contains("[lints]\nworkspace = true"), "{}", manifest.display());
+    }
+}
+
+#[test]
+fn files_stay_readable() {
+    for (path, text) in sources() {
+        assert!(path.file_name().is_none_or(|name| name != "mod.rs"), "{}", path.display());
+        let lines = text.lines().count();
+        assert!(lines <= 600, "{} has {lines} lines; split it", path.display());
+        assert!(text.starts_with("//!"), "{} does not say what it is for", path.display());
+    }
+}
+
+#[test]
+fn names_are_read_from_every_form_of_package_id() {
+    let name = |id: &str| name_of(&Value::from(id));
+    assert_eq!(name("path+file:///x/dflash-data#0.1.0"), "dflash-data");
+    assert_eq!(name("path+file:///x/tests#dflash-tests@0.1.0"), "dflash-tests");
+    assert_eq!(name("registry+https://example.org/index#serde@1.0.2"), "serde");
+}

@@ -1,0 +1,93 @@
+//! The front program: help, exit codes, and what it says when libtorch is missing.
+
+use std::fs;
+use std::process::Command;
+use std::time::Instant;
+
+use crate::program::{Finished, dflash, path, run};
+
+#[test]
+fn the_main_help_names_every_command() {
+    insta::assert_snapshot!(dflash("--help").ok().stdout);
+}
+
+#[test]
+fn every_command_has_its_help_without_libtorch() {
+    for command in ["prepare", "hidden-server", "train", "eval", "regenerate", "demo-target"] {
+        let help = bare(&[command, "--help"]).ok().stdout;
+        assert!(help.contains(&format!("Usage: dflash {command}")), "{help}");
+    }
+}
+
+#[test]
+fn the_flags_of_the_published_guide_are_there() {
+    let help = dflash("train --help").ok().stdout;
+    let flags = "--verifier-name-or-path --speculator-type --num-layers --data-path \
+        --vllm-endpoint --save-path --epochs --lr --total-seq-len --on-missing --on-generate \
+        --seed --draft-vocab-size --target-layer-ids --scheduler-type --max-anchors --nproc \
+        --block-size --anchors-per-sequence --gamma --max-steps";
+    for flag in flags.split_whitespace() {
+        assert!(help.contains(flag), "{flag} is missing in\n{help}");
+    }
+}
+
+#[test]
+fn usage_errors_have_code_two_and_name_the_flag() {
+    let finished = dflash("eval --target x");
+    assert_eq!(finished.code, Some(2));
+    assert!(finished.stderr.contains("--draft"), "{}", finished.stderr);
+    assert_eq!(dflash("no-such-command").code, Some(2));
+    assert_eq!(dflash("").code, Some(2));
+}
+
+#[test]
+fn help_starts_at_once() {
+    let best = (0..5).map(|_| {
+        let began = Instant::now();
+        dflash("--help").ok();
+        began.elapsed().as_millis()
+    });
+    // The promise is 30 ms; the rest is for a machine that is busy with other tests.
+    assert!(best.min().unwrap() < 60);
+}
+
+#[test]
+fn without_libtorch_one_message_lists_the_places_and_the_remedy() {
+    let message = bare(&["eval", "--target", "t", "--draft", "d", "--prompts", "p"]);
+    let message = message.fault();
+    assert!(message.starts_with("error: this command needs libtorch 2.11.0"), "{message}");
+    for part in ["DFLASH_LIBTORCH", ".deps/libtorch", ".cache/dflash", "make setup", "pip install"]
+    {
+        assert!(message.contains(part), "{part} in {message}");
+    }
+}
+
+#[test]
+fn a_wrong_libtorch_is_named_with_what_was_found() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("version.py"), "__version__ = '2.4.1+cpu'\n").unwrap();
+    let mut command = Command::new(path());
+    command.args(["hidden-server", "m", "--target-layer-ids", "1"]);
+    let finished = run(command.env("DFLASH_LIBTORCH", dir.path()));
+    assert!(finished.fault().contains("version 2.4.1+cpu, expected 2.11.0"), "{finished:?}");
+}
+
+#[test]
+fn a_missing_engine_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let copy = dir.path().join("dflash");
+    fs::copy(path(), &copy).unwrap();
+    let finished = run(Command::new(&copy).args(["regenerate", "--help"])).ok();
+    assert!(finished.stdout.contains("Usage"), "{finished:?}");
+    let finished = run(Command::new(&copy).args(["hidden-server", "m", "--target-layer-ids", "1"]));
+    assert!(finished.fault().contains("dflash-engine is missing"), "{finished:?}");
+}
+
+/// Runs a copy of the front (with an empty engine beside it) where no libtorch can be found.
+fn bare(args: &[&str]) -> Finished {
+    let dir = tempfile::tempdir().unwrap();
+    fs::copy(path(), dir.path().join("dflash")).unwrap();
+    fs::write(dir.path().join("dflash-engine"), "").unwrap();
+    let mut command = Command::new(dir.path().join("dflash"));
+    run(command.args(args).env_clear().env("HOME", dir.path()).env("PATH", ""))
+}

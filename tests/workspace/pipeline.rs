@@ -1,0 +1,229 @@
+//! The whole line with the built programs on a target of two training steps, and what users get
+//! wrong along it.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::program::{Finished, dflash, path, run};
+
+/// Corpus, prompts and target that all tests here share; removed with the target folder.
+fn demo() -> &'static Path {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let dir = path().with_file_name("dflash-tests-demo");
+        let _ = fs::remove_dir_all(&dir);
+        let shown = dir.display();
+        dflash(&format!("demo-target --output {shown} --rows 60 --held-out 4 --steps 2")).ok();
+        dir
+    })
+}
+
+fn target() -> String {
+    demo().join("target").display().to_string()
+}
+
+fn scratch() -> (TempDir, String) {
+    let dir = tempfile::tempdir().expect("a scratch directory");
+    let shown = dir.path().display().to_string();
+    (dir, shown)
+}
+
+fn prepared(dir: &str) -> String {
+    let data = format!("{dir}/data");
+    let rows = demo().join("conversations.jsonl");
+    let line = format!("--data {} --output {data} --seq-length 512", rows.display());
+    dflash(&format!("prepare --model {} {line}", target())).ok();
+    data
+}
+
+/// A running hidden-state server, ended when dropped.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start(dir: &str) -> Self {
+        let port_file = PathBuf::from(format!("{dir}/port"));
+        let child = Command::new(path())
+            .args(["hidden-server", &target(), "--target-layer-ids", "2", "3", "5", "6"])
+            .args(["--port", "0", "--port-file"])
+            .arg(&port_file)
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the server starts");
+        let written = || fs::read_to_string(&port_file).ok().filter(|text| text.ends_with('\n'));
+        let text = wait_for(Duration::from_secs(30), written).expect("the server tells its port");
+        let digits = text.trim().rsplit(|c: char| !c.is_ascii_digit()).next().expect("digits");
+        Self { child, port: digits.parse().expect("a port") }
+    }
+
+    fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}/v1", self.port)
+    }
+
+    /// Sends SIGINT and waits; (exit code, time it took).
+    fn interrupt(&mut self) -> (Option<i32>, Duration) {
+        let began = Instant::now();
+        signal("-INT", self.child.id());
+        let status = self.child.wait().expect("the server ends");
+        (status.code(), began.elapsed())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn signal(name: &str, pid: u32) {
+    let sent = Command::new("kill").args([name, &pid.to_string()]).status();
+    assert!(sent.expect("kill starts").success());
+}
+
+fn wait_for<T>(limit: Duration, mut probe: impl FnMut() -> Option<T>) -> Option<T> {
+    let began = Instant::now();
+    loop {
+        match probe() {
+            None if began.elapsed() < limit => std::thread::sleep(Duration::from_millis(20)),
+            found => return found,
+        }
+    }
+}
+
+fn train_line(endpoint: &str, data: &str, save_path: &str) -> String {
+    format!(
+        "train --verifier-name-or-path {} --speculator-type dflash --num-layers 1 \
+         --data-path {data} --vllm-endpoint {endpoint} --save-path {save_path} --epochs 1 \
+         --lr 0.001 --total-seq-len 512 --on-missing generate --on-generate delete --seed 1 \
+         --target-layer-ids 2 3 5 6 --scheduler-type cosine --max-anchors 64 --block-size 4 \
+         --anchors-per-sequence 16 --gamma 4",
+        target()
+    )
+}
+
+#[test]
+fn conversations_become_a_measured_drafter() {
+    let (_dir, dir) = scratch();
+    let data = prepared(&dir);
+    let mut server = Server::start(&dir);
+    let drafts = format!("{dir}/drafts");
+    let line = train_line(&server.endpoint(), &data, &drafts);
+    dflash(&format!("{line} --max-steps 2 --nproc 2")).ok();
+    assert_eq!(server.interrupt().0, Some(0));
+    let report = format!("{dir}/eval.json");
+    let prompts = demo().join("prompts.jsonl");
+    let table = dflash(&format!(
+        "eval --target {} --draft {drafts}/step-000002 --prompts {} --max-new-tokens 24 \
+         --json {report}",
+        target(),
+        prompts.display()
+    ))
+    .ok();
+    assert!(table.stdout.contains("tau per step"), "{}", table.stdout);
+    let report: Value = serde_json::from_str(&fs::read_to_string(report).unwrap()).unwrap();
+    assert!(report["tau_per_step"].as_f64().unwrap() >= 1.0, "{report}");
+    assert_eq!(report["lossless"]["holds"], true, "{report}");
+}
+
+#[test]
+fn a_directory_without_config_json_is_named() {
+    let (_dir, dir) = scratch();
+    let finished = dflash(&format!("hidden-server {dir} --target-layer-ids 1 --port 0"));
+    assert!(finished.fault().contains("config.json"), "{finished:?}");
+    let finished = dflash(&format!("eval --target {dir} --draft {dir} --prompts {dir}/none"));
+    finished.fault();
+}
+
+#[test]
+fn a_missing_shard_is_named() {
+    let (_dir, dir) = scratch();
+    for entry in fs::read_dir(demo().join("target")).unwrap() {
+        let from = entry.unwrap().path();
+        let name = from.file_name().unwrap().to_str().unwrap().to_owned();
+        if !name.ends_with(".safetensors") {
+            fs::copy(&from, format!("{dir}/{name}")).unwrap();
+        }
+    }
+    let finished = dflash(&format!("hidden-server {dir} --target-layer-ids 1 --port 0"));
+    assert!(finished.fault().contains("safetensors"), "{finished:?}");
+}
+
+#[test]
+fn a_layer_id_out_of_range_is_named_with_the_range() {
+    let finished = dflash(&format!("hidden-server {} --target-layer-ids 2 99 --port 0", target()));
+    let message = finished.fault();
+    assert!(message.contains("99") && message.contains('8'), "{message}");
+}
+
+#[test]
+fn a_broken_line_is_named_and_nothing_is_left() {
+    let (_dir, dir) = scratch();
+    fs::write(format!("{dir}/rows.jsonl"), "{\"question\":\"a\",\"answer\":\"b\"}\n{oops\n")
+        .unwrap();
+    let line = format!("prepare --model {} --data {dir}/rows.jsonl --output {dir}/out", target());
+    let finished = dflash(&line);
+    let message = finished.fault();
+    assert!(message.contains("rows.jsonl") && message.contains('2'), "{message}");
+    assert!(!Path::new(&format!("{dir}/out")).exists());
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "something half-written is left in {dir}");
+}
+
+#[test]
+fn an_unreachable_server_is_named() {
+    let (_dir, dir) = scratch();
+    let data = prepared(&dir);
+    let line = train_line("http://127.0.0.1:9/v1", &data, &format!("{dir}/drafts"));
+    let finished = dflash(&format!("{line} --max-steps 1"));
+    assert!(finished.fault().contains("127.0.0.1:9"), "{finished:?}");
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let (_dir, dir) = scratch();
+    let server = Server::start(&dir);
+    let line = format!("hidden-server {} --target-layer-ids 1 --port {}", target(), server.port);
+    let finished = dflash(&line);
+    assert!(finished.fault().contains(&server.port.to_string()), "{finished:?}");
+}
+
+#[test]
+fn an_interrupt_ends_the_demo_target_within_five_seconds() {
+    let (_dir, dir) = scratch();
+    let mut child = Command::new(path())
+        .args(["demo-target", "--rows", "200", "--steps", "100000", "--output"])
+        .arg(format!("{dir}/demo"))
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let trains = |line: &std::io::Result<String>| line.as_ref().unwrap().contains("step ");
+    assert!(lines.any(|line| trains(&line)));
+    let began = Instant::now();
+    signal("-INT", child.id());
+    let rest: Vec<_> = lines.map(Result::unwrap).collect();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest:?}");
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(!Path::new(&format!("{dir}/demo/target")).exists());
+}
+
+#[test]
+fn a_relative_path_works_from_any_directory() {
+    let (_dir, dir) = scratch();
+    fs::create_dir(format!("{dir}/sub")).unwrap();
+    let mut command = Command::new(path());
+    command.current_dir(format!("{dir}/sub")).env_remove("LIBTORCH").env_remove("LD_LIBRARY_PATH");
+    command.args(["demo-target", "--rows", "20", "--held-out", "1", "--steps", "1"]);
+    let finished: Finished = run(command.args(["--output", "../made"])).ok();
+    assert_eq!(finished.stdout, "../made/target\n");
+    assert!(Path::new(&format!("{dir}/made/target/config.json")).is_file());
+}
