@@ -11,7 +11,9 @@ pub(crate) enum Refusal {
     #[error("the body is no request: {0}")]
     BadJson(#[from] serde_json::Error),
     #[error("cannot read the body: {0}")]
-    BadBody(String),
+    BadBody(axum::Error),
+    #[error("the body is larger than {limit} bytes, which no prompt needs")]
+    BodyTooLarge { limit: usize },
     #[error("the request has no prompt; send {{\"input_ids\": [1, 2, 3]}}")]
     NoPrompt,
     #[error("input_ids and prompt are two names of the same thing; send one")]
@@ -46,6 +48,7 @@ impl Refusal {
     fn status(&self) -> StatusCode {
         match self {
             Self::BadJson(_)
+            | Self::BadBody(_)
             | Self::NoPrompt
             | Self::TwoPrompts
             | Self::EmptyPrompt { .. }
@@ -53,7 +56,7 @@ impl Refusal {
             | Self::PromptTooLong { .. }
             | Self::NoLayers
             | Self::LayerNotCaptured { .. } => StatusCode::BAD_REQUEST,
-            Self::BadBody(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::OtherModel { .. } | Self::NoSuchPath { .. } => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::Full { .. } => StatusCode::TOO_MANY_REQUESTS,

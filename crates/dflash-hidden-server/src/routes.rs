@@ -3,10 +3,9 @@
 use std::convert::Infallible;
 use std::sync::{Arc, OnceLock};
 
-use axum::body::Body;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, State};
-use axum::http::{Method, Uri, header};
+use axum::body::{Body, to_bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, Method, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -66,7 +65,6 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/hidden_states", post(hidden_states))
         .fallback(async |uri: Uri| Refusal::NoSuchPath { path: uri.path().into() })
         .method_not_allowed_fallback(wrong_method)
-        .layer(DefaultBodyLimit::max(LARGEST_BODY))
         .with_state(shared)
 }
 
@@ -109,9 +107,9 @@ async fn models(State(shared): State<Arc<Shared>>) -> Result<Json<ModelList>, Re
 
 async fn hidden_states(
     State(shared): State<Arc<Shared>>,
-    body: Result<Bytes, BytesRejection>,
+    request: Request,
 ) -> Result<Response, Refusal> {
-    let reply = serve_prompt(&shared, body).await;
+    let reply = serve_prompt(&shared, request).await;
     match &reply {
         Err(Refusal::Full { .. }) => shared.metrics.put_off.add(1),
         Err(refusal) if refusal.is_invalid_request() => shared.metrics.invalid.add(1),
@@ -120,12 +118,9 @@ async fn hidden_states(
     reply
 }
 
-async fn serve_prompt(
-    shared: &Arc<Shared>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, Refusal> {
+async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let facts = shared.loaded()?;
-    let body = body.map_err(|error| Refusal::BadBody(error.body_text()))?;
+    let body = read_body(request).await?;
     let (input_ids, layer_ids) = validate(serde_json::from_slice(&body)?, facts)?;
     let slot = Arc::clone(&shared.slots)
         .try_acquire_owned()
@@ -138,6 +133,19 @@ async fn serve_prompt(
     let chunks =
         encode_stream(&states, &facts.name).map_err(|error| Refusal::ModelFailed(error.into()))?;
     Ok(stream(chunks, slot))
+}
+
+/// The whole body. One that announces itself as too large is refused before it arrives.
+async fn read_body(request: Request) -> Result<Bytes, Refusal> {
+    let (parts, body) = request.into_parts();
+    if announced_length(&parts.headers).is_some_and(|length| length > LARGEST_BODY) {
+        return Err(Refusal::BodyTooLarge { limit: LARGEST_BODY });
+    }
+    to_bytes(body, LARGEST_BODY).await.map_err(Refusal::BadBody)
+}
+
+fn announced_length(headers: &HeaderMap) -> Option<usize> {
+    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
 /// Sends `chunks` as they are; the slot goes back with the last of them, or when the client

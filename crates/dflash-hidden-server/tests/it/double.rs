@@ -1,0 +1,229 @@
+//! A model whose rows are known in advance and which waits when told to, and a server around it.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use dflash_hidden::{Dtype, HiddenStates};
+use dflash_hidden_server::{
+    Error, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, ServerConfig, serve,
+};
+use reqwest::Response;
+use serde_json::{Value, json};
+
+pub(crate) const HIDDEN: usize = 4;
+pub(crate) const LAYERS: [u32; 3] = [0, 2, 5];
+
+pub(crate) fn facts() -> ModelFacts {
+    ModelFacts {
+        name: "double".into(),
+        root: "/models/double".into(),
+        hidden_size: HIDDEN,
+        num_hidden_layers: 8,
+        vocab_size: 100,
+        max_model_len: 64,
+        layer_ids: LAYERS.to_vec(),
+        dtype: Dtype::Bf16,
+        device: "paper".into(),
+    }
+}
+
+/// What a test sees of the model's work, and how it holds it up.
+#[derive(Default)]
+pub(crate) struct Desk {
+    closed: Mutex<bool>,
+    opened: Condvar,
+    /// Prompt lengths of every batch begun.
+    pub(crate) batches: Mutex<Vec<Vec<i64>>>,
+    /// Layers asked for with every batch.
+    pub(crate) layers: Mutex<Vec<Vec<u32>>>,
+}
+
+impl Desk {
+    /// From now on batches wait.
+    pub(crate) fn close(&self) {
+        *self.closed.lock().unwrap() = true;
+    }
+
+    pub(crate) fn open(&self) {
+        *self.closed.lock().unwrap() = false;
+        self.opened.notify_all();
+    }
+
+    fn pass(&self) {
+        let closed = self.closed.lock().unwrap();
+        drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
+    }
+
+    pub(crate) fn batches(&self) -> Vec<Vec<i64>> {
+        self.batches.lock().unwrap().clone()
+    }
+}
+
+/// The model.
+pub(crate) struct Double {
+    pub(crate) facts: ModelFacts,
+    pub(crate) desk: Arc<Desk>,
+}
+
+/// The value at one place: tells layer, token, position and column, and is exact in bf16.
+fn value(layer: u32, token: i64, position: usize, column: usize) -> f32 {
+    1.0 + layer as f32 * 16.0 + (token as usize * 3 + position * 5 + column) as f32 % 16.0
+}
+
+/// The upper half of a float32 is its bf16, exact for small whole numbers.
+fn bf16_bytes(value: f32) -> [u8; 2] {
+    let [_, _, low, high] = value.to_le_bytes();
+    [low, high]
+}
+
+/// What the server must answer for a prompt.
+pub(crate) fn expected(input_ids: &[i64], layer_ids: &[u32]) -> HiddenStates {
+    let layer = |&layer: &u32| -> Bytes {
+        let row = |(position, &token): (usize, &i64)| {
+            (0..HIDDEN).flat_map(move |column| bf16_bytes(value(layer, token, position, column)))
+        };
+        input_ids.iter().enumerate().flat_map(row).collect::<Vec<u8>>().into()
+    };
+    let layers = layer_ids.iter().map(layer).collect();
+    HiddenStates::new(layer_ids.to_vec(), input_ids.len(), HIDDEN, Dtype::Bf16, layers).unwrap()
+}
+
+impl Featurizer for Double {
+    fn facts(&self) -> &ModelFacts {
+        &self.facts
+    }
+
+    /// Fails on batches of several prompts with token 99, and on single ones with token 98.
+    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Vec<Bytes>, Error> {
+        let PackedPrompts { input_ids, document_starts } = prompts;
+        let lengths = document_starts.windows(2).map(|ends| ends[1] - ends[0]).collect();
+        self.desk.batches.lock().unwrap().push(lengths);
+        self.desk.layers.lock().unwrap().push(ids.to_vec());
+        self.desk.pass();
+        let tokens = input_ids.len();
+        let several = document_starts.len() > 2;
+        if input_ids.contains(&98) || several && input_ids.contains(&99) {
+            return Err(Error::Batch { tokens, reason: "out of memory".into() });
+        }
+        let documents =
+            || document_starts.windows(2).map(|ends| ends[0] as usize..ends[1] as usize);
+        let rows = |&id: &u32| {
+            let parts = documents().map(|range| expected(&input_ids[range], &[id]));
+            parts.flat_map(|part| part.layer(id).unwrap().to_vec()).collect::<Vec<u8>>().into()
+        };
+        Ok(ids.iter().map(rows).collect())
+    }
+}
+
+/// A running server; stopped when dropped.
+pub(crate) struct Running {
+    pub(crate) address: SocketAddr,
+    pub(crate) desk: Arc<Desk>,
+    pub(crate) stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<(), Error>>>,
+    client: reqwest::Client,
+}
+
+pub(crate) fn config() -> ServerConfig {
+    ServerConfig {
+        host: "127.0.0.1".into(),
+        port: 0,
+        port_file: None,
+        max_queue: 16,
+        max_batch_tokens: 100,
+    }
+}
+
+impl Running {
+    pub(crate) fn start(config: ServerConfig) -> Self {
+        let desk = Arc::new(Desk::default());
+        let double = Double { facts: facts(), desk: Arc::clone(&desk) };
+        let mut running = Self::load(config, Box::new(move || Ok(Box::new(double))));
+        running.desk = desk;
+        running
+    }
+
+    pub(crate) fn load(config: ServerConfig, load: Loader) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (sender, receiver) = mpsc::channel();
+        let flag = Arc::clone(&stop);
+        let run = move || {
+            serve(&config, load, &flag, |ready: &Ready| sender.send(ready.address).unwrap())
+        };
+        let thread = Some(thread::spawn(run));
+        let address = receiver.recv_timeout(Duration::from_secs(20)).expect("it becomes ready");
+        // A client of its own for each server, so that no connection outlives it.
+        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        Self { address, desk: Arc::default(), stop, thread, client }
+    }
+
+    /// Stops the server and hands back its result and how long that took.
+    pub(crate) fn end(mut self) -> (Result<(), Error>, Duration) {
+        let began = Instant::now();
+        self.stop.store(true, Ordering::SeqCst);
+        let outcome = self.thread.take().unwrap().join().unwrap();
+        (outcome, began.elapsed())
+    }
+
+    pub(crate) fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Response {
+        self.client.get(self.url(path)).send().await.unwrap()
+    }
+
+    pub(crate) async fn post(&self, body: impl Into<reqwest::Body>) -> Response {
+        self.client.post(self.url("/v1/hidden_states")).body(body).send().await.unwrap()
+    }
+
+    pub(crate) async fn prompt(&self, input_ids: &[i64]) -> Response {
+        self.post(json!({ "input_ids": input_ids }).to_string()).await
+    }
+
+    pub(crate) async fn health(&self) -> Value {
+        serde_json::from_slice(&self.get("/health").await.bytes().await.unwrap()).unwrap()
+    }
+
+    /// Waits until a counter of `/health` has a value.
+    pub(crate) async fn until(&self, key: &str, value: u64) {
+        for _ in 0..500 {
+            if self.health().await[key] == value {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("{key} never became {value}: {}", self.health().await);
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.desk.open();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+pub(crate) async fn states(response: Response) -> HiddenStates {
+    assert_eq!(response.status(), 200);
+    let length = response.content_length();
+    let body = response.bytes().await.unwrap();
+    assert_eq!(length, Some(body.len() as u64), "the length is announced");
+    dflash_hidden::decode_stream(body, "the server").unwrap()
+}
+
+/// Status, and the `error` object of the body.
+pub(crate) async fn refusal(response: Response) -> (u16, Value) {
+    let status = response.status().as_u16();
+    let body = response.bytes().await.unwrap();
+    let body: Value = serde_json::from_slice(&body)
+        .unwrap_or_else(|_| panic!("{status}: {}", String::from_utf8_lossy(&body)));
+    (status, body["error"].clone())
+}

@@ -1,0 +1,8 @@
+//! The server over HTTP: with a model that computes nothing, and with a real, tiny one.
+
+mod double;
+mod lifecycle;
+mod queueing;
+mod requests;
+mod stream;
+mod target;

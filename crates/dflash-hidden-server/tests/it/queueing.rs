@@ -1,0 +1,141 @@
+//! Waiting: how much, in which batches, and what happens to those who leave.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::join_all;
+use serde_json::json;
+
+use crate::double::{LAYERS, Running, config, expected, refusal, states};
+
+/// A server whose model has begun a prompt and will not finish it until opened.
+async fn occupied(max_queue: usize) -> Arc<Running> {
+    let server = Running::start(dflash_hidden_server::ServerConfig { max_queue, ..config() });
+    server.desk.close();
+    let server = Arc::new(server);
+    send(&server, vec![1]);
+    while server.desk.batches().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    server
+}
+
+/// A prompt in the background; checks its rows.
+fn send(server: &Arc<Running>, input_ids: Vec<i64>) -> tokio::task::JoinHandle<()> {
+    let server = Arc::clone(server);
+    tokio::spawn(async move {
+        let response = server.prompt(&input_ids).await;
+        assert_eq!(states(response).await, expected(&input_ids, &LAYERS));
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn beyond_the_queue_clients_are_told_to_come_back() {
+    let server = occupied(3).await;
+    let waiting = [send(&server, vec![2]), send(&server, vec![3])];
+    server.until("in_use", 3).await;
+    let response = server.prompt(&[4]).await;
+    assert_eq!(response.headers()["retry-after"], "1");
+    let (status, error) = refusal(response).await;
+    assert_eq!(status, 429);
+    assert!(error["message"].as_str().unwrap().contains("3 requests"), "{error}");
+    server.desk.open();
+    for answered in join_all(waiting).await {
+        answered.unwrap();
+    }
+    server.until("in_use", 0).await;
+    assert_eq!(server.health().await["put_off"], 1);
+    assert_eq!(states(server.prompt(&[4]).await).await, expected(&[4], &LAYERS));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_waits_is_run_together_up_to_the_token_budget() {
+    let server = occupied(16).await;
+    let mut waiting = Vec::new();
+    for (index, tokens) in [60, 40, 30, 64].into_iter().enumerate() {
+        waiting.push(send(&server, vec![index as i64; tokens]));
+        server.until("waiting", index as u64 + 1).await;
+    }
+    server.desk.open();
+    for answered in join_all(waiting).await {
+        answered.unwrap();
+    }
+    assert_eq!(server.desk.batches(), [vec![1], vec![60, 40], vec![30, 64]]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_runs_the_layers_that_its_prompts_want() {
+    let server = occupied(16).await;
+    let ask = |layers: Vec<u32>| {
+        let server = Arc::clone(&server);
+        tokio::spawn(async move {
+            let body = json!({"input_ids": [7, 8], "layer_ids": layers}).to_string();
+            assert_eq!(states(server.post(body).await).await, expected(&[7, 8], &layers));
+        })
+    };
+    let waiting = [ask(vec![2]), ask(vec![0, 2])];
+    server.until("waiting", 2).await;
+    server.desk.open();
+    for answered in join_all(waiting).await {
+        answered.unwrap();
+    }
+    assert_eq!(server.desk.layers.lock().unwrap()[1], [0, 2]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_leaves_the_queue_is_not_served() {
+    let server = occupied(16).await;
+    let leaving = send(&server, vec![2; 20]);
+    server.until("waiting", 1).await;
+    let staying = send(&server, vec![3; 30]);
+    server.until("waiting", 2).await;
+    leaving.abort();
+    server.until("in_use", 2).await;
+    server.desk.open();
+    staying.await.unwrap();
+    assert_eq!(server.desk.batches(), [vec![1], vec![30]]);
+    assert_eq!(server.health().await["cancelled"], 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_leaves_during_its_batch_harms_nobody() {
+    let server = occupied(16).await;
+    let leaving = send(&server, vec![2; 20]);
+    let staying = send(&server, vec![3; 30]);
+    server.until("waiting", 2).await;
+    server.desk.open();
+    leaving.abort();
+    staying.await.unwrap();
+    server.until("in_use", 0).await;
+    assert_eq!(states(server.prompt(&[4]).await).await, expected(&[4], &LAYERS));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failing_batch_is_run_prompt_by_prompt() {
+    let server = occupied(16).await;
+    // Token 99 fails in company, token 98 always.
+    let fine = [send(&server, vec![99, 5]), send(&server, vec![6])];
+    server.until("waiting", 2).await;
+    let failing = {
+        let server = Arc::clone(&server);
+        tokio::spawn(async move { refusal(server.prompt(&[98]).await).await })
+    };
+    server.until("waiting", 3).await;
+    server.desk.open();
+    for answered in join_all(fine).await {
+        answered.unwrap();
+    }
+    let (status, error) = failing.await.unwrap();
+    assert_eq!((status, &error["type"]), (500, &json!("server_error")));
+    assert!(error["message"].as_str().unwrap().contains("out of memory"), "{error}");
+    assert_eq!(server.health().await["failed"], 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unread_reply_gives_its_slot_back() {
+    let server = Running::start(dflash_hidden_server::ServerConfig { max_queue: 1, ..config() });
+    let unread = server.prompt(&[1; 64]).await;
+    server.until("in_use", 0).await;
+    assert_eq!(states(server.prompt(&[2]).await).await, expected(&[2], &LAYERS));
+    assert_eq!(states(unread).await, expected(&[1; 64], &LAYERS));
+}

@@ -1,0 +1,131 @@
+//! A real target, tiny and random, behind the server.
+
+use std::path::Path;
+
+use dflash_hidden::Dtype;
+use dflash_hidden_server::{
+    Error, Featurizer, Loader, PackedPrompts, TargetFeaturizer, TargetFeaturizerOptions,
+};
+use dflash_model::target::{Target, TargetConfig};
+use serde_json::json;
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::double::{Running, config, refusal, states};
+
+const VOCAB: i64 = 64;
+
+/// A random target of six layers, saved.
+fn saved(dir: &Path) -> Target {
+    let target = Target::random(TargetConfig::qwen3(32, 6, VOCAB), 7, Device::Cpu);
+    target.save(dir, Kind::Float).unwrap();
+    target
+}
+
+fn options(dir: &Path, wire_dtype: Dtype) -> TargetFeaturizerOptions {
+    TargetFeaturizerOptions {
+        dir: dir.into(),
+        layer_ids: Some(vec![5, 0, 2]),
+        device: Some(Device::Cpu),
+        kind: None,
+        wire_dtype,
+        max_model_len: None,
+        threads: Some(1),
+    }
+}
+
+fn loader(options: TargetFeaturizerOptions) -> Loader {
+    Box::new(move || Ok(Box::new(TargetFeaturizer::load(&options)?)))
+}
+
+fn prompt(tokens: i64, seed: i64) -> Vec<i64> {
+    (0..tokens).map(|token| (token * seed + 3) % VOCAB).collect()
+}
+
+/// One prompt alone through the target.
+fn alone(target: &Target, ids: &[i64], layer: u32) -> Vec<f32> {
+    let states = no_grad(|| {
+        target.forward_packed(&Tensor::from_slice(ids), &[0, ids.len() as i64], &[layer])
+    });
+    Vec::<f32>::try_from(states[0].flatten(0, -1)).unwrap()
+}
+
+fn assert_close(got: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(got.len(), expected.len());
+    let scale = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
+    let worst = got.iter().zip(expected).fold(0f32, |worst, (a, b)| worst.max((a - b).abs()));
+    assert!(worst <= tolerance * scale, "off by {worst} at a scale of {scale}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn served_rows_are_the_target_s() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = saved(dir.path());
+    // bf16 keeps 8 bits: half a unit in the last place is 2^-9 of a value.
+    for (wire, tolerance) in [(Dtype::F32, 1e-5), (Dtype::Bf16, 2f32.powi(-8))] {
+        let server = Running::load(config(), loader(options(dir.path(), wire)));
+        let ids = prompt(37, 5);
+        let got = states(server.prompt(&ids).await).await;
+        assert_eq!((got.layer_ids.as_slice(), got.dtype), ([0, 2, 5].as_slice(), wire));
+        for layer in [0, 2, 5] {
+            let rows = got.layer_f32(layer).unwrap();
+            assert_close(&rows, &alone(&target, &ids, layer), tolerance);
+        }
+        let last = json!({"input_ids": ids, "layer_ids": [6]}).to_string();
+        let last = states(server.post(last).await).await;
+        assert_close(&last.layer_f32(6).unwrap(), &alone(&target, &ids, 6), tolerance);
+        let (status, _) = refusal(server.prompt(&[VOCAB]).await).await;
+        assert_eq!(status, 400);
+    }
+}
+
+#[test]
+fn prompts_in_one_batch_do_not_see_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = saved(dir.path());
+    let mut model = TargetFeaturizer::load(&options(dir.path(), Dtype::F32)).unwrap();
+    let prompts = [prompt(9, 3), prompt(1, 1), prompt(20, 7)];
+    let packed = PackedPrompts::new(prompts.iter().map(Vec::as_slice));
+    assert_eq!(packed.document_starts, [0, 9, 10, 30]);
+    let rows = model.features(&packed, &[2, 5]).unwrap();
+    for (layer, rows) in [2, 5].into_iter().zip(&rows) {
+        let rows: Vec<f32> = rows
+            .chunks_exact(4)
+            .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
+            .collect();
+        let expected: Vec<f32> =
+            prompts.iter().flat_map(|ids| alone(&target, ids, layer)).collect();
+        assert_close(&rows, &expected, 1e-5);
+    }
+}
+
+#[test]
+fn what_cannot_be_served_is_named_at_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    saved(dir.path());
+    let refused = |change: &dyn Fn(&mut TargetFeaturizerOptions)| {
+        let mut options = options(dir.path(), Dtype::Bf16);
+        change(&mut options);
+        TargetFeaturizer::load(&options).unwrap_err()
+    };
+    let text = refused(&|options| options.layer_ids = Some(vec![2, 7])).to_string();
+    assert!(text.contains('7') && text.contains('6'), "{text}");
+    let error = refused(&|options| options.max_model_len = Some(4096));
+    assert!(matches!(error, Error::TooLongContext { asked: 4096, limit: 2048 }), "{error:?}");
+    let text = refused(&|options| options.dir = "/no/such/model".into()).to_string();
+    assert!(text.contains("/no/such/model"), "{text}");
+}
+
+#[test]
+fn layers_have_a_default() {
+    let dir = tempfile::tempdir().unwrap();
+    saved(dir.path());
+    let options = TargetFeaturizerOptions {
+        layer_ids: None,
+        max_model_len: Some(100),
+        ..options(dir.path(), Dtype::Bf16)
+    };
+    let model = TargetFeaturizer::load(&options).unwrap();
+    let facts = model.facts();
+    assert!(facts.layer_ids.len() > 2 && facts.layer_ids.iter().all(|&id| id <= 6), "{facts:?}");
+    assert_eq!((facts.max_model_len, facts.hidden_size, facts.vocab_size), (100, 32, 64));
+}
