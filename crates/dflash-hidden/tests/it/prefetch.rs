@@ -73,7 +73,7 @@ fn rows_come_in_order_whatever_the_delays() {
                 tokio::time::sleep(Duration::from_millis(delay)).await;
                 gauge.leave();
                 // One in nine fails, to mix retries in.
-                if (number * 31 + seed as usize) % 9 == 0 {
+                if (number * 31 + seed as usize).is_multiple_of(9) {
                     status(500, "no")
                 } else {
                     good(&request)
