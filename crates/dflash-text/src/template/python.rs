@@ -22,6 +22,9 @@ pub(super) fn environment() -> Environment<'static> {
     environment.add_function("strftime_now", strftime_now);
     environment.add_filter("tojson", tojson);
     environment.add_filter("string", |value: &Value| str_of(value));
+    environment.add_filter("upper", |value: &Value| str_of(value).to_uppercase());
+    environment.add_filter("lower", |value: &Value| str_of(value).to_lowercase());
+    environment.add_filter("trim", trim);
     environment.add_filter("length", length);
     environment.add_filter("count", length);
     environment.add_test("iterable", is_iterable);
@@ -50,6 +53,15 @@ fn strftime_now(format: &str) -> Result<String, Error> {
         Error::new(ErrorKind::InvalidOperation, format!("strftime_now cannot format {format:?}"))
     })?;
     Ok(text)
+}
+
+/// `str(value).strip(chars)`: unlike minijinja's, it takes values of any type.
+fn trim(value: &Value, chars: Option<String>) -> String {
+    let text = str_of(value);
+    match chars {
+        None => text.trim().to_owned(),
+        Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
+    }
 }
 
 /// In Jinja2 an undefined value has length 0.
@@ -387,6 +399,7 @@ mod tests {
         check("{{ {'k': \"it's\"} }}", "{'k': \"it's\"}");
         check("{{ {'k': 'a\n'} | string }}", r"{'k': 'a\n'}");
         check("{{ 'a' ~ none ~ true }}", "aNoneTrue");
+        check("{{ [' a'] | trim }}{{ '-a-' | trim('-') }}{{ ['a'] | upper }}", "[' a']a['A']");
     }
 
     #[test]
