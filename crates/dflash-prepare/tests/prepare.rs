@@ -1,0 +1,359 @@
+//! The whole command on small inputs: rows, masks, order, faults.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use arrow::array::{RecordBatch, StringArray};
+use dflash_data::Dataset;
+use dflash_prepare::{Config, Error, Summary, prepare};
+use serde_json::{Map, Value, json};
+
+/// A plain ChatML template.
+const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+    {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+/// Drops earlier reasoning, as Qwen3's does.
+const FORGETFUL: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n\
+    {% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}\
+    <|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+/// Opens a reasoning block that recorded answers do not have.
+const SCAFFOLD: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
+    {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}";
+/// Writes the number of messages first, so that no two renders share a prefix.
+const UNSTABLE: &str = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
+/// Insists on alternating roles.
+const STRICT: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+    {{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}";
+
+/// A directory with a model, data and outputs.
+struct Bench {
+    root: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new(template: &str) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let model = root.path().join("model");
+        fs::create_dir(&model).unwrap();
+        fs::write(model.join("tokenizer.json"), tokenizer().to_string()).unwrap();
+        fs::write(model.join("chat_template.jinja"), template).unwrap();
+        Self { root }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    fn config(&self, data: &[&str]) -> Config {
+        Config {
+            model: self.path("model").to_str().unwrap().to_owned(),
+            data: data.iter().map(|&word| word.to_owned()).collect(),
+            output: self.path("out"),
+            seq_length: 1000,
+            minimum_valid_tokens: 1,
+            limit: None,
+            shuffle_seed: None,
+            workers: 2,
+            shard_bytes: 500_000_000,
+            overwrite: true,
+            skip_bad_rows: false,
+            template_variables: Map::new(),
+        }
+    }
+
+    fn write(&self, name: &str, text: &str) -> String {
+        let path = self.path(name);
+        fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn prepare(&self, text: &str) -> Result<Summary, Error> {
+        let file = self.write("rows.jsonl", text);
+        prepare(&self.config(&[&file]), &AtomicBool::new(false))
+    }
+
+    /// Every row with its supervised spans in brackets.
+    fn rows(&self) -> Vec<String> {
+        marked(&self.path("out"))
+    }
+
+    fn check_refusal(&self, text: &str, expect: &str) {
+        let error = self.prepare(text).unwrap_err().to_string();
+        assert!(error.contains(expect), "{error}");
+        self.check_clean();
+    }
+
+    /// Neither an output nor anything of ours beside it.
+    fn check_clean(&self) {
+        let names: Vec<String> = fs::read_dir(self.root.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.starts_with('.') || name == "out")
+            .collect();
+        assert!(names.is_empty(), "{names:?}");
+    }
+}
+
+/// Bytes as letters, and ChatML's two tokens.
+fn tokenizer() -> Value {
+    let added: Vec<Value> = ["<|im_start|>", "<|im_end|>"]
+        .iter()
+        .enumerate()
+        .map(|(index, content)| {
+            json!({"id": 256 + index, "content": content, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true})
+        })
+        .collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let vocabulary: Map<String, Value> =
+        (0..256_u32).map(|byte| (byte_letter(byte).to_string(), json!(byte))).collect();
+    json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+        "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null,
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
+            "byte_fallback": false, "ignore_merges": false, "vocab": vocabulary, "merges": []}})
+}
+
+/// GPT-2's letter for a byte: itself where it prints, else the next one from U+0100 on.
+fn byte_letter(byte: u32) -> char {
+    let prints =
+        |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);
+    let code =
+        if prints(byte) { byte } else { 256 + (0..byte).filter(|&b| !prints(b)).count() as u32 };
+    char::from_u32(code).unwrap()
+}
+
+fn marked(dir: &Path) -> Vec<String> {
+    let dataset = Dataset::open(dir).unwrap();
+    (0..dataset.len())
+        .map(|row| {
+            let sample = dataset.get(row).unwrap();
+            let mut text = String::new();
+            let mut inside = false;
+            for (&id, &supervised) in sample.input_ids.iter().zip(&sample.loss_mask) {
+                if supervised != inside {
+                    text.push(if supervised { '[' } else { ']' });
+                    inside = supervised;
+                }
+                match id {
+                    256 => text.push('<'),
+                    257 => text.push('>'),
+                    byte => text.push(char::from(u8::try_from(byte).unwrap())),
+                }
+            }
+            text.push_str(if inside { "]" } else { "" });
+            text.replace('\n', "/")
+        })
+        .collect()
+}
+
+const TWO_TURNS: &str = r#"{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r</think>a"}, {"from": "human", "value": "s"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "left out"}]}"#;
+
+#[test]
+fn turns_that_continue_each_other_share_a_row() {
+    let bench = Bench::new(CHATML);
+    bench.prepare(TWO_TURNS).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[r</think>a>/]<user/s>/<assistant/[b>/]"]);
+}
+
+#[test]
+fn rewritten_history_gives_every_turn_its_row() {
+    let bench = Bench::new(FORGETFUL);
+    bench.prepare(TWO_TURNS).unwrap();
+    let expect =
+        ["<user/q>/<assistant/[r</think>a>/]", "<user/q>/<assistant/a>/<user/s>/<assistant/[b>/]"];
+    assert_eq!(bench.rows(), expect);
+}
+
+#[test]
+fn a_prompt_beyond_the_history_is_cut_where_the_answer_differs() {
+    let bench = Bench::new(SCAFFOLD);
+    bench.prepare(r#"{"question": "q", "answer": "a"}"#).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]"]);
+}
+
+#[test]
+fn conversations_that_cannot_be_masked_are_dropped_and_counted() {
+    let refused = Bench::new(UNSTABLE);
+    refused.check_refusal(
+        r#"{"question": "q", "answer": "a"}"#,
+        "none of the 1 rows can be trained on: 1 the chat template rewrites history",
+    );
+    let bench = Bench::new(STRICT);
+    let rows = [
+        r#"{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#,
+        r#"{"messages": [{"role": "assistant", "content": "q"}, {"role": "assistant", "content": "a"}]}"#,
+        r#"{"messages": []}"#,
+        r#"{"messages": [{"role": "user", "content": "q"}]}"#,
+        r#"{"messages": [{"role": "narrator", "content": "q"}]}"#,
+    ];
+    let summary = bench.prepare(&rows.join("\n")).unwrap();
+    assert_eq!(bench.rows(), ["q>[a>]"]);
+    let text = summary.to_string();
+    for line in [
+        "rows read          5",
+        "rows written       1",
+        "1: empty conversation",
+        "1: no assistant turn after another turn",
+        "1: unknown role",
+        "rows.jsonl:2: the chat template refused the conversation: roles must alternate",
+    ] {
+        assert!(text.contains(line), "{line}\n{text}");
+    }
+    let provenance: Value =
+        serde_json::from_slice(&fs::read(bench.path("out/dflash_prepare.json")).unwrap()).unwrap();
+    assert_eq!(provenance["dropped"]["template_refused"]["count"], 1);
+    assert_eq!(provenance["rows"], 1);
+}
+
+#[test]
+fn rows_are_cut_to_the_sequence_length() {
+    let bench = Bench::new(CHATML);
+    let long = json!({"question": "q", "answer": "x".repeat(100)});
+    let hopeless = json!({"question": "y".repeat(100), "answer": "a"});
+    let file = bench.write("rows.jsonl", &format!("{long}\n{hopeless}\n"));
+    let config = Config { seq_length: 25, ..bench.config(&[&file]) };
+    let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[xxxxx]"]);
+    assert_eq!(summary.tally.truncated, 1);
+    assert!(summary.to_string().contains("1: nothing supervised within --seq-length"));
+}
+
+#[test]
+fn pre_tokenized_rows_are_taken_as_they_are() {
+    let bench = Bench::new(CHATML);
+    let row =
+        r#"{"question": "q", "answer": "a", "input_ids": [65, 66, 67], "loss_mask": [0, 1, 0]}"#;
+    bench.prepare(row).unwrap();
+    assert_eq!(bench.rows(), ["A[B]C"]);
+    fs::remove_dir_all(bench.path("out")).unwrap();
+    bench.check_refusal(
+        r#"{"input_ids": [258], "loss_mask": [1]}"#,
+        "rows.jsonl:1: token id 258 lies outside the model's vocabulary of 258",
+    );
+}
+
+#[test]
+fn the_result_does_not_depend_on_the_workers() {
+    let bench = Bench::new(CHATML);
+    let rows: Vec<String> = (0..700)
+        .map(|i| json!({"question": format!("q{i}"), "answer": "a".repeat(i % 40)}).to_string())
+        .collect();
+    let file = bench.write("rows.json", &format!("[{}]", rows.join(",\n")));
+    let run = |workers: usize| {
+        let config = Config { workers, shard_bytes: 20_000, ..bench.config(&[&file]) };
+        let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
+        (summary.written, bench.rows())
+    };
+    let (written, rows) = run(1);
+    assert_eq!(rows.len(), 700);
+    assert!(rows[7].starts_with("<user/q7>"));
+    assert_eq!(run(5), (written, rows));
+}
+
+#[test]
+fn limits_shuffles_and_several_sources() {
+    let bench = Bench::new(CHATML);
+    let row = |i: usize| format!("{}\n", json!({"question": i.to_string(), "answer": "a"}));
+    let first = bench.write("first.jsonl", &(0..50).map(row).collect::<String>());
+    let second = bench.write("second.jsonl", &(50..60).map(row).collect::<String>());
+    let run = |limit: Option<usize>, shuffle_seed: Option<u64>| {
+        let config = Config { limit, shuffle_seed, ..bench.config(&[&first, &second]) };
+        prepare(&config, &AtomicBool::new(false)).unwrap();
+        bench.rows()
+    };
+    let all = run(None, None);
+    assert_eq!(all.len(), 60);
+    assert!(all[59].starts_with("<user/59>"));
+    assert_eq!(run(Some(55), None), all[..55]);
+    let drawn = run(Some(20), Some(1));
+    assert_eq!(drawn.len(), 20);
+    assert_ne!(drawn, all[..20]);
+    assert_eq!(run(Some(20), Some(1)), drawn);
+    assert!(drawn.iter().all(|row| all.contains(row)));
+}
+
+#[test]
+fn parquet_files_are_rows_too() {
+    let bench = Bench::new(CHATML);
+    let column = |texts: [&str; 2]| Arc::new(StringArray::from(texts.to_vec())) as _;
+    let batch = RecordBatch::try_from_iter([
+        ("question", column(["q", "r"])),
+        ("answer", column(["a", "b"])),
+    ])
+    .unwrap();
+    let path = bench.path("rows.parquet");
+    let file = fs::File::create(&path).unwrap();
+    let mut writer = parquet::arrow::ArrowWriter::try_new(file, batch.schema(), None).unwrap();
+    writer.write(&batch).unwrap();
+    writer.close().unwrap();
+    let config = bench.config(&[path.to_str().unwrap()]);
+    prepare(&config, &AtomicBool::new(false)).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]", "<user/r>/<assistant/[b>/]"]);
+    fs::write(&path, "PAR1 not really").unwrap();
+    let error = prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string();
+    assert!(error.contains("rows.parquet is not a readable Parquet file"), "{error}");
+    // The dataset that was there is still there.
+    assert_eq!(bench.rows().len(), 2);
+}
+
+#[test]
+fn broken_input_is_named_with_its_line() {
+    let bench = Bench::new(CHATML);
+    let good = r#"{"question": "q", "answer": "a"}"#;
+    bench.check_refusal(&format!("{good}\n{{\"question\": \n"), "rows.jsonl:2: not valid JSON");
+    bench.check_refusal(&format!("{good}\n\n{{\"text\": 1}}\n"), "rows.jsonl:3: no conversation");
+    bench.check_refusal("", "no rows in");
+    let file = bench.write("rows.jsonl", &format!("{good}\nbroken\n{{\"text\": 1}}\n"));
+    let config = Config { skip_bad_rows: true, ..bench.config(&[&file]) };
+    let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
+    assert!(summary.to_string().contains("2: row not understood (first: "), "{summary}");
+}
+
+#[test]
+fn a_model_that_cannot_render_is_named() {
+    let check = |break_it: &dyn Fn(&Path), expect: &str| {
+        let bench = Bench::new(CHATML);
+        break_it(&bench.path("model"));
+        bench.check_refusal(r#"{"question": "q", "answer": "a"}"#, expect);
+    };
+    check(&|m| fs::remove_file(m.join("tokenizer.json")).unwrap(), "has no tokenizer.json");
+    check(&|m| fs::remove_file(m.join("chat_template.jinja")).unwrap(), "has no chat template");
+    check(&|m| fs::write(m.join("chat_template.jinja"), "{% if").unwrap(), "does not parse");
+    check(&|m| fs::remove_dir_all(m).unwrap(), "no such directory");
+}
+
+#[test]
+fn an_occupied_output_is_left_alone() {
+    let bench = Bench::new(CHATML);
+    fs::create_dir(bench.path("out")).unwrap();
+    bench.write("out/notes.txt", "mine");
+    let row = r#"{"question": "q", "answer": "a"}"#;
+    let file = bench.write("rows.jsonl", row);
+    let refused = |overwrite: bool| {
+        let config = Config { overwrite, ..bench.config(&[&file]) };
+        prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string()
+    };
+    assert!(refused(false).contains("exists and is not empty"));
+    assert!(refused(true).contains("holds notes.txt"));
+    assert_eq!(fs::read(bench.path("out/notes.txt")).unwrap(), b"mine");
+}
+
+#[test]
+fn an_interrupted_run_leaves_nothing() {
+    let bench = Bench::new(CHATML);
+    let file = bench.write("rows.jsonl", r#"{"question": "q", "answer": "a"}"#);
+    let error = prepare(&bench.config(&[&file]), &AtomicBool::new(true)).unwrap_err();
+    assert!(matches!(error, Error::Interrupted), "{error}");
+    bench.check_clean();
+}
+
+#[test]
+fn numbers_that_cannot_work_are_refused() {
+    let bench = Bench::new(CHATML);
+    let config = Config { seq_length: 1, ..bench.config(&["gsm8k"]) };
+    let error = prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string();
+    assert_eq!(error, "--seq-length must be at least 2, not 1");
+}
