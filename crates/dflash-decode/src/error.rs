@@ -15,7 +15,7 @@ pub enum Error {
     #[error(transparent)]
     Write(#[from] dflash_files::Error),
     /// A row of the data file is not a conversation we understand, or cannot be rendered.
-    #[error("{path}, line {line}: {source}")]
+    #[error("{path}:{line}: {source}")]
     Row {
         /// The data file.
         path: PathBuf,
@@ -26,7 +26,7 @@ pub enum Error {
         source: dflash_text::Error,
     },
     /// A row has nothing to answer.
-    #[error("{path}, line {line}: the row has no user turn to answer")]
+    #[error("{path}:{line}: the row has no user turn to answer")]
     NoQuestion {
         /// The data file.
         path: PathBuf,
@@ -35,7 +35,7 @@ pub enum Error {
     },
     /// A token id of a row is outside the target's embedding.
     #[error(
-        "{path}, line {line}: token {id} is outside the target's {rows} embedding rows; use the tokenizer of the target"
+        "{path}:{line}: token {id} is outside the target's {rows} embedding rows; use the tokenizer of the target"
     )]
     Token {
         /// The data file.

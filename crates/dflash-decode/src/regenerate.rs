@@ -19,6 +19,7 @@ use crate::partial::PartialOutput;
 use crate::plain::{Limits, check, roomy};
 use crate::progress::Progress;
 use crate::prompts::{Prompt, read_prompts};
+use crate::sampling::most_likely;
 
 /// What to answer, and how.
 #[derive(Debug, Clone)]
@@ -75,7 +76,7 @@ pub fn regenerate(
         return Err(Error::NoPrompts { path: config.data.clone(), context });
     }
     let mut output = PartialOutput::open(&config.output, &settings(config))?;
-    let resumed = output.written().min(prompts.len());
+    let resumed = output.written();
     let limits =
         Limits { max_new_tokens: config.max_new_tokens, stop_ids: stop_ids(&target, &tokenizer) };
     let remaining: Vec<&[i64]> =
@@ -111,6 +112,7 @@ fn settings(config: &RegenerateConfig) -> Value {
         "model_config": stamp(&config.model.join("config.json")),
         "data": config.data,
         "data_file": stamp(&config.data),
+        "limit": config.limit,
         "max_new_tokens": config.max_new_tokens,
         "dtype": format!("{:?}", config.options.dtype),
     })
@@ -224,7 +226,7 @@ impl<'a> BatchDecoder<'a> {
 
     /// Appends the most likely token of each row to the live sequences from `first` on.
     fn extend(&mut self, first: usize, logits_bv: &Tensor) {
-        let chosen = Vec::<i64>::try_from(logits_bv.argmax(-1, false)).expect("ids are integers");
+        let chosen = Vec::<i64>::try_from(most_likely(logits_bv)).expect("ids are integers");
         for (live, token) in self.live[first..].iter_mut().zip(chosen) {
             live.tokens.push(token);
         }

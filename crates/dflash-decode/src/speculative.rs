@@ -14,7 +14,7 @@ use tch::{Kind, Tensor, no_grad};
 
 use crate::Error;
 use crate::plain::{Answer, Generation, Limits, check, roomy};
-use crate::sampling::Sampler;
+use crate::sampling::{Sampler, most_likely};
 
 /// One answer and how its steps went.
 #[derive(Debug, Clone, PartialEq)]
@@ -141,7 +141,7 @@ impl<'a> Speculator<'a> {
         let slots = self.masks_bh.size()[0];
         let logits_bv = self.target.lm_head(&normed_bh.narrow(0, 1, slots));
         if self.sampler.is_greedy() {
-            return Proposal { ids_b: logits_bv.argmax(-1, false), distributions_bv: None };
+            return Proposal { ids_b: most_likely(&logits_bv), distributions_bv: None };
         }
         let distributions_bv = self.sampler.distributions(&logits_bv);
         let ids = self.sampler.draw(&distributions_bv);
@@ -195,7 +195,7 @@ impl<'a> Speculator<'a> {
 fn verify_greedy(ids_b: &Tensor, logits_bv: &Tensor) -> Verified {
     // One transfer for both: on a GPU every read waits for the whole step.
     let slots = ids_b.size()[0] as usize;
-    let both = to_host(&Tensor::cat(&[ids_b, &logits_bv.argmax(-1, false)], 0));
+    let both = to_host(&Tensor::cat(&[ids_b, &most_likely(logits_bv)], 0));
     let (proposed, own) = both.split_at(slots);
     let accepted = proposed.iter().zip(own).take_while(|(proposal, own)| proposal == own).count();
     Verified { accepted: proposed[..accepted].to_vec(), bonus: own[accepted] }

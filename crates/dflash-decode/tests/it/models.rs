@@ -14,6 +14,8 @@ pub(crate) fn random_target(vocab: i64, seed: i64) -> Target {
 
 /// Writes a random target to `dir`.
 pub(crate) fn save_target(config: TargetConfig, seed: i64, dir: &std::path::Path) {
+    // Tests run side by side, and models this small gain nothing from a second thread.
+    tch::set_num_threads(1);
     let target = Target::random(config, seed, Device::Cpu);
     no_grad(|| {
         for (name, mut parameter) in target.parameters() {

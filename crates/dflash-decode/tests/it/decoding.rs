@@ -1,17 +1,14 @@
 //! Speculative decoding against plain decoding, on random models: the text never changes.
 
-#[path = "support/models.rs"]
-mod models;
-
 use std::sync::atomic::AtomicBool;
 
+use crate::models::{draft_config, random_draft, random_target};
 use dflash_decode::{
     BatchDecoder, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, Verdict, compare,
 };
 use dflash_model::target::Target;
-use models::{draft_config, random_draft, random_target};
 
-const GO: AtomicBool = AtomicBool::new(false);
+static GO: AtomicBool = AtomicBool::new(false);
 
 fn greedy() -> Sampler {
     Sampler::new(Sampling::Greedy)

@@ -1,0 +1,5 @@
+//! Decoding on random models, and the commands' libraries from files to files.
+
+mod commands;
+mod decoding;
+mod models;
