@@ -12,13 +12,15 @@
 mod element;
 mod labels;
 mod statistics;
+mod vocabulary;
 mod weight;
 
 use tch::{Kind, Tensor};
 
 pub use element::{ElementLoss, LK_ETA, NLA_EPSILON, element_loss};
-pub use labels::{BlockLabels, DraftVocabulary, LabelSource, LabelledRow};
+pub use labels::{BlockLabels, LabelSource, LabelledRow};
 pub use statistics::{Statistics, StatisticsReport};
+pub use vocabulary::DraftVocabulary;
 pub use weight::{Confidence, Denominator, MASKED_SLOTS_EPSILON, Weighting, decay_weights, dpace_weights};
 
 use crate::ops::accumulate_kind;

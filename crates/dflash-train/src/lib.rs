@@ -1,1 +1,25 @@
-//! The step loop: optimizer, schedule, checkpoints, metrics.
+//! Training of a draft: rows in, checkpoints out.
+//!
+//! [`run`] is one worker's whole life: it opens the dataset, builds or restores the draft, pulls
+//! packed rows with the target's hidden states from a bounded stream, and steps until the schedule
+//! ends or it is told to stop. [`validate`] finds the user's mistakes before any worker starts.
+//!
+//! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW;
+//! - `order` says which packed row is whose, `batch` turns a row into tensors;
+//! - `trainer` does one step, `checkpoint` keeps its state, `metrics` shows it.
+
+mod batch;
+mod checkpoint;
+pub mod config;
+mod error;
+mod metrics;
+pub mod optimizer;
+mod order;
+mod run;
+pub mod schedule;
+mod setup;
+mod trainer;
+
+pub use checkpoint::{latest_checkpoint, steps_in};
+pub use error::Error;
+pub use run::{Outcome, run, validate};

@@ -17,7 +17,10 @@ pub use eval::EvalArgs;
 pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
-pub use train::TrainArgs;
+pub use train::{
+    DeviceArg, DraftArgs, HiddenArgs, ObjectiveArgs, OnGenerateArg, OnMissingArg, OptimizerArgs,
+    RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+};
 
 /// Train DFlash drafters: from conversations to a measured draft model.
 #[derive(Debug, Parser)]

@@ -1,11 +1,273 @@
-//! `dflash train`: arguments to settings to one library call.
+//! `dflash train`: arguments to settings to one library call, or to a launch of ranks.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash::args::TrainArgs;
+use anyhow::{Context, bail, ensure};
+use dflash::args::{
+    DeviceArg, DraftArgs, HiddenArgs, ObjectiveArgs, OnGenerateArg, OnMissingArg, OptimizerArgs,
+    RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+};
+use dflash_dist::{Finished, LaunchConfig, Role, WorkerEnv, launch};
+use dflash_hidden::{OnGenerate, OnMissing};
+use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
+use dflash_model::target::{
+    TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token,
+};
+use dflash_text::ChatTokenizer;
+use dflash_train::config::{
+    DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig,
+};
+use dflash_train::optimizer::AdamWConfig;
+use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
+
+/// Captures of a draft whose layer ids are not given.
+const DEFAULT_CAPTURES: usize = 5;
+
+/// Epochs of the DFlash paper's recipe.
+const DEFAULT_EPOCHS: u64 = 6;
 
 /// Runs the command.
-pub(crate) fn run(args: TrainArgs, _stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    anyhow::bail!("{} is not served yet", args.verifier_name_or_path.display())
+pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let nproc = args.nproc;
+    let mut config = resolve(args, stop)?;
+    match Role::from_env(nproc)? {
+        Role::Worker(env) => {
+            config.progress &= env.rank == 0;
+            train(&config, &env)
+        }
+        Role::Alone => train(&config, &WorkerEnv::alone()),
+        Role::Launcher { nproc } => {
+            dflash_train::validate(&config)?;
+            start_ranks(nproc, stop)
+        }
+    }
+}
+
+fn start_ranks(nproc: usize, stop: &AtomicBool) -> anyhow::Result<()> {
+    let program = std::env::current_exe().context("cannot find this program's own path")?;
+    let arguments = std::env::args_os().skip(1).collect();
+    match launch(&LaunchConfig::new(program, arguments, nproc), stop)? {
+        Finished::Completed => Ok(()),
+        Finished::Stopped => bail!("stopped before the schedule was complete; --resume continues"),
+    }
+}
+
+fn train(config: &TrainConfig, env: &WorkerEnv) -> anyhow::Result<()> {
+    let outcome = dflash_train::run(config, env)?;
+    if env.rank > 0 {
+        return Ok(());
+    }
+    ensure!(
+        outcome.completed,
+        "stopped at step {}; its checkpoint is {}, and --resume continues it",
+        outcome.step,
+        outcome.checkpoint.display()
+    );
+    println!("{}", outcome.checkpoint.display());
+    Ok(())
+}
+
+fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfig> {
+    let TrainArgs {
+        verifier_name_or_path: target,
+        data_path,
+        vllm_endpoint,
+        save_path,
+        resume,
+        nproc: _,
+        speculator_type: SpeculatorType::Dflash,
+        device,
+        draft,
+        rows,
+        objective,
+        optimizer,
+        hidden,
+        log_every,
+        save_every,
+        no_progress,
+    } = args;
+    let RowArgs {
+        total_seq_len,
+        anchors_per_sequence,
+        max_anchors,
+        gradient_accumulation_steps,
+        epochs,
+        max_steps,
+        seed,
+    } = rows;
+    let draft = draft_settings(draft, &target)?;
+    let (lr, schedule, adamw, max_grad_norm, max_bad_steps) = optimizer_settings(optimizer)?;
+    // 0 stands for as many epochs as the bound on steps needs
+    let default_epochs = if max_steps.is_some() { 0 } else { DEFAULT_EPOCHS };
+    Ok(TrainConfig {
+        target,
+        data: data_path,
+        save_path,
+        objective: objective_settings(objective, draft.block_size)?,
+        draft,
+        hidden: hidden_settings(hidden, vllm_endpoint)?,
+        lr,
+        schedule,
+        adamw,
+        max_grad_norm,
+        epochs: epochs.unwrap_or(default_epochs),
+        max_steps,
+        accumulation: gradient_accumulation_steps,
+        total_seq_len,
+        anchors_per_sequence,
+        max_anchors,
+        seed,
+        save_every,
+        log_every,
+        max_bad_steps,
+        resume,
+        device: match device {
+            DeviceArg::Auto => DeviceChoice::Auto,
+            DeviceArg::Cpu => DeviceChoice::Cpu,
+            DeviceArg::Cuda => DeviceChoice::Cuda,
+        },
+        command: std::env::args().collect(),
+        stop: Arc::clone(stop),
+        progress: !no_progress,
+    })
+}
+
+fn draft_settings(args: DraftArgs, target: &std::path::Path) -> anyhow::Result<DraftSettings> {
+    let DraftArgs {
+        num_layers,
+        block_size,
+        target_layer_ids,
+        mask_token_id,
+        sliding_window,
+        draft_vocab_size,
+    } = args;
+    let target_config = TargetConfig::load(target)?;
+    let target_layer_ids = target_layer_ids
+        .unwrap_or_else(|| default_layer_ids(target_config.num_hidden_layers, DEFAULT_CAPTURES));
+    let tokenizer = ChatTokenizer::load(target)?;
+    let special = tokenizer.special_ids();
+    let facts = TokenizerFacts {
+        len: tokenizer.len() as i64,
+        mask: special.mask,
+        pad: special.pad,
+        eos: special.eos,
+        unk: special.unk,
+    };
+    let mask_token_id = resolve_mask_token(mask_token_id, facts, target_config.vocab_size)?;
+    Ok(DraftSettings {
+        num_layers,
+        block_size,
+        target_layer_ids,
+        mask_token_id,
+        sliding_window,
+        vocab_size: draft_vocab_size,
+    })
+}
+
+fn objective_settings(args: ObjectiveArgs, block_size: usize) -> anyhow::Result<ObjectiveSettings> {
+    let ObjectiveArgs { loss, teacher_labels, gamma, dpace_alpha, loss_chunk_mib } = args;
+    let terms = loss.iter().map(|term| loss_term(term)).collect::<anyhow::Result<Vec<_>>>()?;
+    let (weighting, denominator) = match dpace_alpha {
+        Some(alpha) => {
+            ensure!((0.0..=1.0).contains(&alpha), "--dpace-alpha is {alpha}, but it lies in 0..1");
+            (Weighting::Dpace { alpha, confidence: Confidence::CrossEntropy }, Denominator::Blocks)
+        }
+        None => {
+            let gamma = gamma.unwrap_or_else(|| default_gamma(block_size));
+            ensure!(gamma > 0.0, "--gamma is {gamma}, but it must be positive");
+            (Weighting::Decay { gamma }, Denominator::Weights)
+        }
+    };
+    let chunk_bytes = loss_chunk_mib.max(1) << 20;
+    Ok(ObjectiveSettings { terms, weighting, denominator, teacher_labels, chunk_bytes })
+}
+
+/// The paper's values for blocks of 16, 10 and 8; between and beyond them the nearest.
+fn default_gamma(block_size: usize) -> f64 {
+    match block_size {
+        0..=8 => 4.0,
+        9..=12 => 5.0,
+        _ => 7.0,
+    }
+}
+
+fn loss_term(term: &str) -> anyhow::Result<(ElementLoss, f64)> {
+    let (name, coefficient) = term.split_once('=').unwrap_or((term, "1"));
+    let loss = match name {
+        "ce" => ElementLoss::CrossEntropy,
+        "kl" => ElementLoss::Kl,
+        "rkl" => ElementLoss::ReverseKl,
+        "jsd" => ElementLoss::Jsd,
+        "tv" => ElementLoss::Tv,
+        "nla" => ElementLoss::Nla,
+        "lk" => ElementLoss::Lk,
+        _ => bail!("--loss names {name}, but the terms are ce, kl, rkl, jsd, tv, nla and lk"),
+    };
+    let coefficient: f64 = coefficient
+        .parse()
+        .ok()
+        .filter(|value: &f64| value.is_finite() && *value > 0.0)
+        .with_context(|| format!("--loss {term}: the coefficient must be a positive number"))?;
+    Ok((loss, coefficient))
+}
+
+type OptimizerSettings = (f64, Schedule, AdamWConfig, f64, u64);
+
+fn optimizer_settings(args: OptimizerArgs) -> anyhow::Result<OptimizerSettings> {
+    let OptimizerArgs {
+        lr,
+        scheduler_type,
+        warmup_ratio,
+        warmup_steps,
+        min_lr_ratio,
+        decay_ratio,
+        weight_decay,
+        max_grad_norm,
+        max_bad_steps,
+    } = args;
+    let shares = [
+        ("--warmup-ratio", warmup_ratio),
+        ("--min-lr-ratio", min_lr_ratio),
+        ("--decay-ratio", decay_ratio),
+    ];
+    for (flag, value) in shares {
+        ensure!((0.0..=1.0).contains(&value), "{flag} is {value}, but a share lies in 0..1");
+    }
+    ensure!(max_grad_norm > 0.0, "--max-grad-norm is {max_grad_norm}, but it must be positive");
+    let kind = match scheduler_type {
+        SchedulerType::Cosine => ScheduleKind::Cosine,
+        SchedulerType::Linear => ScheduleKind::Linear,
+        SchedulerType::Wsd => ScheduleKind::Wsd { decay_ratio },
+        SchedulerType::None => ScheduleKind::None,
+    };
+    let warmup = warmup_steps.map_or(Warmup::Ratio(warmup_ratio), Warmup::Steps);
+    let schedule = Schedule { kind, warmup, minimum: min_lr_ratio };
+    let adamw = AdamWConfig { weight_decay, ..AdamWConfig::default() };
+    Ok((lr, schedule, adamw, max_grad_norm, max_bad_steps))
+}
+
+fn hidden_settings(args: HiddenArgs, endpoints: Vec<String>) -> anyhow::Result<HiddenSettings> {
+    let HiddenArgs { hidden_states_path, on_missing, on_generate, window_mib, max_in_flight } =
+        args;
+    ensure!(
+        on_generate == OnGenerateArg::Delete || hidden_states_path.is_some(),
+        "--on-generate cache needs --hidden-states-path to say where"
+    );
+    Ok(HiddenSettings {
+        endpoints,
+        offline_dir: hidden_states_path,
+        on_missing: match on_missing {
+            OnMissingArg::Generate => OnMissing::Generate,
+            OnMissingArg::Skip => OnMissing::Skip,
+            OnMissingArg::Warn => OnMissing::Warn,
+            OnMissingArg::Raise => OnMissing::Raise,
+        },
+        on_generate: match on_generate {
+            OnGenerateArg::Delete => OnGenerate::Delete,
+            OnGenerateArg::Cache => OnGenerate::Cache,
+        },
+        window_bytes: window_mib.max(1) << 20,
+        max_in_flight,
+    })
 }

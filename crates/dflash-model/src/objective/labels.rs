@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use super::vocabulary::DraftVocabulary;
+
 /// Which token counts as the right one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LabelSource {
@@ -11,44 +13,6 @@ pub enum LabelSource {
     Data,
     /// The argmax of the target's distribution, within a pruned vocabulary the best id inside.
     TeacherArgmax,
-}
-
-/// A pruned draft vocabulary: the target's ids that the draft can say, ascending.
-#[derive(Clone, Debug)]
-pub struct DraftVocabulary {
-    selected: Vec<i64>,
-    /// Draft id of each target id, or -1.
-    of_target: Vec<i64>,
-}
-
-impl DraftVocabulary {
-    /// `selected` are ascending target ids below `target_vocab_size`.
-    pub fn new(selected: Vec<i64>, target_vocab_size: usize) -> Self {
-        let mut of_target = vec![-1; target_vocab_size];
-        for (draft, &target) in selected.iter().enumerate() {
-            of_target[target as usize] = draft as i64;
-        }
-        Self { selected, of_target }
-    }
-
-    /// The target's ids, ascending.
-    pub fn selected(&self) -> &[i64] {
-        &self.selected
-    }
-
-    /// speculators' `d2t`: target id minus draft id, per draft id.
-    pub fn offsets(&self) -> Vec<i64> {
-        self.selected.iter().enumerate().map(|(draft, &target)| target - draft as i64).collect()
-    }
-
-    /// speculators' `t2d`: whether each target id is in the draft's vocabulary.
-    pub fn membership(&self) -> Vec<bool> {
-        self.of_target.iter().map(|&draft| draft >= 0).collect()
-    }
-
-    fn draft_id(&self, target: i64) -> i64 {
-        self.of_target.get(target as usize).copied().unwrap_or(-1)
-    }
 }
 
 /// A packed row as the labels see it.

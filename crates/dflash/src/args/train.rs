@@ -2,12 +2,235 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 /// Train a drafter against a running hidden-state server.
+///
+/// With --nproc N the command starts N ranks on this machine; under torchrun or Slurm it finds
+/// their variables and is a rank itself.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
-    /// Directory of the target model.
-    #[arg(long, value_name = "DIR")]
+    /// Directory of the target model (config.json, safetensors, tokenizer).
+    #[arg(long, visible_alias = "target", value_name = "DIR", env = "DFLASH_MODEL")]
     pub verifier_name_or_path: PathBuf,
+    /// Prepared dataset, as `dflash prepare` writes it.
+    #[arg(long, value_name = "DIR")]
+    pub data_path: PathBuf,
+    /// Hidden-state servers: `dflash hidden-server` or a stock vLLM; commas separate several.
+    #[arg(long, visible_alias = "endpoint", value_name = "URL", value_delimiter = ',', default_value = "http://127.0.0.1:8000/v1")]
+    pub vllm_endpoint: Vec<String>,
+    /// Directory for checkpoints, metrics and TensorBoard events.
+    #[arg(long, value_name = "DIR")]
+    pub save_path: PathBuf,
+    /// Continue the run in --save-path from its last complete checkpoint.
+    #[arg(long)]
+    pub resume: bool,
+    /// Ranks to start on this machine. Default: one, or what torchrun or Slurm started.
+    #[arg(long, value_name = "N")]
+    pub nproc: Option<usize>,
+    /// Kind of drafter; this program trains dflash.
+    #[arg(long, value_enum, default_value_t = SpeculatorType::Dflash)]
+    pub speculator_type: SpeculatorType,
+    /// Where to compute.
+    #[arg(long, value_enum, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
+    /// Shape of the draft.
+    #[command(flatten, next_help_heading = "Draft")]
+    pub draft: DraftArgs,
+    /// Rows and anchors.
+    #[command(flatten, next_help_heading = "Rows")]
+    pub rows: RowArgs,
+    /// Loss.
+    #[command(flatten, next_help_heading = "Objective")]
+    pub objective: ObjectiveArgs,
+    /// Optimizer and schedule.
+    #[command(flatten, next_help_heading = "Optimizer")]
+    pub optimizer: OptimizerArgs,
+    /// Hidden states.
+    #[command(flatten, next_help_heading = "Hidden states")]
+    pub hidden: HiddenArgs,
+    /// Steps between metric lines.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    pub log_every: u64,
+    /// Steps between checkpoints, besides those at the ends of epochs.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub save_every: Option<u64>,
+    /// Draw no progress bar.
+    #[arg(long)]
+    pub no_progress: bool,
+}
+
+/// Shape of the draft; the rest is copied from the target.
+#[derive(Debug, Clone, Args)]
+pub struct DraftArgs {
+    /// Layers of the draft.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub num_layers: usize,
+    /// Slots of a block: the anchor and the tokens predicted at once.
+    #[arg(long, value_name = "B", default_value_t = 16)]
+    pub block_size: usize,
+    /// Captured layers: 0 = embedding output, k = after k layers. Default: five spread evenly.
+    #[arg(long, value_name = "ID", num_args = 1.., value_delimiter = ',')]
+    pub target_layer_ids: Option<Vec<u32>>,
+    /// Token of the slots to be predicted. Default: the tokenizer's mask token, else the first
+    /// embedding row that the tokenizer does not use.
+    #[arg(long, value_name = "ID")]
+    pub mask_token_id: Option<i64>,
+    /// Make all layers see only the last N tokens (causal in the block, as it is served).
+    #[arg(long, value_name = "N")]
+    pub sliding_window: Option<usize>,
+    /// Predict only the N tokens that the data supervises most often.
+    #[arg(long, value_name = "N")]
+    pub draft_vocab_size: Option<usize>,
+}
+
+/// What a step trains on.
+#[derive(Debug, Clone, Args)]
+pub struct RowArgs {
+    /// Tokens of a packed row.
+    #[arg(long, value_name = "T", default_value_t = 3072)]
+    pub total_seq_len: usize,
+    /// Most anchors per document.
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub anchors_per_sequence: usize,
+    /// Most anchors per packed row.
+    #[arg(long, value_name = "N", default_value_t = 3072)]
+    pub max_anchors: usize,
+    /// Packed rows per rank and optimizer step.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the data. Default: 6, or what --max-steps needs.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub epochs: Option<u64>,
+    /// Stop after N optimizer steps; the schedule ends there.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_steps: Option<u64>,
+    /// Seed of weights, order and anchors.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// What is minimised.
+#[derive(Debug, Clone, Args)]
+pub struct ObjectiveArgs {
+    /// Loss terms `name` or `name=coefficient`, comma separated: ce, kl, rkl, jsd, tv, nla, lk.
+    #[arg(long, value_name = "TERMS", default_value = "ce", value_delimiter = ',')]
+    pub loss: Vec<String>,
+    /// Take the right token from the target's argmax instead of the data.
+    #[arg(long)]
+    pub teacher_labels: bool,
+    /// Slots after which a slot's weight has fallen to 1/e. Default: 7, 5, 4 for blocks of 16, 10, 8.
+    #[arg(long, value_name = "G")]
+    pub gamma: Option<f64>,
+    /// Weigh slots by D-PACE with this smoothing instead of by their distance.
+    #[arg(long, value_name = "ALPHA", conflicts_with = "gamma")]
+    pub dpace_alpha: Option<f64>,
+    /// Memory of one chunk of logits, MiB.
+    #[arg(long, value_name = "MIB", default_value_t = 8)]
+    pub loss_chunk_mib: usize,
+}
+
+/// How parameters move.
+#[derive(Debug, Clone, Args)]
+pub struct OptimizerArgs {
+    /// Peak learning rate.
+    #[arg(long, value_name = "LR", default_value_t = 6e-4)]
+    pub lr: f64,
+    /// Its course after the warm-up.
+    #[arg(long, value_enum, default_value_t = SchedulerType::Cosine)]
+    pub scheduler_type: SchedulerType,
+    /// Share of all steps that warm up.
+    #[arg(long, value_name = "R", default_value_t = 0.04)]
+    pub warmup_ratio: f64,
+    /// Steps that warm up, instead of a share.
+    #[arg(long, value_name = "N", conflicts_with = "warmup_ratio")]
+    pub warmup_steps: Option<u64>,
+    /// Learning rate at the end, as a share of the peak.
+    #[arg(long, value_name = "R", default_value_t = 0.0)]
+    pub min_lr_ratio: f64,
+    /// Share of all steps that decay, for wsd.
+    #[arg(long, value_name = "R", default_value_t = 0.2)]
+    pub decay_ratio: f64,
+    /// AdamW's weight decay, on matrices only.
+    #[arg(long, value_name = "W", default_value_t = 0.0)]
+    pub weight_decay: f64,
+    /// Largest global gradient norm; above it the gradient is scaled down.
+    #[arg(long, value_name = "N", default_value_t = 1.0)]
+    pub max_grad_norm: f64,
+    /// Steps in a row with a non-finite gradient (skipped and counted) before the run ends.
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub max_bad_steps: u64,
+}
+
+/// Where hidden states come from.
+#[derive(Debug, Clone, Args)]
+pub struct HiddenArgs {
+    /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
+    #[arg(long, value_name = "DIR")]
+    pub hidden_states_path: Option<PathBuf>,
+    /// What to do about a sample that is not stored.
+    #[arg(long, value_enum, default_value_t = OnMissingArg::Generate)]
+    pub on_missing: OnMissingArg,
+    /// What to do with a generated sample once it is trained on.
+    #[arg(long, value_enum, default_value_t = OnGenerateArg::Delete)]
+    pub on_generate: OnGenerateArg,
+    /// Hidden states in flight or waiting, MiB per rank.
+    #[arg(long, value_name = "MIB", default_value_t = 256)]
+    pub window_mib: usize,
+    /// Requests in flight per rank.
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub max_in_flight: usize,
+}
+
+/// Kinds of drafters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum SpeculatorType {
+    /// Block diffusion conditioned on the target's hidden states.
+    Dflash,
+}
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceArg {
+    /// CUDA where libtorch has it, else the CPU.
+    Auto,
+    /// The CPU, in float32.
+    Cpu,
+    /// The GPU of the local rank.
+    Cuda,
+}
+
+/// Learning-rate schedules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum SchedulerType {
+    /// Half a cosine.
+    Cosine,
+    /// A straight line.
+    Linear,
+    /// Warm-up, stable, decay.
+    Wsd,
+    /// No decay.
+    None,
+}
+
+/// What to do about a sample whose hidden states are not stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OnMissingArg {
+    /// Ask the server.
+    Generate,
+    /// Leave it out.
+    Skip,
+    /// Leave it out and say so.
+    Warn,
+    /// Fail.
+    Raise,
+}
+
+/// What to do with generated hidden states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OnGenerateArg {
+    /// Keep nothing.
+    Delete,
+    /// Store them in --hidden-states-path for later epochs and runs.
+    Cache,
 }

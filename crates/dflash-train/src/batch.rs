@@ -1,0 +1,139 @@
+//! A packed row with its hidden states, as the tensors that the draft and the objective take.
+
+use bytes::Bytes;
+use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
+use dflash_hidden::{Dtype, HiddenStates};
+use dflash_model::attention::{BlockPlan, WindowRule};
+use dflash_model::draft::{Draft, PackedInput};
+use dflash_model::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
+use dflash_model::ops::rms_norm;
+use dflash_model::target::TargetHead;
+use tch::{Device, Kind, Tensor};
+
+/// What turns rows into batches, the same for all rows.
+#[derive(Debug)]
+pub(crate) struct BatchMaker {
+    pub(crate) head: TargetHead,
+    /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
+    pub(crate) lm_head_vh: Tensor,
+    pub(crate) vocabulary: Option<DraftVocabulary>,
+    /// The target's layer after which the distribution is read, where the objective needs it.
+    pub(crate) teacher_layer: Option<u32>,
+    pub(crate) anchors_per_sequence: usize,
+    pub(crate) max_anchors: usize,
+    pub(crate) seed: u64,
+}
+
+/// One packed row, ready for forward and backward.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    pub(crate) input: PackedInput,
+    pub(crate) labels: BlockLabels,
+    pub(crate) teacher: Option<Teacher>,
+}
+
+impl BatchMaker {
+    /// `None` when the row has no slot to learn from.
+    pub(crate) fn make(
+        &self,
+        draft: &Draft,
+        row: &PackedRow,
+        states: &[HiddenStates],
+        epoch: u64,
+    ) -> Option<Batch> {
+        let anchors = sample_anchors(
+            row,
+            &AnchorOptions {
+                per_document: self.anchors_per_sequence,
+                per_row: self.max_anchors,
+                seed: self.seed,
+                epoch,
+            },
+        );
+        let labelled = LabelledRow {
+            input_ids: &row.input_ids,
+            loss_mask: &row.loss_mask,
+            document_starts: &row.document_starts,
+        };
+        let block_size = draft.config().block_size;
+        let labels =
+            BlockLabels::new(labelled, &anchors, block_size, self.vocabulary.as_ref());
+        if labels.slots().is_empty() {
+            return None;
+        }
+        let plan = draft.config().plan(&row.document_starts, &anchors, WindowRule::Serving);
+        let features_ck = features(draft, &plan, row, states);
+        let slots_nh = self.slot_embeddings(draft, row, &anchors);
+        let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
+        let teacher = self.teacher_layer.map(|layer| self.teacher(draft, &labels, (row, states), layer));
+        Some(Batch { input, labels, teacher })
+    }
+
+    /// Embeddings of [anchor token, MASK, ...] per block, [N, H].
+    fn slot_embeddings(&self, draft: &Draft, row: &PackedRow, anchors: &[usize]) -> Tensor {
+        let config = draft.config();
+        let mut ids = vec![config.mask_token_id; anchors.len() * config.block_size];
+        for (block, &anchor) in anchors.iter().enumerate() {
+            ids[block * config.block_size] = row.input_ids[anchor];
+        }
+        let ids = Tensor::from_slice(&ids).to_device(draft.device());
+        self.head.embed(&ids).to_kind(draft.flat().kind())
+    }
+
+    /// The target's last hidden states of the rows that predict the labels, after its norm.
+    fn teacher(
+        &self,
+        draft: &Draft,
+        labels: &BlockLabels,
+        (row, states): (&PackedRow, &[HiddenStates]),
+        layer: u32,
+    ) -> Teacher {
+        let (device, kind) = (draft.device(), draft.flat().kind());
+        let parts: Vec<Tensor> = row
+            .documents()
+            .zip(states)
+            .map(|(document, states)| rows_of(states, layer, 0..document.len()))
+            .collect();
+        let last_th = Tensor::cat(&parts, 0).to_device(device);
+        let needed_m = labels.teacher_rows_on(device);
+        let hidden_mh = last_th.index_select(0, &needed_m).to_kind(Kind::Float);
+        let normed_rh = rms_norm(&hidden_mh, &self.head.norm_h.to_kind(Kind::Float), self.head.norm_eps);
+        Teacher {
+            normed_rh: normed_rh.to_kind(kind),
+            rows_m: Tensor::arange(needed_m.size()[0], (Kind::Int64, device)),
+            head_vh: self.lm_head_vh.shallow_clone(),
+        }
+    }
+}
+
+/// Features of the plan's context rows, [C, K*H], captures in ascending layer order.
+fn features(draft: &Draft, plan: &BlockPlan, row: &PackedRow, states: &[HiddenStates]) -> Tensor {
+    let config = draft.config();
+    let (rows, width) = (plan.context_rows() as i64, config.hidden_size);
+    let kind = draft.flat().kind();
+    let features_ck = Tensor::empty([rows, config.captures() * width], (kind, Device::Cpu));
+    for span in plan.spans() {
+        let document = row.document_starts.partition_point(|&start| start <= span.row_start) - 1;
+        let (start, length) = (span.context_row as i64, span.context.len() as i64);
+        for (capture, &layer) in config.target_layer_ids.iter().enumerate() {
+            let captured = rows_of(&states[document], layer, span.context.clone());
+            features_ck
+                .narrow(0, start, length)
+                .narrow(1, capture as i64 * width, width)
+                .copy_(&captured);
+        }
+    }
+    features_ck.to_device(draft.device())
+}
+
+/// Rows of one layer of a record, [rows, H] in the record's type on the CPU.
+fn rows_of(states: &HiddenStates, layer: u32, rows: std::ops::Range<usize>) -> Tensor {
+    let bytes: &Bytes = states.layer_bytes(layer).expect("the stream delivers the layers asked for");
+    let row_bytes = states.row_bytes();
+    let kind = match states.dtype {
+        Dtype::Bf16 => Kind::BFloat16,
+        Dtype::F32 => Kind::Float,
+    };
+    let shape = [rows.len() as i64, states.hidden_size as i64];
+    Tensor::from_data_size(&bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, kind)
+}

@@ -1,0 +1,139 @@
+//! The resolved settings of a run. They are written beside its checkpoints.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use dflash_hidden::{OnGenerate, OnMissing};
+use dflash_model::objective::{Denominator, ElementLoss, Weighting};
+use serde::Serialize;
+
+use crate::optimizer::AdamWConfig;
+use crate::schedule::Schedule;
+
+/// Everything that decides what a run computes.
+#[derive(Clone, Debug, Serialize)]
+pub struct TrainConfig {
+    /// Directory of the target model.
+    pub target: PathBuf,
+    /// Prepared dataset.
+    pub data: PathBuf,
+    /// Where checkpoints, metrics and provenance go.
+    pub save_path: PathBuf,
+    /// Shape of the draft.
+    pub draft: DraftSettings,
+    /// Where hidden states come from.
+    pub hidden: HiddenSettings,
+    /// What is minimised.
+    pub objective: ObjectiveSettings,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Its course.
+    pub schedule: Schedule,
+    /// The optimizer's constants.
+    pub adamw: AdamWConfig,
+    /// Largest global norm of a gradient.
+    pub max_grad_norm: f64,
+    /// Passes over the dataset.
+    pub epochs: u64,
+    /// Upper bound on optimizer steps.
+    pub max_steps: Option<u64>,
+    /// Packed rows per rank and optimizer step.
+    pub accumulation: usize,
+    /// Tokens of a packed row.
+    pub total_seq_len: usize,
+    /// Anchors per document.
+    pub anchors_per_sequence: usize,
+    /// Anchors per packed row.
+    pub max_anchors: usize,
+    /// Seed of weights, order and anchors.
+    pub seed: u64,
+    /// Steps between checkpoints; epochs end with one in any case.
+    pub save_every: Option<u64>,
+    /// Steps between metric lines.
+    pub log_every: u64,
+    /// Steps in a row whose gradient may be non-finite before the run ends.
+    pub max_bad_steps: u64,
+    /// Continue the run in `save_path`.
+    pub resume: bool,
+    /// `cpu`, `cuda` or `auto`.
+    pub device: DeviceChoice,
+    /// How the run was started, for its records.
+    pub command: Vec<String>,
+    /// Set when the run is to end early.
+    #[serde(skip)]
+    pub stop: Arc<AtomicBool>,
+    /// Whether to draw a progress bar.
+    #[serde(skip)]
+    pub progress: bool,
+}
+
+/// Shape of the draft; what is not given here is copied from the target.
+#[derive(Clone, Debug, Serialize)]
+pub struct DraftSettings {
+    /// Layers.
+    pub num_layers: usize,
+    /// Slots of a block.
+    pub block_size: usize,
+    /// Captured layers, 0 = embedding output.
+    pub target_layer_ids: Vec<u32>,
+    /// Token of the slots to be predicted.
+    pub mask_token_id: i64,
+    /// Window of all layers; `None` for full attention.
+    pub sliding_window: Option<usize>,
+    /// Size of a pruned vocabulary.
+    pub vocab_size: Option<usize>,
+}
+
+/// Where hidden states come from.
+#[derive(Clone, Debug, Serialize)]
+pub struct HiddenSettings {
+    /// Servers.
+    pub endpoints: Vec<String>,
+    /// Directory of stored states.
+    pub offline_dir: Option<PathBuf>,
+    /// What to do about a sample that is not stored.
+    #[serde(serialize_with = "as_debug")]
+    pub on_missing: OnMissing,
+    /// What to do with a generated sample.
+    #[serde(serialize_with = "as_debug")]
+    pub on_generate: OnGenerate,
+    /// Bytes of hidden states in flight and waiting, per rank.
+    pub window_bytes: usize,
+    /// Requests in flight, per rank.
+    pub max_in_flight: usize,
+}
+
+/// What is minimised.
+#[derive(Clone, Debug, Serialize)]
+pub struct ObjectiveSettings {
+    /// Element losses and coefficients.
+    #[serde(serialize_with = "as_debug")]
+    pub terms: Vec<(ElementLoss, f64)>,
+    /// Weights of the slots.
+    #[serde(serialize_with = "as_debug")]
+    pub weighting: Weighting,
+    /// What the weighted sum is divided by.
+    #[serde(serialize_with = "as_debug")]
+    pub denominator: Denominator,
+    /// Labels from the target's argmax instead of the data.
+    pub teacher_labels: bool,
+    /// Bytes of one chunk of logits.
+    pub chunk_bytes: usize,
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceChoice {
+    /// CUDA where libtorch has it and a device is there.
+    Auto,
+    /// The CPU, in float32.
+    Cpu,
+    /// The GPU of the local rank, in bfloat16 with float32 masters.
+    Cuda,
+}
+
+fn as_debug<T: std::fmt::Debug, S: serde::Serializer>(value: &T, out: S) -> Result<S::Ok, S::Error> {
+    out.collect_str(&format_args!("{value:?}"))
+}

@@ -1,0 +1,115 @@
+//! What can go wrong with a training run.
+
+use std::path::PathBuf;
+
+/// Errors name the flag, path or step, and what would do.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A model directory or a checkpoint.
+    #[error(transparent)]
+    Model(#[from] dflash_model::Error),
+    /// The dataset.
+    #[error(transparent)]
+    Data(#[from] dflash_data::Error),
+    /// The hidden states.
+    #[error(transparent)]
+    Hidden(#[from] dflash_hidden::Error),
+    /// The other ranks.
+    #[error(transparent)]
+    Dist(#[from] dflash_dist::Error),
+    /// A file could not be written.
+    #[error(transparent)]
+    Files(#[from] dflash_files::Error),
+    /// A setting that cannot be honoured.
+    #[error("{flag} is {found}, but {expected}")]
+    Setting {
+        /// The flag as the user types it.
+        flag: &'static str,
+        /// Its value.
+        found: String,
+        /// What would do.
+        expected: String,
+    },
+    /// The dataset has nothing to train on.
+    #[error("{path} has no sample with two supervised tokens in a row; there is nothing to train on")]
+    NothingToTrain {
+        /// The dataset.
+        path: PathBuf,
+    },
+    /// A token of the dataset is no row of the target's embedding.
+    #[error("{path}: sample {sample} has token {token}, but the target's embedding has {rows} rows; prepare the data with this target's tokenizer")]
+    ForeignToken {
+        /// The dataset.
+        path: PathBuf,
+        /// Its row.
+        sample: u32,
+        /// The token.
+        token: i64,
+        /// Rows of the embedding.
+        rows: i64,
+    },
+    /// The save path holds something that is not ours.
+    #[error("{path} holds {found}, which no training run wrote; name another --save-path")]
+    ForeignSavePath {
+        /// The save path.
+        path: PathBuf,
+        /// What lies there.
+        found: String,
+    },
+    /// The save path holds an earlier run.
+    #[error("{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path")]
+    EarlierRun {
+        /// The save path.
+        path: PathBuf,
+        /// Its last complete step.
+        step: u64,
+    },
+    /// The run to be resumed was made with other settings.
+    #[error("cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}")]
+    ResumeMismatch {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The setting.
+        key: &'static str,
+        /// Its value in the checkpoint.
+        found: String,
+        /// Its value now.
+        expected: String,
+    },
+    /// A file of a checkpoint does not parse.
+    #[error("{path}: {source}")]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// The parser's answer.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// Loss or gradient stopped being numbers.
+    #[error("loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr, or raise --max-bad-steps")]
+    NonFinite {
+        /// Steps in a row.
+        count: u64,
+        /// The last of them.
+        step: u64,
+    },
+    /// The event file could not be written.
+    #[error("cannot write TensorBoard events to {path}: {source}")]
+    Events {
+        /// The directory.
+        path: PathBuf,
+        /// The operating system's answer.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    pub(crate) fn setting(
+        flag: &'static str,
+        found: impl ToString,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self::Setting { flag, found: found.to_string(), expected: expected.into() }
+    }
+}

@@ -1,0 +1,273 @@
+//! What a run shows of itself: a progress bar, JSON lines and TensorBoard events.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use dflash_model::objective::{Statistics, StatisticsReport};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use tensorboard_rs::summary_writer::SummaryWriter;
+
+use crate::Error;
+use crate::trainer::StepResult;
+
+/// File of the JSON lines in the save path.
+const METRICS: &str = "metrics.jsonl";
+
+/// One line of metrics: sums and ratios over the steps since the last.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct MetricLine {
+    /// Optimizer steps taken.
+    pub(crate) step: u64,
+    /// Epochs done, with the share of the current one.
+    pub(crate) epoch: f64,
+    /// Weighted loss over its denominator, all ranks and micro-batches, nats.
+    pub(crate) loss: f64,
+    /// Share of supervised slots whose argmax is the label.
+    pub(crate) accuracy: f64,
+    /// The same for each slot of a block; the anchor's slot has none.
+    pub(crate) slot_accuracy: Vec<Option<f64>>,
+    /// Mean over blocks of 1 + the run of right slots from the first on, tokens.
+    pub(crate) expected_accepted: f64,
+    /// Learning rate of the last step.
+    pub(crate) lr: f64,
+    /// Gradient norm of the last step, before clipping.
+    pub(crate) gradient_norm: f64,
+    /// Supervised slots per second, all ranks.
+    pub(crate) slots_per_s: f64,
+    /// Tokens of packed rows per second, all ranks.
+    pub(crate) tokens_per_s: f64,
+    /// Seconds since the last line that rank 0 waited for hidden states.
+    pub(crate) data_wait_s: f64,
+    /// Seconds since the last line.
+    pub(crate) interval_s: f64,
+    /// Seconds to the end at the pace since the last line.
+    pub(crate) eta_s: f64,
+    /// Samples left out so far.
+    pub(crate) skipped_samples: u64,
+    /// Steps so far whose gradient was not finite.
+    pub(crate) bad_steps: u64,
+}
+
+/// Adds up steps and writes lines; on ranks other than 0 it only adds up.
+pub(crate) struct Meter {
+    interval: Option<Statistics>,
+    epsilon: f64,
+    steps: u64,
+    tokens: f64,
+    wait: Duration,
+    since: Instant,
+    outputs: Option<Outputs>,
+}
+
+struct Outputs {
+    lines: File,
+    events: SummaryWriter,
+    bar: ProgressBar,
+    path: std::path::PathBuf,
+}
+
+/// Where a run stands, as a line reports it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Progress {
+    pub(crate) step: u64,
+    pub(crate) total: u64,
+    pub(crate) epoch: f64,
+    pub(crate) lr: f64,
+    pub(crate) skipped: u64,
+    pub(crate) bad_steps: u64,
+}
+
+impl Meter {
+    /// A meter that writes nothing.
+    pub(crate) fn silent(epsilon: f64) -> Self {
+        let since = Instant::now();
+        let (interval, outputs, wait) = (None, None, Duration::ZERO);
+        Self { interval, epsilon, steps: 0, tokens: 0.0, wait, since, outputs }
+    }
+
+    /// A meter that writes into `save_path`, where lines after `step` are dropped.
+    pub(crate) fn open(
+        save_path: &Path,
+        (step, total): (u64, u64),
+        progress: bool,
+        epsilon: f64,
+    ) -> Result<Self, Error> {
+        let path = save_path.join(METRICS);
+        keep_lines_until(&path, step)?;
+        let lines = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .map_err(dflash_files::Error::io("open", &path))?;
+        let events_dir = save_path.join("tensorboard");
+        std::fs::create_dir_all(&events_dir)
+            .map_err(|source| Error::Events { path: events_dir.clone(), source })?;
+        let events = SummaryWriter::new(&events_dir);
+        let target =
+            if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
+        bar.set_style(bar_style());
+        let mut meter = Self::silent(epsilon);
+        meter.outputs = Some(Outputs { lines, events, bar, path });
+        Ok(meter)
+    }
+
+    /// Adds a finished step and how long its rows were waited for.
+    pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
+        self.steps += 1;
+        self.tokens += result.extras.tokens;
+        self.wait += wait;
+        match &mut self.interval {
+            Some(sum) => sum.add(&result.statistics),
+            None => self.interval = Some(result.statistics),
+        }
+        if let Some(outputs) = &self.outputs {
+            outputs.bar.inc(1);
+        }
+    }
+
+    /// Closes the interval and writes its line.
+    pub(crate) fn log(&mut self, progress: Progress, gradient_norm: f64) -> Result<(), Error> {
+        let Some(statistics) = self.interval.take() else { return Ok(()) };
+        let seconds = self.since.elapsed().as_secs_f64().max(1e-9);
+        if let Some(outputs) = &mut self.outputs {
+            let report = statistics.report(self.epsilon);
+            let pace = seconds / self.steps.max(1) as f64;
+            let line = MetricLine {
+                step: progress.step,
+                epoch: progress.epoch,
+                lr: progress.lr,
+                gradient_norm,
+                slots_per_s: report.supervised as f64 / seconds,
+                tokens_per_s: self.tokens / seconds,
+                data_wait_s: self.wait.as_secs_f64(),
+                interval_s: seconds,
+                eta_s: pace * (progress.total - progress.step.min(progress.total)) as f64,
+                skipped_samples: progress.skipped,
+                bad_steps: progress.bad_steps,
+                ..MetricLine::of(report)
+            };
+            outputs.write(&line)?;
+        }
+        (self.steps, self.tokens, self.wait) = (0, 0.0, Duration::ZERO);
+        self.since = Instant::now();
+        Ok(())
+    }
+
+    /// Says something above the progress bar.
+    pub(crate) fn say(&self, message: &str) {
+        if let Some(outputs) = &self.outputs {
+            if outputs.bar.is_hidden() {
+                eprintln!("{message}");
+            } else {
+                outputs.bar.println(message);
+            }
+        }
+    }
+
+    /// Leaves the bar as it is and flushes the events.
+    pub(crate) fn close(&mut self) {
+        if let Some(outputs) = &mut self.outputs {
+            outputs.events.flush();
+            outputs.bar.abandon();
+        }
+    }
+}
+
+impl MetricLine {
+    fn of(report: StatisticsReport) -> Self {
+        Self {
+            step: 0,
+            epoch: 0.0,
+            loss: report.loss,
+            accuracy: report.accuracy,
+            slot_accuracy: report.slot_accuracy,
+            expected_accepted: report.expected_accepted,
+            lr: 0.0,
+            gradient_norm: 0.0,
+            slots_per_s: 0.0,
+            tokens_per_s: 0.0,
+            data_wait_s: 0.0,
+            interval_s: 0.0,
+            eta_s: 0.0,
+            skipped_samples: 0,
+            bad_steps: 0,
+        }
+    }
+
+    fn scalars(&self) -> [(&'static str, f64); 9] {
+        [
+            ("train/loss", self.loss),
+            ("train/accuracy", self.accuracy),
+            ("train/expected_accepted", self.expected_accepted),
+            ("train/lr", self.lr),
+            ("train/gradient_norm", self.gradient_norm),
+            ("speed/slots_per_s", self.slots_per_s),
+            ("speed/tokens_per_s", self.tokens_per_s),
+            ("speed/data_wait_share", self.data_wait_s / self.interval_s),
+            ("train/epoch", self.epoch),
+        ]
+    }
+}
+
+impl Outputs {
+    fn write(&mut self, line: &MetricLine) -> Result<(), Error> {
+        let mut text = serde_json::to_string(line).expect("a metric line prints");
+        text.push('\n');
+        self.lines
+            .write_all(text.as_bytes())
+            .map_err(dflash_files::Error::io("write", &self.path))?;
+        for (tag, value) in line.scalars() {
+            self.events.add_scalar(tag, value as f32, line.step as usize);
+        }
+        self.events.flush();
+        self.bar.set_message(format!(
+            "loss {:.4}  accepted {:.2}  {:.0} slots/s  {:.0} tokens/s  waiting {:.0}%",
+            line.loss,
+            line.expected_accepted,
+            line.slots_per_s,
+            line.tokens_per_s,
+            100.0 * line.data_wait_s / line.interval_s,
+        ));
+        Ok(())
+    }
+}
+
+fn bar_style() -> ProgressStyle {
+    ProgressStyle::with_template("{bar:24} {pos}/{len} steps  {msg}  {elapsed} elapsed, {eta} left")
+        .expect("the template is well formed")
+}
+
+/// Drops lines of steps after `step`, which a resumed run will write again.
+fn keep_lines_until(path: &Path, step: u64) -> Result<(), Error> {
+    let Ok(file) = File::open(path) else { return Ok(()) };
+    let mut kept = String::new();
+    for line in BufReader::new(file).lines() {
+        let line = line.map_err(dflash_files::Error::io("read", path))?;
+        let stored: Option<u64> = serde_json::from_str::<serde_json::Value>(&line)
+            .ok()
+            .and_then(|value| value["step"].as_u64());
+        if stored.is_some_and(|stored| stored <= step) {
+            kept.push_str(&line);
+            kept.push('\n');
+        }
+    }
+    Ok(dflash_files::write_bytes(path, kept.as_bytes())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_resumed_run_writes_no_step_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(METRICS);
+        std::fs::write(&path, "{\"step\":10}\n{\"step\":20}\n{\"step\":30}\n{\"st").unwrap();
+        keep_lines_until(&path, 20).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":10}\n{\"step\":20}\n");
+    }
+}

@@ -1,0 +1,450 @@
+//! One worker's life, from its settings to its last checkpoint.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use dflash_data::{Dataset, PackedRow, Sample};
+use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
+use dflash_hidden::{Fetched, HiddenStates, Request, SourceConfig, Stream, StreamConfig};
+use dflash_model::draft::DraftConfig;
+use dflash_model::target::TargetConfig;
+
+use crate::checkpoint::{self, Position};
+use crate::config::TrainConfig;
+use crate::metrics::{Meter, Progress};
+use crate::order::{PlannedRow, RowOrder};
+use crate::trainer::{StepExtras, StepResult, Trainer};
+use crate::{Error, setup};
+
+/// File of the settings and versions in the save path.
+const PROVENANCE: &str = "run.json";
+
+/// How long ranks wait for each other to come, and within a collective. The latter bounds how far
+/// a rank that waits for hidden states may lag behind.
+const TIMEOUTS: ConnectOptions = ConnectOptions {
+    join_timeout: Duration::from_secs(120),
+    collective_timeout: Duration::from_secs(1800),
+};
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The last checkpoint.
+    pub checkpoint: PathBuf,
+    /// Its optimizer steps.
+    pub step: u64,
+    /// Whether the schedule was completed; false when the run was told to stop.
+    pub completed: bool,
+}
+
+/// Finds mistakes in the settings before any worker starts; prints and writes nothing.
+///
+/// # Errors
+/// Whatever [`run`] would report at its start about target, dataset and save path.
+pub fn validate(config: &TrainConfig) -> Result<(), Error> {
+    let target = TargetConfig::load(&config.target)?;
+    setup::draft_config(&target, &config.draft)?;
+    check_numbers(config)?;
+    setup::device(config.device, 0)?;
+    let dataset = Dataset::open(&config.data)?;
+    if dataset.is_empty() {
+        return Err(Error::NothingToTrain { path: config.data.clone() });
+    }
+    check_save_path(config).map(|_| ())
+}
+
+fn check_numbers(config: &TrainConfig) -> Result<(), Error> {
+    let at_least_one = [
+        ("--total-seq-len", config.total_seq_len),
+        ("--anchors-per-sequence", config.anchors_per_sequence),
+        ("--max-anchors", config.max_anchors),
+        ("--gradient-accumulation-steps", config.accumulation),
+    ];
+    if let Some((flag, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
+        return Err(Error::setting(flag, 0, "it must be at least 1"));
+    }
+    if !(config.lr > 0.0 && config.lr.is_finite()) {
+        return Err(Error::setting("--lr", config.lr, "a learning rate is a positive number"));
+    }
+    Ok(())
+}
+
+/// The checkpoint to resume, if any; refuses a path that holds something else.
+fn check_save_path(config: &TrainConfig) -> Result<Option<(u64, PathBuf)>, Error> {
+    let path = &config.save_path;
+    let latest = checkpoint::latest_checkpoint(path)?;
+    match latest {
+        Some((step, _)) if !config.resume => {
+            return Err(Error::EarlierRun { path: path.clone(), step });
+        }
+        Some(_) => return Ok(latest),
+        None => {}
+    }
+    // A run that ended before its first checkpoint leaves its provenance, and may begin again.
+    if dflash_files::is_absent_or_empty(path)? || path.join(PROVENANCE).is_file() {
+        return Ok(None);
+    }
+    let found = std::fs::read_dir(path)
+        .map_err(dflash_files::Error::io("read", path))?
+        .filter_map(Result::ok)
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .min()
+        .unwrap_or_default();
+    Err(Error::ForeignSavePath { path: path.clone(), found })
+}
+
+/// Trains as the rank that `env` describes.
+///
+/// # Errors
+/// The user's mistakes by name, a server or a rank that is gone, a full disk.
+pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
+    validate(config)?;
+    let target = TargetConfig::load(&config.target)?;
+    let draft_config = setup::draft_config(&target, &config.draft)?;
+    let dataset = Arc::new(Dataset::open(&config.data)?);
+    let resume = check_save_path(config)?;
+    let communicator = connect_with(env, &TIMEOUTS)?;
+    tch::no_grad(|| {
+        let device = setup::device(config.device, env.local_rank)?;
+        let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, device)?;
+        let mut position = Position::start(config, &dataset);
+        if let Some((_, dir)) = &resume {
+            let stored = checkpoint::load_position(dir)?;
+            checkpoint::check_resumable(dir, &stored, &position, &draft_config)?;
+            checkpoint::restore(&mut trainer, dir, stored.step)?;
+            position = stored;
+        }
+        let ranks = communicator.world_size() as u64;
+        let order = row_order(config, dataset.lengths(), ranks);
+        let total = total_steps(config, &order, &position, ranks);
+        let share = order
+            .every(position.rows + communicator.rank() as u64, ranks)
+            .take(((total - position.step) * config.accumulation as u64) as usize);
+        let stream = stream_config(config, &target, &draft_config, trainer.batches.teacher_layer);
+        let wanted = requests(share, Arc::clone(&dataset), config.total_seq_len);
+        let planned = order.every(position.rows + communicator.rank() as u64, ranks);
+        let mut rows = Rows {
+            stream: Stream::start(stream, wanted)?,
+            planned: Box::new(planned),
+            dataset: Arc::clone(&dataset),
+            total_seq_len: config.total_seq_len,
+            embedding_rows: target.vocab_size,
+        };
+        if communicator.rank() == 0 {
+            std::fs::create_dir_all(&config.save_path)
+                .map_err(dflash_files::Error::io("create", &config.save_path))?;
+            write_provenance(config, &position, communicator.world_size())?;
+        }
+        let communicator = &*communicator;
+        Worker { config, order, communicator, trainer, position, total }.train(&mut rows)
+    })
+}
+
+/// Steps of the whole schedule: those done, and what the remaining rows give.
+fn total_steps(config: &TrainConfig, order: &RowOrder, position: &Position, ranks: u64) -> u64 {
+    let remaining = order.rows() - position.rows.min(order.rows());
+    let all = position.step + remaining.div_ceil(ranks * config.accumulation as u64);
+    config.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
+}
+
+impl Position {
+    fn start(config: &TrainConfig, dataset: &Dataset) -> Self {
+        Self {
+            step: 0,
+            rows: 0,
+            bad_steps: 0,
+            skipped: 0,
+            tokens: 0,
+            dataset: dataset.fingerprint(),
+            seed: config.seed,
+            total_seq_len: config.total_seq_len,
+        }
+    }
+}
+
+/// All epochs' rows; with a bound on steps alone, as many epochs as it needs.
+fn row_order(config: &TrainConfig, lengths: &[u32], ranks: u64) -> RowOrder {
+    let order = |epochs| RowOrder::new(lengths, config.total_seq_len, config.seed, epochs);
+    if config.epochs > 0 {
+        return order(config.epochs);
+    }
+    let needed = config.max_steps.unwrap_or(1) * ranks * config.accumulation as u64;
+    let per_epoch = order(1).rows().max(1);
+    let mut epochs = needed.div_ceil(per_epoch).max(1);
+    while order(epochs).rows() < needed {
+        epochs += 1;
+    }
+    order(epochs)
+}
+
+fn write_provenance(
+    config: &TrainConfig,
+    position: &Position,
+    world_size: usize,
+) -> Result<(), Error> {
+    let provenance = serde_json::json!({
+        "dflash": env!("CARGO_PKG_VERSION"),
+        "world_size": world_size,
+        "resumed_at_step": position.step,
+        "dataset": position.dataset,
+        "config": config,
+    });
+    let text = serde_json::to_vec_pretty(&provenance).expect("settings print");
+    Ok(dflash_files::write_bytes(&config.save_path.join(PROVENANCE), &text)?)
+}
+
+/// A rank between its first and its last step.
+struct Worker<'a> {
+    config: &'a TrainConfig,
+    order: RowOrder,
+    communicator: &'a dyn Communicator,
+    trainer: Trainer,
+    position: Position,
+    /// Optimizer steps at the end of the schedule.
+    total: u64,
+}
+
+impl Worker<'_> {
+    fn train(&mut self, rows: &mut Rows) -> Result<Outcome, Error> {
+        let epsilon = self.trainer.objective.denominator.epsilon();
+        let mut meter = if self.communicator.rank() == 0 {
+            let at = (self.position.step, self.total);
+            Meter::open(&self.config.save_path, at, self.config.progress, epsilon)?
+        } else {
+            Meter::silent(epsilon)
+        };
+        meter.say(&self.announcement());
+        let mut bad_in_a_row = 0;
+        while self.position.step < self.total {
+            let epoch = self.order.epoch_of(self.position.rows);
+            let (norm, stopping) = match self.step(rows, &mut meter)? {
+                Stepped::Done { norm, stopping } => (norm, stopping),
+                Stepped::Abandoned => return self.finish(&mut meter, false),
+            };
+            bad_in_a_row = if norm.is_finite() { 0 } else { bad_in_a_row + 1 };
+            if bad_in_a_row > self.config.max_bad_steps {
+                return Err(Error::NonFinite { count: bad_in_a_row, step: self.position.step });
+            }
+            if self.position.step.is_multiple_of(self.config.log_every) {
+                meter.log(self.progress(), norm)?;
+            }
+            let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
+            let due = self.config.save_every.is_some_and(|n| self.position.step.is_multiple_of(n));
+            if epoch_ended || due {
+                self.save(&meter)?;
+            }
+            if stopping {
+                return self.finish(&mut meter, false);
+            }
+        }
+        self.finish(&mut meter, true)
+    }
+
+    fn announcement(&self) -> String {
+        let draft = &self.trainer.draft;
+        format!(
+            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?}",
+            draft.config().layers.len(),
+            draft.layout().trained() as f64 / 1e6,
+            self.order.rows(),
+            self.order.epoch_of(self.order.rows()),
+            self.total,
+            self.communicator.world_size(),
+            draft.device(),
+        )
+    }
+
+    /// One optimizer step over `accumulation` rows of this rank.
+    fn step(&mut self, rows: &mut Rows, meter: &mut Meter) -> Result<Stepped, Error> {
+        let rate = self.rate();
+        let accumulation = self.config.accumulation;
+        let mut extras = StepExtras::default();
+        let mut wait = Duration::ZERO;
+        let mut step = self.trainer.begin(self.communicator);
+        for micro in 1..=accumulation {
+            let asked = Instant::now();
+            let loaded = rows.next();
+            wait += asked.elapsed();
+            let batch = match loaded {
+                Ok(Some(loaded)) => {
+                    loaded.count(&mut extras);
+                    step.batch(&loaded.row, &loaded.states, loaded.epoch)
+                }
+                Ok(None) => None,
+                Err(Error::Hidden(dflash_hidden::Error::Interrupted)) => {
+                    extras.abandoned = 1.0;
+                    None
+                }
+                Err(error) => return Err(error),
+            };
+            step.add(batch, micro == accumulation)?;
+        }
+        extras.stopping = f64::from(u8::from(self.config.stop.load(Ordering::Relaxed)));
+        let result = step.finish(extras, (rate, self.config.max_grad_norm))?;
+        if result.extras.abandoned > 0.0 {
+            return Ok(Stepped::Abandoned);
+        }
+        self.advance(&result);
+        let (norm, stopping) = (result.gradient_norm, result.extras.stopping > 0.0);
+        meter.add(result, wait);
+        Ok(Stepped::Done { norm, stopping })
+    }
+
+    fn rate(&self) -> f64 {
+        self.config.lr * self.config.schedule.of_step(self.position.step, self.total)
+    }
+
+    fn advance(&mut self, result: &StepResult) {
+        let rows_per_step = self.communicator.world_size() * self.config.accumulation;
+        let position = &mut self.position;
+        position.step += 1;
+        position.rows = (position.rows + rows_per_step as u64).min(self.order.rows());
+        position.bad_steps += u64::from(!result.applied);
+        position.skipped += result.extras.skipped as u64;
+        position.tokens += result.extras.tokens as u64;
+    }
+
+    fn progress(&self) -> Progress {
+        let last = self.position.step.saturating_sub(1);
+        Progress {
+            step: self.position.step,
+            total: self.total,
+            epoch: self.order.progress(self.position.rows),
+            lr: self.config.lr * self.config.schedule.of_step(last, self.total),
+            skipped: self.position.skipped,
+            bad_steps: self.position.bad_steps,
+        }
+    }
+
+    /// Rank 0 writes; the others go on. Returns where the checkpoint lies.
+    fn save(&self, meter: &Meter) -> Result<PathBuf, Error> {
+        if self.communicator.rank() > 0 {
+            return Ok(checkpoint::step_dir(&self.config.save_path, self.position.step));
+        }
+        let path = checkpoint::save(&self.trainer, &self.position, &self.config.save_path)?;
+        meter.say(&format!("saved {}", path.display()));
+        Ok(path)
+    }
+
+    fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
+        meter.log(self.progress(), f64::NAN)?;
+        let checkpoint = self.save(meter)?;
+        meter.close();
+        self.communicator.barrier()?;
+        Ok(Outcome { checkpoint, step: self.position.step, completed })
+    }
+}
+
+/// What came of a step.
+enum Stepped {
+    Done { norm: f64, stopping: bool },
+    /// A rank was told to stop while it waited for its rows; nothing was changed.
+    Abandoned,
+}
+
+/// One row with its hidden states; what was left out is counted.
+struct LoadedRow {
+    epoch: u64,
+    row: PackedRow,
+    states: Vec<HiddenStates>,
+    skipped: usize,
+}
+
+impl LoadedRow {
+    fn count(&self, extras: &mut StepExtras) {
+        extras.tokens += self.row.input_ids.len() as f64;
+        extras.rows += 1.0;
+        extras.skipped += self.skipped as f64;
+    }
+}
+
+/// This rank's rows in order, with their hidden states as they come.
+struct Rows {
+    stream: Stream,
+    planned: Box<dyn Iterator<Item = PlannedRow>>,
+    dataset: Arc<Dataset>,
+    total_seq_len: usize,
+    embedding_rows: i64,
+}
+
+impl Rows {
+    fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
+        let Some(planned) = self.planned.next() else { return Ok(None) };
+        let fetched = match self.stream.next_row() {
+            Some(fetched) => fetched?,
+            // The feeder stops at a sample that it cannot read; reading it here says why.
+            None => {
+                for &sample in &planned.samples {
+                    self.sample(sample)?;
+                }
+                return Ok(None);
+            }
+        };
+        let mut samples = Vec::with_capacity(fetched.len());
+        let mut states = Vec::with_capacity(fetched.len());
+        let asked = fetched.len();
+        for Fetched { sample, states: found } in fetched {
+            if let Some(found) = found {
+                samples.push((sample as u32, self.sample(sample as u32)?));
+                states.push(found);
+            }
+        }
+        let skipped = asked - samples.len();
+        let row = PackedRow::from_samples(&samples, self.total_seq_len);
+        Ok(Some(LoadedRow { epoch: planned.epoch, row, states, skipped }))
+    }
+
+    /// Reads a sample and checks that the target knows its tokens.
+    fn sample(&self, index: u32) -> Result<Sample, Error> {
+        let sample = self.dataset.get(index as usize)?;
+        match sample.input_ids.iter().find(|&&token| token < 0 || token >= self.embedding_rows) {
+            None => Ok(sample),
+            Some(&token) => Err(Error::ForeignToken {
+                path: self.dataset.dir().into(),
+                sample: index,
+                token,
+                rows: self.embedding_rows,
+            }),
+        }
+    }
+}
+
+/// What the server is asked for: the samples of each row, cut to the row's length.
+fn requests(
+    planned: impl Iterator<Item = PlannedRow> + Send + 'static,
+    dataset: Arc<Dataset>,
+    total_seq_len: usize,
+) -> impl Iterator<Item = Vec<Request>> + Send + 'static {
+    planned.map_while(move |row| {
+        row.samples
+            .iter()
+            .map(|&sample| {
+                let mut input_ids = dataset.get(sample as usize).ok()?.input_ids;
+                input_ids.truncate(total_seq_len);
+                Some(Request { sample: sample.into(), input_ids })
+            })
+            .collect()
+    })
+}
+
+fn stream_config(config: &TrainConfig, target: &TargetConfig, draft: &DraftConfig, teacher: Option<u32>) -> StreamConfig {
+    let hidden = &config.hidden;
+    let source = SourceConfig {
+        endpoints: hidden.endpoints.clone(),
+        offline_dir: hidden.offline_dir.clone(),
+    };
+    let mut layer_ids = draft.target_layer_ids.clone();
+    layer_ids.extend(teacher.filter(|layer| !draft.target_layer_ids.contains(layer)));
+    StreamConfig {
+        vocab_size: Some(target.vocab_size as usize),
+        num_hidden_layers: Some(target.num_hidden_layers as u32),
+        on_missing: hidden.on_missing,
+        on_generate: hidden.on_generate,
+        window_bytes: hidden.window_bytes,
+        max_in_flight: hidden.max_in_flight,
+        stop: Arc::clone(&config.stop),
+        ..StreamConfig::new(source, layer_ids, target.hidden_size as usize)
+    }
+}
