@@ -93,6 +93,8 @@ pub struct PendingDir {
     aside: PathBuf,
     destination: PathBuf,
     replaces: bool,
+    /// Parents that did not exist before, outermost first.
+    new_parents: Vec<PathBuf>,
     committed: bool,
 }
 
@@ -123,8 +125,15 @@ impl PendingDir {
             // Left by a process that had our id and was killed.
             fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))?;
         }
-        fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
-        Ok(Self { aside, destination: destination.into(), replaces, committed: false })
+        let pending = Self {
+            new_parents: missing_parents(&aside),
+            aside,
+            destination: destination.into(),
+            replaces,
+            committed: false,
+        };
+        let created = fs::create_dir_all(&pending.aside);
+        created.map_err(Error::io("create", &pending.aside)).map(|()| pending)
     }
 
     /// Where to write until the commit.
@@ -159,8 +168,21 @@ impl Drop for PendingDir {
     fn drop(&mut self) {
         if !self.committed {
             let _ = fs::remove_dir_all(&self.aside);
+            for parent in self.new_parents.iter().rev() {
+                // Fails, as it should, where somebody else has put something meanwhile.
+                let _ = fs::remove_dir(parent);
+            }
         }
     }
+}
+
+/// The directories above `path` that do not exist, outermost first.
+fn missing_parents(path: &Path) -> Vec<PathBuf> {
+    let above = path.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty());
+    let mut missing: Vec<PathBuf> =
+        above.take_while(|parent| !parent.exists()).map(Path::to_path_buf).collect();
+    missing.reverse();
+    missing
 }
 
 /// Whether `path` can take a new directory.
@@ -237,6 +259,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let destination = dir.path().join("step");
         drop(PendingDir::create(&destination).unwrap());
+        drop(PendingDir::create(&dir.path().join("new/deep/step")).unwrap());
         assert!(names(dir.path()).is_empty());
         let pending = PendingDir::create(&destination).unwrap();
         fs::write(pending.path().join("a"), b"1").unwrap();

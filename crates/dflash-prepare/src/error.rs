@@ -8,6 +8,15 @@ pub enum Error {
     /// A file, template or tokenizer cannot be used.
     #[error(transparent)]
     Text(#[from] dflash_text::Error),
+    /// The output holds something already.
+    #[error(
+        "--output {path} exists and is not empty; pass --overwrite to replace the dataset there, \
+         or name another directory"
+    )]
+    Occupied {
+        /// The output.
+        path: PathBuf,
+    },
     /// The dataset cannot be written.
     #[error(transparent)]
     Data(#[from] dflash_data::Error),

@@ -37,7 +37,13 @@ pub fn prepare(config: &Config, stop: &AtomicBool) -> Result<Summary, Error> {
     check(config)?;
     let places = source::locate(&config.data)?;
     let options = WriterOptions { shard_bytes: config.shard_bytes, overwrite: config.overwrite };
-    let mut writer = DatasetWriter::create(&config.output, options)?;
+    let mut writer =
+        DatasetWriter::create(&config.output, options).map_err(|error| match error {
+            dflash_data::Error::Files(dflash_files::Error::Occupied { path }) => {
+                Error::Occupied { path }
+            }
+            other => other.into(),
+        })?;
     let model = Model::load(config, stop)?;
     let sources = source::fetch(places, stop)?;
     let started = Instant::now();

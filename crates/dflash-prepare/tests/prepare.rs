@@ -336,7 +336,7 @@ fn an_occupied_output_is_left_alone() {
         let config = Config { overwrite, ..bench.config(&[&file]) };
         prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string()
     };
-    assert!(refused(false).contains("exists and is not empty"));
+    assert!(refused(false).contains("pass --overwrite to replace"));
     assert!(refused(true).contains("holds notes.txt"));
     assert_eq!(fs::read(bench.path("out/notes.txt")).unwrap(), b"mine");
 }

@@ -14,9 +14,9 @@ use clap::Args;
 #[derive(Debug, Clone, Args)]
 pub struct PrepareArgs {
     /// The target model: a Hugging Face model directory, or its name on the Hub. Only the
-    /// tokenizer and the chat template are used.
-    #[arg(long, value_name = "DIR|NAME", default_value = dflash_prepare::DEFAULT_MODEL)]
-    pub model: String,
+    /// tokenizer and the chat template are used [default: Qwen/Qwen3-8B].
+    #[arg(long, value_name = "DIR|NAME")]
+    pub model: Option<String>,
     /// A .jsonl, .json or .parquet file, a directory of them, a preset (sharegpt, ultrachat,
     /// gsm8k, magpie, open-perfectblend, nemotron, codealpaca), or
     /// hf:OWNER/NAME[:CONFIG[:SPLIT]]. May be given several times.
@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn the_short_line_parses() {
         let args = parse("prepare --data sharegpt --seq-length 8192").unwrap();
-        assert_eq!(args.model, "Qwen/Qwen3-8B");
+        assert_eq!(args.model, None);
         assert_eq!(args.data, ["sharegpt"]);
         assert_eq!((args.output, args.seq_length), (None, 8192));
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 
 use dflash::args::PrepareArgs;
-use dflash_prepare::{Config, default_output, prepare};
+use dflash_prepare::{Config, DEFAULT_MODEL, default_output, prepare};
 
 /// Runs the command: progress to stderr, the summary to stdout.
 pub(crate) fn run(args: PrepareArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
@@ -30,6 +30,10 @@ fn settings(args: PrepareArgs) -> Config {
         skip_bad_rows,
         chat_template_kwargs,
     } = args;
+    let model = model.unwrap_or_else(|| {
+        eprintln!("no --model given: preparing for {DEFAULT_MODEL}");
+        DEFAULT_MODEL.to_owned()
+    });
     Config {
         output: output.unwrap_or_else(|| default_output(&model, &data)),
         workers: workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from)),
