@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use dflash_hidden::Dtype;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
+use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::error::Error;
@@ -22,7 +23,8 @@ pub struct TargetFeaturizerOptions {
     pub layer_ids: Option<Vec<u32>>,
     /// Where to run; `None` for CUDA where libtorch has it, else the CPU.
     pub device: Option<Device>,
-    /// Kind of weights and activations; `None` for bf16 on CUDA and float32 on the CPU.
+    /// Kind of weights and activations; `None` for bf16 on CUDA, and on a CPU with instructions
+    /// for it when the checkpoint is bf16; float32 otherwise.
     pub kind: Option<Kind>,
     /// Element type of the rows that are sent.
     pub wire_dtype: Dtype,
@@ -48,17 +50,40 @@ impl TargetFeaturizer {
         if let Some(threads) = options.threads {
             tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
         }
-        let mut placement = TargetOptions::default();
-        if let Some(device) = options.device {
-            let cpu = device == Device::Cpu;
-            placement =
-                TargetOptions { device, dtype: if cpu { Kind::Float } else { Kind::BFloat16 } };
-        }
-        placement.dtype = options.kind.unwrap_or(placement.dtype);
+        let device = options.device.unwrap_or_else(Device::cuda_if_available);
+        let dtype = options.kind.unwrap_or_else(|| default_kind(device, &options.dir));
+        let placement = TargetOptions { device, dtype };
         let target = Target::load(&options.dir, &placement)?;
         let facts = facts_of(&target, options, &placement)?;
         Ok(Self { target, facts })
     }
+}
+
+/// The rows travel as bf16, and servers run targets in their checkpoint's type. Where the CPU
+/// multiplies bf16 in hardware that takes less than half of float32's time (measured with AMX: 39
+/// against 18 prompts of 216 tokens a second); elsewhere it is emulated and float32 is faster.
+fn default_kind(device: Device, dir: &Path) -> Kind {
+    let bf16 = device != Device::Cpu || (cpu_multiplies_bf16() && checkpoint_is_bf16(dir));
+    if bf16 { Kind::BFloat16 } else { Kind::Float }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn cpu_multiplies_bf16() -> bool {
+    std::arch::is_x86_feature_detected!("avx512bf16")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn cpu_multiplies_bf16() -> bool {
+    false
+}
+
+/// What config.json says. A file that cannot be read is reported by the loader, not here.
+fn checkpoint_is_bf16(dir: &Path) -> bool {
+    let text = std::fs::read_to_string(dir.join("config.json")).unwrap_or_default();
+    let config: Value = serde_json::from_str(&text).unwrap_or_default();
+    // Older checkpoints have the old key.
+    let dtype = config.get("dtype").or_else(|| config.get("torch_dtype"));
+    dtype.and_then(Value::as_str) == Some("bfloat16")
 }
 
 fn facts_of(
@@ -85,8 +110,22 @@ fn facts_of(
         max_model_len,
         layer_ids,
         dtype: options.wire_dtype,
-        device: format!("{:?} in {:?}", placement.device, placement.dtype),
+        device: placement_name(placement),
     })
+}
+
+fn placement_name(placement: &TargetOptions) -> String {
+    let device = match placement.device {
+        Device::Cpu => format!("the CPU ({} threads)", tch::get_num_threads()),
+        Device::Cuda(index) => format!("cuda:{index}"),
+        other => format!("{other:?}"),
+    };
+    let kind = match placement.dtype {
+        Kind::BFloat16 => "bfloat16",
+        Kind::Float => "float32",
+        _ => "another type",
+    };
+    format!("{device} in {kind}")
 }
 
 /// The directory's own name, also where the user wrote `.` or a trailing slash.
@@ -150,6 +189,23 @@ mod tests {
             (bf16s.len(), &bf16s[..2], &bf16s[6..8]),
             (12, &[0x80, 0x3f][..], &[0xcd, 0x3d][..])
         );
+    }
+
+    #[test]
+    fn float32_checkpoints_run_in_float32() {
+        let dir = tempfile::tempdir().unwrap();
+        let check = |config: &str, bf16: bool| {
+            std::fs::write(dir.path().join("config.json"), config).unwrap();
+            assert_eq!(checkpoint_is_bf16(dir.path()), bf16, "{config}");
+            let kind = default_kind(Device::Cpu, dir.path());
+            assert_eq!(kind == Kind::BFloat16, bf16 && cpu_multiplies_bf16(), "{config}");
+        };
+        check(r#"{"dtype": "bfloat16"}"#, true);
+        check(r#"{"torch_dtype": "bfloat16"}"#, true);
+        check(r#"{"dtype": "float32", "torch_dtype": "bfloat16"}"#, false);
+        check("{}", false);
+        check("no json", false);
+        assert_eq!(default_kind(Device::Cuda(0), dir.path()), Kind::BFloat16);
     }
 
     #[test]

@@ -36,7 +36,8 @@ pub struct HiddenServerArgs {
     /// Where to run the target: cpu, cuda or cuda:N. Default: CUDA where libtorch has it.
     #[arg(long)]
     pub device: Option<String>,
-    /// Type of weights and activations. Default: bfloat16 on CUDA, float32 on the CPU.
+    /// Type of weights and activations. `auto`: bfloat16 on CUDA, and on CPUs with instructions
+    /// for it if the checkpoint is bfloat16; else float32.
     #[arg(long, value_enum, default_value_t)]
     pub dtype: ComputeDtype,
     /// Type of the rows that are sent.
