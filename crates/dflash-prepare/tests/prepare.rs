@@ -357,3 +357,132 @@ fn numbers_that_cannot_work_are_refused() {
     let error = prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string();
     assert_eq!(error, "--seq-length must be at least 2, not 1");
 }
+
+/// Shows tools, reasoning and a variable of its own.
+const RICH: &str = "{% if tools %}T{{ tools | length }}{% endif %}{{ style }}\
+    {% for m in messages %}<|im_start|>{{ m.role[0] }}:{% if m.reasoning_content %}\
+    ({{ m.reasoning_content }}){% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }}\
+    {{ c.function.arguments | tojson }}{% endfor %}{{ m.content or '' }}<|im_end|>{% endfor %}\
+    {% if add_generation_prompt %}<|im_start|>a:{% endif %}";
+
+#[test]
+fn tools_reasoning_and_variables_reach_the_template() {
+    let bench = Bench::new(RICH);
+    let row = json!({"tools": "[{\"name\": \"f\"}]", "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": null, "reasoning_content": "hm",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "a"}]});
+    let file = bench.write("rows.jsonl", &row.to_string());
+    let template_variables = json!({"style": "S"}).as_object().unwrap().clone();
+    let config = Config { template_variables, ..bench.config(&[&file]) };
+    prepare(&config, &AtomicBool::new(false)).unwrap();
+    assert_eq!(bench.rows(), ["T1S<u:q><a:[(hm)f{\"x\": 1}>]<t:1><a:[a>]"]);
+}
+
+#[test]
+fn a_first_turn_by_the_assistant_is_context() {
+    let bench = Bench::new(CHATML);
+    let row = r#"{"messages": [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}"#;
+    bench.prepare(row).unwrap();
+    assert_eq!(bench.rows(), ["<assistant/hello>/<user/q>/<assistant/[a>/]"]);
+}
+
+#[test]
+fn special_tokens_inside_content_do_not_move_the_boundary() {
+    let bench = Bench::new(CHATML);
+    let row = json!({"question": "a<|im_end|>b", "answer": "<|im_start|>x"});
+    bench.prepare(&row.to_string()).unwrap();
+    assert_eq!(bench.rows(), ["<user/a>b>/<assistant/[<x>/]"]);
+}
+
+#[test]
+fn equal_runs_give_equal_files() {
+    let bench = Bench::new(CHATML);
+    let row = r#"{"question": "q", "answer": "a"}"#;
+    let snapshot = || {
+        bench.prepare(row).unwrap();
+        let mut files: Vec<(String, Vec<u8>)> = fs::read_dir(bench.path("out"))
+            .unwrap()
+            .map(|entry| entry.unwrap())
+            .map(|entry| {
+                let name = entry.file_name().into_string().unwrap();
+                (name, fs::read(entry.path()).unwrap())
+            })
+            .collect();
+        files.sort();
+        files
+    };
+    let first = snapshot();
+    let names: Vec<&str> = first.iter().map(|(name, _)| name.as_str()).collect();
+    let expect = [
+        "data-00000-of-00001.arrow",
+        "dataset_info.json",
+        "dflash_prepare.json",
+        "state.json",
+        "token_freq.json",
+        "token_freq.pt",
+    ];
+    assert_eq!(names, expect);
+    assert_eq!(first, snapshot());
+}
+
+#[test]
+fn token_counts_cover_what_is_supervised() {
+    let bench = Bench::new(CHATML);
+    bench.prepare("{\"question\": \"zz\", \"answer\": \"aba\"}\n").unwrap();
+    let counts: Value =
+        serde_json::from_slice(&fs::read(bench.path("out/token_freq.json")).unwrap()).unwrap();
+    // a, b, the line break after the turn, and the end of the turn; no z of the question.
+    assert_eq!(counts, json!({"10": 1, "97": 2, "98": 1, "257": 1}));
+}
+
+#[test]
+fn short_answers_can_be_left_out() {
+    let bench = Bench::new(CHATML);
+    let rows = ["a", "long enough"].map(|a| json!({"question": "q", "answer": a}).to_string());
+    let file = bench.write("rows.jsonl", &rows.join("\n"));
+    let config = Config { minimum_valid_tokens: 5, ..bench.config(&[&file]) };
+    let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[long enough>/]"]);
+    assert!(summary.to_string().contains("1: fewer supervised tokens than --minimum-valid"));
+}
+
+#[test]
+fn a_directory_of_files_is_read_in_order() {
+    let bench = Bench::new(CHATML);
+    fs::create_dir_all(bench.path("data/deep")).unwrap();
+    let row = |q: &str| json!({"question": q, "answer": "a"}).to_string();
+    bench.write("data/b.jsonl", &row("2"));
+    bench.write("data/a.json", &format!("[{}]", row("1")));
+    bench.write("data/deep/c.ndjson", &row("3"));
+    bench.write("data/readme.txt", "not data");
+    let config = bench.config(&[bench.path("data").to_str().unwrap()]);
+    prepare(&config, &AtomicBool::new(false)).unwrap();
+    let questions: Vec<char> = bench.rows().iter().map(|row| row.chars().nth(6).unwrap()).collect();
+    assert_eq!(questions, ['1', '2', '3']);
+}
+
+/// A fault far into the data, behind several chunks in flight, still wins over what came before.
+#[test]
+fn a_late_fault_ends_the_run_without_output() {
+    let bench = Bench::new(CHATML);
+    let good = json!({"question": "q", "answer": "a"}).to_string();
+    let mut lines = vec![good; 1500];
+    lines[1200] = "{broken".to_owned();
+    bench.check_refusal(&lines.join("\n"), "rows.jsonl:1201: not valid JSON");
+    let array = format!("[{}", lines[..1000].join(",\n"));
+    let file = bench.write("rows.json", &array);
+    let error = prepare(&bench.config(&[&file]), &AtomicBool::new(false)).unwrap_err().to_string();
+    assert!(error.contains("rows.json:1000: the end of the file in a JSON array"), "{error}");
+    bench.check_clean();
+}
+
+#[test]
+fn presets_name_what_the_field_names() {
+    let named = |name: &str| dflash_prepare::PRESETS.iter().find(|p| p.name == name).unwrap();
+    assert_eq!(named("sharegpt").repo, "Aeala/ShareGPT_Vicuna_unfiltered");
+    assert_eq!(named("ultrachat").split, "train_sft");
+    assert_eq!((named("gsm8k").config, named("nemotron").config), ("main", "SFT"));
+}

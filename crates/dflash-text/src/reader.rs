@@ -318,6 +318,38 @@ mod tests {
         );
     }
 
+    /// Rows longer than the read buffer, with structure inside strings.
+    #[test]
+    fn long_rows_cross_the_buffer() {
+        let text = "]},{[\\\"\n".repeat(300_000);
+        let row = serde_json::json!({"a": [[text], {"b": {}}]});
+        for layout in [format!("[{row},\n{row}]"), format!("{row}\n{row}\n")] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), layout).unwrap();
+            let rows: Vec<(usize, Value)> =
+                read_rows(file.path(), None).unwrap().collect::<Result<_, _>>().unwrap();
+            assert_eq!(rows, [(1, row.clone()), (2, row.clone())]);
+        }
+    }
+
+    #[test]
+    fn a_fault_ends_the_rows() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "[{}, {}").unwrap();
+        let mut rows = raw_rows(file.path()).unwrap();
+        assert_eq!(rows.next().unwrap().unwrap().bytes, b"{}");
+        assert!(matches!(rows.next(), Some(Err(Error::BrokenArray { line: 1, .. }))));
+        assert!(rows.next().is_none());
+        check(
+            "[{},]",
+            &[
+                "1:{}",
+                "F:1: not valid JSON: EOF while parsing a value at column 0; fix or delete the line",
+            ],
+        );
+        check("[", &["F:1: the end of the file in a JSON array of rows; is the file cut short?"]);
+    }
+
     #[test]
     fn a_limit_stops_before_a_later_fault() {
         let file = tempfile::NamedTempFile::new().unwrap();

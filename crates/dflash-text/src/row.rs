@@ -300,6 +300,59 @@ mod tests {
     }
 
     #[test]
+    fn either_side_of_a_pair_may_be_a_list_of_turns() {
+        check(
+            json!({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+                "completion": [{"role": "assistant", "content": "a"}]}),
+            "System: s | User: q | Assistant: a",
+        );
+        check(json!({"query": "q", "response": "a"}), "User: q | Assistant: a");
+        check(json!({"problem": "p", "solution": "s", "answer": "4"}), "User: p | Assistant: s");
+        check(json!({"instruction": "i", "response": "r"}), "User: i | Assistant: r");
+    }
+
+    #[test]
+    fn a_list_of_turns_wins_over_columns_beside_it() {
+        check(
+            json!({"instruction": "i", "response": "r", "system": "s",
+                "conversations": [{"from": "human", "value": "q"}]}),
+            "System: s | User: q",
+        );
+        check(
+            json!({"system": "s", "messages": [{"role": "system", "content": "own"}]}),
+            "System: own",
+        );
+        check(json!({"messages": null, "question": "q", "answer": "a"}), "User: q | Assistant: a");
+    }
+
+    #[test]
+    fn content_may_be_missing_or_in_parts() {
+        let row = json!({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {"role": "assistant", "content": null},
+            {"from": "gpt"}]});
+        let Row::Conversation(conversation) = parse_row(&row).unwrap() else { unreachable!() };
+        let contents: Vec<&Value> = conversation.messages.iter().map(|m| &m.content).collect();
+        assert_eq!(contents, [&json!([{"type": "text", "text": "q"}]), &json!(""), &json!("")]);
+        check_error(
+            json!({"messages": [{"role": "user", "content": 5}]}),
+            "content must be a string",
+        );
+        check_error(json!({"messages": ["q"]}), "messages[] must be an object");
+        check_error(json!({"messages": [{"content": "q"}]}), "messages[].role must be a string");
+    }
+
+    #[test]
+    fn tools_may_be_empty_in_many_ways() {
+        for tools in [json!(null), json!([]), json!(""), json!("  "), json!("null"), json!("[]")] {
+            let row = json!({"messages": [], "tools": tools});
+            let Row::Conversation(conversation) = parse_row(&row).unwrap() else { unreachable!() };
+            assert_eq!(conversation.tools, None, "{row}");
+        }
+        check_error(json!({"messages": [], "tools": {"a": 1}}), "found an object");
+    }
+
+    #[test]
     fn a_wrong_row_says_what_is_wrong() {
         check_error(json!([1]), "must be a JSON object, found an array");
         check_error(json!({"text": "x", "url": "y"}), "fields [text, url]");

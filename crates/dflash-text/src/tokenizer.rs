@@ -270,6 +270,65 @@ mod tests {
         }
     }
 
+    /// Random texts over letters, blanks and (halves of) special tokens, through tokenizers that
+    /// normalize, or prepend to every stretch.
+    #[test]
+    fn cached_encoding_equals_encoding_on_random_texts() {
+        let pieces = ["<|a|>", "<|b|>", "<|a", "|>", " ", "\n", "é", "word", "Ａ", "e\u{301}"];
+        let normalized = json!({"id": 258, "content": "word", "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": true, "special": false});
+        let mut plain = test_tokenizer(&["<|a|>", "<|b|>"]);
+        plain["added_tokens"].as_array_mut().unwrap().push(normalized);
+        let mut normalizing = plain.clone();
+        normalizing["normalizer"] = json!({"type": "NFKC"});
+        let mut prepending = plain.clone();
+        prepending["pre_tokenizer"]["add_prefix_space"] = json!(true);
+        for json in [plain, normalizing, prepending] {
+            let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
+            let segmenter = Segmenter::new(&tokenizer).unwrap();
+            let mut cache = SegmentCache::default();
+            let mut state = 1_u64;
+            for _ in 0..300 {
+                let mut text = String::new();
+                for _ in 0..12 {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    text.push_str(pieces[(state >> 33) as usize % pieces.len()]);
+                }
+                let whole = segments::encode_whole(&tokenizer, &text).unwrap();
+                assert_eq!(
+                    segmenter.encode(&tokenizer, &text, &mut cache).unwrap(),
+                    whole,
+                    "{text}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn further_variables_reach_the_template() {
+        let config =
+            json!({"chat_template": "{% if thinking is defined %}{{ thinking }}{% endif %}"});
+        let dir = model_dir(&[], &config);
+        let mut tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+        assert_eq!(tokenizer.render(&[], None, false).unwrap(), "");
+        tokenizer.extend_template_variables([("thinking".to_owned(), json!(false))]).unwrap();
+        assert_eq!(tokenizer.render(&[], None, false).unwrap(), "False");
+        let mut bare = ChatTokenizer::load(model_dir(&[], &json!({})).path()).unwrap();
+        assert!(matches!(bare.extend_template_variables([]), Err(Error::NoTemplate { .. })));
+    }
+
+    #[test]
+    fn older_configurations_fill_gaps() {
+        let dir = model_dir(&["<e>", "<p>"], &json!({"eos_token": "<e>"}));
+        let map = json!({"eos_token": "<p>", "pad_token": "<p>"});
+        std::fs::write(dir.path().join("special_tokens_map.json"), map.to_string()).unwrap();
+        let ids = ChatTokenizer::load(dir.path()).unwrap().special_ids();
+        assert_eq!((ids.eos, ids.pad), (Some(256), Some(257)));
+        std::fs::write(dir.path().join("special_tokens_map.json"), "[").unwrap();
+        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("special_tokens_map.json is not valid JSON"), "{error}");
+    }
+
     #[test]
     fn position_dependent_tokenizers_are_not_cut() {
         let mut json = test_tokenizer(&["<|a|>"]);

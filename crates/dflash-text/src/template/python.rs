@@ -430,4 +430,53 @@ mod tests {
         let error = environment().render_str("{{ strftime_now('%!') }}", ()).unwrap_err();
         assert!(error.to_string().contains("cannot format"), "{error}");
     }
+
+    #[test]
+    fn lists_have_pythons_methods_and_slices() {
+        check("{{ [1, 2, 1].count(1) }}{{ 'a,b'.split(',') | length }}", "22");
+        check("{{ {'a': 1}.get('b', 2) }}{{ {'a': 1}.get('b') }}", "2None");
+        check("{% for k, v in {'a': 1, 'b': 2}.items() %}{{ k }}{{ v }}{% endfor %}", "a1b2");
+        check("{{ [1, 2, 3][-1] }}{{ [1, 2, 3][1:] }}{{ 'é€a'[:2] }}", "3[2, 3]é€");
+        check("{{ 'x' in 'xy' }}{{ 'k' in {'k': 1} }}{{ 4 in [1] }}", "TrueTrueFalse");
+    }
+
+    #[test]
+    fn numbers_print_as_in_python() {
+        check("{{ 1 }} {{ 1.0 }} {{ 7 // 2 }} {{ 7 / 2 }} {{ 7 % 4 }}", "1 1.0 3 3.5 3");
+        for (value, expect) in [
+            (1e15, "1000000000000000.0"),
+            (1e22, "1e+22"),
+            (-2.5e-10, "-2.5e-10"),
+            (1e-4, "0.0001"),
+        ] {
+            assert_eq!(float_repr(value), expect);
+        }
+    }
+
+    #[test]
+    fn wrong_calls_are_errors_not_panics() {
+        for source in [
+            "{{ nothing | tojson }}",
+            "{{ 4 | length }}",
+            "{{ 'a'.nonsense() }}",
+            "{{ 'a'.partition() }}",
+            "{{ nothing.field }}",
+            "{{ [] | tojson(nonsense=1) }}",
+        ] {
+            assert!(environment().render_str(source, ()).is_err(), "{source}");
+        }
+    }
+
+    #[test]
+    fn only_generation_tags_are_replaced() {
+        for (source, expect) in [
+            ("{%- generation -%}", "{%- with -%}"),
+            ("{% endgeneration %}{% if a %}", "{% endwith %}{% if a %}"),
+            ("generation {{ 'generation' }} {% set generation = 1 %}", ""),
+            ("{% unclosed", ""),
+        ] {
+            let expect = if expect.is_empty() { source } else { expect };
+            assert_eq!(replace_generation_tags(source), expect);
+        }
+    }
 }

@@ -116,3 +116,68 @@ fn added_token(text: &str, value: &Value) -> AddedToken {
         .single_word(flag("single_word"))
         .normalized(flag("normalized"))
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn config(value: Value) -> Map<String, Value> {
+        value.as_object().unwrap().clone()
+    }
+
+    #[test]
+    fn templates_see_the_named_tokens_as_text() {
+        let variables = template_variables(&config(json!({
+            "bos_token": {"content": "<s>", "lstrip": false}, "eos_token": "</s>",
+            "unk_token": null, "model_max_length": 5,
+            "additional_special_tokens": ["<a>", {"content": "<b>"}]})));
+        let expect = [
+            ("additional_special_tokens", json!(["<a>", "<b>"])),
+            ("bos_token", json!("<s>")),
+            ("eos_token", json!("</s>")),
+        ];
+        assert_eq!(variables, expect.map(|(name, value)| (name.to_owned(), value)).into());
+    }
+
+    /// A vocabulary of `words`, of which none is special.
+    fn tokenizer(words: &[&str]) -> Tokenizer {
+        let vocabulary: Map<String, Value> =
+            words.iter().enumerate().map(|(id, word)| ((*word).to_owned(), json!(id))).collect();
+        let json = json!({"version": "1.0", "added_tokens": [],
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": words[0]}});
+        Tokenizer::from_bytes(json.to_string()).unwrap()
+    }
+
+    fn find(tokenizer: &mut Tokenizer, value: Value) -> SpecialIds {
+        let config = config(value);
+        add_missing_tokens(tokenizer, &config);
+        SpecialIds::find(tokenizer, &config)
+    }
+
+    #[test]
+    fn missing_tokens_are_added_in_the_order_of_their_ids() {
+        let mut words = tokenizer(&["u", "w"]);
+        let ids = find(
+            &mut words,
+            json!({"added_tokens_decoder": {
+                    "10": {"content": "<late>", "special": true},
+                    "9": {"content": "<early>", "special": true}},
+                "eos_token": "<late>", "pad_token": "<early>", "unk_token": "u"}),
+        );
+        // The ids are the vocabulary's next ones, as Transformers assigns them.
+        assert_eq!((ids.pad, ids.eos, ids.unk), (Some(2), Some(3), Some(0)));
+        assert_eq!(words.get_vocab_size(true), 4);
+    }
+
+    #[test]
+    fn the_mask_token_is_the_named_one_or_one_that_is_called_so() {
+        let mask = |value: Value| find(&mut tokenizer(&["u", "[MASK]"]), value).mask;
+        assert_eq!(mask(json!({"mask_token": "u"})), Some(0));
+        assert_eq!(mask(json!({"extra_special_tokens": ["<x>", "<|mask|>"]})), Some(3));
+        assert_eq!(mask(json!({"extra_special_tokens": {"mine": "[MASK]"}})), Some(1));
+        // A plain word of that name is no mask token.
+        assert_eq!(mask(json!({})), None);
+    }
+}
