@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 2] = ["cpp/c10d.cpp", "cpp/shim.h"];
+const SOURCES: [&str; 4] = ["cpp/c10d.cpp", "cpp/shim.h", "cpp/kernels.cpp", "cpp/kernels.h"];
 
 fn main() {
     println!("cargo:rerun-if-env-changed=LIBTORCH");
@@ -14,6 +14,22 @@ fn main() {
         println!("cargo:rerun-if-changed={source}");
     }
     compile(&libtorch());
+    compile_kernels();
+}
+
+/// Loops for the CPU: for speed, not for the traps and error codes of floating point.
+fn compile_kernels() {
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .opt_level(3)
+        .flag("-fopenmp")
+        .flag("-fno-math-errno")
+        .flag("-fno-trapping-math")
+        .file("cpp/kernels.cpp")
+        .compile("dflash_kernels");
+    // The same libgomp that libtorch loads, hence one pool of threads.
+    println!("cargo:rustc-link-lib=gomp");
 }
 
 /// The directory with `include/` and `lib/`.

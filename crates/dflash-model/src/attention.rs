@@ -16,6 +16,8 @@ mod plan;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::fused;
+
 pub use plan::{BlockPlan, DocumentSpan, Segment, Visibility, WindowRule};
 
 /// Keys and values of the context or of the blocks themselves.
@@ -136,8 +138,8 @@ impl BlockAttention {
         let (out, lse) = part::forward(&q_blocks, &k, &v, self.own_mask.as_ref(), self.scale);
         // [A, j, B*g, D] -> [j, N, g, D]
         let merged = Attended {
-            out_jngd: out.transpose(0, 1).reshape(q_jngd.size()),
-            lse_jng: lse.transpose(0, 1).reshape(&q_jngd.size()[..3]),
+            out_jngd: out.transpose(0, 1).reshape(q_jngd.size()).contiguous(),
+            lse_jng: lse.transpose(0, 1).reshape(&q_jngd.size()[..3]).contiguous(),
         };
         for chunk in &self.chunks {
             let q = self.fold_chunk(q_jngd, chunk);
@@ -219,24 +221,14 @@ impl BlockAttention {
 
     fn fold_lse(&self, lse_jng: &Tensor, chunk: &Chunk) -> Tensor {
         let (start, length) = chunk.slots;
-        lse_jng.narrow(1, start, length).view([
-            1,
-            lse_jng.size()[0],
-            length * self.queries_per_kv,
-        ])
+        lse_jng.narrow(1, start, length).view([1, lse_jng.size()[0], length * self.queries_per_kv])
     }
 
     /// Folds one part's (out, lse) into the merged ones, in place.
     fn merge(&self, merged: &Attended, chunk: &Chunk, out: &Tensor, lse: &Tensor) {
-        let mut merged_out = self.fold_chunk(&merged.out_jngd, chunk);
-        let mut merged_lse = self.fold_lse(&merged.lse_jng, chunk);
-        let total = merged_lse.logaddexp(lse);
-        let kind = out.kind();
-        let old_share = (&merged_lse - &total).exp_().unsqueeze(-1).to_kind(kind);
-        let new_share = (lse - &total).exp_().unsqueeze(-1).to_kind(kind);
-        let _ = merged_out.g_mul_(&old_share);
-        let _ = merged_out.addcmul_(out, &new_share);
-        merged_lse.copy_(&total);
+        let merged_out = self.fold_chunk(&merged.out_jngd, chunk);
+        let merged_lse = self.fold_lse(&merged.lse_jng, chunk);
+        fused::merge((&merged_out, &merged_lse), (out, lse));
     }
 }
 

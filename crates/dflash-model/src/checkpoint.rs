@@ -82,10 +82,10 @@ impl TensorFile {
     /// # Errors
     /// A missing tensor, a type that we do not read, I/O.
     pub fn any_tensor(&self, name: &str) -> Result<Tensor> {
-        let info = self.metadata.info(name).ok_or_else(|| Error::MissingTensor {
-            path: self.path.clone(),
-            name: name.into(),
-        })?;
+        let info = self
+            .metadata
+            .info(name)
+            .ok_or_else(|| Error::MissingTensor { path: self.path.clone(), name: name.into() })?;
         let kind = kind_of(info.dtype).ok_or_else(|| Error::TensorType {
             path: self.path.clone(),
             name: name.into(),

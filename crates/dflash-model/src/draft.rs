@@ -21,8 +21,8 @@ pub use train::{PackedInput, Saved};
 
 use crate::attention::KeyValue;
 use crate::checkpoint::{TensorFile, write_safetensors};
-use crate::ops::{self, Rotary, RotaryTables};
-use crate::{Error, Result};
+use crate::ops::{Rotary, RotaryTables};
+use crate::{Error, Result, fused};
 
 /// File that holds the weights of a draft checkpoint.
 const WEIGHTS: &str = "model.safetensors";
@@ -126,7 +126,7 @@ impl Draft {
     /// `features_tk` [T, K*H], captures concatenated in ascending layer order; result [T, H].
     pub fn context(&self, features_tk: &Tensor) -> Tensor {
         let projected = linear(features_tk, &self.views.fc);
-        ops::rms_norm(&projected, &self.views.hidden_norm, self.config.rms_norm_eps)
+        fused::norm(&projected, (&self.views.hidden_norm, self.config.rms_norm_eps))
     }
 
     /// Rotary tables of `positions`.
@@ -134,37 +134,30 @@ impl Draft {
         self.rotary.tables(&Tensor::from_slice(positions).to_device(self.flat.device()))
     }
 
-    /// Queries and own keys and values of normed slots: (`q_jngd`, own).
-    fn project_slots(&self, layer: &LayerViews, qkv: &Tensor, rope: &RotaryTables) -> Projected {
+    /// Queries [kv heads, N, queries per kv head, D] and own keys and values of projected slots.
+    fn project_slots(
+        &self,
+        layer: &LayerViews,
+        qkv: &Tensor,
+        rope: &RotaryTables,
+    ) -> (Tensor, KeyValue) {
         let c = &self.config;
-        let (q_width, kv_width) = (c.num_attention_heads * c.head_dim, c.kv_width());
-        let q = ops::head_norm_rope(
-            &qkv.narrow(1, 0, q_width),
-            &layer.q_norm,
-            c.rms_norm_eps,
-            rope,
-        );
-        let own = self.project_context(layer, &qkv.narrow(1, q_width, 2 * kv_width), rope);
-        (self.group_queries(&q), own)
+        let q_width = c.num_attention_heads * c.head_dim;
+        let norm = (&layer.q_norm, c.rms_norm_eps);
+        let q = qkv.narrow(1, 0, q_width);
+        let q_jngd = fused::head_norm_rope(&q, norm, rope, c.num_key_value_heads);
+        let own = qkv.narrow(1, q_width, 2 * c.kv_width());
+        (q_jngd, self.project_context(layer, &own, rope))
     }
 
     /// Keys and values of `kv` [T, 2*kv_width]; keys normed and rotated.
     fn project_context(&self, layer: &LayerViews, kv: &Tensor, rope: &RotaryTables) -> KeyValue {
         let c = &self.config;
         let width = c.kv_width();
-        let k =
-            ops::head_norm_rope(&kv.narrow(1, 0, width), &layer.k_norm, c.rms_norm_eps, rope);
+        let norm = (&layer.k_norm, c.rms_norm_eps);
+        let k = fused::head_norm_rope(&kv.narrow(1, 0, width), norm, rope, c.num_key_value_heads);
         let v = heads(&kv.narrow(1, width, width), c.head_dim);
-        KeyValue { k_jtd: k.transpose(0, 1), v_jtd: v.transpose(0, 1) }
-    }
-
-    /// [N, heads, D] -> contiguous [kv heads, N, queries per kv head, D].
-    fn group_queries(&self, x_nhd: &Tensor) -> Tensor {
-        let c = &self.config;
-        x_nhd
-            .view([-1, c.num_key_value_heads, c.queries_per_kv(), c.head_dim])
-            .permute([1, 0, 2, 3])
-            .contiguous()
+        KeyValue { k_jtd: k.squeeze_dim(2), v_jtd: v.transpose(0, 1) }
     }
 
     /// [kv heads, N, queries, D] -> contiguous [N, heads * D].
@@ -173,8 +166,6 @@ impl Draft {
         x_jngd.permute([1, 0, 2, 3]).reshape([-1, width])
     }
 }
-
-type Projected = (Tensor, KeyValue);
 
 /// `x W^T` for a weight stored as [out, in].
 fn linear(x: &Tensor, weight: &Tensor) -> Tensor {

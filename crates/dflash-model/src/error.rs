@@ -26,7 +26,9 @@ pub enum Error {
         file: String,
     },
     /// The index of a sharded checkpoint names a shard that is not there.
-    #[error("{dir} lacks the shard {shard} that its model.safetensors.index.json names; download it again")]
+    #[error(
+        "{dir} lacks the shard {shard} that its model.safetensors.index.json names; download it again"
+    )]
     MissingShard {
         /// The directory as the user named it.
         dir: PathBuf,
@@ -114,7 +116,9 @@ pub enum Error {
         found: String,
     },
     /// A layer id does not exist in the target.
-    #[error("target layer id {id} is out of range: the target has {layers} layers, so ids run from 0 (embedding output) to {layers} (after the last layer)")]
+    #[error(
+        "target layer id {id} is out of range: the target has {layers} layers, so ids run from 0 (embedding output) to {layers} (after the last layer)"
+    )]
     LayerId {
         /// The id.
         id: u32,
@@ -138,7 +142,9 @@ pub enum Error {
         rows: i64,
     },
     /// No id is free to be the mask token.
-    #[error("the tokenizer names no mask token and fills all {rows} rows of the embedding; pass --mask-token-id with a reserved id that the training data does not use")]
+    #[error(
+        "the tokenizer names no mask token and fills all {rows} rows of the embedding; pass --mask-token-id with a reserved id that the training data does not use"
+    )]
     NoMaskToken {
         /// Rows of the target's embedding.
         rows: i64,

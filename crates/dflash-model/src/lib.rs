@@ -19,5 +19,6 @@ pub mod ops;
 pub mod target;
 
 mod error;
+mod fused;
 
 pub use error::{Error, Result};

@@ -21,7 +21,9 @@ pub use element::{ElementLoss, LK_ETA, NLA_EPSILON, element_loss};
 pub use labels::{BlockLabels, LabelSource, LabelledRow};
 pub use statistics::{Statistics, StatisticsReport};
 pub use vocabulary::DraftVocabulary;
-pub use weight::{Confidence, Denominator, MASKED_SLOTS_EPSILON, Weighting, decay_weights, dpace_weights};
+pub use weight::{
+    Confidence, Denominator, MASKED_SLOTS_EPSILON, Weighting, decay_weights, dpace_weights,
+};
 
 use crate::ops::accumulate_kind;
 

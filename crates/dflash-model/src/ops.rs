@@ -36,11 +36,8 @@ pub fn rms_norm_backward(dy: &Tensor, x: &Tensor, weight: &Tensor, eps: f64) -> 
     let scale = reciprocal_rms(&x_f32, eps);
     let normed = &x_f32 * &scale;
     let dim = *x.size().last().expect("a normalised tensor has a dimension");
-    let dweight = (&dy_f32 * &normed).reshape([-1, dim]).sum_dim_intlist(
-        [0i64].as_slice(),
-        false,
-        kind,
-    );
+    let dweight =
+        (&dy_f32 * &normed).reshape([-1, dim]).sum_dim_intlist([0i64].as_slice(), false, kind);
     let dnormed = dy_f32 * weight.to_kind(kind);
     let projected = (&dnormed * &normed).mean_dim([-1i64].as_slice(), true, kind);
     let dx = (dnormed - normed * projected) * scale;

@@ -18,7 +18,9 @@ use libtest_mimic::{Arguments, Trial};
 fn main() {
     let arguments = Arguments::from_args();
     let Some(root) = golden::root() else {
-        eprintln!("no reference vectors: set DFLASH_GOLDEN or put them at ../shared/golden; skipped");
+        eprintln!(
+            "no reference vectors: set DFLASH_GOLDEN or put them at ../shared/golden; skipped"
+        );
         let skipped = Trial::test("reference_vectors", || Ok(())).with_ignored_flag(true);
         libtest_mimic::run(&arguments, vec![skipped]).exit();
     };

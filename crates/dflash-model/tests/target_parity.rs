@@ -6,8 +6,8 @@
 use std::path::{Path, PathBuf};
 
 use dflash_model::Error;
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_model::checkpoint::{TensorFile, write_safetensors};
+use dflash_model::target::{Family, Target, TargetConfig, TargetHead, TargetOptions};
 use tch::{Device, Kind, Tensor, no_grad};
 
 const F32: TargetOptions = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
@@ -73,13 +73,38 @@ fn small_config() -> TargetConfig {
     config
 }
 
+/// One small model of every family, with all its biases.
+fn family_configs() -> Vec<TargetConfig> {
+    let change = |family, qkv_bias, output_bias, mlp_bias| TargetConfig {
+        family,
+        qkv_bias,
+        output_bias,
+        mlp_bias,
+        qk_norm: family == Family::Qwen3,
+        windows: vec![None; 3],
+        ..small_config()
+    };
+    vec![
+        small_config(),
+        change(Family::Qwen3, true, true, false),
+        change(Family::Qwen2, true, false, false),
+        change(Family::Llama, true, true, true),
+        TargetConfig { num_key_value_heads: 4, ..change(Family::Mistral, false, false, false) },
+        TargetConfig { num_key_value_heads: 1, windows: vec![Some(4); 3], ..small_config() },
+    ]
+}
+
 /// A target without gradients, with weights large enough to make attention matter.
 fn small_target(config: TargetConfig) -> Target {
     let target = Target::random(config, 5, Device::Cpu);
     no_grad(|| {
         for (name, mut parameter) in target.parameters() {
-            if name.contains("proj") {
+            if name.ends_with("bias") {
+                parameter.copy_(&(parameter.randn_like() * 0.3));
+            } else if name.contains("proj") {
                 let _ = parameter.g_mul_scalar_(8.0);
+            } else if name.contains("norm") {
+                parameter.copy_(&(parameter.rand_like() + 0.5));
             }
         }
     });
@@ -95,22 +120,45 @@ fn random_ids(length: i64, seed: i64) -> Tensor {
 
 #[test]
 fn cached_chunks_equal_the_whole() {
-    let target = small_target(small_config());
-    let ids = random_ids(23, 1);
-    let whole = target.forward_packed(&ids, &[0, 23], &[0, 2, 3]);
-    for chunks in [vec![23], vec![1; 23], vec![10, 4, 1, 8], vec![3, 20]] {
-        let mut cache = target.new_cache(30);
-        let mut start = 0;
-        for chunk in chunks {
-            let output = target.forward_cached(&ids.narrow(0, start, chunk), &mut cache, &[0, 2]);
-            let expected = |state: usize| whole[state].narrow(0, start, chunk);
-            assert_close(&output.captures[0], &expected(0), "state 0");
-            assert_close(&output.captures[1], &expected(1), "state 2");
-            assert_close(&output.hidden_td, &expected(2), "last state");
-            start += chunk;
+    for config in family_configs() {
+        let target = small_target(config);
+        let ids = random_ids(23, 1);
+        let whole = target.forward_packed(&ids, &[0, 23], &[0, 2, 3]);
+        for chunks in [vec![23], vec![1; 23], vec![10, 4, 1, 8], vec![3, 20]] {
+            check_chunks(&target, &ids, &chunks, &whole);
         }
-        assert_eq!(cache.len(), 23);
     }
+}
+
+fn check_chunks(target: &Target, ids: &Tensor, chunks: &[i64], whole: &[Tensor]) {
+    let mut cache = target.new_cache(30);
+    let mut start = 0;
+    for &chunk in chunks {
+        let output = target.forward_cached(&ids.narrow(0, start, chunk), &mut cache, &[0, 2]);
+        let expected = |state: usize| whole[state].narrow(0, start, chunk);
+        let what = format!("{:?} from {start}", target.config().family);
+        assert_close(&output.captures[0], &expected(0), &what);
+        assert_close(&output.captures[1], &expected(1), &what);
+        assert_close(&output.hidden_td, &expected(2), &what);
+        start += chunk;
+    }
+    assert_eq!((cache.len(), cache.capacity(), cache.is_empty()), (23, 30, false));
+}
+
+#[test]
+fn captures_come_in_the_order_asked_and_layers_above_them_do_not_matter() {
+    let target = small_target(small_config());
+    let ids = random_ids(12, 7);
+    let all = target.forward_packed(&ids, &[0, 12], &[0, 1, 2, 3]);
+    for asked in [vec![1], vec![2, 0], vec![3, 1, 1], vec![0]] {
+        let captures = target.forward_packed(&ids, &[0, 12], &asked);
+        assert_eq!(captures.len(), asked.len());
+        for (id, capture) in asked.iter().zip(captures) {
+            assert_eq!(capture, all[*id as usize], "{asked:?}");
+        }
+    }
+    assert_eq!(all[0], target.embed(&ids));
+    assert!(target.forward_packed(&ids, &[0, 12], &[]).is_empty());
 }
 
 #[test]
@@ -130,7 +178,11 @@ fn a_truncated_cache_forgets() {
 
 #[test]
 fn packed_documents_do_not_see_each_other() {
-    let target = small_target(small_config());
+    family_configs().into_iter().for_each(check_packed);
+}
+
+fn check_packed(config: TargetConfig) {
+    let target = small_target(config);
     let ids = random_ids(31, 4);
     let starts = [0, 7, 7, 8, 31];
     let packed = target.forward_packed(&ids, &starts, &[3, 1]);
@@ -144,7 +196,11 @@ fn packed_documents_do_not_see_each_other() {
 
 #[test]
 fn a_batch_decodes_as_each_sequence_alone() {
-    let target = small_target(small_config());
+    family_configs().into_iter().for_each(check_batch);
+}
+
+fn check_batch(config: TargetConfig) {
+    let target = small_target(config);
     let ids: Vec<i64> = Vec::try_from(random_ids(40, 6)).unwrap();
     let mut sequences: Vec<Vec<i64>> =
         vec![ids[0..5].to_vec(), ids[5..16].to_vec(), ids[16..17].to_vec()];
@@ -228,6 +284,117 @@ fn gradients_of_a_trainable_target_predict_the_loss() {
         let error = (moved - predicted).abs();
         assert!(error <= 0.05 * predicted + 4e-6, "{name}: {moved:e}, predicted {predicted:e}");
     }
+}
+
+#[test]
+fn every_family_is_saved_with_the_tensors_it_loads() {
+    for config in family_configs() {
+        let target = small_target(config.clone());
+        let dir = tempfile::tempdir().unwrap();
+        target.save(dir.path(), Kind::Float).unwrap();
+        let file = TensorFile::open(&dir.path().join("model.safetensors")).unwrap();
+        let bias = "model.layers.1.self_attn.q_proj.bias".to_owned();
+        assert_eq!(file.names().contains(&bias), config.qkv_bias);
+        let norm = "model.layers.0.self_attn.k_norm.weight".to_owned();
+        assert_eq!(file.names().contains(&norm), config.qk_norm);
+        let loaded = Target::load(dir.path(), &F32).unwrap();
+        let ids = random_ids(8, 3);
+        let last = |target: &Target| target.forward_packed(&ids, &[0, 8], &[3]).remove(0);
+        assert_eq!(last(&loaded), last(&target), "{:?}", config.family);
+    }
+}
+
+#[test]
+fn shards_load_as_one_file_and_a_missing_one_is_named() {
+    let target = small_target(small_config());
+    let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    target.save(whole.path(), Kind::BFloat16).unwrap();
+    let file = TensorFile::open(&whole.path().join("model.safetensors")).unwrap();
+    let mut weight_map = serde_json::Map::new();
+    for shard in 0..2 {
+        let name = format!("model-{shard}.safetensors");
+        let mut names = file.names();
+        names.sort();
+        names.retain(|tensor| tensor.len() % 2 == shard);
+        let tensors: Vec<_> = names
+            .into_iter()
+            .map(|tensor| (tensor.clone(), file.any_tensor(&tensor).unwrap()))
+            .collect();
+        weight_map.extend(tensors.iter().map(|(tensor, _)| (tensor.clone(), name.clone().into())));
+        write_safetensors(&sharded.path().join(name), &tensors).unwrap();
+    }
+    let index = serde_json::json!({ "weight_map": weight_map }).to_string();
+    std::fs::write(sharded.path().join("model.safetensors.index.json"), index).unwrap();
+    std::fs::copy(whole.path().join("config.json"), sharded.path().join("config.json")).unwrap();
+    let ids = random_ids(8, 3);
+    let last = |dir: &Path| {
+        let target = Target::load(dir, &F32).unwrap();
+        target.forward_packed(&ids, &[0, 8], &[3]).remove(0)
+    };
+    assert_eq!(last(sharded.path()), last(whole.path()));
+    std::fs::remove_file(sharded.path().join("model-1.safetensors")).unwrap();
+    let error = Target::load(sharded.path(), &F32).unwrap_err().to_string();
+    assert!(error.contains("lacks the shard model-1.safetensors"), "{error}");
+}
+
+#[test]
+fn in_bf16_it_runs_to_bf16s_precision() {
+    let dir = tempfile::tempdir().unwrap();
+    small_target(small_config()).save(dir.path(), Kind::BFloat16).unwrap();
+    let run = |dtype| {
+        let options = TargetOptions { device: Device::Cpu, dtype };
+        let target = Target::load(dir.path(), &options).unwrap();
+        assert_eq!(target.dtype(), dtype);
+        let ids = random_ids(14, 2);
+        let mut cache = target.new_cache(14);
+        target.forward_cached(&ids.narrow(0, 0, 9), &mut cache, &[]);
+        let output = target.forward_cached(&ids.narrow(0, 9, 5), &mut cache, &[3]);
+        target.logits(&output.captures[0]).to_kind(Kind::Float)
+    };
+    let error = relative_error(&run(Kind::BFloat16), &run(Kind::Float));
+    // Eight bits of mantissa through three layers.
+    assert!(error > 1e-6 && error < 0.1, "{error}");
+}
+
+#[test]
+fn the_head_alone_is_the_targets() {
+    for tied in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = TargetConfig { tie_word_embeddings: tied, ..small_config() };
+        let target = small_target(config);
+        target.save(dir.path(), Kind::Float).unwrap();
+        let head = TargetHead::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
+        let ids = random_ids(10, 2);
+        assert_eq!(head.embed(&ids), target.embed(&ids));
+        let hidden = target.forward_packed(&ids, &[0, 10], &[3]).remove(0);
+        assert_close(&head.logits(&hidden), &target.logits(&hidden), "logits of the head");
+        assert_close(&target.lm_head(&target.normed(&hidden)), &target.logits(&hidden), "lm_head");
+        assert_eq!(head.lm_head_vh.data_ptr() == head.embedding_vh.data_ptr(), tied);
+        assert_eq!(head.norm_eps, 1e-6);
+    }
+}
+
+#[test]
+fn a_few_steps_of_training_learn_a_text() {
+    let target = Target::random(small_config(), 2, Device::Cpu);
+    let ids = random_ids(24, 5);
+    let loss = || {
+        let hidden = &target.forward_packed(&ids, &[0, 24], &[3])[0];
+        target.logits(hidden).narrow(0, 0, 23).cross_entropy_for_logits(&ids.narrow(0, 1, 23))
+    };
+    let before = loss().double_value(&[]);
+    for _ in 0..60 {
+        loss().backward();
+        no_grad(|| {
+            for (_, mut parameter) in target.parameters() {
+                let mut gradient = parameter.grad();
+                let _ = parameter.g_sub_(&(gradient.sign() * 3e-3));
+                let _ = gradient.zero_();
+            }
+        });
+    }
+    let after = loss().double_value(&[]);
+    assert!(before > 3.0 && after < 0.3, "{before} to {after}");
 }
 
 #[test]

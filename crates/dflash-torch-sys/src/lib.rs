@@ -1,6 +1,8 @@
 //! What tch does not reach in libtorch: the c10d store and gloo process group, the
 //! version of the library in use, and the loading of its CUDA half at run time.
 //!
+//! [`kernels`] are the trainer's elementwise loops for the CPU.
+//!
 //! All `unsafe` that touches libtorch lives here. The C++ under `cpp/` catches every
 //! exception and the functions of this crate return them as [`Error`]; a Rust panic never
 //! meets a C++ frame, since nothing here calls back.
@@ -14,6 +16,7 @@ mod cuda;
 mod error;
 mod ffi;
 mod group;
+pub mod kernels;
 mod store;
 mod version;
 

@@ -56,8 +56,7 @@ impl BatchMaker {
             document_starts: &row.document_starts,
         };
         let block_size = draft.config().block_size;
-        let labels =
-            BlockLabels::new(labelled, &anchors, block_size, self.vocabulary.as_ref());
+        let labels = BlockLabels::new(labelled, &anchors, block_size, self.vocabulary.as_ref());
         if labels.slots().is_empty() {
             return None;
         }
@@ -65,7 +64,8 @@ impl BatchMaker {
         let features_ck = features(draft, &plan, row, states);
         let slots_nh = self.slot_embeddings(draft, row, &anchors);
         let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
-        let teacher = self.teacher_layer.map(|layer| self.teacher(draft, &labels, (row, states), layer));
+        let teacher =
+            self.teacher_layer.map(|layer| self.teacher(draft, &labels, (row, states), layer));
         Some(Batch { input, labels, teacher })
     }
 
@@ -97,7 +97,8 @@ impl BatchMaker {
         let last_th = Tensor::cat(&parts, 0).to_device(device);
         let needed_m = labels.teacher_rows_on(device);
         let hidden_mh = last_th.index_select(0, &needed_m).to_kind(Kind::Float);
-        let normed_rh = rms_norm(&hidden_mh, &self.head.norm_h.to_kind(Kind::Float), self.head.norm_eps);
+        let normed_rh =
+            rms_norm(&hidden_mh, &self.head.norm_h.to_kind(Kind::Float), self.head.norm_eps);
         Teacher {
             normed_rh: normed_rh.to_kind(kind),
             rows_m: Tensor::arange(needed_m.size()[0], (Kind::Int64, device)),
@@ -128,7 +129,8 @@ fn features(draft: &Draft, plan: &BlockPlan, row: &PackedRow, states: &[HiddenSt
 
 /// Rows of one layer of a record, [rows, H] in the record's type on the CPU.
 fn rows_of(states: &HiddenStates, layer: u32, rows: std::ops::Range<usize>) -> Tensor {
-    let bytes: &Bytes = states.layer_bytes(layer).expect("the stream delivers the layers asked for");
+    let bytes: &Bytes =
+        states.layer_bytes(layer).expect("the stream delivers the layers asked for");
     let row_bytes = states.row_bytes();
     let kind = match states.dtype {
         Dtype::Bf16 => Kind::BFloat16,

@@ -76,7 +76,11 @@ pub(crate) fn step_dir(save_path: &Path, step: u64) -> PathBuf {
 }
 
 /// Writes the checkpoint of `position`, unless it is there already.
-pub(crate) fn save(trainer: &Trainer, position: &Position, save_path: &Path) -> Result<PathBuf, Error> {
+pub(crate) fn save(
+    trainer: &Trainer,
+    position: &Position,
+    save_path: &Path,
+) -> Result<PathBuf, Error> {
     let destination = step_dir(save_path, position.step);
     if destination.join("config.json").is_file() {
         return Ok(destination);

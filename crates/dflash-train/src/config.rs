@@ -134,6 +134,9 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-fn as_debug<T: std::fmt::Debug, S: serde::Serializer>(value: &T, out: S) -> Result<S::Ok, S::Error> {
+fn as_debug<T: std::fmt::Debug, S: serde::Serializer>(
+    value: &T,
+    out: S,
+) -> Result<S::Ok, S::Error> {
     out.collect_str(&format_args!("{value:?}"))
 }

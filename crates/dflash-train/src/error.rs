@@ -31,13 +31,17 @@ pub enum Error {
         expected: String,
     },
     /// The dataset has nothing to train on.
-    #[error("{path} has no sample with two supervised tokens in a row; there is nothing to train on")]
+    #[error(
+        "{path} has no sample with two supervised tokens in a row; there is nothing to train on"
+    )]
     NothingToTrain {
         /// The dataset.
         path: PathBuf,
     },
     /// A token of the dataset is no row of the target's embedding.
-    #[error("{path}: sample {sample} has token {token}, but the target's embedding has {rows} rows; prepare the data with this target's tokenizer")]
+    #[error(
+        "{path}: sample {sample} has token {token}, but the target's embedding has {rows} rows; prepare the data with this target's tokenizer"
+    )]
     ForeignToken {
         /// The dataset.
         path: PathBuf,
@@ -57,7 +61,9 @@ pub enum Error {
         found: String,
     },
     /// The save path holds an earlier run.
-    #[error("{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path")]
+    #[error(
+        "{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path"
+    )]
     EarlierRun {
         /// The save path.
         path: PathBuf,
@@ -65,7 +71,9 @@ pub enum Error {
         step: u64,
     },
     /// The run to be resumed was made with other settings.
-    #[error("cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}")]
+    #[error(
+        "cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}"
+    )]
     ResumeMismatch {
         /// The checkpoint.
         path: PathBuf,
@@ -86,7 +94,9 @@ pub enum Error {
         source: serde_json::Error,
     },
     /// Loss or gradient stopped being numbers.
-    #[error("loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr, or raise --max-bad-steps")]
+    #[error(
+        "loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr, or raise --max-bad-steps"
+    )]
     NonFinite {
         /// Steps in a row.
         count: u64,

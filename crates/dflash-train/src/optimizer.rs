@@ -1,5 +1,6 @@
 //! AdamW over the flat parameter buffer, in float32, in place.
 
+use dflash_torch_sys::kernels::{self, AdamWStep};
 use tch::{Kind, Tensor};
 
 /// Constants of AdamW.
@@ -50,21 +51,37 @@ impl AdamW {
         Self { config, mean: flat.zeros_like(), variance: flat.zeros_like(), steps: 0, decay_mask }
     }
 
-    /// One step of size `rate` along `gradient` (consumed: its memory is used).
+    /// One step of size `rate` along `gradient`.
     pub fn step(&mut self, flat: &mut Tensor, gradient: &Tensor, rate: f64) {
-        let AdamWConfig { beta1, beta2, epsilon, weight_decay } = self.config;
         self.steps += 1;
         if let Some(mask) = &self.decay_mask {
-            let kept = mask * (-rate * weight_decay) + 1.0;
+            let kept = mask * (-rate * self.config.weight_decay) + 1.0;
             let _ = flat.g_mul_(&kept);
         }
+        let correction1 = 1.0 - self.config.beta1.powi(self.steps as i32);
+        let correction2 = 1.0 - self.config.beta2.powi(self.steps as i32);
+        let (step_size, root_correction2) = (rate / correction1, correction2.sqrt());
+        if kernels::supports(flat) {
+            let AdamWConfig { beta1, beta2, epsilon, .. } = self.config;
+            let step = AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 };
+            kernels::adamw(flat, gradient, (&self.mean, &self.variance), step);
+        } else {
+            self.portable_step(flat, gradient, (step_size, root_correction2));
+        }
+    }
+
+    fn portable_step(
+        &mut self,
+        flat: &mut Tensor,
+        gradient: &Tensor,
+        (step_size, root): (f64, f64),
+    ) {
+        let AdamWConfig { beta1, beta2, epsilon, .. } = self.config;
         let _ = self.mean.lerp_(gradient, 1.0 - beta1);
         let _ = self.variance.g_mul_scalar_(beta2);
         let _ = self.variance.addcmul_(gradient, &(gradient * (1.0 - beta2)));
-        let correction1 = 1.0 - beta1.powi(self.steps as i32);
-        let correction2 = 1.0 - beta2.powi(self.steps as i32);
-        let divisor = (self.variance.sqrt() / correction2.sqrt()).g_add_scalar_(epsilon);
-        let update = (&self.mean / divisor).g_mul_scalar_(-rate / correction1);
+        let divisor = (self.variance.sqrt() / root).g_add_scalar_(epsilon);
+        let update = (&self.mean / divisor).g_mul_scalar_(-step_size);
         let _ = flat.g_add_(&update);
     }
 }

@@ -60,7 +60,11 @@ impl RowOrder {
     }
 
     /// The rows at `first`, `first + stride`, ... : one rank's share.
-    pub(crate) fn every(&self, first: u64, stride: u64) -> impl Iterator<Item = PlannedRow> + Send + use<> {
+    pub(crate) fn every(
+        &self,
+        first: u64,
+        stride: u64,
+    ) -> impl Iterator<Item = PlannedRow> + Send + use<> {
         let order = self.clone();
         let mut current: Option<(u64, Vec<Vec<u32>>)> = None;
         (0..).map(move |index| first + index * stride).map_while(move |position| {

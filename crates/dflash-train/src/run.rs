@@ -339,7 +339,10 @@ impl Worker<'_> {
 
 /// What came of a step.
 enum Stepped {
-    Done { norm: f64, stopping: bool },
+    Done {
+        norm: f64,
+        stopping: bool,
+    },
     /// A rank was told to stop while it waited for its rows; nothing was changed.
     Abandoned,
 }
@@ -429,7 +432,12 @@ fn requests(
     })
 }
 
-fn stream_config(config: &TrainConfig, target: &TargetConfig, draft: &DraftConfig, teacher: Option<u32>) -> StreamConfig {
+fn stream_config(
+    config: &TrainConfig,
+    target: &TargetConfig,
+    draft: &DraftConfig,
+    teacher: Option<u32>,
+) -> StreamConfig {
     let hidden = &config.hidden;
     let source = SourceConfig {
         endpoints: hidden.endpoints.clone(),

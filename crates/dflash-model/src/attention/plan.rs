@@ -223,10 +223,7 @@ impl BlockPlan {
         } else {
             [start_min..end_max, 0..0, 0..0]
         };
-        cuts.iter()
-            .filter(|cut| !cut.is_empty())
-            .map(|cut| segment(span, cut, &rows))
-            .collect()
+        cuts.iter().filter(|cut| !cut.is_empty()).map(|cut| segment(span, cut, &rows)).collect()
     }
 }
 
@@ -241,10 +238,7 @@ fn segment(span: &DocumentSpan, cut: &Range<usize>, rows: &[Range<usize>]) -> Se
         .collect();
     let whole = limits.iter().all(|limit| *limit == (0..cut.len()));
     let offset = span.context_row + cut.start - span.context.start;
-    Segment {
-        context: offset..offset + cut.len(),
-        row_limits: (!whole).then_some(limits),
-    }
+    Segment { context: offset..offset + cut.len(), row_limits: (!whole).then_some(limits) }
 }
 
 #[cfg(test)]
@@ -292,7 +286,8 @@ mod tests {
     #[test]
     fn chunks_show_exactly_what_the_rule_allows() {
         let starts = [0, 40, 41, 300, 420];
-        let anchors: Vec<usize> = (3..40).step_by(3).chain((60..290).step_by(2)).chain([301, 419]).collect();
+        let anchors: Vec<usize> =
+            (3..40).step_by(3).chain((60..290).step_by(2)).chain([301, 419]).collect();
         let windows = [
             Visibility::FULL,
             Visibility::sliding(1),

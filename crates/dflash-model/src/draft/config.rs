@@ -121,7 +121,8 @@ impl DraftConfig {
     fn to_json(&self) -> Value {
         let layer_types: Vec<&str> = self.layers.iter().map(|layer| layer.name()).collect();
         // z-lab counts layer outputs from 0; ours counts residual streams, 0 = the embedding.
-        let zlab_ids: Vec<i64> = self.target_layer_ids.iter().map(|&id| i64::from(id) - 1).collect();
+        let zlab_ids: Vec<i64> =
+            self.target_layer_ids.iter().map(|&id| i64::from(id) - 1).collect();
         json!({
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",

@@ -3,7 +3,8 @@
 use tch::{Kind, Tensor};
 
 use super::{Draft, LayerKind, LayerViews, linear};
-use crate::ops::{self, RotaryTables};
+use crate::fused;
+use crate::ops::RotaryTables;
 
 /// Keys and values of the context of every layer, with room for one block behind them.
 #[derive(Debug)]
@@ -85,7 +86,7 @@ impl Draft {
             let mask = self.decode_mask(index, cache.length, slots);
             x = self.decode_layer(layer, (cache, index), &x, (&rope, mask.as_ref()));
         }
-        ops::rms_norm(&x, &self.views.norm, self.config.rms_norm_eps)
+        fused::norm(&x, (&self.views.norm, self.config.rms_norm_eps))
     }
 
     fn decode_layer(
@@ -97,7 +98,7 @@ impl Draft {
     ) -> Tensor {
         let eps = self.config.rms_norm_eps;
         let slots = x.size()[0];
-        let qkv = linear(&ops::rms_norm(x, &layer.input_norm, eps), &layer.qkv);
+        let qkv = linear(&fused::norm(x, (&layer.input_norm, eps)), &layer.qkv);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
@@ -116,8 +117,8 @@ impl Draft {
         );
         let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
         let middle = x + linear(&out, &layer.o);
-        let gate_up = linear(&ops::rms_norm(&middle, &layer.post_norm, eps), &layer.gate_up);
-        middle + linear(&ops::swiglu(&gate_up), &layer.down)
+        let gate_up = linear(&fused::norm(&middle, (&layer.post_norm, eps)), &layer.gate_up);
+        middle + linear(&fused::swiglu(&gate_up), &layer.down)
     }
 
     /// Mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.

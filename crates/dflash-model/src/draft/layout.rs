@@ -197,6 +197,11 @@ impl DraftViews {
                 }
             })
             .collect();
-        Self { fc: view("fc.weight"), hidden_norm: view("hidden_norm.weight"), layers, norm: view("norm.weight") }
+        Self {
+            fc: view("fc.weight"),
+            hidden_norm: view("hidden_norm.weight"),
+            layers,
+            norm: view("norm.weight"),
+        }
     }
 }

@@ -9,9 +9,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Draft, DraftViews, LayerKind, LayerViews, linear};
 use crate::attention::{
-    AttentionShape, Attended, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
+    Attended, AttentionShape, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
 };
-use crate::ops::{self, RotaryTables};
+use crate::fused;
+use crate::ops::RotaryTables;
 
 /// Everything about one packed row that the draft's layers need.
 #[derive(Debug)]
@@ -58,7 +59,12 @@ impl super::DraftConfig {
     }
 
     /// Plans the blocks of a packed row for this draft's layers.
-    pub fn plan(&self, document_starts: &[usize], anchors: &[usize], rule: WindowRule) -> BlockPlan {
+    pub fn plan(
+        &self,
+        document_starts: &[usize],
+        anchors: &[usize],
+        rule: WindowRule,
+    ) -> BlockPlan {
         let visibilities: Vec<Visibility> =
             self.layers.iter().map(|&kind| self.visibility(kind, rule)).collect();
         BlockPlan::new(document_starts, anchors, self.block_size, &visibilities)
@@ -78,7 +84,12 @@ impl Draft {
         slots_nh: Tensor,
     ) -> PackedInput {
         let visibility = |kind| self.config.visibility(kind, rule);
-        self.prepare_with(plan, (visibility(LayerKind::Full), visibility(LayerKind::Sliding)), features_ck, slots_nh)
+        self.prepare_with(
+            plan,
+            (visibility(LayerKind::Full), visibility(LayerKind::Sliding)),
+            features_ck,
+            slots_nh,
+        )
     }
 
     /// As [`Self::prepare`], with the visibility of full and of sliding layers given outright.
@@ -111,16 +122,20 @@ impl Draft {
     pub fn forward(&self, input: &PackedInput) -> (Tensor, Saved) {
         let eps = self.config.rms_norm_eps;
         let fused_ch = linear(&input.features_ck, &self.views.fc);
-        let context_ch = ops::rms_norm(&fused_ch, &self.views.hidden_norm, eps);
+        let context_ch = fused::norm(&fused_ch, (&self.views.hidden_norm, eps));
         let mut x_nh = input.slots_nh.shallow_clone();
         let mut layers = Vec::with_capacity(self.views.layers.len());
         for (index, layer) in self.views.layers.iter().enumerate() {
-            let (output, saved) =
-                self.layer_forward(layer, input.attention(self, index), &context_ch, (&x_nh, input));
+            let (output, saved) = self.layer_forward(
+                layer,
+                input.attention(self, index),
+                &context_ch,
+                (&x_nh, input),
+            );
             x_nh = output;
             layers.push(saved);
         }
-        let hidden_nh = ops::rms_norm(&x_nh, &self.views.norm, eps);
+        let hidden_nh = fused::norm(&x_nh, (&self.views.norm, eps));
         (hidden_nh, Saved { fused_ch, context_ch, layers, last_nh: x_nh })
     }
 
@@ -132,14 +147,15 @@ impl Draft {
         (x_nh, input): (&Tensor, &PackedInput),
     ) -> (Tensor, LayerSaved) {
         let eps = self.config.rms_norm_eps;
-        let qkv = linear(&ops::rms_norm(x_nh, &layer.input_norm, eps), &layer.qkv);
+        let qkv = linear(&fused::norm(x_nh, (&layer.input_norm, eps)), &layer.qkv);
         let context_kv = linear(context_ch, &layer.kv);
         let (q_jngd, own) = self.project_slots(layer, &qkv, &input.slot_rope);
         let context = self.project_context(layer, &context_kv, &input.context_rope);
         let attended = attention.forward(&q_jngd, &context, &own);
-        let middle_nh = x_nh + linear(&self.ungroup_queries(&attended.out_jngd), &layer.o);
-        let gate_up = linear(&ops::rms_norm(&middle_nh, &layer.post_norm, eps), &layer.gate_up);
-        let output = &middle_nh + linear(&ops::swiglu(&gate_up), &layer.down);
+        let flat_out = self.ungroup_queries(&attended.out_jngd);
+        let middle_nh = x_nh.addmm(&flat_out, &layer.o.tr());
+        let gate_up = linear(&fused::norm(&middle_nh, (&layer.post_norm, eps)), &layer.gate_up);
+        let output = middle_nh.addmm(&fused::swiglu(&gate_up), &layer.down.tr());
         let input_nh = x_nh.shallow_clone();
         (output, LayerSaved { input_nh, qkv, context_kv, attended, middle_nh, gate_up })
     }
@@ -156,9 +172,12 @@ impl Draft {
         (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
     ) {
         let eps = self.config.rms_norm_eps;
-        let (mut dx_nh, dnorm) =
-            ops::rms_norm_backward(dhidden_nh, &saved.last_nh, &self.views.norm, eps);
-        accumulate(&gradients.norm, &dnorm);
+        let mut dx_nh = fused::norm_backward(
+            dhidden_nh,
+            &saved.last_nh,
+            (&self.views.norm, eps),
+            (None, &gradients.norm),
+        );
         let buckets = self.layout.buckets().len();
         finished(buckets - 1);
         let mut dcontext_ch = saved.context_ch.zeros_like();
@@ -174,9 +193,12 @@ impl Draft {
             dx_nh = pass.backward(&dx_nh, layer_saved, &mut dcontext_ch);
             finished(index + 1);
         }
-        let (dfused, dweight) =
-            ops::rms_norm_backward(&dcontext_ch, &saved.fused_ch, &self.views.hidden_norm, eps);
-        accumulate(&gradients.hidden_norm, &dweight);
+        let dfused = fused::norm_backward(
+            &dcontext_ch,
+            &saved.fused_ch,
+            (&self.views.hidden_norm, eps),
+            (None, &gradients.hidden_norm),
+        );
         accumulate_product(&gradients.fc, &dfused, &input.features_ck);
         finished(0);
     }
@@ -207,32 +229,29 @@ impl LayerPass<'_> {
         let eps = self.draft.config.rms_norm_eps;
         let dmiddle_nh = self.mlp_backward(dy_nh, &saved);
         let dqkv = self.attention_backward(&dmiddle_nh, &saved, dcontext_ch);
-        let normed = ops::rms_norm(&saved.input_nh, &self.layer.input_norm, eps);
+        let normed = fused::norm(&saved.input_nh, (&self.layer.input_norm, eps));
         accumulate_product(&self.gradient.qkv, &dqkv, &normed);
-        let (dx, dweight) = ops::rms_norm_backward(
+        fused::norm_backward(
             &dqkv.matmul(&self.layer.qkv),
             &saved.input_nh,
-            &self.layer.input_norm,
-            eps,
-        );
-        accumulate(&self.gradient.input_norm, &dweight);
-        dmiddle_nh + dx
+            (&self.layer.input_norm, eps),
+            (Some(&dmiddle_nh), &self.gradient.input_norm),
+        )
     }
 
     fn mlp_backward(&self, dy_nh: &Tensor, saved: &LayerSaved) -> Tensor {
         let eps = self.draft.config.rms_norm_eps;
-        accumulate_product(&self.gradient.down, dy_nh, &ops::swiglu(&saved.gate_up));
-        let dgate_up = ops::swiglu_backward(&dy_nh.matmul(&self.layer.down), &saved.gate_up);
-        let normed = ops::rms_norm(&saved.middle_nh, &self.layer.post_norm, eps);
+        let dactivated = dy_nh.matmul(&self.layer.down);
+        let (dgate_up, activated) = fused::swiglu_backward(&dactivated, &saved.gate_up);
+        accumulate_product(&self.gradient.down, dy_nh, &activated);
+        let normed = fused::norm(&saved.middle_nh, (&self.layer.post_norm, eps));
         accumulate_product(&self.gradient.gate_up, &dgate_up, &normed);
-        let (dx, dweight) = ops::rms_norm_backward(
+        fused::norm_backward(
             &dgate_up.matmul(&self.layer.gate_up),
             &saved.middle_nh,
-            &self.layer.post_norm,
-            eps,
-        );
-        accumulate(&self.gradient.post_norm, &dweight);
-        dy_nh + dx
+            (&self.layer.post_norm, eps),
+            (Some(dy_nh), &self.gradient.post_norm),
+        )
     }
 
     /// Gradient of the fused projection of the slots; the context's goes to `dcontext_ch`.
@@ -245,56 +264,55 @@ impl LayerPass<'_> {
         let draft = self.draft;
         let flat_out = draft.ungroup_queries(&saved.attended.out_jngd);
         accumulate_product(&self.gradient.o, dmiddle_nh, &flat_out);
-        let dout = heads_of(&dmiddle_nh.matmul(&self.layer.o), draft.config.head_dim);
+        let dout_nhd = super::heads(&dmiddle_nh.matmul(&self.layer.o), draft.config.head_dim);
+        let dout_jngd = fused::regroup(&dout_nhd, draft.config.num_key_value_heads);
         let (q_jngd, own) = draft.project_slots(self.layer, &saved.qkv, &self.input.slot_rope);
         let context =
             draft.project_context(self.layer, &saved.context_kv, &self.input.context_rope);
-        let gradient = self.attention.backward(
-            &draft.group_queries(&dout),
-            &q_jngd,
-            (&context, &own),
-            &saved.attended,
+        let gradient =
+            self.attention.backward(&dout_jngd, &q_jngd, (&context, &own), &saved.attended);
+        let dcontext_kv = saved.context_kv.empty_like();
+        self.key_value_backward(
+            &gradient.context,
+            &saved.context_kv,
+            &self.input.context_rope,
+            &dcontext_kv,
         );
-        let context_inverse = self.input.context_rope.inverse();
-        let dcontext_kv =
-            self.key_value_backward(&gradient.context, &saved.context_kv, &context_inverse);
         accumulate_product(&self.gradient.kv, &dcontext_kv, self.context_ch);
-        let _ = dcontext_ch.g_add_(&dcontext_kv.matmul(&self.layer.kv));
+        let _ = dcontext_ch.addmm_(&dcontext_kv, &self.layer.kv);
         self.slots_backward(&gradient.dq_jngd, &gradient.own, saved)
     }
 
+    /// Gradient of the slots' fused projection.
     fn slots_backward(&self, dq_jngd: &Tensor, down: &KeyValue, saved: &LayerSaved) -> Tensor {
         let c = &self.draft.config;
         let q_width = c.num_attention_heads * c.head_dim;
-        let inverse = self.input.slot_rope.inverse();
-        let dq_nhd = heads_of(&self.draft.ungroup_queries(dq_jngd), c.head_dim);
-        let (dq, dweight) = ops::head_norm_rope_backward(
-            &dq_nhd,
+        let dqkv = saved.qkv.empty_like();
+        fused::head_norm_rope_backward(
+            dq_jngd,
             &saved.qkv.narrow(1, 0, q_width),
             (&self.layer.q_norm, c.rms_norm_eps),
-            &inverse,
+            &self.input.slot_rope,
+            (&dqkv.narrow(1, 0, q_width), &self.gradient.q_norm),
         );
-        accumulate(&self.gradient.q_norm, &dweight);
-        let raw_kv = saved.qkv.narrow(1, q_width, 2 * c.kv_width());
-        Tensor::cat(&[dq, self.key_value_backward(down, &raw_kv, &inverse)], 1)
+        let own = |x: &Tensor| x.narrow(1, q_width, 2 * c.kv_width());
+        self.key_value_backward(down, &own(&saved.qkv), &self.input.slot_rope, &own(&dqkv));
+        dqkv
     }
 
-    /// Gradient of raw keys and values [T, 2*kv_width].
-    fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, inverse: &RotaryTables) -> Tensor {
+    /// Writes the gradient of raw keys and values [T, 2*kv_width] to `draw`.
+    fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables, draw: &Tensor) {
         let c = &self.draft.config;
-        let (dk, dweight) = ops::head_norm_rope_backward(
-            &d.k_jtd.transpose(0, 1),
-            &raw.narrow(1, 0, c.kv_width()),
+        let width = c.kv_width();
+        fused::head_norm_rope_backward(
+            &d.k_jtd.contiguous().unsqueeze(2),
+            &raw.narrow(1, 0, width),
             (&self.layer.k_norm, c.rms_norm_eps),
-            inverse,
+            rope,
+            (&draw.narrow(1, 0, width), &self.gradient.k_norm),
         );
-        accumulate(&self.gradient.k_norm, &dweight);
-        Tensor::cat(&[dk, d.v_jtd.transpose(0, 1).flatten(1, 2)], 1)
+        draw.narrow(1, width, width).copy_(&d.v_jtd.transpose(0, 1).flatten(1, 2));
     }
-}
-
-fn heads_of(x: &Tensor, head_dim: i64) -> Tensor {
-    super::heads(x, head_dim)
 }
 
 fn accumulate(gradient: &Tensor, addend: &Tensor) {

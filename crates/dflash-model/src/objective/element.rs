@@ -3,6 +3,7 @@
 //! p is the target's distribution, q the draft's. Of every loss the gradient is closed: with
 //! g = dL/dq it is `q (g - sum q g)`, which simplifies for most.
 
+use dflash_torch_sys::kernels;
 use tch::{Kind, Tensor};
 
 use super::LabelSource;
@@ -57,7 +58,7 @@ pub(super) struct ChunkOutput {
     pub(super) loss_sum: Tensor,
     /// Sum of the weights, float64 scalar.
     pub(super) weight_sum: Tensor,
-    /// Whether the argmax is the label, [m] bool.
+    /// Whether the argmax is the label, [m] (bool, or 1 and 0).
     pub(super) correct_m: Tensor,
     /// Gradient of `loss_sum`, [m, V].
     pub(super) dlogits_mv: Tensor,
@@ -69,7 +70,27 @@ pub(super) fn data_cross_entropy(
     coefficient: f64,
     weigh: impl FnOnce(&Tensor) -> Tensor,
 ) -> ChunkOutput {
-    let ChunkInput { mut logits_mv, tokens_m, .. } = input;
+    let ChunkInput { logits_mv: mut dlogits_mv, tokens_m, .. } = input;
+    if !kernels::supports(&dlogits_mv) {
+        return portable_cross_entropy(dlogits_mv, &tokens_m, coefficient, weigh);
+    }
+    let result = kernels::softmax_cross_entropy(&mut dlogits_mv, &tokens_m);
+    let weight_m = weigh(&result.ce_m) * coefficient;
+    result.gradient(&mut dlogits_mv, &tokens_m, &weight_m);
+    ChunkOutput {
+        loss_sum: (&result.ce_m * &weight_m).sum(Kind::Double),
+        weight_sum: weight_m.sum(Kind::Double) / coefficient,
+        correct_m: result.correct_m,
+        dlogits_mv,
+    }
+}
+
+fn portable_cross_entropy(
+    mut logits_mv: Tensor,
+    tokens_m: &Tensor,
+    coefficient: f64,
+    weigh: impl FnOnce(&Tensor) -> Tensor,
+) -> ChunkOutput {
     let (max_m1, argmax_m1) = logits_mv.max_dim(1, true);
     let labels_m1 = tokens_m.unsqueeze(1);
     let _ = logits_mv.g_sub_(&max_m1);
@@ -81,7 +102,7 @@ pub(super) fn data_cross_entropy(
     let weight_m = weigh(&ce_m) * coefficient;
     let weight_m1 = weight_m.unsqueeze(1);
     let _ = exp_mv.g_mul_(&(&weight_m1 / &sum_m1));
-    let dlogits_mv = exp_mv.scatter_add_(1, &labels_m1, &-&weight_m1);
+    let dlogits_mv = exp_mv.scatter_add_(1, &labels_m1, &weight_m1.neg());
     ChunkOutput {
         loss_sum: (&ce_m * &weight_m).sum(Kind::Double),
         weight_sum: weight_m.sum(Kind::Double) / coefficient,
@@ -125,7 +146,11 @@ pub(super) fn mixture(
 }
 
 /// One term's losses [m] and gradients [m, V] for given logits; the target's decide the label.
-pub fn element_loss(term: ElementLoss, logits_mv: &Tensor, teacher_mv: &Tensor) -> (Tensor, Tensor) {
+pub fn element_loss(
+    term: ElementLoss,
+    logits_mv: &Tensor,
+    teacher_mv: &Tensor,
+) -> (Tensor, Tensor) {
     Pair::new(logits_mv, Some(teacher_mv), &teacher_mv.argmax(1, false)).evaluate(term)
 }
 
@@ -151,7 +176,8 @@ impl Pair {
     }
 
     fn teacher(&self) -> (&Tensor, &Tensor) {
-        let (log_p, p) = self.teacher.as_ref().expect("losses between distributions have a teacher");
+        let (log_p, p) =
+            self.teacher.as_ref().expect("losses between distributions have a teacher");
         (log_p, p)
     }
 

@@ -80,7 +80,13 @@ impl BlockLabels {
         labels
     }
 
-    fn push(&mut self, slot: i64, token: i64, teacher_row: i64, vocabulary: Option<&DraftVocabulary>) {
+    fn push(
+        &mut self,
+        slot: i64,
+        token: i64,
+        teacher_row: i64,
+        vocabulary: Option<&DraftVocabulary>,
+    ) {
         let token = vocabulary.map_or(token, |vocabulary| vocabulary.draft_id(token));
         if token < 0 {
             self.misses.push(slot);
@@ -135,7 +141,9 @@ impl BlockLabels {
                     end -= 1;
                 }
                 if end == start {
-                    end = start + self.slots[start..].partition_point(|&slot| slot < (cut + 1) * self.block_size as i64);
+                    end = start
+                        + self.slots[start..]
+                            .partition_point(|&slot| slot < (cut + 1) * self.block_size as i64);
                 }
             }
             chunks.push(start..end);
@@ -191,7 +199,10 @@ mod tests {
     fn a_token_outside_the_pruned_vocabulary_is_a_miss() {
         let vocabulary = DraftVocabulary::new(vec![12, 22], 30);
         let labels = BlockLabels::new(ROW, &[1, 4], 4, Some(&vocabulary));
-        assert_eq!((labels.slots.as_slice(), labels.tokens.as_slice()), ([1, 6].as_slice(), [0, 1].as_slice()));
+        assert_eq!(
+            (labels.slots.as_slice(), labels.tokens.as_slice()),
+            ([1, 6].as_slice(), [0, 1].as_slice())
+        );
         assert_eq!(labels.misses, [2]);
     }
 

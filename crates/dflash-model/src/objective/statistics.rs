@@ -114,10 +114,9 @@ impl Tally {
         let device = self.correct_n.device();
         let block_size = labels.block_size() as i64;
         let supervised = labels.supervised();
-        let blocks = supervised
-            .chunks(labels.block_size())
-            .filter(|block| block.contains(&1.0))
-            .count() as f64;
+        let blocks =
+            supervised.chunks(labels.block_size()).filter(|block| block.contains(&1.0)).count()
+                as f64;
         let counted = Tensor::from_slice(&supervised).view([-1, block_size]);
         let per_slot = sum_blocks(&counted);
         let divisor = match denominator {

@@ -110,7 +110,10 @@ impl Weighting {
                 };
                 let dense = |values_m: &Tensor| {
                     source_m
-                        .new_zeros([place.blocks * place.block_size], (source_m.kind(), source_m.device()))
+                        .new_zeros(
+                            [place.blocks * place.block_size],
+                            (source_m.kind(), source_m.device()),
+                        )
                         .index_copy(0, &place.slots_m, values_m)
                         .view([place.blocks, place.block_size])
                 };
@@ -135,7 +138,8 @@ mod tests {
     #[test]
     fn dpace_weight_is_the_later_slots_share_of_the_expected_length() {
         // by hand: s = [1, .75, .5, 1], P = [., .75, .375, .]; slot 3 is masked
-        let ce = Tensor::from_slice(&[0.0f64, (0.5f64).ln().abs(), f64::INFINITY, 0.0]).view([1, 4]);
+        let ce =
+            Tensor::from_slice(&[0.0f64, (0.5f64).ln().abs(), f64::INFINITY, 0.0]).view([1, 4]);
         let mask = Tensor::from_slice(&[0.0f64, 1.0, 1.0, 0.0]).view([1, 4]);
         let weights = Vec::<f64>::try_from(dpace_weights(&ce, &mask, 0.5).view([-1])).unwrap();
         let expected = [0.0, 0.75 + 0.375, 0.375, 0.0];

@@ -150,3 +150,52 @@ impl Linear {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::target::weights::write_weights;
+
+    const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+    fn spec(bias: bool) -> LinearSpec<'static> {
+        LinearSpec { module: "m", name: "fused", parts: &[("a", 3), ("b", 2)], input: 4, bias }
+    }
+
+    #[test]
+    fn fused_projections_are_the_separate_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
+        let stored = [
+            ("m.a.weight", random(&[3, 4])),
+            ("m.a.bias", random(&[3])),
+            ("m.b.weight", random(&[2, 4])),
+            ("m.b.bias", random(&[2])),
+        ];
+        let tensors = stored.iter().map(|(name, x)| ((*name).to_owned(), x.copy())).collect();
+        write_weights(dir.path(), tensors, Kind::Float).unwrap();
+        let weights = Weights::open(dir.path()).unwrap();
+        let init = Init { weights: Some(&weights), options: OPTIONS };
+        let linear = init.linear(&spec(true)).unwrap();
+        let (x, residual) = (random(&[5, 4]), random(&[5, 5]));
+        let apart = |number: usize| x.linear(&stored[number].1, Some(&stored[number + 1].1));
+        let expected = Tensor::cat(&[apart(0), apart(2)], 1);
+        assert!(linear.apply(&x).allclose(&expected, 1e-5, 1e-6, false));
+        assert!(linear.add_to(&residual, &x).allclose(&(&residual + expected), 1e-5, 1e-6, false));
+        for ((name, tensor), (stored_name, stored)) in linear.checkpoint().iter().zip(&stored) {
+            assert_eq!((name.as_str(), tensor), (*stored_name, stored));
+        }
+        assert!(init.linear(&LinearSpec { module: "n", ..spec(false) }).is_err());
+    }
+
+    #[test]
+    fn fresh_parameters_are_trainable_leaves_named_once() {
+        let init = Init { weights: None, options: OPTIONS };
+        let linear = init.linear(&spec(true)).unwrap();
+        let names: Vec<_> = linear.parameters().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["m.fused.weight", "m.fused.bias"]);
+        assert!(linear.parameters().iter().all(|(_, x)| x.requires_grad() && x.is_leaf()));
+        let top = LinearSpec { module: "", ..spec(false) };
+        assert_eq!(init.linear(&top).unwrap().parameters()[0].0, "fused.weight");
+    }
+}

@@ -72,7 +72,11 @@ fn attention_mask(case: &Value) {
         let expected: String = expected.into_iter().collect();
         assert_eq!(expected, bits.as_str().unwrap(), "{} row {row}", case["name"]);
         if let Some(planned) = &planned {
-            assert_eq!(planned[row], bits.as_str().unwrap()[..documents.len()], "planned row {row}");
+            assert_eq!(
+                planned[row],
+                bits.as_str().unwrap()[..documents.len()],
+                "planned row {row}"
+            );
         }
     }
 }
@@ -126,7 +130,8 @@ fn decay(case: &Value) {
 fn dpace(case: &Value) {
     let shape = [-1, int(case, "block_size") as i64];
     let (ce, mask) = (matrix(&case["ce_times_mask"]), matrix(&case["loss_mask"]));
-    let weights = dpace_weights(&ce.view(shape), &mask.view(shape), case["alpha"].as_f64().unwrap());
+    let weights =
+        dpace_weights(&ce.view(shape), &mask.view(shape), case["alpha"].as_f64().unwrap());
     assert_close("weights", &weights.view([-1]), &matrix(&case["weights"]), 1e-5);
 }
 

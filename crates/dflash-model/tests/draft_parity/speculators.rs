@@ -137,7 +137,12 @@ fn document_starts(document_ids: &[i64]) -> Vec<usize> {
     starts
 }
 
-fn packed_input(vectors: &Vectors, stored: &Value, draft: &Draft, anchors: &[usize]) -> PackedInput {
+fn packed_input(
+    vectors: &Vectors,
+    stored: &Value,
+    draft: &Draft,
+    anchors: &[usize],
+) -> PackedInput {
     let config = draft.config();
     let starts = document_starts(&vectors.integers("in.document_ids"));
     let plan = config.plan(&starts, anchors, WindowRule::Speculators);
@@ -147,8 +152,7 @@ fn packed_input(vectors: &Vectors, stored: &Value, draft: &Draft, anchors: &[usi
     let ids: Vec<i64> = anchors
         .iter()
         .flat_map(|&anchor| {
-            (0..config.block_size)
-                .map(move |slot| if slot == 0 { Some(anchor) } else { None })
+            (0..config.block_size).map(move |slot| if slot == 0 { Some(anchor) } else { None })
         })
         .map(|anchor| anchor.map_or(config.mask_token_id, |anchor| input_ids[anchor]))
         .collect();
@@ -236,7 +240,10 @@ pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, 
         Some(part("sum")? / part("total").filter(|&total| total > 0.0)?)
     };
     let near = |what: &str, actual: f64, expected: f64| {
-        assert!((actual - expected).abs() <= 1e-4 * expected.abs().max(1.0), "{what}: {actual} {expected}");
+        assert!(
+            (actual - expected).abs() <= 1e-4 * expected.abs().max(1.0),
+            "{what}: {actual} {expected}"
+        );
     };
     near("loss", report.loss, ratio("loss").unwrap());
     if let Some(accuracy) = ratio("full_acc") {
@@ -249,9 +256,10 @@ pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, 
     }
     // These vectors hold the older figure: the product of unconditional accuracies, summed. Ours
     // conditions on the slots before; the slot accuracies must still give theirs.
-    let product = report.slot_accuracy.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
-        *run *= slot.unwrap_or(0.0);
-        Some(*run)
-    });
+    let product =
+        report.slot_accuracy.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
+            *run *= slot.unwrap_or(0.0);
+            Some(*run)
+        });
     near("expected length", product.sum(), ratio("eal").unwrap());
 }

@@ -1,0 +1,332 @@
+// Plain loops that the compiler vectorises for each instruction set; rows are shared out over
+// OpenMP threads in fixed blocks, so that sums have one order for a given number of threads.
+#include "kernels.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#define VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+
+namespace {
+
+// Below this many elements a parallel region costs more than it saves.
+constexpr int64_t kSerialElements = 1 << 14;
+
+template <typename Body>
+void for_rows(int64_t rows, int64_t row_elements, const Body& body) {
+  const bool parallel = rows * row_elements > kSerialElements && !omp_in_parallel();
+#pragma omp parallel if (parallel)
+  {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    body(rows * thread / threads, rows * (thread + 1) / threads, thread);
+  }
+}
+
+// Sums each thread's part of a weight gradient in the order of the threads.
+class Partials {
+ public:
+  explicit Partials(int64_t dim) : dim_(dim), sums_(omp_get_max_threads() * dim, 0.0f) {}
+  float* of(int64_t thread) { return sums_.data() + thread * dim_; }
+  void add_to(float* total) const {
+    for (size_t start = 0; start < sums_.size(); start += dim_)
+      for (int64_t d = 0; d < dim_; ++d) total[d] += sums_[start + d];
+  }
+
+ private:
+  int64_t dim_;
+  std::vector<float> sums_;
+};
+
+// exp to about 1 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients: Cephes expf).
+inline float fast_exp(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float n = std::nearbyintf(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * r) * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return p * scale;
+}
+
+inline float reciprocal_rms(const float* x, int64_t dim, float eps) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t d = 0; d < dim; ++d) sum += x[d] * x[d];
+  return 1.0f / std::sqrt(sum / static_cast<float>(dim) + eps);
+}
+
+VECTORISED void norm_rows(const float* x, const float* weight, float* y, int64_t begin,
+                          int64_t end, int64_t dim, float eps) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* in = x + row * dim;
+    float* out = y + row * dim;
+    const float scale = reciprocal_rms(in, dim, eps);
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) out[d] = in[d] * scale * weight[d];
+  }
+}
+
+// dx = scale * (dy * weight - x * scale^2 * mean(dy * weight * x)); dweight += dy * x * scale
+inline void norm_gradient(const float* dy, const float* x, const float* weight, float* dx,
+                          float* dweight, int64_t dim, float eps) {
+  const float scale = reciprocal_rms(x, dim, eps);
+  float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+  for (int64_t d = 0; d < dim; ++d) dot += dy[d] * weight[d] * x[d];
+  const float pull = scale * scale * dot / static_cast<float>(dim);
+#pragma omp simd
+  for (int64_t d = 0; d < dim; ++d) {
+    dweight[d] += dy[d] * x[d] * scale;
+    dx[d] = scale * (dy[d] * weight[d] - x[d] * pull);
+  }
+}
+
+VECTORISED void norm_backward_rows(const float* dy, const float* x, const float* weight,
+                                   const float* residual, float* dx, float* dweight,
+                                   int64_t begin, int64_t end, int64_t dim, float eps) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = row * dim;
+    norm_gradient(dy + at, x + at, weight, dx + at, dweight, dim, eps);
+    if (residual != nullptr) {
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) dx[at + d] += residual[at + d];
+    }
+  }
+}
+
+struct Heads {
+  int64_t rows, kv_heads, group, dim;
+  // First element of a head in the regrouped layout [kv_heads][rows][group][dim].
+  int64_t regrouped(int64_t row, int64_t head) const {
+    return (((head / group) * rows + row) * group + head % group) * dim;
+  }
+};
+
+VECTORISED void head_rows(const float* x, int64_t x_stride, const float* weight,
+                          const float* cosine, const float* sine, float* y, const Heads& heads,
+                          int64_t begin, int64_t end, float eps) {
+  const int64_t dim = heads.dim, half = dim / 2;
+  for (int64_t row = begin; row < end; ++row) {
+    const float *c = cosine + row * half, *s = sine + row * half;
+    for (int64_t head = 0; head < heads.kv_heads * heads.group; ++head) {
+      const float* in = x + row * x_stride + head * dim;
+      float* out = y + heads.regrouped(row, head);
+      const float scale = reciprocal_rms(in, dim, eps);
+#pragma omp simd
+      for (int64_t d = 0; d < half; ++d) {
+        const float low = in[d] * scale * weight[d];
+        const float high = in[d + half] * scale * weight[d + half];
+        out[d] = low * c[d] - high * s[d];
+        out[d + half] = high * c[d] + low * s[d];
+      }
+    }
+  }
+}
+
+VECTORISED void head_backward_rows(const float* dy, const float* x, int64_t x_stride,
+                                   const float* weight, const float* cosine, const float* sine,
+                                   float* dx, int64_t dx_stride, float* dweight,
+                                   const Heads& heads, int64_t begin, int64_t end, float eps,
+                                   float* scratch) {
+  const int64_t dim = heads.dim, half = dim / 2;
+  for (int64_t row = begin; row < end; ++row) {
+    const float *c = cosine + row * half, *s = sine + row * half;
+    for (int64_t head = 0; head < heads.kv_heads * heads.group; ++head) {
+      const float* in = dy + heads.regrouped(row, head);
+#pragma omp simd
+      for (int64_t d = 0; d < half; ++d) {
+        scratch[d] = in[d] * c[d] + in[d + half] * s[d];
+        scratch[d + half] = in[d + half] * c[d] - in[d] * s[d];
+      }
+      norm_gradient(scratch, x + row * x_stride + head * dim, weight,
+                    dx + row * dx_stride + head * dim, dweight, dim, eps);
+    }
+  }
+}
+
+VECTORISED void swiglu_rows(const float* gate_up, float* y, int64_t begin, int64_t end,
+                            int64_t dim) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float *gate = gate_up + row * 2 * dim, *up = gate + dim;
+    float* out = y + row * dim;
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) out[d] = gate[d] / (1.0f + fast_exp(-gate[d])) * up[d];
+  }
+}
+
+VECTORISED void swiglu_backward_rows(const float* dy, const float* gate_up, float* dgate_up,
+                                     float* y, int64_t begin, int64_t end, int64_t dim) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float *gate = gate_up + row * 2 * dim, *up = gate + dim, *in = dy + row * dim;
+    float *dgate = dgate_up + row * 2 * dim, *dup = dgate + dim, *out = y + row * dim;
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) {
+      const float sigmoid = 1.0f / (1.0f + fast_exp(-gate[d]));
+      const float silu = gate[d] * sigmoid;
+      out[d] = silu * up[d];
+      dup[d] = in[d] * silu;
+      dgate[d] = in[d] * up[d] * (sigmoid + silu * (1.0f - sigmoid));
+    }
+  }
+}
+
+VECTORISED float row_maximum(const float* x, int64_t dim) {
+  float maximum = x[0];
+#pragma omp simd reduction(max : maximum)
+  for (int64_t d = 0; d < dim; ++d) maximum = std::max(maximum, x[d]);
+  return maximum;
+}
+
+VECTORISED float exponentiate(float* x, float maximum, int64_t dim) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t d = 0; d < dim; ++d) {
+    x[d] = fast_exp(x[d] - maximum);
+    sum += x[d];
+  }
+  return sum;
+}
+
+VECTORISED void scale_row(float* x, float factor, int64_t dim) {
+#pragma omp simd
+  for (int64_t d = 0; d < dim; ++d) x[d] *= factor;
+}
+
+VECTORISED void merge_row(float* out, const float* part, float old_share, float new_share,
+                          int64_t dim) {
+#pragma omp simd
+  for (int64_t d = 0; d < dim; ++d) out[d] = out[d] * old_share + part[d] * new_share;
+}
+
+VECTORISED void adamw_range(float* parameter, const float* gradient, float* mean, float* variance,
+                            int64_t begin, int64_t end, float beta1, float beta2,
+                            float epsilon, float step_size, float root_correction2) {
+#pragma omp simd
+  for (int64_t i = begin; i < end; ++i) {
+    const float g = gradient[i];
+    mean[i] += (g - mean[i]) * (1.0f - beta1);
+    variance[i] = variance[i] * beta2 + (1.0f - beta2) * g * g;
+    const float divisor = std::sqrt(variance[i]) / root_correction2 + epsilon;
+    parameter[i] -= step_size * mean[i] / divisor;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void dflash_rms_norm(const float* x, const float* weight, float* y, int64_t rows, int64_t dim,
+                     float eps) {
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
+    norm_rows(x, weight, y, begin, end, dim, eps);
+  });
+}
+
+void dflash_rms_norm_backward(const float* dy, const float* x, const float* weight,
+                              const float* residual, float* dx, float* dweight, int64_t rows,
+                              int64_t dim, float eps) {
+  Partials partials(dim);
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t thread) {
+    norm_backward_rows(dy, x, weight, residual, dx, partials.of(thread), begin, end, dim, eps);
+  });
+  partials.add_to(dweight);
+}
+
+void dflash_head_norm_rope(const float* x, int64_t x_stride, const float* weight,
+                           const float* cosine, const float* sine, float* y, int64_t rows,
+                           int64_t kv_heads, int64_t group, int64_t dim, float eps) {
+  const Heads heads{rows, kv_heads, group, dim};
+  for_rows(rows, kv_heads * group * dim, [&](int64_t begin, int64_t end, int64_t) {
+    head_rows(x, x_stride, weight, cosine, sine, y, heads, begin, end, eps);
+  });
+}
+
+void dflash_head_norm_rope_backward(const float* dy, const float* x, int64_t x_stride,
+                                    const float* weight, const float* cosine, const float* sine,
+                                    float* dx, int64_t dx_stride, float* dweight, int64_t rows,
+                                    int64_t kv_heads, int64_t group, int64_t dim, float eps) {
+  const Heads heads{rows, kv_heads, group, dim};
+  Partials partials(dim);
+  for_rows(rows, kv_heads * group * dim, [&](int64_t begin, int64_t end, int64_t thread) {
+    std::vector<float> scratch(dim);
+    head_backward_rows(dy, x, x_stride, weight, cosine, sine, dx, dx_stride, partials.of(thread),
+                       heads, begin, end, eps, scratch.data());
+  });
+  partials.add_to(dweight);
+}
+
+void dflash_swiglu(const float* gate_up, float* y, int64_t rows, int64_t dim) {
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
+    swiglu_rows(gate_up, y, begin, end, dim);
+  });
+}
+
+void dflash_swiglu_backward(const float* dy, const float* gate_up, float* dgate_up, float* y,
+                            int64_t rows, int64_t dim) {
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
+    swiglu_backward_rows(dy, gate_up, dgate_up, y, begin, end, dim);
+  });
+}
+
+void dflash_softmax_cross_entropy(float* logits, const int64_t* labels, float* ce, float* total,
+                                  float* correct, int64_t rows, int64_t dim) {
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* x = logits + row * dim;
+      const float maximum = row_maximum(x, dim);
+      const float label = x[labels[row]];
+      // Of equal logits the first is the argmax.
+      const bool first =
+          label == maximum && std::find(x, x + labels[row], maximum) == x + labels[row];
+      // A NaN anywhere makes the sum NaN, hence the loss, and the step is skipped.
+      total[row] = exponentiate(x, maximum, dim);
+      ce[row] = std::log(total[row]) - (label - maximum);
+      correct[row] = first ? 1.0f : 0.0f;
+    }
+  });
+}
+
+void dflash_cross_entropy_gradient(float* exponentials, const int64_t* labels, const float* weight,
+                                   const float* total, int64_t rows, int64_t dim) {
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* x = exponentials + row * dim;
+      scale_row(x, weight[row] / total[row], dim);
+      x[labels[row]] -= weight[row];
+    }
+  });
+}
+
+void dflash_merge_attention(float* out, float* lse, const float* part_out, int64_t part_stride,
+                            const float* part_lse, int64_t rows, int64_t dim) {
+  for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float a = lse[row], b = part_lse[row], top = std::max(a, b);
+      const float sum = top + std::log(std::exp(a - top) + std::exp(b - top));
+      merge_row(out + row * dim, part_out + row * part_stride, std::exp(a - sum),
+                std::exp(b - sum), dim);
+      lse[row] = sum;
+    }
+  });
+}
+
+void dflash_adamw(float* parameter, const float* gradient, float* mean, float* variance,
+                  int64_t elements, float beta1, float beta2, float epsilon,
+                  float step_size, float root_correction2) {
+  for_rows(elements, 1, [&](int64_t begin, int64_t end, int64_t) {
+    adamw_range(parameter, gradient, mean, variance, begin, end, beta1, beta2, epsilon,
+                step_size, root_correction2);
+  });
+}
+}

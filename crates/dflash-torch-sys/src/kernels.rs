@@ -1,0 +1,400 @@
+//! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.h`.
+//!
+//! Each function is one sweep over memory where libtorch's operations would make several. Shapes
+//! and layouts are checked: a wrong one is a bug of the caller and panics.
+
+use tch::{Device, Kind, Tensor};
+
+unsafe extern "C" {
+    fn dflash_rms_norm(
+        x: *const f32,
+        weight: *const f32,
+        y: *mut f32,
+        rows: i64,
+        dim: i64,
+        eps: f32,
+    );
+    fn dflash_rms_norm_backward(
+        dy: *const f32,
+        x: *const f32,
+        weight: *const f32,
+        residual: *const f32,
+        dx: *mut f32,
+        dweight: *mut f32,
+        rows: i64,
+        dim: i64,
+        eps: f32,
+    );
+    fn dflash_head_norm_rope(
+        x: *const f32,
+        x_stride: i64,
+        weight: *const f32,
+        cosine: *const f32,
+        sine: *const f32,
+        y: *mut f32,
+        rows: i64,
+        kv_heads: i64,
+        group: i64,
+        dim: i64,
+        eps: f32,
+    );
+    fn dflash_head_norm_rope_backward(
+        dy: *const f32,
+        x: *const f32,
+        x_stride: i64,
+        weight: *const f32,
+        cosine: *const f32,
+        sine: *const f32,
+        dx: *mut f32,
+        dx_stride: i64,
+        dweight: *mut f32,
+        rows: i64,
+        kv_heads: i64,
+        group: i64,
+        dim: i64,
+        eps: f32,
+    );
+    fn dflash_swiglu(gate_up: *const f32, y: *mut f32, rows: i64, dim: i64);
+    fn dflash_swiglu_backward(
+        dy: *const f32,
+        gate_up: *const f32,
+        dgate_up: *mut f32,
+        y: *mut f32,
+        rows: i64,
+        dim: i64,
+    );
+    fn dflash_softmax_cross_entropy(
+        logits: *mut f32,
+        labels: *const i64,
+        ce: *mut f32,
+        total: *mut f32,
+        correct: *mut f32,
+        rows: i64,
+        dim: i64,
+    );
+    fn dflash_cross_entropy_gradient(
+        exponentials: *mut f32,
+        labels: *const i64,
+        weight: *const f32,
+        total: *const f32,
+        rows: i64,
+        dim: i64,
+    );
+    fn dflash_merge_attention(
+        out: *mut f32,
+        lse: *mut f32,
+        part_out: *const f32,
+        part_stride: i64,
+        part_lse: *const f32,
+        rows: i64,
+        dim: i64,
+    );
+    fn dflash_adamw(
+        parameter: *mut f32,
+        gradient: *const f32,
+        mean: *mut f32,
+        variance: *mut f32,
+        elements: i64,
+        beta1: f32,
+        beta2: f32,
+        epsilon: f32,
+        step_size: f32,
+        root_correction2: f32,
+    );
+}
+
+/// Whether the kernels take tensors like `x`.
+pub fn supports(x: &Tensor) -> bool {
+    x.device() == Device::Cpu && x.kind() == Kind::Float && !x.requires_grad()
+}
+
+/// A contiguous float32 tensor's elements.
+fn data(x: &Tensor) -> *mut f32 {
+    assert!(x.is_contiguous(), "a kernel needs contiguous memory, got {:?}", x.stride());
+    start(x)
+}
+
+/// The first element of a float32 tensor of whatever strides.
+fn start(x: &Tensor) -> *mut f32 {
+    assert!(
+        x.device() == Device::Cpu && x.kind() == Kind::Float,
+        "a kernel needs float32 on the CPU"
+    );
+    x.data_ptr().cast()
+}
+
+fn labels(x: &Tensor) -> *const i64 {
+    assert!(x.is_contiguous() && x.kind() == Kind::Int64 && x.device() == Device::Cpu);
+    x.data_ptr().cast::<i64>().cast_const()
+}
+
+/// Rows and row stride of a matrix whose rows are contiguous.
+fn rows(x: &Tensor) -> (i64, i64) {
+    let (size, stride) = (x.size(), x.stride());
+    assert!(size.len() == 2 && stride[1] == 1, "a kernel needs rows, got {size:?} {stride:?}");
+    (size[0], stride[0])
+}
+
+/// (rows, last dimension) of a contiguous tensor.
+fn flat_rows(x: &Tensor) -> (i64, i64) {
+    let dim = *x.size().last().expect("a row has a length");
+    (if dim == 0 { 0 } else { x.numel() as i64 / dim }, dim)
+}
+
+/// `x / rms(x) * weight` over the last dimension.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+    let y = x.empty_like();
+    let (rows, dim) = flat_rows(x);
+    assert_eq!(weight.numel() as i64, dim);
+    // SAFETY: all three hold rows * dim (the weight dim) contiguous float32 elements.
+    unsafe { dflash_rms_norm(data(x), data(weight), data(&y), rows, dim, eps as f32) };
+    y
+}
+
+/// Gradient of [`rms_norm`] plus `residual`; the weight's gradient is added to `dweight`.
+pub fn rms_norm_backward(
+    dy: &Tensor,
+    x: &Tensor,
+    (weight, eps): (&Tensor, f64),
+    residual: Option<&Tensor>,
+    dweight: &Tensor,
+) -> Tensor {
+    let dx = x.empty_like();
+    let (rows, dim) = flat_rows(x);
+    assert!(dy.size() == x.size() && residual.is_none_or(|r| r.size() == x.size()));
+    assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
+    let residual = residual.map_or(std::ptr::null_mut(), data);
+    // SAFETY: the shapes are checked above, and `data` checks type and contiguity.
+    unsafe {
+        dflash_rms_norm_backward(
+            data(dy),
+            data(x),
+            data(weight),
+            residual,
+            data(&dx),
+            data(dweight),
+            rows,
+            dim,
+            eps as f32,
+        );
+    }
+    dx
+}
+
+/// Norm per head, then rotation, then regrouping by key/value head: `x` [N, heads * D] (rows may be
+/// part of wider rows), tables [N, D/2]; result [kv heads, N, heads / kv heads, D].
+pub fn head_norm_rope(
+    x: &Tensor,
+    (weight, eps): (&Tensor, f64),
+    (cosine, sine): (&Tensor, &Tensor),
+    kv_heads: i64,
+) -> Tensor {
+    let (n, stride) = rows(x);
+    let dim = weight.numel() as i64;
+    let group = x.size()[1] / dim / kv_heads;
+    assert!(
+        x.size()[1] == kv_heads * group * dim
+            && cosine.size() == [n, dim / 2]
+            && sine.size() == [n, dim / 2]
+    );
+    let y = Tensor::empty([kv_heads, n, group, dim], (Kind::Float, Device::Cpu));
+    // SAFETY: the shapes are checked above; rows of `x` lie `stride` elements apart.
+    unsafe {
+        dflash_head_norm_rope(
+            start(x),
+            stride,
+            data(weight),
+            data(cosine),
+            data(sine),
+            data(&y),
+            n,
+            kv_heads,
+            group,
+            dim,
+            eps as f32,
+        );
+    }
+    y
+}
+
+/// Gradient of [`head_norm_rope`] for `dy` [kv heads, N, group, D], written to `dx` (like `x`); the
+/// weight's gradient is added to `dweight`.
+pub fn head_norm_rope_backward(
+    dy: &Tensor,
+    x: &Tensor,
+    (weight, eps): (&Tensor, f64),
+    (cosine, sine): (&Tensor, &Tensor),
+    (dx, dweight): (&Tensor, &Tensor),
+) {
+    let ((n, x_stride), (dx_rows, dx_stride)) = (rows(x), rows(dx));
+    let size = dy.size();
+    let (kv_heads, group, dim) = (size[0], size[2], size[3]);
+    assert!(
+        size[1] == n
+            && dx_rows == n
+            && x.size()[1] == kv_heads * group * dim
+            && dx.size() == x.size()
+    );
+    assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
+    assert!(cosine.size() == [n, dim / 2] && sine.size() == [n, dim / 2]);
+    // SAFETY: the shapes are checked above; rows of `x` and `dx` lie their strides apart.
+    unsafe {
+        dflash_head_norm_rope_backward(
+            data(dy),
+            start(x),
+            x_stride,
+            data(weight),
+            data(cosine),
+            data(sine),
+            start(dx),
+            dx_stride,
+            data(dweight),
+            n,
+            kv_heads,
+            group,
+            dim,
+            eps as f32,
+        );
+    }
+}
+
+/// `silu(gate) * up` of [N, 2I]; result [N, I].
+pub fn swiglu(gate_up: &Tensor) -> Tensor {
+    let (rows, width) = flat_rows(gate_up);
+    let y = Tensor::empty([rows, width / 2], (Kind::Float, Device::Cpu));
+    // SAFETY: `gate_up` has rows * width contiguous elements, `y` half of them.
+    unsafe { dflash_swiglu(data(gate_up), data(&y), rows, width / 2) };
+    y
+}
+
+/// Gradient of [`swiglu`] [N, 2I] and its value [N, I] again.
+pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> (Tensor, Tensor) {
+    let (rows, width) = flat_rows(gate_up);
+    assert_eq!(dy.size(), [rows, width / 2]);
+    let (dgate_up, y) = (gate_up.empty_like(), dy.empty_like());
+    // SAFETY: the shapes are checked above, and `data` checks type and contiguity.
+    unsafe {
+        dflash_swiglu_backward(data(dy), data(gate_up), data(&dgate_up), data(&y), rows, width / 2);
+    }
+    (dgate_up, y)
+}
+
+/// Cross-entropies of rows of logits.
+#[derive(Debug)]
+pub struct CrossEntropy {
+    /// `-log softmax(logits)[label]`, [m].
+    pub ce_m: Tensor,
+    /// 1 where the argmax is the label, [m].
+    pub correct_m: Tensor,
+    total_m: Tensor,
+}
+
+/// Cross-entropies of `logits` [m, V] for `tokens` [m]; `logits` become exponentials.
+pub fn softmax_cross_entropy(logits: &mut Tensor, tokens: &Tensor) -> CrossEntropy {
+    let (m, vocab) = flat_rows(logits);
+    assert_eq!(tokens.numel() as i64, m);
+    let empty = || Tensor::empty([m], (Kind::Float, Device::Cpu));
+    let result = CrossEntropy { ce_m: empty(), correct_m: empty(), total_m: empty() };
+    // SAFETY: the shapes are checked above; labels below V are the caller's promise, which
+    // libtorch's own gather would check no earlier than here.
+    assert!(
+        tokens.numel() == 0
+            || tokens.max().int64_value(&[]) < vocab && tokens.min().int64_value(&[]) >= 0
+    );
+    unsafe {
+        dflash_softmax_cross_entropy(
+            data(logits),
+            labels(tokens),
+            data(&result.ce_m),
+            data(&result.total_m),
+            data(&result.correct_m),
+            m,
+            vocab,
+        );
+    }
+    result
+}
+
+impl CrossEntropy {
+    /// Turns the exponentials into the gradient of `sum weight * ce`.
+    pub fn gradient(&self, exponentials: &mut Tensor, tokens: &Tensor, weight_m: &Tensor) {
+        let (m, vocab) = flat_rows(exponentials);
+        assert!(
+            weight_m.numel() as i64 == m
+                && self.total_m.numel() as i64 == m
+                && tokens.numel() as i64 == m
+        );
+        // SAFETY: the shapes are checked above, the labels by `softmax_cross_entropy`.
+        unsafe {
+            dflash_cross_entropy_gradient(
+                data(exponentials),
+                labels(tokens),
+                data(weight_m),
+                data(&self.total_m),
+                m,
+                vocab,
+            );
+        }
+    }
+}
+
+/// Folds a part of an attention into the merged one, in place. `out` [rows, D] and `lse` [rows] are
+/// contiguous; rows of `part_out` may lie apart.
+pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: &Tensor) {
+    let ((n, _), (part_rows, part_stride)) = (rows(out), rows(part_out));
+    assert!(part_rows == n && out.size() == part_out.size());
+    assert!(lse.numel() as i64 == n && part_lse.numel() as i64 == n);
+    // SAFETY: the shapes are checked above.
+    unsafe {
+        dflash_merge_attention(
+            data(out),
+            data(lse),
+            start(part_out),
+            part_stride,
+            data(part_lse),
+            n,
+            out.size()[1],
+        );
+    }
+}
+
+/// The numbers of one AdamW step.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWStep {
+    /// Decay of the mean of gradients.
+    pub beta1: f64,
+    /// Decay of the mean of squared gradients.
+    pub beta2: f64,
+    /// Added to the divisor.
+    pub epsilon: f64,
+    /// rate / (1 - beta1^t).
+    pub step_size: f64,
+    /// sqrt(1 - beta2^t).
+    pub root_correction2: f64,
+}
+
+/// One AdamW step over contiguous buffers of one length, in place.
+pub fn adamw(
+    parameter: &Tensor,
+    gradient: &Tensor,
+    (mean, variance): (&Tensor, &Tensor),
+    step: AdamWStep,
+) {
+    let elements = parameter.numel();
+    assert!([gradient, mean, variance].iter().all(|x| x.numel() == elements));
+    // SAFETY: all four hold `elements` contiguous float32 elements.
+    unsafe {
+        dflash_adamw(
+            data(parameter),
+            data(gradient),
+            data(mean),
+            data(variance),
+            elements as i64,
+            step.beta1 as f32,
+            step.beta2 as f32,
+            step.epsilon as f32,
+            step.step_size as f32,
+            step.root_correction2 as f32,
+        );
+    }
+}
