@@ -46,8 +46,8 @@ impl Place {
         self.path(name)
     }
 
-    fn evaluate(&self, prompts: &Path) -> Result<EvalReport, Error> {
-        let config = EvalConfig {
+    fn config(&self, prompts: &Path) -> EvalConfig {
+        EvalConfig {
             target: self.path("target"),
             draft: self.path("draft"),
             prompts: prompts.into(),
@@ -57,8 +57,11 @@ impl Place {
             sampling: Sampling::Greedy,
             tie_tolerance: 1e-3,
             options: F32,
-        };
-        evaluate(&config, &GO)
+        }
+    }
+
+    fn evaluate(&self, prompts: &Path) -> Result<EvalReport, Error> {
+        evaluate(&self.config(prompts), &GO)
     }
 
     fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
@@ -139,6 +142,55 @@ fn a_report_of_a_changed_text_fails() {
     assert!(error.contains("1 of 6 answers differ"), "{error}");
     let table = report.to_string();
     assert!(table.contains("DIFFERS: answer 5, token 3: plain 1, speculative 2"), "{table}");
+}
+
+#[test]
+fn turns_build_on_the_answers_before_them() {
+    let place = Place::new();
+    let turns = |text: &str| {
+        let report = place.evaluate(&place.write("turns.jsonl", text)).unwrap();
+        (report.responses, report.tokens)
+    };
+    let (one, first_tokens) = turns("{\"turns\": [\"a\"]}\n");
+    let (three, all_tokens) = turns("{\"turns\": [\"a\", \"b\", \"c\"]}\n");
+    assert_eq!(one, 1);
+    // 100 positions hold two turns with answers of 20 tokens for certain.
+    assert!(three >= 2 && all_tokens > first_tokens, "{three} answers, {all_tokens} tokens");
+}
+
+#[test]
+fn rows_without_room_for_an_answer_are_counted() {
+    let place = Place::new();
+    let long = format!("{{\"question\": \"{}\", \"answer\": \"b\"}}\n", "a ".repeat(90));
+    let data = place.write("mixed.jsonl", &format!("{PROMPTS}{long}"));
+    let report = place.evaluate(&data).unwrap();
+    assert_eq!((report.responses, report.skipped), (5, 1));
+    assert!(report.to_string().contains("1 skipped"));
+}
+
+#[test]
+fn sampled_texts_are_not_compared_but_counted() {
+    let place = Place::new();
+    let prompts = place.write("prompts.jsonl", PROMPTS);
+    let run = |seed| {
+        let sampling = Sampling::Temperature { temperature: 1.5, seed };
+        evaluate(&EvalConfig { sampling, limit: Some(1), ..place.config(&prompts) }, &GO).unwrap()
+    };
+    let report = run(1);
+    assert!(report.lossless.is_none() && report.check().is_ok());
+    assert_eq!((report.temperature, report.responses), (1.5, 1));
+    assert!(report.steps > 0);
+    assert_eq!(run(1).acceptance_per_position, report.acceptance_per_position);
+    assert!(report.to_string().contains("temperature 1.5"));
+}
+
+#[test]
+fn a_stopped_evaluation_writes_nothing() {
+    let place = Place::new();
+    let config = place.config(&place.write("prompts.jsonl", PROMPTS));
+    let stopped = evaluate(&config, &AtomicBool::new(true));
+    assert!(matches!(stopped, Err(Error::Interrupted)));
+    assert!(!place.path("report.json").exists());
 }
 
 #[test]
