@@ -8,6 +8,11 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+mod pending;
+
+use pending::Pending;
+pub use pending::remove_pending;
+
 /// What went wrong with which path.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -65,6 +70,7 @@ pub fn write_atomic(
     fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<(), Error> {
     let aside = aside_name(path);
+    let _pending = Pending::note(&aside);
     let written = (|| {
         let mut out = BufWriter::new(File::create(&aside)?);
         fill(&mut out)?;
@@ -96,6 +102,7 @@ pub struct PendingDir {
     /// Parents that did not exist before, outermost first.
     new_parents: Vec<PathBuf>,
     committed: bool,
+    _pending: Pending,
 }
 
 impl PendingDir {
@@ -127,6 +134,7 @@ impl PendingDir {
         }
         let pending = Self {
             new_parents: missing_parents(&aside),
+            _pending: Pending::note(&aside),
             aside,
             destination: destination.into(),
             replaces,

@@ -53,8 +53,10 @@ pub fn report(error: &anyhow::Error) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
-/// Leaves the process without running static destructors; standard output is flushed first.
+/// Leaves the process without running static destructors. Standard output is flushed first, and
+/// what is half written is removed.
 pub fn at_once(code: i32) -> ! {
+    dflash_files::remove_pending();
     let _ = io::stdout().flush();
     signal_hook::low_level::exit(code)
 }

@@ -16,8 +16,8 @@ use signal_hook::iterator::Signals as Incoming;
 use crate::error::Error;
 use crate::exit;
 
-/// How long a command may take to end after the first signal. Nothing we write is ever half
-/// written, so cutting it short loses work but breaks no file.
+/// How long a command may take to end after the first signal. What is half written by then is
+/// removed, so cutting a command short loses work but breaks no file.
 pub const GRACE: Duration = Duration::from_secs(4);
 /// A repetition this soon after the first signal is its echo.
 pub const ECHO: Duration = Duration::from_millis(700);
