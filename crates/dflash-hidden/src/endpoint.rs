@@ -101,14 +101,21 @@ impl Endpoint {
     }
 
     pub(crate) fn mark_up(&self) {
-        *self.health() = Health::default();
+        if std::mem::take(&mut *self.health()).failures > 0 {
+            tracing::info!("{} answers again", self.base);
+        }
     }
 
-    /// Keeps new samples away for a while that grows with every failure in a row.
-    pub(crate) fn mark_down(&self, policy: &RetryPolicy) {
+    /// Keeps new samples away for a while that grows with every failure in a row. The first one
+    /// is told, so that nobody wonders why nothing moves.
+    pub(crate) fn mark_down(&self, policy: &RetryPolicy, error: &Error) {
         let mut health = self.health();
         health.failures += 1;
         health.down_until = Some(Instant::now() + policy.pause(health.failures));
+        if health.failures == 1 {
+            let seconds = policy.deadline.as_secs();
+            tracing::warn!("asking again for up to {seconds} s: {}", error.chain());
+        }
     }
 
     fn is_up(&self) -> bool {
@@ -272,7 +279,7 @@ mod tests {
         let _b = b.lease(5);
         let _c = c.lease(7);
         assert_eq!(picked(&pool), "http://b:1");
-        b.mark_down(&RetryPolicy::default());
+        b.mark_down(&RetryPolicy::default(), &Error::Interrupted);
         assert_eq!(picked(&pool), "http://c:1");
         drop(lease);
         assert_eq!(picked(&pool), "http://a:1");
@@ -285,8 +292,8 @@ mod tests {
     fn with_everything_down_the_first_to_recover_is_asked() {
         let pool = Pool::parse(&["a:1,b:1".into()]).unwrap();
         let slow = RetryPolicy { first_pause: Duration::from_secs(4), ..Default::default() };
-        pool.endpoints()[0].mark_down(&slow);
-        pool.endpoints()[1].mark_down(&RetryPolicy::default());
+        pool.endpoints()[0].mark_down(&slow, &Error::Interrupted);
+        pool.endpoints()[1].mark_down(&RetryPolicy::default(), &Error::Interrupted);
         assert!(!pool.any_up());
         assert_eq!(pool.pick().unwrap().base, "http://b:1");
     }

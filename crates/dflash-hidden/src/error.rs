@@ -292,3 +292,17 @@ pub enum Error {
     #[error("cannot set up the HTTP client")]
     Client(#[source] reqwest::Error),
 }
+
+impl Error {
+    /// The message with its causes on one line, for log lines.
+    pub(crate) fn chain(&self) -> String {
+        let mut text = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            text.push_str(": ");
+            text.push_str(&error.to_string());
+            cause = error.source();
+        }
+        text
+    }
+}

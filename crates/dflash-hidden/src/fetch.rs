@@ -161,7 +161,7 @@ impl Fetcher {
             return Err(error);
         }
         for error in unreachable {
-            tracing::warn!("going on without one server for now: {}", chain(&error));
+            tracing::warn!("going on without one server for now: {}", error.chain());
         }
         Ok(())
     }
@@ -182,7 +182,6 @@ impl Fetcher {
                 _ => Duration::ZERO,
             };
             if start.elapsed() >= patience {
-                endpoint.mark_down(&self.policy);
                 return Err(failure);
             }
             sleep(self.policy.pause(failed).min(Duration::from_secs(1))).await;
@@ -233,7 +232,7 @@ impl Fetcher {
         request: Request,
         stale: Option<Error>,
     ) -> Result<Outcome, Error> {
-        let reason = stale.map_or_else(|| "not stored".to_owned(), |error| chain(&error));
+        let reason = stale.map_or_else(|| "not stored".to_owned(), |error| error.chain());
         match self.on_missing {
             OnMissing::Generate => return self.generate(request).await,
             OnMissing::Skip => {}
@@ -352,7 +351,7 @@ impl Fetcher {
                 error
             }
             Failure::Transient(error) => {
-                endpoint.mark_down(&self.policy);
+                endpoint.mark_down(&self.policy, &error);
                 if self.pool.any_up() {
                     pause = Duration::ZERO;
                 }
@@ -364,7 +363,7 @@ impl Fetcher {
             let (attempts, after) = (attempts.made, self.policy.deadline);
             return Err(Error::GaveUp { sample, attempts, after, last: Box::new(error) });
         }
-        tracing::debug!("sample {sample}, attempt {}: {}", attempts.made, chain(&error));
+        tracing::debug!("sample {sample}, attempt {}: {}", attempts.made, error.chain());
         Ok(Next::AskAgain(pause))
     }
 
@@ -396,16 +395,4 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
     tokio::task::spawn_blocking(work)
         .await
         .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
-}
-
-/// An error with its causes on one line, for log messages.
-pub(crate) fn chain(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }

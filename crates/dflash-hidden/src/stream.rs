@@ -17,9 +17,7 @@ use tokio::task::JoinHandle;
 
 use crate::counters::Counters;
 use crate::error::Error;
-use crate::fetch::{
-    Fetched, Fetcher, OnGenerate, OnMissing, Outcome, Request, SourceConfig, chain,
-};
+use crate::fetch::{Fetched, Fetcher, OnGenerate, OnMissing, Outcome, Request, SourceConfig};
 use crate::record::HiddenStates;
 use crate::retry::RetryPolicy;
 
@@ -194,7 +192,7 @@ impl Stream {
                 if count >= self.fetcher.policy.failures_in_a_row {
                     return Err(Error::TooManyFailures { count, last: Box::new(reason) });
                 }
-                tracing::warn!("leaving out sample {sample}: {}", chain(&reason));
+                tracing::warn!("leaving out sample {sample}: {}", reason.chain());
                 Ok(None)
             }
         }

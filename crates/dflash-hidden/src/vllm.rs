@@ -193,7 +193,10 @@ enum LockState {
 fn lock_state(lock: &Path, data: &Path) -> io::Result<LockState> {
     let file = match File::open(lock) {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(LockState::Absent),
+        // vLLM makes the lock before it replies, unless it was told to do without.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Ok(if data.exists() { LockState::Written } else { LockState::Absent });
+        }
         Err(error) => return Err(error),
     };
     match flock(&file, FlockOperation::NonBlockingLockShared) {

@@ -30,6 +30,8 @@ struct Quirks {
     states: fn(&[i64]) -> HiddenStates,
     /// Whether it has a KV connector.
     names_a_file: bool,
+    /// Whether it locks what it writes (`use_synchronization_lock`); without, it writes at once.
+    locks: bool,
     /// Whether the client sees what it writes.
     shares_storage: bool,
     /// How long writing takes.
@@ -43,6 +45,7 @@ impl Default for Quirks {
             echo: <[i64]>::to_vec,
             states: |ids| states_of(ids, &[2, 5, 8]),
             names_a_file: true,
+            locks: true,
             shares_storage: true,
             writing: Duration::from_millis(30),
             refuses: false,
@@ -87,7 +90,9 @@ fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
     if quirks.names_a_file {
         reply["kv_transfer_params"] = json!({ "hidden_states_path": path });
     }
-    if quirks.names_a_file && quirks.shares_storage {
+    if quirks.names_a_file && !quirks.locks {
+        fs::write(path, file_bytes(&ids, &(quirks.states)(&ids))).unwrap();
+    } else if quirks.names_a_file && quirks.shares_storage {
         let lock = File::create(path.with_extension("safetensors.lock")).unwrap();
         flock(&lock, FlockOperation::LockExclusive).unwrap();
         let (quirks, path) = (quirks.clone(), path.to_path_buf());
@@ -135,6 +140,14 @@ fn samples_are_read_under_the_lock_and_their_files_deleted() {
         assert_eq!(stream.counters().generated, 12);
         assert_eq!(left_in(vllm.storage.path()), [] as [PathBuf; 0]);
     }
+}
+
+#[test]
+fn a_vllm_that_does_not_lock_is_read_too() {
+    let vllm = vllm(Quirks { locks: false, ..Quirks::default() });
+    let mut stream = start(config_for(&vllm), single_rows(0..4)).unwrap();
+    drain(&mut stream).iter().flatten().for_each(assert_right);
+    assert_eq!(left_in(vllm.storage.path()), [] as [PathBuf; 0]);
 }
 
 #[test]
