@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash::Command;
 
+mod bench;
 mod demo_target;
 mod eval;
 mod hidden_server;
@@ -21,6 +22,7 @@ pub(crate) fn run(command: Command, stop: &Arc<AtomicBool>) -> anyhow::Result<()
         Command::Train(args) => train::run(*args, stop),
         Command::Eval(args) => eval::run(args, stop),
         Command::Regenerate(args) => regenerate::run(args, stop),
+        Command::Bench(args) => bench::run(args),
         Command::DemoTarget(args) => demo_target::run(args, stop),
         Command::Prepare(_) => anyhow::bail!("start `dflash prepare`; the engine does not run it"),
     }

@@ -9,6 +9,7 @@
 //! - `trainer` does one step, `checkpoint` keeps its state, `metrics` shows it.
 
 mod batch;
+pub mod bench;
 mod checkpoint;
 pub mod config;
 mod error;

@@ -5,6 +5,7 @@
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 
+mod bench;
 mod demo_target;
 mod eval;
 mod hidden_server;
@@ -12,6 +13,7 @@ mod prepare;
 mod regenerate;
 mod train;
 
+pub use bench::{BenchArgs, BenchCommand, TrainStepArgs};
 pub use demo_target::DemoTargetArgs;
 pub use eval::EvalArgs;
 pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
@@ -65,6 +67,8 @@ pub enum Command {
     Eval(EvalArgs),
     /// Replace the answers of a data set by the target's own.
     Regenerate(RegenerateArgs),
+    /// Time parts of the work on random data.
+    Bench(BenchArgs),
     /// Make the demo's corpus and train its tiny target.
     #[command(hide = true)]
     DemoTarget(DemoTargetArgs),

@@ -11,9 +11,7 @@ use dflash::args::{
 use dflash_dist::{Finished, LaunchConfig, Role, WorkerEnv, launch};
 use dflash_hidden::{OnGenerate, OnMissing};
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
-use dflash_model::target::{
-    TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token,
-};
+use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
 use dflash_text::ChatTokenizer;
 use dflash_train::config::{
     DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig,
@@ -122,15 +120,20 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         log_every,
         max_bad_steps,
         resume,
-        device: match device {
-            DeviceArg::Auto => DeviceChoice::Auto,
-            DeviceArg::Cpu => DeviceChoice::Cpu,
-            DeviceArg::Cuda => DeviceChoice::Cuda,
-        },
+        device: device_choice(device),
         command: std::env::args().collect(),
         stop: Arc::clone(stop),
         progress: !no_progress,
     })
+}
+
+/// The library's name of a device.
+pub(super) fn device_choice(device: DeviceArg) -> DeviceChoice {
+    match device {
+        DeviceArg::Auto => DeviceChoice::Auto,
+        DeviceArg::Cpu => DeviceChoice::Cpu,
+        DeviceArg::Cuda => DeviceChoice::Cuda,
+    }
 }
 
 fn draft_settings(args: DraftArgs, target: &std::path::Path) -> anyhow::Result<DraftSettings> {

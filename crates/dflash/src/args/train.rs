@@ -17,7 +17,13 @@ pub struct TrainArgs {
     #[arg(long, value_name = "DIR")]
     pub data_path: PathBuf,
     /// Hidden-state servers: `dflash hidden-server` or a stock vLLM; commas separate several.
-    #[arg(long, visible_alias = "endpoint", value_name = "URL", value_delimiter = ',', default_value = "http://127.0.0.1:8000/v1")]
+    #[arg(
+        long,
+        visible_alias = "endpoint",
+        value_name = "URL",
+        value_delimiter = ',',
+        default_value = "http://127.0.0.1:8000/v1"
+    )]
     pub vllm_endpoint: Vec<String>,
     /// Directory for checkpoints, metrics and TensorBoard events.
     #[arg(long, value_name = "DIR")]

@@ -1,0 +1,144 @@
+//! `dflash train` as users run it: real processes on a small target with stored hidden states.
+
+#[path = "train/world.rs"]
+mod world;
+
+use world::{World, losses, sorted_checkpoints};
+
+/// Relative difference allowed between sums in different orders.
+const ROUNDING: f64 = 1e-5;
+
+fn assert_same_losses(a: &[(u64, f64)], b: &[(u64, f64)]) {
+    assert!(!a.is_empty());
+    assert_eq!(a.len(), b.len());
+    for ((step, loss), (other_step, other)) in a.iter().zip(b) {
+        assert_eq!(step, other_step);
+        assert!((loss - other).abs() <= ROUNDING * loss.abs(), "step {step}: {loss} and {other}");
+    }
+}
+
+#[test]
+fn two_ranks_train_as_one_with_two_micro_batches() {
+    let world = World::new();
+    let two = world.train("two", &["--nproc", "2"]);
+    assert!(two.success(), "{}", two.stderr);
+    let one = world.train("one", &["--gradient-accumulation-steps", "2"]);
+    assert!(one.success(), "{}", one.stderr);
+    assert_same_losses(&losses(&world.path("two")), &losses(&world.path("one")));
+}
+
+#[test]
+fn real_torchrun_starts_the_ranks() {
+    let world = World::new();
+    let Some(torchrun) = world::torchrun() else {
+        eprintln!("no torchrun: set DFLASH_TORCHRUN or put it on PATH; skipped");
+        return;
+    };
+    let alone = world.train("one", &["--gradient-accumulation-steps", "2"]);
+    assert!(alone.success(), "{}", alone.stderr);
+    let under = world.torchrun(&torchrun, "under", 2);
+    assert!(under.success(), "{}", under.stderr);
+    assert_same_losses(&losses(&world.path("under")), &losses(&world.path("one")));
+}
+
+#[test]
+fn equal_seeds_give_equal_bytes_and_a_resumed_run_continues_exactly() {
+    let world = World::new();
+    for name in ["a", "b"] {
+        let run = world.train(name, &["--save-every", "3"]);
+        assert!(run.success(), "{}", run.stderr);
+    }
+    let last = sorted_checkpoints(&world.path("a")).pop().unwrap();
+    assert_eq!(world.state("a", &last), world.state("b", &last));
+    // what a run that was killed after its checkpoint of step 3 leaves behind
+    for name in
+        sorted_checkpoints(&world.path("b")).into_iter().filter(|name| name != "step-000003")
+    {
+        std::fs::remove_dir_all(world.path("b").join(name)).unwrap();
+    }
+    let refused = world.train("b", &["--save-every", "3"]);
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("pass --resume"), "{}", refused.stderr);
+    let resumed = world.train("b", &["--save-every", "3", "--resume"]);
+    assert!(resumed.success(), "{}", resumed.stderr);
+    assert_eq!(world.state("a", &last), world.state("b", &last));
+    assert_eq!(losses(&world.path("a")), losses(&world.path("b")));
+}
+
+#[test]
+fn a_run_leaves_a_draft_metrics_events_and_provenance() {
+    let world = World::new();
+    let run = world.train("out", &["--loss", "ce=0.5,kl", "--dpace-alpha", "0.5"]);
+    assert!(run.success(), "{}", run.stderr);
+    let out = world.path("out");
+    let checkpoint = run.stdout.trim();
+    let draft = dflash_model::draft::Draft::load(
+        std::path::Path::new(checkpoint),
+        tch::Device::Cpu,
+        tch::Kind::Float,
+    );
+    assert_eq!(draft.unwrap().config().target_layer_ids, world::LAYER_IDS);
+    let provenance = std::fs::read_to_string(out.join("run.json")).unwrap();
+    assert!(provenance.contains("\"--dpace-alpha\""), "{provenance}");
+    assert!(std::fs::read_dir(out.join("tensorboard")).unwrap().count() > 0);
+    let recorded = losses(&out);
+    assert!(recorded.last().unwrap().1 < recorded[0].1, "the loss falls: {recorded:?}");
+}
+
+#[test]
+fn a_pruned_vocabulary_travels_with_the_checkpoint() {
+    let world = World::new();
+    let run = world.train("pruned", &["--draft-vocab-size", "24"]);
+    assert!(run.success(), "{}", run.stderr);
+    let dir = std::path::PathBuf::from(run.stdout.trim());
+    let vocabulary = dflash_model::objective::DraftVocabulary::load(&dir).unwrap().unwrap();
+    assert_eq!(vocabulary.selected().len(), 24);
+}
+
+#[test]
+fn mistakes_are_named() {
+    let world = World::new();
+    let check = |arguments: &[&str], expect: &str| {
+        let run = world.train("mistake", arguments);
+        assert_eq!(run.code, Some(1), "{arguments:?}: {}", run.stderr);
+        assert!(run.stderr.contains(expect), "{arguments:?}: {}", run.stderr);
+        assert!(!run.stderr.contains("RUST_BACKTRACE"), "{}", run.stderr);
+        assert!(!world.path("mistake").exists(), "{arguments:?} left something behind");
+    };
+    check(&["--target-layer-ids", "1", "9"], "target layer id 9 is out of range");
+    check(&["--target-layer-ids", "2", "1"], "ascending");
+    check(&["--mask-token-id", "60"], "mask token 60");
+    check(&["--mask-token-id", "61"], "mask token 61");
+    check(&["--mask-token-id", "64"], "mask token 64");
+    check(&["--block-size", "1"], "--block-size is 1");
+    check(&["--num-layers", "0"], "--num-layers is 0");
+    check(&["--draft-vocab-size", "1000"], "--draft-vocab-size is 1000");
+    check(&["--loss", "hinge"], "--loss names hinge");
+    check(&["--lr", "0"], "--lr is 0");
+    check(&["--data-path", "/nonexistent"], "/nonexistent");
+    check(&["--verifier-name-or-path", "/nonexistent"], "/nonexistent");
+    check(&["--on-missing", "generate", "--endpoint", "http://127.0.0.1:9"], "127.0.0.1:9");
+}
+
+#[test]
+fn a_save_path_that_holds_something_else_is_left_alone() {
+    let world = World::new();
+    std::fs::create_dir(world.path("thesis")).unwrap();
+    std::fs::write(world.path("thesis").join("chapter1.tex"), "words").unwrap();
+    let run = world.train("thesis", &[]);
+    assert_eq!(run.code, Some(1));
+    assert!(run.stderr.contains("chapter1.tex"), "{}", run.stderr);
+    assert_eq!(std::fs::read_dir(world.path("thesis")).unwrap().count(), 1);
+}
+
+#[test]
+fn an_interrupt_ends_all_ranks_soon_and_the_run_can_go_on() {
+    let world = World::new();
+    let whole = world.train("whole", &["--nproc", "2", "--epochs", "60"]);
+    assert!(whole.success(), "{}", whole.stderr);
+    let took = world.interrupt("part", &["--nproc", "2", "--epochs", "60"]);
+    assert!(took.as_secs_f64() < 5.0, "took {took:?}");
+    let resumed = world.train("part", &["--nproc", "2", "--epochs", "60", "--resume"]);
+    assert!(resumed.success(), "{}", resumed.stderr);
+    assert_same_losses(&losses(&world.path("whole")), &losses(&world.path("part")));
+}

@@ -1,0 +1,235 @@
+//! A temporary directory with a target, a dataset and stored hidden states, and runs in it.
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use dflash_data::{DatasetWriter, Sample, WriterOptions};
+use dflash_hidden::{Dtype, HiddenStates, OfflineFiles};
+use dflash_model::target::{Target, TargetConfig};
+use tch::{Device, Kind, Tensor};
+
+pub(crate) const LAYER_IDS: [u32; 2] = [1, 2];
+const HIDDEN: i64 = 32;
+const VOCABULARY: i64 = 64;
+const SAMPLES: u64 = 24;
+/// Pad, eos and mask of the tokenizer, above the tokens of the data.
+const SPECIAL: [(&str, i64); 3] = [("<pad>", 60), ("<eos>", 61), ("<|mask|>", 63)];
+
+/// The directory; gone when dropped.
+pub(crate) struct World {
+    dir: tempfile::TempDir,
+}
+
+/// A finished run.
+pub(crate) struct Run {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Run {
+    pub(crate) fn success(&self) -> bool {
+        self.code == Some(0)
+    }
+
+    fn of(command: &mut Command) -> Self {
+        let output = command.output().unwrap();
+        Self {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn new() -> Self {
+        let world = Self { dir: tempfile::tempdir().unwrap() };
+        let target = write_target(&world.path("target"));
+        let samples = write_dataset(&world.path("data"));
+        store_states(&target, &samples, OfflineFiles::new(world.path("states")));
+        world
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Flags come after the defaults; a flag given again overrides.
+    fn arguments(&self, save: &str, more: &[&str]) -> Vec<String> {
+        let path = |name: &str| self.path(name).to_string_lossy().into_owned();
+        let defaults = [
+            ("--verifier-name-or-path", path("target")),
+            ("--data-path", path("data")),
+            ("--hidden-states-path", path("states")),
+            ("--on-missing", "raise".into()),
+            ("--save-path", path(save)),
+            ("--num-layers", "2".into()),
+            ("--block-size", "4".into()),
+            ("--target-layer-ids", "1,2".into()),
+            ("--total-seq-len", "64".into()),
+            ("--anchors-per-sequence", "8".into()),
+            ("--epochs", "2".into()),
+            ("--lr", "0.01".into()),
+            ("--log-every", "1".into()),
+        ];
+        let mut arguments = vec!["train".to_string(), "--no-progress".to_string()];
+        for (flag, value) in defaults {
+            if !more.contains(&flag) {
+                arguments.extend([flag.to_string(), value]);
+            }
+        }
+        arguments.extend(more.iter().map(ToString::to_string));
+        arguments
+    }
+
+    fn command(&self, save: &str, more: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        command.args(self.arguments(save, more)).env("OMP_NUM_THREADS", "1");
+        command
+    }
+
+    pub(crate) fn train(&self, save: &str, more: &[&str]) -> Run {
+        Run::of(&mut self.command(save, more))
+    }
+
+    pub(crate) fn torchrun(&self, torchrun: &Path, save: &str, ranks: usize) -> Run {
+        let mut command = Command::new(torchrun);
+        command.args(["--no-python", "--standalone", "--nproc-per-node", &ranks.to_string()]);
+        command.arg(env!("CARGO_BIN_EXE_dflash-engine")).args(self.arguments(save, &[]));
+        Run::of(command.env_remove("LD_LIBRARY_PATH").env("LD_LIBRARY_PATH", libtorch()))
+    }
+
+    /// Interrupts a run once it trains; how long it took to end. It leaves a checkpoint.
+    pub(crate) fn interrupt(&self, save: &str, more: &[&str]) -> Duration {
+        let mut child = self.command(save, more).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("training") {
+            line.clear();
+            assert!(lines.read_line(&mut line).unwrap() > 0, "the run ended before it trained");
+        }
+        std::thread::sleep(Duration::from_millis(150));
+        let asked = Instant::now();
+        Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+        let status = child.wait().unwrap();
+        let took = asked.elapsed();
+        let mut rest = String::new();
+        lines.read_to_string(&mut rest).unwrap();
+        assert!(!status.success(), "the run was over before it could be interrupted: {rest}");
+        assert!(!sorted_checkpoints(&self.path(save)).is_empty(), "{rest}");
+        took
+    }
+
+    /// Bytes of a checkpoint's trainer state and of its served weights.
+    pub(crate) fn state(&self, save: &str, checkpoint: &str) -> [Vec<u8>; 2] {
+        let dir = self.path(save).join(checkpoint);
+        ["trainer/state.safetensors", "model.safetensors"]
+            .map(|name| std::fs::read(dir.join(name)).unwrap())
+    }
+}
+
+/// (step, loss) of every metric line.
+pub(crate) fn losses(save_path: &Path) -> Vec<(u64, f64)> {
+    std::fs::read_to_string(save_path.join("metrics.jsonl"))
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
+        .map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap()))
+        .collect()
+}
+
+pub(crate) fn sorted_checkpoints(save_path: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(save_path)
+        .map(|entries| entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect())
+        .unwrap_or_default();
+    names.retain(|name| name.starts_with("step-"));
+    names.sort();
+    names
+}
+
+/// The real torchrun, where there is one.
+pub(crate) fn torchrun() -> Option<PathBuf> {
+    if let Some(given) = std::env::var_os("DFLASH_TORCHRUN") {
+        return Some(given.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|dir| dir.join("torchrun")).find(|file| file.is_file())
+}
+
+/// The library path of this very process: torchrun must not hand its own torch to the ranks.
+fn libtorch() -> std::ffi::OsString {
+    std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()
+}
+
+fn write_target(dir: &Path) -> Target {
+    let config = TargetConfig::qwen3(HIDDEN, 2, VOCABULARY);
+    let target = Target::random(config, 1, Device::Cpu);
+    std::fs::create_dir(dir).unwrap();
+    target.save(dir, Kind::Float).unwrap();
+    std::fs::write(dir.join("tokenizer.json"), tokenizer_json()).unwrap();
+    let config = r#"{"pad_token": "<pad>", "eos_token": "<eos>", "mask_token": "<|mask|>"}"#;
+    std::fs::write(dir.join("tokenizer_config.json"), config).unwrap();
+    target
+}
+
+fn tokenizer_json() -> String {
+    let mut vocabulary = serde_json::Map::new();
+    for id in 0..VOCABULARY {
+        let special = SPECIAL.iter().find(|(_, special)| *special == id);
+        vocabulary.insert(special.map_or(format!("w{id}"), |(name, _)| (*name).into()), id.into());
+    }
+    let added: Vec<serde_json::Value> = SPECIAL
+        .iter()
+        .map(|(content, id)| {
+            serde_json::json!({
+                "id": id, "content": content, "special": true, "single_word": false,
+                "lstrip": false, "rstrip": false, "normalized": false,
+            })
+        })
+        .collect();
+    serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+        "normalizer": null, "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+    })
+    .to_string()
+}
+
+/// Counting sequences: something that a draft can learn.
+fn write_dataset(dir: &Path) -> Vec<Sample> {
+    let samples: Vec<Sample> = (0..SAMPLES)
+        .map(|index| {
+            let length = 12 + index % 9;
+            let input_ids = (0..length).map(|t| ((index * 7 + t) % 60) as i64).collect();
+            Sample { input_ids, loss_mask: (0..length).map(|t| t >= 3).collect() }
+        })
+        .collect();
+    let mut writer = DatasetWriter::create(dir, WriterOptions::default()).unwrap();
+    for sample in &samples {
+        writer.push(sample).unwrap();
+    }
+    writer.finish().unwrap();
+    samples
+}
+
+fn store_states(target: &Target, samples: &[Sample], files: OfflineFiles) {
+    for (index, sample) in samples.iter().enumerate() {
+        let ids = Tensor::from_slice(&sample.input_ids);
+        let tokens = sample.input_ids.len();
+        let captures =
+            tch::no_grad(|| target.forward_packed(&ids, &[0, tokens as i64], &LAYER_IDS));
+        let layers = captures.iter().map(bytes_of).collect();
+        let states =
+            HiddenStates::new(LAYER_IDS.to_vec(), tokens, HIDDEN as usize, Dtype::F32, layers);
+        files.write(index as u64, &sample.input_ids, &states.unwrap()).unwrap();
+    }
+}
+
+fn bytes_of(tensor: &Tensor) -> bytes::Bytes {
+    let values = Vec::<f32>::try_from(tensor.reshape([-1])).unwrap();
+    values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>().into()
+}

@@ -1,0 +1,117 @@
+//! Schedules and AdamW against reference vectors, over every case found.
+//!
+//! The folder is `DFLASH_GOLDEN`, or `../shared/golden` beside the repository; where neither
+//! exists the tests count as ignored.
+
+use std::path::{Path, PathBuf};
+
+use dflash_train::optimizer::{AdamW, AdamWConfig};
+use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
+use libtest_mimic::{Arguments, Trial};
+use serde_json::Value;
+use tch::Tensor;
+
+fn main() {
+    let arguments = Arguments::from_args();
+    let Some(root) = root() else {
+        eprintln!(
+            "no reference vectors: set DFLASH_GOLDEN or put them at ../shared/golden; skipped"
+        );
+        let skipped = Trial::test("reference_vectors", || Ok(())).with_ignored_flag(true);
+        libtest_mimic::run(&arguments, vec![skipped]).exit();
+    };
+    let mut trials = Vec::new();
+    for path in json_files(&root.join("speculators")) {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let golden: Value = serde_json::from_str(&text).unwrap();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        for (index, case) in golden["lr_schedule"].as_array().into_iter().flatten().enumerate() {
+            let case = case.clone();
+            let name = format!("{name}::lr_schedule::{index}");
+            trials.push(Trial::test(name, move || {
+                schedule(&case);
+                Ok(())
+            }));
+        }
+        if golden.get("adamw").is_some() {
+            trials.push(Trial::test(format!("{name}::adamw"), move || {
+                adamw(&golden);
+                Ok(())
+            }));
+        }
+    }
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+fn root() -> Option<PathBuf> {
+    let given = std::env::var_os("DFLASH_GOLDEN").map(PathBuf::from);
+    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/golden");
+    given.or(Some(beside)).filter(|path| path.is_dir())
+}
+
+fn json_files(dir: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(dir)
+        .map(|entries| entries.map(|entry| entry.unwrap().path()).collect())
+        .unwrap_or_default();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
+    files.sort();
+    files
+}
+
+fn schedule(case: &Value) {
+    let kind = match case["type"].as_str().unwrap() {
+        "linear" => ScheduleKind::Linear,
+        "cosine" => ScheduleKind::Cosine,
+        "none" | "constant" => ScheduleKind::None,
+        other => panic!("schedule {other} is not implemented"),
+    };
+    if kind == ScheduleKind::Cosine {
+        let cycles = case["cycles"].as_f64().unwrap_or(0.5);
+        assert_eq!(cycles, 0.5, "half a cosine is what we train with");
+    }
+    let warmup = Warmup::Steps(case["warmup"].as_u64().unwrap());
+    let schedule = Schedule { kind, warmup, minimum: 0.0 };
+    let total = case["total"].as_u64().unwrap();
+    for (step, expected) in case["multiplier_at_step"].as_object().unwrap() {
+        let found = schedule.multiplier(step.parse().unwrap(), total);
+        let expected = expected.as_f64().unwrap();
+        assert!((found - expected).abs() < 1e-9, "step {step}: {found}, expected {expected}");
+    }
+}
+
+/// Steps from the weights and gradients that the Muon case holds too.
+fn adamw(golden: &Value) {
+    let case = &golden["adamw"];
+    let number = |key: &str| case[key].as_f64().unwrap();
+    let config = AdamWConfig {
+        beta1: case["betas"][0].as_f64().unwrap(),
+        beta2: case["betas"][1].as_f64().unwrap(),
+        epsilon: number("eps"),
+        weight_decay: number("weight_decay"),
+    };
+    let source = |key: &str| if case[key].is_null() { &golden["muon"][key] } else { &case[key] };
+    let mut weights = flat(source("w0"));
+    let everything = [(0, weights.numel() as i64)];
+    let mut optimizer = AdamW::new(config, &weights, &everything);
+    let gradients = source("grads").as_array().unwrap();
+    let expected = case["w"].as_array().unwrap();
+    assert!(!gradients.is_empty() && gradients.len() == expected.len());
+    for (gradient, expected) in gradients.iter().zip(expected) {
+        optimizer.step(&mut weights, &flat(gradient), number("lr"));
+        let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
+        assert!(difference <= 2e-7, "differs by {difference}");
+    }
+}
+
+/// All numbers of nested arrays, in order.
+fn flat(value: &Value) -> Tensor {
+    fn collect(value: &Value, into: &mut Vec<f32>) {
+        match value {
+            Value::Array(items) => items.iter().for_each(|item| collect(item, into)),
+            number => into.push(number.as_f64().unwrap() as f32),
+        }
+    }
+    let mut numbers = Vec::new();
+    collect(value, &mut numbers);
+    Tensor::from_slice(&numbers)
+}
