@@ -15,6 +15,8 @@ use crate::trainer::StepResult;
 
 /// File of the JSON lines in the save path.
 const METRICS: &str = "metrics.jsonl";
+/// How often a log gets a line of progress where there is no terminal for a bar.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// One line of metrics: sums and ratios over the steps since the last.
 #[derive(Clone, Debug, Serialize)]
@@ -67,6 +69,8 @@ struct Outputs {
     events: SummaryWriter,
     bar: ProgressBar,
     path: std::path::PathBuf,
+    /// When a log last got a line; `None` where a bar shows the progress, or nothing should.
+    logged: Option<Instant>,
 }
 
 /// Where a run stands, as a line reports it.
@@ -110,8 +114,9 @@ impl Meter {
             if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
         bar.set_style(bar_style());
+        let logged = (progress && bar.is_hidden()).then(Instant::now);
         let mut meter = Self::silent(epsilon);
-        meter.outputs = Some(Outputs { lines, events, bar, path });
+        meter.outputs = Some(Outputs { lines, events, bar, path, logged });
         Ok(meter)
     }
 
@@ -224,14 +229,20 @@ impl Outputs {
             self.events.add_scalar(tag, value as f32, line.step as usize);
         }
         self.events.flush();
-        self.bar.set_message(format!(
+        let message = format!(
             "loss {:.4}  accepted {:.2}  {:.0} slots/s  {:.0} tokens/s  waiting {:.0}%",
             line.loss,
             line.expected_accepted,
             line.slots_per_s,
             line.tokens_per_s,
             100.0 * line.data_wait_s / line.interval_s,
-        ));
+        );
+        if self.logged.is_some_and(|logged| logged.elapsed() >= LOG_INTERVAL) {
+            self.logged = Some(Instant::now());
+            let total = self.bar.length().unwrap_or(line.step);
+            eprintln!("step {}/{total}  {message}  {:.0} s left", line.step, line.eta_s);
+        }
+        self.bar.set_message(message);
         Ok(())
     }
 }

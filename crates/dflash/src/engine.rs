@@ -10,16 +10,10 @@ use crate::libtorch;
 
 /// File name of the engine, which lies beside the front program.
 pub const NAME: &str = "dflash-engine";
+
 /// How OpenMP's threads wait for each other. Read when the library is loaded, so it must be set
 /// before the engine starts; a value of the user's wins.
 const WAIT_POLICY: &str = "OMP_WAIT_POLICY";
-
-/// How often an idle OpenMP thread looks for work before it sleeps, some tens of microseconds.
-///
-/// GNU's default spins for milliseconds. With more threads than free cores (a server beside its
-/// trainer, or any other load) the spinning takes the cores from those who have work: a training
-/// step of the demo's target then took 8 s instead of 0.4 s.
-const SPIN_COUNT: &str = "1000";
 
 /// Finds libtorch and becomes the engine, with the arguments after the program's name.
 ///
@@ -51,10 +45,6 @@ fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
     // one; waiting passively cost nothing measurable.
     if std::env::var_os(WAIT_POLICY).is_none() {
         command.env(WAIT_POLICY, "PASSIVE");
-    }
-    let set = |name| std::env::var_os(name).is_some();
-    if !set("GOMP_SPINCOUNT") && !set("OMP_WAIT_POLICY") {
-        command.env("GOMP_SPINCOUNT", SPIN_COUNT);
     }
     Ok(command)
 }
