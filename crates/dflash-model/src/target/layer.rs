@@ -4,13 +4,14 @@
 //! to which document or cache, and it does so behind [`Attend`]. Shapes: `t` tokens, `h` hidden,
 //! `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
-use tch::{Tensor, no_grad};
+use dflash_torch_sys::kernels;
+use tch::Tensor;
 
 use super::config::TargetConfig;
 use super::parameters::{Init, Linear, LinearSpec};
 use super::rotary::HeadTables;
-use crate::Result;
-use crate::ops::{rms_norm, swiglu};
+use crate::ops::rms_norm;
+use crate::{Result, fused};
 
 /// Rotated queries and keys, and values, of the tokens of one call.
 #[derive(Debug)]
@@ -56,8 +57,6 @@ pub(crate) struct DecoderLayer {
 struct QkNorm {
     query_d: Tensor,
     key_d: Tensor,
-    /// Both, repeated for every head [N+M, D], so that one operation normalises all heads.
-    heads_od: Option<Tensor>,
 }
 
 impl DecoderLayer {
@@ -105,37 +104,31 @@ impl DecoderLayer {
         let attended = attention.attend(self.place, &self.project(x_th, tables));
         let x_th = self.output.add_to(x_th, &attended);
         let normed = norm(&x_th, &self.post_attention_norm_h, self.eps);
-        self.down.add_to(&x_th, &swiglu(&self.gate_up.apply(&normed)))
+        self.down.add_to(&x_th, &fused::swiglu(&self.gate_up.apply(&normed)))
     }
 
     fn project(&self, x_th: &Tensor, tables: &HeadTables) -> Projected {
         let qkv_to = self.qkv.apply(&norm(x_th, &self.input_norm_h, self.eps));
-        let (tokens, rotated) = (x_th.size()[0], self.query_heads + self.key_heads);
-        let heads = |start: i64, count: i64| {
-            let width = self.head_dim;
-            qkv_to.narrow(1, start * width, count * width).view([tokens, count, width])
-        };
-        let qk = heads(0, rotated);
+        let (queries, keys) = (self.query_heads, self.key_heads);
+        let part =
+            |start: i64, count: i64| qkv_to.narrow(1, start * self.head_dim, count * self.head_dim);
+        let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
+        let v_tmd = heads(part(queries + keys, keys), keys);
+        if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels::supports(&qkv_to)) {
+            // One sweep each; a single group keeps the heads of a token together.
+            let half = (&tables.half.cos_td, &tables.half.sin_td);
+            let normed = |part: Tensor, norm_d: &Tensor| {
+                kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(0)
+            };
+            let q_tnd = normed(part(0, queries), &norms.query_d);
+            return Projected { q_tnd, k_tmd: normed(part(queries, keys), &norms.key_d), v_tmd };
+        }
+        let qk = heads(part(0, queries + keys), queries + keys);
         let qk = match &self.qk_norm {
-            Some(qk_norm) => tables.rotate(&self.normed_heads(qk_norm, &qk)),
+            Some(norms) => tables.rotate(&norms.apply(&qk, (queries, keys), self.eps)),
             None => tables.rotate(&qk),
         };
-        Projected {
-            q_tnd: qk.narrow(1, 0, self.query_heads),
-            k_tmd: qk.narrow(1, self.query_heads, self.key_heads),
-            v_tmd: heads(rotated, self.key_heads),
-        }
-    }
-
-    fn normed_heads(&self, qk_norm: &QkNorm, qk: &Tensor) -> Tensor {
-        match &qk_norm.heads_od {
-            Some(heads_od) => unit_norm(qk, self.eps) * heads_od,
-            None => rms_norm(qk, &self.repeat_norms(qk_norm), self.eps),
-        }
-    }
-
-    fn repeat_norms(&self, qk_norm: &QkNorm) -> Tensor {
-        qk_norm.repeated(self.query_heads, self.key_heads)
+        Projected { q_tnd: qk.narrow(1, 0, queries), k_tmd: qk.narrow(1, queries, keys), v_tmd }
     }
 
     /// The parameters as they are trained: fused projections, norms.
@@ -172,30 +165,21 @@ impl QkNorm {
     fn new(config: &TargetConfig, module: &str, init: &Init) -> Result<Self> {
         let norm =
             |name: &str| init.norm(&format!("{module}.self_attn.{name}.weight"), config.head_dim);
-        let mut norms = Self { query_d: norm("q_norm")?, key_d: norm("k_norm")?, heads_od: None };
-        // Trained norms change under us; those of a checkpoint do not.
-        if !norms.query_d.requires_grad() {
-            let (queries, keys) = (config.num_attention_heads, config.num_key_value_heads);
-            norms.heads_od = Some(no_grad(|| norms.repeated(queries, keys)));
-        }
-        Ok(norms)
+        Ok(Self { query_d: norm("q_norm")?, key_d: norm("k_norm")? })
     }
 
-    fn repeated(&self, queries: i64, keys: i64) -> Tensor {
+    /// Normalises query and key heads [T, N+M, D] in one operation, with the weights repeated.
+    fn apply(&self, qk: &Tensor, (queries, keys): (i64, i64), eps: f64) -> Tensor {
         let rows = |norm_d: &Tensor, count: i64| norm_d.unsqueeze(0).expand([count, -1], false);
-        Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0)
+        rms_norm(qk, &Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0), eps)
     }
 }
 
-/// RMS norm over the last dimension: one fused call, or the differentiable form in training.
+/// RMS norm over the last dimension: in training the differentiable form, else in one sweep.
 pub(crate) fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
-    if weight.requires_grad() {
-        return rms_norm(x, weight, eps);
+    match () {
+        () if kernels::supports(x) => kernels::rms_norm(&x.contiguous(), weight, eps),
+        () if weight.requires_grad() => rms_norm(x, weight, eps),
+        () => x.internal_fused_rms_norm(weight.size(), Some(weight), eps).0,
     }
-    x.internal_fused_rms_norm(weight.size(), Some(weight), eps).0
-}
-
-fn unit_norm(x: &Tensor, eps: f64) -> Tensor {
-    let width = *x.size().last().expect("heads have a dimension");
-    x.internal_fused_rms_norm([width], None::<&Tensor>, eps).0
 }

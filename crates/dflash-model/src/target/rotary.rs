@@ -8,9 +8,11 @@ use tch::{Kind, Tensor};
 use super::config::{Llama3Scaling, RopeConfig};
 use crate::ops::{Rotary, RotaryTables};
 
-/// Cosines and signed sines [T, 1, D] of T positions.
+/// Cosines and signed sines [T, 1, D] of T positions, and the half tables they are made of.
 #[derive(Debug)]
 pub(crate) struct HeadTables {
+    /// [T, D/2], float32: what the compiled kernels take.
+    pub(crate) half: RotaryTables,
     cos_t1d: Tensor,
     sin_t1d: Tensor,
 }
@@ -18,15 +20,18 @@ pub(crate) struct HeadTables {
 impl HeadTables {
     /// Tables of `positions` [T] for tensors of `kind`.
     pub(crate) fn new(rotary: &Rotary, positions: &Tensor, kind: Kind) -> Self {
-        let RotaryTables { cos_td, sin_td } = rotary.tables(positions);
+        let half = rotary.tables(positions);
+        let (cos_td, sin_td) = (&half.cos_td, &half.sin_td);
         let whole =
             |low: &Tensor, high: &Tensor| Tensor::cat(&[low, high], -1).unsqueeze(1).to_kind(kind);
-        Self { cos_t1d: whole(&cos_td, &cos_td), sin_t1d: whole(&sin_td.neg(), &sin_td) }
+        let (cos_t1d, sin_t1d) = (whole(cos_td, cos_td), whole(&sin_td.neg(), sin_td));
+        Self { half, cos_t1d, sin_t1d }
     }
 
     /// Rows `start .. start + length`.
     pub(crate) fn narrow(&self, start: i64, length: i64) -> Self {
         Self {
+            half: self.half.narrow(start, length),
             cos_t1d: self.cos_t1d.narrow(0, start, length),
             sin_t1d: self.sin_t1d.narrow(0, start, length),
         }
@@ -34,9 +39,11 @@ impl HeadTables {
 
     /// Rows at `positions` [T].
     pub(crate) fn select(&self, positions: &Tensor) -> Self {
+        let rows = |table: &Tensor| table.index_select(0, positions);
         Self {
-            cos_t1d: self.cos_t1d.index_select(0, positions),
-            sin_t1d: self.sin_t1d.index_select(0, positions),
+            half: RotaryTables { cos_td: rows(&self.half.cos_td), sin_td: rows(&self.half.sin_td) },
+            cos_t1d: rows(&self.cos_t1d),
+            sin_t1d: rows(&self.sin_t1d),
         }
     }
 
