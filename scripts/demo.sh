@@ -80,20 +80,22 @@ regenerate_answers() {
 prepare_data() {
   heading 3 "dflash prepare: answers to a tokenized, masked dataset"
   [ -d "$data" ] && { kept "$data"; return; }
-  step "$dflash" prepare --model "$target" --data "$answers" --output "$data" --seq-length 1024
+  step "$dflash" prepare --model "$target" --data "$answers" --output "$data" --seq-length 1024 >&2
 }
 
 train_drafter() {
   heading 4 "dflash hidden-server and dflash train --nproc $workers against it"
   [ -f "$run/trained" ] && { kept "$(drafter)"; return; }
   start_server
-  rm -rf "$drafts"
-  step "$dflash" train \
+  local resume=()
+  [ -n "$(drafter)" ] && resume=(--resume)
+  step "$dflash" train "${resume[@]}" \
     --verifier-name-or-path "$target" --speculator-type dflash --num-layers 2 \
     --data-path "$data" --vllm-endpoint "http://127.0.0.1:$(port)/v1" --save-path "$drafts" \
     --epochs 3 --lr 0.002 --total-seq-len 1024 --on-missing generate --on-generate delete \
     --seed 42 --target-layer-ids "${layers[@]}" --scheduler-type cosine --max-anchors 256 \
-    --block-size 8 --anchors-per-sequence 64 --gamma 4 --max-steps 400 --nproc "$workers"
+    --block-size 8 --anchors-per-sequence 64 --gamma 4 --max-steps 400 --nproc "$workers" \
+    >/dev/null
   touch "$run/trained"
   stop_server
 }
@@ -124,7 +126,7 @@ stop_server() {
 }
 
 # The last checkpoint: their names sort by step.
-drafter() { find "$drafts" -maxdepth 1 -name 'step-*' -type d | sort | tail -n1; }
+drafter() { find "$drafts" -maxdepth 1 -name 'step-*' -type d 2>/dev/null | sort | tail -n1; }
 
 measure() {
   heading 5 "dflash eval: speculative against plain greedy decoding"
