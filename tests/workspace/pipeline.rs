@@ -188,6 +188,51 @@ fn an_unreachable_server_is_named() {
 }
 
 #[test]
+fn a_server_of_other_layers_is_named() {
+    let (_dir, dir) = scratch();
+    let data = prepared(&dir);
+    let server = Server::start(&dir);
+    let line = train_line(&server.endpoint(), &data, &format!("{dir}/drafts"));
+    let finished = dflash(&line.replace("2 3 5 6", "1 4"));
+    let message = finished.fault();
+    assert!(message.contains("layer") && message.contains("--target-layer-ids"), "{message}");
+}
+
+#[test]
+fn a_mask_token_that_text_uses_is_refused() {
+    let (_dir, dir) = scratch();
+    let data = prepared(&dir);
+    let line = train_line("http://127.0.0.1:9/v1", &data, &format!("{dir}/drafts"));
+    for id in [0, 2] {
+        let finished = dflash(&format!("{line} --mask-token-id {id}"));
+        let message = finished.fault();
+        assert!(message.contains(&format!("mask token {id} is the ")), "{message}");
+    }
+}
+
+#[test]
+fn a_save_path_that_holds_something_else_is_left_alone() {
+    let (_dir, dir) = scratch();
+    let data = prepared(&dir);
+    let drafts = format!("{dir}/drafts");
+    fs::create_dir(&drafts).unwrap();
+    fs::write(format!("{drafts}/thesis.txt"), "mine").unwrap();
+    let server = Server::start(&dir);
+    let finished = dflash(&train_line(&server.endpoint(), &data, &drafts));
+    assert!(finished.fault().contains("drafts"), "{finished:?}");
+    assert_eq!(fs::read_dir(&drafts).unwrap().count(), 1);
+}
+
+#[test]
+fn a_data_file_without_rows_is_named() {
+    let (_dir, dir) = scratch();
+    fs::write(format!("{dir}/empty.jsonl"), "").unwrap();
+    let line = format!("prepare --model {} --data {dir}/empty.jsonl --output {dir}/out", target());
+    assert!(dflash(&line).fault().contains("empty.jsonl"));
+    assert!(!Path::new(&format!("{dir}/out")).exists());
+}
+
+#[test]
 fn a_port_in_use_is_named() {
     let (_dir, dir) = scratch();
     let server = Server::start(&dir);

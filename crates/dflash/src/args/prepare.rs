@@ -19,7 +19,7 @@ pub struct PrepareArgs {
     pub model: Option<String>,
     /// A .jsonl, .json or .parquet file, a directory of them, a preset (sharegpt, ultrachat,
     /// gsm8k, magpie, open-perfectblend, nemotron, codealpaca), or
-    /// hf:OWNER/NAME[:CONFIG[:SPLIT]]. May be given several times.
+    /// hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or hf:OWNER/NAME:CONFIG:SPLIT. May be given several times.
     #[arg(long, value_name = "FILE|PRESET", required = true, num_args = 1..)]
     pub data: Vec<String>,
     /// Directory of the new dataset [default: output/dflash_MODEL_DATA].
