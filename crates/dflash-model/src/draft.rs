@@ -10,12 +10,14 @@ mod decode;
 mod layout;
 mod train;
 
+use std::cell::OnceCell;
 use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
 pub use config::{DraftConfig, LayerKind};
 pub use decode::ContextCache;
+use decode::DecodeWeights;
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{PackedInput, Saved};
 
@@ -35,6 +37,7 @@ pub struct Draft {
     flat: Tensor,
     views: DraftViews,
     rotary: Rotary,
+    decode: OnceCell<DecodeWeights>,
 }
 
 impl Draft {
@@ -43,7 +46,7 @@ impl Draft {
         let layout = DraftLayout::new(&config);
         let views = DraftViews::new(&config, &layout, &flat);
         let rotary = Rotary::new(config.head_dim, config.rope_theta, flat.device());
-        Self { config, layout, flat, views, rotary }
+        Self { config, layout, flat, views, rotary, decode: OnceCell::new() }
     }
 
     /// A freshly initialised draft: matrices normal with `initializer_range`, norms one.
@@ -116,7 +119,7 @@ impl Draft {
         &self.layout
     }
 
-    /// All parameters, [elements].
+    /// All parameters, `[elements]`.
     pub fn flat(&self) -> &Tensor {
         &self.flat
     }

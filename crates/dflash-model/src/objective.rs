@@ -47,7 +47,7 @@ pub struct Objective {
 pub struct Teacher {
     /// The target's last hidden states after its final norm, [R, H].
     pub normed_rh: Tensor,
-    /// For each supervised slot the row that predicts its token, [M] int64.
+    /// For each supervised slot the row that predicts its token, `[M]` int64.
     pub rows_m: Tensor,
     /// The target's lm_head, pruned as the draft's, [V, H].
     pub head_vh: Tensor,

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 /// `x / rms(x) * weight` over the last dimension, computed in float32 whatever the input.
 ///
-/// Shapes: `x` [.., D], `weight` [D]; result as `x`.
+/// Shapes: `x` [.., D], `weight` `[D]`; result as `x`.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     let x_f32 = x.to_kind(accumulate_kind(x));
     let scale = reciprocal_rms(&x_f32, eps);
@@ -90,7 +90,7 @@ impl Rotary {
         Self { inverse_frequency: scale(self.inverse_frequency) }
     }
 
-    /// Tables of `positions` [T] (int64).
+    /// Tables of `positions` `[T]` (int64).
     pub fn tables(&self, positions: &Tensor) -> RotaryTables {
         let angles = positions.to_kind(Kind::Float).unsqueeze(-1) * &self.inverse_frequency;
         RotaryTables { cos_td: angles.cos(), sin_td: angles.sin() }
@@ -123,7 +123,7 @@ pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> Tensor {
     Tensor::cat(&[dy * up * dsilu, dy * silu], -1)
 }
 
-/// Norm per head, then rotation: `x` [T, heads * D], `weight` [D]; result [T, heads, D].
+/// Norm per head, then rotation: `x` [T, heads * D], `weight` `[D]`; result [T, heads, D].
 pub fn head_norm_rope(x: &Tensor, weight: &Tensor, eps: f64, tables: &RotaryTables) -> Tensor {
     let head_dim = weight.size()[0];
     let x_thd = x.unflatten(1, [x.size()[1] / head_dim, head_dim]);

@@ -177,7 +177,7 @@ impl Target {
         self.embedding_vh.kind()
     }
 
-    /// Embeddings [T, H] of `ids_t` [T] (int64, on the target's device).
+    /// Embeddings [T, H] of `ids_t` `[T]` (int64, on the target's device).
     pub fn embed(&self, ids_t: &Tensor) -> Tensor {
         self.embedding_vh.index_select(0, ids_t)
     }
@@ -203,7 +203,7 @@ impl Target {
 
     /// Hidden states of packed documents: one [T, H] for each id of `captures`, in its order.
     ///
-    /// `ids_t` [T]; `document_starts` holds the first token of each document and, last, T. A
+    /// `ids_t` `[T]`; `document_starts` holds the first token of each document and, last, T. A
     /// document attends to itself only and counts its positions from 0. Layers beyond the highest
     /// id are not run. Differentiable when the weights require gradients.
     ///
@@ -226,7 +226,7 @@ impl Target {
         KvCache::new(&self.config, &self.rotary, &self.embedding_vh, max_tokens)
     }
 
-    /// Appends `ids_t` [T] to the cached sequence. Never records gradients.
+    /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
     ///
     /// # Panics
     /// When the cache is too small, or an id of `captures` exceeds the number of layers.
@@ -304,7 +304,7 @@ impl Target {
     }
 }
 
-/// Position of every token in its document [T].
+/// Position of every token in its document `[T]`.
 fn document_positions(document_starts: &[i64], device: Device) -> Tensor {
     let positions: Vec<i64> =
         document_starts.windows(2).flat_map(|bounds| 0..bounds[1] - bounds[0]).collect();

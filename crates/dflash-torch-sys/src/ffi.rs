@@ -177,7 +177,7 @@ pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
-/// An exception's text without gloo's "[file:line] " in front and the lines of a
+/// An exception's text without gloo's "`[file:line]` " in front and the lines of a
 /// backtrace behind.
 fn plain(message: &str) -> String {
     let line = message.lines().next().unwrap_or_default().trim();

@@ -282,14 +282,14 @@ pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> (Tensor, Tensor) {
 /// Cross-entropies of rows of logits.
 #[derive(Debug)]
 pub struct CrossEntropy {
-    /// `-log softmax(logits)[label]`, [m].
+    /// `-log softmax(logits)[label]`, `[m]`.
     pub ce_m: Tensor,
-    /// 1 where the argmax is the label, [m].
+    /// 1 where the argmax is the label, `[m]`.
     pub correct_m: Tensor,
     total_m: Tensor,
 }
 
-/// Cross-entropies of `logits` [m, V] for `tokens` [m]; `logits` become exponentials.
+/// Cross-entropies of `logits` [m, V] for `tokens` `[m]`; `logits` become exponentials.
 pub fn softmax_cross_entropy(logits: &mut Tensor, tokens: &Tensor) -> CrossEntropy {
     let (m, vocab) = flat_rows(logits);
     assert_eq!(tokens.numel() as i64, m);
@@ -338,7 +338,7 @@ impl CrossEntropy {
     }
 }
 
-/// Folds a part of an attention into the merged one, in place. `out` [rows, D] and `lse` [rows] are
+/// Folds a part of an attention into the merged one, in place. `out` [rows, D] and `lse` `[rows]` are
 /// contiguous; rows of `part_out` may lie apart.
 pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: &Tensor) {
     let ((n, _), (part_rows, part_stride)) = (rows(out), rows(part_out));

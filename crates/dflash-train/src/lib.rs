@@ -1,6 +1,6 @@
 //! Training of a draft: rows in, checkpoints out.
 //!
-//! [`run`] is one worker's whole life: it opens the dataset, builds or restores the draft, pulls
+//! [`run()`] is one worker's whole life: it opens the dataset, builds or restores the draft, pulls
 //! packed rows with the target's hidden states from a bounded stream, and steps until the schedule
 //! ends or it is told to stop. [`validate`] finds the user's mistakes before any worker starts.
 //!

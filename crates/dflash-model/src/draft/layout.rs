@@ -144,13 +144,13 @@ pub struct LayerViews {
     pub gate_up: Tensor,
     /// [H, I].
     pub down: Tensor,
-    /// [D].
+    /// `[D]`.
     pub q_norm: Tensor,
-    /// [D].
+    /// `[D]`.
     pub k_norm: Tensor,
-    /// [H].
+    /// `[H]`.
     pub input_norm: Tensor,
-    /// [H].
+    /// `[H]`.
     pub post_norm: Tensor,
 }
 
@@ -159,11 +159,11 @@ pub struct LayerViews {
 pub struct DraftViews {
     /// [H, K*H].
     pub fc: Tensor,
-    /// [H].
+    /// `[H]`.
     pub hidden_norm: Tensor,
     /// One entry a layer.
     pub layers: Vec<LayerViews>,
-    /// [H].
+    /// `[H]`.
     pub norm: Tensor,
 }
 

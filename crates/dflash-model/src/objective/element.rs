@@ -47,7 +47,7 @@ pub(super) struct ChunkInput {
     pub(super) logits_mv: Tensor,
     /// The target's logits, [m, V].
     pub(super) teacher_mv: Option<Tensor>,
-    /// The data's tokens, [m].
+    /// The data's tokens, `[m]`.
     pub(super) tokens_m: Tensor,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct ChunkOutput {
     pub(super) loss_sum: Tensor,
     /// Sum of the weights, float64 scalar.
     pub(super) weight_sum: Tensor,
-    /// Whether the argmax is the label, [m] (bool, or 1 and 0).
+    /// Whether the argmax is the label, `[m]` (bool, or 1 and 0).
     pub(super) correct_m: Tensor,
     /// Gradient of `loss_sum`, [m, V].
     pub(super) dlogits_mv: Tensor,
@@ -145,7 +145,7 @@ pub(super) fn mixture(
     total
 }
 
-/// One term's losses [m] and gradients [m, V] for given logits; the target's decide the label.
+/// One term's losses `[m]` and gradients [m, V] for given logits; the target's decide the label.
 pub fn element_loss(
     term: ElementLoss,
     logits_mv: &Tensor,

@@ -18,9 +18,9 @@ pub enum LabelSource {
 /// A packed row as the labels see it.
 #[derive(Clone, Copy, Debug)]
 pub struct LabelledRow<'a> {
-    /// [T].
+    /// `[T]`.
     pub input_ids: &'a [i64],
-    /// [T], true where the token is supervised.
+    /// `[T]`, true where the token is supervised.
     pub loss_mask: &'a [bool],
     /// First position of each document, and the end of the last.
     pub document_starts: &'a [usize],
@@ -160,7 +160,7 @@ impl BlockLabels {
         Tensor::from_slice(&self.tokens[chunk.clone()]).to_device(device)
     }
 
-    /// The teacher's rows of all slots that carry loss, [M] int64.
+    /// The teacher's rows of all slots that carry loss, `[M]` int64.
     pub fn teacher_rows_on(&self, device: Device) -> Tensor {
         Tensor::from_slice(&self.teacher_rows).to_kind(Kind::Int64).to_device(device)
     }

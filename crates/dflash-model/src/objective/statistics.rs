@@ -89,7 +89,7 @@ impl Statistics {
 pub(super) struct Tally {
     loss_sum: Tensor,
     weight_sum: Tensor,
-    /// 1 where the argmax is the label, [N].
+    /// 1 where the argmax is the label, `[N]`.
     correct_n: Tensor,
 }
 

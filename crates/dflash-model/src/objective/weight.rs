@@ -72,7 +72,7 @@ pub(super) struct ChunkPlace {
     block_size: i64,
     first_slot: usize,
     blocks: i64,
-    /// Slots relative to the chunk's first block, [m].
+    /// Slots relative to the chunk's first block, `[m]`.
     slots_m: Tensor,
     /// Slots within their blocks, on the host.
     offsets: Vec<usize>,
@@ -95,7 +95,7 @@ impl ChunkPlace {
 }
 
 impl Weighting {
-    /// Weights [m] of a chunk's slots, from their cross-entropies and losses [m].
+    /// Weights `[m]` of a chunk's slots, from their cross-entropies and losses `[m]`.
     pub(super) fn weights(&self, ce_m: &Tensor, loss_m: &Tensor, place: &ChunkPlace) -> Tensor {
         match *self {
             Self::Decay { gamma } => {

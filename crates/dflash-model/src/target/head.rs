@@ -14,7 +14,7 @@ use crate::ops::rms_norm;
 pub struct TargetHead {
     /// Token embedding [V, H].
     pub embedding_vh: Tensor,
-    /// Weight of the norm before the lm_head [H].
+    /// Weight of the norm before the lm_head `[H]`.
     pub norm_h: Tensor,
     /// Epsilon of that norm.
     pub norm_eps: f64,
@@ -48,7 +48,7 @@ impl TargetHead {
         Ok(Self { embedding_vh, norm_h, norm_eps: config.rms_norm_eps, lm_head_vh })
     }
 
-    /// Embeddings of `ids` [T] as [T, H].
+    /// Embeddings of `ids` `[T]` as [T, H].
     pub fn embed(&self, ids: &Tensor) -> Tensor {
         self.embedding_vh.index_select(0, ids)
     }

@@ -18,7 +18,7 @@ pub(crate) struct HeadTables {
 }
 
 impl HeadTables {
-    /// Tables of `positions` [T] for tensors of `kind`.
+    /// Tables of `positions` `[T]` for tensors of `kind`.
     pub(crate) fn new(rotary: &Rotary, positions: &Tensor, kind: Kind) -> Self {
         let half = rotary.tables(positions);
         let (cos_td, sin_td) = (&half.cos_td, &half.sin_td);
@@ -37,7 +37,7 @@ impl HeadTables {
         }
     }
 
-    /// Rows at `positions` [T].
+    /// Rows at `positions` `[T]`.
     pub(crate) fn select(&self, positions: &Tensor) -> Self {
         let rows = |table: &Tensor| table.index_select(0, positions);
         Self {
