@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Times what a user waits for: the start of the front program and of the engine.
+# Times what a user waits for: the start of the front program and of the engine, and a training
+# step. TARGET names the target whose dimensions the step takes; by default the demo's shape.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,3 +23,9 @@ row "dflash --help" "$(median_ms "$dflash" --help)"
 row "dflash train --help" "$(median_ms "$dflash" train --help)"
 row "engine to its first check (a missing model directory)" \
   "$(median_ms "$dflash" hidden-server /nonexistent --target-layer-ids 1)"
+
+target=${TARGET:-target/bench/target}
+[ -n "${TARGET:-}" ] ||
+  "$dflash" demo-target --output target/bench --rows 20 --held-out 1 --steps 1 >/dev/null 2>&1
+echo
+"$dflash" bench train-step --target "$target"

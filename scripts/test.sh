@@ -1,12 +1,22 @@
 #!/usr/bin/env bash
-# Runs all tests and closes with the counts. Arguments go to `cargo test`.
+# Runs all tests and closes with the counts. Arguments, such as `-p dflash-data`, go to `cargo test`
+# in place of `--workspace`.
+#
+# Tests that need outside material say "skipped: ..." when it is absent. Their output is asked for
+# to count those lines; what else passing tests print is left out.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
-env -u LIBTORCH cargo test --release --workspace --no-fail-fast "$@" 2>&1 | tee "$log"
+env -u LIBTORCH cargo test --release --no-fail-fast "${@:---workspace}" -- --show-output 2>&1 |
+  tee "$log" |
+  awk '
+    /^successes:$/               { hide = 1 }
+    /^failures:$|^test result:/  { hide = 0 }
+    !hide || /^skipped: /        { print; fflush() }
+  '
 status=${PIPESTATUS[0]}
 
 awk '
