@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Draft, LayerKind, LayerViews, linear};
+use super::{Draft, LayerKind, LayerViews};
 use crate::fused;
 use crate::ops::RotaryTables;
 
@@ -11,6 +11,8 @@ use crate::ops::RotaryTables;
 pub struct ContextCache {
     /// Per layer keys and values, [kv heads, capacity + B, D].
     layers: Vec<(Tensor, Tensor)>,
+    /// Rotary tables of all positions there is room for.
+    rope: RotaryTables,
     capacity: i64,
     length: i64,
 }
@@ -32,7 +34,46 @@ impl ContextCache {
     }
 }
 
+/// Copies of the weights as [in, out]: for the few rows of a block the matrix product is faster
+/// that way round than with the [out, in] of the checkpoint.
+#[derive(Debug)]
+pub(super) struct DecodeWeights {
+    layers: Vec<DecodeLayer>,
+    /// The context projections of all layers side by side, [H, layers * 2 * kv width].
+    context_kv: Tensor,
+}
+
+#[derive(Debug)]
+struct DecodeLayer {
+    qkv: Tensor,
+    o: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+}
+
+impl DecodeWeights {
+    fn new(layers: &[LayerViews]) -> Self {
+        let turned = |weight: &Tensor| weight.tr().contiguous();
+        let context: Vec<Tensor> = layers.iter().map(|layer| layer.kv.tr()).collect();
+        let layers = layers
+            .iter()
+            .map(|layer| DecodeLayer {
+                qkv: turned(&layer.qkv),
+                o: turned(&layer.o),
+                gate_up: turned(&layer.gate_up),
+                down: turned(&layer.down),
+            })
+            .collect();
+        Self { layers, context_kv: Tensor::cat(&context, 1) }
+    }
+}
+
 impl Draft {
+    /// Made at the first block; the weights must not change after it.
+    fn decode_weights(&self) -> &DecodeWeights {
+        self.decode.get_or_init(|| DecodeWeights::new(&self.views.layers))
+    }
+
     /// A cache for up to `capacity` context positions.
     pub fn new_cache(&self, capacity: i64) -> ContextCache {
         let c = &self.config;
@@ -40,7 +81,8 @@ impl Draft {
         let shape = [c.num_key_value_heads, rows, c.head_dim];
         let empty = || Tensor::zeros(shape, (self.flat.kind(), self.flat.device()));
         let layers = c.layers.iter().map(|_| (empty(), empty())).collect();
-        ContextCache { layers, capacity, length: 0 }
+        let positions: Vec<i64> = (0..rows).collect();
+        ContextCache { layers, rope: self.tables(&positions), capacity, length: 0 }
     }
 
     /// Appends the features of accepted tokens: `features_tk` [T, K*H] of the positions that
@@ -57,11 +99,12 @@ impl Draft {
         let rows = features_tk.size()[0];
         assert_eq!(first_position, cache.length, "context positions must be contiguous");
         assert!(cache.length + rows <= cache.capacity, "the context cache is full");
-        let context_th = self.context(features_tk);
-        let positions: Vec<i64> = (first_position..first_position + rows).collect();
-        let rope = self.tables(&positions);
-        for (layer, (k, v)) in self.views.layers.iter().zip(&cache.layers) {
-            let kv = self.project_context(layer, &linear(&context_th, &layer.kv), &rope);
+        let kv_all = self.context(features_tk).matmul(&self.decode_weights().context_kv);
+        let rope = cache.rope.narrow(first_position, rows);
+        let width = 2 * self.config.kv_width();
+        for (index, (layer, (k, v))) in self.views.layers.iter().zip(&cache.layers).enumerate() {
+            let kv =
+                self.project_context(layer, &kv_all.narrow(1, index as i64 * width, width), &rope);
             k.narrow(1, cache.length, rows).copy_(&kv.k_jtd);
             v.narrow(1, cache.length, rows).copy_(&kv.v_jtd);
         }
@@ -79,8 +122,7 @@ impl Draft {
         anchor_position: i64,
     ) -> Tensor {
         let slots = block_bh.size()[0];
-        let positions: Vec<i64> = (anchor_position..anchor_position + slots).collect();
-        let rope = self.tables(&positions);
+        let rope = cache.rope.narrow(anchor_position, slots);
         let mut x = block_bh.shallow_clone();
         for (index, layer) in self.views.layers.iter().enumerate() {
             let mask = self.decode_mask(index, cache.length, slots);
@@ -98,7 +140,8 @@ impl Draft {
     ) -> Tensor {
         let eps = self.config.rms_norm_eps;
         let slots = x.size()[0];
-        let qkv = linear(&fused::norm(x, (&layer.input_norm, eps)), &layer.qkv);
+        let weights = &self.decode_weights().layers[index];
+        let qkv = fused::norm(x, (&layer.input_norm, eps)).matmul(&weights.qkv);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
@@ -116,9 +159,9 @@ impl Draft {
             false,
         );
         let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
-        let middle = x + linear(&out, &layer.o);
-        let gate_up = linear(&fused::norm(&middle, (&layer.post_norm, eps)), &layer.gate_up);
-        middle + linear(&fused::swiglu(&gate_up), &layer.down)
+        let middle = x.addmm(&out, &weights.o);
+        let gate_up = fused::norm(&middle, (&layer.post_norm, eps)).matmul(&weights.gate_up);
+        middle.addmm(&fused::swiglu(&gate_up), &weights.down)
     }
 
     /// Mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
