@@ -1,0 +1,211 @@
+//! The planned attention against a dense reference: random packings, anchors, windows and heads.
+//!
+//! The reference masks every (slot, context) pair and is differentiated by autograd in float64.
+//! Ours runs in float64 (materialised scores) and in float32 (flash kernels).
+
+use dflash_model::attention::{
+    AttentionShape, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, Kind, Tensor, no_grad};
+
+/// One random case.
+#[derive(Debug)]
+struct Case {
+    starts: Vec<usize>,
+    anchors: Vec<usize>,
+    block_size: usize,
+    kv_heads: i64,
+    group: i64,
+    head_dim: i64,
+    visibility: Visibility,
+}
+
+impl Case {
+    fn random(random: &mut ChaCha8Rng) -> Self {
+        let mut starts = vec![0];
+        for _ in 0..random.random_range(1..5) {
+            starts.push(starts.last().unwrap() + random.random_range(1..90));
+        }
+        let end = *starts.last().unwrap();
+        let share = random.random_range(0.05..1.0);
+        let mut anchors: Vec<usize> = (0..end).filter(|_| random.random_bool(share)).collect();
+        if anchors.is_empty() {
+            anchors.push(random.random_range(0..end));
+        }
+        let window = random.random_range(1..40);
+        let visibility = match random.random_range(0..4) {
+            0 => Visibility::sliding(window),
+            1 => Visibility {
+                window: Some((window, WindowRule::Speculators)),
+                causal_in_block: true,
+            },
+            2 => Visibility {
+                window: Some((window, WindowRule::Speculators)),
+                causal_in_block: false,
+            },
+            _ => Visibility::FULL,
+        };
+        Self {
+            starts,
+            anchors,
+            block_size: random.random_range(2..9),
+            kv_heads: random.random_range(1..4),
+            group: random.random_range(1..4),
+            head_dim: 2 * random.random_range(1..9),
+            visibility,
+        }
+    }
+
+    fn plan(&self) -> BlockPlan {
+        BlockPlan::new(&self.starts, &self.anchors, self.block_size, &[self.visibility])
+    }
+
+    /// Whether each slot sees each context row and each slot, [N, C + N].
+    fn mask(&self, plan: &BlockPlan) -> Tensor {
+        let sources: Vec<usize> = plan.context_sources().flatten().collect();
+        let document =
+            |position: usize| self.starts.partition_point(|&start| start <= position) - 1;
+        let mut mask = Vec::new();
+        for (block, &anchor) in self.anchors.iter().enumerate() {
+            let start = self.starts[document(anchor)];
+            for slot in 0..self.block_size {
+                let seen = self.visibility.context(anchor - start, slot);
+                mask.extend(sources.iter().map(|&source| {
+                    document(source) == document(anchor) && seen.contains(&(source - start))
+                }));
+                mask.extend((0..plan.slots()).map(|other| {
+                    let (other_block, other_slot) =
+                        (other / self.block_size, other % self.block_size);
+                    block == other_block && (!self.visibility.causal_in_block || other_slot <= slot)
+                }));
+            }
+        }
+        Tensor::from_slice(&mask).view([plan.slots() as i64, (sources.len() + plan.slots()) as i64])
+    }
+}
+
+/// q [j, N, g, D], context k, v [j, C, D], own k, v [j, N, D], upstream gradient like q.
+fn random_inputs(case: &Case, plan: &BlockPlan) -> Vec<Tensor> {
+    let (slots, context) = (plan.slots() as i64, plan.context_rows() as i64);
+    let (j, g, d) = (case.kv_heads, case.group, case.head_dim);
+    [
+        vec![j, slots, g, d],
+        vec![j, context, d],
+        vec![j, context, d],
+        vec![j, slots, d],
+        vec![j, slots, d],
+        vec![j, slots, g, d],
+    ]
+    .iter()
+    .map(|shape| Tensor::randn(shape, (Kind::Double, Device::Cpu)))
+    .collect()
+}
+
+/// Output and gradients of q, context k, v, own k, v by the dense formula.
+fn dense(case: &Case, inputs: &[Tensor], mask: &Tensor) -> Vec<Tensor> {
+    let leaves: Vec<Tensor> =
+        inputs[..5].iter().map(|x| x.copy().set_requires_grad(true)).collect();
+    let k = Tensor::cat(&[&leaves[1], &leaves[3]], 1);
+    let v = Tensor::cat(&[&leaves[2], &leaves[4]], 1);
+    let scores = Tensor::einsum("jngd,jtd->jngt", &[&leaves[0], &k], None::<i64>)
+        * (case.head_dim as f64).powf(-0.5);
+    let hidden = mask.logical_not().unsqueeze(0).unsqueeze(2);
+    let weights = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+    let out = Tensor::einsum("jngt,jtd->jngd", &[&weights, &v], None::<i64>);
+    (&out * &inputs[5]).sum(Kind::Double).backward();
+    std::iter::once(out.detach()).chain(leaves.iter().map(Tensor::grad)).collect()
+}
+
+fn planned(case: &Case, plan: &BlockPlan, inputs: &[Tensor], kind: Kind) -> Vec<Tensor> {
+    let inputs: Vec<Tensor> = inputs.iter().map(|x| x.to_kind(kind)).collect();
+    let shape = AttentionShape {
+        queries_per_kv: case.group,
+        head_dim: case.head_dim,
+        device: Device::Cpu,
+        kind,
+    };
+    let attention = BlockAttention::new(plan, &case.visibility, &shape);
+    let pair =
+        |k: &Tensor, v: &Tensor| KeyValue { k_jtd: k.shallow_clone(), v_jtd: v.shallow_clone() };
+    let (context, own) = (pair(&inputs[1], &inputs[2]), pair(&inputs[3], &inputs[4]));
+    let attended = attention.forward(&inputs[0], &context, &own);
+    let gradient = attention.backward(&inputs[5], &inputs[0], (&context, &own), &attended);
+    vec![
+        attended.out_jngd,
+        gradient.dq_jngd,
+        gradient.context.k_jtd,
+        gradient.context.v_jtd,
+        gradient.own.k_jtd,
+        gradient.own.v_jtd,
+    ]
+}
+
+fn assert_close(case: &Case, found: &[Tensor], expected: &[Tensor], tolerance: f64) {
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        if expected.numel() == 0 {
+            continue;
+        }
+        let scale = expected.abs().max().double_value(&[]).max(1.0);
+        let difference = (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
+        assert!(
+            difference <= tolerance * scale,
+            "result {index} differs by {difference} in {case:?}"
+        );
+    }
+}
+
+#[test]
+fn planned_attention_equals_the_dense_formula_with_all_gradients() {
+    let mut random = ChaCha8Rng::seed_from_u64(5);
+    for _ in 0..60 {
+        let case = Case::random(&mut random);
+        let plan = case.plan();
+        let inputs = random_inputs(&case, &plan);
+        let expected = dense(&case, &inputs, &case.mask(&plan));
+        no_grad(|| {
+            assert_close(&case, &planned(&case, &plan, &inputs, Kind::Double), &expected, 1e-10);
+            assert_close(&case, &planned(&case, &plan, &inputs, Kind::Float), &expected, 2e-5);
+        });
+    }
+}
+
+#[test]
+fn nothing_leaks_from_what_a_block_must_not_see() {
+    let mut random = ChaCha8Rng::seed_from_u64(6);
+    for _ in 0..20 {
+        let case = Case::random(&mut random);
+        let plan = case.plan();
+        let inputs = random_inputs(&case, &plan);
+        let mask = case.mask(&plan);
+        let block = random.random_range(0..case.anchors.len());
+        let slots = block * case.block_size..(block + 1) * case.block_size;
+        // everything that no slot of the block sees becomes something else
+        let hidden = mask
+            .narrow(0, slots.start as i64, case.block_size as i64)
+            .any_dim(0, false)
+            .logical_not();
+        let context = plan.context_rows() as i64;
+        let hide = |x: &Tensor, start: i64, rows: i64| {
+            let at = hidden.narrow(0, start, rows).view([1, rows, 1]);
+            x.where_self(&at.logical_not(), &(x * -3.0 + 100.0))
+        };
+        let mut changed: Vec<Tensor> = inputs.iter().map(Tensor::copy).collect();
+        for index in [1, 2] {
+            changed[index] = hide(&inputs[index], 0, context);
+            changed[index + 2] = hide(&inputs[index + 2], context, plan.slots() as i64);
+        }
+        let of_block = |inputs: &[Tensor]| {
+            no_grad(|| planned(&case, &plan, inputs, Kind::Float))[0]
+                .narrow(1, slots.start as i64, case.block_size as i64)
+                .copy()
+        };
+        assert_close(
+            &case,
+            &[of_block(&changed)],
+            &[of_block(&inputs).to_kind(Kind::Double)],
+            1e-6,
+        );
+    }
+}
