@@ -141,7 +141,10 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-dist", &["dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-torch-sys"]),
         ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-text"]),
-        ("dflash-hidden-server", &["dflash-files", "dflash-hidden", "dflash-model"]),
+        (
+            "dflash-hidden-server",
+            &["dflash-files", "dflash-hidden", "dflash-model", "dflash-torch-sys"],
+        ),
         ("dflash-decode", &["dflash-files", "dflash-model", "dflash-text"]),
         ("dflash-demo", &["dflash-files", "dflash-model", "dflash-text"]),
         (

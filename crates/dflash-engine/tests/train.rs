@@ -117,7 +117,9 @@ fn mistakes_are_named() {
     check(&["--lr", "0"], "--lr is 0");
     check(&["--data-path", "/nonexistent"], "/nonexistent");
     check(&["--verifier-name-or-path", "/nonexistent"], "/nonexistent");
-    check(&["--on-missing", "generate", "--endpoint", "http://127.0.0.1:9"], "127.0.0.1:9");
+    // with stored states at hand the server is asked only for what they lack
+    let elsewhere = ["--hidden-states-path", "/nonexistent", "--on-missing", "generate"];
+    check(&[&elsewhere[..], &["--endpoint", "http://127.0.0.1:9"]].concat(), "127.0.0.1:9");
 }
 
 #[test]

@@ -7,6 +7,9 @@ use std::net::SocketAddr;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// libtorch.
+    #[error(transparent)]
+    Torch(#[from] dflash_torch_sys::Error),
     /// A host that is no address of this machine.
     #[error("cannot listen on host {host:?}; pass --host 127.0.0.1, or 0.0.0.0 for all interfaces")]
     BadHost {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use dflash_hidden::Dtype;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
+use dflash_torch_sys::{cpu_multiplies_bf16, multiply_in_bf16};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -23,8 +24,8 @@ pub struct TargetFeaturizerOptions {
     pub layer_ids: Option<Vec<u32>>,
     /// Where to run; `None` for CUDA where libtorch has it, else the CPU.
     pub device: Option<Device>,
-    /// Kind of weights and activations; `None` for bf16 on CUDA, and on a CPU with instructions
-    /// for it when the checkpoint is bf16; float32 otherwise.
+    /// Kind of weights and activations; `None` for bf16 on CUDA and float32 on a CPU, there with
+    /// bf16 products where the hardware has them and the checkpoint is bf16.
     pub kind: Option<Kind>,
     /// Element type of the rows that are sent.
     pub wire_dtype: Dtype,
@@ -51,30 +52,38 @@ impl TargetFeaturizer {
             tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
         }
         let device = options.device.unwrap_or_else(Device::cuda_if_available);
-        let dtype = options.kind.unwrap_or_else(|| default_kind(device, &options.dir));
-        let placement = TargetOptions { device, dtype };
+        let arithmetic = arithmetic(device, options);
+        if arithmetic.bf16_products {
+            multiply_in_bf16()?;
+        }
+        let placement = TargetOptions { device, dtype: arithmetic.kind };
         let target = Target::load(&options.dir, &placement)?;
-        let facts = facts_of(&target, options, &placement)?;
+        let facts = facts_of(&target, options, (&placement, arithmetic))?;
         Ok(Self { target, facts })
     }
 }
 
+/// How a target computes.
+#[derive(Debug, Clone, Copy)]
+struct Arithmetic {
+    kind: Kind,
+    /// Whether float32 matrices are multiplied in bf16.
+    bf16_products: bool,
+}
+
 /// The rows travel as bf16, and servers run targets in their checkpoint's type. Where the CPU
-/// multiplies bf16 in hardware that takes less than half of float32's time (measured with AMX: 39
-/// against 18 prompts of 216 tokens a second); elsewhere it is emulated and float32 is faster.
-fn default_kind(device: Device, dir: &Path) -> Kind {
-    let bf16 = device != Device::Cpu || (cpu_multiplies_bf16() && checkpoint_is_bf16(dir));
-    if bf16 { Kind::BFloat16 } else { Kind::Float }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn cpu_multiplies_bf16() -> bool {
-    std::arch::is_x86_feature_detected!("avx512bf16")
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn cpu_multiplies_bf16() -> bool {
-    false
+/// multiplies bf16 in hardware only the products do so there: that is several times faster than
+/// float32, and the rest stays in float32, for which there are kernels. Elsewhere bf16 is emulated.
+fn arithmetic(device: Device, options: &TargetFeaturizerOptions) -> Arithmetic {
+    let exact = |kind| Arithmetic { kind, bf16_products: false };
+    match (options.kind, device) {
+        (Some(kind), _) => exact(kind),
+        (None, Device::Cpu) => Arithmetic {
+            kind: Kind::Float,
+            bf16_products: cpu_multiplies_bf16() && checkpoint_is_bf16(&options.dir),
+        },
+        (None, _) => exact(Kind::BFloat16),
+    }
 }
 
 /// What config.json says. A file that cannot be read is reported by the loader, not here.
@@ -89,7 +98,7 @@ fn checkpoint_is_bf16(dir: &Path) -> bool {
 fn facts_of(
     target: &Target,
     options: &TargetFeaturizerOptions,
-    placement: &TargetOptions,
+    (placement, arithmetic): (&TargetOptions, Arithmetic),
 ) -> Result<ModelFacts, Error> {
     let layers = target.num_layers();
     let mut layer_ids =
@@ -110,11 +119,11 @@ fn facts_of(
         max_model_len,
         layer_ids,
         dtype: options.wire_dtype,
-        device: placement_name(placement),
+        device: placement_name(placement, arithmetic),
     })
 }
 
-fn placement_name(placement: &TargetOptions) -> String {
+fn placement_name(placement: &TargetOptions, arithmetic: Arithmetic) -> String {
     let device = match placement.device {
         Device::Cpu => format!("the CPU ({} threads)", tch::get_num_threads()),
         Device::Cuda(index) => format!("cuda:{index}"),
@@ -122,6 +131,7 @@ fn placement_name(placement: &TargetOptions) -> String {
     };
     let kind = match placement.dtype {
         Kind::BFloat16 => "bfloat16",
+        Kind::Float if arithmetic.bf16_products => "float32 with bfloat16 products",
         Kind::Float => "float32",
         _ => "another type",
     };

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -63,6 +64,13 @@ int32_t started(DflashWork** work, char** error, Start&& start) noexcept {
 }
 
 } // namespace
+
+int32_t dflash_multiply_in_bf16(char** error) {
+  return guarded(error, [&] {
+    at::globalContext().setFloat32MatmulPrecision("medium");
+    return DFLASH_OK;
+  });
+}
 
 int32_t dflash_show_config(char** report, char** error) {
   return guarded(error, [&] {

@@ -31,6 +31,10 @@ enum DflashStatus : int32_t {
   DFLASH_PENDING = 2,
 };
 
+// Lets products of float32 matrices on the CPU round their factors to bfloat16, in this process and
+// from now on; sums stay float32.
+int32_t dflash_multiply_in_bf16(char** error);
+
 // The build report of the libtorch in this process, from malloc.
 int32_t dflash_show_config(char** report, char** error);
 

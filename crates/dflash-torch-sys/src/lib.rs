@@ -17,11 +17,13 @@ mod error;
 mod ffi;
 mod group;
 pub mod kernels;
+mod precision;
 mod store;
 mod version;
 
 pub use cuda::{CudaLibrary, load_cuda};
 pub use error::Error;
 pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
+pub use precision::{cpu_multiplies_bf16, multiply_in_bf16};
 pub use store::Store;
 pub use version::libtorch_version;

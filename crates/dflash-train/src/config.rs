@@ -58,6 +58,8 @@ pub struct TrainConfig {
     pub resume: bool,
     /// `cpu`, `cuda` or `auto`.
     pub device: DeviceChoice,
+    /// Whether products of float32 matrices on the CPU round their factors to bfloat16.
+    pub bf16_products: bool,
     /// How the run was started, for its records.
     pub command: Vec<String>,
     /// Set when the run is to end early.

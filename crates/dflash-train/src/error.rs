@@ -17,6 +17,9 @@ pub enum Error {
     /// The other ranks.
     #[error(transparent)]
     Dist(#[from] dflash_dist::Error),
+    /// libtorch.
+    #[error(transparent)]
+    Torch(#[from] dflash_torch_sys::Error),
     /// A file could not be written.
     #[error(transparent)]
     Files(#[from] dflash_files::Error),

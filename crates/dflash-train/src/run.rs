@@ -106,6 +106,9 @@ pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
     let dataset = Arc::new(Dataset::open(&config.data)?);
     let resume = check_save_path(config)?;
     let communicator = connect_with(env, &TIMEOUTS)?;
+    if config.bf16_products {
+        dflash_torch_sys::multiply_in_bf16()?;
+    }
     tch::no_grad(|| {
         let device = setup::device(config.device, env.local_rank)?;
         let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, device)?;

@@ -20,8 +20,8 @@ pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, Wi
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::{
-    DeviceArg, DraftArgs, HiddenArgs, ObjectiveArgs, OnGenerateArg, OnMissingArg, OptimizerArgs,
-    RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+    DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs, OnGenerateArg, OnMissingArg,
+    OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
 };
 
 /// Train DFlash drafters: from conversations to a measured draft model.

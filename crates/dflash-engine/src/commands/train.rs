@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, bail, ensure};
 use dflash::args::{
-    DeviceArg, DraftArgs, HiddenArgs, ObjectiveArgs, OnGenerateArg, OnMissingArg, OptimizerArgs,
-    RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+    DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs, OnGenerateArg, OnMissingArg,
+    OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
 };
 use dflash_dist::{Finished, LaunchConfig, Role, WorkerEnv, launch};
 use dflash_hidden::{OnGenerate, OnMissing};
@@ -76,6 +76,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         nproc: _,
         speculator_type: SpeculatorType::Dflash,
         device,
+        matmul_precision,
         draft,
         rows,
         objective,
@@ -121,6 +122,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         max_bad_steps,
         resume,
         device: device_choice(device),
+        bf16_products: matmul_precision == MatmulPrecision::Bfloat16,
         command: std::env::args().collect(),
         stop: Arc::clone(stop),
         progress: !no_progress,

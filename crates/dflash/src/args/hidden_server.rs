@@ -36,8 +36,8 @@ pub struct HiddenServerArgs {
     /// Where to run the target: cpu, cuda or cuda:N. Default: CUDA where libtorch has it.
     #[arg(long)]
     pub device: Option<String>,
-    /// Type of weights and activations. `auto`: bfloat16 on CUDA, and on CPUs with instructions
-    /// for it if the checkpoint is bfloat16; else float32.
+    /// Type of weights and activations. `auto`: bfloat16 on CUDA, float32 on a CPU; there a
+    /// bfloat16 checkpoint's products are multiplied in bfloat16 if the CPU can.
     #[arg(long, value_enum, default_value_t)]
     pub dtype: ComputeDtype,
     /// Type of the rows that are sent.

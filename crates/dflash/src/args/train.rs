@@ -40,6 +40,10 @@ pub struct TrainArgs {
     /// Where to compute.
     #[arg(long, value_enum, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
+    /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster where the
+    /// processor has instructions for it (AMX).
+    #[arg(long, value_enum, default_value_t = MatmulPrecision::Float32)]
+    pub matmul_precision: MatmulPrecision,
     /// Shape of the draft.
     #[command(flatten, next_help_heading = "Draft")]
     pub draft: DraftArgs,
@@ -204,6 +208,15 @@ pub enum DeviceArg {
     Cpu,
     /// The GPU of the local rank.
     Cuda,
+}
+
+/// Rounding of the factors of a matrix product on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MatmulPrecision {
+    /// None: exact to float32's own rounding.
+    Float32,
+    /// To bfloat16, as GPUs train; sums stay float32.
+    Bfloat16,
 }
 
 /// Learning-rate schedules.
