@@ -201,21 +201,45 @@ mod tests {
         );
     }
 
+    fn options(dir: &Path, kind: Option<Kind>) -> TargetFeaturizerOptions {
+        TargetFeaturizerOptions {
+            dir: dir.into(),
+            layer_ids: None,
+            device: None,
+            kind,
+            wire_dtype: Dtype::Bf16,
+            max_model_len: None,
+            threads: None,
+        }
+    }
+
     #[test]
-    fn float32_checkpoints_run_in_float32() {
+    fn only_bf16_checkpoints_are_multiplied_in_bf16() {
         let dir = tempfile::tempdir().unwrap();
         let check = |config: &str, bf16: bool| {
             std::fs::write(dir.path().join("config.json"), config).unwrap();
             assert_eq!(checkpoint_is_bf16(dir.path()), bf16, "{config}");
-            let kind = default_kind(Device::Cpu, dir.path());
-            assert_eq!(kind == Kind::BFloat16, bf16 && cpu_multiplies_bf16(), "{config}");
+            let found = arithmetic(Device::Cpu, &options(dir.path(), None));
+            assert_eq!(found.kind, Kind::Float, "{config}");
+            assert_eq!(found.bf16_products, bf16 && cpu_multiplies_bf16(), "{config}");
         };
         check(r#"{"dtype": "bfloat16"}"#, true);
         check(r#"{"torch_dtype": "bfloat16"}"#, true);
         check(r#"{"dtype": "float32", "torch_dtype": "bfloat16"}"#, false);
         check("{}", false);
         check("no json", false);
-        assert_eq!(default_kind(Device::Cuda(0), dir.path()), Kind::BFloat16);
+    }
+
+    #[test]
+    fn a_kind_that_is_asked_for_is_exact() {
+        for device in [Device::Cpu, Device::Cuda(0)] {
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let found = arithmetic(device, &options(Path::new("absent"), Some(kind)));
+                assert_eq!((found.kind, found.bf16_products), (kind, false));
+            }
+        }
+        let found = arithmetic(Device::Cuda(0), &options(Path::new("absent"), None));
+        assert_eq!(found.kind, Kind::BFloat16);
     }
 
     #[test]
