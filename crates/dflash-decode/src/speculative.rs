@@ -212,7 +212,7 @@ fn check_fit(target: &Target, draft: &Draft) -> Result<(), Error> {
         ("vocab_size", config.vocab_size, target.vocab_size()),
         (
             "the number of target layers",
-            config.num_target_layers as i64,
+            config.num_target_layers.unwrap_or(target.num_layers()) as i64,
             target.num_layers() as i64,
         ),
     ];

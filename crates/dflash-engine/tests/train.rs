@@ -144,3 +144,45 @@ fn an_interrupt_ends_all_ranks_soon_and_the_run_can_go_on() {
     assert!(resumed.success(), "{}", resumed.stderr);
     assert_same_losses(&losses(&world.path("whole")), &losses(&world.path("part")));
 }
+
+#[test]
+fn a_run_starts_from_another_draft_and_says_what_that_means() {
+    let world = World::new();
+    let first = world.train("first", &["--max-steps", "3"]);
+    assert!(first.success(), "{}", first.stderr);
+    let draft = first.stdout.trim();
+    // one layer more, blocks of another size; all else is the checkpoint's
+    let second = world.train(
+        "second",
+        &["--from-pretrained", draft, "--num-layers", "3", "--block-size", "6", "--lr", "1e-12"],
+    );
+    assert!(second.success(), "{}", second.stderr);
+    for said in ["float32 masters", "start afresh", "blocks of"] {
+        assert!(second.stderr.contains(said), "no '{said}' in {}", second.stderr);
+    }
+    let load = |dir: &str| {
+        let kind = tch::Kind::Float;
+        dflash_model::draft::Draft::load(std::path::Path::new(dir), tch::Device::Cpu, kind).unwrap()
+    };
+    let (before, after) = (load(draft), load(second.stdout.trim()));
+    for parameter in before.layout().parameters() {
+        let kept = after.layout().parameters().iter().find(|p| p.name == parameter.name).unwrap();
+        let distance = (parameter.view(before.flat()) - kept.view(after.flat())).abs().max();
+        assert!(distance.double_value(&[]) < 1e-6, "{}", parameter.name);
+    }
+}
+
+#[test]
+fn a_draft_of_another_target_is_refused() {
+    let world = World::new();
+    let first = world.train("first", &["--max-steps", "1"]);
+    let path = std::path::Path::new(first.stdout.trim()).join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap().replace("10000.0", "500.0");
+    std::fs::write(&path, text).unwrap();
+    let run = world.train("second", &["--from-pretrained", first.stdout.trim()]);
+    assert_eq!(run.code, Some(1));
+    assert!(run.stderr.contains("rope_theta is 500"), "{}", run.stderr);
+    assert!(!world.path("second").exists());
+    let run = world.train("third", &["--from-pretrained", "./nowhere"]);
+    assert!(run.stderr.contains("no such directory"), "{}", run.stderr);
+}

@@ -25,7 +25,7 @@ fn config() -> DraftConfig {
         block_size: 8,
         mask_token_id: VOCABULARY - 1,
         target_layer_ids: vec![1, 2],
-        num_target_layers: 3,
+        num_target_layers: Some(3),
         vocab_size: VOCABULARY,
         max_position_embeddings: 4096,
         initializer_range: 0.05,

@@ -103,6 +103,24 @@ pub enum Error {
         /// What the client says.
         reason: String,
     },
+    /// A drafter's name is neither a directory nor a repository.
+    #[error("--from-pretrained {draft}: no such directory, and no OWNER/NAME of the Hub")]
+    NoDraft {
+        /// What was given.
+        draft: String,
+    },
+    /// A drafter could not be downloaded.
+    #[error(
+        "cannot fetch the drafter {repo}{offline}: {reason}; pass a local checkpoint: --from-pretrained DIR"
+    )]
+    FetchDraft {
+        /// The drafter.
+        repo: String,
+        /// Where from, or that the offline mode is on.
+        offline: String,
+        /// What the client says.
+        reason: String,
+    },
     /// The sources hold no rows at all.
     #[error("no rows in {data}; is it the right file?")]
     Empty {

@@ -1,4 +1,4 @@
-//! Fetching a dataset's files or a model's tokenizer from the Hugging Face Hub.
+//! Fetching a dataset's files, a model's tokenizer or a drafter from the Hugging Face Hub.
 //!
 //! The official client does the work, with its cache, token, `HF_ENDPOINT` and `HF_HOME`. Data
 //! comes from the Hub's own Parquet conversion (branch `refs/convert/parquet`, one folder for each
@@ -26,6 +26,8 @@ const TOKENIZER_FILES: [&str; 6] = [
     "chat_template.json",
     "config.json",
 ];
+/// What a drafter's checkpoint consists of, as far as training starts from it.
+const DRAFT_FILES: [&str; 2] = ["config.json", "model.safetensors"];
 /// How long the Hub may take to say that it knows a repository.
 const FIRST_ANSWER: Duration = Duration::from_secs(30);
 /// How often a download looks whether it should stop.
@@ -61,6 +63,19 @@ pub(crate) fn fetch_tokenizer(repo: &str, stop: &AtomicBool) -> Result<PathBuf, 
     let failed =
         |reason: String| Error::FetchModel { repo: repo.to_owned(), offline: whence(), reason };
     let patterns = TOKENIZER_FILES.map(str::to_owned).to_vec();
+    on_runtime(stop, async {
+        let client = client()?;
+        let (owner, name) = hf_hub::split_id(repo);
+        fetch(&client.model(owner, name), None, patterns).await
+    })?
+    .map_err(failed)
+}
+
+/// Downloads a drafter's checkpoint from the Hub and returns its directory.
+pub(crate) fn fetch_draft(repo: &str, stop: &AtomicBool) -> Result<PathBuf, Error> {
+    let failed =
+        |reason: String| Error::FetchDraft { repo: repo.to_owned(), offline: whence(), reason };
+    let patterns = DRAFT_FILES.map(str::to_owned).to_vec();
     on_runtime(stop, async {
         let client = client()?;
         let (owner, name) = hf_hub::split_id(repo);

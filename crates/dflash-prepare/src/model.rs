@@ -37,12 +37,31 @@ fn locate(model: &str, stop: &AtomicBool) -> Result<PathBuf, Error> {
     if path.is_dir() {
         return Ok(path.to_path_buf());
     }
-    let is_name = model.split('/').count() == 2
-        && model.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
-    if !is_name {
+    if !is_repository(model) {
         return Err(Error::NoModel { model: model.to_owned() });
     }
     hub::fetch_tokenizer(model, stop)
+}
+
+/// The directory of a drafter's checkpoint: as it is, or fetched when `draft` is `owner/name`.
+///
+/// # Errors
+/// No such directory or repository, no network, or an interrupt.
+pub fn locate_draft(draft: &str, stop: &AtomicBool) -> Result<PathBuf, Error> {
+    let path = Path::new(draft);
+    if path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    if !is_repository(draft) {
+        return Err(Error::NoDraft { draft: draft.to_owned() });
+    }
+    hub::fetch_draft(draft, stop)
+}
+
+/// Whether `name` has the form `owner/name` of the Hub.
+fn is_repository(name: &str) -> bool {
+    let parts: Vec<&str> = name.split('/').collect();
+    parts.len() == 2 && parts.iter().all(|part| !part.is_empty() && !part.starts_with('.'))
 }
 
 /// `vocab_size` of `config.json`; multimodal models keep it under `text_config`.

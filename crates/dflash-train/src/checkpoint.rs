@@ -17,7 +17,10 @@ use crate::Error;
 use crate::trainer::Trainer;
 
 const STATE: &str = "trainer/state.json";
-const TENSORS: &str = "trainer/state.safetensors";
+/// The float32 state, below a checkpoint.
+pub(crate) const TENSORS: &str = "trainer/state.safetensors";
+/// The flat parameters in it.
+pub(crate) const MASTERS: &str = "masters";
 
 /// Where a run stands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -105,7 +108,7 @@ pub(crate) fn save(
 
 fn state_tensors(trainer: &Trainer) -> Vec<(String, Tensor)> {
     [
-        ("masters", &trainer.masters),
+        (MASTERS, &trainer.masters),
         ("mean", &trainer.optimizer.mean),
         ("variance", &trainer.optimizer.variance),
     ]
@@ -126,7 +129,7 @@ pub(crate) fn restore(trainer: &mut Trainer, dir: &Path, step: u64) -> Result<()
     let file = TensorFile::open(&dir.join(TENSORS))?;
     let shape = trainer.masters.size();
     let read = |name: &str| file.tensor(name, &shape);
-    trainer.masters.copy_(&read("masters")?);
+    trainer.masters.copy_(&read(MASTERS)?);
     trainer.optimizer.mean.copy_(&read("mean")?);
     trainer.optimizer.variance.copy_(&read("variance")?);
     trainer.optimizer.steps = step as i64;

@@ -22,6 +22,8 @@ pub struct TrainConfig {
     pub save_path: PathBuf,
     /// Shape of the draft.
     pub draft: DraftSettings,
+    /// Checkpoint whose weights a fresh run starts from.
+    pub from_pretrained: Option<PathBuf>,
     /// Where hidden states come from.
     pub hidden: HiddenSettings,
     /// What is minimised.

@@ -87,6 +87,20 @@ pub enum Error {
         /// Its value now.
         expected: String,
     },
+    /// The draft to start from belongs to another target.
+    #[error(
+        "--from-pretrained {path}: its {key} is {found}, this target's draft has {expected}; it was made for another target"
+    )]
+    ForeignDraft {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What differs.
+        key: &'static str,
+        /// Its value in the checkpoint.
+        found: String,
+        /// Its value in this run.
+        expected: String,
+    },
     /// A file of a checkpoint does not parse.
     #[error("{path}: {source}")]
     State {

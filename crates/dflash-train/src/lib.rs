@@ -5,6 +5,7 @@
 //! ends or it is told to stop. [`validate`] finds the user's mistakes before any worker starts.
 //!
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW;
+//! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `batch` turns a row into tensors;
 //! - `trainer` does one step, `checkpoint` keeps its state, `metrics` shows it.
 
@@ -20,6 +21,7 @@ mod run;
 pub mod schedule;
 mod setup;
 mod trainer;
+mod warm_start;
 
 pub use checkpoint::{latest_checkpoint, steps_in};
 pub use error::Error;

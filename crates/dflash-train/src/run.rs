@@ -16,6 +16,7 @@ use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
 use crate::order::{PlannedRow, RowOrder};
 use crate::trainer::{StepExtras, StepResult, Trainer};
+use crate::warm_start::WarmStart;
 use crate::{Error, setup};
 
 /// File of the settings and versions in the save path.
@@ -45,7 +46,10 @@ pub struct Outcome {
 /// Whatever [`run`] would report at its start about target, dataset and save path.
 pub fn validate(config: &TrainConfig) -> Result<(), Error> {
     let target = TargetConfig::load(&config.target)?;
-    setup::draft_config(&target, &config.draft)?;
+    let draft = setup::draft_config(&target, &config.draft)?;
+    if let Some(pretrained) = &config.from_pretrained {
+        WarmStart::open(pretrained, &draft)?;
+    }
     check_numbers(config)?;
     setup::device(config.device, 0)?;
     let dataset = Dataset::open(&config.data)?;
@@ -219,6 +223,11 @@ impl Worker<'_> {
             Meter::silent(epsilon)
         };
         meter.say(&self.announcement());
+        if self.position.step == 0 {
+            for note in self.warm_start_notes()? {
+                meter.say(&note);
+            }
+        }
         let mut bad_in_a_row = 0;
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
@@ -257,6 +266,12 @@ impl Worker<'_> {
             self.communicator.world_size(),
             draft.device(),
         )
+    }
+
+    /// Where a fresh run's weights come from, and what that means.
+    fn warm_start_notes(&self) -> Result<Vec<String>, Error> {
+        let Some(pretrained) = &self.config.from_pretrained else { return Ok(Vec::new()) };
+        Ok(WarmStart::open(pretrained, self.trainer.draft.config())?.notes())
     }
 
     /// One optimizer step over `accumulation` rows of this rank.

@@ -11,6 +11,7 @@ use crate::batch::BatchMaker;
 use crate::config::{DeviceChoice, DraftSettings, ObjectiveSettings, TrainConfig};
 use crate::optimizer::AdamW;
 use crate::trainer::Trainer;
+use crate::warm_start::WarmStart;
 
 /// Standard deviation of fresh matrices, Hugging Face's default for the Qwen family.
 const INITIALIZER_RANGE: f64 = 0.02;
@@ -51,7 +52,7 @@ pub(crate) fn draft_config(
         block_size: settings.block_size,
         mask_token_id: settings.mask_token_id,
         target_layer_ids: settings.target_layer_ids.clone(),
-        num_target_layers: target.num_hidden_layers,
+        num_target_layers: Some(target.num_hidden_layers),
         vocab_size: target.vocab_size,
         max_position_embeddings: target.max_position_embeddings,
         initializer_range: INITIALIZER_RANGE,
@@ -98,16 +99,20 @@ pub(crate) fn trainer(
         None => head.lm_head_vh.shallow_clone(),
     };
     let objective = objective(&config.objective);
+    let last_layer = draft_config.num_target_layers.expect("a new draft knows its target");
     let batches = BatchMaker {
         head,
         lm_head_vh,
         vocabulary,
-        teacher_layer: objective.needs_teacher().then_some(draft_config.num_target_layers as u32),
+        teacher_layer: objective.needs_teacher().then_some(last_layer as u32),
         anchors_per_sequence: config.anchors_per_sequence,
         max_anchors: config.max_anchors,
         seed: config.seed,
     };
     let master_draft = fresh(draft_config, config.seed, device);
+    if let Some(pretrained) = &config.from_pretrained {
+        WarmStart::open(pretrained, master_draft.config())?.copy_into(&master_draft)?;
+    }
     Ok(assemble(master_draft, kind, config, (objective, batches)))
 }
 

@@ -43,7 +43,7 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
         block_size,
         mask_token_id: config.vocab_size - 1,
         target_layer_ids: vec![0, 2],
-        num_target_layers: target.num_layers(),
+        num_target_layers: Some(target.num_layers()),
         vocab_size: config.vocab_size,
         max_position_embeddings: config.max_position_embeddings,
         initializer_range: 0.3,

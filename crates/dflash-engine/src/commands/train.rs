@@ -1,5 +1,6 @@
 //! `dflash train`: arguments to settings to one library call, or to a launch of ranks.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -10,6 +11,7 @@ use dflash::args::{
 };
 use dflash_dist::{Finished, LaunchConfig, Role, WorkerEnv, launch};
 use dflash_hidden::{OnGenerate, OnMissing};
+use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
 use dflash_text::ChatTokenizer;
@@ -19,8 +21,10 @@ use dflash_train::config::{
 use dflash_train::optimizer::AdamWConfig;
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
 
-/// Captures of a draft whose layer ids are not given.
+/// Shape of a draft where neither flags nor a pretrained draft say otherwise: the paper's.
 const DEFAULT_CAPTURES: usize = 5;
+const DEFAULT_LAYERS: usize = 5;
+const DEFAULT_BLOCK_SIZE: usize = 16;
 
 /// Epochs of the DFlash paper's recipe.
 const DEFAULT_EPOCHS: u64 = 6;
@@ -95,7 +99,9 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         max_steps,
         seed,
     } = rows;
-    let draft = draft_settings(draft, &target)?;
+    let named = draft.from_pretrained.as_deref();
+    let from_pretrained = named.map(|name| dflash_prepare::locate_draft(name, stop)).transpose()?;
+    let draft = draft_settings(draft, &target, from_pretrained.as_deref())?;
     let (lr, schedule, adamw, max_grad_norm, max_bad_steps) = optimizer_settings(optimizer)?;
     // 0 stands for as many epochs as the bound on steps needs
     let default_epochs = if max_steps.is_some() { 0 } else { DEFAULT_EPOCHS };
@@ -105,6 +111,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         save_path,
         objective: objective_settings(objective, draft.block_size)?,
         draft,
+        from_pretrained,
         hidden: hidden_settings(hidden, vllm_endpoint)?,
         lr,
         schedule,
@@ -138,8 +145,13 @@ pub(super) fn device_choice(device: DeviceArg) -> DeviceChoice {
     }
 }
 
-fn draft_settings(args: DraftArgs, target: &std::path::Path) -> anyhow::Result<DraftSettings> {
+fn draft_settings(
+    args: DraftArgs,
+    target: &Path,
+    pretrained: Option<&Path>,
+) -> anyhow::Result<DraftSettings> {
     let DraftArgs {
+        from_pretrained: _,
         num_layers,
         block_size,
         target_layer_ids,
@@ -148,8 +160,12 @@ fn draft_settings(args: DraftArgs, target: &std::path::Path) -> anyhow::Result<D
         draft_vocab_size,
     } = args;
     let target_config = TargetConfig::load(target)?;
+    let stored = pretrained.map(DraftConfig::load).transpose()?;
+    let stored = stored.as_ref();
     let target_layer_ids = target_layer_ids
+        .or_else(|| stored.map(|draft| draft.target_layer_ids.clone()))
         .unwrap_or_else(|| default_layer_ids(target_config.num_hidden_layers, DEFAULT_CAPTURES));
+    let mask_token_id = mask_token_id.or_else(|| stored.map(|draft| draft.mask_token_id));
     let tokenizer = ChatTokenizer::load(target)?;
     let special = tokenizer.special_ids();
     let facts = TokenizerFacts {
@@ -160,12 +176,14 @@ fn draft_settings(args: DraftArgs, target: &std::path::Path) -> anyhow::Result<D
         unk: special.unk,
     };
     let mask_token_id = resolve_mask_token(mask_token_id, facts, target_config.vocab_size)?;
+    let layers = stored.map_or(DEFAULT_LAYERS, |draft| draft.layers.len());
+    let slots = stored.map_or(DEFAULT_BLOCK_SIZE, |draft| draft.block_size);
     Ok(DraftSettings {
-        num_layers,
-        block_size,
+        num_layers: num_layers.unwrap_or(layers),
+        block_size: block_size.unwrap_or(slots),
         target_layer_ids,
         mask_token_id,
-        sliding_window,
+        sliding_window: sliding_window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
         vocab_size: draft_vocab_size,
     })
 }

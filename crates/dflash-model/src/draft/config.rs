@@ -1,7 +1,10 @@
-//! The draft's configuration, read from and written as z-lab's `config.json`.
+//! The draft's configuration, written as z-lab's `config.json` and read from it or from
+//! speculators' form ([`speculators`]).
 //!
 //! One file has to be safe for every engine that serves drafts, so each Qwen3 field is explicit
 //! and the block size stands at both places where engines look for it.
+
+mod speculators;
 
 use std::path::Path;
 
@@ -55,8 +58,8 @@ pub struct DraftConfig {
     pub mask_token_id: i64,
     /// Captured layers, 0 = embedding output, k = after k decoder layers; ascending.
     pub target_layer_ids: Vec<u32>,
-    /// Layers of the target.
-    pub num_target_layers: usize,
+    /// Layers of the target, where the checkpoint says so (speculators' does not).
+    pub num_target_layers: Option<usize>,
     /// Rows of the target's embedding (padded, not `len(tokenizer)`).
     pub vocab_size: i64,
     /// As the target's.
@@ -97,13 +100,17 @@ impl DraftConfig {
         Self::parse(&path, &text)
     }
 
-    /// Parses the text of a z-lab `config.json`; `path` is for messages.
+    /// Parses the text of a `config.json`; `path` is for messages.
     ///
     /// # Errors
     /// As [`Self::load`].
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
-        let stored: Stored = serde_json::from_str(text)
-            .map_err(|source| Error::Json { path: path.into(), source })?;
+        let json = |source| Error::Json { path: path.into(), source };
+        let mut value: Value = serde_json::from_str(text).map_err(json)?;
+        if speculators::is_form_of(&value) {
+            value = speculators::to_zlab(path, value)?;
+        }
+        let stored: Stored = serde_json::from_value(value).map_err(json)?;
         stored.resolve(path)
     }
 
@@ -179,7 +186,7 @@ struct Stored {
     sliding_window: Option<usize>,
     block_size: Option<usize>,
     dflash_config: StoredDflash,
-    num_target_layers: usize,
+    num_target_layers: Option<usize>,
     vocab_size: i64,
     max_position_embeddings: i64,
     #[serde(default = "default_initializer_range")]
@@ -315,7 +322,7 @@ mod tests {
             block_size: 4,
             mask_token_id: 95,
             target_layer_ids: vec![2, 6, 10],
-            num_target_layers: 12,
+            num_target_layers: Some(12),
             vocab_size: 96,
             max_position_embeddings: 256,
             initializer_range: 0.02,

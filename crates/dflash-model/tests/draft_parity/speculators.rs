@@ -121,7 +121,7 @@ fn draft_config(stored: &Value) -> DraftConfig {
         block_size: int("block_size") as usize,
         mask_token_id: int("mask_token_id"),
         target_layer_ids: (1..=int("num_aux") as u32).collect(),
-        num_target_layers: int("num_aux") as usize,
+        num_target_layers: None,
         vocab_size: int("vocab_size"),
         max_position_embeddings: 4096,
         initializer_range: 0.02,

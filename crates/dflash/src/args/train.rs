@@ -73,12 +73,16 @@ pub struct TrainArgs {
 /// Shape of the draft; the rest is copied from the target.
 #[derive(Debug, Clone, Args)]
 pub struct DraftArgs {
-    /// Layers of the draft.
-    #[arg(long, value_name = "N", default_value_t = 5)]
-    pub num_layers: usize,
-    /// Slots of a block: the anchor and the tokens predicted at once.
-    #[arg(long, value_name = "B", default_value_t = 16)]
-    pub block_size: usize,
+    /// Start from the weights of this draft: a checkpoint directory of ours, z-lab's or
+    /// speculators', or a repository OWNER/NAME on the Hub. The flags below default to its values.
+    #[arg(long, value_name = "DIR|REPO")]
+    pub from_pretrained: Option<String>,
+    /// Layers of the draft. Default: 5.
+    #[arg(long, value_name = "N")]
+    pub num_layers: Option<usize>,
+    /// Slots of a block: the anchor and the tokens predicted at once. Default: 16.
+    #[arg(long, value_name = "B")]
+    pub block_size: Option<usize>,
     /// Captured layers: 0 = embedding output, k = after k layers. Default: five spread evenly.
     #[arg(long, value_name = "ID", num_args = 1.., value_delimiter = ',')]
     pub target_layer_ids: Option<Vec<u32>>,
