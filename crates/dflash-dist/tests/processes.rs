@@ -264,16 +264,24 @@ fn two_nodes(restarts: usize, task: &str) -> [(Option<i32>, String); 2] {
 fn after_a_death_all_ranks_are_started_again() {
     let outcome = run(&mut probe("restarts 2 launch 2 lose-first 1 kill"));
     assert!(outcome.status.success(), "{}", outcome.stderr);
-    assert_eq!(outcome.stdout, "rank 0 of 2: all collectives agree
-");
+    assert_eq!(
+        outcome.stdout,
+        "rank 0 of 2: all collectives agree
+"
+    );
 }
 
 #[test]
 fn a_death_on_one_node_starts_the_ranks_of_both_again() {
     for (code, said) in two_nodes(1, "lose-first 3 kill") {
         assert_eq!(code, Some(0), "{said}");
-        assert!(said.ends_with("finished: Completed
-"), "{said}");
+        assert!(
+            said.ends_with(
+                "finished: Completed
+"
+            ),
+            "{said}"
+        );
     }
 }
 

@@ -11,6 +11,7 @@ mod bench;
 mod demo_target;
 mod eval;
 mod hidden_server;
+mod launch;
 mod prepare;
 mod regenerate;
 mod train;
@@ -19,6 +20,7 @@ pub use bench::{BenchArgs, BenchCommand, TrainStepArgs};
 pub use demo_target::DemoTargetArgs;
 pub use eval::EvalArgs;
 pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
+pub use launch::{CheckpointArgs, LaunchArgs};
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::{

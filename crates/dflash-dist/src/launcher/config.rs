@@ -71,7 +71,11 @@ impl LaunchConfig {
         self.nnodes * self.nproc
     }
 
-    pub(super) fn check(&self) -> Result<(), Error> {
+    /// Refuses what contradicts itself; [`launch`](crate::launch) does so as well.
+    ///
+    /// # Errors
+    /// [`Error::BadLaunch`] and [`Error::MissingFlag`] name the flag.
+    pub fn check(&self) -> Result<(), Error> {
         let bad = |flag, value: usize, expected: &str| {
             Err(Error::BadLaunch { flag, value: value.to_string(), expected: expected.to_owned() })
         };

@@ -44,8 +44,7 @@ impl Venue {
         let store = if config.node_rank == 0 {
             serve(port)?
         } else if knock(config, (&host, port), signals)? {
-            let unreachable =
-                |source| Error::Endpoint { host: host.clone(), port, source };
+            let unreachable = |source| Error::Endpoint { host: host.clone(), port, source };
             Store::connect(&host, port, ANSWER).map_err(unreachable)?
         } else {
             return Ok(None);
