@@ -67,6 +67,10 @@ pub trait Communicator: Send {
     /// # Errors
     /// [`Error::Collective`] where a peer died or did not come in time.
     fn barrier(&self) -> Result<(), Error>;
+
+    /// Tells whoever started this rank that its settings are good and its work is under way: when
+    /// it fails later, starting it again may help. Best effort.
+    fn announce_work(&self);
 }
 
 /// A collective under way.

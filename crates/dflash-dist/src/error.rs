@@ -118,7 +118,65 @@ pub enum Error {
         /// What it holds.
         value: String,
         /// What would do.
-        expected: &'static str,
+        expected: String,
+    },
+    /// A job of several nodes lacks a setting.
+    #[error("{flag} is missing; --nnodes {nnodes} needs it on every node")]
+    MissingFlag {
+        /// The flag.
+        flag: &'static str,
+        /// Nodes of the job.
+        nnodes: usize,
+    },
+    /// Node 0's launcher was not reached.
+    #[error("nothing answers at --rdzv-endpoint {endpoint} after {} s ({source}); is the launcher of --node-rank 0 running on that host, and may this machine reach its port?", .waited.as_secs())]
+    NoEndpoint {
+        /// The endpoint.
+        endpoint: String,
+        /// How long it was tried.
+        waited: Duration,
+        /// The last attempt's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// What answers at the endpoint does not behave as node 0's launcher.
+    #[error("the rendezvous at {host}:{port} failed; is that the launcher of --node-rank 0?")]
+    Endpoint {
+        /// Its host.
+        host: String,
+        /// Its port.
+        port: u16,
+        /// c10d's answer.
+        #[source]
+        source: TorchError,
+    },
+    /// Some nodes did not come.
+    #[error("{} of {nnodes} nodes did not come within {} s: node {}; start `dflash train` with --node-rank {} there", .missing.len(), .waited.as_secs(), list(.missing), list(.missing))]
+    NodesMissing {
+        /// The nodes that are missing.
+        missing: Vec<usize>,
+        /// How many there should be.
+        nnodes: usize,
+        /// How long they were waited for.
+        waited: Duration,
+    },
+    /// Two launchers say that they are the same node.
+    #[error(
+        "--node-rank {node} has come already; give every machine its own, and wait until an earlier launcher has ended"
+    )]
+    NodeTaken {
+        /// The node.
+        node: usize,
+    },
+    /// Launchers were started with different settings.
+    #[error("node {node} was started with {own}, but node 0 with {first}; they must be the same")]
+    NodesDiffer {
+        /// This node.
+        node: usize,
+        /// Its settings.
+        own: String,
+        /// Node 0's.
+        first: String,
     },
     /// A worker could not be started.
     #[error("cannot start rank {rank} ({program})")]
@@ -135,16 +193,50 @@ pub enum Error {
     #[error("cannot watch for signals")]
     Signals(#[source] io::Error),
     /// A worker ended the job by dying.
-    #[error("rank {rank} (process {pid}) {cause}{}; the other ranks were stopped", detail(.lost_peer))]
+    #[error("rank {rank} (node {node}, {host}, process {pid}) {cause}{}; the other ranks were stopped", detail(.lost_peer, .silent))]
     WorkerDied {
         /// The worker that died first.
         rank: usize,
+        /// Its node.
+        node: usize,
+        /// That machine's name.
+        host: String,
         /// Its process id.
         pid: u32,
         /// How.
         cause: ExitCause,
         /// What the worker reported about a lost peer, where that is why it ended.
         lost_peer: Option<String>,
+        /// The ranks that may be that peer: they had neither ended here nor reported anything.
+        silent: Vec<usize>,
+    },
+    /// Another node's launcher named the cause.
+    #[error("node {node} reports: {report}")]
+    OtherNode {
+        /// The node.
+        node: usize,
+        /// Its error.
+        report: String,
+    },
+    /// All ranks were started again in vain.
+    #[error("{source} (after {restarts} restart(s))")]
+    GivenUp {
+        /// How often.
+        restarts: usize,
+        /// What ended the last attempt.
+        #[source]
+        source: Box<Error>,
+    },
+    /// Workers did not end after SIGTERM.
+    #[error(
+        "rank {} did not end within {:.1} s of SIGTERM and was killed; what was not saved by then is lost",
+        list(.ranks), .after.as_secs_f64()
+    )]
+    NotStopped {
+        /// The ranks that were killed.
+        ranks: Vec<usize>,
+        /// The time they had.
+        after: Duration,
     },
 }
 
@@ -177,8 +269,13 @@ fn list(ranks: &[usize]) -> String {
     ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-fn detail(lost_peer: &Option<String>) -> String {
-    lost_peer.as_ref().map(|report| format!(" after losing a peer ({report})")).unwrap_or_default()
+fn detail(lost_peer: &Option<String>, silent: &[usize]) -> String {
+    let Some(report) = lost_peer else { return String::new() };
+    let suspects = match silent {
+        [] => String::new(),
+        ranks => format!("; nothing was heard of rank {}", list(ranks)),
+    };
+    format!(" after losing a peer ({report}){suspects}")
 }
 
 #[cfg(test)]
@@ -187,23 +284,26 @@ mod tests {
 
     #[test]
     fn a_dead_worker_is_named_with_its_cause() {
-        let check = |cause, lost_peer: Option<&str>, expected: &str| {
-            let lost_peer = lost_peer.map(str::to_owned);
-            let error = Error::WorkerDied { rank: 1, pid: 42, cause, lost_peer };
-            assert_eq!(error.to_string(), format!("rank 1 (process 42) {expected}"));
+        let check = |cause, lost_peer: Option<&str>, silent: &[usize], expected: &str| {
+            let (lost_peer, silent) = (lost_peer.map(str::to_owned), silent.to_vec());
+            let (rank, node, host, pid) = (3, 1, "gpu-b".to_owned(), 42);
+            let error = Error::WorkerDied { rank, node, host, pid, cause, lost_peer, silent };
+            assert_eq!(error.to_string(), format!("rank 3 (node 1, gpu-b, process 42) {expected}"));
         };
-        check(ExitCause::Code(3), None, "exited with code 3; the other ranks were stopped");
+        check(ExitCause::Code(3), None, &[], "exited with code 3; the other ranks were stopped");
         check(
             ExitCause::Signal(libc::SIGKILL),
             None,
+            &[],
             "was killed by signal 9 (SIGKILL), perhaps for lack of memory; \
              the other ranks were stopped",
         );
         check(
             ExitCause::Code(1),
             Some("barrier failed"),
+            &[0, 2],
             "exited with code 1 after losing a peer (barrier failed); \
-             the other ranks were stopped",
+             nothing was heard of rank 0, 2; the other ranks were stopped",
         );
     }
 

@@ -19,6 +19,10 @@ pub(crate) fn lost_peer_key(rank: usize) -> String {
     format!("lost-peer/{rank}")
 }
 
+/// The key under which ranks say that their work is under way, so that the launcher can tell a
+/// refused setting from a fault that another attempt may not meet.
+pub(crate) const BEGAN_KEY: &str = "began";
+
 /// What a [`Gloo`] is made of.
 pub(crate) struct Member {
     pub(crate) rank: usize,
@@ -159,6 +163,11 @@ impl Communicator for Gloo {
 
     fn barrier(&self) -> Result<(), Error> {
         self.finished("barrier", self.group().barrier())
+    }
+
+    fn announce_work(&self) {
+        // For the launcher alone; without it a restart is not tried.
+        let _ = self.health.store.set(BEGAN_KEY, b"");
     }
 }
 

@@ -20,4 +20,4 @@ pub use gloo::Gloo;
 pub use launcher::{Finished, LaunchConfig, launch};
 pub use rendezvous::{ConnectOptions, connect, connect_with};
 pub use single::Single;
-pub use worker_env::{Role, WorkerEnv};
+pub use worker_env::{LaunchWish, Role, WorkerEnv};

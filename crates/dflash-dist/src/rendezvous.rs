@@ -138,13 +138,13 @@ impl Meeting<'_> {
     }
 
     /// Where gloo listens: the user's interface, the first if there are several; on one
-    /// machine the loopback, which needs no network; else the address from which this
-    /// machine reaches rank 0's.
+    /// machine, also where several launchers meet at its loopback, the loopback, which needs no
+    /// network; else the address from which this machine reaches rank 0's.
     fn bind(&self) -> Result<Bind, Error> {
         if let Some(name) = chosen_interface() {
             return Ok(Bind::Interface(name));
         }
-        if self.env.is_single_node() {
+        if self.env.is_single_node() || names_loopback(self.host) {
             return Ok(Bind::Address(Ipv4Addr::LOCALHOST.into()));
         }
         address_towards((self.host, self.env.master_port))
@@ -170,6 +170,12 @@ fn present_key(rank: usize) -> String {
 fn chosen_interface() -> Option<String> {
     let names = std::env::var(INTERFACE_VARIABLE).ok()?;
     names.split(',').map(str::trim).find(|name| !name.is_empty()).map(str::to_owned)
+}
+
+/// Whether the user wrote the loopback itself, which only one machine can meet at. A host name that
+/// resolves to it is no such thing: many distributions map a machine's own name there.
+fn names_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
 /// The local address of the route to `peer`, unless it is one that only this machine
@@ -248,6 +254,17 @@ mod tests {
     #[test]
     fn the_loopback_is_no_address_for_others() {
         assert_eq!(address_towards(("127.0.0.1", 1)), None);
+    }
+
+    #[test]
+    fn only_the_loopback_itself_says_that_all_are_here() {
+        let check = |host, expected| assert_eq!(names_loopback(host), expected, "{host}");
+        check("localhost", true);
+        check("127.0.0.1", true);
+        check("127.0.1.1", true);
+        check("::1", true);
+        check("10.0.0.1", false);
+        check("head", false);
     }
 
     #[test]

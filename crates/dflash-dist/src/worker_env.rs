@@ -47,24 +47,35 @@ pub enum Role {
     },
 }
 
+/// What the command line asks for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LaunchWish {
+    /// Ranks on this machine.
+    pub nproc: Option<usize>,
+    /// Even one rank needs a launcher: there are other nodes, or it is to be started again when it
+    /// dies.
+    pub needs_launcher: bool,
+}
+
 impl Role {
-    /// torchrun's variables make a worker, then `--nproc` above 1 a launcher, then Slurm's
-    /// variables a worker. The flag beats Slurm, since a batch script has Slurm's variables
-    /// too but is one process.
+    /// torchrun's variables make a worker, then the flags a launcher, then Slurm's variables a
+    /// worker. The flags beat Slurm, since a batch script has Slurm's variables too but is one
+    /// process; with several nodes `srun` starts one launcher on each.
     ///
     /// # Errors
     /// As [`WorkerEnv::from_env`].
-    pub fn from_env(nproc: Option<usize>) -> Result<Self, Error> {
-        Self::from_lookup(nproc, &process_variable)
+    pub fn from_env(wish: LaunchWish) -> Result<Self, Error> {
+        Self::from_lookup(wish, &process_variable)
     }
 
-    fn from_lookup(nproc: Option<usize>, lookup: &Lookup<'_>) -> Result<Self, Error> {
+    fn from_lookup(wish: LaunchWish, lookup: &Lookup<'_>) -> Result<Self, Error> {
         if let Some(env) = WorkerEnv::from_torchrun(lookup)? {
             return Ok(Self::Worker(env));
         }
-        match nproc {
-            Some(nproc @ 2..) => Ok(Self::Launcher { nproc }),
-            Some(_) => Ok(Self::Alone),
+        match wish.nproc {
+            nproc if wish.needs_launcher => Ok(Self::Launcher { nproc: nproc.unwrap_or(1) }),
+            Some(1) => Ok(Self::Alone),
+            Some(nproc) => Ok(Self::Launcher { nproc }),
             None => Ok(slurm::worker_env(lookup)?.map_or(Self::Alone, Self::Worker)),
         }
     }

@@ -187,28 +187,28 @@ fn await_line(launcher: &mut Child, expected: &str) {
 #[test]
 fn a_rank_that_exits_is_named_and_so_is_what_its_peers_were_doing() {
     let expected =
-        ["error: rank 1 (process", "exited with code 7", "rank 0: all-reduce (sum) failed"];
+        ["error: rank 1 (node 0, ", "exited with code 7", "rank 0: all-reduce (sum) failed"];
     check_lost(2, "1 7", &expected);
 }
 
 #[test]
 fn rank_0_is_named_as_well() {
-    check_lost(2, "0 9", &["error: rank 0 (process", "exited with code 9"]);
+    check_lost(2, "0 9", &["error: rank 0 (node 0, ", "exited with code 9"]);
 }
 
 #[test]
 fn a_killed_rank_is_named_with_the_signal() {
-    check_lost(4, "2 kill", &["error: rank 2 (process", "killed by signal 9 (SIGKILL)"]);
+    check_lost(4, "2 kill", &["error: rank 2 (node 0, ", "killed by signal 9 (SIGKILL)"]);
 }
 
 #[test]
 fn an_aborted_rank_is_named_with_the_signal() {
-    check_lost(2, "1 abort", &["error: rank 1 (process", "killed by signal 6 (SIGABRT)"]);
+    check_lost(2, "1 abort", &["error: rank 1 (node 0, ", "killed by signal 6 (SIGABRT)"]);
 }
 
 #[test]
 fn an_exit_with_code_0_before_the_end_is_found_by_the_peers() {
-    let expected = ["error: rank 0 (process", "after losing a peer (all-reduce"];
+    let expected = ["error: rank 0 (node 0, ", "after losing a peer (all-reduce"];
     check_lost(2, "1 0", &expected);
 }
 
@@ -216,8 +216,12 @@ fn an_exit_with_code_0_before_the_end_is_found_by_the_peers() {
 fn a_rank_that_stays_away_from_a_collective_ends_the_job_after_its_timeout() {
     let outcome = run(&mut probe("launch 2 stall 1"));
     assert_eq!(outcome.status.code(), Some(1));
-    let expected =
-        ["rank 0: all-reduce (sum) failed", "error: rank 0 (process", "exited with code 1"];
+    let expected = [
+        "rank 0: all-reduce (sum) failed",
+        "error: rank 0 (node 0, ",
+        "exited with code 1",
+        "nothing was heard of rank 1",
+    ];
     for text in expected {
         assert!(outcome.stderr.contains(text), "{text:?} is not in {}", outcome.stderr);
     }
@@ -230,7 +234,7 @@ fn launchers_of_two_nodes_make_one_group() {
     let mut nodes: Vec<Child> = (0..2)
         .map(|node| {
             let mut command = probe(&format!("node {node} 2 {endpoint} 2 check"));
-            start(command.env("GLOO_SOCKET_IFNAME", "lo"))
+            start(&mut command)
         })
         .collect();
     for (node, launcher) in nodes.iter_mut().enumerate() {
@@ -241,6 +245,94 @@ fn launchers_of_two_nodes_make_one_group() {
         let line = format!("[rank {rank}] rank {rank} of 4: all collectives agree\n");
         assert!(said.contains(&line), "{said}");
     }
+}
+
+/// Launchers of two nodes that start `task` with restarts; their exit codes and what they said.
+fn two_nodes(restarts: usize, task: &str) -> [(Option<i32>, String); 2] {
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let mut nodes = [0, 1].map(|node| {
+        start(&mut probe(&format!("restarts {restarts} node {node} 2 {endpoint} 2 {task}")))
+    });
+    nodes.each_mut().map(|launcher| {
+        // Standard error is read to its end first: a full pipe would hold the launcher up.
+        let said = said(launcher);
+        (wait_within(START, launcher).code(), said)
+    })
+}
+
+#[test]
+fn after_a_death_all_ranks_are_started_again() {
+    let outcome = run(&mut probe("restarts 2 launch 2 lose-first 1 kill"));
+    assert!(outcome.status.success(), "{}", outcome.stderr);
+    assert_eq!(
+        outcome.stdout,
+        "rank 0 of 2: all collectives agree
+"
+    );
+}
+
+#[test]
+fn a_death_on_one_node_starts_the_ranks_of_both_again() {
+    for (code, said) in two_nodes(1, "lose-first 3 kill") {
+        assert_eq!(code, Some(0), "{said}");
+        assert!(
+            said.ends_with(
+                "finished: Completed
+"
+            ),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn both_nodes_name_the_rank_that_died_on_one() {
+    let [(first, first_said), (second, second_said)] = two_nodes(0, "lose 3 kill");
+    assert_eq!((first, second), (Some(1), Some(1)), "{first_said}{second_said}");
+    let death = "rank 3 (node 1, ";
+    assert!(first_said.contains(&format!("error: node 1 reports: {death}")), "{first_said}");
+    assert!(second_said.contains(&format!("error: {death}")), "{second_said}");
+}
+
+#[test]
+fn restarts_are_counted_and_end() {
+    let outcome = run(&mut probe("restarts 2 launch 2 lose 1 kill"));
+    assert_eq!(outcome.status.code(), Some(1));
+    assert_eq!(outcome.stderr.matches("about to end").count(), 3, "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("(after 2 restart(s))"), "{}", outcome.stderr);
+}
+
+#[test]
+fn a_refused_setting_is_not_tried_again() {
+    let outcome = run(&mut probe("restarts 3 launch 2 refuse 1"));
+    assert_eq!(outcome.status.code(), Some(1));
+    assert_eq!(outcome.stderr.matches("--setting is wrong").count(), 1, "{}", outcome.stderr);
+    assert!(!outcome.stderr.contains("restart(s)"), "{}", outcome.stderr);
+}
+
+#[test]
+fn a_second_launcher_of_a_node_is_refused() {
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let mut first = start(&mut probe(&format!("node 0 2 {endpoint} 1 check")));
+    let mut others =
+        [1, 1].map(|node| start(&mut probe(&format!("node {node} 2 {endpoint} 1 check"))));
+    let codes = others.each_mut().map(|launcher| wait_within(START, launcher).code());
+    let said = others.each_mut().map(said);
+    assert!(codes.contains(&Some(0)) && codes.contains(&Some(1)), "{codes:?} {said:?}");
+    assert!(said.iter().any(|said| said.contains("--node-rank 1 has come already")), "{said:?}");
+    assert!(wait_within(START, &mut first).success());
+}
+
+#[test]
+fn nodes_with_other_settings_are_refused() {
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let mut first = start(&mut probe(&format!("node 0 2 {endpoint} 2 check")));
+    let mut second = start(&mut probe(&format!("node 1 2 {endpoint} 1 check")));
+    assert_eq!(wait_within(START, &mut second).code(), Some(1));
+    let said = said(&mut second);
+    assert!(said.contains("--nproc 1") && said.contains("--nproc 2"), "{said}");
+    send("-TERM", first.id());
+    assert!(wait_within(PROMISE, &mut first).success(), "still waiting for its node");
 }
 
 /// The workers have no handler, so that the passed-on signal ends them at once.

@@ -9,6 +9,7 @@ mod bench;
 mod demo_target;
 mod eval;
 mod hidden_server;
+mod launch;
 mod regenerate;
 mod train;
 

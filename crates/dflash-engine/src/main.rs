@@ -9,12 +9,12 @@ use dflash_torch_sys::CudaLibrary;
 fn main() {
     exit::install_panic_hook();
     let cli = Cli::parse();
-    let ends_by_signal = cli.command.ends_by_signal();
-    let signals = Signals::install().unwrap_or_else(|error| exit::fault(error));
+    let end = cli.command.ordinary_end();
+    let signals = Signals::install(end).unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);
     open_cuda();
     let outcome = commands::run(cli.command, signals.stop());
-    exit::finish(&outcome, &signals, ends_by_signal)
+    exit::finish(&outcome, &signals, end)
 }
 
 /// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second.

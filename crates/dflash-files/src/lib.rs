@@ -184,6 +184,18 @@ impl Drop for PendingDir {
     }
 }
 
+/// Removes a directory and all that it holds. It goes out of its name first, so that whoever finds
+/// the name finds all of it, also when the removal is cut short.
+///
+/// # Errors
+/// I/O; what is left lies under a temporary name then.
+pub fn remove_dir(path: &Path) -> Result<(), Error> {
+    let aside = aside_name(path);
+    let _pending = Pending::note(&aside);
+    fs::rename(path, &aside).map_err(Error::io("remove", path))?;
+    fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))
+}
+
 /// The directories above `path` that do not exist, outermost first.
 fn missing_parents(path: &Path) -> Vec<PathBuf> {
     let above = path.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty());
@@ -260,6 +272,17 @@ mod tests {
         assert!(failed.unwrap_err().to_string().contains("free some space"));
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(names(dir.path()), ["state"]);
+    }
+
+    #[test]
+    fn a_removed_directory_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("step");
+        fs::create_dir_all(path.join("deep")).unwrap();
+        fs::write(path.join("deep/file"), b"1").unwrap();
+        remove_dir(&path).unwrap();
+        assert!(names(dir.path()).is_empty());
+        assert!(remove_dir(&path).unwrap_err().to_string().starts_with("cannot remove "));
     }
 
     #[test]

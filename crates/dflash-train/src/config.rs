@@ -3,12 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use dflash_hidden::{OnGenerate, OnMissing};
 use dflash_model::objective::{Denominator, ElementLoss, Weighting};
 use serde::Serialize;
 
 use crate::optimizer::AdamWConfig;
+use crate::save_path::Retention;
 use crate::schedule::Schedule;
 
 /// Everything that decides what a run computes.
@@ -52,12 +54,19 @@ pub struct TrainConfig {
     pub seed: u64,
     /// Steps between checkpoints; epochs end with one in any case.
     pub save_every: Option<u64>,
+    /// Which checkpoints stay.
+    pub retention: Retention,
     /// Steps between metric lines.
     pub log_every: u64,
     /// Steps in a row whose gradient may be non-finite before the run ends.
     pub max_bad_steps: u64,
     /// Continue the run in `save_path`.
     pub resume: bool,
+    /// How long ranks wait for each other to come.
+    pub join_timeout: Duration,
+    /// How long they wait within a collective, which bounds how far one that waits for hidden
+    /// states may lag behind, and how long one that hangs goes unnoticed.
+    pub collective_timeout: Duration,
     /// `cpu`, `cuda` or `auto`.
     pub device: DeviceChoice,
     /// Whether products of float32 matrices on the CPU round their factors to bfloat16.

@@ -73,6 +73,28 @@ pub enum Error {
         /// Its last complete step.
         step: u64,
     },
+    /// Another process trains into the save path.
+    #[error(
+        "another run is writing to {path}; wait until it has ended, or name another --save-path"
+    )]
+    SavePathInUse {
+        /// The save path.
+        path: PathBuf,
+    },
+    /// Ranks found different checkpoints to resume.
+    #[error(
+        "rank {rank} finds {found} in {path}, but rank 0 finds {expected}; --save-path must be one directory that all nodes share"
+    )]
+    RanksDisagree {
+        /// The rank that differs.
+        rank: usize,
+        /// The save path.
+        path: PathBuf,
+        /// Its last checkpoint.
+        found: String,
+        /// Rank 0's.
+        expected: String,
+    },
     /// The run to be resumed was made with other settings.
     #[error(
         "cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}"

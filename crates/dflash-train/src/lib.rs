@@ -7,7 +7,8 @@
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW;
 //! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `batch` turns a row into tensors;
-//! - `trainer` does one step, `checkpoint` keeps its state, `metrics` shows it.
+//! - `trainer` does one step, `checkpoint` keeps its state, `save_path` the directory, `metrics`
+//!   shows it.
 
 mod batch;
 pub mod bench;
@@ -18,6 +19,7 @@ mod metrics;
 pub mod optimizer;
 mod order;
 mod run;
+mod save_path;
 pub mod schedule;
 mod setup;
 mod trainer;
@@ -26,3 +28,4 @@ mod warm_start;
 pub use checkpoint::{latest_checkpoint, steps_in};
 pub use error::Error;
 pub use run::{Outcome, run, validate};
+pub use save_path::Retention;

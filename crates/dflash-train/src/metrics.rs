@@ -14,7 +14,7 @@ use crate::Error;
 use crate::trainer::StepResult;
 
 /// File of the JSON lines in the save path.
-const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 /// How often a log gets a line of progress where there is no terminal for a bar.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 

@@ -15,19 +15,13 @@ use crate::checkpoint::{self, Position};
 use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
 use crate::order::{PlannedRow, RowOrder};
+use crate::save_path::{SavePath, is_negligible};
 use crate::trainer::{StepExtras, StepResult, Trainer};
 use crate::warm_start::WarmStart;
 use crate::{Error, setup};
 
 /// File of the settings and versions in the save path.
-const PROVENANCE: &str = "run.json";
-
-/// How long ranks wait for each other to come, and within a collective. The latter bounds how far
-/// a rank that waits for hidden states may lag behind.
-const TIMEOUTS: ConnectOptions = ConnectOptions {
-    join_timeout: Duration::from_secs(120),
-    collective_timeout: Duration::from_secs(1800),
-};
+pub(crate) const PROVENANCE: &str = "run.json";
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,9 +88,24 @@ fn check_save_path(config: &TrainConfig) -> Result<Option<(u64, PathBuf)>, Error
         .map_err(dflash_files::Error::io("read", path))?
         .filter_map(Result::ok)
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .min()
-        .unwrap_or_default();
-    Err(Error::ForeignSavePath { path: path.clone(), found })
+        .filter(|name| !is_negligible(name))
+        .min();
+    found.map_or(Ok(None), |found| Err(Error::ForeignSavePath { path: path.clone(), found }))
+}
+
+/// Refuses to go on where ranks would resume different checkpoints, as on nodes without a common
+/// file system: they would train different drafts.
+fn check_agreement(
+    config: &TrainConfig,
+    resume: Option<u64>,
+    communicator: &dyn Communicator,
+) -> Result<(), Error> {
+    let own = resume.map_or_else(|| "no checkpoint".to_owned(), |step| format!("step {step}"));
+    let all = communicator.all_gather_bytes(own.as_bytes())?;
+    let Some(rank) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
+    let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
+    let (path, found, expected) = (config.save_path.clone(), text(rank), text(0));
+    Err(Error::RanksDisagree { rank, path, found, expected })
 }
 
 /// Trains as the rank that `env` describes.
@@ -109,7 +118,12 @@ pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
     let draft_config = setup::draft_config(&target, &config.draft)?;
     let dataset = Arc::new(Dataset::open(&config.data)?);
     let resume = check_save_path(config)?;
-    let communicator = connect_with(env, &TIMEOUTS)?;
+    let timeouts = ConnectOptions {
+        join_timeout: config.join_timeout,
+        collective_timeout: config.collective_timeout,
+    };
+    let communicator = connect_with(env, &timeouts)?;
+    check_agreement(config, resume.as_ref().map(|(step, _)| *step), &*communicator)?;
     if config.bf16_products {
         dflash_torch_sys::multiply_in_bf16()?;
     }
@@ -139,13 +153,13 @@ pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
             total_seq_len: config.total_seq_len,
             embedding_rows: target.vocab_size,
         };
+        let mut save_path = None;
         if communicator.rank() == 0 {
-            std::fs::create_dir_all(&config.save_path)
-                .map_err(dflash_files::Error::io("create", &config.save_path))?;
+            save_path = Some(SavePath::claim(&config.save_path)?);
             write_provenance(config, &position, communicator.world_size())?;
         }
         let communicator = &*communicator;
-        Worker { config, order, communicator, trainer, position, total }.train(&mut rows)
+        Worker { config, order, communicator, trainer, position, total, save_path }.train(&mut rows)
     })
 }
 
@@ -211,6 +225,8 @@ struct Worker<'a> {
     position: Position,
     /// Optimizer steps at the end of the schedule.
     total: u64,
+    /// Rank 0's hold on the save path.
+    save_path: Option<SavePath>,
 }
 
 impl Worker<'_> {
@@ -229,12 +245,16 @@ impl Worker<'_> {
             }
         }
         let mut bad_in_a_row = 0;
+        let first = self.position.step + 1;
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
             let (norm, stopping) = match self.step(rows, &mut meter)? {
                 Stepped::Done { norm, stopping } => (norm, stopping),
                 Stepped::Abandoned => return self.finish(&mut meter, false),
             };
+            if self.position.step == first {
+                self.communicator.announce_work();
+            }
             bad_in_a_row = if norm.is_finite() { 0 } else { bad_in_a_row + 1 };
             if bad_in_a_row > self.config.max_bad_steps {
                 return Err(Error::NonFinite { count: bad_in_a_row, step: self.position.step });
@@ -338,11 +358,15 @@ impl Worker<'_> {
 
     /// Rank 0 writes; the others go on. Returns where the checkpoint lies.
     fn save(&self, meter: &Meter) -> Result<PathBuf, Error> {
-        if self.communicator.rank() > 0 {
+        let Some(save_path) = &self.save_path else {
             return Ok(checkpoint::step_dir(&self.config.save_path, self.position.step));
-        }
+        };
         let path = checkpoint::save(&self.trainer, &self.position, &self.config.save_path)?;
         meter.say(&format!("saved {}", path.display()));
+        // Room on the disk is no reason to end a run that trains well.
+        if let Err(error) = save_path.prune(self.config.retention) {
+            meter.say(&format!("no checkpoint was removed: {error}"));
+        }
         Ok(path)
     }
 

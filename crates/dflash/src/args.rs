@@ -5,10 +5,13 @@
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 
+use crate::signals::OrdinaryEnd;
+
 mod bench;
 mod demo_target;
 mod eval;
 mod hidden_server;
+mod launch;
 mod prepare;
 mod regenerate;
 mod train;
@@ -17,6 +20,7 @@ pub use bench::{BenchArgs, BenchCommand, TrainStepArgs};
 pub use demo_target::DemoTargetArgs;
 pub use eval::EvalArgs;
 pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
+pub use launch::{CheckpointArgs, LaunchArgs};
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::{
@@ -75,9 +79,13 @@ pub enum Command {
 }
 
 impl Command {
-    /// Whether a signal is the ordinary way for the command to end.
-    pub fn ends_by_signal(&self) -> bool {
-        matches!(self, Self::HiddenServer(_))
+    /// Which signals are an ordinary way for the command to end.
+    pub fn ordinary_end(&self) -> OrdinaryEnd {
+        match self {
+            Self::HiddenServer(_) => OrdinaryEnd::AnySignal,
+            Self::Train(_) => OrdinaryEnd::Termination,
+            _ => OrdinaryEnd::Never,
+        }
     }
 }
 
@@ -105,10 +113,13 @@ mod tests {
     }
 
     #[test]
-    fn only_the_server_ends_by_a_signal() {
-        let ends_by_signal = |line| parse(line).unwrap().command.ends_by_signal();
-        assert!(!ends_by_signal("dflash prepare --model m --data d --output o"));
-        assert!(ends_by_signal("dflash hidden-server m --target-layer-ids 1 2"));
+    fn a_server_ends_by_signals_and_a_training_by_termination() {
+        let check = |line, expected| {
+            assert_eq!(parse(line).unwrap().command.ordinary_end(), expected, "{line}");
+        };
+        check("dflash prepare --model m --data d --output o", OrdinaryEnd::Never);
+        check("dflash hidden-server m --target-layer-ids 1 2", OrdinaryEnd::AnySignal);
+        check("dflash train --target t --data-path d --save-path s", OrdinaryEnd::Termination);
     }
 
     #[test]

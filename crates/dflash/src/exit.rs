@@ -2,7 +2,7 @@
 //!
 //! | code | meaning |
 //! |---|---|
-//! | 0 | done |
+//! | 0 | done; also a server that a signal ends, and a training that SIGTERM stops, once it has saved |
 //! | 1 | something the user can mend: input, paths, ports, disk |
 //! | 2 | the command line itself (clap) |
 //! | 101 | a bug: a panic somewhere |
@@ -12,7 +12,7 @@ use std::io::{self, Write};
 use std::panic::PanicHookInfo;
 
 use crate::error::Error;
-use crate::signals::Signals;
+use crate::signals::{OrdinaryEnd, Signals};
 
 /// Everything was done.
 pub const DONE: i32 = 0;
@@ -25,11 +25,11 @@ pub const BUG: i32 = 101;
 ///
 /// An error goes to stderr with its causes. The exit skips static destructors: libtorch's take
 /// long, and a worker thread that still runs could crash in them.
-pub fn finish(outcome: &anyhow::Result<()>, signals: &Signals, ends_by_signal: bool) -> ! {
+pub fn finish(outcome: &anyhow::Result<()>, signals: &Signals, end: OrdinaryEnd) -> ! {
     if let Err(error) = outcome {
         report(error);
     }
-    at_once(code(outcome.is_ok(), signals.received(), ends_by_signal))
+    at_once(code(outcome.is_ok(), signals.received(), end))
 }
 
 /// Reports an error that kept a command from starting, and leaves with [`FAULT`].
@@ -85,9 +85,9 @@ fn panic_text(info: &PanicHookInfo<'_>) -> String {
     info.payload_as_str().unwrap_or("panic without a message").to_owned()
 }
 
-fn code(succeeded: bool, signal: Option<i32>, ends_by_signal: bool) -> i32 {
+fn code(succeeded: bool, signal: Option<i32>, end: OrdinaryEnd) -> i32 {
     match signal {
-        Some(_) if succeeded && ends_by_signal => DONE,
+        Some(signal) if succeeded && end.is_by(signal) => DONE,
         Some(signal) => 128 + signal,
         None if succeeded => DONE,
         None => FAULT,
@@ -100,11 +100,15 @@ mod tests {
 
     #[test]
     fn a_signal_decides_unless_it_is_the_ordinary_end() {
-        assert_eq!(code(true, None, false), 0);
-        assert_eq!(code(false, None, false), 1);
-        assert_eq!(code(true, Some(2), false), 130);
-        assert_eq!(code(false, Some(2), true), 130);
-        assert_eq!(code(true, Some(15), false), 143);
-        assert_eq!(code(true, Some(15), true), 0);
+        let (never, termination) = (OrdinaryEnd::Never, OrdinaryEnd::Termination);
+        assert_eq!(code(true, None, never), 0);
+        assert_eq!(code(false, None, never), 1);
+        assert_eq!(code(true, Some(2), never), 130);
+        assert_eq!(code(true, Some(15), never), 143);
+        assert_eq!(code(true, Some(2), termination), 130);
+        assert_eq!(code(true, Some(15), termination), 0);
+        assert_eq!(code(false, Some(15), termination), 143);
+        assert_eq!(code(true, Some(2), OrdinaryEnd::AnySignal), 0);
+        assert_eq!(code(false, Some(2), OrdinaryEnd::AnySignal), 130);
     }
 }

@@ -15,4 +15,4 @@ pub mod signals;
 
 pub use args::{Cli, Command};
 pub use error::Error;
-pub use signals::Signals;
+pub use signals::{OrdinaryEnd, Signals};

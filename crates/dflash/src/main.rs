@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 
 use clap::Parser;
 use dflash::args::GlobalArgs;
-use dflash::{Cli, Command, Signals, engine, exit, logging};
+use dflash::{Cli, Command, OrdinaryEnd, Signals, engine, exit, logging};
 
 fn main() {
     exit::install_panic_hook();
@@ -21,8 +21,8 @@ fn main() {
 }
 
 fn run_here(global: GlobalArgs, run: impl FnOnce(&Arc<AtomicBool>) -> anyhow::Result<()>) -> ! {
-    let signals = Signals::install().unwrap_or_else(|error| exit::fault(error));
+    let signals = Signals::install(OrdinaryEnd::Never).unwrap_or_else(|error| exit::fault(error));
     logging::init(global);
     let outcome = run(signals.stop());
-    exit::finish(&outcome, &signals, false)
+    exit::finish(&outcome, &signals, OrdinaryEnd::Never)
 }

@@ -4,7 +4,8 @@
 //! `torchrun --no-python --nproc-per-node 2 dist-probe check` compares every collective
 //! with what it must give; `dist-probe bench` times all-reduce. `dist-probe launch N TASK`
 //! starts the task in N processes by our own launcher, `dist-probe node I OF HOST:PORT N
-//! TASK` those of one machine of several.
+//! TASK` those of one machine of several; `dist-probe restarts K launch ..` lets either start all
+//! ranks again after a death.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -17,7 +18,8 @@ use dflash_dist::{
 use tch::{Device, Kind, Tensor};
 
 const USAGE: &str = "usage: dist-probe check | bench | linger | stall RANK
-       | lose RANK CODE|abort|kill | launch N TASK.. | node I OF HOST:PORT N TASK..";
+       | lose RANK CODE|abort|kill | lose-first RANK CODE|abort|kill | refuse RANK
+       | [restarts K] launch N TASK.. | [restarts K] node I OF HOST:PORT N TASK..";
 
 /// How long a test may wait for a peer.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -30,15 +32,11 @@ fn main() -> ExitCode {
         ["bench"] => join().and_then(|group| bench(&*group)),
         ["linger"] => join().and_then(|group| linger(&*group)),
         ["lose", rank, how] => join().and_then(|group| lose(&*group, rank, how)),
+        ["lose-first", rank, how] => join().and_then(|group| lose_first(&*group, rank, how)),
+        ["refuse", rank] => join().and_then(|group| refuse(&*group, rank)),
         ["stall", rank] => stall(rank),
-        ["launch", nproc, task @ ..] => launched(config(nproc, task)),
-        ["node", node, of, endpoint, nproc, task @ ..] => {
-            launched(on_node(config(nproc, task), node, of, endpoint))
-        }
-        _ => {
-            eprintln!("{USAGE}");
-            return ExitCode::from(2);
-        }
+        ["restarts", restarts, words @ ..] => start(words, number(restarts)),
+        words => start(words, 0),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -72,6 +70,21 @@ fn on_node(config: LaunchConfig, node: &str, of: &str, endpoint: &str) -> Launch
 
 fn number(text: &str) -> usize {
     text.parse().expect(USAGE)
+}
+
+/// Starts workers by our own launcher.
+fn start(words: &[&str], max_restarts: usize) -> Result<(), Error> {
+    let config = match words {
+        ["launch", nproc, task @ ..] => config(nproc, task),
+        ["node", node, of, endpoint, nproc, task @ ..] => {
+            on_node(config(nproc, task), node, of, endpoint)
+        }
+        _ => {
+            eprintln!("{USAGE}");
+            std::process::exit(2);
+        }
+    };
+    launched(LaunchConfig { max_restarts, join_timeout: PATIENCE, ..config })
 }
 
 fn launched(config: LaunchConfig) -> Result<(), Error> {
@@ -217,6 +230,22 @@ fn lose(group: &dyn Communicator, rank: &str, how: &str) -> Result<(), Error> {
         "kill" => kill_self(),
         code => std::process::exit(code.parse().expect(USAGE)),
     }
+}
+
+/// The first attempt loses a rank; a later one checks the collectives.
+fn lose_first(group: &dyn Communicator, rank: &str, how: &str) -> Result<(), Error> {
+    let env = WorkerEnv::from_env()?.unwrap_or_else(WorkerEnv::alone);
+    group.announce_work();
+    if env.restart_count == 0 { lose(group, rank, how) } else { check(group) }
+}
+
+/// One rank does not like its settings.
+fn refuse(group: &dyn Communicator, rank: &str) -> Result<(), Error> {
+    if group.rank() == number(rank) {
+        let (flag, value) = ("--setting", "wrong".to_owned());
+        return Err(Error::BadLaunch { flag, value, expected: "right".to_owned() });
+    }
+    group.barrier()
 }
 
 fn kill_self() -> ! {

@@ -9,23 +9,28 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use crate::Error;
 
 /// Notes SIGINT and SIGTERM while it lives, beside whatever handlers the program has.
-pub(super) struct Signals {
+pub(super) struct Signals<'a> {
+    /// The caller's own way to end the job.
+    stop: &'a AtomicBool,
     interrupted: Arc<AtomicBool>,
     terminated: Arc<AtomicBool>,
     handlers: Vec<SigId>,
 }
 
-impl Signals {
-    pub(super) fn watch() -> Result<Self, Error> {
+impl<'a> Signals<'a> {
+    pub(super) fn watch(stop: &'a AtomicBool) -> Result<Self, Error> {
         let (interrupted, terminated) = (Arc::default(), Arc::default());
-        let mut signals = Self { interrupted, terminated, handlers: Vec::new() };
+        let mut signals = Self { stop, interrupted, terminated, handlers: Vec::new() };
         signals.note(SIGINT, Arc::clone(&signals.interrupted))?;
         signals.note(SIGTERM, Arc::clone(&signals.terminated))?;
         Ok(signals)
     }
 
+    /// Whether the job is to end.
     pub(super) fn any(&self) -> bool {
-        self.interrupted.load(Ordering::Relaxed) || self.terminated.load(Ordering::Relaxed)
+        [self.stop, &self.interrupted, &self.terminated]
+            .iter()
+            .any(|flag| flag.load(Ordering::Relaxed))
     }
 
     /// SIGINT after Ctrl-C, else SIGTERM.
@@ -39,7 +44,7 @@ impl Signals {
     }
 }
 
-impl Drop for Signals {
+impl Drop for Signals<'_> {
     fn drop(&mut self) {
         for &handler in &self.handlers {
             signal_hook::low_level::unregister(handler);

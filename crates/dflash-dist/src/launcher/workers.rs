@@ -5,7 +5,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use super::output::Forwarder;
-use super::{LaunchConfig, POLL, Venue, process};
+use super::venue::AttemptVenue;
+use super::{LaunchConfig, POLL, process};
 use crate::{Error, ExitCause};
 
 /// After the last worker has ended, its last lines come within this.
@@ -33,7 +34,7 @@ struct Worker {
 }
 
 impl Workers {
-    pub(super) fn start(config: &LaunchConfig, venue: &Venue) -> Result<Self, Error> {
+    pub(super) fn start(config: &LaunchConfig, venue: &AttemptVenue) -> Result<Self, Error> {
         let mut workers = Self { running: Vec::new(), deaths: Vec::new(), forwarders: Vec::new() };
         for local_rank in 0..config.nproc {
             let rank = config.node_rank * config.nproc + local_rank;
@@ -83,18 +84,21 @@ impl Workers {
         }
     }
 
-    /// Waits up to `grace` for the rest, kills what is left, and waits for the last lines.
-    pub(super) fn finish(&mut self, grace: Duration) {
+    /// Waits up to `grace` for the rest, kills what is left, and waits for the last lines. Returns
+    /// the ranks that were killed.
+    pub(super) fn finish(&mut self, grace: Duration) -> Vec<usize> {
         let deadline = Instant::now() + grace;
         while !self.all_ended() && Instant::now() < deadline {
             std::thread::sleep(POLL);
             self.poll();
         }
+        let killed = self.running.iter().map(|worker| worker.rank).collect();
         self.kill();
         let deadline = Instant::now() + LAST_LINES;
         for forwarder in self.forwarders.drain(..) {
             forwarder.finish(deadline);
         }
+        killed
     }
 
     fn kill(&mut self) {
@@ -121,9 +125,12 @@ fn death(worker: &Worker, status: ExitStatus) -> Option<Death> {
 }
 
 /// One worker's command line, environment and streams.
-fn command(config: &LaunchConfig, venue: &Venue, local_rank: usize) -> Command {
+fn command(config: &LaunchConfig, venue: &AttemptVenue, local_rank: usize) -> Command {
     let mut command = Command::new(&config.program);
     command.args(&config.args).stdin(Stdio::null());
+    if venue.attempt > 0 {
+        command.args(&config.restart_args);
+    }
     command.envs(variables(config, venue, local_rank));
     command.envs(defaults(config.nproc).into_iter().filter(|(name, _)| is_unset(name)));
     command.envs(config.env.iter().map(|(name, value)| (name, value)));
@@ -138,22 +145,22 @@ fn command(config: &LaunchConfig, venue: &Venue, local_rank: usize) -> Command {
 /// torchrun's variables for one worker.
 fn variables(
     config: &LaunchConfig,
-    venue: &Venue,
+    venue: &AttemptVenue,
     local_rank: usize,
 ) -> [(&'static str, String); 12] {
     let rank = config.node_rank * config.nproc + local_rank;
     [
         ("RANK", rank.to_string()),
         ("LOCAL_RANK", local_rank.to_string()),
-        ("WORLD_SIZE", (config.nnodes * config.nproc).to_string()),
+        ("WORLD_SIZE", config.world_size().to_string()),
         ("LOCAL_WORLD_SIZE", config.nproc.to_string()),
         ("GROUP_RANK", config.node_rank.to_string()),
         ("GROUP_WORLD_SIZE", config.nnodes.to_string()),
         ("MASTER_ADDR", venue.host.clone()),
         ("MASTER_PORT", venue.port.to_string()),
         ("TORCHELASTIC_RUN_ID", venue.run_id.clone()),
-        ("TORCHELASTIC_RESTART_COUNT", "0".to_owned()),
-        ("TORCHELASTIC_MAX_RESTARTS", "0".to_owned()),
+        ("TORCHELASTIC_RESTART_COUNT", venue.attempt.to_string()),
+        ("TORCHELASTIC_MAX_RESTARTS", config.max_restarts.to_string()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
     ]
 }
@@ -182,16 +189,11 @@ fn threads_each(nproc: usize) -> usize {
 mod tests {
     use super::*;
 
-    fn venue() -> Venue {
-        let (host, run_id) = ("head".to_owned(), "job".to_owned());
-        Venue { host, port: 1234, run_id, store: None }
-    }
-
     #[test]
     fn the_second_node_s_workers_have_the_upper_ranks() {
         let mut config = LaunchConfig::new("worker".into(), Vec::new(), 4);
         (config.nnodes, config.node_rank) = (2, 1);
-        let variables = variables(&config, &venue(), 3);
+        let variables = variables(&config, &AttemptVenue::without_store("head", 1234, 2), 3);
         let value = |name| &variables.iter().find(|(key, _)| *key == name).unwrap().1;
         assert_eq!((value("RANK").as_str(), value("LOCAL_RANK").as_str()), ("7", "3"));
         assert_eq!((value("WORLD_SIZE").as_str(), value("LOCAL_WORLD_SIZE").as_str()), ("8", "4"));
@@ -199,6 +201,20 @@ mod tests {
             (value("MASTER_ADDR").as_str(), value("MASTER_PORT").as_str()),
             ("head", "1234")
         );
+        assert_eq!(value("TORCHELASTIC_RESTART_COUNT").as_str(), "2");
+    }
+
+    #[test]
+    fn only_a_restarted_worker_gets_the_arguments_of_a_restart() {
+        let mut config = LaunchConfig::new("worker".into(), vec!["train".into()], 2);
+        config.restart_args = vec!["--resume".into()];
+        let arguments = |attempt| -> Vec<String> {
+            let venue = AttemptVenue::without_store("head", 1234, attempt);
+            let command = command(&config, &venue, 0);
+            command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect()
+        };
+        assert_eq!(arguments(0), ["train"]);
+        assert_eq!(arguments(1), ["train", "--resume"]);
     }
 
     #[test]

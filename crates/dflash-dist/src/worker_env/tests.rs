@@ -103,14 +103,20 @@ fn faults_name_the_variable() {
 
 #[test]
 fn roles_by_precedence() {
-    let check = |nproc, pairs: &str, expected: &str| {
-        let role = Role::from_lookup(nproc, &env(pairs)).unwrap();
+    let check_wish = |wish: LaunchWish, pairs: &str, expected: &str| {
+        let role = Role::from_lookup(wish, &env(pairs)).unwrap();
         let name = match role {
             Role::Alone => "alone".to_owned(),
             Role::Worker(env) => format!("worker {}", env.rank),
             Role::Launcher { nproc } => format!("launcher of {nproc}"),
         };
-        assert_eq!(name, expected, "{nproc:?} {pairs}");
+        assert_eq!(name, expected, "{wish:?} {pairs}");
+    };
+    let check = |nproc, pairs: &str, expected: &str| {
+        check_wish(LaunchWish { nproc, needs_launcher: false }, pairs, expected);
+    };
+    let check_needed = |nproc, pairs: &str, expected: &str| {
+        check_wish(LaunchWish { nproc, needs_launcher: true }, pairs, expected);
     };
     check(None, "", "alone");
     check(Some(1), "", "alone");
@@ -120,4 +126,8 @@ fn roles_by_precedence() {
     check(None, SLURM, "worker 3");
     check(Some(2), SLURM, "launcher of 2");
     check(Some(1), SLURM, "alone");
+    check_needed(None, "", "launcher of 1");
+    check_needed(Some(1), "", "launcher of 1");
+    check_needed(Some(4), SLURM, "launcher of 4");
+    check_needed(Some(4), TORCHRUN, "worker 3");
 }

@@ -3,23 +3,27 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use dflash::args::{
-    DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs, OnGenerateArg, OnMissingArg,
-    OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+    CheckpointArgs, DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs,
+    OnGenerateArg, OnMissingArg, OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
 };
-use dflash_dist::{Finished, LaunchConfig, Role, WorkerEnv, launch};
+use dflash_dist::{Role, WorkerEnv};
 use dflash_hidden::{OnGenerate, OnMissing};
 use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
 use dflash_text::ChatTokenizer;
+use dflash_train::Retention;
 use dflash_train::config::{
     DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig,
 };
 use dflash_train::optimizer::AdamWConfig;
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
+
+use super::launch;
 
 /// Shape of a draft where neither flags nor a pretrained draft say otherwise: the paper's.
 const DEFAULT_CAPTURES: usize = 5;
@@ -31,27 +35,19 @@ const DEFAULT_EPOCHS: u64 = 6;
 
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let nproc = args.nproc;
+    let launch_args = args.launch.clone();
     let mut config = resolve(args, stop)?;
-    match Role::from_env(nproc)? {
+    match Role::from_env(launch::wish(&launch_args))? {
         Role::Worker(env) => {
             config.progress &= env.rank == 0;
             train(&config, &env)
         }
         Role::Alone => train(&config, &WorkerEnv::alone()),
         Role::Launcher { nproc } => {
+            let ranks = launch::config(launch_args, nproc)?;
             dflash_train::validate(&config)?;
-            start_ranks(nproc, stop)
+            launch::start(&ranks, stop)
         }
-    }
-}
-
-fn start_ranks(nproc: usize, stop: &AtomicBool) -> anyhow::Result<()> {
-    let program = std::env::current_exe().context("cannot find this program's own path")?;
-    let arguments = std::env::args_os().skip(1).collect();
-    match launch(&LaunchConfig::new(program, arguments, nproc), stop)? {
-        Finished::Completed => Ok(()),
-        Finished::Stopped => bail!("stopped before the schedule was complete; --resume continues"),
     }
 }
 
@@ -60,12 +56,11 @@ fn train(config: &TrainConfig, env: &WorkerEnv) -> anyhow::Result<()> {
     if env.rank > 0 {
         return Ok(());
     }
-    ensure!(
-        outcome.completed,
-        "stopped at step {}; its checkpoint is {}, and --resume continues it",
-        outcome.step,
-        outcome.checkpoint.display()
-    );
+    if !outcome.completed {
+        // An orderly end: what there was is saved. The exit code tells which signal asked for it.
+        let (step, checkpoint) = (outcome.step, outcome.checkpoint.display());
+        tracing::warn!("stopped at step {step}; --resume continues {checkpoint}");
+    }
     println!("{}", outcome.checkpoint.display());
     Ok(())
 }
@@ -77,7 +72,8 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         vllm_endpoint,
         save_path,
         resume,
-        nproc: _,
+        launch,
+        checkpoints,
         speculator_type: SpeculatorType::Dflash,
         device,
         matmul_precision,
@@ -87,9 +83,9 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         optimizer,
         hidden,
         log_every,
-        save_every,
         no_progress,
     } = args;
+    let CheckpointArgs { save_every, keep_last, keep_every } = checkpoints;
     let RowArgs {
         total_seq_len,
         anchors_per_sequence,
@@ -125,9 +121,12 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         max_anchors,
         seed,
         save_every,
+        retention: Retention { keep_last, keep_every },
         log_every,
         max_bad_steps,
         resume,
+        join_timeout: Duration::from_secs(launch.join_timeout),
+        collective_timeout: Duration::from_secs(launch.collective_timeout),
         device: device_choice(device),
         bf16_products: matmul_precision == MatmulPrecision::Bfloat16,
         command: std::env::args().collect(),

@@ -4,10 +4,13 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::launch::{CheckpointArgs, LaunchArgs};
+
 /// Train a drafter against a running hidden-state server.
 ///
-/// With --nproc N the command starts N ranks on this machine; under torchrun or Slurm it finds
-/// their variables and is a rank itself.
+/// With --nproc N the command starts N ranks on this machine, with --nnodes on several; under
+/// torchrun or Slurm it finds their variables and is a rank itself. SIGTERM makes all ranks save and
+/// end with code 0; Ctrl-C does so as well if it takes no more than a few seconds, with code 130.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
     /// Directory of the target model (config.json, safetensors, tokenizer).
@@ -31,9 +34,6 @@ pub struct TrainArgs {
     /// Continue the run in --save-path from its last complete checkpoint.
     #[arg(long)]
     pub resume: bool,
-    /// Ranks to start on this machine. Default: one, or what torchrun or Slurm started.
-    #[arg(long, value_name = "N")]
-    pub nproc: Option<usize>,
     /// Kind of drafter; this program trains dflash.
     #[arg(long, value_enum, default_value_t = SpeculatorType::Dflash)]
     pub speculator_type: SpeculatorType,
@@ -44,6 +44,12 @@ pub struct TrainArgs {
     /// processor has instructions for it (AMX).
     #[arg(long, value_enum, default_value_t = MatmulPrecision::Float32)]
     pub matmul_precision: MatmulPrecision,
+    /// Ranks.
+    #[command(flatten, next_help_heading = "Ranks")]
+    pub launch: LaunchArgs,
+    /// Checkpoints.
+    #[command(flatten, next_help_heading = "Checkpoints")]
+    pub checkpoints: CheckpointArgs,
     /// Shape of the draft.
     #[command(flatten, next_help_heading = "Draft")]
     pub draft: DraftArgs,
@@ -62,9 +68,6 @@ pub struct TrainArgs {
     /// Steps between metric lines.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     pub log_every: u64,
-    /// Steps between checkpoints, besides those at the ends of epochs.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
-    pub save_every: Option<u64>,
     /// Draw no progress bar.
     #[arg(long)]
     pub no_progress: bool,

@@ -1,0 +1,137 @@
+//! One start of all workers of this machine, followed to its end.
+
+use std::time::{Duration, Instant};
+
+use super::nodes::Nodes;
+use super::signals::Signals;
+use super::venue::AttemptVenue;
+use super::verdict::{self, Failure};
+use super::workers::{Death, Workers};
+use super::{Finished, LaunchConfig, POLL};
+use crate::Error;
+
+/// How long others that fail are heard after the first: a rank that ends in an orderly way
+/// closes its connections first, so that a peer may well be gone before it is.
+const HEARING: Duration = Duration::from_millis(600);
+
+/// How long the cause of a peer's loss is waited for, if it lies on another node.
+const CAUSE_ELSEWHERE: Duration = Duration::from_secs(2);
+
+/// Ranks leave their last barrier together, so their launchers end within this of one another.
+const LAST_TO_END: Duration = Duration::from_secs(30);
+
+/// The same after a signal, when there is less time.
+const LAST_TO_STOP: Duration = Duration::from_secs(1);
+
+/// One start of all workers of this machine.
+pub(super) struct Attempt<'a> {
+    pub(super) config: &'a LaunchConfig,
+    pub(super) venue: AttemptVenue,
+    pub(super) signals: &'a Signals<'a>,
+}
+
+/// How an attempt ended.
+pub(super) enum Ended {
+    Well(Finished),
+    Badly(Failure),
+}
+
+/// Why the launcher stopped waiting.
+enum End {
+    AllDone,
+    Asked,
+    Deaths(Vec<Death>),
+    Elsewhere(Failure),
+}
+
+impl Attempt<'_> {
+    /// Starts the workers and returns when the last has ended.
+    pub(super) fn run(&self, nodes: &mut Nodes) -> Result<Ended, Error> {
+        let mut workers = match Workers::start(self.config, &self.venue) {
+            Ok(workers) => workers,
+            Err(error) => return Ok(Ended::Badly(nodes.agree(Failure::lasting(error)))),
+        };
+        let ended = match self.follow(&mut workers, nodes) {
+            End::AllDone => {
+                let elsewhere = nodes.all_done(LAST_TO_END);
+                elsewhere.map_or(Ended::Well(Finished::Completed), Ended::Badly)
+            }
+            End::Asked => self.stop(&mut workers, nodes)?,
+            End::Deaths(deaths) => Ended::Badly(self.fall(&mut workers, &deaths, nodes)),
+            End::Elsewhere(failure) => {
+                workers.signal(libc::SIGTERM);
+                workers.finish(self.config.grace);
+                Ended::Badly(failure)
+            }
+        };
+        Ok(ended)
+    }
+
+    /// Waits for the attempt's end, one way or another.
+    fn follow(&self, workers: &mut Workers, nodes: &mut Nodes) -> End {
+        let mut hearing_ends: Option<Instant> = None;
+        loop {
+            workers.poll();
+            if self.signals.any() {
+                return End::Asked;
+            }
+            let deaths = workers.deaths();
+            let heard = hearing_ends.is_some_and(|end| Instant::now() >= end);
+            if !deaths.is_empty() && (heard || workers.all_ended()) {
+                return End::Deaths(deaths);
+            }
+            if workers.all_ended() {
+                return End::AllDone;
+            }
+            if !deaths.is_empty() {
+                hearing_ends.get_or_insert_with(|| Instant::now() + HEARING);
+            } else if let Some(failure) = nodes.news() {
+                return End::Elsewhere(failure);
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Passes the signal on and waits for what it brings. After SIGTERM the job's success is that
+    /// all have saved, so whoever could not is a fault.
+    fn stop(&self, workers: &mut Workers, nodes: &Nodes) -> Result<Ended, Error> {
+        let signal = self.signals.to_pass_on();
+        workers.signal(signal);
+        let terminated = signal == libc::SIGTERM;
+        let grace = if terminated { self.config.save_grace } else { self.config.grace };
+        let killed = workers.finish(grace);
+        let unorderly: Vec<Death> = workers
+            .deaths()
+            .into_iter()
+            .filter(|death| terminated && !verdict::is_orderly(death, signal))
+            .collect();
+        if !unorderly.is_empty() {
+            let failure = verdict::of_deaths(&unorderly, self.config, &self.venue);
+            return Err(nodes.agree(failure).after(self.venue.attempt));
+        }
+        if terminated && !killed.is_empty() {
+            return Err(Error::NotStopped { ranks: killed, after: grace });
+        }
+        match nodes.all_done(LAST_TO_STOP) {
+            None => Ok(Ended::Well(Finished::Stopped)),
+            Some(failure) => Err(failure.after(self.venue.attempt)),
+        }
+    }
+
+    /// Stops the rest after a death, and finds its cause among all nodes.
+    fn fall(&self, workers: &mut Workers, deaths: &[Death], nodes: &Nodes) -> Failure {
+        let mut failure = verdict::of_deaths(deaths, self.config, &self.venue);
+        workers.signal(libc::SIGTERM);
+        if failure.is_cause {
+            // The other nodes hear of it before our own ranks have ended.
+            failure = nodes.agree(failure);
+            workers.finish(self.config.grace);
+            return failure;
+        }
+        workers.finish(self.config.grace);
+        match nodes.await_failure(CAUSE_ELSEWHERE) {
+            Some(cause) => cause,
+            None => nodes.agree(failure),
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! How the launchers of several nodes agree, over the store of node 0: on when an attempt begins,
+//! on what ended it, and on that all are done.
+//!
+//! Every node writes keys of its own, but for the failure of an attempt: the first to count itself
+//! there writes it, and all take it as theirs. A launcher alone agrees with itself.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dflash_torch_sys::Store;
+
+use super::signals::Signals;
+use super::venue::{Venue, within};
+use super::verdict::Failure;
+use super::{LaunchConfig, POLL};
+use crate::Error;
+
+/// Between two looks at what other nodes say.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// The other nodes of the job, as this one's launcher knows them.
+pub(super) struct Nodes {
+    node_rank: usize,
+    nnodes: usize,
+    join_timeout: Duration,
+    /// `None` for one node.
+    store: Option<Arc<Store>>,
+    attempt: usize,
+    looked: Instant,
+}
+
+impl Nodes {
+    /// Signs in; refuses a second launcher of the same node and one with other settings than
+    /// node 0's.
+    pub(super) fn join(config: &LaunchConfig, venue: &Venue) -> Result<Self, Error> {
+        let LaunchConfig { nnodes, node_rank, join_timeout, .. } = *config;
+        let prefixed = |venue: &Venue| {
+            let prefix = format!("dflash/{}/launchers", venue.run_id);
+            venue.store.prefixed(&prefix).map(Arc::new)
+        };
+        let (host, port) = (venue.host.clone(), venue.port);
+        let failed = |source| Error::Endpoint { host, port, source };
+        let store = (nnodes > 1).then(|| prefixed(venue)).transpose().map_err(failed)?;
+        let looked = Instant::now();
+        let nodes = Self { node_rank, nnodes, join_timeout, store, attempt: 0, looked };
+        nodes.sign_in(config).map(|()| nodes)
+    }
+
+    fn sign_in(&self, config: &LaunchConfig) -> Result<(), Error> {
+        if self.store.is_none() {
+            return Ok(());
+        }
+        let key = format!("claims/{}", self.node_rank);
+        if self.ask(move |store| store.add(&key, 1).ok()).is_some_and(|claims| claims > 1) {
+            return Err(Error::NodeTaken { node: self.node_rank });
+        }
+        let own = format!(
+            "--nnodes {} --nproc {} --max-restarts {}",
+            config.nnodes, config.nproc, config.max_restarts
+        );
+        if self.node_rank == 0 {
+            self.set("settings", &own);
+            return Ok(());
+        }
+        // Written as soon as node 0's store is open; the store waits for it.
+        let first = self.ask(|store| store.get("settings").ok()).unwrap_or_default();
+        let first = String::from_utf8_lossy(&first).into_owned();
+        if first == own {
+            return Ok(());
+        }
+        Err(Error::NodesDiffer { node: self.node_rank, own, first })
+    }
+
+    /// Waits until all nodes are ready for an attempt; false where a signal came first.
+    pub(super) fn gather(&mut self, attempt: usize, signals: &Signals) -> Result<bool, Error> {
+        self.attempt = attempt;
+        self.set(&self.own_key("ready"), "");
+        let deadline = Instant::now() + self.join_timeout;
+        loop {
+            // Without an answer it is node 0, which holds the store, that is gone.
+            let missing = self.missing("ready").unwrap_or_else(|| vec![0]);
+            if missing.is_empty() {
+                return Ok(true);
+            }
+            if signals.any() {
+                return Ok(false);
+            }
+            if Instant::now() >= deadline {
+                let (nnodes, waited) = (self.nnodes, self.join_timeout);
+                return Err(Error::NodesMissing { missing, nnodes, waited });
+            }
+            std::thread::sleep(5 * POLL);
+        }
+    }
+
+    /// What ended the attempt on another node; looks only now and then.
+    pub(super) fn news(&mut self) -> Option<Failure> {
+        if self.store.is_none() || self.looked.elapsed() < LOOK {
+            return None;
+        }
+        self.looked = Instant::now();
+        let failure = self.failure()?;
+        self.set(&self.own_key("read"), "");
+        Some(failure)
+    }
+
+    /// Reports what ended the attempt here, and returns what all nodes take as the cause: what the
+    /// first of them reported.
+    pub(super) fn agree(&self, failure: Failure) -> Failure {
+        let (claim, key) = (self.key("failing"), self.key("failed"));
+        let text = failure.to_report(self.node_rank);
+        self.ask(move |store| match store.add(&claim, 1) {
+            Ok(1) => store.set(&key, text.as_bytes()).ok(),
+            _ => None,
+        });
+        let agreed = self.await_failure(Duration::from_secs(2));
+        self.leave_last("read");
+        match agreed {
+            Some(agreed) if !agreed.is_from(self.node_rank) => agreed,
+            _ => failure,
+        }
+    }
+
+    /// Waits for what another node says about the end of the attempt.
+    pub(super) fn await_failure(&self, limit: Duration) -> Option<Failure> {
+        let deadline = Instant::now() + limit;
+        while self.store.is_some() && Instant::now() < deadline {
+            if let Some(failure) = self.failure() {
+                return Some(failure);
+            }
+            std::thread::sleep(5 * POLL);
+        }
+        None
+    }
+
+    /// Says that all is well here, and waits for the others to say so; `Some` is what went wrong
+    /// there. Without an answer within `limit` the own end stands.
+    pub(super) fn all_done(&self, limit: Duration) -> Option<Failure> {
+        self.set(&self.own_key("done"), "");
+        let deadline = Instant::now() + limit;
+        while self.missing("done").is_some_and(|nodes| !nodes.is_empty())
+            && Instant::now() < deadline
+        {
+            if let Some(failure) = self.failure() {
+                return Some(failure);
+            }
+            std::thread::sleep(5 * POLL);
+        }
+        self.leave_last("left");
+        None
+    }
+
+    /// The store goes with the launcher of node 0, so that one waits a little until all others have
+    /// seen what they look for, each of which says so under `what`.
+    fn leave_last(&self, what: &str) {
+        self.set(&self.own_key(what), "");
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while self.node_rank == 0
+            && Instant::now() < deadline
+            && self.missing(what).is_some_and(|nodes| !nodes.is_empty())
+        {
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn failure(&self) -> Option<Failure> {
+        let key = self.key("failed");
+        let report = self.ask(move |store| match store.contains(&key) {
+            Ok(true) => store.get(&key).ok(),
+            _ => None,
+        })?;
+        Some(Failure::from_report(&String::from_utf8_lossy(&report)))
+    }
+
+    /// The nodes that have not set `what` for this attempt; `None` where the store is gone.
+    fn missing(&self, what: &str) -> Option<Vec<usize>> {
+        if self.store.is_none() {
+            return Some(Vec::new());
+        }
+        let keys: Vec<String> =
+            (0..self.nnodes).map(|node| format!("{}/{node}", self.key(what))).collect();
+        self.ask(move |store| {
+            let present: Result<Vec<bool>, _> =
+                keys.iter().map(|key| store.contains(key)).collect();
+            let present = present.ok()?.into_iter().enumerate();
+            Some(present.filter(|(_, present)| !present).map(|(node, _)| node).collect())
+        })
+    }
+
+    /// A key of this attempt.
+    fn key(&self, what: &str) -> String {
+        format!("{what}/{}", self.attempt)
+    }
+
+    /// What this node says in this attempt.
+    fn own_key(&self, what: &str) -> String {
+        format!("{}/{}", self.key(what), self.node_rank)
+    }
+
+    fn set(&self, key: &str, value: &str) {
+        let (key, value) = (key.to_owned(), value.to_owned());
+        self.ask(move |store| store.set(&key, value.as_bytes()).ok());
+    }
+
+    fn ask<T: Send + 'static>(
+        &self,
+        question: impl FnOnce(&Store) -> Option<T> + Send + 'static,
+    ) -> Option<T> {
+        within(self.store.as_ref()?, question)
+    }
+}

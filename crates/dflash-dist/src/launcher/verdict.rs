@@ -1,0 +1,109 @@
+//! What ended an attempt: the cause told from its consequences, and whether to try again.
+
+use super::LaunchConfig;
+use super::venue::AttemptVenue;
+use super::workers::Death;
+use crate::{Error, ExitCause};
+
+/// Exit codes by which a rank says that starting it again cannot help: its settings, or its command
+/// line.
+const REFUSALS: [i32; 2] = [1, 2];
+
+/// Exit codes of a rank that was asked to end (SIGINT, SIGTERM) and could not save in time.
+const ASKED: [i32; 2] = [130, 143];
+
+/// Why an attempt failed.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub(super) error: Error,
+    /// Whether another attempt may end better.
+    pub(super) may_pass: bool,
+    /// Whether it is the cause itself; else a peer was lost, and who lost it may be known elsewhere.
+    pub(super) is_cause: bool,
+    /// The node that reported it, where that is another one.
+    from: Option<usize>,
+}
+
+impl Failure {
+    /// A fault that stays.
+    pub(super) fn lasting(error: Error) -> Self {
+        Self { error, may_pass: false, is_cause: true, from: None }
+    }
+
+    /// The error of a job that was started again `restarts` times.
+    pub(super) fn after(self, restarts: usize) -> Error {
+        match restarts {
+            0 => self.error,
+            _ => Error::GivenUp { restarts, source: Box::new(self.error) },
+        }
+    }
+
+    /// As text for the store.
+    pub(super) fn to_report(&self, node: usize) -> String {
+        format!("{} {node} {}", u8::from(self.may_pass), self.error)
+    }
+
+    /// What [`Self::to_report`] of another node wrote.
+    pub(super) fn from_report(report: &str) -> Self {
+        let mut parts = report.splitn(3, ' ');
+        let may_pass = parts.next() == Some("1");
+        let node = parts.next().and_then(|node| node.parse().ok()).unwrap_or(0);
+        let report = parts.next().unwrap_or_default().to_owned();
+        let error = Error::OtherNode { node, report };
+        Self { error, may_pass, is_cause: true, from: Some(node) }
+    }
+
+    /// Whether it came from that node's report.
+    pub(super) fn is_from(&self, node: usize) -> bool {
+        self.from == Some(node)
+    }
+}
+
+/// Names the death that ended the attempt: one by a signal, which no peer's end causes, else the
+/// first that no lost peer explains, else the first.
+pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, venue: &AttemptVenue) -> Failure {
+    let cause = deaths
+        .iter()
+        .find(|death| matches!(death.cause, ExitCause::Signal(_)))
+        .or_else(|| deaths.iter().find(|death| venue.lost_peer(death.rank).is_none()))
+        .unwrap_or(&deaths[0]);
+    let Death { rank, pid, cause } = *cause;
+    let lost_peer = match cause {
+        ExitCause::Signal(_) => None,
+        ExitCause::Code(_) => venue.lost_peer(rank),
+    };
+    let silent = if lost_peer.is_some() { silent(deaths, config, venue) } else { Vec::new() };
+    let is_cause = lost_peer.is_none();
+    let may_pass = match cause {
+        ExitCause::Signal(_) => true,
+        ExitCause::Code(code) if ASKED.contains(&code) => false,
+        ExitCause::Code(code) if REFUSALS.contains(&code) => venue.has_begun(),
+        ExitCause::Code(_) => true,
+    };
+    let (node, host) = (config.node_rank, hostname());
+    let error = Error::WorkerDied { rank, node, host, pid, cause, lost_peer, silent };
+    Failure { error, may_pass, is_cause, from: None }
+}
+
+/// The ranks that have neither ended here nor said that they lost a peer: where all others wait in
+/// a collective, the one that hangs.
+fn silent(deaths: &[Death], config: &LaunchConfig, venue: &AttemptVenue) -> Vec<usize> {
+    (0..config.world_size())
+        .filter(|rank| deaths.iter().all(|death| death.rank != *rank))
+        .filter(|&rank| venue.lost_peer(rank).is_none())
+        .collect()
+}
+
+/// Whether a worker that was sent `signal` ended as one should.
+pub(super) fn is_orderly(death: &Death, signal: i32) -> bool {
+    match death.cause {
+        ExitCause::Code(code) => code == 128 + signal && signal == libc::SIGINT,
+        ExitCause::Signal(ended_by) => ended_by == signal,
+    }
+}
+
+/// This machine's name, for people.
+fn hostname() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_owned()
+}
