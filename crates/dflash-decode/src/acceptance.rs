@@ -59,6 +59,16 @@ impl Acceptance {
         self.steps
     }
 
+    /// Steps in which at least k proposals were accepted, for k from 0 on.
+    pub fn reached(&self) -> &[u64] {
+        &self.reached
+    }
+
+    /// Mean tokens per step of each answer.
+    pub fn response_taus(&self) -> &[f64] {
+        &self.response_taus
+    }
+
     /// Mean tokens per step over all steps (micro; vLLM's `1 + accepted / drafts`).
     pub fn tau_per_step(&self) -> f64 {
         1.0 + ratio(self.reached.iter().skip(1).sum(), self.steps)

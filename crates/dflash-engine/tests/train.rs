@@ -186,3 +186,76 @@ fn a_draft_of_another_target_is_refused() {
     let run = world.train("third", &["--from-pretrained", "./nowhere"]);
     assert!(run.stderr.contains("no such directory"), "{}", run.stderr);
 }
+
+#[test]
+fn validation_measures_held_out_rows_and_prompts_and_names_the_best() {
+    let world = World::new();
+    let prompts = world.prompts("prompts.jsonl");
+    let validation =
+        ["--eval-every", "2", "--validation-ratio", "0.25", "--eval-prompts", &prompts];
+    let more = ["--eval-max-new-tokens", "8", "--max-steps", "5"];
+    let flags: Vec<&str> = validation.iter().chain(&more).copied().collect();
+    let run = world.train("one", &flags);
+    assert!(run.success(), "{}", run.stderr);
+    let lines = world.lines("one", "validation.jsonl");
+    let steps: Vec<u64> = lines.iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [2, 4, 5]);
+    let tau = |line: &serde_json::Value| line["tau_per_step"].as_f64().unwrap();
+    for line in &lines {
+        assert!(line["eval_loss"].as_f64().unwrap() > 0.0, "{line}");
+        assert!((1.0..=4.0).contains(&tau(line)), "{line}");
+    }
+    let best: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(world.path("one").join("best.json")).unwrap())
+            .unwrap();
+    let highest = lines.iter().map(tau).fold(0.0, f64::max);
+    assert_eq!(best["tau_per_step"].as_f64(), Some(highest));
+    let step = best["step"].as_u64().unwrap();
+    assert!(world.path("one").join(format!("step-{step:06}")).is_dir());
+    // the same figures whatever the number of ranks that share the work
+    let both: Vec<&str> = flags.iter().copied().chain(["--nproc", "2"]).collect();
+    let accumulated: Vec<&str> =
+        flags.iter().copied().chain(["--gradient-accumulation-steps", "2"]).collect();
+    for (name, flags) in [("two", both), ("accumulated", accumulated)] {
+        let run = world.train(name, &flags);
+        assert!(run.success(), "{}", run.stderr);
+    }
+    let (two, one) =
+        (world.lines("two", "validation.jsonl"), world.lines("accumulated", "validation.jsonl"));
+    assert_eq!(two.len(), one.len());
+    for (a, b) in two.iter().zip(&one) {
+        let (a_loss, b_loss) = (a["eval_loss"].as_f64().unwrap(), b["eval_loss"].as_f64().unwrap());
+        assert!((a_loss - b_loss).abs() <= ROUNDING * a_loss, "{a} and {b}");
+        assert_eq!((&a["eval_blocks"], &a["responses"]), (&b["eval_blocks"], &b["responses"]));
+    }
+}
+
+#[test]
+fn validation_does_not_change_what_is_trained() {
+    let world = World::new();
+    let prompts = world.prompts("prompts.jsonl");
+    // the hold-out itself changes the data, so it is the same in both
+    let plain = ["--validation-ratio", "0.25", "--eval-every", "1000"];
+    let measured = ["--validation-ratio", "0.25", "--eval-every", "1", "--eval-prompts", &prompts];
+    for (name, flags) in [("plain", &plain[..]), ("measured", &measured)] {
+        let run = world.train(name, flags);
+        assert!(run.success(), "{}", run.stderr);
+    }
+    assert_eq!(losses(&world.path("plain")), losses(&world.path("measured")));
+}
+
+#[test]
+fn mistakes_in_validation_are_named() {
+    let world = World::new();
+    let check = |flags: &[&str], expect: &str| {
+        let run = world.train("out", flags);
+        assert_ne!(run.code, Some(0));
+        assert!(run.stderr.contains(expect), "no '{expect}' in {}", run.stderr);
+        assert!(!world.path("out").exists());
+    };
+    check(&["--eval-every", "2"], "nothing to validate on");
+    check(&["--eval-every", "2", "--validation-ratio", "1"], "--validation-ratio is 1");
+    check(&["--eval-every", "2", "--validation-ratio", "0.999"], "some on both sides");
+    check(&["--eval-every", "2", "--eval-prompts", "nowhere.jsonl"], "nowhere.jsonl");
+    check(&["--validation-ratio", "0.1"], "--eval-every");
+}

@@ -41,6 +41,10 @@ pub(crate) struct Position {
     pub(crate) seed: u64,
     /// Tokens of a packed row.
     pub(crate) total_seq_len: usize,
+    /// Samples that are trained on, from the dataset's start; `None` in runs before there was
+    /// validation: all.
+    #[serde(default)]
+    pub(crate) trained_samples: Option<usize>,
 }
 
 /// Complete checkpoints of a save path: (step, directory), ascending.
@@ -156,6 +160,11 @@ pub(crate) fn check_resumable(
     mismatch("--seed", stored.seed.to_string(), current.seed.to_string())?;
     let (found, expected) = (stored.total_seq_len, current.total_seq_len);
     mismatch("--total-seq-len", found.to_string(), expected.to_string())?;
+    if stored.trained_samples.is_some() {
+        let text = |samples: Option<usize>| samples.unwrap_or_default().to_string();
+        let key = "--validation-ratio leaving so many samples:";
+        mismatch(key, text(stored.trained_samples), text(current.trained_samples))?;
+    }
     let found = DraftConfig::load(dir)?;
     mismatch("a draft like", format!("{found:?}"), format!("{draft:?}"))
 }

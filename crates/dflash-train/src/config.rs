@@ -56,6 +56,8 @@ pub struct TrainConfig {
     pub save_every: Option<u64>,
     /// Which checkpoints stay.
     pub retention: Retention,
+    /// Measuring on held-out rows and prompts while training.
+    pub validation: Option<ValidationConfig>,
     /// Steps between metric lines.
     pub log_every: u64,
     /// Steps in a row whose gradient may be non-finite before the run ends.
@@ -79,6 +81,17 @@ pub struct TrainConfig {
     /// Whether to draw a progress bar.
     #[serde(skip)]
     pub progress: bool,
+}
+
+/// When and on what a run is validated.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ValidationConfig {
+    /// Steps between validations; the last step has one in any case.
+    pub every: u64,
+    /// Share of the dataset's samples, from its end, that is held out.
+    pub ratio: f64,
+    /// Whether acceptance is measured on prompts, by the probe given to the run.
+    pub measures: bool,
 }
 
 /// Shape of the draft; what is not given here is copied from the target.

@@ -132,6 +132,15 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
+    /// Real decoding for validation failed.
+    #[error("rank {rank} cannot measure acceptance: {source}")]
+    Acceptance {
+        /// The rank.
+        rank: usize,
+        /// What its decoder says.
+        #[source]
+        source: crate::ProbeError,
+    },
     /// Loss or gradient stopped being numbers.
     #[error(
         "loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr, or raise --max-bad-steps"

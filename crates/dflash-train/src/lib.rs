@@ -6,7 +6,8 @@
 //!
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW;
 //! - `warm_start` takes the weights of another draft;
-//! - `order` says which packed row is whose, `batch` turns a row into tensors;
+//! - `order` says which packed row is whose, `rows` fetches it, `batch` turns it into tensors;
+//! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `checkpoint` keeps its state, `save_path` the directory, `metrics`
 //!   shows it.
 
@@ -18,14 +19,17 @@ mod error;
 mod metrics;
 pub mod optimizer;
 mod order;
+mod rows;
 mod run;
 mod save_path;
 pub mod schedule;
 mod setup;
 mod trainer;
+mod validation;
 mod warm_start;
 
 pub use checkpoint::{latest_checkpoint, steps_in};
 pub use error::Error;
 pub use run::{Outcome, run, validate};
 pub use save_path::Retention;
+pub use validation::{AcceptanceCounts, AcceptanceProbe, ProbeError, Share};

@@ -12,6 +12,7 @@ use tensorboard_rs::summary_writer::SummaryWriter;
 
 use crate::Error;
 use crate::trainer::StepResult;
+use crate::validation::ValidationLine;
 
 /// File of the JSON lines in the save path.
 pub(crate) const METRICS: &str = "metrics.jsonl";
@@ -162,6 +163,17 @@ impl Meter {
         Ok(())
     }
 
+    /// Shows a validation.
+    pub(crate) fn validated(&mut self, line: &ValidationLine) {
+        self.say(&line.summary());
+        if let Some(outputs) = &mut self.outputs {
+            for (tag, value) in line.scalars() {
+                outputs.events.add_scalar(tag, value as f32, line.step as usize);
+            }
+            outputs.events.flush();
+        }
+    }
+
     /// Says something above the progress bar.
     pub(crate) fn say(&self, message: &str) {
         if let Some(outputs) = &self.outputs {
@@ -253,7 +265,7 @@ fn bar_style() -> ProgressStyle {
 }
 
 /// Drops lines of steps after `step`, which a resumed run will write again.
-fn keep_lines_until(path: &Path, step: u64) -> Result<(), Error> {
+pub(crate) fn keep_lines_until(path: &Path, step: u64) -> Result<(), Error> {
     let Ok(file) = File::open(path) else { return Ok(()) };
     let mut kept = String::new();
     for line in BufReader::new(file).lines() {

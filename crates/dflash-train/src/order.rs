@@ -64,7 +64,7 @@ impl RowOrder {
         &self,
         first: u64,
         stride: u64,
-    ) -> impl Iterator<Item = PlannedRow> + Send + use<> {
+    ) -> impl Iterator<Item = PlannedRow> + Clone + Send + use<> {
         let order = self.clone();
         let mut current: Option<(u64, Vec<Vec<u32>>)> = None;
         (0..).map(move |index| first + index * stride).map_while(move |position| {

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use dflash_data::{Dataset, PackedRow, Sample};
+use dflash_data::Dataset;
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
-use dflash_hidden::{Fetched, HiddenStates, Request, SourceConfig, Stream, StreamConfig};
-use dflash_model::draft::DraftConfig;
 use dflash_model::target::TargetConfig;
 
 use crate::checkpoint::{self, Position};
 use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
-use crate::order::{PlannedRow, RowOrder};
+use crate::order::RowOrder;
+use crate::rows::{RowSource, Rows, stream_config};
 use crate::save_path::{SavePath, is_negligible};
 use crate::trainer::{StepExtras, StepResult, Trainer};
+use crate::validation::{self, AcceptanceProbe, Validation};
 use crate::warm_start::WarmStart;
 use crate::{Error, setup};
 
@@ -47,6 +47,7 @@ pub fn validate(config: &TrainConfig) -> Result<(), Error> {
     check_numbers(config)?;
     setup::device(config.device, 0)?;
     let dataset = Dataset::open(&config.data)?;
+    validation::check(config, dataset.lengths())?;
     if dataset.is_empty() {
         return Err(Error::NothingToTrain { path: config.data.clone() });
     }
@@ -108,11 +109,16 @@ fn check_agreement(
     Err(Error::RanksDisagree { rank, path, found, expected })
 }
 
-/// Trains as the rank that `env` describes.
+/// Trains as the rank that `env` describes; `probe` measures acceptance where
+/// [`TrainConfig::validation`] asks for it.
 ///
 /// # Errors
 /// The user's mistakes by name, a server or a rank that is gone, a full disk.
-pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
+pub fn run(
+    config: &TrainConfig,
+    env: &WorkerEnv,
+    probe: Option<AcceptanceProbe<'_>>,
+) -> Result<Outcome, Error> {
     validate(config)?;
     let target = TargetConfig::load(&config.target)?;
     let draft_config = setup::draft_config(&target, &config.draft)?;
@@ -138,28 +144,32 @@ pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
             position = stored;
         }
         let ranks = communicator.world_size() as u64;
-        let order = row_order(config, dataset.lengths(), ranks);
+        let trained = validation::trained_samples(config, dataset.len());
+        let order = row_order(config, &dataset.lengths()[..trained], ranks);
         let total = total_steps(config, &order, &position, ranks);
         let share = order
             .every(position.rows + communicator.rank() as u64, ranks)
             .take(((total - position.step) * config.accumulation as u64) as usize);
-        let stream = stream_config(config, &target, &draft_config, trainer.batches.teacher_layer);
-        let wanted = requests(share, Arc::clone(&dataset), config.total_seq_len);
-        let planned = order.every(position.rows + communicator.rank() as u64, ranks);
-        let mut rows = Rows {
-            stream: Stream::start(stream, wanted)?,
-            planned: Box::new(planned),
+        let teacher = trainer.batches.teacher_layer;
+        let source = RowSource {
             dataset: Arc::clone(&dataset),
+            stream: stream_config(config, &target, &draft_config, teacher),
             total_seq_len: config.total_seq_len,
             embedding_rows: target.vocab_size,
         };
+        let mut rows = source.start(share)?;
         let mut save_path = None;
         if communicator.rank() == 0 {
             save_path = Some(SavePath::claim(&config.save_path)?);
             write_provenance(config, &position, communicator.world_size())?;
         }
         let communicator = &*communicator;
-        Worker { config, order, communicator, trainer, position, total, save_path }.train(&mut rows)
+        let validation = config.validation.as_ref().map(|settings| {
+            Validation::new((config, settings), source, probe, (communicator, position.step))
+        });
+        let validation = validation.transpose()?;
+        Worker { config, order, communicator, trainer, position, total, save_path, validation }
+            .train(&mut rows)
     })
 }
 
@@ -181,6 +191,7 @@ impl Position {
             dataset: dataset.fingerprint(),
             seed: config.seed,
             total_seq_len: config.total_seq_len,
+            trained_samples: Some(validation::trained_samples(config, dataset.len())),
         }
     }
 }
@@ -217,7 +228,7 @@ fn write_provenance(
 }
 
 /// A rank between its first and its last step.
-struct Worker<'a> {
+struct Worker<'a, 'p> {
     config: &'a TrainConfig,
     order: RowOrder,
     communicator: &'a dyn Communicator,
@@ -227,9 +238,10 @@ struct Worker<'a> {
     total: u64,
     /// Rank 0's hold on the save path.
     save_path: Option<SavePath>,
+    validation: Option<Validation<'p>>,
 }
 
-impl Worker<'_> {
+impl Worker<'_, '_> {
     fn train(&mut self, rows: &mut Rows) -> Result<Outcome, Error> {
         let epsilon = self.trainer.objective.denominator.epsilon();
         let mut meter = if self.communicator.rank() == 0 {
@@ -267,11 +279,35 @@ impl Worker<'_> {
             if epoch_ended || due {
                 self.save(&meter)?;
             }
+            self.validate(&mut meter)?;
             if stopping {
                 return self.finish(&mut meter, false);
             }
         }
         self.finish(&mut meter, true)
+    }
+
+    /// Measures what there is to measure, if it is time.
+    fn validate(&mut self, meter: &mut Meter) -> Result<(), Error> {
+        let (step, total) = (self.position.step, self.total);
+        let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
+            return Ok(());
+        };
+        if validation.measures() {
+            // the best checkpoint must be there to be named
+            self.save(meter)?;
+        }
+        let Some(validation) = &mut self.validation else { return Ok(()) };
+        let Some(line) = validation.run(step, &self.trainer, self.communicator)? else {
+            return Ok(());
+        };
+        meter.validated(&line);
+        if let (Some(save_path), Some(measured)) = (&self.save_path, &line.measured)
+            && save_path.note_acceptance(step, measured.tau_per_step)?
+        {
+            meter.say(&format!("step {step} has the best acceptance so far"));
+        }
+        Ok(())
     }
 
     fn announcement(&self) -> String {
@@ -387,114 +423,4 @@ enum Stepped {
     },
     /// A rank was told to stop while it waited for its rows; nothing was changed.
     Abandoned,
-}
-
-/// One row with its hidden states; what was left out is counted.
-struct LoadedRow {
-    epoch: u64,
-    row: PackedRow,
-    states: Vec<HiddenStates>,
-    skipped: usize,
-}
-
-impl LoadedRow {
-    fn count(&self, extras: &mut StepExtras) {
-        extras.tokens += self.row.input_ids.len() as f64;
-        extras.rows += 1.0;
-        extras.skipped += self.skipped as f64;
-    }
-}
-
-/// This rank's rows in order, with their hidden states as they come.
-struct Rows {
-    stream: Stream,
-    planned: Box<dyn Iterator<Item = PlannedRow>>,
-    dataset: Arc<Dataset>,
-    total_seq_len: usize,
-    embedding_rows: i64,
-}
-
-impl Rows {
-    fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
-        let Some(planned) = self.planned.next() else { return Ok(None) };
-        let fetched = match self.stream.next_row() {
-            Some(fetched) => fetched?,
-            // The feeder stops at a sample that it cannot read; reading it here says why.
-            None => {
-                for &sample in &planned.samples {
-                    self.sample(sample)?;
-                }
-                return Ok(None);
-            }
-        };
-        let mut samples = Vec::with_capacity(fetched.len());
-        let mut states = Vec::with_capacity(fetched.len());
-        let asked = fetched.len();
-        for Fetched { sample, states: found } in fetched {
-            if let Some(found) = found {
-                samples.push((sample as u32, self.sample(sample as u32)?));
-                states.push(found);
-            }
-        }
-        let skipped = asked - samples.len();
-        let row = PackedRow::from_samples(&samples, self.total_seq_len);
-        Ok(Some(LoadedRow { epoch: planned.epoch, row, states, skipped }))
-    }
-
-    /// Reads a sample and checks that the target knows its tokens.
-    fn sample(&self, index: u32) -> Result<Sample, Error> {
-        let sample = self.dataset.get(index as usize)?;
-        match sample.input_ids.iter().find(|&&token| token < 0 || token >= self.embedding_rows) {
-            None => Ok(sample),
-            Some(&token) => Err(Error::ForeignToken {
-                path: self.dataset.dir().into(),
-                sample: index,
-                token,
-                rows: self.embedding_rows,
-            }),
-        }
-    }
-}
-
-/// What the server is asked for: the samples of each row, cut to the row's length.
-fn requests(
-    planned: impl Iterator<Item = PlannedRow> + Send + 'static,
-    dataset: Arc<Dataset>,
-    total_seq_len: usize,
-) -> impl Iterator<Item = Vec<Request>> + Send + 'static {
-    planned.map_while(move |row| {
-        row.samples
-            .iter()
-            .map(|&sample| {
-                let mut input_ids = dataset.get(sample as usize).ok()?.input_ids;
-                input_ids.truncate(total_seq_len);
-                Some(Request { sample: sample.into(), input_ids })
-            })
-            .collect()
-    })
-}
-
-fn stream_config(
-    config: &TrainConfig,
-    target: &TargetConfig,
-    draft: &DraftConfig,
-    teacher: Option<u32>,
-) -> StreamConfig {
-    let hidden = &config.hidden;
-    let source = SourceConfig {
-        endpoints: hidden.endpoints.clone(),
-        offline_dir: hidden.offline_dir.clone(),
-    };
-    let mut layer_ids = draft.target_layer_ids.clone();
-    layer_ids.extend(teacher.filter(|layer| !draft.target_layer_ids.contains(layer)));
-    StreamConfig {
-        vocab_size: Some(target.vocab_size as usize),
-        num_hidden_layers: Some(target.num_hidden_layers as u32),
-        on_missing: hidden.on_missing,
-        on_generate: hidden.on_generate,
-        window_bytes: hidden.window_bytes,
-        max_in_flight: hidden.max_in_flight,
-        stop: Arc::clone(&config.stop),
-        ..StreamConfig::new(source, layer_ids, target.hidden_size as usize)
-    }
 }

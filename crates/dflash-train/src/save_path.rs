@@ -24,9 +24,12 @@ pub struct Retention {
     pub keep_every: Option<u64>,
 }
 
-#[derive(Deserialize)]
+/// Content of [`BEST`].
+#[derive(Deserialize, Serialize)]
 struct Best {
     step: u64,
+    /// Mean tokens per verify step, measured.
+    tau_per_step: f64,
 }
 
 /// A save path that this process alone writes to, while it lives.
@@ -83,7 +86,7 @@ impl SavePath {
                 steps.insert(step);
             }
         }
-        let best = self.best_step()?;
+        let best = self.best()?.map(|best| best.step);
         let newest: BTreeSet<u64> =
             steps.iter().rev().take(keep_last.max(1) as usize).copied().collect();
         let stays = |step: u64| {
@@ -98,15 +101,28 @@ impl SavePath {
         Ok(steps.into_iter().collect())
     }
 
-    fn best_step(&self) -> Result<Option<u64>, Error> {
+    /// Notes that the checkpoint of `step` reached `tau_per_step`; returns whether it is the best.
+    ///
+    /// # Errors
+    /// An unreadable record, a full disk.
+    pub(crate) fn note_acceptance(&self, step: u64, tau_per_step: f64) -> Result<bool, Error> {
+        if self.best()?.is_some_and(|best| best.tau_per_step >= tau_per_step) {
+            return Ok(false);
+        }
+        let text = serde_json::to_vec(&Best { step, tau_per_step }).expect("two numbers print");
+        dflash_files::write_bytes(&self.path.join(BEST), &text)?;
+        Ok(true)
+    }
+
+    fn best(&self) -> Result<Option<Best>, Error> {
         let path = self.path.join(BEST);
         let bytes = match std::fs::read(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes.map_err(dflash_files::Error::io("read", &path))?,
         };
-        let best: Best =
+        let best =
             serde_json::from_slice(&bytes).map_err(|source| Error::State { path, source })?;
-        Ok(Some(best.step))
+        Ok(Some(best))
     }
 }
 
@@ -122,7 +138,8 @@ fn is_leftover(name: &str) -> bool {
     };
     let Some((kept, process)) = inner.rsplit_once('.') else { return false };
     let is_ours = kept.starts_with("step-")
-        || [crate::run::PROVENANCE, crate::metrics::METRICS, BEST].contains(&kept);
+        || [crate::run::PROVENANCE, crate::metrics::METRICS, crate::validation::VALIDATION, BEST]
+            .contains(&kept);
     is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
 }
 

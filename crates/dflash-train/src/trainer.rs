@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Error;
 use crate::batch::{Batch, BatchMaker};
 use crate::optimizer::{AdamW, gradient_norm};
+use crate::rows::LoadedRow;
 
 /// Below this a denominator means that no rank had anything to learn from.
 const EMPTY_DENOMINATOR: f64 = 1e-12;
@@ -84,6 +85,22 @@ impl Trainer {
         let _ = self.gradient.zero_();
         let statistics = Statistics::zero(self.draft.config().block_size, self.draft.device());
         Step { trainer: self, communicator, statistics, reductions: Vec::new() }
+    }
+
+    /// The draft as its checkpoint serves it: weights rounded to bfloat16.
+    pub(crate) fn served(&self) -> Draft {
+        let kind = self.draft.flat().kind();
+        let rounded = self.draft.flat().to_kind(Kind::BFloat16).to_kind(kind);
+        Draft::new(self.draft.config().clone(), rounded)
+    }
+
+    /// The figures of one row, without gradients; `None` when it has nothing to learn from.
+    pub(crate) fn validate(&self, row: &LoadedRow) -> Option<Statistics> {
+        let batch = self.batches.make(&self.draft, &row.row, &row.states, row.epoch)?;
+        let (hidden_nh, _) = self.draft.forward(&batch.input);
+        let head_vh = &self.batches.lm_head_vh;
+        let teacher = batch.teacher.as_ref();
+        Some(self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher).statistics)
     }
 
     /// Forward and backward of one batch; gradients of the loss numerator are added up.

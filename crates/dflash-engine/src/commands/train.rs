@@ -9,19 +9,21 @@ use anyhow::{Context, bail, ensure};
 use dflash::args::{
     CheckpointArgs, DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs,
     OnGenerateArg, OnMissingArg, OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+    ValidationArgs,
 };
+use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hidden::{OnGenerate, OnMissing};
-use dflash_model::draft::DraftConfig;
+use dflash_model::draft::{Draft, DraftConfig};
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
 use dflash_text::ChatTokenizer;
-use dflash_train::Retention;
 use dflash_train::config::{
-    DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig,
+    DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig, ValidationConfig,
 };
 use dflash_train::optimizer::AdamWConfig;
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
+use dflash_train::{AcceptanceCounts, ProbeError, Retention, Share};
 
 use super::launch;
 
@@ -36,23 +38,37 @@ const DEFAULT_EPOCHS: u64 = 6;
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let launch_args = args.launch.clone();
+    let acceptance = probe_config(&args.validation, &args.verifier_name_or_path);
     let mut config = resolve(args, stop)?;
     match Role::from_env(launch::wish(&launch_args))? {
         Role::Worker(env) => {
             config.progress &= env.rank == 0;
-            train(&config, &env)
+            train(&config, &env, acceptance)
         }
-        Role::Alone => train(&config, &WorkerEnv::alone()),
+        Role::Alone => train(&config, &WorkerEnv::alone(), acceptance),
         Role::Launcher { nproc } => {
             let ranks = launch::config(launch_args, nproc)?;
             dflash_train::validate(&config)?;
+            // what is wrong with the prompts is better said once, before ranks start
+            acceptance.map(Probe::open).transpose()?;
             launch::start(&ranks, stop)
         }
     }
 }
 
-fn train(config: &TrainConfig, env: &WorkerEnv) -> anyhow::Result<()> {
-    let outcome = dflash_train::run(config, env)?;
+fn train(
+    config: &TrainConfig,
+    env: &WorkerEnv,
+    acceptance: Option<ProbeConfig>,
+) -> anyhow::Result<()> {
+    let mut acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
+    let outcome = match &mut acceptance {
+        None => dflash_train::run(config, env, None)?,
+        Some(meter) => {
+            let mut probe = |draft: &Draft, share: Share| meter.measure(draft, share, &config.stop);
+            dflash_train::run(config, env, Some(&mut probe))?
+        }
+    };
     if env.rank > 0 {
         return Ok(());
     }
@@ -82,6 +98,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         objective,
         optimizer,
         hidden,
+        validation,
         log_every,
         no_progress,
     } = args;
@@ -121,6 +138,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         max_anchors,
         seed,
         save_every,
+        validation: validation_settings(&validation),
         retention: Retention { keep_last, keep_every },
         log_every,
         max_bad_steps,
@@ -133,6 +151,58 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         stop: Arc::clone(stop),
         progress: !no_progress,
     })
+}
+
+/// What is validated when; the prompts are the acceptance probe's.
+fn validation_settings(args: &ValidationArgs) -> Option<ValidationConfig> {
+    let every = args.eval_every?;
+    let measures = args.eval_prompts.is_some();
+    Some(ValidationConfig { every, ratio: args.validation_ratio, measures })
+}
+
+/// What acceptance is measured on, where it is.
+fn probe_config(args: &ValidationArgs, target: &Path) -> Option<ProbeConfig> {
+    let ValidationArgs {
+        eval_every,
+        validation_ratio: _,
+        eval_prompts,
+        eval_limit,
+        eval_max_new_tokens,
+    } = args.clone();
+    eval_every?;
+    Some(ProbeConfig {
+        target: target.into(),
+        prompts: eval_prompts?,
+        limit: Some(eval_limit),
+        max_new_tokens: eval_max_new_tokens,
+    })
+}
+
+/// Real decoding for the trainer, which knows no decoder.
+struct AcceptanceMeter(Probe);
+
+impl AcceptanceMeter {
+    fn open(config: ProbeConfig) -> anyhow::Result<Self> {
+        Ok(Self(Probe::open(config)?))
+    }
+
+    /// This rank's counts; `None` when the run was told to stop.
+    fn measure(
+        &mut self,
+        draft: &Draft,
+        share: Share,
+        stop: &AtomicBool,
+    ) -> Result<Option<AcceptanceCounts>, ProbeError> {
+        match self.0.measure(draft, (share.rank, share.ranks), stop) {
+            Err(dflash_decode::Error::Interrupted) => Ok(None),
+            Err(error) => Err(error.into()),
+            Ok(acceptance) => Ok(Some(AcceptanceCounts {
+                reached: acceptance.reached().to_vec(),
+                responses: acceptance.response_taus().len() as u64,
+                response_tau_sum: acceptance.response_taus().iter().sum(),
+            })),
+        }
+    }
 }
 
 /// The library's name of a device.

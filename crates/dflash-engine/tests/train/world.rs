@@ -123,6 +123,26 @@ impl World {
         took
     }
 
+    /// A file of four prompts; its path.
+    pub(crate) fn prompts(&self, name: &str) -> String {
+        let path = self.path(name);
+        let rows: Vec<String> = (0..4)
+            .map(|row| {
+                let input_ids: Vec<i64> = (0..5).map(|t| (row * 11 + t) % 60).collect();
+                serde_json::json!({"input_ids": input_ids, "loss_mask": vec![0; 5]}).to_string()
+                    + "\n"
+            })
+            .collect();
+        std::fs::write(&path, rows.concat()).unwrap();
+        path.to_string_lossy().into_owned()
+    }
+
+    /// The JSON lines of a file of a run.
+    pub(crate) fn lines(&self, save: &str, file: &str) -> Vec<serde_json::Value> {
+        let text = std::fs::read_to_string(self.path(save).join(file)).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
     /// Bytes of a checkpoint's trainer state and of its served weights.
     pub(crate) fn state(&self, save: &str, checkpoint: &str) -> [Vec<u8>; 2] {
         let dir = self.path(save).join(checkpoint);

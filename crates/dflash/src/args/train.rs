@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::eval::at_least_one;
+
 use super::launch::{CheckpointArgs, LaunchArgs};
 
 /// Train a drafter against a running hidden-state server.
@@ -68,6 +70,9 @@ pub struct TrainArgs {
     /// Steps between metric lines.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     pub log_every: u64,
+    /// Held-out measurements.
+    #[command(flatten, next_help_heading = "Validation")]
+    pub validation: ValidationArgs,
     /// Draw no progress bar.
     #[arg(long)]
     pub no_progress: bool,
@@ -145,6 +150,28 @@ pub struct ObjectiveArgs {
     /// Memory of one chunk of logits, MiB.
     #[arg(long, value_name = "MIB", default_value_t = 8)]
     pub loss_chunk_mib: usize,
+}
+
+/// What a run measures of itself on data that it does not train on.
+#[derive(Debug, Clone, Args)]
+pub struct ValidationArgs {
+    /// Steps between validations; the last step has one too.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub eval_every: Option<u64>,
+    /// Hold out this share of the samples, from the dataset's end: loss, accuracy and expected
+    /// length are taken on them, with the same anchors every time.
+    #[arg(long, value_name = "R", default_value_t = 0.0, requires = "eval_every")]
+    pub validation_ratio: f64,
+    /// Prompts (JSON or JSONL) to decode with the target and the draft: their real acceptance
+    /// names the best checkpoint.
+    #[arg(long, value_name = "FILE", requires = "eval_every")]
+    pub eval_prompts: Option<PathBuf>,
+    /// Prompts of that file at most.
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_one)]
+    pub eval_limit: usize,
+    /// Tokens of such an answer at most.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_one)]
+    pub eval_max_new_tokens: usize,
 }
 
 /// How parameters move.

@@ -1,0 +1,92 @@
+//! Measuring the acceptance of a draft that is still in training: speculative decoding only, the
+//! same prompts every time.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+use dflash_model::draft::Draft;
+use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_text::ChatTokenizer;
+
+use crate::Error;
+use crate::acceptance::Acceptance;
+use crate::eval::{drop_long, stop_ids};
+use crate::plain::Limits;
+use crate::prompts::{Prompt, read_prompts};
+use crate::sampling::{Sampler, Sampling};
+use crate::speculative::Speculator;
+
+/// What to measure on.
+#[derive(Debug, Clone)]
+pub struct ProbeConfig {
+    /// Directory of the target, with its tokenizer.
+    pub target: PathBuf,
+    /// JSON or JSONL file of prompts; of several turns the first is taken.
+    pub prompts: PathBuf,
+    /// Rows of the file at most.
+    pub limit: Option<usize>,
+    /// Tokens of an answer at most.
+    pub max_new_tokens: usize,
+}
+
+/// Prompts, and the target once it is needed.
+#[derive(Debug)]
+pub struct Probe {
+    config: ProbeConfig,
+    tokenizer: ChatTokenizer,
+    prompts: Vec<Prompt>,
+    target: Option<Target>,
+}
+
+impl Probe {
+    /// Reads the prompts; the target is loaded at the first measurement.
+    ///
+    /// # Errors
+    /// Prompts that cannot be read.
+    pub fn open(config: ProbeConfig) -> Result<Self, Error> {
+        let tokenizer = ChatTokenizer::load(&config.target)?;
+        let vocab_size = TargetConfig::load(&config.target)?.vocab_size;
+        let prompts = read_prompts(&config.prompts, config.limit, &tokenizer, vocab_size)?;
+        Ok(Self { config, tokenizer, prompts, target: None })
+    }
+
+    /// Decodes the prompts `first`, `first + stride`, ... greedily with the proposals of `draft`, on
+    /// its device and in its precision.
+    ///
+    /// # Errors
+    /// A target that cannot be loaded or does not fit; [`Error::Interrupted`].
+    pub fn measure(
+        &mut self,
+        draft: &Draft,
+        (first, stride): (usize, usize),
+        stop: &AtomicBool,
+    ) -> Result<Acceptance, Error> {
+        self.load(draft)?;
+        let mut acceptance = Acceptance::new(draft.config().block_size);
+        let Some(target) = &self.target else { return Ok(acceptance) };
+        let mut speculator = Speculator::new(target, draft, Sampler::new(Sampling::Greedy))?;
+        let limits = Limits {
+            max_new_tokens: self.config.max_new_tokens,
+            stop_ids: stop_ids(target, &self.tokenizer),
+        };
+        for prompt in self.prompts.iter().skip(first).step_by(stride) {
+            acceptance.record(&speculator.generate(&prompt.ids, &limits, stop)?.accepted);
+        }
+        Ok(acceptance)
+    }
+
+    fn load(&mut self, draft: &Draft) -> Result<(), Error> {
+        if self.target.is_some() {
+            return Ok(());
+        }
+        let options = TargetOptions { device: draft.device(), dtype: draft.flat().kind() };
+        let target = Target::load(&self.config.target, &options)?;
+        drop_long(&mut self.prompts, &target, self.config.max_new_tokens);
+        if self.prompts.is_empty() {
+            let context = target.config().max_position_embeddings;
+            return Err(Error::NoPrompts { path: self.config.prompts.clone(), context });
+        }
+        self.target = Some(target);
+        Ok(())
+    }
+}
