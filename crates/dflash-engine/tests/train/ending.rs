@@ -170,6 +170,24 @@ fn a_mistake_is_not_tried_again() {
 }
 
 #[test]
+fn ranks_that_would_resume_different_checkpoints_are_refused() {
+    let world = World::new();
+    let run = world.train("mine", &["--epochs", "1"]);
+    assert!(run.success(), "{}", run.stderr);
+    let port = free_port().to_string();
+    let ranks = ["mine", "theirs"].iter().enumerate().map(|(rank, save)| {
+        let mut command = world.command(save, &["--resume"]);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+        Running::start(command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port))
+    });
+    for rank in ranks.collect::<Vec<_>>() {
+        let run = rank.end();
+        assert_eq!(run.code, Some(1));
+        assert!(run.stderr.contains("rank 1 finds no checkpoint in "), "{}", run.stderr);
+    }
+}
+
+#[test]
 fn a_rank_that_hangs_ends_the_job_after_the_collective_timeout() {
     let world = World::new();
     let more = [&LONG[..], &["--nproc", "2", "--collective-timeout", "2"]].concat();

@@ -10,8 +10,9 @@ use crate::world::{World, losses, sorted_checkpoints};
 const SPLITS: [[&str; 2]; 3] = [["1", "4"], ["2", "2"], ["4", "1"]];
 
 fn flags<'a>([ranks, accumulation]: [&'a str; 2], more: &[&'a str]) -> Vec<&'a str> {
+    // A rank that its peers wait for in vain must fail the test, not hang it.
     let split = ["--nproc", ranks, "--gradient-accumulation-steps", accumulation];
-    [&split[..], more].concat()
+    [&split[..], &["--collective-timeout", "60"], more].concat()
 }
 
 /// Trains with every split and compares.
