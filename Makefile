@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test check bench interop clean
+.PHONY: help setup build demo test soak check bench interop clean
 
 # One profile for programs and tests: libtorch's bindings take minutes to build, once is enough.
 CARGO_FLAGS ?= --release
@@ -24,6 +24,9 @@ demo: build ## the whole line on a made-up corpus: corpus, target, hidden states
 
 test: build ## all tests, with the counts at the end
 	@scripts/test.sh $(TEST_FLAGS)
+
+soak: build ## train under fifty kill -9 at random moments, and compare with an unhurt run
+	@scripts/soak.sh
 
 check: build ## format, lints, tests, docs, dependency policy
 	$(CARGO) fmt --all --check

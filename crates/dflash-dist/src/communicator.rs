@@ -1,14 +1,14 @@
 //! The collectives that training needs, as a trait: world size 1 is an implementation of
 //! it ([`Single`](crate::Single)), not an `if` in the training loop.
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::Error;
 
 /// A place in a group of processes that train together.
 ///
-/// All ranks must call the same collectives in the same order. Tensors lie on the CPU and
-/// are contiguous; f32, f64, bf16, f16 and i64 can be reduced. Reductions give every rank
+/// All ranks must call the same collectives in the same order. Tensors lie where
+/// [`Communicator::takes`] says, and are contiguous; f32, f64, bf16, f16 and i64 can be reduced. Reductions give every rank
 /// the same bytes. After an error the group is broken: the process should end.
 pub trait Communicator: Send {
     /// This process, 0-based.
@@ -16,6 +16,11 @@ pub trait Communicator: Send {
 
     /// Processes in the group.
     fn world_size(&self) -> usize;
+
+    /// Whether tensors on `device` can be handed over as they are; all can that lie on the CPU.
+    fn takes(&self, device: Device) -> bool {
+        device == Device::Cpu
+    }
 
     /// Sums `tensor` over all ranks, in place.
     ///
@@ -75,7 +80,8 @@ pub trait Communicator: Send {
 
 /// A collective under way.
 pub trait Pending {
-    /// Waits until the result is in the tensor that it was started with.
+    /// Waits until the result is in the tensor that it was started with; on a GPU, makes the
+    /// computation wait for it.
     ///
     /// # Errors
     /// [`Error::Collective`] where a peer died or did not come in time.

@@ -110,6 +110,14 @@ pub enum Error {
         /// Its strides, in elements.
         strides: Vec<i64>,
     },
+    /// NCCL was asked for, and a rank cannot use it.
+    #[error(
+        "--backend nccl cannot be had: {reason}; --backend auto sends GPU tensors over the host where NCCL is missing"
+    )]
+    NoNccl {
+        /// Whose, and why.
+        reason: String,
+    },
     /// The launcher's settings contradict one another.
     #[error("{flag} is {value}, expected {expected}")]
     BadLaunch {

@@ -4,8 +4,10 @@ use std::net::{IpAddr, Ipv4Addr, TcpStream, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
 use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Store};
+use tch::Device;
 
 use crate::gloo::Member;
+use crate::nccl::{self, Backend};
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
 
 /// Between two looks at who has come, or two attempts to reach the store.
@@ -25,6 +27,18 @@ pub struct ConnectOptions {
     pub join_timeout: Duration,
     /// For each collective: as long as the slowest rank may lag behind the fastest.
     pub collective_timeout: Duration,
+    /// Where this process computes.
+    pub device: Device,
+    /// What carries tensors that lie on a GPU.
+    pub backend: Backend,
+}
+
+impl ConnectOptions {
+    /// For a process that computes on the CPU, `timeout` for the meeting and each collective.
+    pub fn cpu(timeout: Duration) -> Self {
+        let (join_timeout, collective_timeout) = (timeout, timeout);
+        Self { join_timeout, collective_timeout, device: Device::Cpu, backend: Backend::Auto }
+    }
 }
 
 /// Takes this process's place in the group that `env` describes; returns when all ranks
@@ -33,7 +47,7 @@ pub struct ConnectOptions {
 /// # Errors
 /// As [`connect_with`].
 pub fn connect(env: &WorkerEnv, timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
-    connect_with(env, &ConnectOptions { join_timeout: timeout, collective_timeout: timeout })
+    connect_with(env, &ConnectOptions::cpu(timeout))
 }
 
 /// [`connect`] with a timeout each for the meeting and the collectives.
@@ -41,11 +55,13 @@ pub fn connect(env: &WorkerEnv, timeout: Duration) -> Result<Box<dyn Communicato
 /// # Errors
 /// [`Error::Listen`] where rank 0's port is taken, [`Error::Unreachable`] where the store
 /// does not answer, [`Error::RanksMissing`] where ranks stay away, [`Error::NoAddress`],
+/// [`Error::NoNccl`] where NCCL was asked for and cannot be had,
 /// and [`Error::Rendezvous`] for all else.
 pub fn connect_with(
     env: &WorkerEnv,
     options: &ConnectOptions,
 ) -> Result<Box<dyn Communicator>, Error> {
+    nccl::check(options)?;
     let Some(host) = &env.master_addr else { return Ok(Box::new(Single)) };
     let meeting = Meeting { env, host, limit: options.join_timeout, start: Instant::now() };
     let store = meeting.open_store()?;
@@ -56,7 +72,8 @@ pub fn connect_with(
     let (rank, world_size, timeout) = (env.rank, env.world_size, options.collective_timeout);
     let config = GlooConfig { rank, size: world_size, bind, timeout };
     let group = ProcessGroup::gloo(&store, &config).map_err(|source| meeting.failed(source))?;
-    Ok(Box::new(Gloo::new(Member { rank, world_size, timeout, group, store })))
+    let gloo = Gloo::new(Member { rank, world_size, timeout, group, store });
+    nccl::join_or_stage(gloo, options)
 }
 
 /// Keys of different jobs and attempts in one store stay apart.

@@ -1,6 +1,6 @@
 //! The group of one process, in which every collective is done as it starts.
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::{Communicator, Error, Pending};
 
@@ -15,6 +15,10 @@ impl Communicator for Single {
 
     fn world_size(&self) -> usize {
         1
+    }
+
+    fn takes(&self, _: Device) -> bool {
+        true
     }
 
     fn all_reduce_sum(&self, _: &mut Tensor) -> Result<(), Error> {

@@ -1,7 +1,17 @@
 //! `dflash train` as users run it: real processes on a small target with stored hidden states.
 
+#[path = "train/ending.rs"]
+mod ending;
+#[path = "train/nodes.rs"]
+mod nodes;
+#[path = "train/running.rs"]
+mod running;
+#[path = "train/soak.rs"]
+mod soak;
 #[path = "train/world.rs"]
 mod world;
+#[path = "train/worlds.rs"]
+mod worlds;
 
 use world::{World, losses, sorted_checkpoints};
 
@@ -31,7 +41,7 @@ fn two_ranks_train_as_one_with_two_micro_batches() {
 fn real_torchrun_starts_the_ranks() {
     let world = World::new();
     let Some(torchrun) = world::torchrun() else {
-        eprintln!("no torchrun: set DFLASH_TORCHRUN or put it on PATH; skipped");
+        println!("skipped: no torchrun in DFLASH_TORCHRUN or PATH");
         return;
     };
     let alone = world.train("one", &["--gradient-accumulation-steps", "2"]);

@@ -58,7 +58,7 @@ fn libtorch_dir() -> Option<PathBuf> {
 /// `at::show_config()`, which the shim calls, so that every program of ours has it.
 const LIBTORCH_SYMBOL: &CStr = c"_ZN2at11show_configB5cxx11Ev";
 
-fn loader_message() -> String {
+pub(crate) fn loader_message() -> String {
     // SAFETY: dlerror's text is valid until the next call into the loader on this thread.
     unsafe {
         let message: *mut c_char = libc::dlerror();

@@ -24,4 +24,18 @@ pub enum Error {
     /// The library's build report holds no version.
     #[error("the loaded libtorch does not say its version; dflash needs libtorch 2.11.0")]
     NoVersion,
+    /// The library of GPU collectives, or the driver that it needs, does not load.
+    #[error("NCCL cannot be used: {reason}")]
+    NoNccl {
+        /// The loader's message.
+        reason: String,
+    },
+    /// NCCL or the driver refused a call.
+    #[error("{operation} between GPUs: {message}")]
+    Nccl {
+        /// What was called, in words.
+        operation: &'static str,
+        /// The library's own text.
+        message: String,
+    },
 }

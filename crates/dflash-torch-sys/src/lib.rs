@@ -1,5 +1,5 @@
 //! What tch does not reach in libtorch: the c10d store and gloo process group, the
-//! version of the library in use, and the loading of its CUDA half at run time.
+//! version of the library in use, and the loading of its CUDA half and of NCCL at run time.
 //!
 //! [`kernels`] are the trainer's elementwise loops for the CPU.
 //!
@@ -17,6 +17,7 @@ mod error;
 mod ffi;
 mod group;
 pub mod kernels;
+mod nccl;
 mod precision;
 mod store;
 mod version;
@@ -24,6 +25,7 @@ mod version;
 pub use cuda::{CudaLibrary, load_cuda};
 pub use error::Error;
 pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
+pub use nccl::{ID_BYTES, NcclGroup, NcclWork, find_nccl, nccl_id};
 pub use precision::{cpu_multiplies_bf16, multiply_in_bf16};
 pub use store::Store;
 pub use version::libtorch_version;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use dflash_dist::Backend;
 use dflash_hidden::{OnGenerate, OnMissing};
 use dflash_model::objective::{Denominator, ElementLoss, Weighting};
 use serde::Serialize;
@@ -71,6 +72,9 @@ pub struct TrainConfig {
     pub collective_timeout: Duration,
     /// `cpu`, `cuda` or `auto`.
     pub device: DeviceChoice,
+    /// What carries gradients between GPUs.
+    #[serde(serialize_with = "as_debug")]
+    pub backend: Backend,
     /// Whether products of float32 matrices on the CPU round their factors to bfloat16.
     pub bf16_products: bool,
     /// How the run was started, for its records.

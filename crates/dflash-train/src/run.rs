@@ -124,17 +124,19 @@ pub fn run(
     let draft_config = setup::draft_config(&target, &config.draft)?;
     let dataset = Arc::new(Dataset::open(&config.data)?);
     let resume = check_save_path(config)?;
-    let timeouts = ConnectOptions {
+    let device = setup::device(config.device, env.local_rank)?;
+    let options = ConnectOptions {
         join_timeout: config.join_timeout,
         collective_timeout: config.collective_timeout,
+        device: device.0,
+        backend: config.backend,
     };
-    let communicator = connect_with(env, &timeouts)?;
+    let communicator = connect_with(env, &options)?;
     check_agreement(config, resume.as_ref().map(|(step, _)| *step), &*communicator)?;
     if config.bf16_products {
         dflash_torch_sys::multiply_in_bf16()?;
     }
     tch::no_grad(|| {
-        let device = setup::device(config.device, env.local_rank)?;
         let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, device)?;
         let mut position = Position::start(config, &dataset);
         if let Some((_, dir)) = &resume {

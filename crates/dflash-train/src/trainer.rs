@@ -165,10 +165,12 @@ impl Step<'_> {
         extras: StepExtras,
         (rate, max_norm): (f64, f64),
     ) -> Result<StepResult, Error> {
+        // On the host and with a timeout, so that a rank that hangs is found before the GPU waits
+        // for it.
+        let extras = self.reduce_counts(extras)?;
         for reduction in std::mem::take(&mut self.reductions) {
             reduction.wait()?;
         }
-        let extras = self.reduce_counts(extras)?;
         let trainer = self.trainer;
         let epsilon = trainer.objective.denominator.epsilon();
         let denominator = self.statistics.denominator() + epsilon;
@@ -212,7 +214,7 @@ struct Reduction {
 
 impl Reduction {
     fn start(communicator: &dyn Communicator, part: Tensor) -> Result<Self, dflash_dist::Error> {
-        if part.device() == Device::Cpu || communicator.world_size() == 1 {
+        if communicator.takes(part.device()) {
             return Ok(Self { pending: communicator.start_all_reduce_sum(&part)?, staged: None });
         }
         let host = part.to_device(Device::Cpu);

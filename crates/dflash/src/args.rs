@@ -20,7 +20,7 @@ pub use bench::{BenchArgs, BenchCommand, TrainStepArgs};
 pub use demo_target::DemoTargetArgs;
 pub use eval::EvalArgs;
 pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
-pub use launch::{CheckpointArgs, LaunchArgs};
+pub use launch::{BackendArg, CheckpointArgs, LaunchArgs};
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::{

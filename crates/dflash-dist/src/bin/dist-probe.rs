@@ -201,7 +201,8 @@ fn linger(group: &dyn Communicator) -> Result<(), Error> {
 fn stall(rank: &str) -> Result<(), Error> {
     let env = WorkerEnv::from_env()?.unwrap_or_else(WorkerEnv::alone);
     let collective_timeout = Duration::from_secs(1);
-    let group = connect_with(&env, &ConnectOptions { join_timeout: PATIENCE, collective_timeout })?;
+    let options = ConnectOptions { collective_timeout, ..ConnectOptions::cpu(PATIENCE) };
+    let group = connect_with(&env, &options)?;
     if env.rank == number(rank) {
         linger_alone()
     }

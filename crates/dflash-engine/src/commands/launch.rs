@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::Context;
-use dflash::args::LaunchArgs;
-use dflash_dist::{Error, Finished, LaunchConfig, LaunchWish, launch};
+use dflash::args::{BackendArg, LaunchArgs};
+use dflash_dist::{Backend, Error, Finished, LaunchConfig, LaunchWish, launch};
 
 /// By which ranks that are started again find what the ones before them have saved.
 const RESUME: &str = "--resume";
@@ -15,6 +15,15 @@ const RESUME: &str = "--resume";
 pub(super) fn wish(args: &LaunchArgs) -> LaunchWish {
     let needs_launcher = args.nnodes != 1 || args.max_restarts > 0;
     LaunchWish { nproc: args.nproc, needs_launcher }
+}
+
+/// The library's name of a backend.
+pub(super) fn backend(backend: BackendArg) -> Backend {
+    match backend {
+        BackendArg::Auto => Backend::Auto,
+        BackendArg::Nccl => Backend::Nccl,
+        BackendArg::Gloo => Backend::Gloo,
+    }
 }
 
 /// The launch of `nproc` ranks on this machine.
@@ -27,6 +36,7 @@ pub(super) fn config(args: LaunchArgs, nproc: usize) -> anyhow::Result<LaunchCon
         max_restarts,
         join_timeout,
         collective_timeout: _,
+        backend: _,
     } = args;
     let node_rank = match node_rank {
         Some(node_rank) => node_rank,

@@ -46,9 +46,14 @@ impl Run {
 
 impl World {
     pub(crate) fn new() -> Self {
+        Self::with_mask(|_, t| t >= 3)
+    }
+
+    /// A world in which `mask` says of a sample's token whether it is supervised.
+    pub(crate) fn with_mask(mask: fn(u64, u64) -> bool) -> Self {
         let world = Self { dir: tempfile::tempdir().unwrap() };
         let target = write_target(&world.path("target"));
-        let samples = write_dataset(&world.path("data"));
+        let samples = write_dataset(&world.path("data"), mask);
         store_states(&target, &samples, OfflineFiles::new(world.path("states")));
         world
     }
@@ -85,7 +90,7 @@ impl World {
         arguments
     }
 
-    fn command(&self, save: &str, more: &[&str]) -> Command {
+    pub(crate) fn command(&self, save: &str, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
         command.args(self.arguments(save, more)).env("OMP_NUM_THREADS", "1");
         command
@@ -220,12 +225,12 @@ fn tokenizer_json() -> String {
 }
 
 /// Counting sequences: something that a draft can learn.
-fn write_dataset(dir: &Path) -> Vec<Sample> {
+fn write_dataset(dir: &Path, mask: fn(u64, u64) -> bool) -> Vec<Sample> {
     let samples: Vec<Sample> = (0..SAMPLES)
         .map(|index| {
             let length = 12 + index % 9;
             let input_ids = (0..length).map(|t| ((index * 7 + t) % 60) as i64).collect();
-            Sample { input_ids, loss_mask: (0..length).map(|t| t >= 3).collect() }
+            Sample { input_ids, loss_mask: (0..length).map(|t| mask(index, t)).collect() }
         })
         .collect();
     let mut writer = DatasetWriter::create(dir, WriterOptions::default()).unwrap();

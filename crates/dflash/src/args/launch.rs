@@ -1,6 +1,6 @@
 //! The flags that start ranks and say what remains of a run's checkpoints.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 /// Ranks: how many, where, and what happens when one dies.
 #[derive(Debug, Clone, Args)]
@@ -17,6 +17,9 @@ pub struct LaunchArgs {
     /// Where the machines meet: an address of the machine with --node-rank 0 and a free port there.
     #[arg(long, value_name = "HOST:PORT")]
     pub rdzv_endpoint: Option<String>,
+    /// What carries gradients between ranks on GPUs; between CPUs it is gloo.
+    #[arg(long, value_enum, default_value_t = BackendArg::Auto)]
+    pub backend: BackendArg,
     /// Start all ranks again from the last checkpoint when one dies, up to N times.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub max_restarts: usize,
@@ -41,4 +44,15 @@ pub struct CheckpointArgs {
     /// With --keep-last: also keep those of steps that are multiples of N.
     #[arg(long, value_name = "N", requires = "keep_last", value_parser = clap::value_parser!(u64).range(1..))]
     pub keep_every: Option<u64>,
+}
+
+/// Carriers of gradients between GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BackendArg {
+    /// NCCL where all ranks can use it, else gloo.
+    Auto,
+    /// NCCL, or an error.
+    Nccl,
+    /// Over the host.
+    Gloo,
 }

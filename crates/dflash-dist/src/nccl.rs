@@ -1,0 +1,292 @@
+//! Collectives between GPU processes: tensors on the GPU over NCCL, those on the CPU over gloo.
+//!
+//! NCCL is used where every rank can use it and a sum over all ranks comes out right; else GPU
+//! tensors go over the host, and rank 0 says why. It has no timeout: a peer that hangs is found by
+//! the gloo collective that every step holds as well, one that dies by the launcher.
+
+use dflash_torch_sys::{ID_BYTES, NcclGroup, NcclWork, ReduceOp, find_nccl, nccl_id};
+use tch::{Device, Kind, Tensor};
+
+use crate::rendezvous::ConnectOptions;
+use crate::{Communicator, Error, Gloo, Pending};
+
+/// What carries tensors that lie on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// NCCL where all ranks can use it, else as `Gloo`.
+    Auto,
+    /// NCCL, or an error.
+    Nccl,
+    /// gloo, over the host.
+    Gloo,
+}
+
+/// Elements of the sum by which a group is tried.
+const TRIAL: i64 = 1024;
+
+/// A member of a group of GPU processes.
+pub struct Nccl {
+    gloo: Gloo,
+    group: NcclGroup,
+    device: Device,
+}
+
+/// Refuses what no machine could do.
+pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
+    match (options.backend, options.device) {
+        (Backend::Nccl, Device::Cuda(_)) | (Backend::Auto | Backend::Gloo, _) => Ok(()),
+        (Backend::Nccl, _) => Err(Error::NoNccl {
+            reason: "it carries tensors of GPUs, and this is the CPU".to_owned(),
+        }),
+    }
+}
+
+/// The group with NCCL for the GPU tensors, where it is wanted and works.
+pub(crate) fn join_or_stage(
+    gloo: Gloo,
+    options: &ConnectOptions,
+) -> Result<Box<dyn Communicator>, Error> {
+    let Device::Cuda(ordinal) = options.device else { return Ok(Box::new(gloo)) };
+    if options.backend == Backend::Gloo {
+        return Ok(Box::new(gloo));
+    }
+    match join(&gloo, ordinal)? {
+        Ok(group) => Ok(Box::new(Nccl { gloo, group, device: options.device })),
+        Err(reason) if options.backend == Backend::Nccl => Err(Error::NoNccl { reason }),
+        Err(reason) => {
+            if gloo.rank() == 0 {
+                tracing::warn!("gradients go over the host (gloo), which is slower: {reason}");
+            }
+            Ok(Box::new(gloo))
+        }
+    }
+}
+
+/// Joins and tries the group; the inner error says for all ranks why not. Before each thing that
+/// waits for peers all agree that all will come.
+fn join(gloo: &Gloo, ordinal: usize) -> Result<Result<NcclGroup, String>, Error> {
+    let place = (gloo.rank(), gloo.world_size());
+    let found = find_nccl().and_then(|()| if place.0 == 0 { nccl_id() } else { Ok([0; ID_BYTES]) });
+    let (own, problem) = match found {
+        Ok(id) => (id, None),
+        Err(error) => ([0; ID_BYTES], Some(error.to_string())),
+    };
+    if let Some(reason) = any_problem(gloo, problem)? {
+        return Ok(Err(reason));
+    }
+    let ids = gloo.all_gather_bytes(&own)?;
+    let id = ids[0].as_slice().try_into().expect("as many bytes as rank 0 sent");
+    let joined = NcclGroup::join(id, place, ordinal);
+    if let Some(reason) = any_problem(gloo, joined.as_ref().err().map(ToString::to_string))? {
+        return Ok(Err(reason));
+    }
+    let group = joined.expect("no rank had a problem");
+    match any_problem(gloo, trial(&group, place, ordinal))? {
+        Some(reason) => Ok(Err(reason)),
+        None => Ok(Ok(group)),
+    }
+}
+
+/// The first problem that a rank has, with its rank; all ranks get the same answer.
+fn any_problem(gloo: &Gloo, own: Option<String>) -> Result<Option<String>, Error> {
+    let all = gloo.all_gather_bytes(own.unwrap_or_default().as_bytes())?;
+    Ok(first_problem(&all))
+}
+
+fn first_problem(all: &[Vec<u8>]) -> Option<String> {
+    let rank = all.iter().position(|problem| !problem.is_empty())?;
+    Some(format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank])))
+}
+
+/// What is wrong with a sum of rank + 1 over all ranks, if anything.
+fn trial(group: &NcclGroup, (rank, size): (usize, usize), ordinal: usize) -> Option<String> {
+    let own = Tensor::full([TRIAL], rank as i64 + 1, (Kind::Float, Device::Cuda(ordinal)));
+    let summed = group.all_reduce(&own, ReduceOp::Sum).and_then(|work| work.wait());
+    if let Err(error) = summed {
+        return Some(error.to_string());
+    }
+    let expected = (size * (size + 1) / 2) as f64;
+    let (least, most) = (own.min().double_value(&[]), own.max().double_value(&[]));
+    (least != expected || most != expected)
+        .then(|| format!("NCCL's sum is {least} to {most}, not {expected}"))
+}
+
+impl Nccl {
+    fn is_ours(&self, tensor: &Tensor) -> bool {
+        tensor.device() == self.device
+    }
+
+    fn started(
+        &self,
+        operation: &'static str,
+        work: Result<NcclWork, dflash_torch_sys::Error>,
+    ) -> Result<OnGpu, Error> {
+        let rank = self.gloo.rank();
+        let work = work.map_err(|source| Error::Collective { rank, operation, source })?;
+        Ok(OnGpu { rank, operation, work })
+    }
+
+    fn contiguous(&self, operation: &'static str, tensor: &Tensor) -> Result<(), Error> {
+        if tensor.is_contiguous() {
+            return Ok(());
+        }
+        let (shape, strides) = (tensor.size(), tensor.stride());
+        Err(Error::NotContiguous { rank: self.gloo.rank(), operation, shape, strides })
+    }
+
+    fn reduce(
+        &self,
+        operation: &'static str,
+        tensor: &Tensor,
+        op: ReduceOp,
+    ) -> Result<OnGpu, Error> {
+        self.contiguous(operation, tensor)?;
+        self.started(operation, self.group.all_reduce(tensor, op))
+    }
+}
+
+impl Communicator for Nccl {
+    fn rank(&self) -> usize {
+        self.gloo.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.gloo.world_size()
+    }
+
+    fn takes(&self, device: Device) -> bool {
+        device == self.device || device == Device::Cpu
+    }
+
+    fn all_reduce_sum(&self, tensor: &mut Tensor) -> Result<(), Error> {
+        if self.is_ours(tensor) {
+            return self.reduce("all-reduce (sum)", tensor, ReduceOp::Sum)?.finish();
+        }
+        self.gloo.all_reduce_sum(tensor)
+    }
+
+    fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), Error> {
+        if self.is_ours(tensor) {
+            return self.reduce("all-reduce (max)", tensor, ReduceOp::Max)?.finish();
+        }
+        self.gloo.all_reduce_max(tensor)
+    }
+
+    fn start_all_reduce_sum(&self, tensor: &Tensor) -> Result<Box<dyn Pending>, Error> {
+        if self.is_ours(tensor) {
+            return Ok(Box::new(self.reduce("all-reduce (sum)", tensor, ReduceOp::Sum)?));
+        }
+        self.gloo.start_all_reduce_sum(tensor)
+    }
+
+    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
+        if self.is_ours(tensor) {
+            self.contiguous("broadcast", tensor)?;
+            return self.started("broadcast", self.group.broadcast(tensor, root))?.finish();
+        }
+        self.gloo.broadcast(tensor, root)
+    }
+
+    fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
+        if self.is_ours(input) {
+            self.contiguous("reduce-scatter", output)?;
+            self.contiguous("reduce-scatter", input)?;
+            let work = self.group.reduce_scatter(output, input);
+            return self.started("reduce-scatter", work)?.finish();
+        }
+        self.gloo.reduce_scatter_sum(output, input)
+    }
+
+    fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
+        if self.is_ours(input) {
+            self.contiguous("all-gather", output)?;
+            self.contiguous("all-gather", input)?;
+            return self.started("all-gather", self.group.all_gather(output, input))?.finish();
+        }
+        self.gloo.all_gather(output, input)
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
+        self.gloo.all_gather_bytes(bytes)
+    }
+
+    fn barrier(&self) -> Result<(), Error> {
+        self.gloo.barrier()
+    }
+
+    fn announce_work(&self) {
+        self.gloo.announce_work();
+    }
+}
+
+/// A collective on the GPU's own stream.
+struct OnGpu {
+    rank: usize,
+    operation: &'static str,
+    work: NcclWork,
+}
+
+impl OnGpu {
+    fn finish(&self) -> Result<(), Error> {
+        let (rank, operation) = (self.rank, self.operation);
+        self.work.wait().map_err(|source| Error::Collective { rank, operation, source })
+    }
+}
+
+impl Pending for OnGpu {
+    fn wait(self: Box<Self>) -> Result<(), Error> {
+        self.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{WorkerEnv, connect_with};
+
+    fn options(backend: Backend, device: Device) -> ConnectOptions {
+        ConnectOptions { backend, device, ..ConnectOptions::cpu(Duration::from_secs(20)) }
+    }
+
+    fn alone_over_gloo() -> WorkerEnv {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let master_port = listener.local_addr().unwrap().port();
+        let master_addr = Some("127.0.0.1".to_owned());
+        WorkerEnv { master_addr, master_port, ..WorkerEnv::alone() }
+    }
+
+    #[test]
+    fn nccl_is_no_choice_for_the_cpu() {
+        let alone = WorkerEnv::alone();
+        let refused = connect_with(&alone, &options(Backend::Nccl, Device::Cpu)).err().unwrap();
+        assert!(refused.to_string().contains("--backend nccl cannot be had"), "{refused}");
+        for backend in [Backend::Auto, Backend::Gloo] {
+            connect_with(&alone, &options(backend, Device::Cpu)).unwrap();
+        }
+    }
+
+    #[test]
+    fn without_nccl_gpu_tensors_are_staged_unless_it_was_asked_for() {
+        if find_nccl().is_ok() {
+            println!("skipped: NCCL is here");
+            return;
+        }
+        let gpu = Device::Cuda(0);
+        let staged = connect_with(&alone_over_gloo(), &options(Backend::Auto, gpu)).unwrap();
+        assert!(!staged.takes(gpu) && staged.takes(Device::Cpu));
+        let refused = connect_with(&alone_over_gloo(), &options(Backend::Nccl, gpu)).err().unwrap();
+        assert!(refused.to_string().contains("rank 0: NCCL cannot be used"), "{refused}");
+    }
+
+    #[test]
+    fn the_first_rank_with_a_problem_speaks_for_all() {
+        let check = |all: &[&str], expected: Option<&str>| {
+            let all: Vec<Vec<u8>> = all.iter().map(|text| text.as_bytes().to_vec()).collect();
+            assert_eq!(first_problem(&all).as_deref(), expected);
+        };
+        check(&["", "", ""], None);
+        check(&["", "no library", "no driver"], Some("rank 1: no library"));
+    }
+}

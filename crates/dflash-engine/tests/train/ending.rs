@@ -1,0 +1,223 @@
+//! How runs end: SIGTERM in every kind of job, dead and hanging ranks, restarts, and which
+//! checkpoints stay.
+
+use std::time::{Duration, Instant};
+
+use crate::running::{Running, free_port, send, start_workers};
+use crate::world::{Run, World, losses, sorted_checkpoints};
+
+/// The promise after SIGTERM.
+const TERMINATION: Duration = Duration::from_secs(20);
+
+/// The promise after a death.
+const DEATH: Duration = Duration::from_secs(6);
+
+/// Long enough to be stopped in the middle.
+const LONG: [&str; 2] = ["--epochs", "30"];
+
+/// What a run that SIGTERM stopped has said and left, and that it goes on exactly.
+fn check_stopped(world: &World, name: &str, ranks: &str, run: &Run, asked: Instant) {
+    assert!(asked.elapsed() < TERMINATION, "took {:?}", asked.elapsed());
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let last = sorted_checkpoints(&world.path(name)).pop().unwrap();
+    assert!(run.stdout.trim().ends_with(&last), "{} is not {last}", run.stdout);
+    let step: u64 = last.strip_prefix("step-").unwrap().parse().unwrap();
+    assert!(run.stderr.contains(&format!("stopped at step {step};")), "{}", run.stderr);
+    let whole = world.train(&format!("{name}-whole"), &[&LONG[..], &["--nproc", ranks]].concat());
+    assert!(whole.success(), "{}", whole.stderr);
+    let resumed = world.train(name, &[&LONG[..], &["--nproc", ranks, "--resume"]].concat());
+    assert!(resumed.success(), "{}", resumed.stderr);
+    let expected = losses(&world.path(&format!("{name}-whole")));
+    assert!((step as usize) < expected.len(), "it was over before it could be stopped");
+    assert_eq!(losses(&world.path(name)), expected);
+}
+
+#[test]
+fn termination_of_one_process_saves() {
+    let world = World::new();
+    let mut run = Running::start(&mut world.command("one", &LONG));
+    run.await_step(&world.path("one"), 3);
+    send("-TERM", run.id());
+    let asked = Instant::now();
+    check_stopped(&world, "one", "1", &run.end(), asked);
+}
+
+#[test]
+fn termination_of_the_launcher_reaches_all_ranks() {
+    let world = World::new();
+    let mut run =
+        Running::start(&mut world.command("all", &[&LONG[..], &["--nproc", "2"]].concat()));
+    run.await_step(&world.path("all"), 3);
+    send("-TERM", run.id());
+    let asked = Instant::now();
+    check_stopped(&world, "all", "2", &run.end(), asked);
+}
+
+#[test]
+fn termination_of_one_rank_stops_all_at_the_same_step() {
+    let world = World::new();
+    let mut run =
+        Running::start(&mut world.command("some", &[&LONG[..], &["--nproc", "2"]].concat()));
+    run.await_step(&world.path("some"), 3);
+    send("-TERM", run.ranks()[1]);
+    let asked = Instant::now();
+    check_stopped(&world, "some", "2", &run.end(), asked);
+}
+
+#[test]
+fn termination_of_one_worker_without_our_launcher_stops_all() {
+    let world = World::new();
+    let mut workers = start_workers(&world, "workers", &LONG, 2);
+    workers[0].await_step(&world.path("workers"), 3);
+    send("-TERM", workers[1].id());
+    let asked = Instant::now();
+    let second = workers.pop().unwrap().end();
+    assert_eq!(second.code, Some(0), "{}", second.stderr);
+    check_stopped(&world, "workers", "2", &workers.pop().unwrap().end(), asked);
+}
+
+#[test]
+fn an_interrupted_run_has_the_signal_s_code() {
+    let world = World::new();
+    let mut run =
+        Running::start(&mut world.command("int", &[&LONG[..], &["--nproc", "2"]].concat()));
+    run.await_step(&world.path("int"), 3);
+    send("-INT", run.id());
+    assert_eq!(run.end().code, Some(130));
+}
+
+#[test]
+fn old_checkpoints_go_and_the_best_stays() {
+    let world = World::new();
+    std::fs::create_dir(world.path("kept")).unwrap();
+    std::fs::write(world.path("kept").join("best.json"), r#"{"step":2,"tau_per_step":3.0}"#)
+        .unwrap();
+    std::fs::write(world.path("kept").join("run.json"), "{}").unwrap();
+    let keep = ["--save-every", "1", "--keep-last", "2", "--keep-every", "5", "--max-steps", "12"];
+    let run = world.train("kept", &keep);
+    assert!(run.success(), "{}", run.stderr);
+    let expected = ["step-000002", "step-000005", "step-000010", "step-000011", "step-000012"];
+    assert_eq!(sorted_checkpoints(&world.path("kept")), expected);
+}
+
+#[test]
+fn a_second_run_in_the_same_path_is_refused() {
+    let world = World::new();
+    let mut first = Running::start(&mut world.command("shared", &LONG));
+    first.await_step(&world.path("shared"), 3);
+    let second = world.train("shared", &[&LONG[..], &["--resume"]].concat());
+    assert_eq!(second.code, Some(1));
+    assert!(second.stderr.contains("another run is writing to"), "{}", second.stderr);
+    assert!(!first.has_ended());
+}
+
+#[test]
+fn a_killed_rank_is_named_and_ends_the_job() {
+    let world = World::new();
+    let mut run =
+        Running::start(&mut world.command("dead", &[&LONG[..], &["--nproc", "2"]].concat()));
+    run.await_step(&world.path("dead"), 3);
+    send("-KILL", run.ranks()[1]);
+    let killed = Instant::now();
+    let run = run.end();
+    assert!(killed.elapsed() < DEATH, "took {:?}", killed.elapsed());
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    assert!(run.stderr.contains("error: rank 1 (node 0, "), "{}", run.stderr);
+    assert!(run.stderr.contains("was killed by signal 9"), "{}", run.stderr);
+}
+
+#[test]
+fn a_killed_rank_is_started_again_with_the_others() {
+    let world = World::new();
+    let two = [&LONG[..], &["--nproc", "2"]].concat();
+    let whole = world.train("unhurt", &two);
+    assert!(whole.success(), "{}", whole.stderr);
+    let more = [&two[..], &["--max-restarts", "2", "--save-every", "3"]].concat();
+    let mut run = Running::start(&mut world.command("hurt", &more));
+    for death in 1..=2u64 {
+        run.await_step(&world.path("hurt"), 20 * death);
+        send("-KILL", run.ranks()[death as usize % 2]);
+        run.await_said(&format!("starting all ranks again (restart {death} of 2)"), 1);
+    }
+    let run = run.end();
+    assert!(run.success(), "{}", run.stderr);
+    assert_eq!(losses(&world.path("hurt")), losses(&world.path("unhurt")));
+}
+
+#[test]
+fn one_process_is_started_again_as_well() {
+    let world = World::new();
+    let more = [&LONG[..], &["--max-restarts", "1", "--save-every", "3"]].concat();
+    let mut run = Running::start(&mut world.command("lone", &more));
+    run.await_step(&world.path("lone"), 10);
+    send("-KILL", run.ranks()[0]);
+    let run = run.end();
+    assert!(run.success(), "{}", run.stderr);
+    assert!(run.stderr.contains("(restart 1 of 1)"), "{}", run.stderr);
+}
+
+#[test]
+fn a_mistake_is_not_tried_again() {
+    let world = World::new();
+    let run = world.train("again", &["--max-restarts", "3", "--nproc", "2", "--epochs", "1"]);
+    assert!(run.success(), "{}", run.stderr);
+    // Only the ranks find out that the dataset is another one.
+    let more = ["--max-restarts", "3", "--nproc", "2", "--resume", "--seed", "7"];
+    let run = world.train("again", &more);
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    assert!(run.stderr.contains("--seed 0, this run asks for 7"), "{}", run.stderr);
+    assert!(!run.stderr.contains("starting all ranks again"), "{}", run.stderr);
+}
+
+#[test]
+fn ranks_that_would_resume_different_checkpoints_are_refused() {
+    let world = World::new();
+    let run = world.train("mine", &["--epochs", "1"]);
+    assert!(run.success(), "{}", run.stderr);
+    let port = free_port().to_string();
+    let ranks = ["mine", "theirs"].iter().enumerate().map(|(rank, save)| {
+        let mut command = world.command(save, &["--resume"]);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+        Running::start(command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port))
+    });
+    for rank in ranks.collect::<Vec<_>>() {
+        let run = rank.end();
+        assert_eq!(run.code, Some(1));
+        assert!(run.stderr.contains("rank 1 finds no checkpoint in "), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn a_rank_that_hangs_ends_the_job_after_the_collective_timeout() {
+    let world = World::new();
+    let more = [&LONG[..], &["--nproc", "2", "--collective-timeout", "2"]].concat();
+    let mut run = Running::start(&mut world.command("hung", &more));
+    run.await_step(&world.path("hung"), 3);
+    send("-STOP", run.ranks()[1]);
+    let stopped = Instant::now();
+    let run = run.end();
+    assert!(stopped.elapsed() < Duration::from_secs(2) + 2 * DEATH, "{:?}", stopped.elapsed());
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    assert!(run.stderr.contains("nothing was heard of rank 1"), "{}", run.stderr);
+}
+
+#[test]
+fn what_several_nodes_need_is_named() {
+    let world = World::new();
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let check = |more: &[&str], expected: &str| {
+        let run = world.train("nodes", more);
+        assert_eq!(run.code, Some(1), "{}", run.stderr);
+        assert!(run.stderr.contains(expected), "{more:?}: {}", run.stderr);
+        assert!(!world.path("nodes").exists());
+    };
+    check(&["--nnodes", "2"], "--node-rank is missing; --nnodes 2 needs it");
+    check(&["--nnodes", "2", "--node-rank", "1"], "--rdzv-endpoint is missing");
+    let two = ["--nnodes", "2", "--rdzv-endpoint", &endpoint, "--join-timeout", "1", "--node-rank"];
+    check(&[&two[..], &["2"]].concat(), "--node-rank is 2, expected 0 to 1");
+    check(&[&two[..], &["1"]].concat(), &format!("nothing answers at --rdzv-endpoint {endpoint}"));
+    check(&[&two[..], &["0"]].concat(), "1 of 2 nodes did not come within 1 s: node 1");
+    check(&["--nnodes", "0"], "--nnodes is 0");
+    check(&["--nproc", "0"], "--nproc is 0");
+    check(&["--backend", "nccl", "--device", "cpu"], "--backend nccl cannot be had");
+}

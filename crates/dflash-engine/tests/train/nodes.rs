@@ -1,0 +1,111 @@
+//! Two machines: network namespaces with a cable between them, and a launcher in each.
+//!
+//! Each also has a second interface, which its default route leads to: a rank that listened on the
+//! address that faces the world would not be found by its peers.
+
+use std::process::{Command, Stdio};
+
+use crate::assert_same_losses;
+use crate::running::{Running, send};
+use crate::world::{World, losses};
+
+const ENDPOINT: &str = "10.77.0.1:29411";
+
+/// Two namespaces; gone when dropped.
+struct Machines {
+    names: [String; 2],
+}
+
+impl Machines {
+    /// `None`, with a line that is counted, where we may not make namespaces.
+    fn new(test: &str) -> Option<Self> {
+        let names = [0, 1].map(|node| format!("dflash-{test}-{}-{node}", std::process::id()));
+        let machines = Self { names };
+        if let Err(reason) = machines.wire() {
+            println!("skipped: no network namespaces here ({reason})");
+            return None;
+        }
+        Some(machines)
+    }
+
+    fn wire(&self) -> Result<(), String> {
+        let [a, b] = &self.names;
+        ip(&format!("netns add {a}"))?;
+        ip(&format!("netns add {b}"))?;
+        ip(&format!("link add cable netns {a} type veth peer name cable netns {b}"))?;
+        for (node, name) in self.names.iter().enumerate() {
+            let address = node + 1;
+            ip(&format!("-n {name} link add other type veth peer name far"))?;
+            ip(&format!("-n {name} addr add 10.77.0.{address}/24 dev cable"))?;
+            ip(&format!("-n {name} addr add 10.88.{address}.1/24 dev other"))?;
+            for link in ["lo", "cable", "other", "far"] {
+                ip(&format!("-n {name} link set {link} up"))?;
+            }
+            ip(&format!("-n {name} route add default via 10.88.{address}.2"))?;
+        }
+        Ok(())
+    }
+
+    /// The launcher of a node with two ranks.
+    fn start(&self, world: &World, save: &str, node: usize, more: &[&str]) -> Running {
+        let number = node.to_string();
+        let place = ["--nnodes", "2", "--node-rank", &number, "--rdzv-endpoint", ENDPOINT];
+        let command = world.command(save, &[&place[..], &["--nproc", "2"], more].concat());
+        let mut inside = Command::new("ip");
+        inside.args(["netns", "exec", &self.names[node]]).arg(command.get_program());
+        inside.args(command.get_args()).envs(command.get_envs().filter_map(|(k, v)| Some((k, v?))));
+        Running::start(&mut inside)
+    }
+}
+
+impl Drop for Machines {
+    fn drop(&mut self) {
+        for name in &self.names {
+            let _ = ip(&format!("netns del {name}"));
+        }
+    }
+}
+
+fn ip(arguments: &str) -> Result<(), String> {
+    let mut command = Command::new("ip");
+    command.args(arguments.split_whitespace()).stdin(Stdio::null());
+    let output = command.output().map_err(|error| format!("ip: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
+}
+
+#[test]
+fn two_machines_train_as_one_process() {
+    let Some(machines) = Machines::new("train") else { return };
+    let world = World::new();
+    let one = world.train("one", &["--gradient-accumulation-steps", "4"]);
+    assert!(one.success(), "{}", one.stderr);
+    let nodes = [1, 0].map(|node| machines.start(&world, "two", node, &[]));
+    for node in nodes {
+        let run = node.end();
+        assert!(run.success(), "{}", run.stderr);
+    }
+    assert_same_losses(&losses(&world.path("two")), &losses(&world.path("one")));
+}
+
+#[test]
+fn a_rank_killed_on_one_machine_is_named_and_started_again_on_both() {
+    let Some(machines) = Machines::new("kill") else { return };
+    let world = World::new();
+    let one = world.train("one", &["--gradient-accumulation-steps", "4", "--epochs", "40"]);
+    assert!(one.success(), "{}", one.stderr);
+    let more = ["--epochs", "40", "--save-every", "5", "--max-restarts", "1"];
+    let [mut first, second] = [0, 1].map(|node| machines.start(&world, "two", node, &more));
+    first.await_step(&world.path("two"), 12);
+    send("-KILL", second.ranks()[1]);
+    let [first, second] = [first.end(), second.end()];
+    for run in [&first, &second] {
+        assert!(run.success(), "{}", run.stderr);
+        assert!(run.stderr.contains("rank 3 (node 1, "), "{}", run.stderr);
+        assert!(run.stderr.contains("(restart 1 of 1)"), "{}", run.stderr);
+    }
+    assert!(first.stderr.contains("node 1 reports: rank 3"), "{}", first.stderr);
+    assert_same_losses(&losses(&world.path("two")), &losses(&world.path("one")));
+}

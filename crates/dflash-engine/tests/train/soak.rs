@@ -1,0 +1,178 @@
+//! kill -9 at random moments, saves included: what a run has saved is never lost, what it has half
+//! saved is never taken for whole, and in the end every loss is what it would have been.
+//!
+//! A few kills by default; `make soak` asks for fifty (DFLASH_SOAK_KILLS).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::running::{Running, send};
+use crate::world::{World, losses, sorted_checkpoints};
+
+const KILLS: &str = "DFLASH_SOAK_KILLS";
+
+/// Kills of the short form.
+const FEW: u32 = 4;
+
+/// Saves are as frequent as steps allow, so that many kills fall into one; old checkpoints go, so
+/// that some fall into a removal.
+const ARGUMENTS: [&str; 4] = ["--save-every", "2", "--epochs", "50"];
+
+fn kills() -> u32 {
+    std::env::var(KILLS).ok().and_then(|kills| kills.parse().ok()).unwrap_or(FEW)
+}
+
+/// A small generator for moments; xorshift, seeded by the clock.
+struct Moments(u64);
+
+impl Moments {
+    fn new() -> Self {
+        let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        Self(clock.as_nanos() as u64 | 1)
+    }
+
+    fn below(&mut self, limit: Duration) -> Duration {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        limit.mul_f64((self.0 % 10_000) as f64 / 10_000.0)
+    }
+}
+
+/// Every checkpoint's trainer state, by name.
+fn states(world: &World, save: &str) -> BTreeMap<String, Vec<u8>> {
+    let names = sorted_checkpoints(&world.path(save));
+    names.into_iter().map(|name| (name.clone(), world.state(save, &name)[0].clone())).collect()
+}
+
+fn last_saved(said: &str) -> Option<String> {
+    said.lines()
+        .filter(|line| line.starts_with("saved "))
+        .next_back()?
+        .rsplit('/')
+        .next()
+        .map(str::to_owned)
+}
+
+fn resumed_at(save_path: &Path) -> u64 {
+    let text = std::fs::read_to_string(save_path.join("run.json")).unwrap();
+    serde_json::from_str::<serde_json::Value>(&text).unwrap()["resumed_at_step"].as_u64().unwrap()
+}
+
+fn step_of(name: &str) -> u64 {
+    name.strip_prefix("step-").unwrap().parse().unwrap()
+}
+
+/// Names that kills in a save, or in a removal, have left.
+fn half_written(save_path: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(save_path).into_iter().flatten();
+    entries
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name.starts_with(".step-"))
+        .collect()
+}
+
+/// What is known of the run that is killed again and again.
+struct Victim<'a> {
+    world: &'a World,
+    /// All checkpoints of the run that was left in peace.
+    expected: BTreeMap<String, Vec<u8>>,
+    /// The newest checkpoint after the last kill.
+    newest: Option<String>,
+    half_written: BTreeSet<String>,
+}
+
+impl Victim<'_> {
+    fn start(&self) -> Running {
+        let more = [&ARGUMENTS[..], &["--keep-last", "2", "--resume"]].concat();
+        Running::start(&mut self.world.command("part", &more))
+    }
+
+    /// Lets it train for up to `longest`, or in every fourth turn only begin to start, and kills
+    /// it; false where it had reached its end.
+    fn kill_once(&mut self, turn: u32, longest: Duration, moments: &mut Moments) -> bool {
+        let save_path = self.world.path("part");
+        let mut run = self.start();
+        if turn % 4 == 3 {
+            std::thread::sleep(moments.below(Duration::from_millis(800)));
+        } else {
+            run.await_said("training ", 1);
+            let expected = self.newest.as_deref().map_or(0, step_of);
+            assert_eq!(resumed_at(&save_path), expected, "it resumes the newest checkpoint");
+            std::thread::sleep(moments.below(longest));
+        }
+        if run.has_ended() {
+            return false;
+        }
+        send("-KILL", run.id());
+        let said = run.end().stderr;
+        self.half_written.append(&mut half_written(&save_path));
+        let found = states(self.world, "part");
+        for (name, state) in &found {
+            assert!(self.expected[name] == *state, "{name} is not what it should be");
+        }
+        let newest = found.keys().next_back().cloned();
+        let saved = last_saved(&said).max(self.newest.take());
+        assert!(newest >= saved, "{saved:?} was saved, but {newest:?} is the newest");
+        self.newest = newest;
+        true
+    }
+}
+
+#[test]
+fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
+    let world = World::new();
+    let begun = Instant::now();
+    let whole = world.train("whole", &ARGUMENTS);
+    assert!(whole.success(), "{}", whole.stderr);
+    let lasted = begun.elapsed();
+    let kills = kills();
+    // Half of the run goes by between the kills, but for what is done twice.
+    let longest = lasted.mul_f64(1.0 / f64::from(kills)).max(Duration::from_millis(30));
+    let expected = states(&world, "whole");
+    let mut victim =
+        Victim { world: &world, expected, newest: None, half_written: BTreeSet::new() };
+    let mut moments = Moments::new();
+    let killed =
+        (0..kills).take_while(|&turn| victim.kill_once(turn, longest, &mut moments)).count();
+    let half = victim.half_written.len();
+    let end = victim.start().end();
+    assert!(end.success(), "{}", end.stderr);
+    println!(
+        "killed {killed} times, {half} half-written checkpoints, {:.0} s",
+        begun.elapsed().as_secs_f64()
+    );
+    assert!(killed as u32 >= kills / 2, "only {killed} kills before the end");
+    assert_eq!(losses(&world.path("part")), losses(&world.path("whole")));
+    let last = sorted_checkpoints(&world.path("part")).pop().unwrap();
+    assert_eq!(world.state("part", &last), world.state("whole", &last));
+    assert!(half_written(&world.path("part")).is_empty(), "what kills left is swept");
+    assert_eq!(sorted_checkpoints(&world.path("part")).len(), 2);
+}
+
+#[test]
+fn ranks_that_are_killed_again_and_again_are_started_again() {
+    let world = World::new();
+    let two = [&ARGUMENTS[..], &["--nproc", "2"]].concat();
+    let whole = world.train("whole", &two);
+    assert!(whole.success(), "{}", whole.stderr);
+    let deaths = u64::from(kills()).div_ceil(5).max(2);
+    let steps = losses(&world.path("whole")).len() as u64;
+    let limit = deaths.to_string();
+    let more = [&two[..], &["--max-restarts", &limit]].concat();
+    let mut run = Running::start(&mut world.command("part", &more));
+    let mut moments = Moments::new();
+    for death in 1..=deaths {
+        run.await_said("training ", death as usize);
+        run.await_step(&world.path("part"), (steps * death / (deaths + 1)).max(1));
+        std::thread::sleep(moments.below(Duration::from_millis(50)));
+        let ranks = run.ranks();
+        send("-KILL", ranks[moments.0 as usize % ranks.len()]);
+        run.await_said(&format!("(restart {death} of {deaths})"), 1);
+    }
+    let run = run.end();
+    assert!(run.success(), "{}", run.stderr);
+    println!("{deaths} ranks killed under one launcher");
+    assert_eq!(losses(&world.path("part")), losses(&world.path("whole")));
+}
