@@ -24,7 +24,7 @@ fn config() -> DraftConfig {
         block_size: 4,
         mask_token_id: 0,
         target_layer_ids: vec![1, 2],
-        num_target_layers: 3,
+        num_target_layers: Some(3),
         vocab_size: 50,
         max_position_embeddings: 256,
         initializer_range: 0.05,

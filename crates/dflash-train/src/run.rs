@@ -11,9 +11,10 @@ use dflash_hidden::{Fetched, HiddenStates, Request, SourceConfig, Stream, Stream
 use dflash_model::draft::DraftConfig;
 use dflash_model::target::TargetConfig;
 
-use crate::checkpoint::{self, Position};
+use crate::checkpoint::{self, Position, ServedWeights};
 use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
+use crate::optimizer::OptimizerConfig;
 use crate::order::{PlannedRow, RowOrder};
 use crate::save_path::{SavePath, is_negligible};
 use crate::trainer::{StepExtras, StepResult, Trainer};
@@ -45,7 +46,7 @@ pub fn validate(config: &TrainConfig) -> Result<(), Error> {
         WarmStart::open(pretrained, &draft)?;
     }
     check_numbers(config)?;
-    setup::device(config.device, 0)?;
+    setup::device(config.device, config.compute_dtype, 0)?;
     let dataset = Dataset::open(&config.data)?;
     if dataset.is_empty() {
         return Err(Error::NothingToTrain { path: config.data.clone() });
@@ -66,7 +67,24 @@ fn check_numbers(config: &TrainConfig) -> Result<(), Error> {
     if !(config.lr > 0.0 && config.lr.is_finite()) {
         return Err(Error::setting("--lr", config.lr, "a learning rate is a positive number"));
     }
-    Ok(())
+    check_optimizer(&config.optimizer)
+}
+
+fn check_optimizer(optimizer: &OptimizerConfig) -> Result<(), Error> {
+    let decays = [
+        ("--weight-decay", optimizer.weight_decay.matrices),
+        ("--norm-weight-decay", optimizer.weight_decay.norms),
+    ];
+    if let Some(&(flag, decay)) = decays.iter().find(|(_, decay)| !(0.0..1e6).contains(decay)) {
+        return Err(Error::setting(flag, decay, "weights decay by a share from 0"));
+    }
+    match optimizer.ema_decay {
+        Some(decay) if !(decay > 0.0 && decay < 1.0) => {
+            let expected = "the share of itself that an average keeps lies between 0 and 1";
+            Err(Error::setting("--ema-decay", decay, expected))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The checkpoint to resume, if any; refuses a path that holds something else.
@@ -128,13 +146,14 @@ pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
         dflash_torch_sys::multiply_in_bf16()?;
     }
     tch::no_grad(|| {
-        let device = setup::device(config.device, env.local_rank)?;
-        let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, device)?;
+        let device = setup::device(config.device, config.compute_dtype, env.local_rank)?;
+        let place = (communicator.rank(), communicator.world_size());
+        let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, (device, place))?;
         let mut position = Position::start(config, &dataset);
         if let Some((_, dir)) = &resume {
             let stored = checkpoint::load_position(dir)?;
             checkpoint::check_resumable(dir, &stored, &position, &draft_config)?;
-            checkpoint::restore(&mut trainer, dir, stored.step)?;
+            checkpoint::restore(&mut trainer, dir, &stored)?;
             position = stored;
         }
         let ranks = communicator.world_size() as u64;
@@ -159,7 +178,9 @@ pub fn run(config: &TrainConfig, env: &WorkerEnv) -> Result<Outcome, Error> {
             write_provenance(config, &position, communicator.world_size())?;
         }
         let communicator = &*communicator;
-        Worker { config, order, communicator, trainer, position, total, save_path }.train(&mut rows)
+        let saved = None;
+        Worker { config, order, communicator, trainer, position, total, save_path, saved }
+            .train(&mut rows)
     })
 }
 
@@ -181,6 +202,9 @@ impl Position {
             dataset: dataset.fingerprint(),
             seed: config.seed,
             total_seq_len: config.total_seq_len,
+            optimizer: config.optimizer.algorithm.name().to_string(),
+            ema_decay: config.optimizer.ema_decay,
+            served_weights: ServedWeights::of(config.optimizer.ema_decay),
         }
     }
 }
@@ -227,6 +251,8 @@ struct Worker<'a> {
     total: u64,
     /// Rank 0's hold on the save path.
     save_path: Option<SavePath>,
+    /// Step of the last checkpoint that this process took part in.
+    saved: Option<u64>,
 }
 
 impl Worker<'_> {
@@ -277,7 +303,7 @@ impl Worker<'_> {
     fn announcement(&self) -> String {
         let draft = &self.trainer.draft;
         format!(
-            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?}",
+            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?} in {:?}, {:.2} M numbers of float32 state on each",
             draft.config().layers.len(),
             draft.layout().trained() as f64 / 1e6,
             self.order.rows(),
@@ -285,6 +311,8 @@ impl Worker<'_> {
             self.total,
             self.communicator.world_size(),
             draft.device(),
+            draft.flat().kind(),
+            self.trainer.masters.elements() as f64 / 1e6,
         )
     }
 
@@ -353,15 +381,19 @@ impl Worker<'_> {
             lr: self.config.lr * self.config.schedule.of_step(last, self.total),
             skipped: self.position.skipped,
             bad_steps: self.position.bad_steps,
+            ema_decay: self.config.optimizer.ema_decay,
         }
     }
 
-    /// Rank 0 writes; the others go on. Returns where the checkpoint lies.
-    fn save(&self, meter: &Meter) -> Result<PathBuf, Error> {
-        let Some(save_path) = &self.save_path else {
-            return Ok(checkpoint::step_dir(&self.config.save_path, self.position.step));
-        };
-        let path = checkpoint::save(&self.trainer, &self.position, &self.config.save_path)?;
+    /// All ranks bring their state, rank 0 writes. Returns where the checkpoint lies.
+    fn save(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
+        let (step, dir) = (self.position.step, &self.config.save_path);
+        let saved = self.saved.replace(step);
+        if saved == Some(step) {
+            return Ok(checkpoint::step_dir(dir, step));
+        }
+        let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
+        let Some(save_path) = &self.save_path else { return Ok(path) };
         meter.say(&format!("saved {}", path.display()));
         // Room on the disk is no reason to end a run that trains well.
         if let Err(error) = save_path.prune(self.config.retention) {

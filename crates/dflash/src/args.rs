@@ -25,7 +25,7 @@ pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::{
     DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs, OnGenerateArg, OnMissingArg,
-    OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
+    OptimizerArg, OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
 };
 
 /// Train DFlash drafters: from conversations to a measured draft model.

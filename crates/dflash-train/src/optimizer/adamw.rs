@@ -1,10 +1,14 @@
-//! AdamW over the flat parameter buffer, in float32, in place.
+//! AdamW over a share of the flat parameter buffer, in float32, in place.
 
 use dflash_torch_sys::kernels::{self, AdamWStep};
-use tch::{Kind, Tensor};
+use serde::Serialize;
+use tch::Tensor;
+
+use super::groups::{Groups, WeightDecay, shrink};
+use super::{Extent, StateTensor};
 
 /// Constants of AdamW.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct AdamWConfig {
     /// Decay of the mean of gradients.
     pub beta1: f64,
@@ -12,104 +16,95 @@ pub struct AdamWConfig {
     pub beta2: f64,
     /// Added to the root of the latter.
     pub epsilon: f64,
-    /// Decoupled decay, as a share of the learning rate.
-    pub weight_decay: f64,
 }
 
 impl Default for AdamWConfig {
-    /// PyTorch's defaults, without weight decay: the recipe of the DFlash paper.
+    /// PyTorch's defaults: the recipe of the DFlash paper.
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0 }
+        Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8 }
     }
 }
 
-/// State of AdamW for parameters of one flat buffer.
+impl AdamWConfig {
+    /// The numbers of the `steps`-th step, 1-based.
+    pub(super) fn step(&self, steps: i64, rate: f64) -> AdamWStep {
+        let Self { beta1, beta2, epsilon } = *self;
+        let correction1 = 1.0 - beta1.powi(steps as i32);
+        let correction2 = 1.0 - beta2.powi(steps as i32);
+        let (step_size, root_correction2) = (rate / correction1, correction2.sqrt());
+        AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 }
+    }
+}
+
+/// Mean of gradients and of squared gradients.
+#[derive(Debug)]
+pub(super) struct Moments {
+    pub(super) mean: Tensor,
+    pub(super) variance: Tensor,
+}
+
+impl Moments {
+    /// Views of `elements` from `first` on.
+    pub(super) fn narrow(&self, first: i64, elements: i64) -> Self {
+        let view = |x: &Tensor| x.narrow(0, first, elements);
+        Self { mean: view(&self.mean), variance: view(&self.variance) }
+    }
+
+    /// Moves `parameters`, which these moments are of.
+    pub(super) fn step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
+        if kernels::supports(parameters) {
+            kernels::adamw(parameters, gradient, (&self.mean, &self.variance), step);
+        } else {
+            self.portable_step(parameters, gradient, step);
+        }
+    }
+
+    fn portable_step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
+        let AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 } = step;
+        let (mut mean, mut variance) = (self.mean.shallow_clone(), self.variance.shallow_clone());
+        let _ = mean.lerp_(gradient, 1.0 - beta1);
+        let _ = variance.g_mul_scalar_(beta2);
+        let _ = variance.addcmul_(gradient, &(gradient * (1.0 - beta2)));
+        let divisor = (variance.sqrt() / root_correction2).g_add_scalar_(epsilon);
+        let update = (mean / divisor).g_mul_scalar_(-step_size);
+        let _ = parameters.g_add_(&update);
+    }
+}
+
+/// State of AdamW for a share.
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    /// Mean of gradients.
-    pub mean: Tensor,
-    /// Mean of squared gradients.
-    pub variance: Tensor,
+    weight_decay: WeightDecay,
+    groups: Groups,
+    moments: Moments,
     /// Steps taken.
     pub steps: i64,
-    /// 1 where weight decay applies.
-    decay_mask: Option<Tensor>,
 }
 
 impl AdamW {
-    /// Fresh state for parameters like `flat`; `decayed` are the (offset, elements) that weight
-    /// decay applies to.
-    pub fn new(config: AdamWConfig, flat: &Tensor, decayed: &[(i64, i64)]) -> Self {
-        let decay_mask = (config.weight_decay != 0.0).then(|| {
-            let mask = flat.zeros_like();
-            for &(offset, elements) in decayed {
-                let _ = mask.narrow(0, offset, elements).fill_(1.0);
-            }
-            mask
-        });
-        Self { config, mean: flat.zeros_like(), variance: flat.zeros_like(), steps: 0, decay_mask }
+    /// Fresh state for a share like `masters`, which `groups` divides.
+    pub fn new(
+        config: AdamWConfig,
+        groups: Groups,
+        weight_decay: WeightDecay,
+        masters: &Tensor,
+    ) -> Self {
+        let moments = Moments { mean: masters.zeros_like(), variance: masters.zeros_like() };
+        Self { config, weight_decay, groups, moments, steps: 0 }
     }
 
     /// One step of size `rate` along `gradient`.
-    pub fn step(&mut self, flat: &mut Tensor, gradient: &Tensor, rate: f64) {
+    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
         self.steps += 1;
-        if let Some(mask) = &self.decay_mask {
-            let kept = mask * (-rate * self.config.weight_decay) + 1.0;
-            let _ = flat.g_mul_(&kept);
-        }
-        let correction1 = 1.0 - self.config.beta1.powi(self.steps as i32);
-        let correction2 = 1.0 - self.config.beta2.powi(self.steps as i32);
-        let (step_size, root_correction2) = (rate / correction1, correction2.sqrt());
-        if kernels::supports(flat) {
-            let AdamWConfig { beta1, beta2, epsilon, .. } = self.config;
-            let step = AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 };
-            kernels::adamw(flat, gradient, (&self.mean, &self.variance), step);
-        } else {
-            self.portable_step(flat, gradient, (step_size, root_correction2));
-        }
+        shrink(masters, &self.groups.matrices, (rate, self.weight_decay.matrices));
+        shrink(masters, &self.groups.norms, (rate, self.weight_decay.norms));
+        self.moments.step(masters, gradient, self.config.step(self.steps, rate));
     }
 
-    fn portable_step(
-        &mut self,
-        flat: &mut Tensor,
-        gradient: &Tensor,
-        (step_size, root): (f64, f64),
-    ) {
-        let AdamWConfig { beta1, beta2, epsilon, .. } = self.config;
-        let _ = self.mean.lerp_(gradient, 1.0 - beta1);
-        let _ = self.variance.g_mul_scalar_(beta2);
-        let _ = self.variance.addcmul_(gradient, &(gradient * (1.0 - beta2)));
-        let divisor = (self.variance.sqrt() / root).g_add_scalar_(epsilon);
-        let update = (&self.mean / divisor).g_mul_scalar_(-step_size);
-        let _ = flat.g_add_(&update);
-    }
-}
-
-/// Global L2 norm of a flat gradient, a float32 scalar on its device.
-pub fn gradient_norm(gradient: &Tensor) -> Tensor {
-    gradient.norm_scalaropt_dtype(2.0, Kind::Float)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn weight_decay_spares_what_is_not_listed() {
-        let mut flat = Tensor::from_slice(&[1.0f32, 1.0]);
-        let config = AdamWConfig { weight_decay: 0.5, ..AdamWConfig::default() };
-        let mut optimizer = AdamW::new(config, &flat, &[(0, 1)]);
-        optimizer.step(&mut flat, &Tensor::from_slice(&[0.0f32, 0.0]), 0.1);
-        assert_eq!(Vec::<f32>::try_from(&flat).unwrap(), [0.95, 1.0]);
-    }
-
-    #[test]
-    fn the_first_step_has_the_size_of_the_rate() {
-        let mut flat = Tensor::zeros([2], (Kind::Float, tch::Device::Cpu));
-        let mut optimizer = AdamW::new(AdamWConfig::default(), &flat, &[]);
-        optimizer.step(&mut flat, &Tensor::from_slice(&[3.0f32, -0.2]), 0.1);
-        let moved = Vec::<f32>::try_from(&flat).unwrap();
-        assert!((moved[0] + 0.1).abs() < 1e-6 && (moved[1] - 0.1).abs() < 1e-6, "{moved:?}");
+    /// All tensors that a resumed run needs.
+    pub fn state(&self) -> Vec<StateTensor<'_>> {
+        let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
+        vec![share("mean", &self.moments.mean), share("variance", &self.moments.variance)]
     }
 }
