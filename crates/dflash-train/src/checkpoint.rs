@@ -65,6 +65,14 @@ pub(crate) enum ServedWeights {
     Averaged,
 }
 
+impl Position {
+    /// Steps that moved the parameters: one whose gradient was not finite did not, and the
+    /// optimizer did not count it.
+    fn optimizer_steps(&self) -> i64 {
+        self.step.saturating_sub(self.bad_steps) as i64
+    }
+}
+
 impl ServedWeights {
     pub(crate) fn of(ema_decay: Option<f64>) -> Self {
         if ema_decay.is_some() { Self::Averaged } else { Self::Last }
@@ -148,9 +156,7 @@ pub(crate) fn load_position(dir: &Path) -> Result<Position, Error> {
 /// Puts a checkpoint's parameters and moments into `trainer`, whatever ranks wrote it.
 pub(crate) fn restore(trainer: &mut Trainer, dir: &Path, position: &Position) -> Result<(), Error> {
     let file = TensorFile::open(&dir.join(TENSORS))?;
-    // a step whose gradient was not finite moved nothing and is not counted by the optimizer
-    let taken = position.step - position.bad_steps.min(position.step);
-    trainer.masters.restore(&trainer.draft, &file, taken as i64)
+    trainer.masters.restore(&trainer.draft, &file, position.optimizer_steps())
 }
 
 /// Refuses to resume a checkpoint that other settings made.
@@ -175,4 +181,19 @@ pub(crate) fn check_resumable(
     mismatch("--ema-decay", ema(stored.ema_decay), ema(current.ema_decay))?;
     let found = DraftConfig::load(dir)?;
     mismatch("a draft like", format!("{found:?}"), format!("{draft:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_checkpoint_was_adamw_s_and_serves_its_last_weights() {
+        let older = r#"{"step": 7, "rows": 14, "bad_steps": 2, "skipped": 0, "tokens": 9,
+                        "dataset": "d", "seed": 1, "total_seq_len": 64}"#;
+        let position: Position = serde_json::from_str(older).unwrap();
+        assert_eq!((position.optimizer.as_str(), position.ema_decay), ("adamw", None));
+        assert_eq!(position.served_weights, ServedWeights::Last);
+        assert_eq!(position.optimizer_steps(), 5, "two steps moved nothing");
+    }
 }

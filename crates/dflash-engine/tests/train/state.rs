@@ -25,9 +25,17 @@ const MUON: [&str; 8] = [
     "0.001",
 ];
 
-fn succeed(world: &World, name: &str, arguments: &[&str]) {
+/// What the run says on standard error.
+fn succeed(world: &World, name: &str, arguments: &[&str]) -> String {
     let run = world.train(name, arguments);
     assert!(run.success(), "{name}: {}", run.stderr);
+    run.stderr
+}
+
+/// Millions of float32 numbers of state on each rank, as a run announces them.
+fn announced(stderr: &str) -> f64 {
+    let before = stderr.split(" M numbers of float32 state").next().unwrap();
+    before.split_whitespace().last().unwrap().parse().unwrap()
 }
 
 /// What a run `from` would have left behind if it had been killed after its checkpoint `last`.
@@ -103,8 +111,9 @@ fn averaged_weights_are_what_is_served_and_it_is_said() {
 fn check_split(world: &World, more: &[&str], state: &[&str]) {
     let two = [more, &["--nproc", "2", "--gradient-accumulation-steps", "2"]].concat();
     let two = [&two[..], &["--epochs", "4", "--save-every", "3"]].concat();
-    succeed(world, "copies", &two);
-    succeed(world, "split", &[&two[..], &["--zero", "1"]].concat());
+    let all = announced(&succeed(world, "copies", &two));
+    let part = announced(&succeed(world, "split", &[&two[..], &["--zero", "1"]].concat()));
+    assert!(part <= 0.6 * all, "{part} of {all}");
     assert_same_losses(&losses(&world.path("copies")), &losses(&world.path("split")));
     assert_same_state(world, "copies", "split", state);
     cut_short(world, "split", "one", "step-000003");
