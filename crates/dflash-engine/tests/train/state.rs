@@ -159,6 +159,16 @@ fn bfloat16_keeps_float32_masters_and_close_losses() {
 }
 
 #[test]
+fn split_state_works_in_bfloat16_too() {
+    let world = World::new();
+    let two = ["--nproc", "2", "--compute-dtype", "bfloat16"];
+    succeed(&world, "copies", &two);
+    succeed(&world, "split", &[&two[..], &["--zero", "1"]].concat());
+    assert_same_losses(&losses(&world.path("copies")), &losses(&world.path("split")));
+    assert_same_state(&world, "copies", "split", &["masters", "mean", "variance"]);
+}
+
+#[test]
 fn recomputing_activations_changes_no_bit() {
     let world = World::new();
     succeed(&world, "kept", &[]);
