@@ -8,6 +8,8 @@ mod nodes;
 mod running;
 #[path = "train/soak.rs"]
 mod soak;
+#[path = "train/state.rs"]
+mod state;
 #[path = "train/world.rs"]
 mod world;
 #[path = "train/worlds.rs"]
@@ -125,6 +127,11 @@ fn mistakes_are_named() {
     check(&["--draft-vocab-size", "1000"], "--draft-vocab-size is 1000");
     check(&["--loss", "hinge"], "--loss names hinge");
     check(&["--lr", "0"], "--lr is 0");
+    check(&["--muon-lr", "0.1"], "--muon-lr needs --optimizer muon");
+    check(&["--optimizer", "muon", "--muon-lr", "0"], "--muon-lr is 0");
+    check(&["--ema-decay", "1"], "--ema-decay is 1");
+    check(&["--weight-decay=-1"], "--weight-decay is -1");
+    check(&["--norm-weight-decay", "NaN"], "--norm-weight-decay is NaN");
     check(&["--data-path", "/nonexistent"], "/nonexistent");
     check(&["--verifier-name-or-path", "/nonexistent"], "/nonexistent");
     // with stored states at hand the server is asked only for what they lack

@@ -19,7 +19,7 @@ pub use config::{DraftConfig, LayerKind};
 pub use decode::ContextCache;
 use decode::DecodeWeights;
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
-pub use train::{PackedInput, Saved};
+pub use train::{Keep, PackedInput, Saved};
 
 use crate::attention::KeyValue;
 use crate::checkpoint::{TensorFile, write_safetensors};

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use dflash_dist::Single;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig};
+use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{
     BlockLabels, Denominator, ElementLoss, LabelSource, LabelledRow, Objective, Weighting,
 };
@@ -18,7 +18,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::batch::{Batch, BatchMaker};
 use crate::config::{DeviceChoice, DraftSettings};
-use crate::optimizer::{AdamW, AdamWConfig};
+use crate::masters::Masters;
+use crate::optimizer::OptimizerConfig;
+use crate::shards::Shards;
 use crate::trainer::{StepExtras, Trainer};
 use crate::{Error, setup};
 
@@ -82,7 +84,7 @@ impl StepBench {
     /// An unreadable target, or a shape that does not fit.
     pub fn run(&self) -> Result<StepReport, Error> {
         self.check()?;
-        let (device, kind) = setup::device(self.device, 0)?;
+        let (device, kind) = setup::device(self.device, None, 0)?;
         tch::no_grad(|| {
             let row = Row::new(self);
             let mut trainer = self.trainer(device, kind)?;
@@ -160,14 +162,10 @@ impl StepBench {
             max_anchors: self.anchors,
             seed: self.seed,
         };
-        let masters = setup::fresh(config, self.seed, device);
-        let flat = masters.flat().shallow_clone();
-        let optimizer = AdamW::new(AdamWConfig::default(), &flat, &[]);
-        let draft = match kind {
-            Kind::Float => masters,
-            kind => Draft::new(masters.config().clone(), flat.to_kind(kind)),
-        };
-        Ok(Trainer::new(draft, flat, optimizer, (objective, batches)))
+        let fresh = setup::fresh(config, self.seed, device);
+        let shards = Shards::whole(fresh.layout().elements());
+        let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
+        Ok(Trainer::new(parameters, (objective, batches)))
     }
 
     fn report(

@@ -2,18 +2,20 @@
 //! needs, whatever its world size.
 //!
 //! `step-000123/` holds config.json and model.safetensors in z-lab's layout, and `trainer/` the
-//! float32 masters, the optimizer's moments and the position. It is written under another name,
-//! fsynced and renamed, so a directory of that name is always complete.
+//! float32 masters, the optimizer's state, the averaged weights if there are any, and the position.
+//! It is written under another name, fsynced and renamed, so a directory of that name is always
+//! complete.
 
 use std::path::{Path, PathBuf};
 
+use dflash_dist::Communicator;
 use dflash_files::PendingDir;
 use dflash_model::checkpoint::{TensorFile, write_safetensors};
-use dflash_model::draft::DraftConfig;
+use dflash_model::draft::{Draft, DraftConfig};
 use serde::{Deserialize, Serialize};
-use tch::{Device, Tensor};
 
 use crate::Error;
+use crate::optimizer::Algorithm;
 use crate::trainer::Trainer;
 
 const STATE: &str = "trainer/state.json";
@@ -45,6 +47,44 @@ pub(crate) struct Position {
     /// validation: all.
     #[serde(default)]
     pub(crate) trained_samples: Option<usize>,
+    /// Name of the optimizer; what an older checkpoint does not say was AdamW.
+    #[serde(default = "adamw")]
+    pub(crate) optimizer: String,
+    /// Share that the averaged weights keep at a step, where there are such.
+    #[serde(default)]
+    pub(crate) ema_decay: Option<f64>,
+    /// What model.safetensors beside this file holds.
+    #[serde(default)]
+    pub(crate) served_weights: ServedWeights,
+}
+
+/// Weights of a checkpoint that engines load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ServedWeights {
+    /// Those of the last step.
+    #[default]
+    Last,
+    /// Their moving average.
+    Averaged,
+}
+
+impl Position {
+    /// Steps that moved the parameters: one whose gradient was not finite did not, and the
+    /// optimizer did not count it.
+    fn optimizer_steps(&self) -> i64 {
+        self.step.saturating_sub(self.bad_steps) as i64
+    }
+}
+
+impl ServedWeights {
+    pub(crate) fn of(ema_decay: Option<f64>) -> Self {
+        if ema_decay.is_some() { Self::Averaged } else { Self::Last }
+    }
+}
+
+fn adamw() -> String {
+    Algorithm::AdamW.name().to_string()
 }
 
 /// Complete checkpoints of a save path: (step, directory), ascending.
@@ -82,43 +122,32 @@ pub(crate) fn step_dir(save_path: &Path, step: u64) -> PathBuf {
     save_path.join(format!("step-{step:06}"))
 }
 
-/// Writes the checkpoint of `position`, unless it is there already.
+/// Writes the checkpoint of `position`, unless it is there already. All ranks bring their share of
+/// the state; rank 0 writes.
 pub(crate) fn save(
     trainer: &Trainer,
     position: &Position,
     save_path: &Path,
+    communicator: &dyn Communicator,
 ) -> Result<PathBuf, Error> {
     let destination = step_dir(save_path, position.step);
+    let Some(collected) = trainer.masters.collect(communicator)? else { return Ok(destination) };
     if destination.join("config.json").is_file() {
         return Ok(destination);
     }
     let pending = PendingDir::create(&destination)?;
     let dir = pending.path();
-    let served = dflash_model::draft::Draft::new(
-        trainer.draft.config().clone(),
-        trainer.masters.shallow_clone(),
-    );
+    let served = Draft::new(trainer.draft.config().clone(), collected.served().shallow_clone());
     served.save(dir)?;
     if let Some(vocabulary) = &trainer.batches.vocabulary {
         vocabulary.save(dir)?;
     }
     std::fs::create_dir(dir.join("trainer")).map_err(dflash_files::Error::io("create", dir))?;
-    write_safetensors(&dir.join(TENSORS), &state_tensors(trainer))?;
+    write_safetensors(&dir.join(TENSORS), &collected.tensors)?;
     let state = serde_json::to_vec_pretty(position).expect("a position prints");
     dflash_files::write_bytes(&dir.join(STATE), &state)?;
     pending.commit()?;
     Ok(destination)
-}
-
-fn state_tensors(trainer: &Trainer) -> Vec<(String, Tensor)> {
-    [
-        (MASTERS, &trainer.masters),
-        ("mean", &trainer.optimizer.mean),
-        ("variance", &trainer.optimizer.variance),
-    ]
-    .into_iter()
-    .map(|(name, tensor)| (name.to_string(), tensor.to_device(Device::Cpu).contiguous()))
-    .collect()
 }
 
 /// Reads where the run of a checkpoint stood.
@@ -128,19 +157,10 @@ pub(crate) fn load_position(dir: &Path) -> Result<Position, Error> {
     serde_json::from_slice(&bytes).map_err(|source| Error::State { path, source })
 }
 
-/// Puts a checkpoint's parameters and moments into `trainer`.
-pub(crate) fn restore(trainer: &mut Trainer, dir: &Path, step: u64) -> Result<(), Error> {
+/// Puts a checkpoint's parameters and moments into `trainer`, whatever ranks wrote it.
+pub(crate) fn restore(trainer: &mut Trainer, dir: &Path, position: &Position) -> Result<(), Error> {
     let file = TensorFile::open(&dir.join(TENSORS))?;
-    let shape = trainer.masters.size();
-    let read = |name: &str| file.tensor(name, &shape);
-    trainer.masters.copy_(&read(MASTERS)?);
-    trainer.optimizer.mean.copy_(&read("mean")?);
-    trainer.optimizer.variance.copy_(&read("variance")?);
-    trainer.optimizer.steps = step as i64;
-    if trainer.draft.flat().kind() != trainer.masters.kind() {
-        trainer.draft.flat().shallow_clone().copy_(&trainer.masters);
-    }
-    Ok(())
+    trainer.masters.restore(&trainer.draft, &file, position.optimizer_steps())
 }
 
 /// Refuses to resume a checkpoint that other settings made.
@@ -165,6 +185,24 @@ pub(crate) fn check_resumable(
         let key = "--validation-ratio leaving so many samples:";
         mismatch(key, text(stored.trained_samples), text(current.trained_samples))?;
     }
+    mismatch("--optimizer", stored.optimizer.clone(), current.optimizer.clone())?;
+    let ema = |decay: Option<f64>| decay.map_or("off".to_string(), |decay| decay.to_string());
+    mismatch("--ema-decay", ema(stored.ema_decay), ema(current.ema_decay))?;
     let found = DraftConfig::load(dir)?;
     mismatch("a draft like", format!("{found:?}"), format!("{draft:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_checkpoint_was_adamw_s_and_serves_its_last_weights() {
+        let older = r#"{"step": 7, "rows": 14, "bad_steps": 2, "skipped": 0, "tokens": 9,
+                        "dataset": "d", "seed": 1, "total_seq_len": 64}"#;
+        let position: Position = serde_json::from_str(older).unwrap();
+        assert_eq!((position.optimizer.as_str(), position.ema_decay), ("adamw", None));
+        assert_eq!(position.served_weights, ServedWeights::Last);
+        assert_eq!(position.optimizer_steps(), 5, "two steps moved nothing");
+    }
 }

@@ -10,7 +10,7 @@ use dflash_hidden::{OnGenerate, OnMissing};
 use dflash_model::objective::{Denominator, ElementLoss, Weighting};
 use serde::Serialize;
 
-use crate::optimizer::AdamWConfig;
+use crate::optimizer::OptimizerConfig;
 use crate::save_path::Retention;
 use crate::schedule::Schedule;
 
@@ -35,8 +35,8 @@ pub struct TrainConfig {
     pub lr: f64,
     /// Its course.
     pub schedule: Schedule,
-    /// The optimizer's constants.
-    pub adamw: AdamWConfig,
+    /// How parameters move.
+    pub optimizer: OptimizerConfig,
     /// Largest global norm of a gradient.
     pub max_grad_norm: f64,
     /// Passes over the dataset.
@@ -75,6 +75,12 @@ pub struct TrainConfig {
     /// What carries gradients between GPUs.
     #[serde(serialize_with = "as_debug")]
     pub backend: Backend,
+    /// Kind of weights and activations in forward and backward; `None` for the device's usual one.
+    pub compute_dtype: Option<ComputeKind>,
+    /// Whether the ranks share the masters and the optimizer's state out among themselves.
+    pub zero: Zero,
+    /// Whether layers keep only their inputs for the backward pass.
+    pub recompute: bool,
     /// Whether products of float32 matrices on the CPU round their factors to bfloat16.
     pub bf16_products: bool,
     /// How the run was started, for its records.
@@ -158,10 +164,32 @@ pub struct ObjectiveSettings {
 pub enum DeviceChoice {
     /// CUDA where libtorch has it and a device is there.
     Auto,
-    /// The CPU, in float32.
+    /// The CPU, in float32 unless told otherwise.
     Cpu,
-    /// The GPU of the local rank, in bfloat16 with float32 masters.
+    /// The GPU of the local rank, in bfloat16 unless told otherwise.
     Cuda,
+}
+
+/// Kind of weights and activations in forward and backward. Masters, gradients and all state of the
+/// optimizer are float32 in either case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeKind {
+    /// As the masters.
+    Float32,
+    /// Half the memory, 8 bits of precision.
+    Bfloat16,
+}
+
+/// What of a run's state is split over its ranks (the stages of ZeRO).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Zero {
+    /// Nothing: every rank holds all of it.
+    #[default]
+    Off,
+    /// Masters, moments and averaged weights.
+    One,
 }
 
 fn as_debug<T: std::fmt::Debug, S: serde::Serializer>(

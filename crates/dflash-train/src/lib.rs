@@ -4,18 +4,21 @@
 //! packed rows with the target's hidden states from a bounded stream, and steps until the schedule
 //! ends or it is told to stop. [`validate`] finds the user's mistakes before any worker starts.
 //!
-//! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW;
+//! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW
+//!   and Muon;
 //! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `rows` fetches it, `batch` turns it into tensors;
 //! - `validation` measures on held-out rows and prompts;
-//! - `trainer` does one step, `checkpoint` keeps its state, `save_path` the directory, `metrics`
-//!   shows it.
+//! - `trainer` does one step, `masters` holds the float32 side of the parameters, `shards` says which
+//!   rank holds what of it;
+//! - `checkpoint` keeps it all, `save_path` the directory, `metrics` shows it.
 
 mod batch;
 pub mod bench;
 mod checkpoint;
 pub mod config;
 mod error;
+mod masters;
 mod metrics;
 pub mod optimizer;
 mod order;
@@ -24,6 +27,7 @@ mod run;
 mod save_path;
 pub mod schedule;
 mod setup;
+mod shards;
 mod trainer;
 mod validation;
 mod warm_start;

@@ -52,6 +52,10 @@ pub(crate) struct MetricLine {
     pub(crate) skipped_samples: u64,
     /// Steps so far whose gradient was not finite.
     pub(crate) bad_steps: u64,
+    /// Share that the averaged weights keep at a step. The figures are those of the trained weights,
+    /// but the checkpoints serve the averaged ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ema_decay: Option<f64>,
 }
 
 /// Adds up steps and writes lines; on ranks other than 0 it only adds up.
@@ -83,6 +87,7 @@ pub(crate) struct Progress {
     pub(crate) lr: f64,
     pub(crate) skipped: u64,
     pub(crate) bad_steps: u64,
+    pub(crate) ema_decay: Option<f64>,
 }
 
 impl Meter {
@@ -154,6 +159,7 @@ impl Meter {
                 eta_s: pace * (progress.total - progress.step.min(progress.total)) as f64,
                 skipped_samples: progress.skipped,
                 bad_steps: progress.bad_steps,
+                ema_decay: progress.ema_decay,
                 ..MetricLine::of(report)
             };
             outputs.write(&line)?;
@@ -212,6 +218,7 @@ impl MetricLine {
             eta_s: 0.0,
             skipped_samples: 0,
             bad_steps: 0,
+            ema_decay: None,
         }
     }
 

@@ -1,88 +1,127 @@
-//! AdamW over the flat parameter buffer, in float32, in place.
+//! How parameters move: AdamW for all of them, or Muon for the matrices and AdamW for the norms.
+//!
+//! Everything works on one rank's share of the flat parameter buffer (all of it, unless the state
+//! is split over the ranks), in float32 and in place. [`Groups`] say which part of the share is
+//! treated how.
 
-use dflash_torch_sys::kernels::{self, AdamWStep};
+mod adamw;
+mod average;
+mod groups;
+mod muon;
+
+use serde::Serialize;
 use tch::{Kind, Tensor};
 
-/// Constants of AdamW.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
-pub struct AdamWConfig {
-    /// Decay of the mean of gradients.
-    pub beta1: f64,
-    /// Decay of the mean of squared gradients.
-    pub beta2: f64,
-    /// Added to the root of the latter.
-    pub epsilon: f64,
-    /// Decoupled decay, as a share of the learning rate.
-    pub weight_decay: f64,
+pub use adamw::{AdamW, AdamWConfig};
+pub use average::Average;
+pub use groups::{Groups, Piece, WeightDecay};
+pub use muon::{Muon, MuonConfig, MuonScale, orthogonalise};
+
+/// Everything that decides how parameters move, besides the learning rate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct OptimizerConfig {
+    /// What moves the matrices.
+    pub algorithm: Algorithm,
+    /// AdamW's constants; with Muon they apply to the norms.
+    pub adamw: AdamWConfig,
+    /// By group.
+    pub weight_decay: WeightDecay,
+    /// Share of itself that the averaged copy of the weights keeps at a step; `None` for no copy.
+    pub ema_decay: Option<f64>,
 }
 
-impl Default for AdamWConfig {
-    /// PyTorch's defaults, without weight decay: the recipe of the DFlash paper.
-    fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0 }
+/// What moves the matrices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Algorithm {
+    /// AdamW, as the norms.
+    #[default]
+    AdamW,
+    /// Muon; the norms stay with AdamW.
+    Muon(MuonConfig),
+}
+
+impl Algorithm {
+    /// As the user types it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::AdamW => "adamw",
+            Self::Muon(_) => "muon",
+        }
     }
 }
 
-/// State of AdamW for parameters of one flat buffer.
+/// The state of one rank's share.
 #[derive(Debug)]
-pub struct AdamW {
-    config: AdamWConfig,
-    /// Mean of gradients.
-    pub mean: Tensor,
-    /// Mean of squared gradients.
-    pub variance: Tensor,
-    /// Steps taken.
-    pub steps: i64,
-    /// 1 where weight decay applies.
-    decay_mask: Option<Tensor>,
+pub enum Optimizer {
+    /// AdamW on everything.
+    AdamW(AdamW),
+    /// Muon on matrices, AdamW on norms.
+    Muon(Muon),
 }
 
-impl AdamW {
-    /// Fresh state for parameters like `flat`; `decayed` are the (offset, elements) that weight
-    /// decay applies to.
-    pub fn new(config: AdamWConfig, flat: &Tensor, decayed: &[(i64, i64)]) -> Self {
-        let decay_mask = (config.weight_decay != 0.0).then(|| {
-            let mask = flat.zeros_like();
-            for &(offset, elements) in decayed {
-                let _ = mask.narrow(0, offset, elements).fill_(1.0);
+/// What of the parameters a tensor of the state belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// Element by element the whole share.
+    Share,
+    /// The share's norms alone, one behind the other.
+    Norms,
+}
+
+/// A tensor of the state.
+#[derive(Debug)]
+pub struct StateTensor<'a> {
+    /// Its name in a checkpoint.
+    pub name: &'static str,
+    /// What it belongs to.
+    pub extent: Extent,
+    /// One-dimensional, float32.
+    pub tensor: &'a Tensor,
+}
+
+impl Optimizer {
+    /// Fresh state for a share like `masters`, which `groups` divides.
+    pub fn new(config: &OptimizerConfig, groups: Groups, masters: &Tensor) -> Self {
+        let OptimizerConfig { algorithm, adamw, weight_decay, ema_decay: _ } = *config;
+        match algorithm {
+            Algorithm::AdamW => Self::AdamW(AdamW::new(adamw, groups, weight_decay, masters)),
+            Algorithm::Muon(muon) => {
+                Self::Muon(Muon::new((muon, adamw), groups, weight_decay, masters))
             }
-            mask
-        });
-        Self { config, mean: flat.zeros_like(), variance: flat.zeros_like(), steps: 0, decay_mask }
-    }
-
-    /// One step of size `rate` along `gradient`.
-    pub fn step(&mut self, flat: &mut Tensor, gradient: &Tensor, rate: f64) {
-        self.steps += 1;
-        if let Some(mask) = &self.decay_mask {
-            let kept = mask * (-rate * self.config.weight_decay) + 1.0;
-            let _ = flat.g_mul_(&kept);
-        }
-        let correction1 = 1.0 - self.config.beta1.powi(self.steps as i32);
-        let correction2 = 1.0 - self.config.beta2.powi(self.steps as i32);
-        let (step_size, root_correction2) = (rate / correction1, correction2.sqrt());
-        if kernels::supports(flat) {
-            let AdamWConfig { beta1, beta2, epsilon, .. } = self.config;
-            let step = AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 };
-            kernels::adamw(flat, gradient, (&self.mean, &self.variance), step);
-        } else {
-            self.portable_step(flat, gradient, (step_size, root_correction2));
         }
     }
 
-    fn portable_step(
-        &mut self,
-        flat: &mut Tensor,
-        gradient: &Tensor,
-        (step_size, root): (f64, f64),
-    ) {
-        let AdamWConfig { beta1, beta2, epsilon, .. } = self.config;
-        let _ = self.mean.lerp_(gradient, 1.0 - beta1);
-        let _ = self.variance.g_mul_scalar_(beta2);
-        let _ = self.variance.addcmul_(gradient, &(gradient * (1.0 - beta2)));
-        let divisor = (self.variance.sqrt() / root).g_add_scalar_(epsilon);
-        let update = (&self.mean / divisor).g_mul_scalar_(-step_size);
-        let _ = flat.g_add_(&update);
+    /// One step of size `rate` (AdamW's; Muon's stands in a fixed ratio to it).
+    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
+        match self {
+            Self::AdamW(adamw) => adamw.step(masters, gradient, rate),
+            Self::Muon(muon) => muon.step(masters, gradient, rate),
+        }
+    }
+
+    /// All tensors that a resumed run needs.
+    pub fn state(&self) -> Vec<StateTensor<'_>> {
+        match self {
+            Self::AdamW(adamw) => adamw.state(),
+            Self::Muon(muon) => muon.state(),
+        }
+    }
+
+    /// Steps taken.
+    pub fn steps(&self) -> i64 {
+        match self {
+            Self::AdamW(adamw) => adamw.steps,
+            Self::Muon(muon) => muon.steps,
+        }
+    }
+
+    /// Goes on as if `steps` had been taken.
+    pub fn set_steps(&mut self, steps: i64) {
+        match self {
+            Self::AdamW(adamw) => adamw.steps = steps,
+            Self::Muon(muon) => muon.steps = steps,
+        }
     }
 }
 
@@ -92,24 +131,4 @@ pub fn gradient_norm(gradient: &Tensor) -> Tensor {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn weight_decay_spares_what_is_not_listed() {
-        let mut flat = Tensor::from_slice(&[1.0f32, 1.0]);
-        let config = AdamWConfig { weight_decay: 0.5, ..AdamWConfig::default() };
-        let mut optimizer = AdamW::new(config, &flat, &[(0, 1)]);
-        optimizer.step(&mut flat, &Tensor::from_slice(&[0.0f32, 0.0]), 0.1);
-        assert_eq!(Vec::<f32>::try_from(&flat).unwrap(), [0.95, 1.0]);
-    }
-
-    #[test]
-    fn the_first_step_has_the_size_of_the_rate() {
-        let mut flat = Tensor::zeros([2], (Kind::Float, tch::Device::Cpu));
-        let mut optimizer = AdamW::new(AdamWConfig::default(), &flat, &[]);
-        optimizer.step(&mut flat, &Tensor::from_slice(&[3.0f32, -0.2]), 0.1);
-        let moved = Vec::<f32>::try_from(&flat).unwrap();
-        assert!((moved[0] + 0.1).abs() < 1e-6 && (moved[1] - 0.1).abs() < 1e-6, "{moved:?}");
-    }
-}
+mod tests;

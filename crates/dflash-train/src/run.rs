@@ -9,9 +9,10 @@ use dflash_data::Dataset;
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
 use dflash_model::target::TargetConfig;
 
-use crate::checkpoint::{self, Position};
+use crate::checkpoint::{self, Position, ServedWeights};
 use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
+use crate::optimizer::OptimizerConfig;
 use crate::order::RowOrder;
 use crate::rows::{RowSource, Rows, stream_config};
 use crate::save_path::{SavePath, is_negligible};
@@ -45,7 +46,7 @@ pub fn validate(config: &TrainConfig) -> Result<(), Error> {
         WarmStart::open(pretrained, &draft)?;
     }
     check_numbers(config)?;
-    setup::device(config.device, 0)?;
+    setup::device(config.device, config.compute_dtype, 0)?;
     let dataset = Dataset::open(&config.data)?;
     validation::check(config, dataset.lengths())?;
     if dataset.is_empty() {
@@ -67,7 +68,24 @@ fn check_numbers(config: &TrainConfig) -> Result<(), Error> {
     if !(config.lr > 0.0 && config.lr.is_finite()) {
         return Err(Error::setting("--lr", config.lr, "a learning rate is a positive number"));
     }
-    Ok(())
+    check_optimizer(&config.optimizer)
+}
+
+fn check_optimizer(optimizer: &OptimizerConfig) -> Result<(), Error> {
+    let decays = [
+        ("--weight-decay", optimizer.weight_decay.matrices),
+        ("--norm-weight-decay", optimizer.weight_decay.norms),
+    ];
+    if let Some(&(flag, decay)) = decays.iter().find(|(_, decay)| !(0.0..1e6).contains(decay)) {
+        return Err(Error::setting(flag, decay, "weights decay by a share from 0"));
+    }
+    match optimizer.ema_decay {
+        Some(decay) if !(decay > 0.0 && decay < 1.0) => {
+            let expected = "the share of itself that an average keeps lies between 0 and 1";
+            Err(Error::setting("--ema-decay", decay, expected))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The checkpoint to resume, if any; refuses a path that holds something else.
@@ -124,7 +142,7 @@ pub fn run(
     let draft_config = setup::draft_config(&target, &config.draft)?;
     let dataset = Arc::new(Dataset::open(&config.data)?);
     let resume = check_save_path(config)?;
-    let device = setup::device(config.device, env.local_rank)?;
+    let device = setup::device(config.device, config.compute_dtype, env.local_rank)?;
     let options = ConnectOptions {
         join_timeout: config.join_timeout,
         collective_timeout: config.collective_timeout,
@@ -137,12 +155,13 @@ pub fn run(
         dflash_torch_sys::multiply_in_bf16()?;
     }
     tch::no_grad(|| {
-        let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, device)?;
+        let place = (communicator.rank(), communicator.world_size());
+        let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, (device, place))?;
         let mut position = Position::start(config, &dataset);
         if let Some((_, dir)) = &resume {
             let stored = checkpoint::load_position(dir)?;
             checkpoint::check_resumable(dir, &stored, &position, &draft_config)?;
-            checkpoint::restore(&mut trainer, dir, stored.step)?;
+            checkpoint::restore(&mut trainer, dir, &stored)?;
             position = stored;
         }
         let ranks = communicator.world_size() as u64;
@@ -170,8 +189,19 @@ pub fn run(
             Validation::new((config, settings), source, probe, (communicator, position.step))
         });
         let validation = validation.transpose()?;
-        Worker { config, order, communicator, trainer, position, total, save_path, validation }
-            .train(&mut rows)
+        let saved = None;
+        let mut worker = Worker {
+            config,
+            order,
+            communicator,
+            trainer,
+            position,
+            total,
+            save_path,
+            saved,
+            validation,
+        };
+        worker.train(&mut rows)
     })
 }
 
@@ -194,6 +224,9 @@ impl Position {
             seed: config.seed,
             total_seq_len: config.total_seq_len,
             trained_samples: Some(validation::trained_samples(config, dataset.len())),
+            optimizer: config.optimizer.algorithm.name().to_string(),
+            ema_decay: config.optimizer.ema_decay,
+            served_weights: ServedWeights::of(config.optimizer.ema_decay),
         }
     }
 }
@@ -241,6 +274,8 @@ struct Worker<'a, 'p> {
     /// Rank 0's hold on the save path.
     save_path: Option<SavePath>,
     validation: Option<Validation<'p>>,
+    /// Step of the last checkpoint that this process took part in.
+    saved: Option<u64>,
 }
 
 impl Worker<'_, '_> {
@@ -315,7 +350,7 @@ impl Worker<'_, '_> {
     fn announcement(&self) -> String {
         let draft = &self.trainer.draft;
         format!(
-            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?}",
+            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?} in {:?}, {:.2} M numbers of float32 state on each",
             draft.config().layers.len(),
             draft.layout().trained() as f64 / 1e6,
             self.order.rows(),
@@ -323,6 +358,8 @@ impl Worker<'_, '_> {
             self.total,
             self.communicator.world_size(),
             draft.device(),
+            draft.flat().kind(),
+            self.trainer.masters.elements() as f64 / 1e6,
         )
     }
 
@@ -391,15 +428,19 @@ impl Worker<'_, '_> {
             lr: self.config.lr * self.config.schedule.of_step(last, self.total),
             skipped: self.position.skipped,
             bad_steps: self.position.bad_steps,
+            ema_decay: self.config.optimizer.ema_decay,
         }
     }
 
-    /// Rank 0 writes; the others go on. Returns where the checkpoint lies.
-    fn save(&self, meter: &Meter) -> Result<PathBuf, Error> {
-        let Some(save_path) = &self.save_path else {
-            return Ok(checkpoint::step_dir(&self.config.save_path, self.position.step));
-        };
-        let path = checkpoint::save(&self.trainer, &self.position, &self.config.save_path)?;
+    /// All ranks bring their state, rank 0 writes. Returns where the checkpoint lies.
+    fn save(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
+        let (step, dir) = (self.position.step, &self.config.save_path);
+        let saved = self.saved.replace(step);
+        if saved == Some(step) {
+            return Ok(checkpoint::step_dir(dir, step));
+        }
+        let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
+        let Some(save_path) = &self.save_path else { return Ok(path) };
         meter.say(&format!("saved {}", path.display()));
         // Room on the disk is no reason to end a run that trains well.
         if let Err(error) = save_path.prune(self.config.retention) {

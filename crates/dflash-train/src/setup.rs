@@ -1,15 +1,19 @@
 //! From settings to a trainer: the draft's shape, its weights, its vocabulary, its objective.
 
 use dflash_data::{Dataset, select_vocabulary};
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_model::objective::{DraftVocabulary, LabelSource, Objective};
 use dflash_model::target::{TargetConfig, TargetHead, check_layer_ids};
 use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::Error;
 use crate::batch::BatchMaker;
-use crate::config::{DeviceChoice, DraftSettings, ObjectiveSettings, TrainConfig};
-use crate::optimizer::AdamW;
+use crate::config::{
+    ComputeKind, DeviceChoice, DraftSettings, ObjectiveSettings, TrainConfig, Zero,
+};
+use crate::masters::Masters;
+use crate::optimizer::Algorithm;
+use crate::shards::Shards;
 use crate::trainer::Trainer;
 use crate::warm_start::WarmStart;
 
@@ -60,26 +64,36 @@ pub(crate) fn draft_config(
     })
 }
 
-/// The device of a rank, and the kind it computes in.
+/// The device of a rank, and the kind it computes in: bfloat16 on a GPU and float32 on a CPU,
+/// unless `dtype` says otherwise.
 ///
 /// # Errors
 /// CUDA asked for where there is none.
-pub(crate) fn device(choice: DeviceChoice, local_rank: usize) -> Result<(Device, Kind), Error> {
+pub(crate) fn device(
+    choice: DeviceChoice,
+    dtype: Option<ComputeKind>,
+    local_rank: usize,
+) -> Result<(Device, Kind), Error> {
     let available = Cuda::is_available() && Cuda::device_count() > 0;
-    match choice {
-        DeviceChoice::Cpu => Ok((Device::Cpu, Kind::Float)),
-        DeviceChoice::Auto if !available => Ok((Device::Cpu, Kind::Float)),
+    let (device, usual) = match choice {
+        DeviceChoice::Cpu => (Device::Cpu, Kind::Float),
+        DeviceChoice::Auto if !available => (Device::Cpu, Kind::Float),
         DeviceChoice::Cuda if !available => {
-            Err(Error::setting("--device", "cuda", "libtorch sees no CUDA device here"))
+            return Err(Error::setting("--device", "cuda", "libtorch sees no CUDA device here"));
         }
         _ => {
             let devices = Cuda::device_count() as usize;
-            Ok((Device::Cuda(local_rank % devices), Kind::BFloat16))
+            (Device::Cuda(local_rank % devices), Kind::BFloat16)
         }
-    }
+    };
+    let kind = dtype.map_or(usual, |dtype| match dtype {
+        ComputeKind::Float32 => Kind::Float,
+        ComputeKind::Bfloat16 => Kind::BFloat16,
+    });
+    Ok((device, kind))
 }
 
-/// Builds the trainer of a fresh run.
+/// Builds the trainer of a fresh run, at `place` (rank, world size).
 ///
 /// # Errors
 /// Unreadable target, impossible vocabulary.
@@ -87,7 +101,7 @@ pub(crate) fn trainer(
     config: &TrainConfig,
     draft_config: DraftConfig,
     dataset: &Dataset,
-    (device, kind): (Device, Kind),
+    ((device, kind), place): ((Device, Kind), (usize, usize)),
 ) -> Result<Trainer, Error> {
     let head = TargetHead::load(&config.target, device, kind)?;
     let vocabulary = vocabulary(config, dataset, head.embedding_vh.size()[0] as usize)?;
@@ -109,11 +123,15 @@ pub(crate) fn trainer(
         max_anchors: config.max_anchors,
         seed: config.seed,
     };
-    let master_draft = fresh(draft_config, config.seed, device);
+    let fresh = fresh(draft_config, config.seed, device);
     if let Some(pretrained) = &config.from_pretrained {
-        WarmStart::open(pretrained, master_draft.config())?.copy_into(&master_draft)?;
+        WarmStart::open(pretrained, fresh.config())?.copy_into(&fresh)?;
     }
-    Ok(assemble(master_draft, kind, config, (objective, batches)))
+    let shards = shards(config, fresh.layout(), place);
+    let parameters = Masters::new(fresh, kind, &config.optimizer, shards);
+    let mut trainer = Trainer::new(parameters, (objective, batches));
+    trainer.keep = if config.recompute { Keep::Inputs } else { Keep::Activations };
+    Ok(trainer)
 }
 
 /// A fresh draft of float32 parameters; the same for the same seed whatever the device.
@@ -124,27 +142,13 @@ pub(crate) fn fresh(config: DraftConfig, seed: u64, device: Device) -> Draft {
     })
 }
 
-/// Joins a draft of float32 parameters with its optimizer and its copy in the computation's kind.
-pub(crate) fn assemble(
-    master_draft: Draft,
-    kind: Kind,
-    config: &TrainConfig,
-    parts: (Objective, BatchMaker),
-) -> Trainer {
-    let masters = master_draft.flat().shallow_clone();
-    let decayed: Vec<(i64, i64)> = master_draft
-        .layout()
-        .parameters()
-        .iter()
-        .filter(|parameter| parameter.is_matrix())
-        .map(|parameter| (parameter.offset, parameter.elements()))
-        .collect();
-    let optimizer = AdamW::new(config.adamw, &masters, &decayed);
-    let draft = match kind {
-        Kind::Float => master_draft,
-        kind => Draft::new(master_draft.config().clone(), masters.to_kind(kind)),
-    };
-    Trainer::new(draft, masters, optimizer, parts)
+/// The share of the state that each rank holds.
+fn shards(config: &TrainConfig, layout: &DraftLayout, place: (usize, usize)) -> Shards {
+    match (config.zero, config.optimizer.algorithm) {
+        (Zero::Off, _) => Shards::whole(layout.elements()),
+        (Zero::One, Algorithm::AdamW) => Shards::even(layout.elements(), place),
+        (Zero::One, Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
+    }
 }
 
 fn objective(settings: &ObjectiveSettings) -> Objective {

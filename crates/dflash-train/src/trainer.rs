@@ -3,13 +3,14 @@
 use dflash_data::PackedRow;
 use dflash_dist::{Communicator, Pending};
 use dflash_hidden::HiddenStates;
-use dflash_model::draft::{Draft, DraftViews};
+use dflash_model::draft::{Draft, DraftViews, Keep};
 use dflash_model::objective::{Objective, Statistics};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::Error;
 use crate::batch::{Batch, BatchMaker};
-use crate::optimizer::{AdamW, gradient_norm};
+use crate::masters::Masters;
+use crate::optimizer::gradient_norm;
 use crate::rows::LoadedRow;
 
 /// Below this a denominator means that no rank had anything to learn from.
@@ -21,13 +22,14 @@ const CLIP_EPSILON: f64 = 1e-6;
 /// Everything a rank trains with.
 #[derive(Debug)]
 pub(crate) struct Trainer {
-    /// In the kind of the computation; in float32 it shares its memory with `masters`.
+    /// All parameters, in the kind of the computation.
     pub(crate) draft: Draft,
-    /// Float32 parameters, flat.
-    pub(crate) masters: Tensor,
-    pub(crate) optimizer: AdamW,
+    /// This rank's share of them in float32, and what moves them.
+    pub(crate) masters: Masters,
     pub(crate) objective: Objective,
     pub(crate) batches: BatchMaker,
+    /// What the forward pass keeps for the backward pass.
+    pub(crate) keep: Keep,
     gradient: Tensor,
     gradient_views: DraftViews,
 }
@@ -69,15 +71,14 @@ pub(crate) struct Step<'a> {
 }
 
 impl Trainer {
-    /// A trainer of `draft`, whose parameters are `masters` (shared in float32).
+    /// A trainer of a draft and its masters.
     pub(crate) fn new(
-        draft: Draft,
-        masters: Tensor,
-        optimizer: AdamW,
+        (draft, masters): (Draft, Masters),
         (objective, batches): (Objective, BatchMaker),
     ) -> Self {
         let (gradient, gradient_views) = draft.zero_gradients();
-        Self { draft, masters, optimizer, objective, batches, gradient, gradient_views }
+        let keep = Keep::default();
+        Self { draft, masters, objective, batches, keep, gradient, gradient_views }
     }
 
     /// Begins a step.
@@ -87,17 +88,15 @@ impl Trainer {
         Step { trainer: self, communicator, statistics, reductions: Vec::new() }
     }
 
-    /// The draft as its checkpoint serves it: weights rounded to bfloat16.
-    pub(crate) fn served(&self) -> Draft {
-        let kind = self.draft.flat().kind();
-        let rounded = self.draft.flat().to_kind(Kind::BFloat16).to_kind(kind);
-        Draft::new(self.draft.config().clone(), rounded)
+    /// The draft as its checkpoint serves it. All ranks call it.
+    pub(crate) fn served(&self, communicator: &dyn Communicator) -> Result<Draft, Error> {
+        self.masters.served(&self.draft, communicator)
     }
 
-    /// The figures of one row, without gradients; `None` when it has nothing to learn from.
-    pub(crate) fn validate(&self, row: &LoadedRow) -> Option<Statistics> {
-        let batch = self.batches.make(&self.draft, &row.row, &row.states, row.epoch)?;
-        let (hidden_nh, _) = self.draft.forward(&batch.input);
+    /// The figures of `draft` on one row, without gradients; `None` when there is nothing to learn.
+    pub(crate) fn validate(&self, draft: &Draft, row: &LoadedRow) -> Option<Statistics> {
+        let batch = self.batches.make(draft, &row.row, &row.states, row.epoch)?;
+        let (hidden_nh, _) = draft.forward(&batch.input);
         let head_vh = &self.batches.lm_head_vh;
         let teacher = batch.teacher.as_ref();
         Some(self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher).statistics)
@@ -106,7 +105,7 @@ impl Trainer {
     /// Forward and backward of one batch; gradients of the loss numerator are added up.
     fn accumulate(&mut self, batch: Batch, finished: &mut dyn FnMut(usize)) -> Statistics {
         let Batch { input, labels, teacher } = batch;
-        let (hidden_nh, saved) = self.draft.forward(&input);
+        let (hidden_nh, saved) = self.draft.forward_keeping(&input, self.keep);
         let head_vh = &self.batches.lm_head_vh;
         let output = self.objective.evaluate(&hidden_nh, head_vh, &labels, teacher.as_ref());
         drop(hidden_nh);
@@ -180,10 +179,8 @@ impl Step<'_> {
         if applied {
             let clip = (max_norm / (gradient_norm + CLIP_EPSILON)).min(1.0);
             let _ = trainer.gradient.g_mul_scalar_(clip / divisor);
-            trainer.optimizer.step(&mut trainer.masters, &trainer.gradient, rate);
-            if trainer.draft.flat().kind() != Kind::Float {
-                trainer.draft.flat().shallow_clone().copy_(&trainer.masters);
-            }
+            trainer.masters.step(&trainer.gradient, rate);
+            trainer.masters.publish(&trainer.draft, self.communicator)?;
         }
         Ok(StepResult { gradient_norm, applied, statistics: self.statistics, extras })
     }

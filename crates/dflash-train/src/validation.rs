@@ -187,14 +187,15 @@ impl<'a> Validation<'a> {
     ) -> Result<Option<ValidationLine>, Error> {
         let begun = Instant::now();
         let mut line = ValidationLine { step, ..ValidationLine::default() };
+        let draft = trainer.served(communicator)?;
         if self.has_rows {
-            line.forced = self.teacher_forced(trainer, communicator)?;
+            line.forced = self.teacher_forced(trainer, &draft, communicator)?;
             if line.forced.is_none() {
                 return Ok(None);
             }
         }
         if self.measures() {
-            line.measured = self.measured(trainer, communicator)?;
+            line.measured = self.measured(&draft, communicator)?;
             if line.measured.is_none() {
                 return Ok(None);
             }
@@ -209,9 +210,9 @@ impl<'a> Validation<'a> {
     fn teacher_forced(
         &self,
         trainer: &Trainer,
+        draft: &Draft,
         communicator: &dyn Communicator,
     ) -> Result<Option<Forced>, Error> {
-        let draft = &trainer.draft;
         let mut statistics = Statistics::zero(draft.config().block_size, draft.device());
         let (mut skipped, mut stopped) = (0, false);
         let mut rows = self.source.start(self.rows.clone().into_iter())?;
@@ -220,7 +221,7 @@ impl<'a> Validation<'a> {
                 Ok(None) => break,
                 Ok(Some(row)) => {
                     skipped += row.skipped;
-                    if let Some(own) = trainer.validate(&row) {
+                    if let Some(own) = trainer.validate(draft, &row) {
                         statistics.add(&own);
                     }
                 }
@@ -247,14 +248,14 @@ impl<'a> Validation<'a> {
 
     fn measured(
         &mut self,
-        trainer: &Trainer,
+        draft: &Draft,
         communicator: &dyn Communicator,
     ) -> Result<Option<Measured>, Error> {
         let Some(probe) = &mut self.probe else { return Ok(None) };
         let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
-        let counts = probe(&trainer.served(), share)
-            .map_err(|source| Error::Acceptance { rank: share.rank, source })?;
-        let block_size = trainer.draft.config().block_size;
+        let counts =
+            probe(draft, share).map_err(|source| Error::Acceptance { rank: share.rank, source })?;
+        let block_size = draft.config().block_size;
         let stopped = counts.is_none();
         let counts = counts.unwrap_or_default();
         let mut numbers: Vec<f64> = counts.reached.iter().map(|&steps| steps as f64).collect();

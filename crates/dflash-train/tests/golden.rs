@@ -1,11 +1,14 @@
-//! Schedules and AdamW against reference vectors, over every case found.
+//! Schedules, AdamW and Muon against reference vectors, over every case found.
 //!
 //! The folder is `DFLASH_GOLDEN`, or `../shared/golden` beside the repository; where neither
 //! exists the tests count as ignored.
 
 use std::path::{Path, PathBuf};
 
-use dflash_train::optimizer::{AdamW, AdamWConfig};
+use dflash_model::draft::Parameter;
+use dflash_train::optimizer::{
+    AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, WeightDecay,
+};
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
 use libtest_mimic::{Arguments, Trial};
 use serde_json::Value;
@@ -30,6 +33,12 @@ fn main() {
             let name = format!("{name}::lr_schedule::{index}");
             trials.push(Trial::test(name, move || {
                 schedule(&case);
+                Ok(())
+            }));
+        }
+        for (index, case) in cases(&golden["muon"]).into_iter().enumerate() {
+            trials.push(Trial::test(format!("{name}::muon::{index}"), move || {
+                muon(&case);
                 Ok(())
             }));
         }
@@ -58,6 +67,15 @@ fn json_files(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
+/// A key's cases, of which there may be one or a list.
+fn cases(value: &Value) -> Vec<Value> {
+    match value {
+        Value::Null => Vec::new(),
+        Value::Array(cases) => cases.clone(),
+        case => vec![case.clone()],
+    }
+}
+
 fn schedule(case: &Value) {
     let kind = match case["type"].as_str().unwrap() {
         "linear" => ScheduleKind::Linear,
@@ -83,23 +101,53 @@ fn schedule(case: &Value) {
 fn adamw(golden: &Value) {
     let case = &golden["adamw"];
     let number = |key: &str| case[key].as_f64().unwrap();
-    let config = AdamWConfig {
+    let adamw = AdamWConfig {
         beta1: case["betas"][0].as_f64().unwrap(),
         beta2: case["betas"][1].as_f64().unwrap(),
         epsilon: number("eps"),
-        weight_decay: number("weight_decay"),
     };
+    let weight_decay = WeightDecay { matrices: number("weight_decay"), norms: 0.0 };
+    let config = OptimizerConfig { adamw, weight_decay, ..OptimizerConfig::default() };
     let source = |key: &str| if case[key].is_null() { &golden["muon"][key] } else { &case[key] };
-    let mut weights = flat(source("w0"));
-    let everything = [(0, weights.numel() as i64)];
-    let mut optimizer = AdamW::new(config, &weights, &everything);
-    let gradients = source("grads").as_array().unwrap();
+    follow(config, (source("w0"), source("grads")), case, 2e-7);
+}
+
+/// Newton-Schulz runs in bfloat16 on both sides, hence the tolerance that the case itself names.
+fn muon(case: &Value) {
+    let number = |key: &str| case[key].as_f64().unwrap();
+    let muon = MuonConfig {
+        rate_ratio: 1.0,
+        momentum: number("momentum"),
+        iterations: case["ns_steps"].as_u64().unwrap() as usize,
+        scale: match case["adjust"].as_str() {
+            Some("match_rms_adamw") => MuonScale::MatchRmsAdamw,
+            Some("original") | None => MuonScale::Original,
+            Some(other) => panic!("adjustment {other} is not implemented"),
+        },
+    };
+    let config = OptimizerConfig {
+        algorithm: Algorithm::Muon(muon),
+        weight_decay: WeightDecay { matrices: number("weight_decay"), norms: 0.0 },
+        ..OptimizerConfig::default()
+    };
+    follow(config, (&case["w0"], &case["grads"]), case, 1e-5);
+}
+
+/// Takes the steps of a case and compares the weights after each.
+fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Value, close: f64) {
+    let rows = w0.as_array().unwrap().len() as i64;
+    let mut weights = flat(w0);
+    let shape = vec![rows, weights.numel() as i64 / rows];
+    let matrix = Parameter { name: "weight".into(), shape, offset: 0 };
+    let groups = Groups::of(&[matrix], &(0..weights.numel() as i64));
+    let mut optimizer = Optimizer::new(&config, groups, &weights);
+    let gradients = gradients.as_array().unwrap();
     let expected = case["w"].as_array().unwrap();
     assert!(!gradients.is_empty() && gradients.len() == expected.len());
     for (gradient, expected) in gradients.iter().zip(expected) {
-        optimizer.step(&mut weights, &flat(gradient), number("lr"));
+        optimizer.step(&mut weights, &flat(gradient), case["lr"].as_f64().unwrap());
         let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
-        assert!(difference <= 2e-7, "differs by {difference}");
+        assert!(difference <= close, "differs by {difference}");
     }
 }
 

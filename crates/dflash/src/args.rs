@@ -25,7 +25,7 @@ pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
 pub use train::{
     DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs, OnGenerateArg, OnMissingArg,
-    OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs, ValidationArgs,
+    OptimizerArg, OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs, ValidationArgs,
 };
 
 /// Train DFlash drafters: from conversations to a measured draft model.

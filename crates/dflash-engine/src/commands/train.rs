@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use dflash::args::{
-    CheckpointArgs, DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs,
-    OnGenerateArg, OnMissingArg, OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs,
-    ValidationArgs,
+    CheckpointArgs, ComputeDtype, DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs,
+    OnGenerateArg, OnMissingArg, OptimizerArg, OptimizerArgs, RowArgs, SchedulerType,
+    SpeculatorType, TrainArgs, ValidationArgs,
 };
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
@@ -19,9 +19,10 @@ use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
 use dflash_text::ChatTokenizer;
 use dflash_train::config::{
-    DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig, ValidationConfig,
+    ComputeKind, DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig,
+    ValidationConfig, Zero,
 };
-use dflash_train::optimizer::AdamWConfig;
+use dflash_train::optimizer::{AdamWConfig, Algorithm, MuonConfig, OptimizerConfig, WeightDecay};
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
 use dflash_train::{AcceptanceCounts, ProbeError, Retention, Share};
 
@@ -92,6 +93,9 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         checkpoints,
         speculator_type: SpeculatorType::Dflash,
         device,
+        compute_dtype,
+        recompute,
+        zero,
         matmul_precision,
         draft,
         rows,
@@ -115,7 +119,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
     let named = draft.from_pretrained.as_deref();
     let from_pretrained = named.map(|name| dflash_prepare::locate_draft(name, stop)).transpose()?;
     let draft = draft_settings(draft, &target, from_pretrained.as_deref())?;
-    let (lr, schedule, adamw, max_grad_norm, max_bad_steps) = optimizer_settings(optimizer)?;
+    let (lr, schedule, optimizer, max_grad_norm, max_bad_steps) = optimizer_settings(optimizer)?;
     // 0 stands for as many epochs as the bound on steps needs
     let default_epochs = if max_steps.is_some() { 0 } else { DEFAULT_EPOCHS };
     Ok(TrainConfig {
@@ -128,7 +132,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         hidden: hidden_settings(hidden, vllm_endpoint)?,
         lr,
         schedule,
-        adamw,
+        optimizer,
         max_grad_norm,
         epochs: epochs.unwrap_or(default_epochs),
         max_steps,
@@ -147,6 +151,13 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         collective_timeout: Duration::from_secs(ranks.collective_timeout),
         device: device_choice(device),
         backend: launch::backend(ranks.backend),
+        compute_dtype: match compute_dtype {
+            ComputeDtype::Auto => None,
+            ComputeDtype::Float32 => Some(ComputeKind::Float32),
+            ComputeDtype::Bfloat16 => Some(ComputeKind::Bfloat16),
+        },
+        zero: if zero == 0 { Zero::Off } else { Zero::One },
+        recompute,
         bf16_products: matmul_precision == MatmulPrecision::Bfloat16,
         command: std::env::args().collect(),
         stop: Arc::clone(stop),
@@ -305,7 +316,7 @@ fn loss_term(term: &str) -> anyhow::Result<(ElementLoss, f64)> {
     Ok((loss, coefficient))
 }
 
-type OptimizerSettings = (f64, Schedule, AdamWConfig, f64, u64);
+type OptimizerSettings = (f64, Schedule, OptimizerConfig, f64, u64);
 
 fn optimizer_settings(args: OptimizerArgs) -> anyhow::Result<OptimizerSettings> {
     let OptimizerArgs {
@@ -315,7 +326,11 @@ fn optimizer_settings(args: OptimizerArgs) -> anyhow::Result<OptimizerSettings> 
         warmup_steps,
         min_lr_ratio,
         decay_ratio,
+        optimizer,
+        muon_lr,
         weight_decay,
+        norm_weight_decay,
+        ema_decay,
         max_grad_norm,
         max_bad_steps,
     } = args;
@@ -336,8 +351,27 @@ fn optimizer_settings(args: OptimizerArgs) -> anyhow::Result<OptimizerSettings> 
     };
     let warmup = warmup_steps.map_or(Warmup::Ratio(warmup_ratio), Warmup::Steps);
     let schedule = Schedule { kind, warmup, minimum: min_lr_ratio };
-    let adamw = AdamWConfig { weight_decay, ..AdamWConfig::default() };
-    Ok((lr, schedule, adamw, max_grad_norm, max_bad_steps))
+    let optimizer = OptimizerConfig {
+        algorithm: algorithm(optimizer, lr, muon_lr)?,
+        adamw: AdamWConfig::default(),
+        weight_decay: WeightDecay { matrices: weight_decay, norms: norm_weight_decay },
+        ema_decay,
+    };
+    Ok((lr, schedule, optimizer, max_grad_norm, max_bad_steps))
+}
+
+fn algorithm(optimizer: OptimizerArg, lr: f64, muon_lr: Option<f64>) -> anyhow::Result<Algorithm> {
+    let usual = MuonConfig::default();
+    match (optimizer, muon_lr) {
+        (OptimizerArg::Adamw, Some(_)) => bail!("--muon-lr needs --optimizer muon"),
+        (OptimizerArg::Adamw, None) => Ok(Algorithm::AdamW),
+        (OptimizerArg::Muon, None) => Ok(Algorithm::Muon(usual)),
+        (OptimizerArg::Muon, Some(rate)) => {
+            let positive = rate > 0.0 && rate.is_finite();
+            ensure!(positive, "--muon-lr is {rate}, but a learning rate is a positive number");
+            Ok(Algorithm::Muon(MuonConfig { rate_ratio: rate / lr, ..usual }))
+        }
+    }
 }
 
 fn hidden_settings(args: HiddenArgs, endpoints: Vec<String>) -> anyhow::Result<HiddenSettings> {

@@ -47,12 +47,7 @@ fn states(world: &World, save: &str) -> BTreeMap<String, Vec<u8>> {
 }
 
 fn last_saved(said: &str) -> Option<String> {
-    said.lines()
-        .filter(|line| line.starts_with("saved "))
-        .next_back()?
-        .rsplit('/')
-        .next()
-        .map(str::to_owned)
+    said.lines().rfind(|line| line.starts_with("saved "))?.rsplit('/').next().map(str::to_owned)
 }
 
 fn resumed_at(save_path: &Path) -> u64 {

@@ -3,7 +3,8 @@
 //! Per layer the forward keeps the residual inputs, the raw projections and the attention's
 //! result; norms, rotations and the SwiGLU are computed again in the backward pass, which costs
 //! elementwise work only and bounds memory at about `8H + 2I + 2 (heads + kv heads) D` numbers a
-//! slot and layer.
+//! slot and layer. With [`Keep::Inputs`] only the residual input of each layer is kept, H numbers a
+//! slot and layer, and the backward pass runs the layer forward again, all but its last product.
 
 use tch::{Device, Kind, Tensor};
 
@@ -27,10 +28,26 @@ pub struct PackedInput {
     slot_rope: RotaryTables,
 }
 
+/// What the forward pass keeps of each layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Keep {
+    /// All that the backward pass reads.
+    #[default]
+    Activations,
+    /// The layer's input, from which the backward pass computes the rest again.
+    Inputs,
+}
+
 /// What a layer keeps for its gradient.
 #[derive(Debug)]
 struct LayerSaved {
     input_nh: Tensor,
+    activations: Option<Activations>,
+}
+
+/// What a layer's backward pass reads besides the layer's input.
+#[derive(Debug)]
+struct Activations {
     qkv: Tensor,
     context_kv: Tensor,
     attended: Attended,
@@ -45,6 +62,31 @@ pub struct Saved {
     context_ch: Tensor,
     layers: Vec<LayerSaved>,
     last_nh: Tensor,
+}
+
+impl Saved {
+    /// Bytes that are kept until the backward pass.
+    pub fn bytes(&self) -> usize {
+        let whole = [&self.fused_ch, &self.context_ch, &self.last_nh];
+        let layers = self.layers.iter().flat_map(LayerSaved::tensors);
+        whole.into_iter().chain(layers).map(bytes_of).sum()
+    }
+}
+
+impl LayerSaved {
+    fn tensors(&self) -> Vec<&Tensor> {
+        let mut tensors = vec![&self.input_nh];
+        if let Some(kept) = &self.activations {
+            let Activations { qkv, context_kv, attended, middle_nh, gate_up } = kept;
+            let Attended { out_jngd, lse_jng } = attended;
+            tensors.extend([qkv, context_kv, out_jngd, lse_jng, middle_nh, gate_up]);
+        }
+        tensors
+    }
+}
+
+fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
 impl super::DraftConfig {
@@ -120,32 +162,36 @@ impl Draft {
     /// Runs all layers; returns `norm(x)` [N, H], ready for the target's lm_head, and what
     /// [`Self::backward`] needs. Call it without autograd.
     pub fn forward(&self, input: &PackedInput) -> (Tensor, Saved) {
+        self.forward_keeping(input, Keep::Activations)
+    }
+
+    /// As [`Self::forward`]; `keep` changes what is kept, not what is computed.
+    pub fn forward_keeping(&self, input: &PackedInput, keep: Keep) -> (Tensor, Saved) {
         let eps = self.config.rms_norm_eps;
         let fused_ch = linear(&input.features_ck, &self.views.fc);
         let context_ch = fused::norm(&fused_ch, (&self.views.hidden_norm, eps));
         let mut x_nh = input.slots_nh.shallow_clone();
         let mut layers = Vec::with_capacity(self.views.layers.len());
         for (index, layer) in self.views.layers.iter().enumerate() {
-            let (output, saved) = self.layer_forward(
-                layer,
-                input.attention(self, index),
-                &context_ch,
-                (&x_nh, input),
-            );
+            let place = (input.attention(self, index), input, &context_ch);
+            let activations = self.layer_activations(layer, &x_nh, place);
+            let activated = fused::swiglu(&activations.gate_up);
+            let output = activations.middle_nh.addmm(&activated, &layer.down.tr());
+            let activations = (keep == Keep::Activations).then_some(activations);
+            layers.push(LayerSaved { input_nh: x_nh, activations });
             x_nh = output;
-            layers.push(saved);
         }
         let hidden_nh = fused::norm(&x_nh, (&self.views.norm, eps));
         (hidden_nh, Saved { fused_ch, context_ch, layers, last_nh: x_nh })
     }
 
-    fn layer_forward(
+    /// A layer's forward pass up to its SwiGLU, whose value the backward pass computes anyhow.
+    fn layer_activations(
         &self,
         layer: &LayerViews,
-        attention: &BlockAttention,
-        context_ch: &Tensor,
-        (x_nh, input): (&Tensor, &PackedInput),
-    ) -> (Tensor, LayerSaved) {
+        x_nh: &Tensor,
+        (attention, input, context_ch): (&BlockAttention, &PackedInput, &Tensor),
+    ) -> Activations {
         let eps = self.config.rms_norm_eps;
         let qkv = linear(&fused::norm(x_nh, (&layer.input_norm, eps)), &layer.qkv);
         let context_kv = linear(context_ch, &layer.kv);
@@ -155,9 +201,7 @@ impl Draft {
         let flat_out = self.ungroup_queries(&attended.out_jngd);
         let middle_nh = x_nh.addmm(&flat_out, &layer.o.tr());
         let gate_up = linear(&fused::norm(&middle_nh, (&layer.post_norm, eps)), &layer.gate_up);
-        let output = middle_nh.addmm(&fused::swiglu(&gate_up), &layer.down.tr());
-        let input_nh = x_nh.shallow_clone();
-        (output, LayerSaved { input_nh, qkv, context_kv, attended, middle_nh, gate_up })
+        Activations { qkv, context_kv, attended, middle_nh, gate_up }
     }
 
     /// Adds the gradients of all parameters for `dhidden_nh` [N, H] to `gradients` (float32 views).
@@ -227,19 +271,24 @@ impl LayerPass<'_> {
     /// Gradient of the layer's input, given that of its output.
     fn backward(&self, dy_nh: &Tensor, saved: LayerSaved, dcontext_ch: &mut Tensor) -> Tensor {
         let eps = self.draft.config.rms_norm_eps;
-        let dmiddle_nh = self.mlp_backward(dy_nh, &saved);
-        let dqkv = self.attention_backward(&dmiddle_nh, &saved, dcontext_ch);
-        let normed = fused::norm(&saved.input_nh, (&self.layer.input_norm, eps));
+        let LayerSaved { input_nh, activations } = saved;
+        let activations = activations.unwrap_or_else(|| {
+            let place = (self.attention, self.input, self.context_ch);
+            self.draft.layer_activations(self.layer, &input_nh, place)
+        });
+        let dmiddle_nh = self.mlp_backward(dy_nh, &activations);
+        let dqkv = self.attention_backward(&dmiddle_nh, &activations, dcontext_ch);
+        let normed = fused::norm(&input_nh, (&self.layer.input_norm, eps));
         accumulate_product(&self.gradient.qkv, &dqkv, &normed);
         fused::norm_backward(
             &dqkv.matmul(&self.layer.qkv),
-            &saved.input_nh,
+            &input_nh,
             (&self.layer.input_norm, eps),
             (Some(&dmiddle_nh), &self.gradient.input_norm),
         )
     }
 
-    fn mlp_backward(&self, dy_nh: &Tensor, saved: &LayerSaved) -> Tensor {
+    fn mlp_backward(&self, dy_nh: &Tensor, saved: &Activations) -> Tensor {
         let eps = self.draft.config.rms_norm_eps;
         let dactivated = dy_nh.matmul(&self.layer.down);
         let (dgate_up, activated) = fused::swiglu_backward(&dactivated, &saved.gate_up);
@@ -258,7 +307,7 @@ impl LayerPass<'_> {
     fn attention_backward(
         &self,
         dmiddle_nh: &Tensor,
-        saved: &LayerSaved,
+        saved: &Activations,
         dcontext_ch: &mut Tensor,
     ) -> Tensor {
         let draft = self.draft;
@@ -284,7 +333,7 @@ impl LayerPass<'_> {
     }
 
     /// Gradient of the slots' fused projection.
-    fn slots_backward(&self, dq_jngd: &Tensor, down: &KeyValue, saved: &LayerSaved) -> Tensor {
+    fn slots_backward(&self, dq_jngd: &Tensor, down: &KeyValue, saved: &Activations) -> Tensor {
         let c = &self.draft.config;
         let q_width = c.num_attention_heads * c.head_dim;
         let dqkv = saved.qkv.empty_like();

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::ComputeDtype;
 use super::eval::at_least_one;
-
 use super::launch::{CheckpointArgs, LaunchArgs};
 
 /// Train a drafter against a running hidden-state server.
@@ -42,6 +42,17 @@ pub struct TrainArgs {
     /// Where to compute.
     #[arg(long, value_enum, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
+    /// Kind of weights and activations in forward and backward; masters, gradients and the optimizer's
+    /// state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
+    #[arg(long, value_enum, default_value_t)]
+    pub compute_dtype: ComputeDtype,
+    /// Keep only the layers' inputs for the backward pass and run each layer forward again there.
+    #[arg(long)]
+    pub recompute: bool,
+    /// What the ranks share out among themselves (ZeRO stages): 0 nothing, 1 the masters and the
+    /// optimizer's state.
+    #[arg(long, value_name = "STAGE", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=1))]
+    pub zero: u8,
     /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster where the
     /// processor has instructions for it (AMX).
     #[arg(long, value_enum, default_value_t = MatmulPrecision::Float32)]
@@ -195,9 +206,22 @@ pub struct OptimizerArgs {
     /// Share of all steps that decay, for wsd.
     #[arg(long, value_name = "R", default_value_t = 0.2)]
     pub decay_ratio: f64,
-    /// AdamW's weight decay, on matrices only.
+    /// What moves the matrices; norms are AdamW's in either case.
+    #[arg(long, value_enum, default_value_t = OptimizerArg::Adamw)]
+    pub optimizer: OptimizerArg,
+    /// Muon's peak learning rate, for the matrices. Default: ten times --lr.
+    #[arg(long, value_name = "LR")]
+    pub muon_lr: Option<f64>,
+    /// Decoupled weight decay of matrices.
     #[arg(long, value_name = "W", default_value_t = 0.0)]
     pub weight_decay: f64,
+    /// Decoupled weight decay of norms.
+    #[arg(long, value_name = "W", default_value_t = 0.0)]
+    pub norm_weight_decay: f64,
+    /// Keep a moving average of the weights, which keeps the share D of itself at each step; it is
+    /// what checkpoints serve.
+    #[arg(long, value_name = "D")]
+    pub ema_decay: Option<f64>,
     /// Largest global gradient norm; above it the gradient is scaled down.
     #[arg(long, value_name = "N", default_value_t = 1.0)]
     pub max_grad_norm: f64,
@@ -238,7 +262,7 @@ pub enum SpeculatorType {
 pub enum DeviceArg {
     /// CUDA where libtorch has it, else the CPU.
     Auto,
-    /// The CPU, in float32.
+    /// The CPU.
     Cpu,
     /// The GPU of the local rank.
     Cuda,
@@ -251,6 +275,15 @@ pub enum MatmulPrecision {
     Float32,
     /// To bfloat16, as GPUs train; sums stay float32.
     Bfloat16,
+}
+
+/// Optimizers of the matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerArg {
+    /// AdamW.
+    Adamw,
+    /// Muon: orthogonalised momentum.
+    Muon,
 }
 
 /// Learning-rate schedules.

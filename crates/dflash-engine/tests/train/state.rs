@@ -1,0 +1,178 @@
+//! What moves the parameters and what of it is kept: optimizers, averaged weights, split state,
+//! kinds of computation.
+
+use std::path::Path;
+
+use dflash_model::checkpoint::TensorFile;
+use dflash_model::draft::Draft;
+use tch::{Device, Kind, Tensor};
+
+use super::assert_same_losses;
+use super::world::{World, losses, sorted_checkpoints};
+
+/// Relative difference of losses in bfloat16, whose numbers have 8 bits.
+const BF16_ROUNDING: f64 = 0.02;
+
+/// Muon with everything that has state or a group of its own.
+const MUON: [&str; 8] = [
+    "--optimizer",
+    "muon",
+    "--ema-decay",
+    "0.8",
+    "--weight-decay",
+    "0.01",
+    "--norm-weight-decay",
+    "0.001",
+];
+
+/// What the run says on standard error.
+fn succeed(world: &World, name: &str, arguments: &[&str]) -> String {
+    let run = world.train(name, arguments);
+    assert!(run.success(), "{name}: {}", run.stderr);
+    run.stderr
+}
+
+/// Millions of float32 numbers of state on each rank, as a run announces them.
+fn announced(stderr: &str) -> f64 {
+    let before = stderr.split(" M numbers of float32 state").next().unwrap();
+    before.split_whitespace().last().unwrap().parse().unwrap()
+}
+
+/// What a run `from` would have left behind if it had been killed after its checkpoint `last`.
+fn cut_short(world: &World, from: &str, to: &str, last: &str) {
+    copy_dir(&world.path(from), &world.path(to));
+    for name in sorted_checkpoints(&world.path(to)).iter().filter(|name| name.as_str() > last) {
+        std::fs::remove_dir_all(world.path(to).join(name)).unwrap();
+    }
+}
+
+fn copy_dir(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_dir(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// A tensor of the last checkpoint's trainer state.
+fn stored(world: &World, run: &str, name: &str) -> Tensor {
+    let last = sorted_checkpoints(&world.path(run)).pop().unwrap();
+    let path = world.path(run).join(last).join("trainer/state.safetensors");
+    TensorFile::open(&path).unwrap().any_tensor(name).unwrap()
+}
+
+fn assert_same_state(world: &World, a: &str, b: &str, names: &[&str]) {
+    for name in names {
+        let difference = (stored(world, a, name) - stored(world, b, name)).abs().max();
+        assert!(difference.double_value(&[]) <= 1e-6, "{name} of {a} and {b}: {difference:?}");
+    }
+}
+
+#[test]
+fn muon_and_the_average_resume_exactly_and_only_as_themselves() {
+    let world = World::new();
+    succeed(&world, "whole", &[&MUON[..], &["--save-every", "3"]].concat());
+    let last = sorted_checkpoints(&world.path("whole")).pop().unwrap();
+    cut_short(&world, "whole", "part", "step-000003");
+    let refuse = |arguments: &[&str], expect: &str| {
+        let run = world.train("part", &[arguments, &["--resume"]].concat());
+        assert_eq!(run.code, Some(1), "{}", run.stderr);
+        assert!(run.stderr.contains(expect), "{}", run.stderr);
+    };
+    refuse(&MUON[2..], "trained with --optimizer muon, this run asks for adamw");
+    refuse(&MUON[..2], "trained with --ema-decay 0.8, this run asks for off");
+    succeed(&world, "part", &[&MUON[..], &["--save-every", "3", "--resume"]].concat());
+    assert_eq!(world.state("whole", &last), world.state("part", &last));
+    assert_eq!(losses(&world.path("whole")), losses(&world.path("part")));
+}
+
+#[test]
+fn averaged_weights_are_what_is_served_and_it_is_said() {
+    let world = World::new();
+    succeed(&world, "run", &["--ema-decay", "0.8"]);
+    let (average, masters) = (stored(&world, "run", "average"), stored(&world, "run", "masters"));
+    let last = sorted_checkpoints(&world.path("run")).pop().unwrap();
+    let dir = world.path("run").join(last);
+    let served = Draft::load(&dir, Device::Cpu, Kind::Float).unwrap();
+    let rounded = average.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    assert!(served.flat().equal(&rounded));
+    assert!((average - masters).abs().max().double_value(&[]) > 1e-3);
+    let state = std::fs::read_to_string(dir.join("trainer/state.json")).unwrap();
+    assert!(state.contains(r#""served_weights": "averaged""#), "{state}");
+    let metrics = std::fs::read_to_string(world.path("run").join("metrics.jsonl")).unwrap();
+    assert!(metrics.contains(r#""ema_decay":0.8"#), "{metrics}");
+}
+
+/// Two ranks that split the state train as two that do not, and what they save goes on elsewhere.
+fn check_split(world: &World, more: &[&str], state: &[&str]) {
+    let two = [more, &["--nproc", "2", "--gradient-accumulation-steps", "2"]].concat();
+    let two = [&two[..], &["--epochs", "4", "--save-every", "3"]].concat();
+    let all = announced(&succeed(world, "copies", &two));
+    let part = announced(&succeed(world, "split", &[&two[..], &["--zero", "1"]].concat()));
+    assert!(part <= 0.6 * all, "{part} of {all}");
+    assert_same_losses(&losses(&world.path("copies")), &losses(&world.path("split")));
+    assert_same_state(world, "copies", "split", state);
+    cut_short(world, "split", "one", "step-000003");
+    cut_short(world, "split", "four", "step-000003");
+    let on = |ranks: &'static str, rows: &'static str| {
+        let place = ["--nproc", ranks, "--gradient-accumulation-steps", rows];
+        [more, &place, &["--epochs", "4", "--save-every", "3", "--resume"]].concat()
+    };
+    succeed(world, "one", &on("1", "4"));
+    succeed(world, "four", &[&on("4", "1")[..], &["--zero", "1"]].concat());
+    for name in ["one", "four"] {
+        assert_same_losses(&losses(&world.path("copies")), &losses(&world.path(name)));
+    }
+}
+
+#[test]
+fn split_state_of_adamw_trains_the_same_and_resumes_on_one_rank_and_on_four() {
+    let state = ["masters", "mean", "variance", "average"];
+    check_split(&World::new(), &["--ema-decay", "0.8", "--weight-decay", "0.01"], &state);
+}
+
+#[test]
+fn split_state_of_muon_trains_the_same_and_resumes_on_one_rank_and_on_four() {
+    let state = ["masters", "momentum", "norm_mean", "norm_variance", "average"];
+    check_split(&World::new(), &MUON, &state);
+}
+
+#[test]
+fn bfloat16_keeps_float32_masters_and_close_losses() {
+    let world = World::new();
+    succeed(&world, "narrow", &["--compute-dtype", "bfloat16", "--device", "cpu"]);
+    succeed(&world, "wide", &["--compute-dtype", "float32"]);
+    let (narrow, wide) = (losses(&world.path("narrow")), losses(&world.path("wide")));
+    assert_eq!(narrow.len(), wide.len());
+    for ((step, narrow), (_, wide)) in narrow.iter().zip(&wide) {
+        assert!((narrow - wide).abs() <= BF16_ROUNDING * wide, "step {step}: {narrow} and {wide}");
+    }
+    assert_ne!(narrow, wide);
+    let masters = stored(&world, "narrow", "masters");
+    assert_eq!(masters.kind(), Kind::Float);
+    let rounded = masters.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    assert!(!masters.equal(&rounded), "masters were rounded");
+}
+
+#[test]
+fn split_state_works_in_bfloat16_too() {
+    let world = World::new();
+    let two = ["--nproc", "2", "--compute-dtype", "bfloat16"];
+    succeed(&world, "copies", &two);
+    succeed(&world, "split", &[&two[..], &["--zero", "1"]].concat());
+    assert_same_losses(&losses(&world.path("copies")), &losses(&world.path("split")));
+    assert_same_state(&world, "copies", "split", &["masters", "mean", "variance"]);
+}
+
+#[test]
+fn recomputing_activations_changes_no_bit() {
+    let world = World::new();
+    succeed(&world, "kept", &[]);
+    succeed(&world, "again", &["--recompute"]);
+    let last = sorted_checkpoints(&world.path("kept")).pop().unwrap();
+    assert_eq!(world.state("kept", &last), world.state("again", &last));
+}

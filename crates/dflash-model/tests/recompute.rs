@@ -1,0 +1,87 @@
+//! Keeping only the layers' inputs changes what is kept, and not one bit of a gradient.
+
+use dflash_model::attention::WindowRule;
+use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind, PackedInput};
+use tch::{Device, Kind, Tensor, no_grad};
+
+const LAYERS: usize = 3;
+const HIDDEN: i64 = 32;
+const WIDE: i64 = 96;
+/// Query heads, key/value heads, width of a head.
+const HEADS: (i64, i64, i64) = (4, 2, 8);
+
+fn config() -> DraftConfig {
+    DraftConfig {
+        hidden_size: HIDDEN,
+        intermediate_size: WIDE,
+        num_attention_heads: HEADS.0,
+        num_key_value_heads: HEADS.1,
+        head_dim: HEADS.2,
+        rms_norm_eps: 1e-6,
+        rope_theta: 10_000.0,
+        layers: vec![LayerKind::Full, LayerKind::Sliding, LayerKind::Full],
+        sliding_window: Some(9),
+        block_size: 4,
+        mask_token_id: 0,
+        target_layer_ids: vec![1, 2],
+        num_target_layers: Some(3),
+        vocab_size: 50,
+        max_position_embeddings: 256,
+        initializer_range: 0.05,
+        eos_token_id: None,
+    }
+}
+
+/// A row of two documents, the draft's output gradient, and (context rows, slots).
+fn row(draft: &Draft) -> (PackedInput, Tensor, (i64, i64)) {
+    let (config, kind) = (draft.config(), draft.flat().kind());
+    let anchors: Vec<usize> = (0..18).chain(21..38).collect();
+    let plan = config.plan(&[0, 20, 40], &anchors, WindowRule::Serving);
+    let (context, slots) = (plan.context_rows() as i64, plan.slots() as i64);
+    let normal = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind);
+    let features = normal([context, config.captures() * HIDDEN]);
+    let input = draft.prepare(&plan, WindowRule::Serving, features, normal([slots, HIDDEN]));
+    (input, normal([slots, HIDDEN]), (context, slots))
+}
+
+/// Output, flat gradient, and bytes kept between the passes.
+fn pass(
+    draft: &Draft,
+    (input, dout): (&PackedInput, &Tensor),
+    keep: Keep,
+) -> (Tensor, Tensor, i64) {
+    let (hidden, saved) = draft.forward_keeping(input, keep);
+    let bytes = saved.bytes() as i64;
+    let (flat, views) = draft.zero_gradients();
+    draft.backward(dout, input, saved, (&views, &mut |_| ()));
+    (hidden, flat, bytes)
+}
+
+#[test]
+fn gradients_are_the_same_and_far_less_is_kept() {
+    no_grad(|| {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            tch::manual_seed(4);
+            let fresh = Draft::init(config(), Device::Cpu, |shape| {
+                Tensor::randn(shape, (Kind::Float, Device::Cpu))
+            });
+            let draft = Draft::new(config(), fresh.flat().to_kind(kind));
+            let (input, dout, (context, slots)) = row(&draft);
+            let (hidden, gradient, all) = pass(&draft, (&input, &dout), Keep::Activations);
+            let (again, recomputed, inputs) = pass(&draft, (&input, &dout), Keep::Inputs);
+            assert!(hidden.equal(&again) && gradient.equal(&recomputed), "{kind:?}");
+            assert!(gradient.abs().max().double_value(&[]) > 0.0);
+
+            let width = kind.elt_size_in_bytes() as i64;
+            let shared = (2 * context + slots) * HIDDEN * width;
+            assert_eq!(inputs, shared + LAYERS as i64 * slots * HIDDEN * width);
+            let (heads, kv_heads, dim) = HEADS;
+            let of_slot = 2 * HIDDEN + (heads + 2 * kv_heads) * dim + heads * dim + 2 * WIDE;
+            // the log-sum-exp of each head is float32 in any case
+            let layer =
+                slots * (of_slot * width + heads * 4) + context * 2 * kv_heads * dim * width;
+            assert_eq!(all, shared + LAYERS as i64 * layer);
+            assert!(inputs * 3 < all, "{inputs} of {all}");
+        }
+    });
+}

@@ -1,0 +1,149 @@
+use dflash_dist::Single;
+use dflash_model::checkpoint::write_safetensors;
+use dflash_model::draft::{DraftConfig, LayerKind};
+use tch::Device;
+
+use super::*;
+use crate::optimizer::{Algorithm, MuonConfig, WeightDecay};
+use crate::setup;
+
+const RATE: f64 = 1e-3;
+
+fn config() -> DraftConfig {
+    DraftConfig {
+        hidden_size: 32,
+        intermediate_size: 64,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 8,
+        rms_norm_eps: 1e-6,
+        rope_theta: 10_000.0,
+        layers: vec![LayerKind::Full; 3],
+        sliding_window: None,
+        block_size: 4,
+        mask_token_id: 95,
+        target_layer_ids: vec![1, 2],
+        num_target_layers: Some(4),
+        vocab_size: 96,
+        max_position_embeddings: 256,
+        initializer_range: 0.02,
+        eos_token_id: None,
+    }
+}
+
+fn muon() -> OptimizerConfig {
+    let weight_decay = WeightDecay { matrices: 0.1, norms: 0.01 };
+    let algorithm = Algorithm::Muon(MuonConfig::default());
+    OptimizerConfig { algorithm, weight_decay, ema_decay: Some(0.9), ..OptimizerConfig::default() }
+}
+
+fn adamw() -> OptimizerConfig {
+    OptimizerConfig { algorithm: Algorithm::AdamW, ..muon() }
+}
+
+/// A fresh draft and its masters, on one of several ranks if `place` says so.
+fn parameters(
+    kind: Kind,
+    optimizer: &OptimizerConfig,
+    place: Option<(usize, usize)>,
+) -> (Draft, Masters) {
+    let fresh = setup::fresh(config(), 7, Device::Cpu);
+    let layout = fresh.layout();
+    let shards = match (place, optimizer.algorithm) {
+        (None, _) => Shards::whole(layout.elements()),
+        (Some(place), Algorithm::AdamW) => Shards::even(layout.elements(), place),
+        (Some(place), Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
+    };
+    Masters::new(fresh, kind, optimizer, shards)
+}
+
+/// Gradients of three steps, the same for every caller.
+fn gradients(elements: i64) -> Vec<Tensor> {
+    tch::manual_seed(11);
+    (0..3).map(|_| Tensor::randn([elements], (Kind::Float, Device::Cpu))).collect()
+}
+
+fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+#[test]
+fn shares_move_as_the_whole_does_and_each_rank_holds_its_part() {
+    tch::no_grad(|| {
+        for optimizer in [adamw(), muon()] {
+            let (draft, mut whole) = parameters(Kind::Float, &optimizer, None);
+            let start = draft.flat().copy();
+            let gradients = gradients(draft.layout().elements());
+            gradients.iter().for_each(|gradient| whole.step(gradient, RATE));
+            assert!(largest_difference(&start, &whole.weights) > RATE);
+            let mut held = Vec::new();
+            for rank in 0..2 {
+                let (_, mut part) = parameters(Kind::Float, &optimizer, Some((rank, 2)));
+                gradients.iter().for_each(|gradient| part.step(gradient, RATE));
+                let expected = part.shards.view(&whole.weights);
+                assert_eq!(largest_difference(&part.weights, &expected), 0.0);
+                let averages =
+                    [&part.average, &whole.average].map(|a| &a.as_ref().unwrap().weights);
+                let expected = part.shards.view(averages[1]);
+                assert_eq!(largest_difference(averages[0], &expected), 0.0);
+                held.push(part.elements());
+            }
+            let all = whole.elements();
+            assert_eq!(held.iter().sum::<i64>(), all, "nothing is held twice");
+            assert!(held.iter().all(|&held| held < all * 6 / 10), "{held:?} of {all}");
+        }
+    });
+}
+
+#[test]
+fn updates_far_below_bfloat16_s_resolution_are_not_lost() {
+    tch::no_grad(|| {
+        let optimizer = OptimizerConfig::default();
+        let (draft, mut masters) = parameters(Kind::BFloat16, &optimizer, None);
+        assert_eq!((draft.flat().kind(), masters.weights.kind()), (Kind::BFloat16, Kind::Float));
+        let layout = draft.layout();
+        let norm = layout.parameters().iter().find(|p| p.name == "norm.weight").unwrap();
+        let gradient = draft.flat().ones_like().to_kind(Kind::Float);
+        // bfloat16 next to 1 has steps of 2^-8 = 0.0039 downwards; a step of 1e-4 rounds away
+        for step in 1..=100 {
+            masters.step(&gradient, 1e-4);
+            masters.publish(&draft, &Single).unwrap();
+            let in_draft = norm.view(draft.flat()).double_value(&[0]);
+            if step == 1 {
+                assert_eq!(in_draft, 1.0);
+            }
+        }
+        let master = norm.view(&masters.weights).double_value(&[0]);
+        let in_draft = norm.view(draft.flat()).double_value(&[0]);
+        assert!((master - 0.99).abs() < 1e-5, "{master}");
+        assert!((in_draft - 0.99).abs() <= 0.002, "{in_draft}");
+        assert_eq!(masters.weights.kind(), Kind::Float);
+    });
+}
+
+#[test]
+fn what_one_rank_wrote_others_take_their_shares_of() {
+    tch::no_grad(|| {
+        for optimizer in [adamw(), muon()] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("state.safetensors");
+            let (draft, mut writer) = parameters(Kind::Float, &optimizer, None);
+            let gradients = gradients(draft.layout().elements());
+            writer.step(&gradients[0], RATE);
+            let collected = writer.collect(&Single).unwrap().unwrap();
+            assert!(collected.averaged);
+            let average = &writer.average.as_ref().unwrap().weights;
+            assert_eq!(largest_difference(collected.served(), average), 0.0);
+            assert!(largest_difference(collected.served(), &writer.weights) > 0.0);
+            write_safetensors(&path, &collected.tensors).unwrap();
+            writer.step(&gradients[1], RATE);
+            for place in [None, Some((0, 3)), Some((1, 3)), Some((2, 3))] {
+                let (draft, mut reader) = parameters(Kind::Float, &optimizer, place);
+                reader.restore(&draft, &TensorFile::open(&path).unwrap(), 1).unwrap();
+                reader.step(&gradients[1], RATE);
+                let expected = reader.shards.view(&writer.weights);
+                assert_eq!(largest_difference(&reader.weights, &expected), 0.0);
+            }
+        }
+    });
+}

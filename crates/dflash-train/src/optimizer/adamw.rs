@@ -1,0 +1,110 @@
+//! AdamW over a share of the flat parameter buffer, in float32, in place.
+
+use dflash_torch_sys::kernels::{self, AdamWStep};
+use serde::Serialize;
+use tch::Tensor;
+
+use super::groups::{Groups, WeightDecay, shrink};
+use super::{Extent, StateTensor};
+
+/// Constants of AdamW.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct AdamWConfig {
+    /// Decay of the mean of gradients.
+    pub beta1: f64,
+    /// Decay of the mean of squared gradients.
+    pub beta2: f64,
+    /// Added to the root of the latter.
+    pub epsilon: f64,
+}
+
+impl Default for AdamWConfig {
+    /// PyTorch's defaults: the recipe of the DFlash paper.
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8 }
+    }
+}
+
+impl AdamWConfig {
+    /// The numbers of the `steps`-th step, 1-based.
+    pub(super) fn step(&self, steps: i64, rate: f64) -> AdamWStep {
+        let Self { beta1, beta2, epsilon } = *self;
+        let correction1 = 1.0 - beta1.powi(steps as i32);
+        let correction2 = 1.0 - beta2.powi(steps as i32);
+        let (step_size, root_correction2) = (rate / correction1, correction2.sqrt());
+        AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 }
+    }
+}
+
+/// Mean of gradients and of squared gradients.
+#[derive(Debug)]
+pub(super) struct Moments {
+    pub(super) mean: Tensor,
+    pub(super) variance: Tensor,
+}
+
+impl Moments {
+    /// Views of `elements` from `first` on.
+    pub(super) fn narrow(&self, first: i64, elements: i64) -> Self {
+        let view = |x: &Tensor| x.narrow(0, first, elements);
+        Self { mean: view(&self.mean), variance: view(&self.variance) }
+    }
+
+    /// Moves `parameters`, which these moments are of.
+    pub(super) fn step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
+        if kernels::supports(parameters) {
+            kernels::adamw(parameters, gradient, (&self.mean, &self.variance), step);
+        } else {
+            self.portable_step(parameters, gradient, step);
+        }
+    }
+
+    fn portable_step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
+        let AdamWStep { beta1, beta2, epsilon, step_size, root_correction2 } = step;
+        let (mut mean, mut variance) = (self.mean.shallow_clone(), self.variance.shallow_clone());
+        let _ = mean.lerp_(gradient, 1.0 - beta1);
+        let _ = variance.g_mul_scalar_(beta2);
+        let _ = variance.addcmul_(gradient, &(gradient * (1.0 - beta2)));
+        let divisor = (variance.sqrt() / root_correction2).g_add_scalar_(epsilon);
+        let update = (mean / divisor).g_mul_scalar_(-step_size);
+        let _ = parameters.g_add_(&update);
+    }
+}
+
+/// State of AdamW for a share.
+#[derive(Debug)]
+pub struct AdamW {
+    config: AdamWConfig,
+    weight_decay: WeightDecay,
+    groups: Groups,
+    moments: Moments,
+    /// Steps taken.
+    pub steps: i64,
+}
+
+impl AdamW {
+    /// Fresh state for a share like `masters`, which `groups` divides.
+    pub fn new(
+        config: AdamWConfig,
+        groups: Groups,
+        weight_decay: WeightDecay,
+        masters: &Tensor,
+    ) -> Self {
+        let moments = Moments { mean: masters.zeros_like(), variance: masters.zeros_like() };
+        Self { config, weight_decay, groups, moments, steps: 0 }
+    }
+
+    /// One step of size `rate` along `gradient`.
+    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
+        self.steps += 1;
+        shrink(masters, &self.groups.matrices, (rate, self.weight_decay.matrices));
+        shrink(masters, &self.groups.norms, (rate, self.weight_decay.norms));
+        self.moments.step(masters, gradient, self.config.step(self.steps, rate));
+    }
+
+    /// All tensors that a resumed run needs.
+    pub fn state(&self) -> Vec<StateTensor<'_>> {
+        let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
+        vec![share("mean", &self.moments.mean), share("variance", &self.moments.variance)]
+    }
+}

@@ -1,0 +1,109 @@
+//! Which part of a share of the flat buffer is a matrix, and which a norm's weight.
+
+use std::ops::Range;
+
+use dflash_model::draft::Parameter;
+use serde::Serialize;
+use tch::Tensor;
+
+/// Decoupled weight decay by group, as a share of the group's learning rate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct WeightDecay {
+    /// Of matrices.
+    pub matrices: f64,
+    /// Of norms' weights, which stand at 1 and have no reason to shrink to 0.
+    pub norms: f64,
+}
+
+/// A parameter, or what of it lies in a share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// First element within the share.
+    pub offset: i64,
+    /// Elements within the share.
+    pub elements: i64,
+    /// Shape of the whole parameter, as the checkpoint has it.
+    pub shape: Vec<i64>,
+}
+
+impl Piece {
+    /// Whether the share has all of the parameter.
+    pub fn is_whole(&self) -> bool {
+        self.elements == self.shape.iter().product::<i64>()
+    }
+
+    /// Its elements of a buffer like the share, a view.
+    pub(super) fn of(&self, share: &Tensor) -> Tensor {
+        share.narrow(0, self.offset, self.elements)
+    }
+}
+
+/// The parameters of a share, by how they are treated. Padding is in neither group.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Groups {
+    /// Weights of two dimensions, each matrix of the checkpoint by itself: q, k and v are three.
+    pub matrices: Vec<Piece>,
+    /// Weights of norms.
+    pub norms: Vec<Piece>,
+}
+
+impl Groups {
+    /// Groups what of `parameters` lies in `share`, a range of the flat buffer.
+    pub fn of(parameters: &[Parameter], share: &Range<i64>) -> Self {
+        let mut groups = Self::default();
+        for parameter in parameters {
+            let start = parameter.offset.max(share.start);
+            let end = (parameter.offset + parameter.elements()).min(share.end);
+            if start >= end {
+                continue;
+            }
+            let shape = parameter.shape.clone();
+            let piece = Piece { offset: start - share.start, elements: end - start, shape };
+            if parameter.is_matrix() {
+                groups.matrices.push(piece);
+            } else {
+                groups.norms.push(piece);
+            }
+        }
+        groups
+    }
+
+    /// Elements of all norms.
+    pub fn norm_elements(&self) -> i64 {
+        self.norms.iter().map(|piece| piece.elements).sum()
+    }
+}
+
+/// Shrinks `pieces` of `share` by `decay` times `rate`.
+pub(super) fn shrink(share: &Tensor, pieces: &[Piece], (rate, decay): (f64, f64)) {
+    if decay == 0.0 {
+        return;
+    }
+    for piece in pieces {
+        let _ = piece.of(share).g_mul_scalar_(1.0 - rate * decay);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameter(shape: &[i64], offset: i64) -> Parameter {
+        Parameter { name: String::new(), shape: shape.to_vec(), offset }
+    }
+
+    #[test]
+    fn a_share_may_cut_through_a_parameter() {
+        let parameters = [parameter(&[2, 3], 0), parameter(&[4], 16), parameter(&[3, 2], 32)];
+        let whole = Groups::of(&parameters, &(0..48));
+        assert_eq!((whole.matrices.len(), whole.norm_elements()), (2, 4));
+        assert!(whole.matrices.iter().all(Piece::is_whole));
+        let part = Groups::of(&parameters, &(4..34));
+        let piece =
+            |offset, elements, shape: &[i64]| Piece { offset, elements, shape: shape.to_vec() };
+        assert_eq!(part.matrices, [piece(0, 2, &[2, 3]), piece(28, 2, &[3, 2])]);
+        assert_eq!(part.norms, [piece(12, 4, &[4])]);
+        assert!(!part.matrices[0].is_whole());
+        assert_eq!(Groups::of(&parameters, &(6..16)), Groups::default());
+    }
+}

@@ -1,0 +1,186 @@
+//! Muon: the momentum of each matrix is made (nearly) orthogonal before it is taken as a step.
+//!
+//! The rule and its constants are those of `torch.optim.Muon`, with which speculators trains: the
+//! Newton-Schulz iteration in bfloat16, Nesterov's momentum, decoupled weight decay. What is not a
+//! matrix stays with AdamW.
+
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
+
+use super::adamw::{AdamWConfig, Moments};
+use super::groups::{Groups, Piece, WeightDecay, shrink};
+use super::{Extent, StateTensor};
+
+/// Coefficients of the quintic iteration (Keller Jordan, "Muon", 2024): the steepest start at which
+/// singular values still settle near 1.
+const COEFFICIENTS: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
+
+/// Keeps the first division finite (PyTorch's constant).
+const EPSILON: f64 = 1e-7;
+
+/// Constants of Muon.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct MuonConfig {
+    /// Its learning rate over AdamW's.
+    pub rate_ratio: f64,
+    /// Decay of the mean of gradients.
+    pub momentum: f64,
+    /// Steps of the iteration.
+    pub iterations: usize,
+    /// How a matrix's shape enters the rate.
+    pub scale: MuonScale,
+}
+
+/// How a matrix's shape enters the rate: an orthogonal matrix has entries of root mean square
+/// `1 / sqrt(max(rows, columns))`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MuonScale {
+    /// `sqrt(max(1, rows / columns))`.
+    Original,
+    /// `0.2 sqrt(max(rows, columns))`: entries move as far as AdamW's usually do.
+    MatchRmsAdamw,
+}
+
+impl Default for MuonConfig {
+    /// speculators' recipe: ten times AdamW's rate, PyTorch's momentum and iterations.
+    fn default() -> Self {
+        Self { rate_ratio: 10.0, momentum: 0.95, iterations: 5, scale: MuonScale::MatchRmsAdamw }
+    }
+}
+
+impl MuonScale {
+    fn factor(self, rows: i64, columns: i64) -> f64 {
+        match self {
+            Self::Original => (rows as f64 / columns as f64).max(1.0).sqrt(),
+            Self::MatchRmsAdamw => 0.2 * (rows.max(columns) as f64).sqrt(),
+        }
+    }
+}
+
+/// State of Muon for the matrices of a share, and of AdamW for its norms.
+#[derive(Debug)]
+pub struct Muon {
+    config: MuonConfig,
+    adamw: AdamWConfig,
+    weight_decay: WeightDecay,
+    groups: Groups,
+    /// Mean of the matrices' gradients, laid out as the share.
+    pub momentum: Tensor,
+    /// AdamW's, of the norms alone.
+    norms: Moments,
+    /// Steps taken.
+    pub steps: i64,
+}
+
+impl Muon {
+    /// Fresh state for a share like `masters`.
+    ///
+    /// # Panics
+    /// When a share cuts through a matrix: a bug, since half a matrix cannot be orthogonalised.
+    pub fn new(
+        (config, adamw): (MuonConfig, AdamWConfig),
+        groups: Groups,
+        weight_decay: WeightDecay,
+        masters: &Tensor,
+    ) -> Self {
+        assert!(groups.matrices.iter().all(Piece::is_whole), "Muon needs whole matrices");
+        let norms = Moments::zeros(groups.norm_elements(), masters.device());
+        let momentum = masters.zeros_like();
+        Self { config, adamw, weight_decay, groups, momentum, norms, steps: 0 }
+    }
+
+    /// One step: norms by `rate`, matrices by their multiple of it.
+    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
+        self.steps += 1;
+        let matrix_rate = rate * self.config.rate_ratio;
+        shrink(masters, &self.groups.matrices, (matrix_rate, self.weight_decay.matrices));
+        shrink(masters, &self.groups.norms, (rate, self.weight_decay.norms));
+        for piece in &self.groups.matrices {
+            self.matrix_step(piece, masters, gradient, matrix_rate);
+        }
+        let step = self.adamw.step(self.steps, rate);
+        let mut first = 0;
+        for piece in &self.groups.norms {
+            let moments = self.norms.narrow(first, piece.elements);
+            moments.step(&mut piece.of(masters), &piece.of(gradient), step);
+            first += piece.elements;
+        }
+    }
+
+    fn matrix_step(&self, piece: &Piece, masters: &Tensor, gradient: &Tensor, rate: f64) {
+        let matrix = |buffer: &Tensor| piece.of(buffer).view(piece.shape.as_slice());
+        let (gradient, momentum) = (matrix(gradient), matrix(&self.momentum));
+        let _ = momentum.shallow_clone().lerp_(&gradient, 1.0 - self.config.momentum);
+        let ahead = gradient.lerp(&momentum, self.config.momentum);
+        let update = orthogonalise(&ahead, self.config.iterations).to_kind(masters.kind());
+        let factor = self.config.scale.factor(piece.shape[0], piece.shape[1]);
+        let _ = matrix(masters).g_add_(&(update * (-rate * factor)));
+    }
+
+    /// All tensors that a resumed run needs.
+    pub fn state(&self) -> Vec<StateTensor<'_>> {
+        let norms = |name, tensor| StateTensor { name, extent: Extent::Norms, tensor };
+        vec![
+            StateTensor { name: "momentum", extent: Extent::Share, tensor: &self.momentum },
+            norms("norm_mean", &self.norms.mean),
+            norms("norm_variance", &self.norms.variance),
+        ]
+    }
+}
+
+/// The nearest matrix whose singular values are all about 1, by the Newton-Schulz iteration; in
+/// bfloat16, which is exact enough for a direction and what the reference does.
+pub fn orthogonalise(matrix: &Tensor, iterations: usize) -> Tensor {
+    let (a, b, c) = COEFFICIENTS;
+    let size = matrix.size();
+    let tall = size[0] > size[1];
+    let wide = |x: &Tensor| if tall { x.transpose(-2, -1) } else { x.shallow_clone() };
+    // a batch of one: of libtorch's products only the batched one takes factors
+    let mut x = wide(&matrix.to_kind(Kind::BFloat16).unsqueeze(0));
+    x = &x / x.norm().clamp_min(EPSILON);
+    for _ in 0..iterations {
+        let gram = x.matmul(&x.transpose(-2, -1));
+        let polynomial = gram.baddbmm(&gram, &gram, b, c);
+        x = x.baddbmm(&polynomial, &x, a, 1.0);
+    }
+    wide(&x).squeeze_dim(0)
+}
+
+impl Moments {
+    fn zeros(elements: i64, device: Device) -> Self {
+        let zeros = || Tensor::zeros([elements], (Kind::Float, device));
+        Self { mean: zeros(), variance: zeros() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn singular_values_come_near_one() {
+        tch::manual_seed(5);
+        for shape in [[6, 4], [4, 6], [5, 5], [1, 7]] {
+            let matrix = Tensor::randn(shape, (Kind::Float, Device::Cpu));
+            let found = orthogonalise(&matrix, 5);
+            assert_eq!(found.size(), shape);
+            let (_, values, _) = found.to_kind(Kind::Float).svd(true, false);
+            let values = Vec::<f32>::try_from(values).unwrap();
+            assert!(values.iter().all(|value| (0.3..1.4).contains(value)), "{shape:?}: {values:?}");
+        }
+    }
+
+    #[test]
+    fn a_gradient_of_zero_moves_nothing() {
+        let found = orthogonalise(&Tensor::zeros([3, 2], (Kind::Float, Device::Cpu)), 5);
+        assert_eq!(found.abs().max().double_value(&[]), 0.0);
+    }
+
+    #[test]
+    fn a_tall_matrix_takes_larger_steps_in_either_scale() {
+        assert_eq!(MuonScale::Original.factor(8, 2), 2.0);
+        assert_eq!(MuonScale::Original.factor(2, 8), 1.0);
+        assert_eq!(MuonScale::MatchRmsAdamw.factor(2, 100), 2.0);
+    }
+}

@@ -1,0 +1,99 @@
+use dflash_model::draft::Parameter;
+use tch::Device;
+
+use super::*;
+
+/// A matrix of four elements and, behind a gap, a norm of two.
+fn parameters() -> [Parameter; 2] {
+    let parameter =
+        |shape: &[i64], offset| Parameter { name: String::new(), shape: shape.to_vec(), offset };
+    [parameter(&[2, 2], 0), parameter(&[2], 16)]
+}
+
+const ELEMENTS: i64 = 32;
+
+fn ones() -> Tensor {
+    Tensor::ones([ELEMENTS], (Kind::Float, Device::Cpu))
+}
+
+fn optimizer(algorithm: Algorithm, weight_decay: WeightDecay, masters: &Tensor) -> Optimizer {
+    let config = OptimizerConfig { algorithm, weight_decay, ..OptimizerConfig::default() };
+    Optimizer::new(&config, Groups::of(&parameters(), &(0..ELEMENTS)), masters)
+}
+
+/// (a matrix element, a norm element, padding) after one step without a gradient.
+fn decayed(algorithm: Algorithm, weight_decay: WeightDecay) -> [f64; 3] {
+    let mut masters = ones();
+    let gradient = masters.zeros_like();
+    optimizer(algorithm, weight_decay, &masters).step(&mut masters, &gradient, 0.1);
+    [0, 17, 20].map(|index| masters.double_value(&[index]))
+}
+
+fn assert_near(found: [f64; 3], expected: [f64; 3]) {
+    for (found, expected) in found.iter().zip(expected) {
+        assert!((found - expected).abs() < 1e-6, "{found}, expected {expected}");
+    }
+}
+
+#[test]
+fn weight_decay_goes_by_group() {
+    let muon = Algorithm::Muon(MuonConfig { rate_ratio: 2.0, ..MuonConfig::default() });
+    let matrices = WeightDecay { matrices: 0.5, norms: 0.0 };
+    let both = WeightDecay { matrices: 0.5, norms: 0.2 };
+    assert_near(decayed(Algorithm::AdamW, matrices), [0.95, 1.0, 1.0]);
+    assert_near(decayed(Algorithm::AdamW, both), [0.95, 0.98, 1.0]);
+    // Muon's matrices decay with their own rate
+    assert_near(decayed(muon, matrices), [0.9, 1.0, 1.0]);
+    assert_near(decayed(muon, both), [0.9, 0.98, 1.0]);
+    assert_near(decayed(muon, WeightDecay::default()), [1.0, 1.0, 1.0]);
+}
+
+#[test]
+fn adamw_s_first_step_has_the_size_of_the_rate() {
+    let mut masters = ones();
+    let gradient = ones() * -3.0;
+    optimizer(Algorithm::AdamW, WeightDecay::default(), &masters).step(
+        &mut masters,
+        &gradient,
+        0.1,
+    );
+    assert_near([0, 17, 20].map(|index| masters.double_value(&[index])), [1.1, 1.1, 1.1]);
+}
+
+#[test]
+fn with_muon_norms_move_as_with_adamw() {
+    tch::manual_seed(2);
+    let gradients = [(); 3].map(|()| Tensor::randn([ELEMENTS], (Kind::Float, Device::Cpu)));
+    let norms = [Algorithm::AdamW, Algorithm::Muon(MuonConfig::default())].map(|algorithm| {
+        let mut masters = ones();
+        let mut optimizer = optimizer(algorithm, WeightDecay::default(), &masters);
+        for gradient in &gradients {
+            optimizer.step(&mut masters, gradient, 0.01);
+        }
+        Vec::<f32>::try_from(masters.narrow(0, 16, 2)).unwrap()
+    });
+    assert_eq!(norms[0], norms[1]);
+    assert_ne!(norms[0], [1.0, 1.0]);
+}
+
+#[test]
+fn matrices_side_by_side_are_made_orthogonal_one_by_one() {
+    tch::manual_seed(3);
+    let parameter =
+        |shape: &[i64], offset| Parameter { name: String::new(), shape: shape.to_vec(), offset };
+    // as q, k and v lie: no gap between them
+    let side_by_side = [parameter(&[4, 3], 0), parameter(&[2, 3], 12)];
+    let gradient = Tensor::randn([18], (Kind::Float, Device::Cpu));
+    let algorithm = Algorithm::Muon(MuonConfig::default());
+    let config = OptimizerConfig { algorithm, ..OptimizerConfig::default() };
+    let step = |parameters: &[Parameter], gradient: &Tensor| {
+        let mut masters = gradient.zeros_like();
+        let groups = Groups::of(parameters, &(0..gradient.size()[0]));
+        Optimizer::new(&config, groups, &masters).step(&mut masters, gradient, 0.01);
+        Vec::<f32>::try_from(masters).unwrap()
+    };
+    let joined = step(&side_by_side, &gradient);
+    let first = step(&[parameter(&[4, 3], 0)], &gradient.narrow(0, 0, 12).contiguous());
+    let second = step(&[parameter(&[2, 3], 0)], &gradient.narrow(0, 12, 6).contiguous());
+    assert_eq!(joined, [first, second].concat());
+}

@@ -1,0 +1,187 @@
+//! Which rank holds which share of the flat buffer's masters and optimizer state (ZeRO stage 1).
+//!
+//! Shares are contiguous, ascending and together the whole buffer. A run that does not split its
+//! state has one share, of which every rank has a copy. What is exchanged goes in pieces of bounded
+//! size, since the ranks' shares may differ in length while a gather wants equal ones.
+
+use std::ops::Range;
+
+use dflash_dist::Communicator;
+use dflash_model::draft::DraftLayout;
+use tch::{Device, Tensor};
+
+use crate::Error;
+
+/// Elements per rank of one exchange: some 16 MiB, far above a collective's fixed cost.
+const PIECE: i64 = 4 << 20;
+
+/// Shares of equal length begin at multiples of this many elements, a cache line of float32.
+const ALIGNMENT: i64 = 16;
+
+/// The shares of all ranks, and which is this rank's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Shards {
+    ranges: Vec<Range<i64>>,
+    own: usize,
+}
+
+impl Shards {
+    /// Every rank holds everything.
+    pub(crate) fn whole(elements: i64) -> Self {
+        Self::of(std::iter::once(0..elements).collect(), 0)
+    }
+
+    fn of(ranges: Vec<Range<i64>>, own: usize) -> Self {
+        Self { ranges, own }
+    }
+
+    /// Shares of equal length, wherever that cuts.
+    pub(crate) fn even(elements: i64, (rank, world_size): (usize, usize)) -> Self {
+        let ranks = world_size as i64;
+        let lines = (elements + ALIGNMENT - 1) / ALIGNMENT;
+        let bound = |rank: i64| (rank * lines / ranks * ALIGNMENT).min(elements);
+        Self::of((0..ranks).map(|rank| bound(rank)..bound(rank + 1)).collect(), rank)
+    }
+
+    /// Shares of whole parameters, as equal as these allow.
+    pub(crate) fn by_parameter(layout: &DraftLayout, (rank, world_size): (usize, usize)) -> Self {
+        let elements = layout.elements();
+        let bounds: Vec<i64> = layout
+            .parameters()
+            .iter()
+            .map(|parameter| parameter.offset)
+            .chain([elements])
+            .collect();
+        let nearest = |ideal: i64| {
+            *bounds.iter().min_by_key(|bound| (*bound - ideal).abs()).expect("0 is a bound")
+        };
+        let ranks = world_size as i64;
+        let cut = |rank: i64| nearest(rank * elements / ranks);
+        Self::of((0..ranks).map(|rank| cut(rank)..cut(rank + 1)).collect(), rank)
+    }
+
+    /// This rank's share.
+    pub(crate) fn own(&self) -> Range<i64> {
+        self.ranges[self.own].clone()
+    }
+
+    /// This rank's share of a flat buffer, a view.
+    pub(crate) fn view(&self, flat: &Tensor) -> Tensor {
+        let own = self.own();
+        flat.narrow(0, own.start, own.end - own.start)
+    }
+
+    /// The shares of a buffer that holds only the norms, one behind the other.
+    pub(crate) fn of_norms(&self, layout: &DraftLayout) -> Self {
+        let mut end = 0;
+        let ranges = self
+            .ranges
+            .iter()
+            .map(|range| {
+                let start = end;
+                end += crate::optimizer::Groups::of(layout.parameters(), range).norm_elements();
+                start..end
+            })
+            .collect();
+        Self::of(ranges, self.own)
+    }
+
+    /// Whether ranks hold different shares.
+    pub(crate) fn is_split(&self) -> bool {
+        self.ranges.len() > 1
+    }
+
+    fn elements(&self) -> i64 {
+        self.ranges.last().map_or(0, |range| range.end)
+    }
+
+    /// Fills the other ranks' shares of `flat`, in which this rank's is final. All ranks call it.
+    pub(crate) fn fill(&self, communicator: &dyn Communicator, flat: &Tensor) -> Result<(), Error> {
+        if !self.is_split() {
+            return Ok(());
+        }
+        self.exchange(communicator, &self.view(flat), |rank, start, piece| {
+            if rank != self.own {
+                flat.narrow(0, start, piece.size()[0]).copy_(piece);
+            }
+        })
+    }
+
+    /// All ranks' shares joined, on the host of rank 0; this rank brings `own`. All ranks call it.
+    pub(crate) fn collect(
+        &self,
+        communicator: &dyn Communicator,
+        own: &Tensor,
+    ) -> Result<Option<Tensor>, Error> {
+        let first = communicator.rank() == 0;
+        if !self.is_split() {
+            return Ok(first.then(|| own.to_device(Device::Cpu).contiguous()));
+        }
+        let length = if first { self.elements() } else { 0 };
+        let joined = Tensor::empty([length], (own.kind(), Device::Cpu));
+        self.exchange(communicator, own, |_, start, piece| {
+            if first {
+                joined.narrow(0, start, piece.size()[0]).copy_(piece);
+            }
+        })?;
+        Ok(first.then_some(joined))
+    }
+
+    /// Hands every rank's share to `take`, as (rank, first element, elements on the host).
+    fn exchange(
+        &self,
+        communicator: &dyn Communicator,
+        own: &Tensor,
+        take: impl Fn(usize, i64, &Tensor),
+    ) -> Result<(), Error> {
+        let length = |range: &Range<i64>| range.end - range.start;
+        let longest = self.ranges.iter().map(length).max().unwrap_or(0);
+        for begin in (0..longest).step_by(PIECE as usize) {
+            let size = PIECE.min(longest - begin);
+            let part = |range: &Range<i64>| (length(range) - begin).clamp(0, size);
+            let host = (own.kind(), Device::Cpu);
+            let input = Tensor::zeros([size], host);
+            let mine = part(&self.ranges[self.own]);
+            if mine > 0 {
+                input.narrow(0, 0, mine).copy_(&own.narrow(0, begin, mine));
+            }
+            let mut output = Tensor::empty([size * self.ranges.len() as i64], host);
+            communicator.all_gather(&mut output, &input)?;
+            for (rank, range) in self.ranges.iter().enumerate().filter(|(_, r)| part(r) > 0) {
+                let piece = output.narrow(0, rank as i64 * size, part(range));
+                take(rank, range.start + begin, &piece);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(shards: &[Shards], elements: i64) {
+        let ranges: Vec<_> = shards.iter().map(Shards::own).collect();
+        assert_eq!((ranges[0].start, ranges[ranges.len() - 1].end), (0, elements));
+        assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranges:?}");
+    }
+
+    #[test]
+    fn even_shares_are_the_whole_and_alike() {
+        for (elements, ranks) in [(160, 2), (176, 3), (16, 4), (1_000_000, 7)] {
+            let shards: Vec<_> =
+                (0..ranks).map(|rank| Shards::even(elements, (rank, ranks))).collect();
+            check(&shards, elements);
+            let lengths: Vec<i64> = shards.iter().map(|s| s.own().end - s.own().start).collect();
+            let (least, most) = (lengths.iter().min().unwrap(), lengths.iter().max().unwrap());
+            assert!(most - least <= ALIGNMENT, "{lengths:?}");
+        }
+    }
+
+    #[test]
+    fn one_rank_alone_exchanges_nothing() {
+        let shards = Shards::even(64, (0, 1));
+        assert!(!shards.is_split());
+        assert_eq!(shards, Shards::whole(64));
+    }
+}
