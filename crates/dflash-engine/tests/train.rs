@@ -103,6 +103,9 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let dir = std::path::PathBuf::from(run.stdout.trim());
     let vocabulary = dflash_model::objective::DraftVocabulary::load(&dir).unwrap().unwrap();
     assert_eq!(vocabulary.selected().len(), 24);
+    let report = world.eval(&dir);
+    assert_eq!(report["draft_vocabulary"], 24);
+    assert_eq!(report["lossless"]["holds"], true);
 }
 
 #[test]
