@@ -9,16 +9,20 @@
 //! - `order` says which packed row is whose, `rows` fetches it, `batch` turns it into tensors;
 //! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `checkpoint` keeps its state, `save_path` the directory, `metrics`
-//!   shows it.
+//!   shows it;
+//! - [`machine`] knows what the hardware can do, [`plan`] what a run will take of it.
 
 mod batch;
 pub mod bench;
 mod checkpoint;
 pub mod config;
 mod error;
+pub mod machine;
 mod metrics;
 pub mod optimizer;
 mod order;
+pub mod plan;
+mod provenance;
 mod rows;
 mod run;
 mod save_path;

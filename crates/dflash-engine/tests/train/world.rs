@@ -100,6 +100,24 @@ impl World {
         Run::of(&mut self.command(save, more))
     }
 
+    /// The engine with these arguments.
+    pub(crate) fn engine(&self, arguments: &[&str]) -> Run {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        Run::of(command.args(arguments).env("OMP_NUM_THREADS", "1"))
+    }
+
+    /// Writes what [`Self::train`] would pass as flags into a run file; its path.
+    pub(crate) fn run_file(&self, save: &str, more: &[&str]) -> String {
+        let mut arguments = self.arguments(save, more);
+        arguments.push("--dump-config".into());
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let dumped = self.engine(&arguments);
+        assert!(dumped.success(), "{}", dumped.stderr);
+        let path = self.path("run.toml");
+        std::fs::write(&path, dumped.stdout).unwrap();
+        path.to_string_lossy().into_owned()
+    }
+
     pub(crate) fn torchrun(&self, torchrun: &Path, save: &str, ranks: usize) -> Run {
         let mut command = Command::new(torchrun);
         command.args(["--no-python", "--standalone", "--nproc-per-node", &ranks.to_string()]);
