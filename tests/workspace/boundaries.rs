@@ -95,8 +95,8 @@ fn collect(dir: &Path, found: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-const SUBCOMMANDS: [&str; 4] =
-    ["dflash-prepare", "dflash-hidden-server", "dflash-train", "dflash-decode"];
+const SUBCOMMANDS: [&str; 5] =
+    ["dflash-prepare", "dflash-hidden-server", "dflash-train", "dflash-decode", "dflash-report"];
 
 #[test]
 fn subcommand_crates_never_depend_on_each_other() {
@@ -111,8 +111,15 @@ fn subcommand_crates_never_depend_on_each_other() {
 #[test]
 fn the_front_and_the_formats_do_without_libtorch() {
     let graph = Graph::read();
-    let without =
-        ["dflash", "dflash-data", "dflash-files", "dflash-hidden", "dflash-prepare", "dflash-text"];
+    let without = [
+        "dflash",
+        "dflash-data",
+        "dflash-files",
+        "dflash-hidden",
+        "dflash-prepare",
+        "dflash-report",
+        "dflash-text",
+    ];
     for crate_name in without {
         let reach = graph.reach(crate_name);
         for torch in ["tch", "torch-sys", "dflash-torch-sys"] {
@@ -141,6 +148,7 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-dist", &["dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-torch-sys"]),
         ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-text"]),
+        ("dflash-report", &["dflash-files"]),
         (
             "dflash-hidden-server",
             &["dflash-files", "dflash-hidden", "dflash-model", "dflash-torch-sys"],
@@ -158,7 +166,7 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-torch-sys",
             ],
         ),
-        ("dflash", &["dflash-files", "dflash-prepare"]),
+        ("dflash", &["dflash-files", "dflash-prepare", "dflash-report"]),
     ];
     for (crate_name, allowed) in allowed {
         let ours = graph.direct(crate_name).iter().filter(|name| name.starts_with("dflash"));

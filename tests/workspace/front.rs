@@ -13,7 +13,9 @@ fn the_main_help_names_every_command() {
 
 #[test]
 fn every_command_has_its_help_without_libtorch() {
-    for command in ["prepare", "hidden-server", "train", "eval", "regenerate", "demo-target"] {
+    for command in
+        ["prepare", "hidden-server", "train", "plan", "eval", "report", "regenerate", "demo-target"]
+    {
         let help = bare(&[command, "--help"]).ok().stdout;
         assert!(help.contains(&format!("Usage: dflash {command}")), "{help}");
     }
@@ -29,6 +31,25 @@ fn the_flags_of_the_published_guide_are_there() {
     for flag in flags.split_whitespace() {
         assert!(help.contains(flag), "{flag} is missing in\n{help}");
     }
+}
+
+#[test]
+fn every_run_file_of_the_recipes_parses() {
+    let recipes = concat!(env!("CARGO_MANIFEST_DIR"), "/../recipes");
+    let dump = |name: &str| dflash(&format!("train {recipes}/{name} --dump-config")).ok().stdout;
+    let mut files = 0;
+    for entry in fs::read_dir(recipes).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if name.ends_with(".toml") {
+            files += 1;
+            assert!(dump(&name).contains("verifier_name_or_path = \"models/"), "{name}");
+        }
+    }
+    assert_eq!(files, 2);
+    assert!(dump("qwen3-4b-1gpu.toml").contains("target_layer_ids = [2, 10, 18, 26, 34]"));
+    let llama = dump("llama-3.1-8b-4gpu.toml");
+    assert!(llama.contains("target_layer_ids = [2, 9, 16, 23, 30]"), "{llama}");
+    assert!(llama.contains("mask_token_id = 128255"), "{llama}");
 }
 
 #[test]

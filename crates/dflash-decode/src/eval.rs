@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::Draft;
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetOptions};
 use dflash_text::ChatTokenizer;
 
@@ -55,6 +56,7 @@ pub struct EvalConfig {
 pub fn evaluate(config: &EvalConfig, stop: &AtomicBool) -> Result<EvalReport, Error> {
     let target = Target::load(&config.target, &config.options)?;
     let draft = Draft::load(&config.draft, config.options.device, config.options.dtype)?;
+    let vocabulary = DraftVocabulary::load(&config.draft)?;
     let tokenizer = ChatTokenizer::load(&config.target)?;
     let mut prompts = read_prompts(&config.prompts, config.limit, &tokenizer, target.vocab_size())?;
     let skipped = drop_long(&mut prompts, &target, config.max_new_tokens);
@@ -62,8 +64,13 @@ pub fn evaluate(config: &EvalConfig, stop: &AtomicBool) -> Result<EvalReport, Er
         let context = target.config().max_position_embeddings;
         return Err(Error::NoPrompts { path: config.prompts.clone(), context });
     }
-    let measured = Measurement::new(config, &target, &draft, &tokenizer)?.run(&prompts, stop)?;
-    let report = measured.report(config, &target, &draft, skipped);
+    let mut speculator = Speculator::new(&target, &draft, Sampler::new(config.sampling))?;
+    if let Some(vocabulary) = &vocabulary {
+        speculator = speculator.with_vocabulary(vocabulary)?;
+    }
+    let measured =
+        Measurement::new(config, (&target, &tokenizer), speculator).run(&prompts, stop)?;
+    let report = measured.report(config, &target, skipped);
     if let Some(path) = &config.json {
         let text = serde_json::to_vec_pretty(&report).expect("a report holds numbers and strings");
         dflash_files::write_bytes(path, &text)?;
@@ -106,27 +113,26 @@ struct Measurement<'a> {
 impl<'a> Measurement<'a> {
     fn new(
         config: &EvalConfig,
-        target: &'a Target,
-        draft: &'a Draft,
-        tokenizer: &'a ChatTokenizer,
-    ) -> Result<Self, Error> {
+        (target, tokenizer): (&'a Target, &'a ChatTokenizer),
+        speculator: Speculator<'a>,
+    ) -> Self {
         let sampler = Sampler::new(config.sampling);
         let greedy = sampler.is_greedy();
-        Ok(Self {
+        Self {
             target,
             tokenizer,
-            plain: PlainDecoder::new(target, sampler.clone()),
-            speculator: Speculator::new(target, draft, sampler)?,
+            plain: PlainDecoder::new(target, sampler),
+            acceptance: Acceptance::new(speculator.block_size()),
+            speculator,
             limits: Limits {
                 max_new_tokens: config.max_new_tokens,
                 stop_ids: stop_ids(target, tokenizer),
             },
-            acceptance: Acceptance::new(draft.config().block_size),
             lossless: greedy.then(|| Lossless::new(config.tie_tolerance)),
             whole: Vec::new(),
             decode: Vec::new(),
             tie_tolerance: config.tie_tolerance,
-        })
+        }
     }
 
     fn run(mut self, prompts: &[Prompt], stop: &AtomicBool) -> Result<Self, Error> {
@@ -195,13 +201,7 @@ impl<'a> Measurement<'a> {
         }
     }
 
-    fn report(
-        self,
-        config: &EvalConfig,
-        target: &Target,
-        draft: &Draft,
-        skipped: usize,
-    ) -> EvalReport {
+    fn report(self, config: &EvalConfig, target: &Target, skipped: usize) -> EvalReport {
         EvalReport {
             target: config.target.clone(),
             draft: config.draft.clone(),
@@ -214,7 +214,8 @@ impl<'a> Measurement<'a> {
                 Sampling::Greedy => 0.0,
                 Sampling::Temperature { temperature, .. } => temperature,
             },
-            block_size: draft.config().block_size,
+            block_size: self.speculator.block_size(),
+            draft_vocabulary: self.speculator.vocabulary_size(),
             device: format!(
                 "{:?}, {:?}, {} threads",
                 target.device(),

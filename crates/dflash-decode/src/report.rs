@@ -81,6 +81,8 @@ pub struct EvalReport {
     pub temperature: f64,
     /// Slots of a block, the anchor's included.
     pub block_size: usize,
+    /// Tokens that a draft with a pruned vocabulary can say; `None` when it says all.
+    pub draft_vocabulary: Option<usize>,
     /// Device and precision, and CPU threads.
     pub device: String,
     /// Verify steps.
@@ -118,7 +120,10 @@ impl EvalReport {
 impl Display for EvalReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(f, "target    {}", self.target.display())?;
-        writeln!(f, "draft     {}", self.draft.display())?;
+        let vocabulary = self
+            .draft_vocabulary
+            .map_or_else(String::new, |tokens| format!(", which proposes from {tokens} tokens"));
+        writeln!(f, "draft     {}{vocabulary}", self.draft.display())?;
         let way = match self.temperature {
             0.0 => "greedy".to_owned(),
             temperature => format!("temperature {temperature}"),

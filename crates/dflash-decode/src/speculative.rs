@@ -9,6 +9,7 @@
 use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::{ContextCache, Draft};
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{CachedOutput, KvCache, Target, check_layer_ids};
 use tch::{Kind, Tensor, no_grad};
 
@@ -34,7 +35,18 @@ pub struct Speculator<'a> {
     context: ContextCache,
     /// Embeddings of the B-1 mask tokens [B-1, H].
     masks_bh: Tensor,
+    /// Output projection of a draft with a vocabulary of its own; else it is the target's.
+    head: Option<PrunedHead>,
     sampler: Sampler,
+}
+
+/// The part of the target's lm_head that the draft was trained with.
+#[derive(Debug)]
+struct PrunedHead {
+    /// The selected tokens `[v]`, ascending.
+    ids_v: Tensor,
+    /// Their columns of the lm_head [H, v].
+    lm_head_hv: Tensor,
 }
 
 /// The draft's block: tokens, and the distributions they were drawn from when sampling.
@@ -66,7 +78,33 @@ impl<'a> Speculator<'a> {
         let masks_bh =
             no_grad(|| target.embed(&Tensor::from_slice(&masks).to_device(target.device())));
         let (cache, context) = (target.new_cache(0), draft.new_cache(0));
-        Ok(Self { target, draft, cache, context, masks_bh, sampler })
+        Ok(Self { target, draft, cache, context, masks_bh, head: None, sampler })
+    }
+
+    /// Lets the draft propose only the tokens of `vocabulary`, the ones it was trained to say.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when the vocabulary was selected from another number of tokens.
+    pub fn with_vocabulary(mut self, vocabulary: &DraftVocabulary) -> Result<Self, Error> {
+        let (draft, target) = (vocabulary.target_size() as i64, self.target.vocab_size());
+        if draft != target {
+            let what = "the number of tokens that its vocabulary was selected from";
+            return Err(Error::Mismatch { what, draft, target });
+        }
+        let ids_v = self.to_device(vocabulary.selected());
+        let lm_head_hv = no_grad(|| self.target.lm_head_columns(&ids_v));
+        self.head = Some(PrunedHead { ids_v, lm_head_hv });
+        Ok(self)
+    }
+
+    /// Slots of the draft's blocks, the anchor's included.
+    pub fn block_size(&self) -> usize {
+        self.draft.config().block_size
+    }
+
+    /// Tokens that the draft can propose, where these are not all of the target's.
+    pub fn vocabulary_size(&self) -> Option<usize> {
+        self.head.as_ref().map(|head| head.ids_v.size()[0] as usize)
     }
 
     /// Answers `prompt`.
@@ -139,11 +177,23 @@ impl<'a> Speculator<'a> {
         let block_bh = Tensor::cat(&[&self.target.embed(bonus_1), &self.masks_bh], 0);
         let normed_bh = self.draft.forward_block(&self.context, &block_bh, anchor);
         let slots = self.masks_bh.size()[0];
-        let logits_bv = self.target.lm_head(&normed_bh.narrow(0, 1, slots));
+        let normed_bh = normed_bh.narrow(0, 1, slots);
+        let logits_bv = match &self.head {
+            None => self.target.lm_head(&normed_bh),
+            Some(head) => normed_bh.mm(&head.lm_head_hv),
+        };
         if self.sampler.is_greedy() {
-            return Proposal { ids_b: most_likely(&logits_bv), distributions_bv: None };
+            let chosen_b = most_likely(&logits_bv);
+            let ids_b = match &self.head {
+                None => chosen_b,
+                Some(head) => head.ids_v.index_select(0, &chosen_b),
+            };
+            return Proposal { ids_b, distributions_bv: None };
         }
-        let distributions_bv = self.sampler.distributions(&logits_bv);
+        let distributions_bv = match &self.head {
+            None => self.sampler.distributions(&logits_bv),
+            Some(head) => head.widen(&self.sampler.distributions(&logits_bv), self.target),
+        };
         let ids = self.sampler.draw(&distributions_bv);
         Proposal { ids_b: self.to_device(&ids), distributions_bv: Some(distributions_bv) }
     }
@@ -188,6 +238,15 @@ impl<'a> Speculator<'a> {
 
     fn to_device(&self, ids: &[i64]) -> Tensor {
         Tensor::from_slice(ids).to_device(self.target.device())
+    }
+}
+
+impl PrunedHead {
+    /// Distributions over the selected tokens as ones over all of the target's, zero elsewhere.
+    fn widen(&self, distributions_bv: &Tensor, target: &Target) -> Tensor {
+        let shape = [distributions_bv.size()[0], target.vocab_size()];
+        let options = (distributions_bv.kind(), distributions_bv.device());
+        Tensor::zeros(shape, options).index_copy(1, &self.ids_v, distributions_bv)
     }
 }
 

@@ -10,6 +10,7 @@ mod demo_target;
 mod eval;
 mod hidden_server;
 mod launch;
+mod plan;
 mod regenerate;
 mod train;
 
@@ -21,10 +22,13 @@ pub(crate) fn run(command: Command, stop: &Arc<AtomicBool>) -> anyhow::Result<()
     match command {
         Command::HiddenServer(args) => hidden_server::run(args, stop),
         Command::Train(args) => train::run(*args, stop),
+        Command::Plan(args) => plan::run(*args, stop),
         Command::Eval(args) => eval::run(args, stop),
         Command::Regenerate(args) => regenerate::run(args, stop),
         Command::Bench(args) => bench::run(args),
         Command::DemoTarget(args) => demo_target::run(args, stop),
-        Command::Prepare(_) => anyhow::bail!("start `dflash prepare`; the engine does not run it"),
+        Command::Prepare(_) | Command::Report(_) => {
+            anyhow::bail!("start `dflash`; its engine does not run this command")
+        }
     }
 }

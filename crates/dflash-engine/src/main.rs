@@ -2,13 +2,12 @@
 
 mod commands;
 
-use clap::Parser;
-use dflash::{Cli, Signals, exit, libtorch, logging};
+use dflash::{Signals, command_line, exit, libtorch, logging};
 use dflash_torch_sys::CudaLibrary;
 
 fn main() {
     exit::install_panic_hook();
-    let cli = Cli::parse();
+    let cli = command_line::read().cli;
     let end = cli.command.ordinary_end();
     let signals = Signals::install(end).unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);

@@ -54,6 +54,38 @@ fn real_torchrun_starts_the_ranks() {
 }
 
 #[test]
+fn a_run_file_trains_as_its_flags_do() {
+    let world = World::new();
+    let flags = world.train("flags", &["--nproc", "2", "--lr", "0.003"]);
+    assert!(flags.success(), "{}", flags.stderr);
+    let file = world.run_file("file", &["--nproc", "2", "--lr", "0.003"]);
+    let run = world.engine(&["train", &file, "--set", "train.max-anchors=3072"]);
+    assert!(run.success(), "{}", run.stderr);
+    assert_eq!(losses(&world.path("file")), losses(&world.path("flags")));
+    let last = sorted_checkpoints(&world.path("flags")).pop().unwrap();
+    assert_eq!(world.state("file", &last), world.state("flags", &last));
+}
+
+#[test]
+fn metrics_tell_arithmetic_waiting_and_memory() {
+    let world = World::new();
+    let run = world.train("out", &["--peak-tflops", "0.5"]);
+    assert!(run.success(), "{}", run.stderr);
+    let lines = std::fs::read_to_string(world.path("out").join("metrics.jsonl")).unwrap();
+    for line in lines.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        let number = |key: &str| line[key].as_f64().unwrap_or_else(|| panic!("{key} in {line}"));
+        assert!(number("tflops") > 0.0);
+        assert!((number("mfu") - number("tflops") / 0.5).abs() < 1e-12);
+        let share = number("data_wait_s") / number("interval_s");
+        assert!((number("data_wait_share") - share).abs() < 1e-9);
+        assert!(number("peak_memory_mib") > 50.0 && number("peak_memory_mib") < 4000.0);
+    }
+    let refused = world.train("none", &["--peak-tflops", "-1"]);
+    assert!(!refused.success());
+}
+
+#[test]
 fn equal_seeds_give_equal_bytes_and_a_resumed_run_continues_exactly() {
     let world = World::new();
     for name in ["a", "b"] {
@@ -75,6 +107,10 @@ fn equal_seeds_give_equal_bytes_and_a_resumed_run_continues_exactly() {
     assert!(resumed.success(), "{}", resumed.stderr);
     assert_eq!(world.state("a", &last), world.state("b", &last));
     assert_eq!(losses(&world.path("a")), losses(&world.path("b")));
+    let text = std::fs::read_to_string(world.path("b").join("run.json")).unwrap();
+    let provenance: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(provenance["resumed_at_step"], 3);
+    assert_eq!(provenance["earlier_starts"][0]["resumed_at_step"], 0);
 }
 
 #[test]
@@ -105,6 +141,9 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let dir = std::path::PathBuf::from(run.stdout.trim());
     let vocabulary = dflash_model::objective::DraftVocabulary::load(&dir).unwrap().unwrap();
     assert_eq!(vocabulary.selected().len(), 24);
+    let report = world.eval(&dir);
+    assert_eq!(report["draft_vocabulary"], 24);
+    assert_eq!(report["lossless"]["holds"], true);
 }
 
 #[test]

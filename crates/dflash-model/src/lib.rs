@@ -9,11 +9,13 @@
 //! - [`draft`] is the drafter: configuration, weights, training and decoding passes.
 //! - [`attention`] lets blocks see their context and themselves without a mask over both.
 //! - [`objective`] turns hidden states into loss and gradient without a full logits tensor.
+//! - [`flops`] counts the arithmetic of a row.
 //! - [`ops`] holds what they share.
 
 pub mod attention;
 pub mod checkpoint;
 pub mod draft;
+pub mod flops;
 pub mod objective;
 pub mod ops;
 pub mod target;

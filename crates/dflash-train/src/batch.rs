@@ -5,6 +5,7 @@ use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
 use dflash_hidden::{Dtype, HiddenStates};
 use dflash_model::attention::{BlockPlan, WindowRule};
 use dflash_model::draft::{Draft, PackedInput};
+use dflash_model::flops::RowWork;
 use dflash_model::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
 use dflash_model::ops::rms_norm;
 use dflash_model::target::TargetHead;
@@ -30,6 +31,8 @@ pub(crate) struct Batch {
     pub(crate) input: PackedInput,
     pub(crate) labels: BlockLabels,
     pub(crate) teacher: Option<Teacher>,
+    /// Arithmetic that the row needs, forward and backward.
+    pub(crate) flops: f64,
 }
 
 impl BatchMaker {
@@ -66,7 +69,20 @@ impl BatchMaker {
         let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
         let teacher =
             self.teacher_layer.map(|layer| self.teacher(draft, &labels, (row, states), layer));
-        Some(Batch { input, labels, teacher })
+        let flops = self.flops(draft, &plan, &labels);
+        Some(Batch { input, labels, teacher, flops })
+    }
+
+    /// Arithmetic that a row with this plan and these labels needs.
+    pub(crate) fn flops(&self, draft: &Draft, plan: &BlockPlan, labels: &BlockLabels) -> f64 {
+        let active_slots = labels.slots().len() as f64;
+        let work = RowWork {
+            active_slots,
+            head_rows: self.lm_head_vh.size()[0] as f64,
+            teacher_slots: if self.teacher_layer.is_some() { active_slots } else { 0.0 },
+            ..RowWork::of_plan(draft.config(), plan)
+        };
+        draft.config().flops(&work).total()
     }
 
     /// Embeddings of [anchor token, MASK, ...] per block, [N, H].

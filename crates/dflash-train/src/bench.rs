@@ -3,7 +3,7 @@
 //! A step is everything that training does with a row once its hidden states are there: planning
 //! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not in it.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use dflash_dist::Single;
@@ -22,7 +22,7 @@ use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
 use crate::trainer::{StepExtras, Trainer};
-use crate::{Error, setup};
+use crate::{Error, machine, setup};
 
 /// Shape of the benchmark.
 #[derive(Clone, Debug)]
@@ -66,6 +66,8 @@ pub struct StepReport {
     pub params_m: f64,
     /// Supervised slots of the row.
     pub slots: u64,
+    /// Useful TFLOP/s: the arithmetic that the row needs over the median time.
+    pub tflops: f64,
     /// Where it ran.
     pub device: String,
 }
@@ -186,9 +188,10 @@ impl StepBench {
             step_ms: median * 1e3,
             slots_per_s: slots as f64 / median,
             loss,
-            peak_mib: peak_mib(Path::new("/proc/self/status")),
+            peak_mib: machine::peak_resident_mib().unwrap_or(f64::NAN),
             params_m: trainer.draft.layout().trained() as f64 / 1e6,
             slots,
+            tflops: row.flops(trainer) / median / 1e12,
             device: format!("{:?}", trainer.draft.device()),
         }
     }
@@ -246,17 +249,12 @@ impl Row {
         let ids = Tensor::from_slice(&ids).to_device(draft.device());
         let slots_nh = trainer.batches.head.embed(&ids).to_kind(draft.flat().kind());
         let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
-        Batch { input, labels: self.labels.clone(), teacher: None }
+        Batch { input, labels: self.labels.clone(), teacher: None, flops: 0.0 }
     }
-}
 
-/// The kernel's high-water mark of resident memory; NaN where it tells none.
-fn peak_mib(status: &Path) -> f64 {
-    std::fs::read_to_string(status)
-        .ok()
-        .and_then(|text| {
-            let line = text.lines().find(|line| line.starts_with("VmHWM:"))?;
-            line.split_whitespace().nth(1)?.parse::<f64>().ok()
-        })
-        .map_or(f64::NAN, |kib| kib / 1024.0)
+    fn flops(&self, trainer: &Trainer) -> f64 {
+        let config = trainer.draft.config();
+        let plan = config.plan(&self.document_starts, &self.anchors, WindowRule::Serving);
+        trainer.batches.flops(&trainer.draft, &plan, &self.labels)
+    }
 }

@@ -83,6 +83,8 @@ pub struct TrainConfig {
     pub recompute: bool,
     /// Whether products of float32 matrices on the CPU round their factors to bfloat16.
     pub bf16_products: bool,
+    /// Peak of a rank's device in TFLOP/s, where the user knows better than its name tells.
+    pub peak_tflops: Option<f64>,
     /// How the run was started, for its records.
     pub command: Vec<String>,
     /// Set when the run is to end early.
@@ -156,6 +158,13 @@ pub struct ObjectiveSettings {
     pub teacher_labels: bool,
     /// Bytes of one chunk of logits.
     pub chunk_bytes: usize,
+}
+
+impl ObjectiveSettings {
+    /// Whether the target's distribution is needed.
+    pub fn needs_teacher(&self) -> bool {
+        self.teacher_labels || self.terms.iter().any(|(term, _)| term.needs_teacher())
+    }
 }
 
 /// Where to compute.

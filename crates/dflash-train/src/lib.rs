@@ -11,17 +11,21 @@
 //! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `masters` holds the float32 side of the parameters, `shards` says which
 //!   rank holds what of it;
-//! - `checkpoint` keeps it all, `save_path` the directory, `metrics` shows it.
+//! - `checkpoint` keeps it all, `save_path` the directory, `metrics` shows it;
+//! - [`machine`] knows what the hardware can do, [`plan`] what a run will take of it.
 
 mod batch;
 pub mod bench;
 mod checkpoint;
 pub mod config;
 mod error;
+pub mod machine;
 mod masters;
 mod metrics;
 pub mod optimizer;
 mod order;
+pub mod plan;
+mod provenance;
 mod rows;
 mod run;
 mod save_path;

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use dflash_model::objective::{Statistics, StatisticsReport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
+use tch::Device;
 use tensorboard_rs::summary_writer::SummaryWriter;
 
-use crate::Error;
 use crate::trainer::StepResult;
 use crate::validation::ValidationLine;
+use crate::{Error, machine};
 
 /// File of the JSON lines in the save path.
 pub(crate) const METRICS: &str = "metrics.jsonl";
@@ -42,12 +43,20 @@ pub(crate) struct MetricLine {
     pub(crate) slots_per_s: f64,
     /// Tokens of packed rows per second, all ranks.
     pub(crate) tokens_per_s: f64,
+    /// Arithmetic that the rows needed over the seconds, all ranks, TFLOP/s.
+    pub(crate) tflops: f64,
+    /// The same as a share of the devices' peak, where that is known.
+    pub(crate) mfu: Option<f64>,
     /// Seconds since the last line that rank 0 waited for hidden states.
     pub(crate) data_wait_s: f64,
+    /// The same as a share of the seconds.
+    pub(crate) data_wait_share: f64,
     /// Seconds since the last line.
     pub(crate) interval_s: f64,
     /// Seconds to the end at the pace since the last line.
     pub(crate) eta_s: f64,
+    /// Most memory that rank 0 has held, MiB: resident memory on a CPU; unknown on a GPU.
+    pub(crate) peak_memory_mib: Option<f64>,
     /// Samples left out so far.
     pub(crate) skipped_samples: u64,
     /// Steps so far whose gradient was not finite.
@@ -64,9 +73,18 @@ pub(crate) struct Meter {
     epsilon: f64,
     steps: u64,
     tokens: f64,
+    flops: f64,
     wait: Duration,
+    machine: Machine,
     since: Instant,
     outputs: Option<Outputs>,
+}
+
+/// What the figures are measured on.
+struct Machine {
+    device: Device,
+    /// Of all ranks together, TFLOP/s.
+    peak_tflops: Option<f64>,
 }
 
 struct Outputs {
@@ -95,7 +113,13 @@ impl Meter {
     pub(crate) fn silent(epsilon: f64) -> Self {
         let since = Instant::now();
         let (interval, outputs, wait) = (None, None, Duration::ZERO);
-        Self { interval, epsilon, steps: 0, tokens: 0.0, wait, since, outputs }
+        let machine = Machine { device: Device::Cpu, peak_tflops: None };
+        Self { interval, epsilon, steps: 0, tokens: 0.0, flops: 0.0, wait, machine, since, outputs }
+    }
+
+    /// Says what the run computes on, and the peak of all its devices if that is known.
+    pub(crate) fn measure(&mut self, device: Device, peak_tflops: Option<f64>) {
+        self.machine = Machine { device, peak_tflops };
     }
 
     /// A meter that writes into `save_path`, where lines after `step` are dropped.
@@ -130,6 +154,7 @@ impl Meter {
     pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
         self.steps += 1;
         self.tokens += result.extras.tokens;
+        self.flops += result.extras.flops;
         self.wait += wait;
         match &mut self.interval {
             Some(sum) => sum.add(&result.statistics),
@@ -147,6 +172,7 @@ impl Meter {
         if let Some(outputs) = &mut self.outputs {
             let report = statistics.report(self.epsilon);
             let pace = seconds / self.steps.max(1) as f64;
+            let (wait, tflops) = (self.wait.as_secs_f64(), self.flops / seconds / 1e12);
             let line = MetricLine {
                 step: progress.step,
                 epoch: progress.epoch,
@@ -154,9 +180,13 @@ impl Meter {
                 gradient_norm,
                 slots_per_s: report.supervised as f64 / seconds,
                 tokens_per_s: self.tokens / seconds,
-                data_wait_s: self.wait.as_secs_f64(),
+                tflops,
+                mfu: self.machine.peak_tflops.map(|peak| tflops / peak),
+                data_wait_s: wait,
+                data_wait_share: wait / seconds,
                 interval_s: seconds,
                 eta_s: pace * (progress.total - progress.step.min(progress.total)) as f64,
+                peak_memory_mib: self.machine.peak_memory_mib(),
                 skipped_samples: progress.skipped,
                 bad_steps: progress.bad_steps,
                 ema_decay: progress.ema_decay,
@@ -164,7 +194,8 @@ impl Meter {
             };
             outputs.write(&line)?;
         }
-        (self.steps, self.tokens, self.wait) = (0, 0.0, Duration::ZERO);
+        (self.steps, self.tokens, self.flops) = (0, 0.0, 0.0);
+        self.wait = Duration::ZERO;
         self.since = Instant::now();
         Ok(())
     }
@@ -200,6 +231,12 @@ impl Meter {
     }
 }
 
+impl Machine {
+    fn peak_memory_mib(&self) -> Option<f64> {
+        (self.device == Device::Cpu).then(machine::peak_resident_mib).flatten()
+    }
+}
+
 impl MetricLine {
     fn of(report: StatisticsReport) -> Self {
         Self {
@@ -213,17 +250,21 @@ impl MetricLine {
             gradient_norm: 0.0,
             slots_per_s: 0.0,
             tokens_per_s: 0.0,
+            tflops: 0.0,
+            mfu: None,
             data_wait_s: 0.0,
+            data_wait_share: 0.0,
             interval_s: 0.0,
             eta_s: 0.0,
+            peak_memory_mib: None,
             skipped_samples: 0,
             bad_steps: 0,
             ema_decay: None,
         }
     }
 
-    fn scalars(&self) -> [(&'static str, f64); 9] {
-        [
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        let known = [
             ("train/loss", self.loss),
             ("train/accuracy", self.accuracy),
             ("train/expected_accepted", self.expected_accepted),
@@ -231,9 +272,14 @@ impl MetricLine {
             ("train/gradient_norm", self.gradient_norm),
             ("speed/slots_per_s", self.slots_per_s),
             ("speed/tokens_per_s", self.tokens_per_s),
-            ("speed/data_wait_share", self.data_wait_s / self.interval_s),
+            ("speed/tflops", self.tflops),
+            ("speed/data_wait_share", self.data_wait_share),
+            ("speed/eta_s", self.eta_s),
             ("train/epoch", self.epoch),
-        ]
+        ];
+        let mfu = self.mfu.map(|share| ("speed/mfu", share));
+        let memory = self.peak_memory_mib.map(|mib| ("memory/peak_mib", mib));
+        known.into_iter().chain(mfu).chain(memory).collect()
     }
 }
 
@@ -248,13 +294,16 @@ impl Outputs {
             self.events.add_scalar(tag, value as f32, line.step as usize);
         }
         self.events.flush();
+        let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
+        let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
         let message = format!(
-            "loss {:.4}  accepted {:.2}  {:.0} slots/s  {:.0} tokens/s  waiting {:.0}%",
+            "loss {:.4}  accepted {:.2}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{memory}",
             line.loss,
             line.expected_accepted,
             line.slots_per_s,
             line.tokens_per_s,
-            100.0 * line.data_wait_s / line.interval_s,
+            three_digits(line.tflops),
+            100.0 * line.data_wait_share,
         );
         if self.logged.is_some_and(|logged| logged.elapsed() >= LOG_INTERVAL) {
             self.logged = Some(Instant::now());
@@ -264,6 +313,12 @@ impl Outputs {
         self.bar.set_message(message);
         Ok(())
     }
+}
+
+/// A number with three significant digits: CPUs make fractions of a TFLOP/s, GPUs hundreds.
+fn three_digits(value: f64) -> String {
+    let digits = if value > 0.0 { (2.0 - value.log10().floor()).clamp(0.0, 6.0) } else { 0.0 };
+    format!("{value:.*}", digits as usize)
 }
 
 fn bar_style() -> ProgressStyle {
@@ -291,6 +346,12 @@ pub(crate) fn keep_lines_until(path: &Path, step: u64) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn speeds_keep_three_digits() {
+        let texts = [0.0, 0.01234, 0.5, 12.34, 412.3].map(three_digits);
+        assert_eq!(texts, ["0", "0.0123", "0.500", "12.3", "412"]);
+    }
 
     #[test]
     fn a_resumed_run_writes_no_step_twice() {

@@ -14,15 +14,13 @@ use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
 use crate::optimizer::OptimizerConfig;
 use crate::order::RowOrder;
+use crate::provenance::PROVENANCE;
 use crate::rows::{RowSource, Rows, stream_config};
 use crate::save_path::{SavePath, is_negligible};
 use crate::trainer::{StepExtras, StepResult, Trainer};
 use crate::validation::{self, AcceptanceProbe, Validation};
 use crate::warm_start::WarmStart;
-use crate::{Error, setup};
-
-/// File of the settings and versions in the save path.
-pub(crate) const PROVENANCE: &str = "run.json";
+use crate::{Error, machine, provenance, setup};
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +62,10 @@ fn check_numbers(config: &TrainConfig) -> Result<(), Error> {
     ];
     if let Some((flag, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
         return Err(Error::setting(flag, 0, "it must be at least 1"));
+    }
+    if config.peak_tflops.is_some_and(|peak| peak.is_nan() || peak <= 0.0) {
+        let found = config.peak_tflops.unwrap_or_default();
+        return Err(Error::setting("--peak-tflops", found, "a peak is a positive number"));
     }
     if !(config.lr > 0.0 && config.lr.is_finite()) {
         return Err(Error::setting("--lr", config.lr, "a learning rate is a positive number"));
@@ -182,7 +184,7 @@ pub fn run(
         let mut save_path = None;
         if communicator.rank() == 0 {
             save_path = Some(SavePath::claim(&config.save_path)?);
-            write_provenance(config, &position, communicator.world_size())?;
+            provenance::write(config, &position, communicator.world_size())?;
         }
         let communicator = &*communicator;
         let validation = config.validation.as_ref().map(|settings| {
@@ -246,22 +248,6 @@ fn row_order(config: &TrainConfig, lengths: &[u32], ranks: u64) -> RowOrder {
     order(epochs)
 }
 
-fn write_provenance(
-    config: &TrainConfig,
-    position: &Position,
-    world_size: usize,
-) -> Result<(), Error> {
-    let provenance = serde_json::json!({
-        "dflash": env!("CARGO_PKG_VERSION"),
-        "world_size": world_size,
-        "resumed_at_step": position.step,
-        "dataset": position.dataset,
-        "config": config,
-    });
-    let text = serde_json::to_vec_pretty(&provenance).expect("settings print");
-    Ok(dflash_files::write_bytes(&config.save_path.join(PROVENANCE), &text)?)
-}
-
 /// A rank between its first and its last step.
 struct Worker<'a, 'p> {
     config: &'a TrainConfig,
@@ -287,6 +273,9 @@ impl Worker<'_, '_> {
         } else {
             Meter::silent(epsilon)
         };
+        let peak = machine::peak_of(self.trainer.draft.device(), self.config.peak_tflops);
+        let ranks = self.communicator.world_size() as f64;
+        meter.measure(self.trainer.draft.device(), peak.map(|peak| peak * ranks));
         meter.say(&self.announcement());
         if self.position.step == 0 {
             for note in self.warm_start_notes()? {
@@ -392,6 +381,7 @@ impl Worker<'_, '_> {
                 }
                 Err(error) => return Err(error),
             };
+            extras.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
             step.add(batch, micro == accumulation)?;
         }
         extras.stopping = f64::from(u8::from(self.config.stop.load(Ordering::Relaxed)));

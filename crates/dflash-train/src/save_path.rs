@@ -138,8 +138,13 @@ fn is_leftover(name: &str) -> bool {
     };
     let Some((kept, process)) = inner.rsplit_once('.') else { return false };
     let is_ours = kept.starts_with("step-")
-        || [crate::run::PROVENANCE, crate::metrics::METRICS, crate::validation::VALIDATION, BEST]
-            .contains(&kept);
+        || [
+            crate::provenance::PROVENANCE,
+            crate::metrics::METRICS,
+            crate::validation::VALIDATION,
+            BEST,
+        ]
+        .contains(&kept);
     is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
 }
 

@@ -43,6 +43,8 @@ pub(crate) struct StepExtras {
     pub(crate) rows: f64,
     /// Samples left out.
     pub(crate) skipped: f64,
+    /// Arithmetic that the rows needed.
+    pub(crate) flops: f64,
     /// Ranks that were told to stop.
     pub(crate) stopping: f64,
     /// Ranks that could not get their rows because they were told to stop: the step is void.
@@ -104,7 +106,7 @@ impl Trainer {
 
     /// Forward and backward of one batch; gradients of the loss numerator are added up.
     fn accumulate(&mut self, batch: Batch, finished: &mut dyn FnMut(usize)) -> Statistics {
-        let Batch { input, labels, teacher } = batch;
+        let Batch { input, labels, teacher, flops: _ } = batch;
         let (hidden_nh, saved) = self.draft.forward_keeping(&input, self.keep);
         let head_vh = &self.batches.lm_head_vh;
         let output = self.objective.evaluate(&hidden_nh, head_vh, &labels, teacher.as_ref());
@@ -187,18 +189,18 @@ impl Step<'_> {
 
     /// Sums statistics and extras in one collective.
     fn reduce_counts(&mut self, extras: StepExtras) -> Result<StepExtras, Error> {
-        let StepExtras { tokens, rows, skipped, stopping, abandoned } = extras;
-        let tail = Tensor::from_slice(&[tokens, rows, skipped, stopping, abandoned]);
+        let StepExtras { tokens, rows, skipped, flops, stopping, abandoned } = extras;
+        let tail = Tensor::from_slice(&[tokens, rows, skipped, flops, stopping, abandoned]);
         let sums = self.statistics.sums_mut();
         let length = sums.size()[0];
         let mut joined = Tensor::cat(&[sums.to_device(Device::Cpu), tail], 0);
         self.communicator.all_reduce_sum(&mut joined)?;
         sums.copy_(&joined.narrow(0, 0, length));
-        let tail = Vec::<f64>::try_from(joined.narrow(0, length, 5)).expect("five float64 numbers");
-        let [tokens, rows, skipped, stopping, abandoned] = tail[..] else {
-            unreachable!("five numbers went in")
+        let tail = Vec::<f64>::try_from(joined.narrow(0, length, 6)).expect("six float64 numbers");
+        let [tokens, rows, skipped, flops, stopping, abandoned] = tail[..] else {
+            unreachable!("six numbers went in")
         };
-        Ok(StepExtras { tokens, rows, skipped, stopping, abandoned })
+        Ok(StepExtras { tokens, rows, skipped, flops, stopping, abandoned })
     }
 }
 

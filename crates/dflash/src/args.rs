@@ -12,8 +12,10 @@ mod demo_target;
 mod eval;
 mod hidden_server;
 mod launch;
+mod plan;
 mod prepare;
 mod regenerate;
+mod report;
 mod train;
 
 pub use bench::{BenchArgs, BenchCommand, TrainStepArgs};
@@ -21,11 +23,14 @@ pub use demo_target::DemoTargetArgs;
 pub use eval::EvalArgs;
 pub use hidden_server::{ComputeDtype, HiddenServerArgs, HiddenServerSettings, WireDtype};
 pub use launch::{BackendArg, CheckpointArgs, LaunchArgs};
+pub use plan::PlanArgs;
 pub use prepare::PrepareArgs;
 pub use regenerate::RegenerateArgs;
+pub use report::ReportArgs;
 pub use train::{
     DeviceArg, DraftArgs, HiddenArgs, MatmulPrecision, ObjectiveArgs, OnGenerateArg, OnMissingArg,
-    OptimizerArg, OptimizerArgs, RowArgs, SchedulerType, SpeculatorType, TrainArgs, ValidationArgs,
+    OptimizerArg, OptimizerArgs, RowArgs, RunFileArgs, SchedulerType, SpeculatorType, TrainArgs,
+    ValidationArgs,
 };
 
 /// Train DFlash drafters: from conversations to a measured draft model.
@@ -67,8 +72,12 @@ pub enum Command {
     HiddenServer(HiddenServerArgs),
     /// Train a drafter against a running hidden-state server.
     Train(Box<TrainArgs>),
+    /// Say what a training run will take: memory, arithmetic, time, hidden states.
+    Plan(Box<PlanArgs>),
     /// Measure a drafter: real speculative decoding against plain greedy decoding.
     Eval(EvalArgs),
+    /// Show a training run as one page: curves, settings, checkpoints.
+    Report(ReportArgs),
     /// Replace the answers of a data set by the target's own.
     Regenerate(RegenerateArgs),
     /// Time parts of the work on random data.

@@ -1,3 +1,4 @@
 //! What the front program runs itself.
 
 pub(crate) mod prepare;
+pub(crate) mod report;

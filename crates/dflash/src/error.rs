@@ -38,6 +38,33 @@ pub enum Error {
         /// Where the engine was expected.
         path: PathBuf,
     },
+    /// The run file cannot be read.
+    #[error("cannot read the run file {path}")]
+    ReadRunFile {
+        /// As the user named it.
+        path: PathBuf,
+        /// The operating system's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The run file is no TOML.
+    #[error("{place}: {reason}")]
+    RunFileSyntax {
+        /// File and line.
+        place: String,
+        /// The parser's answer.
+        reason: String,
+    },
+    /// A setting of the run file or of `--set` cannot be used.
+    #[error("{place}: {key} {reason}")]
+    Setting {
+        /// File and line, or `--set`.
+        place: String,
+        /// The key as it was written.
+        key: String,
+        /// What is wrong with it and what would do.
+        reason: String,
+    },
     /// The operating system refused to start the engine.
     #[error("cannot start {path}")]
     StartEngine {

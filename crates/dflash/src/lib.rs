@@ -2,11 +2,13 @@
 //!
 //! `dflash` (the front) and `dflash-engine` parse the same [`Cli`]. The front runs what needs no
 //! libtorch; for the rest it finds libtorch and replaces itself with the engine, which parses the
-//! very same arguments again.
+//! very same arguments again; with a run file, the arguments that stand for it.
 
 mod error;
+mod run_file;
 
 pub mod args;
+pub mod command_line;
 pub mod engine;
 pub mod exit;
 pub mod libtorch;

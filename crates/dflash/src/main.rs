@@ -6,17 +6,18 @@ mod commands;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use clap::Parser;
 use dflash::args::GlobalArgs;
-use dflash::{Cli, Command, OrdinaryEnd, Signals, engine, exit, logging};
+use dflash::command_line::{self, CommandLine};
+use dflash::{Command, OrdinaryEnd, Signals, engine, exit, logging};
 
 fn main() {
     exit::install_panic_hook();
-    let cli = Cli::parse();
+    let CommandLine { cli, arguments } = command_line::read();
     match cli.command {
         Command::Prepare(args) => run_here(cli.global, |stop| commands::prepare::run(args, stop)),
+        Command::Report(args) => run_here(cli.global, |_| commands::report::run(args)),
         // Nothing is installed yet that the engine would have to undo.
-        _ => exit::fault(engine::exec(std::env::args_os().skip(1))),
+        _ => exit::fault(engine::exec(arguments)),
     }
 }
 

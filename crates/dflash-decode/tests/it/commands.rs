@@ -8,6 +8,7 @@ use crate::models::{draft_config, random_draft, save_target};
 use dflash_decode::{
     Error, EvalConfig, EvalReport, RegenerateConfig, Sampling, evaluate, regenerate,
 };
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -124,6 +125,25 @@ fn eval_reports_acceptance_speed_and_the_proof() {
     for line in ["tau per response", "of reached", "speed-up", "lossless  yes: "] {
         assert!(table.contains(line), "{table}");
     }
+}
+
+#[test]
+fn eval_uses_the_vocabulary_of_a_pruned_draft() {
+    let place = Place::new();
+    let prompts = place.write("prompts.jsonl", PROMPTS);
+    let vocabulary = DraftVocabulary::new(vec![1, 4, 5, 9], WORDS.len());
+    vocabulary.save(&place.path("draft")).unwrap();
+    let report = place.evaluate(&prompts).unwrap();
+    report.check().unwrap();
+    assert_eq!(report.draft_vocabulary, Some(4));
+    assert!(report.to_string().contains("which proposes from 4 tokens"), "{report}");
+    let of_another_target = DraftVocabulary::new(vec![1, 4], WORDS.len() + 1);
+    of_another_target.save(&place.path("draft")).unwrap();
+    let error = place.evaluate(&prompts).unwrap_err().to_string();
+    assert!(error.contains("selected from is 13 in the draft and 12"), "{error}");
+    place.write("draft/draft_vocabulary.safetensors", "damaged");
+    let error = place.evaluate(&prompts).unwrap_err().to_string();
+    assert!(error.contains("draft_vocabulary.safetensors"), "{error}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use crate::models::{draft_config, random_draft, random_target};
 use dflash_decode::{
     BatchDecoder, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, Verdict, compare,
 };
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
 
 static GO: AtomicBool = AtomicBool::new(false);
@@ -64,6 +65,54 @@ fn check_steps(accepted: &[usize], tokens: usize, block_size: usize) {
 }
 
 #[test]
+fn a_pruned_draft_proposes_only_what_it_can_say() {
+    let (mut accepted, mut misses) = (0, 0);
+    for case in 0..24 {
+        let vocab = 4;
+        let target = random_target(vocab, case);
+        let draft = random_draft(draft_config(&target, 5), case);
+        let selected = vec![1, 2];
+        let vocabulary = DraftVocabulary::new(selected.clone(), vocab as usize);
+        let pruned = Speculator::new(&target, &draft, greedy()).unwrap();
+        let mut pruned = pruned.with_vocabulary(&vocabulary).unwrap();
+        let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
+        let ids = prompt(7, case as usize, vocab);
+        let made = pruned.generate(&ids, &limits, &GO).unwrap();
+        let plain = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
+        let texts = [plain.tokens.as_slice(), &made.generation.tokens];
+        let verdict = compare(&target, &ids, texts, 1e-5);
+        assert!(!matches!(verdict, Verdict::Different(_)), "case {case}: {verdict:?}");
+        let mut next = 1;
+        for &count in &made.accepted {
+            let text = &made.generation.tokens;
+            let proposed = text.get(next..text.len().min(next + count)).unwrap_or_default();
+            assert!(proposed.iter().all(|id| selected.contains(id)), "case {case}: {proposed:?}");
+            accepted += proposed.len();
+            next += count + 1;
+        }
+        misses += made.generation.tokens.iter().filter(|id| !selected.contains(id)).count();
+    }
+    assert!(accepted > 40, "only {accepted} proposals were accepted");
+    assert!(misses > 40, "the target said only {misses} tokens that the draft cannot");
+}
+
+#[test]
+fn a_vocabulary_of_all_tokens_changes_nothing() {
+    let target = random_target(6, 2);
+    let draft = random_draft(draft_config(&target, 4), 2);
+    let all = DraftVocabulary::new((0..6).collect(), 6);
+    let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
+    for sampling in [Sampling::Greedy, Sampling::Temperature { temperature: 0.9, seed: 3 }] {
+        let speculator = || Speculator::new(&target, &draft, Sampler::new(sampling)).unwrap();
+        let plain = speculator().generate(&[1, 5], &limits, &GO).unwrap();
+        let pruned = speculator().with_vocabulary(&all).unwrap();
+        let pruned = { pruned }.generate(&[1, 5], &limits, &GO).unwrap();
+        assert_eq!(pruned.accepted, plain.accepted);
+        assert_eq!(pruned.generation.tokens, plain.generation.tokens);
+    }
+}
+
+#[test]
 fn a_text_with_another_token_is_told_from_a_tie() {
     let target = random_target(5, 3);
     let limits = Limits { max_new_tokens: 12, stop_ids: vec![] };
@@ -106,12 +155,25 @@ fn batched_answers_are_those_of_each_prompt_alone() {
 
 #[test]
 fn sampled_text_follows_the_targets_distribution() {
+    check_distribution(None);
+}
+
+#[test]
+fn a_pruned_draft_keeps_the_targets_distribution() {
+    check_distribution(Some(&DraftVocabulary::new(vec![0, 2], 4)));
+}
+
+/// Draws texts of three tokens and compares their frequencies with the target's probabilities.
+fn check_distribution(vocabulary: Option<&DraftVocabulary>) {
     let target = random_target(4, 21);
     let draft = random_draft(draft_config(&target, 4), 5);
     let limits = Limits { max_new_tokens: 3, stop_ids: vec![] };
     let ids = prompt(5, 2, 4);
     let temperature = Sampling::Temperature { temperature: 1.3, seed: 11 };
     let mut speculator = Speculator::new(&target, &draft, Sampler::new(temperature)).unwrap();
+    if let Some(vocabulary) = vocabulary {
+        speculator = speculator.with_vocabulary(vocabulary).unwrap();
+    }
     let samples = 4000;
     let mut counts = [0.0; 64];
     let mut accepted = 0;
@@ -161,6 +223,11 @@ fn models_that_do_not_fit_are_refused() {
     assert!(refuse(&|config| config.hidden_size = 24).contains("hidden_size"));
     assert!(refuse(&|config| config.target_layer_ids = vec![1, 4]).contains("layer id 4"));
     assert!(refuse(&|config| config.mask_token_id = 6).contains("mask_token_id"));
+    let draft = random_draft(draft_config(&target, 4), 1);
+    let speculator = Speculator::new(&target, &draft, greedy()).unwrap();
+    let foreign = DraftVocabulary::new(vec![0, 3], 7);
+    let message = speculator.with_vocabulary(&foreign).unwrap_err().to_string();
+    assert!(message.contains("selected from is 7 in the draft and 6 in the target"), "{message}");
 }
 
 #[test]

@@ -45,6 +45,7 @@ fn train_step(args: TrainStepArgs) -> anyhow::Result<()> {
     }
     println!("step         {:.1} ms (median of {steps})", report.step_ms);
     println!("slots        {:.0} per second ({} a step)", report.slots_per_s, report.slots);
+    println!("useful work  {:.4} TFLOP/s", report.tflops);
     println!("peak memory  {:.0} MiB", report.peak_mib);
     println!("loss         {:.4} nats after {} steps", report.loss, warmup + steps);
     println!("parameters   {:.2} M on {}", report.params_m, report.device);

@@ -1,6 +1,6 @@
 //! `dflash train`: arguments to settings to one library call, or to a launch of ranks.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -84,6 +84,8 @@ fn train(
 
 fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfig> {
     let TrainArgs {
+        // both programs put it in place of the flags before this
+        run: _,
         verifier_name_or_path: target,
         data_path,
         vllm_endpoint,
@@ -104,6 +106,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         hidden,
         validation,
         log_every,
+        peak_tflops,
         no_progress,
     } = args;
     let CheckpointArgs { save_every, keep_last, keep_every } = checkpoints;
@@ -116,12 +119,9 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         max_steps,
         seed,
     } = rows;
-    let named = draft.from_pretrained.as_deref();
-    let from_pretrained = named.map(|name| dflash_prepare::locate_draft(name, stop)).transpose()?;
-    let draft = draft_settings(draft, &target, from_pretrained.as_deref())?;
+    let (from_pretrained, stored) = stored_draft(&draft, stop)?;
+    let draft = draft_settings(draft, &target, stored.as_ref())?;
     let (lr, schedule, optimizer, max_grad_norm, max_bad_steps) = optimizer_settings(optimizer)?;
-    // 0 stands for as many epochs as the bound on steps needs
-    let default_epochs = if max_steps.is_some() { 0 } else { DEFAULT_EPOCHS };
     Ok(TrainConfig {
         target,
         data: data_path,
@@ -134,7 +134,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         schedule,
         optimizer,
         max_grad_norm,
-        epochs: epochs.unwrap_or(default_epochs),
+        epochs: whole_epochs(epochs, max_steps),
         max_steps,
         accumulation: gradient_accumulation_steps,
         total_seq_len,
@@ -159,6 +159,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         zero: if zero == 0 { Zero::Off } else { Zero::One },
         recompute,
         bf16_products: matmul_precision == MatmulPrecision::Bfloat16,
+        peak_tflops,
         command: std::env::args().collect(),
         stop: Arc::clone(stop),
         progress: !no_progress,
@@ -226,10 +227,47 @@ pub(super) fn device_choice(device: DeviceArg) -> DeviceChoice {
     }
 }
 
+/// Epochs of a run; 0 stands for as many as the bound on steps needs.
+pub(super) fn whole_epochs(epochs: Option<u64>, max_steps: Option<u64>) -> u64 {
+    epochs.unwrap_or(if max_steps.is_some() { 0 } else { DEFAULT_EPOCHS })
+}
+
+/// Where the draft to start from lies, and its shape.
+pub(super) fn stored_draft(
+    args: &DraftArgs,
+    stop: &Arc<AtomicBool>,
+) -> anyhow::Result<(Option<PathBuf>, Option<DraftConfig>)> {
+    let named = args.from_pretrained.as_deref();
+    let dir = named.map(|name| dflash_prepare::locate_draft(name, stop)).transpose()?;
+    let config = dir.as_deref().map(DraftConfig::load).transpose()?;
+    Ok((dir, config))
+}
+
 fn draft_settings(
     args: DraftArgs,
     target: &Path,
-    pretrained: Option<&Path>,
+    stored: Option<&DraftConfig>,
+) -> anyhow::Result<DraftSettings> {
+    let mask_token_id = args.mask_token_id.or_else(|| stored.map(|draft| draft.mask_token_id));
+    let settings = draft_shape(args, target, stored)?;
+    let tokenizer = ChatTokenizer::load(target)?;
+    let special = tokenizer.special_ids();
+    let facts = TokenizerFacts {
+        len: tokenizer.len() as i64,
+        mask: special.mask,
+        pad: special.pad,
+        eos: special.eos,
+        unk: special.unk,
+    };
+    let rows = TargetConfig::load(target)?.vocab_size;
+    Ok(DraftSettings { mask_token_id: resolve_mask_token(mask_token_id, facts, rows)?, ..settings })
+}
+
+/// The draft's settings but for its mask token, which needs the tokenizer: 0 where it is not given.
+pub(super) fn draft_shape(
+    args: DraftArgs,
+    target: &Path,
+    stored: Option<&DraftConfig>,
 ) -> anyhow::Result<DraftSettings> {
     let DraftArgs {
         from_pretrained: _,
@@ -240,36 +278,25 @@ fn draft_settings(
         sliding_window,
         draft_vocab_size,
     } = args;
-    let target_config = TargetConfig::load(target)?;
-    let stored = pretrained.map(DraftConfig::load).transpose()?;
-    let stored = stored.as_ref();
-    let target_layer_ids = target_layer_ids
-        .or_else(|| stored.map(|draft| draft.target_layer_ids.clone()))
-        .unwrap_or_else(|| default_layer_ids(target_config.num_hidden_layers, DEFAULT_CAPTURES));
-    let mask_token_id = mask_token_id.or_else(|| stored.map(|draft| draft.mask_token_id));
-    let tokenizer = ChatTokenizer::load(target)?;
-    let special = tokenizer.special_ids();
-    let facts = TokenizerFacts {
-        len: tokenizer.len() as i64,
-        mask: special.mask,
-        pad: special.pad,
-        eos: special.eos,
-        unk: special.unk,
-    };
-    let mask_token_id = resolve_mask_token(mask_token_id, facts, target_config.vocab_size)?;
+    let depth = TargetConfig::load(target)?.num_hidden_layers;
     let layers = stored.map_or(DEFAULT_LAYERS, |draft| draft.layers.len());
     let slots = stored.map_or(DEFAULT_BLOCK_SIZE, |draft| draft.block_size);
     Ok(DraftSettings {
         num_layers: num_layers.unwrap_or(layers),
         block_size: block_size.unwrap_or(slots),
-        target_layer_ids,
-        mask_token_id,
+        target_layer_ids: target_layer_ids
+            .or_else(|| stored.map(|draft| draft.target_layer_ids.clone()))
+            .unwrap_or_else(|| default_layer_ids(depth, DEFAULT_CAPTURES)),
+        mask_token_id: mask_token_id.unwrap_or_default(),
         sliding_window: sliding_window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
         vocab_size: draft_vocab_size,
     })
 }
 
-fn objective_settings(args: ObjectiveArgs, block_size: usize) -> anyhow::Result<ObjectiveSettings> {
+pub(super) fn objective_settings(
+    args: ObjectiveArgs,
+    block_size: usize,
+) -> anyhow::Result<ObjectiveSettings> {
     let ObjectiveArgs { loss, teacher_labels, gamma, dpace_alpha, loss_chunk_mib } = args;
     let terms = loss.iter().map(|term| loss_term(term)).collect::<anyhow::Result<Vec<_>>>()?;
     let (weighting, denominator) = match dpace_alpha {

@@ -100,11 +100,43 @@ impl World {
         Run::of(&mut self.command(save, more))
     }
 
+    /// The engine with these arguments.
+    pub(crate) fn engine(&self, arguments: &[&str]) -> Run {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        Run::of(command.args(arguments).env("OMP_NUM_THREADS", "1"))
+    }
+
+    /// Writes what [`Self::train`] would pass as flags into a run file; its path.
+    pub(crate) fn run_file(&self, save: &str, more: &[&str]) -> String {
+        let mut arguments = self.arguments(save, more);
+        arguments.push("--dump-config".into());
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let dumped = self.engine(&arguments);
+        assert!(dumped.success(), "{}", dumped.stderr);
+        let path = self.path("run.toml");
+        std::fs::write(&path, dumped.stdout).unwrap();
+        path.to_string_lossy().into_owned()
+    }
+
     pub(crate) fn torchrun(&self, torchrun: &Path, save: &str, ranks: usize) -> Run {
         let mut command = Command::new(torchrun);
         command.args(["--no-python", "--standalone", "--nproc-per-node", &ranks.to_string()]);
         command.arg(env!("CARGO_BIN_EXE_dflash-engine")).args(self.arguments(save, &[]));
         Run::of(command.env_remove("LD_LIBRARY_PATH").env("LD_LIBRARY_PATH", libtorch()))
+    }
+
+    /// The report of `dflash eval` over two prompts of the data's kind.
+    pub(crate) fn eval(&self, draft: &Path) -> serde_json::Value {
+        let (prompts, report) = (self.path("prompts.jsonl"), self.path("eval.json"));
+        let rows = r#"{"input_ids": [7, 8, 9, 10], "loss_mask": [0, 0, 0, 1]}
+            {"input_ids": [21, 22, 23], "loss_mask": [0, 0, 1]}"#;
+        std::fs::write(&prompts, rows).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        command.arg("eval").arg("--target").arg(self.path("target")).arg("--draft").arg(draft);
+        command.args(["--max-new-tokens", "24"]).arg("--prompts").arg(prompts);
+        let run = Run::of(command.arg("--json").arg(&report));
+        assert!(run.success(), "{}", run.stderr);
+        serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap()
     }
 
     /// Interrupts a run once it trains; how long it took to end. It leaves a checkpoint.

@@ -31,26 +31,34 @@ impl DraftVocabulary {
     /// Reads the vocabulary of a checkpoint directory; `None` where the draft says every token.
     ///
     /// # Errors
-    /// A damaged file, or ids that do not ascend.
+    /// A damaged file, ids that do not ascend, or two tensors that contradict each other.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(FILE);
         if !path.is_file() {
             return Ok(None);
         }
         let file = TensorFile::open(&path)?;
-        let offsets = Vec::<i64>::try_from(file.any_tensor("d2t")?)?;
-        let target_size = file.any_tensor("t2d")?.size()[0];
+        let offsets = list(&file, &path, ("d2t", Kind::Int64))?;
+        let stored = list(&file, &path, ("t2d", Kind::Bool))?;
         let selected: Vec<i64> = offsets.iter().zip(0..).map(|(offset, id)| offset + id).collect();
+        let refuse = |key: &str, found: &str, expected: &str| Error::Config {
+            path: path.clone(),
+            key: key.into(),
+            found: found.into(),
+            expected: expected.into(),
+        };
+        let in_range = |&id: &i64| 0 <= id && id < stored.len() as i64;
         let ascending = selected.is_sorted_by(|a, b| a < b);
-        if !ascending || selected.iter().any(|&id| id < 0 || id >= target_size) {
-            return Err(Error::Config {
-                path,
-                key: "d2t".into(),
-                found: "no list of ascending target ids".into(),
-                expected: "each d2t[i] + i must be a target id above the one before".into(),
-            });
+        if selected.is_empty() || !ascending || !selected.iter().all(in_range) {
+            let expected = "each d2t[i] + i must be a target id above the one before";
+            return Err(refuse("d2t", "no list of ascending target ids", expected));
         }
-        Ok(Some(Self::new(selected, target_size as usize)))
+        let vocabulary = Self::new(selected, stored.len());
+        if !vocabulary.membership().iter().map(|&member| i64::from(member)).eq(stored) {
+            let expected = "it must be true for the ids of d2t and for no others";
+            return Err(refuse("t2d", "another selection than d2t", expected));
+        }
+        Ok(Some(vocabulary))
     }
 
     /// Writes the vocabulary into a checkpoint directory.
@@ -64,6 +72,11 @@ impl DraftVocabulary {
             ("t2d".to_string(), membership),
         ];
         write_safetensors(&dir.join(FILE), &tensors)
+    }
+
+    /// Tokens of the target it was selected from: rows of its embedding.
+    pub fn target_size(&self) -> usize {
+        self.of_target.len()
     }
 
     /// The target's ids, ascending.
@@ -87,6 +100,20 @@ impl DraftVocabulary {
     }
 }
 
+/// The tensor `name` as numbers; it must be one-dimensional and of `kind`.
+fn list(file: &TensorFile, path: &Path, (name, kind): (&str, Kind)) -> Result<Vec<i64>> {
+    let tensor = file.any_tensor(name)?;
+    if tensor.dim() != 1 || tensor.kind() != kind {
+        return Err(Error::Config {
+            path: path.into(),
+            key: name.into(),
+            found: format!("a tensor of {:?} with shape {:?}", tensor.kind(), tensor.size()),
+            expected: format!("a list of {kind:?} is needed"),
+        });
+    }
+    Ok(Vec::try_from(tensor.to_kind(Kind::Int64))?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -98,5 +125,24 @@ mod tests {
         let vocabulary = DraftVocabulary::new(vec![2, 6, 7], 16);
         vocabulary.save(dir.path()).unwrap();
         assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), Some(vocabulary));
+    }
+
+    #[test]
+    fn damaged_vocabularies_are_named() {
+        let message = |d2t: Tensor, t2d: Tensor| {
+            let dir = tempfile::tempdir().unwrap();
+            let tensors = [("d2t".to_string(), d2t), ("t2d".to_string(), t2d)];
+            write_safetensors(&dir.path().join(FILE), &tensors).unwrap();
+            DraftVocabulary::load(dir.path()).unwrap_err().to_string()
+        };
+        let ids = |offsets: &[i64]| Tensor::from_slice(offsets);
+        let members = |bits: &[bool]| Tensor::from_slice(bits);
+        let four = || members(&[true, false, true, false]);
+        assert!(message(ids(&[0, 5]), four()).contains("`d2t` is no list of ascending"));
+        assert!(message(ids(&[1, -1]), four()).contains("`d2t`"));
+        assert!(message(ids(&[]), four()).contains("`d2t`"));
+        assert!(message(ids(&[0, 2]), four()).contains("`t2d` is another selection"));
+        assert!(message(ids(&[0, 1]), ids(&[1, 0])).contains("`t2d` is a tensor of Int64"));
+        assert!(message(ids(&[0, 1]).unsqueeze(0), four()).contains("shape [1, 2]"));
     }
 }

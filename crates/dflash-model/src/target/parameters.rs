@@ -118,6 +118,11 @@ impl Linear {
         }
     }
 
+    /// The weight's columns [I, o] of the outputs `ids_o`, in one piece.
+    pub(crate) fn columns(&self, ids_o: &Tensor) -> Tensor {
+        self.weight_io.index_select(1, ids_o)
+    }
+
     /// The fused parameters as they are trained.
     pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
         let named = |suffix: &str, tensor: &Tensor| {

@@ -15,6 +15,9 @@ use super::launch::{CheckpointArgs, LaunchArgs};
 /// end with code 0; Ctrl-C does so as well if it takes no more than a few seconds, with code 130.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
+    /// Settings from a file.
+    #[command(flatten)]
+    pub run: RunFileArgs,
     /// Directory of the target model (config.json, safetensors, tokenizer).
     #[arg(long, visible_alias = "target", value_name = "DIR", env = "DFLASH_MODEL")]
     pub verifier_name_or_path: PathBuf,
@@ -81,12 +84,38 @@ pub struct TrainArgs {
     /// Steps between metric lines.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     pub log_every: u64,
+    /// Peak of a rank's device, dense bfloat16 TFLOP/s, to report utilisation against. Default: by
+    /// the GPU's name; nothing for a CPU.
+    #[arg(long, value_name = "TFLOPS")]
+    pub peak_tflops: Option<f64>,
     /// Held-out measurements.
     #[command(flatten, next_help_heading = "Validation")]
     pub validation: ValidationArgs,
     /// Draw no progress bar.
     #[arg(long)]
     pub no_progress: bool,
+}
+
+/// Settings that are not typed.
+#[derive(Debug, Clone, Args)]
+pub struct RunFileArgs {
+    /// Run file: TOML with a [train] table whose keys are the flags below. Flags win over it, and
+    /// those that are needed may come from it.
+    #[arg(value_name = "RUN_FILE")]
+    pub run_file: Option<PathBuf>,
+    /// Set one key, such as train.lr=1e-4, over the run file and the environment. Repeatable.
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Print all settings as a run file and do nothing else.
+    #[arg(long)]
+    pub dump_config: bool,
+}
+
+impl RunFileArgs {
+    /// Whether settings come from elsewhere than flags, environment and defaults.
+    pub fn gives_settings(&self) -> bool {
+        self.run_file.is_some() || !self.set.is_empty()
+    }
 }
 
 /// Shape of the draft; the rest is copied from the target.

@@ -1,0 +1,185 @@
+//! How much arithmetic a packed row needs: plain numbers, no tensors.
+//!
+//! A product of [m, k] by [k, n] counts 2mnk. Only what the result needs is counted: attention by
+//! what is visible, the lm_head for supervised slots alone; scores that are masked, computed again
+//! or thrown away count nothing, nor do norms and other elementwise work. The gradient of a product
+//! takes two products of the same size, except where its input needs no gradient (the context's
+//! features, and in the first layer the slots, whose embeddings are frozen) or its weight needs
+//! none (the lm_head): there it is one.
+
+use crate::attention::{BlockPlan, Visibility, WindowRule};
+use crate::draft::{DraftConfig, LayerKind};
+
+/// What of a packed row costs arithmetic. Fractions are for estimates.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RowWork {
+    /// C: context rows that some block can see.
+    pub context_rows: f64,
+    /// N: slots of all blocks.
+    pub slots: f64,
+    /// Pairs of a slot and a position that it sees, context and own block, in a full layer.
+    pub full_pairs: f64,
+    /// The same in a sliding layer.
+    pub sliding_pairs: f64,
+    /// Slots whose logits are computed: those with a label.
+    pub active_slots: f64,
+    /// Rows of the lm_head that the draft predicts with.
+    pub head_rows: f64,
+    /// Slots for which the target's logits are computed as well.
+    pub teacher_slots: f64,
+}
+
+/// Floating-point operations of one packed row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowFlops {
+    /// Of the forward pass.
+    pub forward: f64,
+    /// Of the backward pass.
+    pub backward: f64,
+}
+
+impl RowFlops {
+    /// Of both passes.
+    pub fn total(&self) -> f64 {
+        self.forward + self.backward
+    }
+}
+
+impl RowWork {
+    /// The context, slots and visible pairs of a planned row; what the objective adds is left 0.
+    pub fn of_plan(config: &DraftConfig, plan: &BlockPlan) -> Self {
+        let pairs = |kind: LayerKind| {
+            if config.layers.contains(&kind) {
+                visible_pairs(plan, &config.visibility(kind, WindowRule::Serving)) as f64
+            } else {
+                0.0
+            }
+        };
+        Self {
+            context_rows: plan.context_rows() as f64,
+            slots: plan.slots() as f64,
+            full_pairs: pairs(LayerKind::Full),
+            sliding_pairs: pairs(LayerKind::Sliding),
+            ..Self::default()
+        }
+    }
+}
+
+/// Pairs of a slot and a position that it sees, over all blocks of a plan.
+fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize {
+    let block = plan.block_size();
+    let own = if visibility.causal_in_block { block * (block + 1) / 2 } else { block * block };
+    let context = |anchor: usize| -> usize {
+        match visibility.window {
+            None => block * anchor,
+            Some(_) => (0..block).map(|slot| visibility.context(anchor, slot).len()).sum(),
+        }
+    };
+    plan.spans()
+        .iter()
+        .flat_map(|span| {
+            plan.anchors()[span.anchors.clone()].iter().map(|anchor| anchor - span.row_start)
+        })
+        .map(|anchor| own + context(anchor))
+        .sum()
+}
+
+impl DraftConfig {
+    /// Operations that a row of `work` needs.
+    pub fn flops(&self, work: &RowWork) -> RowFlops {
+        let (h, i) = (self.hidden_size as f64, self.intermediate_size as f64);
+        let q_width = (self.num_attention_heads * self.head_dim) as f64;
+        let kv_width = 2.0 * self.kv_width() as f64;
+        let layers = self.layers.len() as f64;
+        let fusion = 2.0 * work.context_rows * self.captures() as f64 * h * h;
+        let slot_projection = 2.0 * work.slots * h * (q_width + kv_width);
+        let context_projection = 2.0 * work.context_rows * h * kv_width;
+        let output = 2.0 * work.slots * q_width * h;
+        let mlp = 6.0 * work.slots * h * i;
+        let pairs: f64 = self
+            .layers
+            .iter()
+            .map(|kind| match kind {
+                LayerKind::Full => work.full_pairs,
+                LayerKind::Sliding => work.sliding_pairs,
+            })
+            .sum();
+        // scores and their product with the values
+        let attention = 4.0 * q_width * pairs;
+        let head = 2.0 * work.active_slots * h * work.head_rows;
+        let teacher = 2.0 * work.teacher_slots * h * work.head_rows;
+        let stack = layers * (slot_projection + context_projection + output + mlp) + attention;
+        RowFlops {
+            forward: fusion + stack + head + teacher,
+            backward: fusion + 2.0 * stack - slot_projection + head,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(layers: Vec<LayerKind>) -> DraftConfig {
+        DraftConfig {
+            hidden_size: 4,
+            intermediate_size: 8,
+            num_attention_heads: 2,
+            num_key_value_heads: 1,
+            head_dim: 2,
+            rms_norm_eps: 1e-6,
+            rope_theta: 10_000.0,
+            sliding_window: layers.contains(&LayerKind::Sliding).then_some(2),
+            layers,
+            block_size: 2,
+            mask_token_id: 9,
+            target_layer_ids: vec![1],
+            num_target_layers: Some(3),
+            vocab_size: 10,
+            max_position_embeddings: 64,
+            initializer_range: 0.02,
+            eos_token_id: None,
+        }
+    }
+
+    #[test]
+    fn a_tiny_row_by_hand() {
+        let config = config(vec![LayerKind::Full]);
+        let plan = config.plan(&[0, 5], &[1, 3], WindowRule::Serving);
+        let work =
+            RowWork { active_slots: 2.0, head_rows: 10.0, ..RowWork::of_plan(&config, &plan) };
+        // Context before the last anchor: 3 rows. Two blocks of 2. The first block's slots see 1
+        // position, the second's 3, and each the 2 of its block: 2 (1 + 2) + 2 (3 + 2) = 16 pairs.
+        assert_eq!((work.context_rows, work.slots, work.full_pairs), (3.0, 4.0, 16.0));
+        let fusion = 2 * 3 * 4 * 4;
+        let qkv = 2 * 4 * 4 * (4 + 2 + 2);
+        let context_kv = 2 * 3 * 4 * (2 + 2);
+        let output = 2 * 4 * 4 * 4;
+        let mlp = 3 * 2 * 4 * 4 * 8;
+        let attention = 2 * (2 * 16 * 4);
+        let head = 2 * 2 * 4 * 10;
+        let forward = fusion + qkv + context_kv + output + mlp + attention + head;
+        assert_eq!(forward, 1760);
+        // Once: the fusion and the first layer's slots (weights only), the head (input only).
+        let backward = fusion + qkv + 2 * context_kv + 2 * output + 2 * mlp + 2 * attention + head;
+        assert_eq!(backward, 3008);
+        let flops = config.flops(&work);
+        assert_eq!((flops.forward, flops.backward), (forward as f64, backward as f64));
+        let teacher = RowWork { teacher_slots: 2.0, ..work };
+        assert_eq!(config.flops(&teacher).total(), flops.total() + head as f64);
+    }
+
+    #[test]
+    fn sliding_layers_count_their_window() {
+        let config = config(vec![LayerKind::Full, LayerKind::Sliding]);
+        let plan = config.plan(&[0, 3, 9], &[1, 7], WindowRule::Serving);
+        let work = RowWork::of_plan(&config, &plan);
+        // Full: anchors at 1 and 4 of their documents: 2 (1 + 2) + 2 (4 + 2).
+        assert_eq!(work.full_pairs, 18.0);
+        // Window 2, causal: slot 0 sees one position before it, slot 1 only the block: 1 + 3 each.
+        assert_eq!(work.sliding_pairs, 8.0);
+        let both = config.flops(&work).total();
+        let wider = RowWork { sliding_pairs: 9.0, ..work };
+        assert_eq!(config.flops(&wider).total() - both, 3.0 * 4.0 * 4.0);
+    }
+}

@@ -1,0 +1,167 @@
+//! Line charts as SVG inside the page.
+
+use std::ops::Range;
+
+use plotters::prelude::*;
+
+/// Points of a line at most: a screen shows no more, and a page of many lines stays small.
+const POINTS: usize = 800;
+/// Lines of so few points show the points too; a single one would be invisible.
+const DOTTED: usize = 30;
+const SIZE: (u32, u32) = (560, 280);
+const COLORS: [RGBColor; 5] = [
+    RGBColor(31, 111, 180),
+    RGBColor(214, 98, 28),
+    RGBColor(44, 140, 60),
+    RGBColor(130, 80, 170),
+    RGBColor(110, 110, 110),
+];
+
+/// Named lines over a common axis.
+#[derive(Debug)]
+pub(crate) struct Chart {
+    pub(crate) title: &'static str,
+    /// What the horizontal axis counts.
+    pub(crate) axis: &'static str,
+    /// Name and points of each line.
+    pub(crate) lines: Vec<(String, Vec<(f64, f64)>)>,
+}
+
+impl Chart {
+    /// A chart over steps; lines without points are left out.
+    pub(crate) fn over_steps(title: &'static str, lines: Vec<(&str, Vec<(f64, f64)>)>) -> Self {
+        let lines = lines
+            .into_iter()
+            .filter(|(_, points)| !points.is_empty())
+            .map(|(name, points)| (name.to_owned(), points))
+            .collect();
+        Self { title, axis: "step", lines }
+    }
+
+    /// A figure with its title and legend; nothing when there is no line.
+    pub(crate) fn html(&self) -> String {
+        if self.lines.is_empty() {
+            return String::new();
+        }
+        let legend: String = self
+            .lines
+            .iter()
+            .zip(COLORS.iter().cycle())
+            .map(|((name, _), RGBColor(r, g, b))| {
+                let name = crate::page::escape(name);
+                format!("<span style=\"color:rgb({r},{g},{b})\">&#9644; {name}</span> ")
+            })
+            .collect();
+        let title = crate::page::escape(self.title);
+        format!("<figure><figcaption><b>{title}</b> {legend}</figcaption>{}</figure>\n", self.svg())
+    }
+
+    fn svg(&self) -> String {
+        let mut svg = String::new();
+        self.draw(&mut svg).expect("drawing into a string does not fail");
+        svg
+    }
+
+    fn draw(&self, svg: &mut String) -> Result<(), Box<dyn std::error::Error>> {
+        let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+        let points = || self.lines.iter().flat_map(|(_, points)| points.iter());
+        let mut chart = ChartBuilder::on(&root)
+            .margin(10)
+            .x_label_area_size(34)
+            .y_label_area_size(62)
+            .build_cartesian_2d(
+                range(points().map(|point| point.0), false),
+                range(points().map(|point| point.1), true),
+            )?;
+        chart
+            .configure_mesh()
+            .x_desc(self.axis)
+            .x_labels(8)
+            .y_labels(6)
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(RGBColor(225, 225, 225))
+            .x_label_formatter(&|value| number(*value))
+            .y_label_formatter(&|value| number(*value))
+            .draw()?;
+        for ((_, points), color) in self.lines.iter().zip(COLORS.iter().cycle()) {
+            let points = thinned(points);
+            if points.len() <= DOTTED {
+                let dots = points.iter().map(|&point| Circle::new(point, 2, color.filled()));
+                chart.draw_series(dots)?;
+            }
+            chart.draw_series(LineSeries::new(points, color.stroke_width(2)))?;
+        }
+        root.present()?;
+        Ok(())
+    }
+}
+
+/// From the least to the greatest value, with air above and below; from 0 where that is near.
+fn range(values: impl Iterator<Item = f64>, with_air: bool) -> Range<f64> {
+    let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+        (low.min(value), high.max(value))
+    });
+    if low == high {
+        let air = if low == 0.0 { 1.0 } else { low.abs() / 2.0 };
+        return low - air..high + air;
+    }
+    if !with_air {
+        return low..high;
+    }
+    let air = (high - low) * 0.05;
+    let floor = if low >= 0.0 && low < 0.4 * high { 0.0 } else { low - air };
+    floor..high + air
+}
+
+/// Every n-th point and the last, so that no more than about [`POINTS`] remain.
+fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let stride = points.len().div_ceil(POINTS).max(1);
+    let last = points.len() - 1;
+    let kept = |(index, _): &(usize, &(f64, f64))| index % stride == 0 || *index == last;
+    points.iter().enumerate().filter(kept).map(|(_, &point)| point).collect()
+}
+
+/// A number as an axis shows it.
+pub(crate) fn number(value: f64) -> String {
+    let size = value.abs();
+    match size {
+        _ if size >= 1e6 => format!("{:.4}M", value / 1e6).replace(".0000", ""),
+        _ if size >= 1e4 => format!("{:.0}", value),
+        _ if size == 0.0 => "0".to_owned(),
+        _ if size < 1e-3 => format!("{value:.1e}"),
+        _ => {
+            let text = format!("{value:.4}");
+            text.trim_end_matches('0').trim_end_matches('.').to_owned()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_leave_air_and_begin_at_zero_where_that_is_near() {
+        let of = |values: &[f64], air| range(values.iter().copied(), air);
+        assert_eq!(of(&[1.0, 9.0], false), 1.0..9.0);
+        assert_eq!(of(&[1.0, 11.0], true), 0.0..11.5);
+        assert_eq!(of(&[90.0, 100.0], true), 89.5..100.5);
+        assert_eq!(of(&[4.0], true), 2.0..6.0);
+        assert_eq!(of(&[0.0, 0.0], true), -1.0..1.0);
+    }
+
+    #[test]
+    fn long_lines_are_thinned_and_keep_their_end() {
+        let points: Vec<(f64, f64)> = (0..10_001).map(|x| (f64::from(x), 0.0)).collect();
+        let thin = thinned(&points);
+        assert!(thin.len() <= POINTS + 2, "{}", thin.len());
+        assert_eq!((thin[0].0, thin[thin.len() - 1].0), (0.0, 10_000.0));
+        assert_eq!(thinned(&points[..7]).len(), 7);
+    }
+
+    #[test]
+    fn numbers_are_short() {
+        let texts = [0.0, 0.25, 12.0, 6e-4, 123_456.0, 2_500_000.0].map(number);
+        assert_eq!(texts, ["0", "0.25", "12", "6.0e-4", "123456", "2.5000M"]);
+    }
+}

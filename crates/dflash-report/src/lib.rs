@@ -1,0 +1,27 @@
+//! A training run as one page that needs nothing else: curves, settings, provenance, checkpoints.
+//!
+//! [`write_report`] reads what `dflash train` leaves in its save path, of a finished run or of one in
+//! progress, and writes HTML with its drawings inside.
+
+mod chart;
+mod error;
+mod page;
+mod run;
+
+pub use error::Error;
+
+use std::path::{Path, PathBuf};
+
+/// Name of the page in the run's directory, where none is given.
+const PAGE: &str = "report.html";
+
+/// Writes the page of the run in `run_dir` to `output`, or into the run's directory. Returns where.
+///
+/// # Errors
+/// A directory that holds no run, or files that cannot be read or written.
+pub fn write_report(run_dir: &Path, output: Option<&Path>) -> Result<PathBuf, Error> {
+    let run = run::Run::read(run_dir)?;
+    let output = output.map_or_else(|| run_dir.join(PAGE), Path::to_owned);
+    dflash_files::write_bytes(&output, page::html(&run).as_bytes())?;
+    Ok(output)
+}

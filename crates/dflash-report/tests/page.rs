@@ -1,0 +1,119 @@
+//! The page of runs as they are found: finished, in progress, resumed, with half a last line.
+
+use std::path::Path;
+
+use dflash_report::write_report;
+
+/// The page of a directory with these files.
+fn page(files: &[(&str, &str)]) -> Result<String, String> {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in files {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+    let path = write_report(dir.path(), None).map_err(|error| error.to_string())?;
+    assert_eq!(path, dir.path().join("report.html"));
+    Ok(std::fs::read_to_string(path).unwrap())
+}
+
+fn line(step: u64, loss: f64) -> String {
+    format!(
+        "{{\"step\":{step},\"loss\":{loss},\"accuracy\":0.5,\"slot_accuracy\":[null,0.6,0.4],\
+         \"expected_accepted\":2.5,\"lr\":0.001,\"gradient_norm\":1.5,\"slots_per_s\":900.0,\
+         \"tokens_per_s\":80.0,\"data_wait_s\":1.0,\"interval_s\":4.0,\"peak_memory_mib\":512.0}}\n"
+    )
+}
+
+fn figures(page: &str) -> usize {
+    page.matches("<figure>").count()
+}
+
+#[test]
+fn a_run_shows_its_curves_settings_and_checkpoints() {
+    let metrics: String = (1..=50).map(|n| line(n * 10, 8.0 / n as f64)).collect();
+    let validation = r#"{"step": 100, "eval_loss": 3.1, "eval_accuracy": 0.4}
+        {"step": 500, "eval_loss": 2.9, "eval_expected_length": 2.2, "tau_per_step": 2.75}"#;
+    let run = r#"{"dflash": "0.1.0", "world_size": 4, "resumed_at_step": 60,
+        "earlier_starts": [{"resumed_at_step": 0}, {"resumed_at_step": 30}],
+        "config": {"lr": 0.0006, "draft": {"block_size": 16}, "command": ["dflash", "train"]}}"#;
+    let page = page(&[
+        ("metrics.jsonl", &metrics),
+        ("validation.jsonl", validation),
+        ("run.json", run),
+        ("step-000500/config.json", "{}"),
+        ("step-000500/trainer/state.json", "{\"step\": 500}"),
+        ("step-broken/config.json", "{}"),
+        ("step-000700/model.safetensors", "not complete without a config.json"),
+    ])
+    .unwrap();
+    // All charts but TFLOP/s and MFU, which these lines lack.
+    assert_eq!(figures(&page), 10);
+    assert_eq!(page.matches("<svg").count(), figures(&page));
+    for text in [
+        "<b>Loss</b>",
+        "validation",
+        "measured, per step",
+        "<td>world_size</td><td>4</td>",
+        "<td>config.draft.block_size</td><td>16</td>",
+        "<code>dflash train</code>",
+        "Resumed 2 time(s), at step 30, 60.",
+        "<td>step-000500</td>",
+        "<td>measured acceptance length per step</td><td class=\"n\">2.75</td>",
+    ] {
+        assert!(page.contains(text), "{text} in\n{page}");
+    }
+    assert!(!page.contains("step-000700") && !page.contains("step-broken"));
+    assert!(!page.contains("class=\"note\""));
+}
+
+#[test]
+fn the_page_needs_nothing_from_elsewhere() {
+    let page = page(&[("metrics.jsonl", &(line(1, 2.0) + &line(2, 1.0)))]).unwrap();
+    for reference in ["href", "src=", "@import", "url(", "<script", "<link"] {
+        assert!(!page.contains(reference), "{reference} in\n{page}");
+    }
+    let addresses = page.matches("http").count();
+    assert_eq!(addresses, page.matches("xmlns=\"http://www.w3.org/2000/svg\"").count());
+}
+
+#[test]
+fn later_lines_win_and_broken_ones_are_counted() {
+    let metrics = line(10, 5.0) + &line(20, 4.0) + &line(10, 3.5) + "{\"step\": 30, \"lo";
+    let page = page(&[("metrics.jsonl", &metrics)]).unwrap();
+    assert!(page.contains("metrics.jsonl: 1 broken line(s) left out"), "{page}");
+    assert!(page.contains("metrics.jsonl: 1 line(s) replaced by later ones"), "{page}");
+    assert!(page.contains("run.json is missing or broken"), "{page}");
+    assert!(page.contains("<td>step</td><td class=\"n\">20</td>"), "{page}");
+    // 3.5 and 4 are left: an axis from 3.475 does not reach 5.
+    assert!(page.contains("\n3.5\n") && !page.contains("\n5\n"), "{page}");
+}
+
+#[test]
+fn what_comes_from_files_is_escaped() {
+    let run = r#"{"config": {"command": ["<script>alert(1)</script>"], "a\"b": "x & <b>"}}"#;
+    let page = page(&[("run.json", run)]).unwrap();
+    assert!(page.contains("&lt;script&gt;alert(1)&lt;/script&gt;"), "{page}");
+    assert!(page.contains("<td>config.a&quot;b</td><td>x &amp; &lt;b&gt;</td>"), "{page}");
+    assert!(!page.contains("<script"), "{page}");
+    assert!(page.contains("No metrics yet") && page.contains("None yet"), "{page}");
+}
+
+#[test]
+fn runs_without_numbers_and_directories_without_runs() {
+    let nan = "{\"step\": 1, \"loss\": null, \"gradient_norm\": null, \"slot_accuracy\": []}\n";
+    assert_eq!(figures(&page(&[("metrics.jsonl", nan)]).unwrap()), 0);
+    let error = page(&[("notes.txt", "")]).unwrap_err();
+    assert!(error.contains("neither metrics.jsonl nor run.json"), "{error}");
+    let error = write_report(Path::new("/nonexistent/run"), None).unwrap_err().to_string();
+    assert!(error.contains("/nonexistent/run holds no run"), "{error}");
+}
+
+#[test]
+fn the_page_goes_where_it_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("metrics.jsonl"), line(1, 1.0)).unwrap();
+    let output = dir.path().join("page.html");
+    assert_eq!(write_report(dir.path(), Some(&output)).unwrap(), output);
+    assert!(output.is_file() && !dir.path().join("report.html").exists());
+}

@@ -1,0 +1,123 @@
+//! What the machine can do and what the process takes of it: peak speed, peak memory.
+
+use std::path::Path;
+
+use tch::Device;
+
+/// Dense bfloat16 peaks of tensor cores with float32 sums, TFLOP/s, by a part of the GPU's name; the
+/// first that matches counts. From NVIDIA's data sheets and architecture white papers, which
+/// usually print the doubled figure "with sparsity".
+const PEAK_TFLOPS: [(&str, f64); 22] = [
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A30", 165.0),
+    ("A40", 149.7),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX 6000 Ada", 364.2),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+];
+
+/// One directory for each GPU, with a file of facts.
+const DRIVER: &str = "/proc/driver/nvidia/gpus";
+
+/// The peak of a GPU by its name, dense bfloat16, TFLOP/s.
+pub fn peak_tflops(name: &str) -> Option<f64> {
+    PEAK_TFLOPS.iter().find(|(part, _)| name.contains(part)).map(|(_, peak)| *peak)
+}
+
+/// The peak of a rank's device: what the user says, else by the GPU's name. A CPU's depends on its
+/// clock under load and is not guessed.
+pub(crate) fn peak_of(device: Device, given: Option<f64>) -> Option<f64> {
+    let known = || match device {
+        Device::Cuda(_) => gpu_name().as_deref().and_then(peak_tflops),
+        _ => None,
+    };
+    given.or_else(known)
+}
+
+/// The name of this machine's GPUs, as the driver tells it; `None` where there is none, or where
+/// they differ, since the driver's order is not that of the process.
+pub fn gpu_name() -> Option<String> {
+    name_in(Path::new(DRIVER))
+}
+
+fn name_in(driver: &Path) -> Option<String> {
+    let mut names: Vec<String> = std::fs::read_dir(driver)
+        .ok()?
+        .filter_map(|gpu| std::fs::read_to_string(gpu.ok()?.path().join("information")).ok())
+        .filter_map(|facts| {
+            let model = facts.lines().find_map(|line| line.strip_prefix("Model:"))?;
+            Some(model.trim().to_owned())
+        })
+        .collect();
+    names.dedup();
+    if names.len() == 1 { names.pop() } else { None }
+}
+
+/// The kernel's high-water mark of this process's resident memory, MiB.
+pub(crate) fn peak_resident_mib() -> Option<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib / 1024.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_find_their_own_peak() {
+        let check =
+            |name: &str, expect: Option<f64>| assert_eq!(peak_tflops(name), expect, "{name}");
+        check("NVIDIA H100 80GB HBM3", Some(989.0));
+        check("NVIDIA H100 PCIe", Some(756.0));
+        check("NVIDIA H200", Some(989.0));
+        check("NVIDIA H20", Some(148.0));
+        check("NVIDIA A100-SXM4-80GB", Some(312.0));
+        check("NVIDIA L40S", Some(362.0));
+        check("NVIDIA L4", Some(121.0));
+        check("NVIDIA GeForce RTX 4090", Some(165.2));
+        check("NVIDIA GB200", Some(2500.0));
+        check("NVIDIA Unheard 9", None);
+    }
+
+    #[test]
+    fn gpus_are_named_by_the_driver_when_they_are_alike() {
+        let driver = tempfile::tempdir().unwrap();
+        assert_eq!(name_in(driver.path()), None);
+        let add = |bus: &str, model: &str| {
+            let dir = driver.path().join(bus);
+            std::fs::create_dir(&dir).unwrap();
+            let facts = format!("Model: \t\t {model}\nIRQ:   \t\t 16\n");
+            std::fs::write(dir.join("information"), facts).unwrap();
+        };
+        add("0000:01:00.0", "NVIDIA H200");
+        add("0000:02:00.0", "NVIDIA H200");
+        assert_eq!(name_in(driver.path()).as_deref(), Some("NVIDIA H200"));
+        add("0000:03:00.0", "NVIDIA L4");
+        assert_eq!(name_in(driver.path()), None);
+    }
+
+    #[test]
+    fn this_process_takes_memory() {
+        assert!(peak_resident_mib().unwrap() > 1.0);
+        assert_eq!(peak_of(Device::Cpu, Some(2.5)), Some(2.5));
+        assert_eq!(peak_of(Device::Cpu, None), None);
+    }
+}

@@ -1,0 +1,115 @@
+//! Bytes that a rank holds at its peak, part by part.
+//!
+//! On a CPU everything is float32 and shares the process's memory; on a GPU the computation is
+//! bfloat16, and the window of hidden states stays on the host.
+
+use dflash_model::draft::{DraftConfig, DraftLayout};
+use dflash_model::target::TargetConfig;
+use serde::Serialize;
+
+use super::PlanConfig;
+use super::rows::RowShape;
+
+/// Program, libraries and allocator on a CPU before a model is loaded: resident memory of
+/// `dflash bench` less its tensors.
+const PROCESS_BYTES: f64 = 150.0 * MIB;
+/// CUDA's context and libraries on a device; not measured, NVIDIA's usual half a GB.
+const CONTEXT_BYTES: f64 = 500.0 * MIB;
+/// What is held for each byte of activations: freed buffers that no later one fits, and small
+/// temporaries. Measured on a CPU, see docs/plan.md.
+const SLACK: f64 = 1.2;
+const MIB: f64 = (1 << 20) as f64;
+
+/// Bytes of a rank. On a GPU all but the window lie on the device.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Memory {
+    /// Float32 parameters.
+    pub masters: f64,
+    /// AdamW's two moments, and the mask of weight decay.
+    pub moments: f64,
+    /// Float32 gradients.
+    pub gradients: f64,
+    /// The copy in bfloat16 that a GPU computes with.
+    pub copy: f64,
+    /// The target's embedding and output projection, frozen, pruned rows included.
+    pub frozen: f64,
+    /// What the forward pass keeps, and the backward pass's temporaries, for the largest row.
+    pub activations: f64,
+    /// Chunk of logits.
+    pub logits: f64,
+    /// Hidden states in flight and waiting, in the host's memory.
+    pub window: f64,
+    /// Program and libraries.
+    pub process: f64,
+}
+
+impl Memory {
+    /// Sum of all parts.
+    pub fn total(&self) -> f64 {
+        let Self {
+            masters,
+            moments,
+            gradients,
+            copy,
+            frozen,
+            activations,
+            logits,
+            window,
+            process,
+        } = self;
+        masters + moments + gradients + copy + frozen + activations + logits + window + process
+    }
+}
+
+/// The memory of a rank whose largest row is `row`.
+pub(super) fn memory(
+    config: &PlanConfig,
+    (target, draft): (&TargetConfig, &DraftConfig),
+    row: &RowShape,
+) -> Memory {
+    let elements = DraftLayout::new(draft).elements() as f64;
+    let width = if config.machine.gpu { 2.0 } else { 4.0 };
+    let matrix = (target.vocab_size * target.hidden_size) as f64 * width;
+    let own_head = if target.tie_word_embeddings { 0.0 } else { matrix };
+    let pruned = config.draft.vocab_size.map_or(0.0, |rows| rows as f64 * draft.hidden_size as f64);
+    let head_rows = config.draft.vocab_size.map_or(target.vocab_size as f64, |rows| rows as f64);
+    // Slots are taken one at a time where a chunk holds less than one.
+    let copies = if config.teacher { 6.0 } else { 1.0 };
+    let logits = (config.chunk_bytes as f64).max(head_rows * 4.0 * copies);
+    Memory {
+        masters: 4.0 * elements,
+        moments: (8.0 + if config.weight_decay { 4.0 } else { 0.0 }) * elements,
+        gradients: 4.0 * elements,
+        copy: if config.machine.gpu { 2.0 * elements } else { 0.0 },
+        frozen: matrix + own_head + pruned * width,
+        activations: activations(draft, row, width),
+        // the product comes in the computation's kind before it is widened
+        logits: logits * (1.0 + if config.machine.gpu { 0.5 } else { 0.0 }),
+        window: config.window_bytes as f64,
+        process: if config.machine.gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
+    }
+}
+
+/// Bytes of the activations of a row, `width` bytes a number.
+fn activations(draft: &DraftConfig, row: &RowShape, width: f64) -> f64 {
+    let (h, i) = (draft.hidden_size as f64, draft.intermediate_size as f64);
+    let heads = draft.num_attention_heads as f64;
+    let q_width = heads * draft.head_dim as f64;
+    let kv_width = 2.0 * draft.kv_width() as f64;
+    let layers = draft.layers.len() as f64;
+    let (slots, context) = (row.slots, row.context_rows);
+    // Kept by each layer: its input, raw projections, attention's result, middle, gate and up.
+    let kept_slot = 2.0 * h + 2.0 * q_width + kv_width + 2.0 * i;
+    let kept =
+        layers * (slots * kept_slot + context * kv_width) * width + layers * slots * heads * 4.0;
+    // Features, their fusion before and after the norm, and the gradient of the latter.
+    let shared = context * (draft.captures() as f64 + 3.0) * h * width;
+    // The last state, its norm and gradient, and the embeddings.
+    let ends = slots * 4.0 * h * width;
+    // The widest moment of a layer's backward pass: gradients of gate and up, the activated
+    // product, a norm, and gradients of the residual stream.
+    let transient = slots * (3.0 * i + 3.0 * h) * width;
+    // Tables of sines and cosines, float32.
+    let tables = (slots + context) * draft.head_dim as f64 * 2.0 * 4.0;
+    SLACK * (kept + shared + ends + transient + tables)
+}

@@ -1,0 +1,184 @@
+//! Run files of `dflash train`, seen through `--dump-config`: nothing here needs libtorch.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+const REQUIRED: &str = "target = 'models/m'\ndata-path = 'data/d'\nsave_path = \"out\"\n";
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// Writes `run.toml`: a [train] table with what a run needs, and `more`.
+    fn with(more: &str) -> Self {
+        let place = Self::new();
+        place.write("run.toml", &format!("[train]\n{REQUIRED}{more}\n"));
+        place
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.0.path().join(name), text).unwrap();
+    }
+
+    fn run(&self, arguments: &str, variables: &[(&str, &str)]) -> Output {
+        run(self.0.path(), arguments, variables)
+    }
+
+    /// The resolved settings of `dflash train run.toml ARGUMENTS`.
+    fn dump(&self, arguments: &str, variables: &[(&str, &str)]) -> String {
+        let output = self.run(&format!("run.toml --dump-config {arguments}"), variables);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{errors}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn check(&self, arguments: &str, line: &str) {
+        let text = self.dump(arguments, &[]);
+        assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+    }
+
+    fn refuse(&self, arguments: &str, expect: &str) {
+        let output = self.run(&format!("run.toml --dump-config {arguments}"), &[]);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        assert!(errors.contains(expect), "{expect} in\n{errors}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+fn run(dir: &Path, arguments: &str, variables: &[(&str, &str)]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_dflash"))
+        .arg("train")
+        .args(arguments.split_whitespace())
+        .current_dir(dir)
+        .env_remove("DFLASH_MODEL")
+        .envs(variables.iter().copied())
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn keys_are_the_flags_names_in_either_case() {
+    let place = Place::with(
+        "lr = 1e-3\nnum_layers = 3\nblock-size = 0x8\ntarget-layer-ids = [1, 2]\nresume = true\n\
+         loss = ['ce=0.5', 'kl']\nendpoint = 'http://a:1/v1'\nno_progress = false\nseed = 1_000\n\
+         scheduler_type = 'wsd'",
+    );
+    for line in [
+        "verifier_name_or_path = \"models/m\"",
+        "lr = 0.001",
+        "num_layers = 3",
+        "block_size = 8",
+        "target_layer_ids = [1, 2]",
+        "resume = true",
+        "loss = [\"ce=0.5\", \"kl\"]",
+        "vllm_endpoint = [\"http://a:1/v1\"]",
+        "no_progress = false",
+        "seed = 1000",
+        "scheduler_type = \"wsd\"",
+        "total_seq_len = 3072",
+    ] {
+        place.check("", line);
+    }
+}
+
+#[test]
+fn flags_beat_set_beats_environment_beats_file_beats_default() {
+    let place = Place::with("lr = 1e-3\nepochs = 2");
+    place.check("", "lr = 0.001");
+    place.check("--set train.lr=2e-3", "lr = 0.002");
+    place.check("--set lr=2e-3 --set train.lr=3e-3", "lr = 0.003");
+    place.check("--set train.lr=2e-3 --lr 4e-3", "lr = 0.004");
+    place.check("--lr 4e-3", "epochs = 2");
+    let target = |arguments: &str, expect: &str| {
+        let text = place.dump(arguments, &[("DFLASH_MODEL", "of/environment")]);
+        assert!(text.contains(&format!("path = \"{expect}\"")), "{text}");
+    };
+    target("", "of/environment");
+    target("--set target=of/set", "of/set");
+    target("--set target=of/set --verifier-name-or-path of/flag", "of/flag");
+}
+
+#[test]
+fn what_set_says_is_read_as_after_a_flag() {
+    let place = Place::with("resume = true");
+    place.check("--set train.target_layer_ids=1,2", "target_layer_ids = [1, 2]");
+    place.check("--set train.target_layer_ids=[1,3]", "target_layer_ids = [1, 3]");
+    place.check("--set save-path=1e3", "save_path = \"1e3\"");
+    place.check("--set resume=false", "resume = false");
+    place.refuse("--set lr=fast", "--set: lr is refused: invalid value 'fast' for '--lr <LR>'");
+    place.refuse("--set resume=1", "--set: resume is a string, but true or false is needed");
+    place.refuse("--set lr", "--set: lr needs a value");
+    place.refuse("--set learning=1", "--set: learning is no setting");
+}
+
+#[test]
+fn a_higher_sources_flag_drops_what_it_conflicts_with() {
+    let place = Place::with("gamma = 7.0\nwarmup_steps = 5");
+    place.check("--dpace-alpha 0.5", "dpace_alpha = 0.5");
+    assert!(!place.dump("--dpace-alpha 0.5", &[]).contains("gamma = "));
+    place.check("--warmup-ratio 0.1", "warmup_ratio = 0.1");
+    let both = Place::with("gamma = 7.0\ndpace_alpha = 0.5");
+    let output = both.run("run.toml --dump-config", &[]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(errors.contains("--gamma <G>' cannot be used with"), "{errors}");
+}
+
+#[test]
+fn a_flag_and_what_it_requires_may_come_from_two_places() {
+    let place = Place::with("keep_last = 3");
+    place.check("--keep-every 5", "keep_every = 5");
+    place.check("--set keep_every=5", "keep_last = 3");
+    let output = Place::with("keep_every = 5").run("run.toml --dump-config", &[]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(errors.contains("--keep-last <N>"), "{errors}");
+}
+
+#[test]
+fn what_is_dumped_gives_the_same_run() {
+    let settings = "warmup_steps = 5\ntarget_layer_ids = [1, 2]\nloss = ['ce', 'kl=.5']\n\
+                    weight_decay = 1\nseed = 18446744073709551615";
+    let place = Place::with(settings);
+    let first = place.dump("--max-steps 7 --set lr=.5", &[]);
+    assert!(!first.contains("warmup_ratio ="), "{first}");
+    assert!(first.contains("lr = 0.5\n") && first.contains("max_steps = 7\n"), "{first}");
+    place.write("run.toml", &first);
+    assert_eq!(place.dump("", &[]), first);
+}
+
+#[test]
+fn mistakes_in_the_file_are_named_with_their_line() {
+    let check = |more: &str, expect: &str| Place::with(more).refuse("", expect);
+    check("\nlrr = 1", "run.toml:6: lrr is no setting of `dflash train`; did you mean lr?");
+    check("set = ['lr=1']", "run.toml:5: set is no setting");
+    check("lr = 'fast'", "run.toml:5: lr is a string, but a number is needed");
+    check("lr = true", "run.toml:5: lr is true or false, but a number is needed");
+    check("resume = 'yes'", "run.toml:5: resume is a string, but true or false is needed");
+    check("lr = [1, 2]", "run.toml:5: lr is a list, but a number is needed");
+    check("hidden_states_path = 3", "hidden_states_path is a number, but a string is needed");
+    check("target_layer_ids = ['a']", "target_layer_ids is a string, but a number or a list of");
+    check("epochs = 0", "run.toml:5: epochs is refused: invalid value '0' for '--epochs <N>'");
+    check("seed = 1.5", "run.toml:5: seed is refused");
+    check("scheduler_type = 'cos'", "possible values: cosine, linear, wsd, none");
+    check("save-path = 'twice'", "run.toml:5: save-path is given twice");
+    check("lr = ", "run.toml:5: ");
+    check("[train.draft]\nlayers = 1", "run.toml:5: draft is no setting");
+    check("[model]", "run.toml:5: model is no table of a run file");
+    let output = Place::new().run("gone.toml", &[]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(errors.contains("cannot read the run file gone.toml"), "{errors}");
+}
+
+#[test]
+fn what_neither_line_nor_file_gives_is_asked_for() {
+    let place = Place::new();
+    place.write("run.toml", "[train]\nlr = 1e-3");
+    let output = place.run("run.toml --data-path d", &[]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("--save-path <DIR>"), "{errors}");
+    assert!(!errors.contains("--data-path <DIR>\n"), "{errors}");
+}
