@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::Draft;
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_text::ChatTokenizer;
 
@@ -51,13 +52,13 @@ impl Probe {
     }
 
     /// Decodes the prompts `first`, `first + stride`, ... greedily with the proposals of `draft`, on
-    /// its device and in its precision.
+    /// its device and in its precision; of a pruned `vocabulary` only its tokens are proposed.
     ///
     /// # Errors
     /// A target that cannot be loaded or does not fit; [`Error::Interrupted`].
     pub fn measure(
         &mut self,
-        draft: &Draft,
+        (draft, vocabulary): (&Draft, Option<&DraftVocabulary>),
         (first, stride): (usize, usize),
         stop: &AtomicBool,
     ) -> Result<Acceptance, Error> {
@@ -65,6 +66,9 @@ impl Probe {
         let mut acceptance = Acceptance::new(draft.config().block_size);
         let Some(target) = &self.target else { return Ok(acceptance) };
         let mut speculator = Speculator::new(target, draft, Sampler::new(Sampling::Greedy))?;
+        if let Some(vocabulary) = vocabulary {
+            speculator = speculator.with_vocabulary(vocabulary)?;
+        }
         let limits = Limits {
             max_new_tokens: self.config.max_new_tokens,
             stop_ids: stop_ids(target, &self.tokenizer),

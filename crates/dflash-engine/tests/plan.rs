@@ -88,6 +88,8 @@ fn a_plan_counts_steps_arithmetic_and_hidden_states() {
     assert!((number("step_seconds") - seconds).abs() < 1e-9 * seconds);
     // 200 tokens, 2 ranks, 5 captures of 128 numbers in bfloat16.
     assert_eq!(number("hidden_bytes_per_step"), 200.0 * 2.0 * 5.0 * 128.0 * 2.0);
+    let held_out = json(&format!("{line} --json --validation-ratio 0.4"), dir.path());
+    assert_eq!((&held_out["rows_per_epoch"], &held_out["steps"]), (&3.into(), &4.into()));
     let teacher = json(&format!("{line} --json --loss kl"), dir.path());
     assert_eq!(teacher["hidden_bytes_per_step"].as_f64(), Some(200.0 * 2.0 * 6.0 * 256.0));
     let (_, table, _) = engine(line, dir.path());

@@ -136,7 +136,10 @@ fn a_run_leaves_a_draft_metrics_events_and_provenance() {
 #[test]
 fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let world = World::new();
-    let run = world.train("pruned", &["--draft-vocab-size", "24"]);
+    let prompts = world.prompts("prompts.jsonl");
+    let measured = ["--eval-every", "1000", "--eval-prompts", &prompts];
+    let more = ["--eval-max-new-tokens", "24", "--draft-vocab-size", "24"];
+    let run = world.train("pruned", &[measured, more].concat());
     assert!(run.success(), "{}", run.stderr);
     let dir = std::path::PathBuf::from(run.stdout.trim());
     let vocabulary = dflash_model::objective::DraftVocabulary::load(&dir).unwrap().unwrap();
@@ -144,6 +147,9 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let report = world.eval(&dir);
     assert_eq!(report["draft_vocabulary"], 24);
     assert_eq!(report["lossless"]["holds"], true);
+    // What training measured at its end is what the checkpoint shows: with the same few tokens.
+    let lines = world.lines("pruned", "validation.jsonl");
+    assert_eq!(lines.last().unwrap()["tau_per_step"], report["tau_per_step"]);
 }
 
 #[test]

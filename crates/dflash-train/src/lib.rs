@@ -40,4 +40,4 @@ pub use checkpoint::{latest_checkpoint, steps_in};
 pub use error::Error;
 pub use run::{Outcome, run, validate};
 pub use save_path::Retention;
-pub use validation::{AcceptanceCounts, AcceptanceProbe, ProbeError, Share};
+pub use validation::{AcceptanceCounts, AcceptanceProbe, ProbeError, Served, Share};

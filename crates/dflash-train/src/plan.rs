@@ -34,6 +34,8 @@ pub struct PlanConfig {
     pub draft: DraftSettings,
     /// What is trained on.
     pub data: PlanData,
+    /// Share of the documents that validation holds out.
+    pub validation_ratio: f64,
     /// What computes.
     pub machine: PlanMachine,
     /// Ranks.

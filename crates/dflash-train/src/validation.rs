@@ -12,7 +12,7 @@ use std::time::Instant;
 use dflash_data::{pack_rows, split_index};
 use dflash_dist::Communicator;
 use dflash_model::draft::Draft;
-use dflash_model::objective::Statistics;
+use dflash_model::objective::{DraftVocabulary, Statistics};
 use serde::Serialize;
 use tch::Tensor;
 
@@ -32,7 +32,10 @@ const FIXED_DRAW: u64 = u64::MAX;
 /// Measures the real acceptance of a draft on one rank's share of held-out prompts; `None` when it
 /// was told to stop.
 pub type AcceptanceProbe<'a> =
-    &'a mut dyn FnMut(&Draft, Share) -> Result<Option<AcceptanceCounts>, ProbeError>;
+    &'a mut dyn FnMut(Served<'_>, Share) -> Result<Option<AcceptanceCounts>, ProbeError>;
+
+/// A draft as it is served: its weights, and the tokens that it can say where these are not all.
+pub type Served<'a> = (&'a Draft, Option<&'a DraftVocabulary>);
 
 /// Whatever stopped a probe.
 pub type ProbeError = Box<dyn std::error::Error + Send + Sync>;
@@ -195,7 +198,8 @@ impl<'a> Validation<'a> {
             }
         }
         if self.measures() {
-            line.measured = self.measured(&draft, communicator)?;
+            line.measured =
+                self.measured((&draft, trainer.batches.vocabulary.as_ref()), communicator)?;
             if line.measured.is_none() {
                 return Ok(None);
             }
@@ -248,13 +252,13 @@ impl<'a> Validation<'a> {
 
     fn measured(
         &mut self,
-        draft: &Draft,
+        (draft, vocabulary): Served<'_>,
         communicator: &dyn Communicator,
     ) -> Result<Option<Measured>, Error> {
         let Some(probe) = &mut self.probe else { return Ok(None) };
         let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
-        let counts =
-            probe(draft, share).map_err(|source| Error::Acceptance { rank: share.rank, source })?;
+        let counts = probe((draft, vocabulary), share)
+            .map_err(|source| Error::Acceptance { rank: share.rank, source })?;
         let block_size = draft.config().block_size;
         let stopped = counts.is_none();
         let counts = counts.unwrap_or_default();

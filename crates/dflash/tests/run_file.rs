@@ -145,6 +145,9 @@ fn what_is_dumped_gives_the_same_run() {
     let first = place.dump("--max-steps 7 --set lr=.5", &[]);
     assert!(!first.contains("warmup_ratio ="), "{first}");
     assert!(first.contains("lr = 0.5\n") && first.contains("max_steps = 7\n"), "{first}");
+    // Held out only when --eval-every asks for it, so its default must not stand alone.
+    assert!(!first.contains("validation_ratio ="), "{first}");
+    place.check("--eval-every 5", "validation_ratio = 0");
     place.write("run.toml", &first);
     assert_eq!(place.dump("", &[]), first);
 }

@@ -34,6 +34,7 @@ fn settings(args: PlanArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<PlanConfig
         device,
         gpu,
         tflops,
+        validation_ratio,
         weight_decay,
         window_mib,
         json: _,
@@ -56,6 +57,7 @@ fn settings(args: PlanArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<PlanConfig
     Ok(PlanConfig {
         target,
         data: data(data_path, count.zip(mean_length)),
+        validation_ratio,
         machine: machine(device, gpu, (tflops, ranks)),
         ranks,
         accumulation,

@@ -14,7 +14,7 @@ use dflash::args::{
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hidden::{OnGenerate, OnMissing};
-use dflash_model::draft::{Draft, DraftConfig};
+use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
 use dflash_text::ChatTokenizer;
@@ -24,7 +24,7 @@ use dflash_train::config::{
 };
 use dflash_train::optimizer::{AdamWConfig, Algorithm, MuonConfig, OptimizerConfig, WeightDecay};
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
-use dflash_train::{AcceptanceCounts, ProbeError, Retention, Share};
+use dflash_train::{AcceptanceCounts, ProbeError, Retention, Served, Share};
 
 use super::launch;
 
@@ -66,7 +66,8 @@ fn train(
     let outcome = match &mut acceptance {
         None => dflash_train::run(config, env, None)?,
         Some(meter) => {
-            let mut probe = |draft: &Draft, share: Share| meter.measure(draft, share, &config.stop);
+            let mut probe =
+                |served: Served<'_>, share: Share| meter.measure(served, share, &config.stop);
             dflash_train::run(config, env, Some(&mut probe))?
         }
     };
@@ -202,11 +203,11 @@ impl AcceptanceMeter {
     /// This rank's counts; `None` when the run was told to stop.
     fn measure(
         &mut self,
-        draft: &Draft,
+        served: Served<'_>,
         share: Share,
         stop: &AtomicBool,
     ) -> Result<Option<AcceptanceCounts>, ProbeError> {
-        match self.0.measure(draft, (share.rank, share.ranks), stop) {
+        match self.0.measure(served, (share.rank, share.ranks), stop) {
             Err(dflash_decode::Error::Interrupted) => Ok(None),
             Err(error) => Err(error.into()),
             Ok(acceptance) => Ok(Some(AcceptanceCounts {

@@ -125,12 +125,9 @@ impl World {
         Run::of(command.env_remove("LD_LIBRARY_PATH").env("LD_LIBRARY_PATH", libtorch()))
     }
 
-    /// The report of `dflash eval` over two prompts of the data's kind.
+    /// The report of `dflash eval` over [`Self::prompts`].
     pub(crate) fn eval(&self, draft: &Path) -> serde_json::Value {
-        let (prompts, report) = (self.path("prompts.jsonl"), self.path("eval.json"));
-        let rows = r#"{"input_ids": [7, 8, 9, 10], "loss_mask": [0, 0, 0, 1]}
-            {"input_ids": [21, 22, 23], "loss_mask": [0, 0, 1]}"#;
-        std::fs::write(&prompts, rows).unwrap();
+        let (prompts, report) = (self.prompts("prompts.jsonl"), self.path("eval.json"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
         command.arg("eval").arg("--target").arg(self.path("target")).arg("--draft").arg(draft);
         command.args(["--max-new-tokens", "24"]).arg("--prompts").arg(prompts);

@@ -1,7 +1,7 @@
 //! The rows of an epoch, and what a sample of them is made of.
 
 use dflash_data::{
-    AnchorOptions, Dataset, PackedRow, Sample, epoch_order, pack_rows, sample_anchors,
+    AnchorOptions, Dataset, PackedRow, Sample, epoch_order, pack_rows, sample_anchors, split_index,
 };
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::DraftConfig;
@@ -66,7 +66,8 @@ impl Epoch {
         draft: &DraftConfig,
         vocabulary: i64,
     ) -> Result<Self, Error> {
-        let (source, lengths) = open(&config.data)?;
+        let (source, mut lengths) = open(&config.data)?;
+        lengths.truncate(split_index(lengths.len(), 1.0 - config.validation_ratio));
         let order = epoch_order(lengths.len(), config.seed, 0);
         let rows = pack_rows(&order, &lengths, config.total_seq_len);
         let head_rows = config.draft.vocab_size.map_or(vocabulary as f64, |size| size as f64);

@@ -40,6 +40,9 @@ pub struct PlanArgs {
     /// Useful TFLOP/s that a rank achieves; `dflash bench train-step` and a run's metrics tell.
     #[arg(long, value_name = "TFLOPS")]
     pub tflops: Option<f64>,
+    /// Share of the samples that are held out.
+    #[arg(long, value_name = "R", default_value_t = 0.0)]
+    pub validation_ratio: f64,
     /// AdamW's weight decay.
     #[arg(long, value_name = "W", default_value_t = 0.0)]
     pub weight_decay: f64,

@@ -3,36 +3,36 @@
 use std::ffi::OsString;
 
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, CommandFactory};
+use clap::{Arg, ArgMatches, CommandFactory, Parser};
 use toml::Value;
 
 use super::TABLE;
-use super::merge::{conflict, settings_of, values};
+use super::merge::{Level, Setting, settings_of, values};
 use super::value::{is_flag, is_list, is_number};
 use crate::args::Cli;
 use crate::error::Error;
 
 /// The run file that stands for `arguments` (complete, without a run file of their own).
 ///
-/// Every setting with a value is in it, defaults included. A default that conflicts with a setting
-/// is left out, since it does not count; what has no value is listed in a comment.
+/// Every setting with a value is in it, defaults included. A default that clap refuses beside the
+/// settings, because it conflicts with one or needs another, is left out, since it does not count;
+/// what has no value is listed in a comment.
 pub(crate) fn dump(arguments: &[OsString]) -> Result<String, Error> {
     let mut command = Cli::command();
-    let line =
-        std::iter::once(&OsString::from("dflash")).chain(arguments).cloned().collect::<Vec<_>>();
-    let matches = command.try_get_matches_from_mut(line).expect("these arguments were parsed");
+    let program = OsString::from("dflash");
+    let line: Vec<OsString> = std::iter::once(&program).chain(arguments).cloned().collect();
+    let matches = command.try_get_matches_from_mut(&line).expect("these arguments were parsed");
     let (name, matches) = matches.subcommand().expect("a command was parsed");
     let command = command.find_subcommand(name).expect("clap just chose it");
-    let chosen: Vec<&Arg> = settings_of(command).filter(|arg| !is_default(arg, matches)).collect();
     let mut text = format!("# Settings of `dflash {name}`, defaults included.\n[{TABLE}]\n");
     let mut absent = Vec::new();
     let mut heading = None;
     for arg in settings_of(command) {
-        let beaten =
-            |other: &&Arg| conflict(command, (arg.get_id().as_str(), other.get_id().as_str()));
-        let idle = is_default(arg, matches) && chosen.iter().any(beaten);
-        let texts = values(arg, matches);
-        if texts.is_empty() || idle {
+        let (id, values) = (arg.get_id().to_string(), values(arg, matches));
+        let setting = Setting { level: Level::File, id, values };
+        let with = || line.iter().cloned().chain(setting.arguments(command));
+        let idle = is_default(arg, matches) && Cli::try_parse_from(with()).is_err();
+        if setting.values.is_empty() || idle {
             absent.push(key(arg));
             continue;
         }
@@ -40,7 +40,7 @@ pub(crate) fn dump(arguments: &[OsString]) -> Result<String, Error> {
             heading = arg.get_help_heading();
             text.push_str(&format!("\n# {}\n", heading.unwrap_or("Run")));
         }
-        text.push_str(&format!("{} = {}\n", key(arg), value(arg, &texts)?));
+        text.push_str(&format!("{} = {}\n", key(arg), value(arg, &setting.values)?));
     }
     text.push_str(&format!("\n# Without a value: {}\n", absent.join(", ")));
     Ok(text)

@@ -110,7 +110,7 @@ pub(super) fn merge(command: &Command, mut settings: Vec<Setting>) -> Vec<Settin
 }
 
 /// Whether clap refuses the two flags together.
-pub(super) fn conflict(command: &Command, (one, other): (&str, &str)) -> bool {
+fn conflict(command: &Command, (one, other): (&str, &str)) -> bool {
     let names = |id: &str, other: &str| {
         argument(command, id).is_some_and(|arg| {
             command.get_arg_conflicts_with(arg).iter().any(|arg| arg.get_id() == other)
