@@ -127,7 +127,7 @@ impl Shards {
         Ok(first.then_some(joined))
     }
 
-    /// Hands every rank's share to `take`, as (rank, first element, elements on the host).
+    /// Hands every rank's share to `take`, as (rank, first element, elements).
     fn exchange(
         &self,
         communicator: &dyn Communicator,
@@ -135,17 +135,18 @@ impl Shards {
         take: impl Fn(usize, i64, &Tensor),
     ) -> Result<(), Error> {
         let length = |range: &Range<i64>| range.end - range.start;
+        let device = own.device();
+        let device = if communicator.takes(device) { device } else { Device::Cpu };
         let longest = self.ranges.iter().map(length).max().unwrap_or(0);
         for begin in (0..longest).step_by(PIECE as usize) {
             let size = PIECE.min(longest - begin);
             let part = |range: &Range<i64>| (length(range) - begin).clamp(0, size);
-            let host = (own.kind(), Device::Cpu);
-            let input = Tensor::zeros([size], host);
+            let input = Tensor::zeros([size], (own.kind(), device));
             let mine = part(&self.ranges[self.own]);
             if mine > 0 {
                 input.narrow(0, 0, mine).copy_(&own.narrow(0, begin, mine));
             }
-            let mut output = Tensor::empty([size * self.ranges.len() as i64], host);
+            let mut output = Tensor::empty([size * self.ranges.len() as i64], (own.kind(), device));
             communicator.all_gather(&mut output, &input)?;
             for (rank, range) in self.ranges.iter().enumerate().filter(|(_, r)| part(r) > 0) {
                 let piece = output.narrow(0, rank as i64 * size, part(range));

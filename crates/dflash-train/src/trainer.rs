@@ -98,7 +98,7 @@ impl Trainer {
     /// The figures of `draft` on one row, without gradients; `None` when there is nothing to learn.
     pub(crate) fn validate(&self, draft: &Draft, row: &LoadedRow) -> Option<Statistics> {
         let batch = self.batches.make(draft, &row.row, &row.states, row.epoch)?;
-        let (hidden_nh, _) = draft.forward(&batch.input);
+        let (hidden_nh, _) = draft.forward_keeping(&batch.input, Keep::Inputs);
         let head_vh = &self.batches.lm_head_vh;
         let teacher = batch.teacher.as_ref();
         Some(self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher).statistics)

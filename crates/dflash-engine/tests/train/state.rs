@@ -107,6 +107,26 @@ fn averaged_weights_are_what_is_served_and_it_is_said() {
     assert!(metrics.contains(r#""ema_decay":0.8"#), "{metrics}");
 }
 
+#[test]
+fn validation_measures_the_averaged_weights_split_or_not() {
+    let world = World::new();
+    let validated = ["--validation-ratio", "0.2", "--eval-every", "100"];
+    let with = |name: &str, more: &[&str]| {
+        succeed(&world, name, &[&validated[..], more].concat());
+        let text = std::fs::read_to_string(world.path(name).join("validation.jsonl")).unwrap();
+        let line: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        line["eval_loss"].as_f64().unwrap()
+    };
+    let rows = ["--gradient-accumulation-steps", "2"];
+    let last = with("last", &rows);
+    let averaged = with("averaged", &[&rows[..], &["--ema-decay", "0.8"]].concat());
+    let split = ["--nproc", "2", "--zero", "1", "--ema-decay", "0.8"];
+    let split = with("split", &split);
+    assert_same_losses(&losses(&world.path("last")), &losses(&world.path("averaged")));
+    assert!((last - averaged).abs() > 1e-3 * last, "{last} and {averaged}");
+    assert!((split - averaged).abs() <= 1e-5 * averaged, "{split} and {averaged}");
+}
+
 /// Two ranks that split the state train as two that do not, and what they save goes on elsewhere.
 fn check_split(world: &World, more: &[&str], state: &[&str]) {
     let two = [more, &["--nproc", "2", "--gradient-accumulation-steps", "2"]].concat();
