@@ -184,8 +184,7 @@ impl Draft {
 /// plus noise.
 ///
 /// The context then is the target's residual stream from the first step on, not a random projection
-/// of it: on the GSM8K target of LOG.md a run has the same loss a fifth of its steps earlier, and
-/// seeds differ less. The scale is free, because `hidden_norm` follows.
+/// of it; LOG.md has what that gains. The scale is free, because `hidden_norm` follows.
 fn fresh_fc(normal_hk: &Tensor) -> Tensor {
     let (h, width) = (normal_hk.size()[0], normal_hk.size()[1]);
     let captures = width / h;
