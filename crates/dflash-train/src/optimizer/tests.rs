@@ -1,3 +1,5 @@
+//! Both optimizers over groups of parameters, against what is worked out by hand.
+
 use dflash_model::draft::Parameter;
 use tch::Device;
 
