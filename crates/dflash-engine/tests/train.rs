@@ -219,7 +219,7 @@ fn a_run_starts_from_another_draft_and_says_what_that_means() {
         &["--from-pretrained", draft, "--num-layers", "3", "--block-size", "6", "--lr", "1e-12"],
     );
     assert!(second.success(), "{}", second.stderr);
-    for said in ["float32 masters", "start afresh", "blocks of"] {
+    for said in ["float32 weights", "start afresh", "blocks of"] {
         assert!(second.stderr.contains(said), "no '{said}' in {}", second.stderr);
     }
     let load = |dir: &str| {
@@ -232,6 +232,32 @@ fn a_run_starts_from_another_draft_and_says_what_that_means() {
         let distance = (parameter.view(before.flat()) - kept.view(after.flat())).abs().max();
         assert!(distance.double_value(&[]) < 1e-6, "{}", parameter.name);
     }
+}
+
+#[test]
+fn a_run_starts_from_speculators_layout() {
+    let world = World::new();
+    let first = world.train("first", &["--max-steps", "3"]);
+    let (ours, theirs) = (std::path::PathBuf::from(first.stdout.trim()), world.path("theirs"));
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::copy(ours.join("model.safetensors"), theirs.join("model.safetensors")).unwrap();
+    let config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(ours.join("config.json")).unwrap()).unwrap();
+    // the keys that speculators 0.9 writes; its captured layers are counted as ours
+    let converted = serde_json::json!({
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": world::LAYER_IDS, "block_size": config["block_size"],
+        "mask_token_id": config["dflash_config"]["mask_token_id"],
+        "draft_vocab_size": config["vocab_size"], "sample_from_anchor": false,
+        "sliding_window_non_causal": false, "transformer_layer_config": config,
+    });
+    std::fs::write(theirs.join("config.json"), converted.to_string()).unwrap();
+    let theirs = theirs.to_string_lossy().into_owned();
+    let run = world.train("second", &["--from-pretrained", &theirs, "--lr", "1e-12"]);
+    assert!(run.success(), "{}", run.stderr);
+    assert!(run.stderr.contains("stored weights"), "{}", run.stderr);
+    let weights = |dir: &std::path::Path| std::fs::read(dir.join("model.safetensors")).unwrap();
+    assert_eq!(weights(std::path::Path::new(run.stdout.trim())), weights(&ours));
 }
 
 #[test]

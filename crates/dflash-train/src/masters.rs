@@ -15,7 +15,7 @@ use crate::optimizer::{Average, Extent, Groups, Optimizer, OptimizerConfig};
 use crate::shards::Shards;
 
 /// Name of the averaged weights in a checkpoint.
-const AVERAGE: &str = "average";
+pub(crate) const AVERAGE: &str = "average";
 
 /// One rank's share of everything that is float32.
 #[derive(Debug)]

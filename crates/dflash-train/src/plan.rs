@@ -60,8 +60,23 @@ pub struct PlanConfig {
     pub window_bytes: usize,
     /// Whether the objective needs the target's distribution.
     pub teacher: bool,
-    /// Whether weight decay applies, which takes a mask.
-    pub weight_decay: bool,
+    /// What is kept beside the data.
+    pub state: PlanState,
+}
+
+/// Choices that decide how much is kept of parameters and activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanState {
+    /// Float32 numbers that the optimizer keeps for a parameter: AdamW's two, Muon's one.
+    pub moments: usize,
+    /// Whether an averaged copy of the weights is kept.
+    pub averaged: bool,
+    /// Whether the ranks split masters, moments and average among themselves.
+    pub split: bool,
+    /// Whether layers keep only their inputs.
+    pub recompute: bool,
+    /// Whether forward and backward are in bfloat16, else in float32.
+    pub bf16: bool,
 }
 
 /// What is trained on.

@@ -1,7 +1,7 @@
 //! Starting from another draft's weights.
 //!
 //! The checkpoint may be in z-lab's or speculators' layout, or one of our own, whose float32
-//! masters are taken where they lie beside it. Widths, heads and the rotary base must agree: they
+//! weights are taken where they lie beside it. Widths, heads and the rotary base must agree: they
 //! say which target a draft belongs to. Layers, block size, mask token and captured layers may
 //! differ, and what that means is said.
 
@@ -13,6 +13,7 @@ use tch::{Device, Kind};
 
 use crate::Error;
 use crate::checkpoint::{MASTERS, TENSORS};
+use crate::masters::AVERAGE;
 
 /// A checkpoint that fits the draft to be trained.
 #[derive(Debug)]
@@ -73,7 +74,7 @@ impl WarmStart {
     pub(crate) fn notes(&self) -> Vec<String> {
         let (stored, wanted) = (&self.stored, &self.wanted);
         let (had, has) = (stored.layers.len(), wanted.layers.len());
-        let precision = if self.masters().is_file() { "float32 masters" } else { "stored weights" };
+        let precision = if self.masters().is_file() { "float32 weights" } else { "stored weights" };
         let mut notes = vec![format!("starting from the {precision} of {}", self.dir.display())];
         if had > has {
             notes.push(format!("of its {had} layers the first {has} are kept"));
@@ -133,7 +134,10 @@ impl WarmStart {
             return Ok(Draft::load(&self.dir, Device::Cpu, Kind::Float)?);
         }
         let elements = DraftLayout::new(&self.stored).elements();
-        let masters = TensorFile::open(&path)?.tensor(MASTERS, &[elements])?;
-        Ok(Draft::new(self.stored.clone(), masters))
+        let file = TensorFile::open(&path)?;
+        // a checkpoint is what it serves: its averaged weights, where it has them
+        let averaged = file.names().iter().any(|name| name == AVERAGE);
+        let weights = file.tensor(if averaged { AVERAGE } else { MASTERS }, &[elements])?;
+        Ok(Draft::new(self.stored.clone(), weights))
     }
 }

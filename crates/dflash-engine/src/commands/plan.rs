@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use dflash::args::{DeviceArg, PlanArgs, RowArgs};
+use dflash::args::{ComputeDtype, DeviceArg, OptimizerArg, PlanArgs, RowArgs};
 use dflash_train::machine::gpu_name;
-use dflash_train::plan::{PlanConfig, PlanData, PlanMachine};
+use dflash_train::plan::{PlanConfig, PlanData, PlanMachine, PlanState};
 
 use super::train::{draft_shape, objective_settings, stored_draft, whole_epochs};
 
@@ -35,7 +35,11 @@ fn settings(args: PlanArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<PlanConfig
         gpu,
         tflops,
         validation_ratio,
-        weight_decay,
+        optimizer,
+        ema_decay,
+        zero,
+        recompute,
+        compute_dtype,
         window_mib,
         json: _,
         draft,
@@ -54,11 +58,13 @@ fn settings(args: PlanArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<PlanConfig
     let (_, stored) = stored_draft(&draft, stop)?;
     let draft = draft_shape(draft, &target, stored.as_ref())?;
     let objective = objective_settings(objective, draft.block_size)?;
+    let machine = machine(device, gpu, (tflops, ranks));
+    let on_gpu = machine.gpu;
     Ok(PlanConfig {
         target,
         data: data(data_path, count.zip(mean_length)),
         validation_ratio,
-        machine: machine(device, gpu, (tflops, ranks)),
+        machine,
         ranks,
         accumulation,
         epochs: whole_epochs(epochs, max_steps),
@@ -70,7 +76,17 @@ fn settings(args: PlanArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<PlanConfig
         chunk_bytes: objective.chunk_bytes,
         window_bytes: window_mib.max(1) << 20,
         teacher: objective.needs_teacher(),
-        weight_decay: weight_decay != 0.0,
+        state: PlanState {
+            moments: if optimizer == OptimizerArg::Muon { 1 } else { 2 },
+            averaged: ema_decay.is_some(),
+            split: zero > 0,
+            recompute,
+            bf16: match compute_dtype {
+                ComputeDtype::Auto => on_gpu,
+                ComputeDtype::Float32 => false,
+                ComputeDtype::Bfloat16 => true,
+            },
+        },
         draft,
     })
 }

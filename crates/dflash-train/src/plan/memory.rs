@@ -1,7 +1,7 @@
 //! Bytes that a rank holds at its peak, part by part.
 //!
-//! On a CPU everything is float32 and shares the process's memory; on a GPU the computation is
-//! bfloat16, and the window of hidden states stays on the host.
+//! In float32 the draft computes with the masters themselves, whole on every rank; in bfloat16 with a
+//! copy beside them. On a GPU the window of hidden states stays on the host.
 
 use dflash_model::draft::{DraftConfig, DraftLayout};
 use dflash_model::target::TargetConfig;
@@ -25,11 +25,13 @@ const MIB: f64 = (1 << 20) as f64;
 pub struct Memory {
     /// Float32 parameters.
     pub masters: f64,
-    /// AdamW's two moments, and the mask of weight decay.
+    /// What the optimizer keeps: AdamW's two moments, or Muon's momentum.
     pub moments: f64,
+    /// Averaged weights.
+    pub average: f64,
     /// Float32 gradients.
     pub gradients: f64,
-    /// The copy in bfloat16 that a GPU computes with.
+    /// The copy in bfloat16 that is computed with.
     pub copy: f64,
     /// The target's embedding and output projection, frozen, pruned rows included.
     pub frozen: f64,
@@ -49,6 +51,7 @@ impl Memory {
         let Self {
             masters,
             moments,
+            average,
             gradients,
             copy,
             frozen,
@@ -57,7 +60,8 @@ impl Memory {
             window,
             process,
         } = self;
-        masters + moments + gradients + copy + frozen + activations + logits + window + process
+        let state = masters + moments + average + gradients + copy;
+        state + frozen + activations + logits + window + process
     }
 }
 
@@ -68,7 +72,9 @@ pub(super) fn memory(
     row: &RowShape,
 ) -> Memory {
     let elements = DraftLayout::new(draft).elements() as f64;
-    let width = if config.machine.gpu { 2.0 } else { 4.0 };
+    let state = config.state;
+    let width = if state.bf16 { 2.0 } else { 4.0 };
+    let share = if state.split { elements / config.ranks as f64 } else { elements };
     let matrix = (target.vocab_size * target.hidden_size) as f64 * width;
     let own_head = if target.tie_word_embeddings { 0.0 } else { matrix };
     let pruned = config.draft.vocab_size.map_or(0.0, |rows| rows as f64 * draft.hidden_size as f64);
@@ -77,21 +83,23 @@ pub(super) fn memory(
     let copies = if config.teacher { 6.0 } else { 1.0 };
     let logits = (config.chunk_bytes as f64).max(head_rows * 4.0 * copies);
     Memory {
-        masters: 4.0 * elements,
-        moments: (8.0 + if config.weight_decay { 4.0 } else { 0.0 }) * elements,
+        masters: 4.0 * if state.bf16 { share } else { elements },
+        moments: 4.0 * state.moments as f64 * share,
+        average: if state.averaged { 4.0 * share } else { 0.0 },
         gradients: 4.0 * elements,
-        copy: if config.machine.gpu { 2.0 * elements } else { 0.0 },
+        copy: if state.bf16 { 2.0 * elements } else { 0.0 },
         frozen: matrix + own_head + pruned * width,
-        activations: activations(draft, row, width),
+        activations: activations(draft, row, (width, state.recompute)),
         // the product comes in the computation's kind before it is widened
-        logits: logits * (1.0 + if config.machine.gpu { 0.5 } else { 0.0 }),
+        logits: logits * (1.0 + if state.bf16 { 0.5 } else { 0.0 }),
         window: config.window_bytes as f64,
         process: if config.machine.gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
     }
 }
 
-/// Bytes of the activations of a row, `width` bytes a number.
-fn activations(draft: &DraftConfig, row: &RowShape, width: f64) -> f64 {
+/// Bytes of the activations of a row, `width` bytes a number, of layers that keep only their inputs
+/// or all that their backward pass reads.
+fn activations(draft: &DraftConfig, row: &RowShape, (width, recompute): (f64, bool)) -> f64 {
     let (h, i) = (draft.hidden_size as f64, draft.intermediate_size as f64);
     let heads = draft.num_attention_heads as f64;
     let q_width = heads * draft.head_dim as f64;
@@ -100,8 +108,8 @@ fn activations(draft: &DraftConfig, row: &RowShape, width: f64) -> f64 {
     let (slots, context) = (row.slots, row.context_rows);
     // Kept by each layer: its input, raw projections, attention's result, middle, gate and up.
     let kept_slot = 2.0 * h + 2.0 * q_width + kv_width + 2.0 * i;
-    let kept =
-        layers * (slots * kept_slot + context * kv_width) * width + layers * slots * heads * 4.0;
+    let layer = (slots * kept_slot + context * kv_width) * width + slots * heads * 4.0;
+    let kept = if recompute { layers * slots * h * width + layer } else { layers * layer };
     // Features, their fusion before and after the norm, and the gradient of the latter.
     let shared = context * (draft.captures() as f64 + 3.0) * h * width;
     // The last state, its norm and gradient, and the embeddings.

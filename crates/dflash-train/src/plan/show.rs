@@ -50,11 +50,12 @@ impl Display for Plan {
 }
 
 impl Plan {
-    fn parts(&self) -> [(&'static str, f64); 10] {
+    fn parts(&self) -> [(&'static str, f64); 11] {
         let memory = &self.memory;
         [
             ("masters, float32", memory.masters),
-            ("AdamW's moments", memory.moments),
+            ("optimizer's moments", memory.moments),
+            ("averaged weights", memory.average),
             ("gradients", memory.gradients),
             ("copy in bfloat16", memory.copy),
             ("target's embedding and lm_head", memory.frozen),

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::eval::at_least_one;
-use super::{DeviceArg, DraftArgs, ObjectiveArgs, RowArgs, RunFileArgs};
+use super::{
+    ComputeDtype, DeviceArg, DraftArgs, ObjectiveArgs, OptimizerArg, RowArgs, RunFileArgs,
+};
 
 /// Say what a training run will take: memory, arithmetic, time, hidden states.
 ///
@@ -43,9 +45,21 @@ pub struct PlanArgs {
     /// Share of the samples that are held out.
     #[arg(long, value_name = "R", default_value_t = 0.0)]
     pub validation_ratio: f64,
-    /// AdamW's weight decay.
-    #[arg(long, value_name = "W", default_value_t = 0.0)]
-    pub weight_decay: f64,
+    /// What moves the matrices.
+    #[arg(long, value_enum, default_value_t = OptimizerArg::Adamw)]
+    pub optimizer: OptimizerArg,
+    /// Keep a moving average of the weights.
+    #[arg(long, value_name = "D")]
+    pub ema_decay: Option<f64>,
+    /// What the ranks share out: 0 nothing, 1 the masters and the optimizer's state.
+    #[arg(long, value_name = "STAGE", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=1))]
+    pub zero: u8,
+    /// Keep only the layers' inputs for the backward pass.
+    #[arg(long)]
+    pub recompute: bool,
+    /// Kind of weights and activations. auto: float32 on a CPU, bfloat16 on a GPU.
+    #[arg(long, value_enum, default_value_t)]
+    pub compute_dtype: ComputeDtype,
     /// Hidden states in flight or waiting, MiB per rank.
     #[arg(long, value_name = "MIB", default_value_t = 256)]
     pub window_mib: usize,
