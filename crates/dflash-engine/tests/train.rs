@@ -261,6 +261,32 @@ fn a_run_starts_from_speculators_layout() {
 }
 
 #[test]
+fn a_run_starts_from_a_repository_of_the_hub() {
+    let world = World::new();
+    let first = world.train("first", &["--max-steps", "3"]);
+    let ours = std::path::PathBuf::from(first.stdout.trim());
+    // what an earlier download leaves in the client's cache; tests have no network
+    let cache = world.path("cache");
+    let repository = cache.join("hub/models--someone--a-draft");
+    let snapshot = repository.join("snapshots").join("0".repeat(40));
+    std::fs::create_dir_all(&snapshot).unwrap();
+    std::fs::create_dir_all(repository.join("refs")).unwrap();
+    std::fs::write(repository.join("refs/main"), "0".repeat(40)).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(ours.join(file), snapshot.join(file)).unwrap();
+    }
+    let cache = cache.to_string_lossy().into_owned();
+    let offline = [("HF_HOME", cache.as_str()), ("HF_HUB_OFFLINE", "1")];
+    let start = |repo| ["--from-pretrained", repo, "--lr", "1e-12"];
+    let run = world.train_with("second", &start("someone/a-draft"), &offline);
+    assert!(run.success(), "{}", run.stderr);
+    assert!(run.stderr.contains("stored weights"), "{}", run.stderr);
+    let refused = world.train_with("third", &start("someone/else"), &offline);
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("drafter someone/else"), "{}", refused.stderr);
+}
+
+#[test]
 fn a_draft_of_another_target_is_refused() {
     let world = World::new();
     let first = world.train("first", &["--max-steps", "1"]);

@@ -152,11 +152,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         collective_timeout: Duration::from_secs(ranks.collective_timeout),
         device: device_choice(device),
         backend: launch::backend(ranks.backend),
-        compute_dtype: match compute_dtype {
-            ComputeDtype::Auto => None,
-            ComputeDtype::Float32 => Some(ComputeKind::Float32),
-            ComputeDtype::Bfloat16 => Some(ComputeKind::Bfloat16),
-        },
+        compute_dtype: compute_kind(compute_dtype),
         zero: if zero == 0 { Zero::Off } else { Zero::One },
         recompute,
         bf16_products: matmul_precision == MatmulPrecision::Bfloat16,
@@ -165,6 +161,15 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         stop: Arc::clone(stop),
         progress: !no_progress,
     })
+}
+
+/// `None` for the device's usual one.
+fn compute_kind(dtype: ComputeDtype) -> Option<ComputeKind> {
+    match dtype {
+        ComputeDtype::Auto => None,
+        ComputeDtype::Float32 => Some(ComputeKind::Float32),
+        ComputeDtype::Bfloat16 => Some(ComputeKind::Bfloat16),
+    }
 }
 
 /// What is validated when; the prompts are the acceptance probe's.

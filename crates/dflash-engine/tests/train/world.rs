@@ -96,6 +96,11 @@ impl World {
         command
     }
 
+    /// As [`Self::train`], with variables in the environment.
+    pub(crate) fn train_with(&self, save: &str, more: &[&str], variables: &[(&str, &str)]) -> Run {
+        Run::of(self.command(save, more).envs(variables.iter().copied()))
+    }
+
     pub(crate) fn train(&self, save: &str, more: &[&str]) -> Run {
         Run::of(&mut self.command(save, more))
     }
