@@ -4,7 +4,7 @@
 //! The launcher of node 0 holds the rendezvous store itself, as torchrun's agent does, so no port
 //! is guessed and the store outlives any rank. Three things keep workers from staying behind:
 //! each is killed by the kernel when the launcher dies ([`process`]), each is killed when
-//! [`Workers`] is dropped, and each ends by itself when a collective fails. Launchers of several
+//! `Workers` is dropped, and each ends by itself when a collective fails. Launchers of several
 //! nodes agree over the store on when an attempt begins and on what ended it ([`nodes`]).
 
 mod attempt;

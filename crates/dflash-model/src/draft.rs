@@ -57,7 +57,7 @@ impl Draft {
     }
 
     /// A freshly initialised draft: matrices normal with `initializer_range`, norms one, and `fc`
-    /// near the mean of the captured layers ([`fresh_fc`]).
+    /// near the mean of the captured layers (`fresh_fc`).
     ///
     /// `normal` fills a tensor of the given shape with standard normal numbers; the caller owns
     /// the generator, so that the same seed gives the same draft on every device.

@@ -99,7 +99,7 @@ pub struct TrainArgs {
 /// Settings that are not typed.
 #[derive(Debug, Clone, Args)]
 pub struct RunFileArgs {
-    /// Run file: TOML with a [train] table whose keys are the flags below. Flags win over it, and
+    /// Run file: TOML with a table `train` whose keys are the flags below. Flags win over it, and
     /// those that are needed may come from it.
     #[arg(value_name = "RUN_FILE")]
     pub run_file: Option<PathBuf>,
