@@ -11,17 +11,18 @@ use crate::libtorch;
 /// File name of the engine, which lies beside the front program.
 pub const NAME: &str = "dflash-engine";
 
-/// Variables that libraries read when they are loaded, so that they must be set before the engine
-/// starts; a value of the user's wins.
-const LIBRARY_SETTINGS: [(&str, &str); 2] = [
-    // Server and trainer share the cores of a machine. libgomp's threads spin at their barriers by
-    // default, which under that load made a forward pass on two threads ten times slower than on
-    // one; waiting passively cost nothing measurable.
-    ("OMP_WAIT_POLICY", "PASSIVE"),
+/// Groups of variables that libraries read when they are loaded, so that they must be set before the
+/// engine starts. Who sets one of a group has all of it left to him.
+const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
+    // Server and trainer share the cores of a machine. libgomp's threads spin long at their barriers
+    // by default, which under that load made a forward pass on two threads ten times slower than on
+    // one. Not to spin at all makes the short products of decoding three times slower on a quiet
+    // machine. A thousand turns, a few microseconds, do well in both (LOG.md).
+    &[("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "1000")],
     // Activations come and go by the hundred megabytes. In large pages a training step takes 6 to
     // 8% less time, for a percent more memory (LOG.md); a libc that does not know the name ignores
     // it.
-    ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+    &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")],
 ];
 
 /// Finds libtorch and becomes the engine, with the arguments after the program's name.
@@ -49,9 +50,9 @@ fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
         "LD_LIBRARY_PATH",
         library_path(&libtorch.join("lib"), std::env::var_os("LD_LIBRARY_PATH")),
     );
-    for (name, value) in LIBRARY_SETTINGS {
-        if std::env::var_os(name).is_none() {
-            command.env(name, value);
+    for group in LIBRARY_SETTINGS {
+        if group.iter().all(|(name, _)| std::env::var_os(name).is_none()) {
+            command.envs(group.iter().copied());
         }
     }
     Ok(command)
