@@ -62,26 +62,28 @@ pub(crate) fn fetch_data(data: &HubData, stop: &AtomicBool) -> Result<Vec<PathBu
 pub(crate) fn fetch_tokenizer(repo: &str, stop: &AtomicBool) -> Result<PathBuf, Error> {
     let failed =
         |reason: String| Error::FetchModel { repo: repo.to_owned(), offline: whence(), reason };
-    let patterns = TOKENIZER_FILES.map(str::to_owned).to_vec();
-    on_runtime(stop, async {
-        let client = client()?;
-        let (owner, name) = hf_hub::split_id(repo);
-        fetch(&client.model(owner, name), None, patterns).await
-    })?
-    .map_err(failed)
+    fetch_model(repo, &TOKENIZER_FILES, stop)?.map_err(failed)
 }
 
 /// Downloads a drafter's checkpoint from the Hub and returns its directory.
 pub(crate) fn fetch_draft(repo: &str, stop: &AtomicBool) -> Result<PathBuf, Error> {
     let failed =
         |reason: String| Error::FetchDraft { repo: repo.to_owned(), offline: whence(), reason };
-    let patterns = DRAFT_FILES.map(str::to_owned).to_vec();
+    fetch_model(repo, &DRAFT_FILES, stop)?.map_err(failed)
+}
+
+/// Downloads `files` of a model's repository, those that it has.
+fn fetch_model(
+    repo: &str,
+    files: &[&str],
+    stop: &AtomicBool,
+) -> Result<Result<PathBuf, String>, Error> {
+    let patterns = files.iter().map(|&file| file.to_owned()).collect();
     on_runtime(stop, async {
         let client = client()?;
         let (owner, name) = hf_hub::split_id(repo);
         fetch(&client.model(owner, name), None, patterns).await
-    })?
-    .map_err(failed)
+    })
 }
 
 async fn fetch<T: RepoType>(
