@@ -8,8 +8,10 @@
 //! *merged* output and log-sum-exp, which makes its gradients exact (as in ring attention).
 //!
 //! Query heads that share a key/value head are folded into the query length, so keys and values
-//! are never expanded. Layouts: `q_jngd` [kv heads, slots, queries per kv head, D]; `k_jtd` and
-//! `v_jtd` [kv heads, context, D] or [kv heads, slots, D] for the blocks' own.
+//! are never expanded. Shapes: `q_jngd` [kv heads, slots, queries per kv head, D]; `k_jtd` and
+//! `v_jtd` [kv heads, context, D] or [kv heads, slots, D] for the blocks' own. In memory the key/value
+//! head is the last but one dimension of all results, as flash kernels leave it: so parts are merged
+//! and gradients added over contiguous memory, and results are matrices of a row a slot as they are.
 
 mod part;
 mod plan;
@@ -30,8 +32,14 @@ pub struct KeyValue {
 }
 
 impl KeyValue {
+    /// Zeros in the layout of a part's gradients.
     fn zeros_like(&self) -> Self {
-        Self { k_jtd: self.k_jtd.zeros_like(), v_jtd: self.v_jtd.zeros_like() }
+        let zeros = |x: &Tensor| {
+            let size = x.size();
+            let zeros = Tensor::zeros([size[1], size[0], size[2]], (x.kind(), x.device()));
+            zeros.transpose(0, 1)
+        };
+        Self { k_jtd: zeros(&self.k_jtd), v_jtd: zeros(&self.v_jtd) }
     }
 
     /// Rows of a batch of one.
@@ -60,6 +68,13 @@ pub struct Attended {
     pub out_jngd: Tensor,
     /// Log-sum-exp of the scaled scores over everything seen, [kv heads, slots, queries], float32.
     pub lse_jng: Tensor,
+}
+
+impl Attended {
+    /// The output as a matrix of a row a slot, [slots, queries per kv head * kv heads * D].
+    pub(crate) fn by_slot(&self) -> Tensor {
+        fused::by_slot(&self.out_jngd).flatten(1, -1)
+    }
 }
 
 /// Gradients of one attention.
@@ -136,10 +151,9 @@ impl BlockAttention {
         let (k, v) = own.blocks(self.block_size);
         let q_blocks = self.fold_blocks(q_jngd);
         let (out, lse) = part::forward(&q_blocks, &k, &v, self.own_mask.as_ref(), self.scale);
-        // [A, j, B*g, D] -> [j, N, g, D]
         let merged = Attended {
-            out_jngd: out.transpose(0, 1).reshape(q_jngd.size()).contiguous(),
-            lse_jng: lse.transpose(0, 1).reshape(&q_jngd.size()[..3]).contiguous(),
+            out_jngd: self.unfold_blocks(&out),
+            lse_jng: self.unfold_blocks(&lse.unsqueeze(-1)).squeeze_dim(-1),
         };
         for chunk in &self.chunks {
             let q = self.fold_chunk(q_jngd, chunk);
@@ -188,9 +202,7 @@ impl BlockAttention {
         own: &KeyValue,
         attended: &Attended,
     ) -> (Tensor, KeyValue) {
-        let size = q_jngd.size();
-        let rows = self.block_size * self.queries_per_kv;
-        let lse = attended.lse_jng.reshape([size[0], -1, rows]).transpose(0, 1);
+        let lse = self.fold_blocks(&attended.lse_jng.unsqueeze(-1)).squeeze_dim(-1);
         let q = part::Query {
             q: self.fold_blocks(q_jngd),
             out: self.fold_blocks(&attended.out_jngd),
@@ -199,17 +211,19 @@ impl BlockAttention {
         };
         let (k, v) = own.blocks(self.block_size);
         let (dq, dk, dv) = part::backward(&q, &k, &v, self.own_mask.as_ref(), self.scale);
-        let join = |x: Tensor| x.transpose(0, 1).reshape(own.k_jtd.size());
-        (
-            dq.transpose(0, 1).reshape(size).contiguous(),
-            KeyValue { k_jtd: join(dk), v_jtd: join(dv) },
-        )
+        let own = KeyValue { k_jtd: join_blocks(&dk), v_jtd: join_blocks(&dv) };
+        (self.unfold_blocks(&dq), own)
     }
 
     /// [j, N, g, D] -> [A, j, B*g, D], a view.
     fn fold_blocks(&self, x: &Tensor) -> Tensor {
         let size = x.size();
         x.view([size[0], -1, self.block_size * self.queries_per_kv, size[3]]).transpose(0, 1)
+    }
+
+    /// [A, j, B*g, D] -> [j, N, g, D], whose memory is [N, g, j, D]; flash kernels leave it so.
+    fn unfold_blocks(&self, x: &Tensor) -> Tensor {
+        join_blocks(x).unflatten(1, [-1, self.queries_per_kv])
     }
 
     /// The chunk's slots of [j, N, g, D] as [1, j, slots*g, D], a view.
@@ -236,6 +250,11 @@ impl BlockAttention {
 fn split_blocks(x_jnd: &Tensor, block_size: i64) -> Tensor {
     let size = x_jnd.size();
     x_jnd.unflatten(1, [size[1] / block_size, block_size]).transpose(0, 1)
+}
+
+/// [A, j, rows, D] -> [j, A*rows, D], whose memory is [A*rows, j, D].
+fn join_blocks(x: &Tensor) -> Tensor {
+    x.transpose(1, 2).contiguous().flatten(0, 1).transpose(0, 1)
 }
 
 /// Score added where a query must not look. Finite, so that a row that sees nothing of a segment

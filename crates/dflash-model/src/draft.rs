@@ -173,10 +173,18 @@ impl Draft {
         KeyValue { k_jtd: k.squeeze_dim(2), v_jtd: v.transpose(0, 1) }
     }
 
-    /// [kv heads, N, queries, D] -> contiguous [N, heads * D].
+    /// [kv heads, N, queries, D] -> contiguous [N, heads * D], heads in the order of the weights.
     fn ungroup_queries(&self, x_jngd: &Tensor) -> Tensor {
         let width = self.config.num_attention_heads * self.config.head_dim;
         x_jngd.permute([1, 0, 2, 3]).reshape([-1, width])
+    }
+
+    /// The columns of `o_proj` [H, heads * D] by query in the group first, [H, queries, kv heads, D]:
+    /// the order in which attention leaves the heads of a slot. A view.
+    fn regroup_output(&self, o: &Tensor) -> Tensor {
+        let c = &self.config;
+        let shape = [c.num_key_value_heads, c.queries_per_kv(), c.head_dim];
+        o.unflatten(1, shape).transpose(1, 2)
     }
 }
 

@@ -4,7 +4,7 @@
 //! for gradient checks) the same mathematics out of libtorch's operations. Heads are regrouped by
 //! key/value head on the way, so that attention gets its layout without a copy.
 
-use dflash_torch_sys::kernels;
+use dflash_torch_sys::kernels::{self, NormAgain};
 use tch::Tensor;
 
 use crate::ops::{self, RotaryTables};
@@ -20,17 +20,20 @@ pub(crate) fn norm(x: &Tensor, (weight, eps): Norm<'_>) -> Tensor {
     ops::rms_norm(x, weight, eps)
 }
 
-/// Gradient of [`norm`], plus `residual`; the weight's gradient is added to `dweight`.
+/// Gradient of [`norm`], plus `residual`, in the memory of `dy` where a kernel can; the weight's
+/// gradient is added to `dweight`.
 pub(crate) fn norm_backward(
-    dy: &Tensor,
+    mut dy: Tensor,
     x: &Tensor,
     (weight, eps): Norm<'_>,
     (residual, dweight): (Option<&Tensor>, &Tensor),
 ) -> Tensor {
     if kernels::supports(x) {
-        return kernels::rms_norm_backward(dy, x, (weight, eps), residual, dweight);
+        let others = (residual, NormAgain::No);
+        kernels::rms_norm_backward(&mut dy, x, (weight, eps), others, dweight);
+        return dy;
     }
-    let (dx, added) = ops::rms_norm_backward(dy, x, weight, eps);
+    let (dx, added) = ops::rms_norm_backward(&dy, x, weight, eps);
     let _ = dweight.shallow_clone().g_add_(&added);
     match residual {
         Some(residual) => dx + residual,
@@ -38,7 +41,25 @@ pub(crate) fn norm_backward(
     }
 }
 
-/// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D].
+/// As [`norm_backward`], and the norm's value again, which the gradient of the weight behind it
+/// takes.
+pub(crate) fn norm_backward_again(
+    mut dy: Tensor,
+    x: &Tensor,
+    (weight, eps): Norm<'_>,
+    (residual, dweight): (&Tensor, &Tensor),
+) -> (Tensor, Tensor) {
+    if kernels::supports(x) {
+        let others = (Some(residual), NormAgain::Wanted);
+        let y = kernels::rms_norm_backward(&mut dy, x, (weight, eps), others, dweight);
+        return (dy, y.expect("it was asked for"));
+    }
+    let dx = norm_backward(dy, x, (weight, eps), (Some(residual), dweight));
+    (dx, norm(x, (weight, eps)))
+}
+
+/// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], laid out
+/// as [`by_kv_head`] says.
 pub(crate) fn head_norm_rope(
     x: &Tensor,
     (weight, eps): Norm<'_>,
@@ -47,37 +68,46 @@ pub(crate) fn head_norm_rope(
 ) -> Tensor {
     if kernels::supports(x) {
         let tables = (&tables.cos_td, &tables.sin_td);
-        return kernels::head_norm_rope(x, (weight, eps), tables, kv_heads);
+        return by_kv_head(&kernels::head_norm_rope(x, (weight, eps), tables, kv_heads));
     }
-    regroup(&ops::head_norm_rope(x, weight, eps, tables), kv_heads)
+    let y_nhd = ops::head_norm_rope(x, weight, eps, tables);
+    let y_njgd = y_nhd.unflatten(1, [kv_heads, y_nhd.size()[1] / kv_heads]);
+    by_kv_head(&y_njgd.transpose(1, 2).contiguous())
 }
 
-/// Gradient of [`head_norm_rope`] for `dy` [kv heads, N, group, D], written to `dx` [N, heads * D];
+/// Gradient of [`head_norm_rope`] for `dy` [kv heads, N, group, D], in place of `x` [N, heads * D];
 /// the weight's gradient is added to `dweight`.
 pub(crate) fn head_norm_rope_backward(
     dy: &Tensor,
-    x: &Tensor,
+    mut x: Tensor,
     (weight, eps): Norm<'_>,
     tables: &RotaryTables,
-    (dx, dweight): (&Tensor, &Tensor),
+    dweight: &Tensor,
 ) {
-    if kernels::supports(x) {
+    let dy_ngjd = by_slot(dy);
+    if kernels::supports(&x) {
         let tables = (&tables.cos_td, &tables.sin_td);
-        kernels::head_norm_rope_backward(dy, x, (weight, eps), tables, (dx, dweight));
+        kernels::head_norm_rope_backward(&dy_ngjd, &mut x, (weight, eps), tables, dweight);
         return;
     }
-    let size = dy.size();
-    let dy_nhd = dy.permute([1, 0, 2, 3]).reshape([size[1], size[0] * size[2], size[3]]);
+    let dy_nhd = dy_ngjd.transpose(1, 2).flatten(1, 2);
     let inverse = tables.inverse();
-    let (found, added) = ops::head_norm_rope_backward(&dy_nhd, x, (weight, eps), &inverse);
-    dx.shallow_clone().copy_(&found);
+    let (dx, added) = ops::head_norm_rope_backward(&dy_nhd, &x, (weight, eps), &inverse);
+    x.copy_(&dx);
     let _ = dweight.shallow_clone().g_add_(&added);
 }
 
-/// [N, heads, D] -> contiguous [kv heads, N, group, D].
-pub(crate) fn regroup(x_nhd: &Tensor, kv_heads: i64) -> Tensor {
-    let size = x_nhd.size();
-    x_nhd.unflatten(1, [kv_heads, size[1] / kv_heads]).permute([1, 0, 2, 3]).contiguous()
+/// [N, group, kv heads, D] seen as [kv heads, N, group, D].
+///
+/// All queries of one key/value head, over slots and group alike, lie at one distance. So attention
+/// takes slots and group as one dimension without a copy, and flash kernels leave their results so.
+pub(crate) fn by_kv_head(x_ngjd: &Tensor) -> Tensor {
+    x_ngjd.permute([2, 0, 1, 3])
+}
+
+/// The way back from [`by_kv_head`], contiguous; a copy only where the memory is laid out otherwise.
+pub(crate) fn by_slot(x_jngd: &Tensor) -> Tensor {
+    x_jngd.permute([1, 2, 0, 3]).contiguous()
 }
 
 /// `silu(gate) * up` of [N, 2I].
@@ -85,24 +115,25 @@ pub(crate) fn swiglu(gate_up: &Tensor) -> Tensor {
     if kernels::supports(gate_up) { kernels::swiglu(gate_up) } else { ops::swiglu(gate_up) }
 }
 
-/// Gradient of [`swiglu`] [N, 2I], and its value again.
-pub(crate) fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> (Tensor, Tensor) {
-    if kernels::supports(gate_up) {
-        return kernels::swiglu_backward(dy, gate_up);
+/// Gradient of [`swiglu`] [N, 2I], and its value again, in the memory of `gate_up` and `dy` where a
+/// kernel can.
+pub(crate) fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor) -> (Tensor, Tensor) {
+    if kernels::supports(&gate_up) {
+        kernels::swiglu_backward(&mut dy, &mut gate_up);
+        return (gate_up, dy);
     }
-    (ops::swiglu_backward(dy, gate_up), ops::swiglu(gate_up))
+    (ops::swiglu_backward(&dy, &gate_up), ops::swiglu(&gate_up))
 }
 
-/// Folds a part of an attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into the merged one.
+/// Folds a part of an attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into the merged one,
+/// whose memory is [rows, j, D] and [rows, j].
 pub(crate) fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor)) {
     let (merged_out, merged_lse) = merged;
     let (out, lse) = part;
     if kernels::supports(out) {
-        for head in 0..out.size()[1] {
-            let of = |x: &Tensor| x.get(0).get(head);
-            let lse = of(lse).contiguous();
-            kernels::merge_attention(&of(merged_out), &of(merged_lse), &of(out), &lse);
-        }
+        let rows = |x: &Tensor| x.squeeze_dim(0).transpose(0, 1);
+        let (part_out, part_lse) = (rows(out).contiguous(), rows(lse).contiguous());
+        kernels::merge_attention(&rows(merged_out), &rows(merged_lse), &part_out, &part_lse);
         return;
     }
     let total = merged_lse.logaddexp(lse);
@@ -146,8 +177,11 @@ mod tests {
                 [random(&[rows, dim]), random(&[rows, dim]), random(&[dim]), random(&[rows, dim])];
             agree(&inputs, |x| {
                 let dweight = x[2].ones_like();
-                let dx = norm_backward(&x[0], &x[1], (&x[2], EPS), (Some(&x[3]), &dweight));
-                vec![norm(&x[1], (&x[2], EPS)), dx, dweight]
+                let norm_of = (&x[2], EPS);
+                let dx = norm_backward(x[0].copy(), &x[1], norm_of, (Some(&x[3]), &dweight));
+                let (with, again) =
+                    norm_backward_again(x[0].copy(), &x[1], norm_of, (&x[3], &dweight));
+                vec![norm(&x[1], norm_of), dx, with, again, dweight]
             });
         }
     }
@@ -164,10 +198,11 @@ mod tests {
         agree(&inputs, |x| {
             let tables = Rotary::new(dim, 100.0, Device::Cpu).tables(&positions);
             let wide = x[0].narrow(1, dim, heads * dim);
-            let (dx, dweight) = (x[0].zeros_like(), x[1].ones_like());
-            let part = dx.narrow(1, 2 * dim, heads * dim);
-            head_norm_rope_backward(&x[2], &wide, (&x[1], EPS), &tables, (&part, &dweight));
-            vec![head_norm_rope(&wide, (&x[1], EPS), &tables, kv_heads), dx, dweight]
+            let y = head_norm_rope(&wide, (&x[1], EPS), &tables, kv_heads);
+            let (dx, dweight) = (x[0].copy(), x[1].ones_like());
+            let part = dx.narrow(1, dim, heads * dim);
+            head_norm_rope_backward(&x[2], part, (&x[1], EPS), &tables, &dweight);
+            vec![y, dx, dweight]
         });
     }
 
@@ -175,7 +210,7 @@ mod tests {
     fn kernels_agree_with_float64_on_swiglu() {
         let inputs = [random(&[300, 37]), random(&[300, 74]) * 8.0];
         agree(&inputs, |x| {
-            let (dgate_up, again) = swiglu_backward(&x[0], &x[1]);
+            let (dgate_up, again) = swiglu_backward(x[0].copy(), x[1].copy());
             vec![swiglu(&x[1]), dgate_up, again]
         });
     }
@@ -190,8 +225,10 @@ mod tests {
             random(&[1, heads, rows]),
         ];
         agree(&inputs, |x| {
-            let (out, lse) = (x[0].copy(), x[1].copy());
-            merge((&out, &lse), (&x[2], &x[3]));
+            // the merged ones lie row by row, the parts as they like
+            let by_row = |x: &Tensor| x.transpose(1, 2).contiguous().transpose(1, 2);
+            let (out, lse) = (by_row(&x[0]), by_row(&x[1]));
+            merge((&out, &lse), (&x[2], &by_row(&x[3])));
             let _ = x[3].get(0).get(0).fill_(-1e30);
             merge((&out, &lse), (&x[2], &x[3]));
             vec![out, lse]

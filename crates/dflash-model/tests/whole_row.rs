@@ -89,7 +89,7 @@ impl Row {
         let (hidden, saved) = draft.forward(&input);
         let output = objective.evaluate(&hidden, &self.head_vh.to_kind(kind), &labels, None);
         let (flat, views) = draft.zero_gradients();
-        draft.backward(&output.dhidden_nh, &input, saved, (&views, &mut |_| ()));
+        draft.backward(output.dhidden_nh, &input, saved, (&views, &mut |_| ()));
         (output.statistics.report(0.0).loss, flat)
     }
 }

@@ -77,39 +77,53 @@ VECTORISED void norm_rows(const float* x, const float* weight, float* y, int64_t
   }
 }
 
-// dx = scale * (dy * weight - x * scale^2 * mean(dy * weight * x)); dweight += dy * x * scale
-inline void norm_gradient(const float* dy, const float* x, const float* weight, float* dx,
-                          float* dweight, int64_t dim, float eps) {
-  const float scale = reciprocal_rms(x, dim, eps);
-  float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-  for (int64_t d = 0; d < dim; ++d) dot += dy[d] * weight[d] * x[d];
-  const float pull = scale * scale * dot / static_cast<float>(dim);
-#pragma omp simd
+// What a row of a norm's input gets: scale * (dy * weight - x * scale^2 * mean(dy * weight * x)).
+struct NormRow {
+  float scale, pull;
+};
+
+inline NormRow norm_row(const float* dy, const float* x, const float* weight, int64_t dim,
+                        float eps) {
+  float square = 0.0f, dot = 0.0f;
+#pragma omp simd reduction(+ : square, dot)
   for (int64_t d = 0; d < dim; ++d) {
-    dweight[d] += dy[d] * x[d] * scale;
-    dx[d] = scale * (dy[d] * weight[d] - x[d] * pull);
+    square += x[d] * x[d];
+    dot += dy[d] * weight[d] * x[d];
   }
+  const float scale = 1.0f / std::sqrt(square / static_cast<float>(dim) + eps);
+  return {scale, scale * scale * dot / static_cast<float>(dim)};
 }
 
-VECTORISED void norm_backward_rows(const float* dy, const float* x, const float* weight,
-                                   const float* residual, float* dx, float* dweight,
-                                   int64_t begin, int64_t end, int64_t dim, float eps) {
+VECTORISED void norm_backward_rows(float* dy, const float* x, const float* weight,
+                                   const float* residual, float* y, float* dweight, int64_t begin,
+                                   int64_t end, int64_t dim, float eps) {
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t at = row * dim;
-    norm_gradient(dy + at, x + at, weight, dx + at, dweight, dim, eps);
-    if (residual != nullptr) {
+    float* slope = dy + row * dim;
+    const float* in = x + row * dim;
+    const NormRow norm = norm_row(slope, in, weight, dim, eps);
+    if (y != nullptr) {
+      float* out = y + row * dim;
 #pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) dx[at + d] += residual[at + d];
+      for (int64_t d = 0; d < dim; ++d) out[d] = in[d] * norm.scale * weight[d];
+    }
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) {
+      dweight[d] += slope[d] * in[d] * norm.scale;
+      slope[d] = norm.scale * (slope[d] * weight[d] - in[d] * norm.pull);
+    }
+    if (residual != nullptr) {
+      const float* beside = residual + row * dim;
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) slope[d] += beside[d];
     }
   }
 }
 
 struct Heads {
-  int64_t rows, kv_heads, group, dim;
-  // First element of a head in the regrouped layout [kv_heads][rows][group][dim].
+  int64_t kv_heads, group, dim;
+  // First element of a head in the regrouped layout [rows][group][kv_heads][dim].
   int64_t regrouped(int64_t row, int64_t head) const {
-    return (((head / group) * rows + row) * group + head % group) * dim;
+    return ((row * group + head % group) * kv_heads + head / group) * dim;
   }
 };
 
@@ -134,11 +148,10 @@ VECTORISED void head_rows(const float* x, int64_t x_stride, const float* weight,
   }
 }
 
-VECTORISED void head_backward_rows(const float* dy, const float* x, int64_t x_stride,
+VECTORISED void head_backward_rows(const float* dy, float* x, int64_t x_stride,
                                    const float* weight, const float* cosine, const float* sine,
-                                   float* dx, int64_t dx_stride, float* dweight,
-                                   const Heads& heads, int64_t begin, int64_t end, float eps,
-                                   float* scratch) {
+                                   float* dweight, const Heads& heads, int64_t begin, int64_t end,
+                                   float eps, float* scratch) {
   const int64_t dim = heads.dim, half = dim / 2;
   for (int64_t row = begin; row < end; ++row) {
     const float *c = cosine + row * half, *s = sine + row * half;
@@ -149,8 +162,13 @@ VECTORISED void head_backward_rows(const float* dy, const float* x, int64_t x_st
         scratch[d] = in[d] * c[d] + in[d + half] * s[d];
         scratch[d + half] = in[d + half] * c[d] - in[d] * s[d];
       }
-      norm_gradient(scratch, x + row * x_stride + head * dim, weight,
-                    dx + row * dx_stride + head * dim, dweight, dim, eps);
+      float* raw = x + row * x_stride + head * dim;
+      const NormRow norm = norm_row(scratch, raw, weight, dim, eps);
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) {
+        dweight[d] += scratch[d] * raw[d] * norm.scale;
+        raw[d] = norm.scale * (scratch[d] * weight[d] - raw[d] * norm.pull);
+      }
     }
   }
 }
@@ -165,18 +183,18 @@ VECTORISED void swiglu_rows(const float* gate_up, float* y, int64_t begin, int64
   }
 }
 
-VECTORISED void swiglu_backward_rows(const float* dy, const float* gate_up, float* dgate_up,
-                                     float* y, int64_t begin, int64_t end, int64_t dim) {
+VECTORISED void swiglu_backward_rows(float* dy, float* gate_up, int64_t begin, int64_t end,
+                                     int64_t dim) {
   for (int64_t row = begin; row < end; ++row) {
-    const float *gate = gate_up + row * 2 * dim, *up = gate + dim, *in = dy + row * dim;
-    float *dgate = dgate_up + row * 2 * dim, *dup = dgate + dim, *out = y + row * dim;
+    float *gate = gate_up + row * 2 * dim, *up = gate + dim, *slope = dy + row * dim;
 #pragma omp simd
     for (int64_t d = 0; d < dim; ++d) {
-      const float sigmoid = 1.0f / (1.0f + fast_exp(-gate[d]));
-      const float silu = gate[d] * sigmoid;
-      out[d] = silu * up[d];
-      dup[d] = in[d] * silu;
-      dgate[d] = in[d] * up[d] * (sigmoid + silu * (1.0f - sigmoid));
+      const float g = gate[d], u = up[d], upstream = slope[d];
+      const float sigmoid = 1.0f / (1.0f + fast_exp(-g));
+      const float silu = g * sigmoid;
+      slope[d] = silu * u;
+      up[d] = upstream * silu;
+      gate[d] = upstream * u * (sigmoid + silu * (1.0f - sigmoid));
     }
   }
 }
@@ -233,12 +251,12 @@ void dflash_rms_norm(const float* x, const float* weight, float* y, int64_t rows
   });
 }
 
-void dflash_rms_norm_backward(const float* dy, const float* x, const float* weight,
-                              const float* residual, float* dx, float* dweight, int64_t rows,
+void dflash_rms_norm_backward(float* dy, const float* x, const float* weight,
+                              const float* residual, float* y, float* dweight, int64_t rows,
                               int64_t dim, float eps) {
   Partials partials(dim);
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t thread) {
-    norm_backward_rows(dy, x, weight, residual, dx, partials.of(thread), begin, end, dim, eps);
+    norm_backward_rows(dy, x, weight, residual, y, partials.of(thread), begin, end, dim, eps);
   });
   partials.add_to(dweight);
 }
@@ -246,22 +264,22 @@ void dflash_rms_norm_backward(const float* dy, const float* x, const float* weig
 void dflash_head_norm_rope(const float* x, int64_t x_stride, const float* weight,
                            const float* cosine, const float* sine, float* y, int64_t rows,
                            int64_t kv_heads, int64_t group, int64_t dim, float eps) {
-  const Heads heads{rows, kv_heads, group, dim};
+  const Heads heads{kv_heads, group, dim};
   for_rows(rows, kv_heads * group * dim, [&](int64_t begin, int64_t end, int64_t) {
     head_rows(x, x_stride, weight, cosine, sine, y, heads, begin, end, eps);
   });
 }
 
-void dflash_head_norm_rope_backward(const float* dy, const float* x, int64_t x_stride,
+void dflash_head_norm_rope_backward(const float* dy, float* x, int64_t x_stride,
                                     const float* weight, const float* cosine, const float* sine,
-                                    float* dx, int64_t dx_stride, float* dweight, int64_t rows,
-                                    int64_t kv_heads, int64_t group, int64_t dim, float eps) {
-  const Heads heads{rows, kv_heads, group, dim};
+                                    float* dweight, int64_t rows, int64_t kv_heads, int64_t group,
+                                    int64_t dim, float eps) {
+  const Heads heads{kv_heads, group, dim};
   Partials partials(dim);
   for_rows(rows, kv_heads * group * dim, [&](int64_t begin, int64_t end, int64_t thread) {
     std::vector<float> scratch(dim);
-    head_backward_rows(dy, x, x_stride, weight, cosine, sine, dx, dx_stride, partials.of(thread),
-                       heads, begin, end, eps, scratch.data());
+    head_backward_rows(dy, x, x_stride, weight, cosine, sine, partials.of(thread), heads, begin,
+                       end, eps, scratch.data());
   });
   partials.add_to(dweight);
 }
@@ -272,10 +290,9 @@ void dflash_swiglu(const float* gate_up, float* y, int64_t rows, int64_t dim) {
   });
 }
 
-void dflash_swiglu_backward(const float* dy, const float* gate_up, float* dgate_up, float* y,
-                            int64_t rows, int64_t dim) {
+void dflash_swiglu_backward(float* dy, float* gate_up, int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
-    swiglu_backward_rows(dy, gate_up, dgate_up, y, begin, end, dim);
+    swiglu_backward_rows(dy, gate_up, begin, end, dim);
   });
 }
 
@@ -308,14 +325,13 @@ void dflash_cross_entropy_gradient(float* exponentials, const int64_t* labels, c
   });
 }
 
-void dflash_merge_attention(float* out, float* lse, const float* part_out, int64_t part_stride,
-                            const float* part_lse, int64_t rows, int64_t dim) {
+void dflash_merge_attention(float* out, float* lse, const float* part_out, const float* part_lse,
+                            int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t row = begin; row < end; ++row) {
       const float a = lse[row], b = part_lse[row], top = std::max(a, b);
       const float sum = top + std::log(std::exp(a - top) + std::exp(b - top));
-      merge_row(out + row * dim, part_out + row * part_stride, std::exp(a - sum),
-                std::exp(b - sum), dim);
+      merge_row(out + row * dim, part_out + row * dim, std::exp(a - sum), std::exp(b - sum), dim);
       lse[row] = sum;
     }
   });

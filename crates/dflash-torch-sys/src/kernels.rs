@@ -15,11 +15,11 @@ unsafe extern "C" {
         eps: f32,
     );
     fn dflash_rms_norm_backward(
-        dy: *const f32,
+        dy: *mut f32,
         x: *const f32,
         weight: *const f32,
         residual: *const f32,
-        dx: *mut f32,
+        y: *mut f32,
         dweight: *mut f32,
         rows: i64,
         dim: i64,
@@ -40,13 +40,11 @@ unsafe extern "C" {
     );
     fn dflash_head_norm_rope_backward(
         dy: *const f32,
-        x: *const f32,
+        x: *mut f32,
         x_stride: i64,
         weight: *const f32,
         cosine: *const f32,
         sine: *const f32,
-        dx: *mut f32,
-        dx_stride: i64,
         dweight: *mut f32,
         rows: i64,
         kv_heads: i64,
@@ -55,14 +53,7 @@ unsafe extern "C" {
         eps: f32,
     );
     fn dflash_swiglu(gate_up: *const f32, y: *mut f32, rows: i64, dim: i64);
-    fn dflash_swiglu_backward(
-        dy: *const f32,
-        gate_up: *const f32,
-        dgate_up: *mut f32,
-        y: *mut f32,
-        rows: i64,
-        dim: i64,
-    );
+    fn dflash_swiglu_backward(dy: *mut f32, gate_up: *mut f32, rows: i64, dim: i64);
     fn dflash_softmax_cross_entropy(
         logits: *mut f32,
         labels: *const i64,
@@ -84,7 +75,6 @@ unsafe extern "C" {
         out: *mut f32,
         lse: *mut f32,
         part_out: *const f32,
-        part_stride: i64,
         part_lse: *const f32,
         rows: i64,
         dim: i64,
@@ -151,38 +141,48 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     y
 }
 
-/// Gradient of [`rms_norm`] plus `residual`; the weight's gradient is added to `dweight`.
+/// What [`rms_norm_backward`] gives besides the input's gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormAgain {
+    /// The norm's value again.
+    Wanted,
+    /// Nothing.
+    No,
+}
+
+/// Gradient of [`rms_norm`] plus `residual`, in place of `dy`; returns the norm's value again where
+/// wanted. The weight's gradient is added to `dweight`.
 pub fn rms_norm_backward(
-    dy: &Tensor,
+    dy: &mut Tensor,
     x: &Tensor,
     (weight, eps): (&Tensor, f64),
-    residual: Option<&Tensor>,
+    (residual, again): (Option<&Tensor>, NormAgain),
     dweight: &Tensor,
-) -> Tensor {
-    let dx = x.empty_like();
+) -> Option<Tensor> {
+    let y = (again == NormAgain::Wanted).then(|| x.empty_like());
     let (rows, dim) = flat_rows(x);
     assert!(dy.size() == x.size() && residual.is_none_or(|r| r.size() == x.size()));
     assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
-    let residual = residual.map_or(std::ptr::null_mut(), data);
-    // SAFETY: the shapes are checked above, and `data` checks type and contiguity.
+    // SAFETY: the shapes are checked above, and `data` checks type and contiguity. A row of `dy` is
+    // read to its end before its gradient is written.
     unsafe {
         dflash_rms_norm_backward(
             data(dy),
             data(x),
             data(weight),
-            residual,
-            data(&dx),
+            residual.map_or(std::ptr::null(), |residual| data(residual).cast_const()),
+            y.as_ref().map_or(std::ptr::null_mut(), data),
             data(dweight),
             rows,
             dim,
             eps as f32,
         );
     }
-    dx
+    y
 }
 
 /// Norm per head, then rotation, then regrouping by key/value head: `x` [N, heads * D] (rows may be
-/// part of wider rows), tables [N, D/2]; result [kv heads, N, heads / kv heads, D].
+/// part of wider rows), tables [N, D/2]; result [N, heads / kv heads, kv heads, D].
 pub fn head_norm_rope(
     x: &Tensor,
     (weight, eps): (&Tensor, f64),
@@ -197,7 +197,7 @@ pub fn head_norm_rope(
             && cosine.size() == [n, dim / 2]
             && sine.size() == [n, dim / 2]
     );
-    let y = Tensor::empty([kv_heads, n, group, dim], (Kind::Float, Device::Cpu));
+    let y = Tensor::empty([n, group, kv_heads, dim], (Kind::Float, Device::Cpu));
     // SAFETY: the shapes are checked above; rows of `x` lie `stride` elements apart.
     unsafe {
         dflash_head_norm_rope(
@@ -217,27 +217,23 @@ pub fn head_norm_rope(
     y
 }
 
-/// Gradient of [`head_norm_rope`] for `dy` [kv heads, N, group, D], written to `dx` (like `x`); the
-/// weight's gradient is added to `dweight`.
+/// Gradient of [`head_norm_rope`] for `dy` [N, group, kv heads, D], in place of `x`; the weight's
+/// gradient is added to `dweight`.
 pub fn head_norm_rope_backward(
     dy: &Tensor,
-    x: &Tensor,
+    x: &mut Tensor,
     (weight, eps): (&Tensor, f64),
     (cosine, sine): (&Tensor, &Tensor),
-    (dx, dweight): (&Tensor, &Tensor),
+    dweight: &Tensor,
 ) {
-    let ((n, x_stride), (dx_rows, dx_stride)) = (rows(x), rows(dx));
+    let (n, x_stride) = rows(x);
     let size = dy.size();
-    let (kv_heads, group, dim) = (size[0], size[2], size[3]);
-    assert!(
-        size[1] == n
-            && dx_rows == n
-            && x.size()[1] == kv_heads * group * dim
-            && dx.size() == x.size()
-    );
+    let (group, kv_heads, dim) = (size[1], size[2], size[3]);
+    assert!(size[0] == n && x.size()[1] == kv_heads * group * dim);
     assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
     assert!(cosine.size() == [n, dim / 2] && sine.size() == [n, dim / 2]);
-    // SAFETY: the shapes are checked above; rows of `x` and `dx` lie their strides apart.
+    // SAFETY: the shapes are checked above; rows of `x` lie their stride apart. A head of `x` is read
+    // to its end before its gradient is written.
     unsafe {
         dflash_head_norm_rope_backward(
             data(dy),
@@ -246,8 +242,6 @@ pub fn head_norm_rope_backward(
             data(weight),
             data(cosine),
             data(sine),
-            start(dx),
-            dx_stride,
             data(dweight),
             n,
             kv_heads,
@@ -267,16 +261,14 @@ pub fn swiglu(gate_up: &Tensor) -> Tensor {
     y
 }
 
-/// Gradient of [`swiglu`] [N, 2I] and its value [N, I] again.
-pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> (Tensor, Tensor) {
+/// Gradient of [`swiglu`] and its value again, in place: `gate_up` [N, 2I] becomes its gradient, `dy`
+/// [N, I] the value.
+pub fn swiglu_backward(dy: &mut Tensor, gate_up: &mut Tensor) {
     let (rows, width) = flat_rows(gate_up);
     assert_eq!(dy.size(), [rows, width / 2]);
-    let (dgate_up, y) = (gate_up.empty_like(), dy.empty_like());
-    // SAFETY: the shapes are checked above, and `data` checks type and contiguity.
-    unsafe {
-        dflash_swiglu_backward(data(dy), data(gate_up), data(&dgate_up), data(&y), rows, width / 2);
-    }
-    (dgate_up, y)
+    // SAFETY: the shapes are checked above, and `data` checks type and contiguity. Each element is
+    // read before its place is written.
+    unsafe { dflash_swiglu_backward(data(dy), data(gate_up), rows, width / 2) };
 }
 
 /// Cross-entropies of rows of logits.
@@ -338,23 +330,15 @@ impl CrossEntropy {
     }
 }
 
-/// Folds a part of an attention into the merged one, in place. `out` [rows, D] and `lse` `[rows]` are
-/// contiguous; rows of `part_out` may lie apart.
+/// Folds a part of an attention into the merged one, in place: `out` and `part_out` [.., D] alike,
+/// `lse` and `part_lse` without the last dimension, all contiguous.
 pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: &Tensor) {
-    let ((n, _), (part_rows, part_stride)) = (rows(out), rows(part_out));
-    assert!(part_rows == n && out.size() == part_out.size());
+    let (n, dim) = flat_rows(out);
+    assert!(out.size() == part_out.size());
     assert!(lse.numel() as i64 == n && part_lse.numel() as i64 == n);
-    // SAFETY: the shapes are checked above.
+    // SAFETY: the shapes are checked above, and `data` checks type and contiguity.
     unsafe {
-        dflash_merge_attention(
-            data(out),
-            data(lse),
-            start(part_out),
-            part_stride,
-            data(part_lse),
-            n,
-            out.size()[1],
-        );
+        dflash_merge_attention(data(out), data(lse), data(part_out), data(part_lse), n, dim);
     }
 }
 

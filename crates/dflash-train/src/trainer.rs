@@ -112,7 +112,7 @@ impl Trainer {
         let output = self.objective.evaluate(&hidden_nh, head_vh, &labels, teacher.as_ref());
         drop(hidden_nh);
         let gradients = (&self.gradient_views, finished);
-        self.draft.backward(&output.dhidden_nh, &input, saved, gradients);
+        self.draft.backward(output.dhidden_nh, &input, saved, gradients);
         output.statistics
     }
 }

@@ -20,10 +20,15 @@ const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
     // machine. A thousand turns, a few microseconds, do well in both (LOG.md).
     &[("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "1000")],
     // Activations come and go by the hundred megabytes. In large pages a training step takes 6 to
-    // 8% less time, for a percent more memory (LOG.md); a libc that does not know the name ignores
-    // it.
-    &[("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")],
+    // 8% less time, for a percent more memory; what is freed stays with the process for the next
+    // step, where it would otherwise be given back and cleared again (LOG.md). A libc that does not
+    // know the names ignores them.
+    &[("GLIBC_TUNABLES", MALLOC)],
 ];
+
+/// Large pages; blocks below 1 GiB from the heap, which is trimmed when 4 GiB at its end are free.
+const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:\
+                      glibc.malloc.trim_threshold=4294967296";
 
 /// Finds libtorch and becomes the engine, with the arguments after the program's name.
 ///

@@ -10,6 +10,10 @@ use std::ops::Range;
 /// fewer calls, smaller ones waste less on masked scores.
 const CHUNK_ROWS: usize = 512;
 
+/// Context rows that the middle of a chunk must have for a call of its own. A shorter one joins the
+/// masked edges: its mask is cheaper than another call, another result and their merge.
+const OWN_CALL_ROWS: usize = 128;
+
 /// How a sliding layer's window is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRule {
@@ -218,7 +222,7 @@ impl BlockPlan {
         };
         let (start_min, start_max) = bound(|row| row.start);
         let (end_min, end_max) = bound(|row| row.end);
-        let cuts = if start_max < end_min {
+        let cuts = if start_max + OWN_CALL_ROWS <= end_min {
             [start_min..start_max, start_max..end_min, end_min..end_max]
         } else {
             [start_min..end_max, 0..0, 0..0]

@@ -198,19 +198,23 @@ impl Draft {
         let (q_jngd, own) = self.project_slots(layer, &qkv, &input.slot_rope);
         let context = self.project_context(layer, &context_kv, &input.context_rope);
         let attended = attention.forward(&q_jngd, &context, &own);
-        let flat_out = self.ungroup_queries(&attended.out_jngd);
-        let middle_nh = x_nh.addmm(&flat_out, &layer.o.tr());
+        // One copy of a weight instead of one of all slots.
+        let o = self.regroup_output(&layer.o).flatten(1, -1);
+        let middle_nh = x_nh.addmm(&attended.by_slot(), &o.tr());
         let gate_up = linear(&fused::norm(&middle_nh, (&layer.post_norm, eps)), &layer.gate_up);
         Activations { qkv, context_kv, attended, middle_nh, gate_up }
     }
 
     /// Adds the gradients of all parameters for `dhidden_nh` [N, H] to `gradients` (float32 views).
     ///
+    /// Gradients of activations take the memory of what they are the gradients of, where that was
+    /// kept for this pass alone: `saved` and `dhidden_nh` are used up, `input` stays as it is.
+    ///
     /// `finished` is called with the index of each of the layout's buckets as soon as its
     /// gradients are final, from the last bucket to the first.
     pub fn backward(
         &self,
-        dhidden_nh: &Tensor,
+        dhidden_nh: Tensor,
         input: &PackedInput,
         saved: Saved,
         (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
@@ -238,7 +242,7 @@ impl Draft {
             finished(index + 1);
         }
         let dfused = fused::norm_backward(
-            &dcontext_ch,
+            dcontext_ch,
             &saved.fused_ch,
             (&self.views.hidden_norm, eps),
             (None, &gradients.hidden_norm),
@@ -276,91 +280,90 @@ impl LayerPass<'_> {
             let place = (self.attention, self.input, self.context_ch);
             self.draft.layer_activations(self.layer, &input_nh, place)
         });
-        let dmiddle_nh = self.mlp_backward(dy_nh, &activations);
-        let dqkv = self.attention_backward(&dmiddle_nh, &activations, dcontext_ch);
-        let normed = fused::norm(&input_nh, (&self.layer.input_norm, eps));
-        accumulate_product(&self.gradient.qkv, &dqkv, &normed);
-        fused::norm_backward(
-            &dqkv.matmul(&self.layer.qkv),
+        let Activations { qkv, context_kv, attended, middle_nh, gate_up } = activations;
+        let dmiddle_nh = self.mlp_backward(dy_nh, &middle_nh, gate_up);
+        let dout_jngd = self.output_backward(&dmiddle_nh, &attended);
+        let dqkv = self.attention_backward(&dout_jngd, &attended, (qkv, context_kv), dcontext_ch);
+        let (dx_nh, normed) = fused::norm_backward_again(
+            dqkv.matmul(&self.layer.qkv),
             &input_nh,
             (&self.layer.input_norm, eps),
-            (Some(&dmiddle_nh), &self.gradient.input_norm),
-        )
+            (&dmiddle_nh, &self.gradient.input_norm),
+        );
+        accumulate_product(&self.gradient.qkv, &dqkv, &normed);
+        dx_nh
     }
 
-    fn mlp_backward(&self, dy_nh: &Tensor, saved: &Activations) -> Tensor {
+    fn mlp_backward(&self, dy_nh: &Tensor, middle_nh: &Tensor, gate_up: Tensor) -> Tensor {
         let eps = self.draft.config.rms_norm_eps;
         let dactivated = dy_nh.matmul(&self.layer.down);
-        let (dgate_up, activated) = fused::swiglu_backward(&dactivated, &saved.gate_up);
+        let (dgate_up, activated) = fused::swiglu_backward(dactivated, gate_up);
         accumulate_product(&self.gradient.down, dy_nh, &activated);
-        let normed = fused::norm(&saved.middle_nh, (&self.layer.post_norm, eps));
-        accumulate_product(&self.gradient.gate_up, &dgate_up, &normed);
-        fused::norm_backward(
-            &dgate_up.matmul(&self.layer.gate_up),
-            &saved.middle_nh,
+        drop(activated);
+        let (dmiddle_nh, normed) = fused::norm_backward_again(
+            dgate_up.matmul(&self.layer.gate_up),
+            middle_nh,
             (&self.layer.post_norm, eps),
-            (Some(dy_nh), &self.gradient.post_norm),
-        )
+            (dy_nh, &self.gradient.post_norm),
+        );
+        accumulate_product(&self.gradient.gate_up, &dgate_up, &normed);
+        dmiddle_nh
     }
 
-    /// Gradient of the fused projection of the slots; the context's goes to `dcontext_ch`.
+    /// Gradient of the attention's result, [kv heads, N, queries, D].
+    fn output_backward(&self, dmiddle_nh: &Tensor, attended: &Attended) -> Tensor {
+        let draft = self.draft;
+        let do_hgjd = draft.regroup_output(&self.gradient.o);
+        let product = dmiddle_nh.tr().matmul(&attended.by_slot());
+        accumulate(&do_hgjd, &product.view_as(&do_hgjd).to_kind(do_hgjd.kind()));
+        let o_hgjd = draft.regroup_output(&self.layer.o);
+        let dout = dmiddle_nh.matmul(&o_hgjd.flatten(1, -1));
+        fused::by_kv_head(&dout.unflatten(1, &o_hgjd.size()[1..]))
+    }
+
+    /// Gradient of the fused projection of the slots, in its own memory; the context's goes to
+    /// `dcontext_ch`.
     fn attention_backward(
         &self,
-        dmiddle_nh: &Tensor,
-        saved: &Activations,
+        dout_jngd: &Tensor,
+        attended: &Attended,
+        (qkv, context_kv): (Tensor, Tensor),
         dcontext_ch: &mut Tensor,
     ) -> Tensor {
         let draft = self.draft;
-        let flat_out = draft.ungroup_queries(&saved.attended.out_jngd);
-        accumulate_product(&self.gradient.o, dmiddle_nh, &flat_out);
-        let dout_nhd = super::heads(&dmiddle_nh.matmul(&self.layer.o), draft.config.head_dim);
-        let dout_jngd = fused::regroup(&dout_nhd, draft.config.num_key_value_heads);
-        let (q_jngd, own) = draft.project_slots(self.layer, &saved.qkv, &self.input.slot_rope);
-        let context =
-            draft.project_context(self.layer, &saved.context_kv, &self.input.context_rope);
-        let gradient =
-            self.attention.backward(&dout_jngd, &q_jngd, (&context, &own), &saved.attended);
-        let dcontext_kv = saved.context_kv.empty_like();
-        self.key_value_backward(
-            &gradient.context,
-            &saved.context_kv,
-            &self.input.context_rope,
-            &dcontext_kv,
-        );
-        accumulate_product(&self.gradient.kv, &dcontext_kv, self.context_ch);
-        let _ = dcontext_ch.addmm_(&dcontext_kv, &self.layer.kv);
-        self.slots_backward(&gradient.dq_jngd, &gradient.own, saved)
-    }
-
-    /// Gradient of the slots' fused projection.
-    fn slots_backward(&self, dq_jngd: &Tensor, down: &KeyValue, saved: &Activations) -> Tensor {
-        let c = &self.draft.config;
+        let input = self.input;
+        let (q_jngd, own) = draft.project_slots(self.layer, &qkv, &input.slot_rope);
+        let context = draft.project_context(self.layer, &context_kv, &input.context_rope);
+        let gradient = self.attention.backward(dout_jngd, &q_jngd, (&context, &own), attended);
+        self.key_value_backward(&gradient.context, &context_kv, &input.context_rope);
+        accumulate_product(&self.gradient.kv, &context_kv, self.context_ch);
+        let _ = dcontext_ch.addmm_(&context_kv, &self.layer.kv);
+        let c = &draft.config;
         let q_width = c.num_attention_heads * c.head_dim;
-        let dqkv = saved.qkv.empty_like();
         fused::head_norm_rope_backward(
-            dq_jngd,
-            &saved.qkv.narrow(1, 0, q_width),
+            &gradient.dq_jngd,
+            qkv.narrow(1, 0, q_width),
             (&self.layer.q_norm, c.rms_norm_eps),
-            &self.input.slot_rope,
-            (&dqkv.narrow(1, 0, q_width), &self.gradient.q_norm),
+            &input.slot_rope,
+            &self.gradient.q_norm,
         );
-        let own = |x: &Tensor| x.narrow(1, q_width, 2 * c.kv_width());
-        self.key_value_backward(down, &own(&saved.qkv), &self.input.slot_rope, &own(&dqkv));
-        dqkv
+        let own_kv = qkv.narrow(1, q_width, 2 * c.kv_width());
+        self.key_value_backward(&gradient.own, &own_kv, &input.slot_rope);
+        qkv
     }
 
-    /// Writes the gradient of raw keys and values [T, 2*kv_width] to `draw`.
-    fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables, draw: &Tensor) {
+    /// Puts the gradient of raw keys and values [T, 2*kv_width] in their place.
+    fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables) {
         let c = &self.draft.config;
         let width = c.kv_width();
         fused::head_norm_rope_backward(
-            &d.k_jtd.contiguous().unsqueeze(2),
-            &raw.narrow(1, 0, width),
+            &d.k_jtd.unsqueeze(2),
+            raw.narrow(1, 0, width),
             (&self.layer.k_norm, c.rms_norm_eps),
             rope,
-            (&draw.narrow(1, 0, width), &self.gradient.k_norm),
+            &self.gradient.k_norm,
         );
-        draw.narrow(1, width, width).copy_(&d.v_jtd.transpose(0, 1).flatten(1, 2));
+        raw.narrow(1, width, width).copy_(&d.v_jtd.transpose(0, 1).flatten(1, 2));
     }
 }
 

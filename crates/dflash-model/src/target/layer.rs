@@ -118,7 +118,7 @@ impl DecoderLayer {
             // One sweep each; a single group keeps the heads of a token together.
             let half = (&tables.half.cos_td, &tables.half.sin_td);
             let normed = |part: Tensor, norm_d: &Tensor| {
-                kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(0)
+                kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(2)
             };
             let q_tnd = normed(part(0, queries), &norms.query_d);
             return Projected { q_tnd, k_tmd: normed(part(queries, keys), &norms.key_d), v_tmd };

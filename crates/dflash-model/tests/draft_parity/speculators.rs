@@ -31,7 +31,7 @@ pub(crate) fn check(path: &Path) {
         assert_close("loss", &Tensor::from(report.loss), &case.vectors.row("out.loss"), TOLERANCE);
         check_metrics(&report, &case.vectors.json("metrics"));
         let scale = 1.0 / (report.denominator + case.objective.denominator.epsilon());
-        case.check_gradients(&(output.dhidden_nh * scale), saved);
+        case.check_gradients(output.dhidden_nh * scale, saved);
     });
 }
 
@@ -79,7 +79,7 @@ impl Case {
         assert_close("logits", &logits, &expected("out.logits"), TOLERANCE);
     }
 
-    fn check_gradients(&self, dhidden: &Tensor, saved: dflash_model::draft::Saved) {
+    fn check_gradients(&self, dhidden: Tensor, saved: dflash_model::draft::Saved) {
         let (flat, views): (Tensor, DraftViews) = self.draft.zero_gradients();
         let mut finished = Vec::new();
         let mut finish = |bucket: usize| finished.push(bucket);
