@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Times one training step of ours and of speculators' trainer on the same shapes, in turns, float32 on
-# both sides, and prints medians and ratios.
+# Times one training step of ours and of speculators' trainer on the same shapes, in turns, and prints
+# medians and ratios. On a CPU both sides compute in float32, with DEVICE=cuda in bfloat16.
 #
-#   TARGET=DIR PEER_PYTHON=PYTHON scripts/bench-peer.sh [SHAPE...]      shapes: a b c
+#   TARGET=DIR PEER_PYTHON=PYTHON scripts/bench-peer.sh [SHAPE...]      shapes: a b c (default), p q
 #
 # PEER_PYTHON is an interpreter with speculators; PEER_SCRIPT prints its JSON line (same keys as
 # `dflash bench train-step --json`). ROUNDS (3) runs of each side, STEPS (5) steps a run.
+# p and q are for a GPU and a target of 8 billion weights, such as scripts/random_target.py makes up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,19 +14,20 @@ readonly target=${TARGET:?a directory of the target model}
 readonly peer_python=${PEER_PYTHON:?an interpreter with speculators}
 readonly peer_script=${PEER_SCRIPT:-../shared/tools/bench_speculators_step.py}
 readonly rounds=${ROUNDS:-3} steps=${STEPS:-5}
+readonly device=${DEVICE:-cpu}
 readonly out=${OUT:-target/bench-peer.jsonl}
 
 # tokens, anchors, documents; 5 layers, 5 captures, blocks of 16 in each
-declare -A shapes=([a]="2048 128 8" [b]="4096 512 4" [c]="8192 1024 8")
+declare -A shapes=([a]="2048 128 8" [b]="4096 512 4" [c]="8192 1024 8" [p]="768 256 1" [q]="3072 512 4")
 
 ours() {
   target/release/dflash bench train-step --target "$target" --tokens "$1" --anchors "$2" --docs "$3" \
-    --block 16 --layers 5 --captures 5 --steps "$steps" --json 2>/dev/null
+    --block 16 --layers 5 --captures 5 --steps "$steps" --device "$device" --json 2>/dev/null
 }
 
 peer() {
   "$peer_python" "$peer_script" "$target" --tokens "$1" --anchors "$2" --docs "$3" \
-    --block 16 --layers 5 --captures 5 --steps "$steps" 2>/dev/null | tail -n1
+    --block 16 --layers 5 --captures 5 --steps "$steps" --device "$device" 2>/dev/null | tail -n1
 }
 
 # A run that dies (of memory, say) leaves a line that says so.

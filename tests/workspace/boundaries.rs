@@ -14,8 +14,10 @@ struct Graph(BTreeMap<String, BTreeSet<String>>);
 
 impl Graph {
     fn read() -> Self {
+        // Of this platform alone: what others need has never been fetched on a fresh machine.
         let output = Command::new(env!("CARGO"))
-            .args(["metadata", "--format-version", "1", "--offline", "--manifest-path"])
+            .args(["metadata", "--format-version", "1", "--offline", "--filter-platform", &host()])
+            .arg("--manifest-path")
             .arg(root().join("Cargo.toml"))
             .output()
             .expect("cargo starts");
@@ -51,6 +53,14 @@ impl Graph {
     fn ours(&self) -> impl Iterator<Item = &String> {
         self.0.keys().filter(|name| name.starts_with("dflash"))
     }
+}
+
+/// The platform that the compiler runs on, such as `x86_64-unknown-linux-gnu`.
+fn host() -> String {
+    let output = Command::new("rustc").arg("-vV").output().expect("rustc starts");
+    let text = String::from_utf8(output.stdout).expect("rustc writes text");
+    let host = text.lines().find_map(|line| line.strip_prefix("host: "));
+    host.expect("rustc names its host").to_owned()
 }
 
 /// The package's name in a package id: `path+file:///x/name#0.1.0` or `...#name@0.1.0`.

@@ -76,6 +76,10 @@ pub trait Communicator: Send {
     /// Tells whoever started this rank that its settings are good and its work is under way: when
     /// it fails later, starting it again may help. Best effort.
     fn announce_work(&self);
+
+    /// Takes that back: started again from where this run stands, the work would fail in the same
+    /// way. Best effort.
+    fn announce_futility(&self);
 }
 
 /// A collective under way.

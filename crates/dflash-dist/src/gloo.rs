@@ -23,6 +23,9 @@ pub(crate) fn lost_peer_key(rank: usize) -> String {
 /// refused setting from a fault that another attempt may not meet.
 pub(crate) const BEGAN_KEY: &str = "began";
 
+/// The key under which ranks say that another attempt would meet the same fault.
+pub(crate) const FUTILE_KEY: &str = "futile";
+
 /// What a [`Gloo`] is made of.
 pub(crate) struct Member {
     pub(crate) rank: usize,
@@ -168,6 +171,10 @@ impl Communicator for Gloo {
     fn announce_work(&self) {
         // For the launcher alone; without it a restart is not tried.
         let _ = self.health.store.set(BEGAN_KEY, b"");
+    }
+
+    fn announce_futility(&self) {
+        let _ = self.health.store.set(FUTILE_KEY, b"");
     }
 }
 

@@ -217,6 +217,10 @@ impl Communicator for Nccl {
     fn announce_work(&self) {
         self.gloo.announce_work();
     }
+
+    fn announce_futility(&self) {
+        self.gloo.announce_futility();
+    }
 }
 
 /// A collective on the GPU's own stream.

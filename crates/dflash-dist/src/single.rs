@@ -56,6 +56,8 @@ impl Communicator for Single {
     }
 
     fn announce_work(&self) {}
+
+    fn announce_futility(&self) {}
 }
 
 struct Done;

@@ -2,6 +2,8 @@
 
 #[path = "train/ending.rs"]
 mod ending;
+#[path = "train/mishaps.rs"]
+mod mishaps;
 #[path = "train/nodes.rs"]
 mod nodes;
 #[path = "train/running.rs"]

@@ -251,7 +251,7 @@ pub enum Error {
     Files(#[from] dflash_files::Error),
     /// `--on-missing raise`, and a sample is missing.
     #[error(
-        "no stored hidden states for sample {sample} in {}; generate them (--on-missing \
+        "no stored hidden states for sample {sample} in {} ({reason}); generate them (--on-missing \
          generate) or leave such samples out (--on-missing skip)", .dir.display()
     )]
     Missing {
@@ -259,7 +259,10 @@ pub enum Error {
         sample: u64,
         /// Where they were looked for.
         dir: PathBuf,
+        /// Whether there is nothing, or what is wrong with what there is.
+        reason: String,
     },
+
     /// One sample could not be had from any endpoint in the time given.
     #[error("gave up on sample {sample} after {attempts} attempts in {} s", .after.as_secs())]
     GaveUp {

@@ -241,7 +241,7 @@ impl Fetcher {
             }
             OnMissing::Raise => {
                 let dir = self.files.as_ref().map(|files| files.dir().into()).unwrap_or_default();
-                return Err(Error::Missing { sample: request.sample, dir });
+                return Err(Error::Missing { sample: request.sample, dir, reason });
             }
         }
         self.tally.missing.add(1);

@@ -55,6 +55,27 @@ impl TensorFile {
         self.metadata.tensors().into_keys().collect()
     }
 
+    /// CRC-32 of the whole file. Reads all of it, a part at a time.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn crc32(&self) -> Result<u32> {
+        let mut hasher = crc32fast::Hasher::new();
+        let mut part = vec![0; 1 << 20];
+        let mut at = 0;
+        loop {
+            let read = self
+                .file
+                .read_at(&mut part, at)
+                .map_err(|source| Error::Read { path: self.path.clone(), source })?;
+            if read == 0 {
+                return Ok(hasher.finalize());
+            }
+            hasher.update(&part[..read]);
+            at += read as u64;
+        }
+    }
+
     /// The free-form entries of the header.
     pub fn notes(&self) -> Option<&std::collections::HashMap<String, String>> {
         self.metadata.metadata().as_ref()

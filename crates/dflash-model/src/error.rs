@@ -76,7 +76,7 @@ pub enum Error {
         source: safetensors::SafeTensorError,
     },
     /// A safetensors file is shorter than its header says.
-    #[error("{path} is cut off: {found} bytes of {expected}; download it again")]
+    #[error("{path} is cut off: {found} bytes of {expected}; fetch or write it again")]
     Truncated {
         /// The file.
         path: PathBuf,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use dflash_data::{DatasetWriter, WriteSummary, WriterOptions};
+use dflash_data::{Dataset, DatasetWriter, WriteSummary, WriterOptions};
 
 use crate::config::Config;
 use crate::error::Error;
@@ -56,7 +56,9 @@ pub fn prepare(config: &Config, stop: &AtomicBool) -> Result<Summary, Error> {
     }
     let provenance = provenance::document(config, &model, &sources, &tally, &writer);
     writer.add_file(provenance::FILE, &provenance)?;
-    let written = writer.finish()?;
+    let mut written = writer.finish()?;
+    // as training names it, in its records and where it refuses another dataset
+    written.fingerprint = Dataset::open(&config.output)?.fingerprint();
     Ok(Summary { output: config.output.clone(), written, tally, elapsed: started.elapsed() })
 }
 

@@ -13,6 +13,7 @@
 #include <ATen/Context.h>
 #include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -68,6 +69,17 @@ int32_t started(DflashWork** work, char** error, Start&& start) noexcept {
 int32_t dflash_multiply_in_bf16(char** error) {
   return guarded(error, [&] {
     at::globalContext().setFloat32MatmulPrecision("medium");
+    return DFLASH_OK;
+  });
+}
+
+int32_t dflash_peak_device_bytes(int32_t index, int64_t* bytes, char** error) {
+  return guarded(error, [&] {
+    // Registered by the CUDA library when it is loaded; there is nothing to link.
+    auto* allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
+    const auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index));
+    const auto aggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    *bytes = stats.allocated_bytes[aggregate].peak;
     return DFLASH_OK;
   });
 }

@@ -35,6 +35,9 @@ enum DflashStatus : int32_t {
 // from now on; sums stay float32.
 int32_t dflash_multiply_in_bf16(char** error);
 
+// The most bytes that tensors on the GPU of this index have taken at one time.
+int32_t dflash_peak_device_bytes(int32_t index, int64_t* bytes, char** error);
+
 // The build report of the libtorch in this process, from malloc.
 int32_t dflash_show_config(char** report, char** error);
 

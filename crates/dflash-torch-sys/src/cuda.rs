@@ -5,6 +5,8 @@ use std::ffi::{CStr, CString, c_char};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use crate::{Error, ffi};
+
 const LIBRARY: &str = "libtorch_cuda.so";
 
 /// What became of libtorch's CUDA library.
@@ -37,6 +39,20 @@ fn open(path: &Path) -> CudaLibrary {
     // SAFETY: runs the library's initialisers, as linking to it would have.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if handle.is_null() { CudaLibrary::Failed(loader_message()) } else { CudaLibrary::Loaded }
+}
+
+/// The most bytes that tensors on the GPU `index` have taken at one time, in this process.
+///
+/// # Errors
+/// A libtorch without its CUDA half, or no such GPU.
+pub fn peak_device_bytes(index: usize) -> Result<u64, Error> {
+    let index = i32::try_from(index).unwrap_or(i32::MAX);
+    let mut bytes = 0;
+    // SAFETY: the out pointers are a local and `checked`'s.
+    ffi::checked("read the GPU's memory statistics", |error| unsafe {
+        ffi::dflash_peak_device_bytes(index, &mut bytes, error)
+    })?;
+    Ok(bytes.unsigned_abs())
 }
 
 /// The directory of the libtorch_cpu that the loader chose.
@@ -90,6 +106,12 @@ mod tests {
                 assert!(message.contains("lib"), "{message}");
             }
         }
+    }
+
+    #[test]
+    fn memory_is_known_where_there_is_a_gpu() {
+        let found = peak_device_bytes(0);
+        assert_eq!(found.is_ok(), tch::Cuda::is_available(), "{found:?}");
     }
 
     #[test]

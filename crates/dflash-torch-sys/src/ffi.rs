@@ -39,6 +39,11 @@ pub(crate) type RawTensor = c_void;
 
 unsafe extern "C" {
     pub(crate) fn dflash_multiply_in_bf16(error: *mut *mut c_char) -> i32;
+    pub(crate) fn dflash_peak_device_bytes(
+        index: i32,
+        bytes: *mut i64,
+        error: *mut *mut c_char,
+    ) -> i32;
     pub(crate) fn dflash_show_config(report: *mut *mut c_char, error: *mut *mut c_char) -> i32;
 
     pub(crate) fn dflash_store_tcp(

@@ -22,7 +22,7 @@ mod precision;
 mod store;
 mod version;
 
-pub use cuda::{CudaLibrary, load_cuda};
+pub use cuda::{CudaLibrary, load_cuda, peak_device_bytes};
 pub use error::Error;
 pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
 pub use nccl::{ID_BYTES, NcclGroup, NcclWork, find_nccl, nccl_id};

@@ -60,7 +60,7 @@ pub struct StepReport {
     pub slots_per_s: f64,
     /// Loss of the last step, nats.
     pub loss: f64,
-    /// Peak resident memory of the process, MiB.
+    /// Peak memory, MiB: resident memory of the process on a CPU, tensors' on a GPU.
     pub peak_mib: f64,
     /// Trained parameters, millions.
     pub params_m: f64,
@@ -100,11 +100,13 @@ impl StepBench {
             let mut times = Vec::with_capacity(self.steps);
             let mut loss = f64::NAN;
             for step in 0..self.warmup + self.steps {
+                synchronize(device);
                 let begun = Instant::now();
                 let batch = row.batch(&trainer, &features_tk);
                 let mut open = trainer.begin(&Single);
                 open.add(Some(batch), true)?;
                 let result = open.finish(StepExtras::default(), (RATE, 1.0))?;
+                synchronize(device);
                 if step >= self.warmup {
                     times.push(begun.elapsed().as_secs_f64());
                 }
@@ -188,12 +190,19 @@ impl StepBench {
             step_ms: median * 1e3,
             slots_per_s: slots as f64 / median,
             loss,
-            peak_mib: machine::peak_resident_mib().unwrap_or(f64::NAN),
+            peak_mib: machine::peak_memory_mib(trainer.draft.device()).unwrap_or(f64::NAN),
             params_m: trainer.draft.layout().trained() as f64 / 1e6,
             slots,
             tflops: row.flops(trainer) / median / 1e12,
             device: format!("{:?}", trainer.draft.device()),
         }
+    }
+}
+
+/// Waits until the device has done what it was given.
+fn synchronize(device: Device) {
+    if let Device::Cuda(index) = device {
+        tch::Cuda::synchronize(index as i64);
     }
 }
 

@@ -12,6 +12,7 @@ use dflash_dist::Communicator;
 use dflash_files::PendingDir;
 use dflash_model::checkpoint::{TensorFile, write_safetensors};
 use dflash_model::draft::{Draft, DraftConfig};
+use dflash_model::objective::DraftVocabulary;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -33,6 +34,9 @@ pub(crate) struct Position {
     pub(crate) rows: u64,
     /// Steps whose gradient was not finite.
     pub(crate) bad_steps: u64,
+    /// The last of them, as many as came in a row.
+    #[serde(default)]
+    pub(crate) bad_in_a_row: u64,
     /// Samples left out.
     pub(crate) skipped: u64,
     /// Tokens trained on.
@@ -56,6 +60,16 @@ pub(crate) struct Position {
     /// What model.safetensors beside this file holds.
     #[serde(default)]
     pub(crate) served_weights: ServedWeights,
+}
+
+/// Content of [`STATE`].
+#[derive(Deserialize, Serialize)]
+struct State {
+    #[serde(flatten)]
+    position: Position,
+    /// CRC-32 of [`TENSORS`]; older checkpoints have none.
+    #[serde(default)]
+    tensors_crc32: Option<u32>,
 }
 
 /// Weights of a checkpoint that engines load.
@@ -99,9 +113,8 @@ pub fn steps_in(save_path: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     let mut steps = Vec::new();
     for entry in entries {
         let path = entry.map_err(dflash_files::Error::io("read", save_path))?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let step = name.strip_prefix("step-").and_then(|digits| digits.parse().ok());
-        if let Some(step) = step.filter(|_| path.join("config.json").is_file()) {
+        let step = step_of(&path).filter(|_| path.join("config.json").is_file());
+        if let Some(step) = step {
             steps.push((step, path));
         }
     }
@@ -109,12 +122,40 @@ pub fn steps_in(save_path: &Path) -> Result<Vec<(u64, PathBuf)>, Error> {
     Ok(steps)
 }
 
-/// The last complete checkpoint of a save path.
+/// The checkpoint that a run in `save_path` would go on from.
 ///
 /// # Errors
-/// An unreadable directory.
-pub fn latest_checkpoint(save_path: &Path) -> Result<Option<(u64, PathBuf)>, Error> {
-    Ok(steps_in(save_path)?.pop())
+/// An unreadable directory, or a newer one that is not complete: since a checkpoint gets its name
+/// when it is whole, someone took something away, and should know what the run goes back to.
+pub(crate) fn to_resume(save_path: &Path) -> Result<Option<(u64, PathBuf)>, Error> {
+    let latest = steps_in(save_path)?.pop();
+    let complete = latest.as_ref().map(|(step, _)| *step);
+    let newest = match std::fs::read_dir(save_path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(latest),
+        entries => entries
+            .map_err(dflash_files::Error::io("read", save_path))?
+            .filter_map(|entry| {
+                let path = entry.ok()?.path();
+                Some((step_of(&path)?, path))
+            })
+            .filter(|(step, path)| *path == step_dir(save_path, *step))
+            // another run may be writing: only what lacks something now is damaged
+            .filter(|(_, path)| !path.join("config.json").is_file())
+            .max(),
+    };
+    match newest {
+        Some((step, path)) if Some(step) > complete => {
+            let missing =
+                dflash_model::Error::MissingFile { dir: path.clone(), file: "config.json".into() };
+            Err(damaged(&path, step, missing.into()))
+        }
+        _ => Ok(latest),
+    }
+}
+
+/// The step of a path named as a checkpoint.
+fn step_of(path: &Path) -> Option<u64> {
+    path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()
 }
 
 /// Directory of a step's checkpoint.
@@ -143,53 +184,122 @@ pub(crate) fn save(
         vocabulary.save(dir)?;
     }
     std::fs::create_dir(dir.join("trainer")).map_err(dflash_files::Error::io("create", dir))?;
-    write_safetensors(&dir.join(TENSORS), &collected.tensors)?;
-    let state = serde_json::to_vec_pretty(position).expect("a position prints");
+    let tensors = dir.join(TENSORS);
+    write_safetensors(&tensors, &collected.tensors)?;
+    let tensors_crc32 = Some(TensorFile::open(&tensors)?.crc32()?);
+    let state = State { position: position.clone(), tensors_crc32 };
+    let state = serde_json::to_vec_pretty(&state).expect("a position prints");
     dflash_files::write_bytes(&dir.join(STATE), &state)?;
     pending.commit()?;
     Ok(destination)
 }
 
-/// Reads where the run of a checkpoint stood.
-pub(crate) fn load_position(dir: &Path) -> Result<Position, Error> {
+/// Puts the checkpoint of `step` in `dir` into `trainer`, whatever ranks wrote it. Returns where its
+/// run stood; `current` is where this run would begin, with its settings.
+///
+/// # Errors
+/// A checkpoint that other settings made, or that is damaged.
+pub(crate) fn resume(
+    trainer: &mut Trainer,
+    (step, dir): (u64, &Path),
+    current: &Position,
+) -> Result<Position, Error> {
+    restore(trainer, (step, dir), current).map_err(|error| match error {
+        mismatch @ Error::ResumeMismatch { .. } => mismatch,
+        error => damaged(dir, step, error),
+    })
+}
+
+fn restore(
+    trainer: &mut Trainer,
+    (step, dir): (u64, &Path),
+    current: &Position,
+) -> Result<Position, Error> {
+    let state = load_state(dir)?;
+    let stored = &state.position;
+    check_resumable(dir, stored, current)?;
+    check_same_draft(dir, trainer.draft.config())?;
+    check_same_vocabulary(dir, trainer.batches.vocabulary.as_ref())?;
+    let path = dir.join(TENSORS);
+    let file = TensorFile::open(&path)?;
+    let differs = |expected: u32| file.crc32().map(|found| found != expected);
+    if stored.step != step || state.tensors_crc32.map(differs).transpose()?.unwrap_or(false) {
+        return Err(Error::Altered { path });
+    }
+    trainer.masters.restore(&trainer.draft, &file, stored.optimizer_steps())?;
+    Ok(state.position)
+}
+
+fn load_state(dir: &Path) -> Result<State, Error> {
     let path = dir.join(STATE);
     let bytes = std::fs::read(&path).map_err(dflash_files::Error::io("read", &path))?;
     serde_json::from_slice(&bytes).map_err(|source| Error::State { path, source })
 }
 
-/// Puts a checkpoint's parameters and moments into `trainer`, whatever ranks wrote it.
-pub(crate) fn restore(trainer: &mut Trainer, dir: &Path, position: &Position) -> Result<(), Error> {
-    let file = TensorFile::open(&dir.join(TENSORS))?;
-    trainer.masters.restore(&trainer.draft, &file, position.optimizer_steps())
+/// Says what to do about a checkpoint that does not load.
+fn damaged(dir: &Path, step: u64, error: Error) -> Error {
+    let steps = dir.parent().and_then(|save_path| steps_in(save_path).ok()).unwrap_or_default();
+    let before = steps.iter().map(|(other, _)| *other).rfind(|&other| other < step);
+    Error::DamagedCheckpoint { path: dir.into(), before, source: Box::new(error) }
 }
 
-/// Refuses to resume a checkpoint that other settings made.
-pub(crate) fn check_resumable(
-    dir: &Path,
-    stored: &Position,
-    current: &Position,
-    draft: &DraftConfig,
-) -> Result<(), Error> {
-    let mismatch = |key: &'static str, found: String, expected: String| {
-        if found == expected {
-            return Ok(());
-        }
-        Err(Error::ResumeMismatch { path: dir.into(), key, found, expected })
-    };
-    mismatch("dataset", stored.dataset.clone(), current.dataset.clone())?;
-    mismatch("--seed", stored.seed.to_string(), current.seed.to_string())?;
+/// Refuses where a setting differs: `found` in the checkpoint, `expected` in this run.
+fn same(dir: &Path, key: &'static str, found: String, expected: String) -> Result<(), Error> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::ResumeMismatch { path: dir.into(), key, found, expected })
+}
+
+/// Refuses a checkpoint that other settings of the run made.
+fn check_resumable(dir: &Path, stored: &Position, current: &Position) -> Result<(), Error> {
+    let key = "a dataset (--data-path) of fingerprint";
+    same(dir, key, stored.dataset.clone(), current.dataset.clone())?;
+    same(dir, "--seed", stored.seed.to_string(), current.seed.to_string())?;
     let (found, expected) = (stored.total_seq_len, current.total_seq_len);
-    mismatch("--total-seq-len", found.to_string(), expected.to_string())?;
+    same(dir, "--total-seq-len", found.to_string(), expected.to_string())?;
     if stored.trained_samples.is_some() {
         let text = |samples: Option<usize>| samples.unwrap_or_default().to_string();
         let key = "--validation-ratio leaving so many samples:";
-        mismatch(key, text(stored.trained_samples), text(current.trained_samples))?;
+        same(dir, key, text(stored.trained_samples), text(current.trained_samples))?;
     }
-    mismatch("--optimizer", stored.optimizer.clone(), current.optimizer.clone())?;
-    let ema = |decay: Option<f64>| decay.map_or("off".to_string(), |decay| decay.to_string());
-    mismatch("--ema-decay", ema(stored.ema_decay), ema(current.ema_decay))?;
-    let found = DraftConfig::load(dir)?;
-    mismatch("a draft like", format!("{found:?}"), format!("{draft:?}"))
+    same(dir, "--optimizer", stored.optimizer.clone(), current.optimizer.clone())?;
+    let ema = |decay: Option<f64>| or_off(decay.as_ref());
+    same(dir, "--ema-decay", ema(stored.ema_decay), ema(current.ema_decay))
+}
+
+fn check_same_draft(dir: &Path, draft: &DraftConfig) -> Result<(), Error> {
+    let stored = DraftConfig::load(dir)?;
+    for ((key, found), (_, expected)) in
+        draft_settings(&stored).into_iter().zip(draft_settings(draft))
+    {
+        same(dir, key, found, expected)?;
+    }
+    // what the flags do not say is the target's
+    same(dir, "a target whose draft is", format!("{stored:?}"), format!("{draft:?}"))
+}
+
+/// The flags that shape a draft.
+fn draft_settings(draft: &DraftConfig) -> [(&'static str, String); 5] {
+    [
+        ("--num-layers", draft.layers.len().to_string()),
+        ("--block-size", draft.block_size.to_string()),
+        ("--target-layer-ids", format!("{:?}", draft.target_layer_ids)),
+        ("--sliding-window", or_off(draft.sliding_window.as_ref())),
+        ("--mask-token-id", draft.mask_token_id.to_string()),
+    ]
+}
+
+fn check_same_vocabulary(dir: &Path, own: Option<&DraftVocabulary>) -> Result<(), Error> {
+    let stored = DraftVocabulary::load(dir)?;
+    let size = |vocabulary: Option<&DraftVocabulary>| {
+        or_off(vocabulary.map(|vocabulary| vocabulary.selected().len()).as_ref())
+    };
+    same(dir, "--draft-vocab-size", size(stored.as_ref()), size(own))
+}
+
+fn or_off<T: ToString>(value: Option<&T>) -> String {
+    value.map_or_else(|| "off".to_owned(), T::to_string)
 }
 
 #[cfg(test)]

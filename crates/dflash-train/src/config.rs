@@ -61,7 +61,7 @@ pub struct TrainConfig {
     pub validation: Option<ValidationConfig>,
     /// Steps between metric lines.
     pub log_every: u64,
-    /// Steps in a row whose gradient may be non-finite before the run ends.
+    /// So many steps in a row whose gradient is not finite end the run.
     pub max_bad_steps: u64,
     /// Continue the run in `save_path`.
     pub resume: bool,

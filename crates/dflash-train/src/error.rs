@@ -109,6 +109,40 @@ pub enum Error {
         /// Its value now.
         expected: String,
     },
+    /// A checkpoint that is not as it was written.
+    #[error(
+        "cannot resume {}, which is damaged; remove it to go on from {}",
+        .path.display(),
+        .before.map_or_else(|| "the start".to_owned(), |step| format!("step {step}"))
+    )]
+    DamagedCheckpoint {
+        /// Its directory.
+        path: PathBuf,
+        /// The complete checkpoint before it.
+        before: Option<u64>,
+        /// What is wrong with it.
+        #[source]
+        source: Box<Self>,
+    },
+    /// A file of a checkpoint is not the one that was written.
+    #[error("{} is not what this step's state.json describes", .path.display())]
+    Altered {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Not one step had a slot to learn from.
+    #[error(
+        "{steps} steps had nothing to learn from: {skipped} samples were left out, and the rest have no two supervised tokens in a row within --total-seq-len; the weights in {} are untrained",
+        .checkpoint.display()
+    )]
+    NothingLearned {
+        /// Steps taken.
+        steps: u64,
+        /// Samples left out.
+        skipped: u64,
+        /// What was saved.
+        checkpoint: PathBuf,
+    },
     /// The draft to start from belongs to another target.
     #[error(
         "--from-pretrained {path}: its {key} is {found}, this target's draft has {expected}; it was made for another target"
@@ -143,7 +177,7 @@ pub enum Error {
     },
     /// Loss or gradient stopped being numbers.
     #[error(
-        "loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr, or raise --max-bad-steps"
+        "loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr or raise --max-bad-steps, and --resume"
     )]
     NonFinite {
         /// Steps in a row.

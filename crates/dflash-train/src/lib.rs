@@ -36,7 +36,7 @@ mod trainer;
 mod validation;
 mod warm_start;
 
-pub use checkpoint::{latest_checkpoint, steps_in};
+pub use checkpoint::steps_in;
 pub use error::Error;
 pub use run::{Outcome, run, validate};
 pub use save_path::Retention;

@@ -69,8 +69,20 @@ fn name_in(driver: &Path) -> Option<String> {
     if names.len() == 1 { names.pop() } else { None }
 }
 
+/// The most memory that this process has held on `device`, MiB: resident memory on a CPU, what
+/// tensors have taken on a GPU.
+pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
+    match device {
+        Device::Cuda(index) => {
+            let bytes = dflash_torch_sys::peak_device_bytes(index).ok()?;
+            Some(bytes as f64 / (1u64 << 20) as f64)
+        }
+        _ => peak_resident_mib(),
+    }
+}
+
 /// The kernel's high-water mark of this process's resident memory, MiB.
-pub(crate) fn peak_resident_mib() -> Option<f64> {
+fn peak_resident_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
@@ -116,7 +128,7 @@ mod tests {
 
     #[test]
     fn this_process_takes_memory() {
-        assert!(peak_resident_mib().unwrap() > 1.0);
+        assert!(peak_memory_mib(Device::Cpu).unwrap() > 1.0);
         assert_eq!(peak_of(Device::Cpu, Some(2.5)), Some(2.5));
         assert_eq!(peak_of(Device::Cpu, None), None);
     }

@@ -55,7 +55,7 @@ pub(crate) struct MetricLine {
     pub(crate) interval_s: f64,
     /// Seconds to the end at the pace since the last line.
     pub(crate) eta_s: f64,
-    /// Most memory that rank 0 has held, MiB: resident memory on a CPU; unknown on a GPU.
+    /// Most memory that rank 0 has held, MiB: resident on a CPU, tensors' on a GPU.
     pub(crate) peak_memory_mib: Option<f64>,
     /// Samples left out so far.
     pub(crate) skipped_samples: u64,
@@ -150,15 +150,19 @@ impl Meter {
         Ok(meter)
     }
 
-    /// Adds a finished step and how long its rows were waited for.
+    /// Adds a finished step and how long its rows were waited for. A step that moved nothing counts
+    /// as a step, but has no share in figures of what was learned.
     pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
         self.steps += 1;
-        self.tokens += result.extras.tokens;
-        self.flops += result.extras.flops;
         self.wait += wait;
+        if result.applied {
+            self.tokens += result.extras.tokens;
+            self.flops += result.extras.flops;
+        }
+        let own = if result.applied { result.statistics } else { result.statistics.cleared() };
         match &mut self.interval {
-            Some(sum) => sum.add(&result.statistics),
-            None => self.interval = Some(result.statistics),
+            Some(sum) => sum.add(&own),
+            None => self.interval = Some(own),
         }
         if let Some(outputs) = &self.outputs {
             outputs.bar.inc(1);
@@ -186,7 +190,7 @@ impl Meter {
                 data_wait_share: wait / seconds,
                 interval_s: seconds,
                 eta_s: pace * (progress.total - progress.step.min(progress.total)) as f64,
-                peak_memory_mib: self.machine.peak_memory_mib(),
+                peak_memory_mib: machine::peak_memory_mib(self.machine.device),
                 skipped_samples: progress.skipped,
                 bad_steps: progress.bad_steps,
                 ema_decay: progress.ema_decay,
@@ -228,12 +232,6 @@ impl Meter {
             outputs.events.flush();
             outputs.bar.abandon();
         }
-    }
-}
-
-impl Machine {
-    fn peak_memory_mib(&self) -> Option<f64> {
-        (self.device == Device::Cpu).then(machine::peak_resident_mib).flatten()
     }
 }
 
@@ -279,7 +277,8 @@ impl MetricLine {
         ];
         let mfu = self.mfu.map(|share| ("speed/mfu", share));
         let memory = self.peak_memory_mib.map(|mib| ("memory/peak_mib", mib));
-        known.into_iter().chain(mfu).chain(memory).collect()
+        let all = known.into_iter().chain(mfu).chain(memory);
+        all.filter(|(_, value)| value.is_finite()).collect()
     }
 }
 
@@ -329,18 +328,20 @@ fn bar_style() -> ProgressStyle {
 /// Drops lines of steps after `step`, which a resumed run will write again.
 pub(crate) fn keep_lines_until(path: &Path, step: u64) -> Result<(), Error> {
     let Ok(file) = File::open(path) else { return Ok(()) };
-    let mut kept = String::new();
-    for line in BufReader::new(file).lines() {
+    let mut kept = Vec::new();
+    for line in BufReader::new(file).split(b'\n') {
         let line = line.map_err(dflash_files::Error::io("read", path))?;
-        let stored: Option<u64> = serde_json::from_str::<serde_json::Value>(&line)
-            .ok()
-            .and_then(|value| value["step"].as_u64());
-        if stored.is_some_and(|stored| stored <= step) {
-            kept.push_str(&line);
-            kept.push('\n');
+        if step_of(&line).is_some_and(|stored| stored <= step) {
+            kept.extend_from_slice(&line);
+            kept.push(b'\n');
         }
     }
-    Ok(dflash_files::write_bytes(path, kept.as_bytes())?)
+    Ok(dflash_files::write_bytes(path, &kept)?)
+}
+
+/// The step of a line; `None` for what is no line of ours, such as one that a full disk cut off.
+pub(crate) fn step_of(line: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<serde_json::Value>(line).ok()?["step"].as_u64()
 }
 
 #[cfg(test)]
@@ -357,7 +358,8 @@ mod tests {
     fn a_resumed_run_writes_no_step_twice() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(METRICS);
-        std::fs::write(&path, "{\"step\":10}\n{\"step\":20}\n{\"step\":30}\n{\"st").unwrap();
+        let broken = b"{\"step\":10}\n\xff\xfe\n{\"step\":20}\n{\"step\":30}\n{\"st\xc3";
+        std::fs::write(&path, broken).unwrap();
         keep_lines_until(&path, 20).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":10}\n{\"step\":20}\n");
     }

@@ -55,13 +55,19 @@ pub fn validate(config: &TrainConfig) -> Result<(), Error> {
 
 fn check_numbers(config: &TrainConfig) -> Result<(), Error> {
     let at_least_one = [
-        ("--total-seq-len", config.total_seq_len),
         ("--anchors-per-sequence", config.anchors_per_sequence),
         ("--max-anchors", config.max_anchors),
         ("--gradient-accumulation-steps", config.accumulation),
     ];
     if let Some((flag, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
         return Err(Error::setting(flag, 0, "it must be at least 1"));
+    }
+    if config.total_seq_len < 2 {
+        let expected = "a row needs room for an anchor and a token to predict";
+        return Err(Error::setting("--total-seq-len", config.total_seq_len, expected));
+    }
+    if config.max_bad_steps == 0 {
+        return Err(Error::setting("--max-bad-steps", 0, "1 ends the run at the first bad step"));
     }
     if config.peak_tflops.is_some_and(|peak| peak.is_nan() || peak <= 0.0) {
         let found = config.peak_tflops.unwrap_or_default();
@@ -93,7 +99,7 @@ fn check_optimizer(optimizer: &OptimizerConfig) -> Result<(), Error> {
 /// The checkpoint to resume, if any; refuses a path that holds something else.
 fn check_save_path(config: &TrainConfig) -> Result<Option<(u64, PathBuf)>, Error> {
     let path = &config.save_path;
-    let latest = checkpoint::latest_checkpoint(path)?;
+    let latest = checkpoint::to_resume(path)?;
     match latest {
         Some((step, _)) if !config.resume => {
             return Err(Error::EarlierRun { path: path.clone(), step });
@@ -160,15 +166,12 @@ pub fn run(
         let place = (communicator.rank(), communicator.world_size());
         let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, (device, place))?;
         let mut position = Position::start(config, &dataset);
-        if let Some((_, dir)) = &resume {
-            let stored = checkpoint::load_position(dir)?;
-            checkpoint::check_resumable(dir, &stored, &position, &draft_config)?;
-            checkpoint::restore(&mut trainer, dir, &stored)?;
-            position = stored;
+        if let Some((step, dir)) = &resume {
+            position = checkpoint::resume(&mut trainer, (*step, dir), &position)?;
         }
         let ranks = communicator.world_size() as u64;
         let trained = validation::trained_samples(config, dataset.len());
-        let order = row_order(config, &dataset.lengths()[..trained], ranks);
+        let order = row_order(config, &dataset.lengths()[..trained], ranks)?;
         let total = total_steps(config, &order, &position, ranks);
         let share = order
             .every(position.rows + communicator.rank() as u64, ranks)
@@ -192,8 +195,11 @@ pub fn run(
         });
         let validation = validation.transpose()?;
         let saved = None;
+        let begun_at = position.step;
         let mut worker = Worker {
             config,
+            begun_at,
+            learned: false,
             order,
             communicator,
             trainer,
@@ -220,6 +226,7 @@ impl Position {
             step: 0,
             rows: 0,
             bad_steps: 0,
+            bad_in_a_row: 0,
             skipped: 0,
             tokens: 0,
             dataset: dataset.fingerprint(),
@@ -234,19 +241,27 @@ impl Position {
 }
 
 /// All epochs' rows; with a bound on steps alone, as many epochs as it needs.
-fn row_order(config: &TrainConfig, lengths: &[u32], ranks: u64) -> RowOrder {
+fn row_order(config: &TrainConfig, lengths: &[u32], ranks: u64) -> Result<RowOrder, Error> {
     let order = |epochs| RowOrder::new(lengths, config.total_seq_len, config.seed, epochs);
+    let bounded = |flag, value: u64, epochs: u64| {
+        let expected = format!("more than {MAX_EPOCHS} passes over the data are surely a mistake");
+        if epochs > MAX_EPOCHS { Err(Error::setting(flag, value, expected)) } else { Ok(epochs) }
+    };
     if config.epochs > 0 {
-        return order(config.epochs);
+        return Ok(order(bounded("--epochs", config.epochs, config.epochs)?));
     }
-    let needed = config.max_steps.unwrap_or(1) * ranks * config.accumulation as u64;
+    let steps = config.max_steps.unwrap_or(1);
+    let needed = steps.saturating_mul(ranks * config.accumulation as u64);
     let per_epoch = order(1).rows().max(1);
-    let mut epochs = needed.div_ceil(per_epoch).max(1);
+    let mut epochs = bounded("--max-steps", steps, needed.div_ceil(per_epoch).max(1))?;
     while order(epochs).rows() < needed {
         epochs += 1;
     }
-    order(epochs)
+    Ok(order(epochs))
 }
+
+/// Each epoch is planned before the first step, which takes time and memory.
+const MAX_EPOCHS: u64 = 100_000;
 
 /// A rank between its first and its last step.
 struct Worker<'a, 'p> {
@@ -262,6 +277,10 @@ struct Worker<'a, 'p> {
     validation: Option<Validation<'p>>,
     /// Step of the last checkpoint that this process took part in.
     saved: Option<u64>,
+    /// Steps taken when this process began.
+    begun_at: u64,
+    /// Whether any step since had a slot to learn from.
+    learned: bool,
 }
 
 impl Worker<'_, '_> {
@@ -282,51 +301,65 @@ impl Worker<'_, '_> {
                 meter.say(&note);
             }
         }
-        let mut bad_in_a_row = 0;
-        let first = self.position.step + 1;
+        if !self.config.schedule.reaches_peak(self.total) {
+            let total = self.total;
+            meter
+                .say(&format!("the warm-up is longer than the {total} steps: --lr is not reached"));
+        }
+        // The checkpoint of a run that ended in a validation comes without it.
+        if self.validate(&mut meter)? == Validated::Interrupted {
+            return self.finish(&mut meter, false);
+        }
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
             let (norm, stopping) = match self.step(rows, &mut meter)? {
                 Stepped::Done { norm, stopping } => (norm, stopping),
                 Stepped::Abandoned => return self.finish(&mut meter, false),
+                Stepped::Failed(own) => return self.break_off(&mut meter, own),
             };
-            if self.position.step == first {
+            if self.position.step == self.begun_at + 1 {
                 self.communicator.announce_work();
             }
-            bad_in_a_row = if norm.is_finite() { 0 } else { bad_in_a_row + 1 };
-            if bad_in_a_row > self.config.max_bad_steps {
-                return Err(Error::NonFinite { count: bad_in_a_row, step: self.position.step });
-            }
-            if self.position.step.is_multiple_of(self.config.log_every) {
+            let count = self.position.bad_in_a_row;
+            let diverged = count > 0 && count >= self.config.max_bad_steps;
+            if diverged || self.position.step.is_multiple_of(self.config.log_every) {
                 meter.log(self.progress(), norm)?;
             }
             let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
             let due = self.config.save_every.is_some_and(|n| self.position.step.is_multiple_of(n));
-            if epoch_ended || due {
+            if epoch_ended || due || diverged {
                 self.save(&meter)?;
             }
+            if diverged {
+                self.communicator.announce_futility();
+                return Err(Error::NonFinite { count, step: self.position.step });
+            }
             // Ranks that were not told to stop themselves would measure to the end.
-            if stopping {
+            if stopping || self.validate(&mut meter)? == Validated::Interrupted {
                 return self.finish(&mut meter, false);
             }
-            self.validate(&mut meter)?;
         }
-        self.finish(&mut meter, true)
+        let outcome = self.finish(&mut meter, true)?;
+        let (steps, skipped) = (outcome.step, self.position.skipped);
+        if self.begun_at == 0 && steps > 0 && !self.learned {
+            return Err(Error::NothingLearned { steps, skipped, checkpoint: outcome.checkpoint });
+        }
+        Ok(outcome)
     }
 
-    /// Measures what there is to measure, if it is time.
-    fn validate(&mut self, meter: &mut Meter) -> Result<(), Error> {
+    /// Measures what there is to measure, if it is time and has not been done.
+    fn validate(&mut self, meter: &mut Meter) -> Result<Validated, Error> {
         let (step, total) = (self.position.step, self.total);
         let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
-            return Ok(());
+            return Ok(Validated::AsDue);
         };
         if validation.measures() {
             // the best checkpoint must be there to be named
             self.save(meter)?;
         }
-        let Some(validation) = &mut self.validation else { return Ok(()) };
+        let Some(validation) = &mut self.validation else { return Ok(Validated::AsDue) };
         let Some(line) = validation.run(step, &self.trainer, self.communicator)? else {
-            return Ok(());
+            return Ok(Validated::Interrupted);
         };
         meter.validated(&line);
         if let (Some(save_path), Some(measured)) = (&self.save_path, &line.measured)
@@ -334,7 +367,7 @@ impl Worker<'_, '_> {
         {
             meter.say(&format!("step {step} has the best acceptance so far"));
         }
-        Ok(())
+        Ok(Validated::AsDue)
     }
 
     fn announcement(&self) -> String {
@@ -365,10 +398,11 @@ impl Worker<'_, '_> {
         let accumulation = self.config.accumulation;
         let mut extras = StepExtras::default();
         let mut wait = Duration::ZERO;
+        let mut failure = None;
         let mut step = self.trainer.begin(self.communicator);
         for micro in 1..=accumulation {
             let asked = Instant::now();
-            let loaded = rows.next();
+            let loaded = if failure.is_none() { rows.next() } else { Ok(None) };
             wait += asked.elapsed();
             let batch = match loaded {
                 Ok(Some(loaded)) => {
@@ -380,16 +414,25 @@ impl Worker<'_, '_> {
                     extras.abandoned = 1.0;
                     None
                 }
-                Err(error) => return Err(error),
+                // The other ranks are in the middle of the step: it is void for all.
+                Err(error) => {
+                    extras.failed = 1.0;
+                    failure = Some(error);
+                    None
+                }
             };
             extras.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
             step.add(batch, micro == accumulation)?;
         }
         extras.stopping = f64::from(u8::from(self.config.stop.load(Ordering::Relaxed)));
         let result = step.finish(extras, (rate, self.config.max_grad_norm))?;
+        if result.extras.failed > 0.0 {
+            return Ok(Stepped::Failed(failure));
+        }
         if result.extras.abandoned > 0.0 {
             return Ok(Stepped::Abandoned);
         }
+        self.learned |= result.applied && result.denominator > 0.0;
         self.advance(&result);
         let (norm, stopping) = (result.gradient_norm, result.extras.stopping > 0.0);
         meter.add(result, wait);
@@ -406,8 +449,9 @@ impl Worker<'_, '_> {
         position.step += 1;
         position.rows = (position.rows + rows_per_step as u64).min(self.order.rows());
         position.bad_steps += u64::from(!result.applied);
+        position.bad_in_a_row = if result.applied { 0 } else { position.bad_in_a_row + 1 };
         position.skipped += result.extras.skipped as u64;
-        position.tokens += result.extras.tokens as u64;
+        position.tokens += if result.applied { result.extras.tokens as u64 } else { 0 };
     }
 
     fn progress(&self) -> Progress {
@@ -440,6 +484,24 @@ impl Worker<'_, '_> {
         Ok(path)
     }
 
+    /// Ends a run whose rows cannot be had, on this rank (`own`) or on another: what was trained is
+    /// saved first.
+    fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
+        if self.position.step > self.begun_at {
+            meter.log(self.progress(), f64::NAN)?;
+            self.save(meter)?;
+            meter.close();
+        }
+        match own {
+            Some(error) => Err(error),
+            // The rank at fault ends without this: so the others are known to have lost a peer.
+            None => match self.communicator.barrier() {
+                Err(lost) => Err(lost.into()),
+                Ok(()) => self.finish(meter, false),
+            },
+        }
+    }
+
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
         meter.log(self.progress(), f64::NAN)?;
         let checkpoint = self.save(meter)?;
@@ -457,4 +519,15 @@ enum Stepped {
     },
     /// A rank was told to stop while it waited for its rows; nothing was changed.
     Abandoned,
+    /// A rank cannot have its rows, this one for the reason given; nothing was changed.
+    Failed(Option<Error>),
+}
+
+/// What came of a validation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Validated {
+    /// It was done, or not due.
+    AsDue,
+    /// A rank was told to stop; it is to be made up for.
+    Interrupted,
 }

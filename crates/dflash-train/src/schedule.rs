@@ -63,10 +63,19 @@ impl Schedule {
         let shape = match self.kind {
             ScheduleKind::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             ScheduleKind::Linear => 1.0 - progress,
-            ScheduleKind::Wsd { decay_ratio } => decay(step, total, decay_ratio),
+            ScheduleKind::Wsd { decay_ratio } => {
+                // a warm-up that reaches into the decay leaves it what is left
+                let length = (decay_ratio * total as f64).clamp(1.0, span);
+                decay(step, total, length)
+            }
             ScheduleKind::None => 1.0,
         };
         self.minimum + (1.0 - self.minimum) * shape
+    }
+
+    /// Whether the warm-up of a run of `total` steps ends before the run does.
+    pub fn reaches_peak(&self, total: u64) -> bool {
+        self.warmup.steps(total + 1) <= total
     }
 
     /// Multiplier of the `step`-th optimizer step (from 0) of `total`. The schedule's own ends,
@@ -76,8 +85,8 @@ impl Schedule {
     }
 }
 
-fn decay(step: u64, total: u64, ratio: f64) -> f64 {
-    let length = (ratio * total as f64).max(1.0);
+/// `1 - sqrt` over the last `length` steps.
+fn decay(step: u64, total: u64, length: f64) -> f64 {
     let begun = step as f64 - (total as f64 - length);
     if begun <= 0.0 { 1.0 } else { 1.0 - (begun / length).min(1.0).sqrt() }
 }
@@ -112,6 +121,16 @@ mod tests {
         let schedule = schedule(ScheduleKind::Wsd { decay_ratio: 0.2 });
         assert_eq!(schedule.multiplier(80, 100), 1.0);
         assert!((schedule.multiplier(85, 100) - 0.5).abs() < 1e-12);
+    }
+
+    #[test]
+    fn wsd_decays_in_what_a_long_warm_up_leaves() {
+        let warmup = Warmup::Steps(60);
+        let schedule = Schedule { warmup, ..schedule(ScheduleKind::Wsd { decay_ratio: 0.8 }) };
+        let rates: Vec<f64> = (55..=100).map(|step| schedule.multiplier(step, 100)).collect();
+        assert_eq!((rates[5], rates[45]), (1.0, 0.0));
+        assert!(rates[..6].is_sorted() && rates[5..].is_sorted_by(|a, b| a >= b), "{rates:?}");
+        assert!(schedule.reaches_peak(60) && !schedule.reaches_peak(59));
     }
 
     #[test]

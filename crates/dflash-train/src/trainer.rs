@@ -49,6 +49,8 @@ pub(crate) struct StepExtras {
     pub(crate) stopping: f64,
     /// Ranks that could not get their rows because they were told to stop: the step is void.
     pub(crate) abandoned: f64,
+    /// Ranks that could not get their rows for a fault: the step is void, and the run ends.
+    pub(crate) failed: f64,
 }
 
 /// A finished step.
@@ -58,6 +60,8 @@ pub(crate) struct StepResult {
     pub(crate) gradient_norm: f64,
     /// Whether the parameters moved.
     pub(crate) applied: bool,
+    /// What the loss was divided by, all ranks: 0 where there was nothing to learn.
+    pub(crate) denominator: f64,
     /// Summed over ranks.
     pub(crate) statistics: Statistics,
     /// Summed over ranks.
@@ -174,33 +178,39 @@ impl Step<'_> {
         }
         let trainer = self.trainer;
         let epsilon = trainer.objective.denominator.epsilon();
-        let denominator = self.statistics.denominator() + epsilon;
-        let divisor = denominator.clamp_min(EMPTY_DENOMINATOR).double_value(&[]);
+        let denominator = self.statistics.denominator().double_value(&[]);
+        let divisor = denominator + epsilon;
+        // not `max`, which would lose a NaN
+        let divisor = if divisor < EMPTY_DENOMINATOR { EMPTY_DENOMINATOR } else { divisor };
         let gradient_norm = gradient_norm(&trainer.gradient).double_value(&[]) / divisor;
-        let applied = gradient_norm.is_finite() && extras.abandoned == 0.0;
+        let void = extras.abandoned > 0.0 || extras.failed > 0.0;
+        let applied = gradient_norm.is_finite() && !void;
         if applied {
             let clip = (max_norm / (gradient_norm + CLIP_EPSILON)).min(1.0);
             let _ = trainer.gradient.g_mul_scalar_(clip / divisor);
             trainer.masters.step(&trainer.gradient, rate);
             trainer.masters.publish(&trainer.draft, self.communicator)?;
         }
-        Ok(StepResult { gradient_norm, applied, statistics: self.statistics, extras })
+        let statistics = self.statistics;
+        Ok(StepResult { gradient_norm, applied, denominator, statistics, extras })
     }
 
     /// Sums statistics and extras in one collective.
     fn reduce_counts(&mut self, extras: StepExtras) -> Result<StepExtras, Error> {
-        let StepExtras { tokens, rows, skipped, flops, stopping, abandoned } = extras;
-        let tail = Tensor::from_slice(&[tokens, rows, skipped, flops, stopping, abandoned]);
+        let StepExtras { tokens, rows, skipped, flops, stopping, abandoned, failed } = extras;
+        let tail = [tokens, rows, skipped, flops, stopping, abandoned, failed];
+        let extra = tail.len() as i64;
+        let tail = Tensor::from_slice(&tail);
         let sums = self.statistics.sums_mut();
         let length = sums.size()[0];
         let mut joined = Tensor::cat(&[sums.to_device(Device::Cpu), tail], 0);
         self.communicator.all_reduce_sum(&mut joined)?;
         sums.copy_(&joined.narrow(0, 0, length));
-        let tail = Vec::<f64>::try_from(joined.narrow(0, length, 6)).expect("six float64 numbers");
-        let [tokens, rows, skipped, flops, stopping, abandoned] = tail[..] else {
-            unreachable!("six numbers went in")
+        let tail = Vec::<f64>::try_from(joined.narrow(0, length, extra)).expect("float64 numbers");
+        let [tokens, rows, skipped, flops, stopping, abandoned, failed] = tail[..] else {
+            unreachable!("as many come out as went in")
         };
-        Ok(StepExtras { tokens, rows, skipped, flops, stopping, abandoned })
+        Ok(StepExtras { tokens, rows, skipped, flops, stopping, abandoned, failed })
     }
 }
 

@@ -18,7 +18,7 @@ use tch::Tensor;
 
 use crate::Error;
 use crate::config::{TrainConfig, ValidationConfig};
-use crate::metrics::keep_lines_until;
+use crate::metrics::{keep_lines_until, step_of};
 use crate::order::PlannedRow;
 use crate::rows::RowSource;
 use crate::trainer::Trainer;
@@ -115,6 +115,8 @@ pub(crate) struct Validation<'a> {
     source: RowSource,
     probe: Option<AcceptanceProbe<'a>>,
     file: PathBuf,
+    /// The last step that was validated, by this process or an earlier one.
+    last: Option<u64>,
 }
 
 /// Samples that are trained on; the rest is held out.
@@ -165,12 +167,14 @@ impl<'a> Validation<'a> {
         if communicator.rank() == 0 {
             keep_lines_until(&file, step)?;
         }
-        Ok(Self { every: settings.every, rows, has_rows, source, probe, file })
+        let last = agreed_last_step(&file, communicator)?;
+        Ok(Self { every: settings.every, rows, has_rows, source, probe, file, last })
     }
 
-    /// Whether a validation follows `step`, the last of which is `total`.
+    /// Whether a validation follows `step`, the last of which is `total`, and has not been done.
     pub(crate) fn is_due(&self, step: u64, total: u64) -> bool {
-        step.is_multiple_of(self.every) || step == total
+        let wanted = step.is_multiple_of(self.every) || step == total;
+        wanted && step > 0 && self.last != Some(step)
     }
 
     /// Whether acceptance is measured.
@@ -205,6 +209,7 @@ impl<'a> Validation<'a> {
             }
         }
         line.seconds = begun.elapsed().as_secs_f64();
+        self.last = Some(step);
         if communicator.rank() == 0 {
             append(&self.file, &line)?;
         }
@@ -323,6 +328,19 @@ impl ValidationLine {
         }
         scalars
     }
+}
+
+/// The step of the last line of `file`, as rank 0 finds it: another rank's view may be older.
+fn agreed_last_step(file: &Path, communicator: &dyn Communicator) -> Result<Option<u64>, Error> {
+    let mut own = Vec::new();
+    if communicator.rank() == 0
+        && let Ok(lines) = std::fs::read(file)
+        && let Some(step) = lines.split(|&byte| byte == b'\n').filter_map(step_of).next_back()
+    {
+        own.extend_from_slice(&step.to_le_bytes());
+    }
+    let all = communicator.all_gather_bytes(&own)?;
+    Ok(all[0].as_slice().try_into().ok().map(u64::from_le_bytes))
 }
 
 /// Sums `sums` and a number over the ranks, and asks whether any was stopped: then `None`.

@@ -71,10 +71,13 @@ pub enum Command {
     /// Run the target and serve hidden states of chosen layers.
     HiddenServer(HiddenServerArgs),
     /// Train a drafter against a running hidden-state server.
+    #[command(allow_negative_numbers = true)]
     Train(Box<TrainArgs>),
     /// Say what a training run will take: memory, arithmetic, time, hidden states.
+    #[command(allow_negative_numbers = true)]
     Plan(Box<PlanArgs>),
     /// Measure a drafter: real speculative decoding against plain greedy decoding.
+    #[command(allow_negative_numbers = true)]
     Eval(EvalArgs),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportArgs),

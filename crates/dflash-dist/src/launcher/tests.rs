@@ -4,7 +4,7 @@ use super::venue::AttemptVenue;
 use super::workers::Death;
 use super::*;
 use crate::ExitCause;
-use crate::gloo::{BEGAN_KEY, lost_peer_key};
+use crate::gloo::{BEGAN_KEY, FUTILE_KEY, lost_peer_key};
 
 /// No one asks these jobs to stop.
 static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
@@ -111,6 +111,16 @@ fn what_may_pass_is_tried_again() {
     check(ExitCause::Code(2), false, false);
     check(ExitCause::Code(130), true, false);
     check(ExitCause::Code(143), true, false);
+}
+
+#[test]
+fn what_would_come_again_is_not_tried_again() {
+    let venue = attempt_venue();
+    venue.set(BEGAN_KEY, b"");
+    venue.set(FUTILE_KEY, b"");
+    let failure = |code| verdict::of_deaths(&[death(0, ExitCause::Code(code))], &config(), &venue);
+    assert!(!failure(1).may_pass);
+    assert!(failure(101).may_pass, "a bug in one rank may be met by chance");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use dflash_torch_sys::Store;
 use super::signals::Signals;
 use super::{LaunchConfig, POLL};
 use crate::Error;
-use crate::gloo::{BEGAN_KEY, lost_peer_key};
+use crate::gloo::{BEGAN_KEY, FUTILE_KEY, lost_peer_key};
 use crate::rendezvous::store_prefix;
 
 /// For one answer of the store.
@@ -89,9 +89,11 @@ impl AttemptVenue {
         Some(String::from_utf8_lossy(&report).into_owned())
     }
 
-    /// Whether a rank has said that its settings were good and its work under way.
-    pub(super) fn has_begun(&self) -> bool {
-        self.ask(|store| store.contains(BEGAN_KEY).ok()).unwrap_or(false)
+    /// Whether a rank has said that its settings were good and its work under way, and none that
+    /// its fault would come again.
+    pub(super) fn may_improve(&self) -> bool {
+        let has = |key: &'static str| self.ask(move |store| store.contains(key).ok());
+        has(BEGAN_KEY).unwrap_or(false) && !has(FUTILE_KEY).unwrap_or(false)
     }
 
     fn ask<T: Send + 'static>(

@@ -77,7 +77,7 @@ pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, venue: &Attempt
     let may_pass = match cause {
         ExitCause::Signal(_) => true,
         ExitCause::Code(code) if ASKED.contains(&code) => false,
-        ExitCause::Code(code) if REFUSALS.contains(&code) => venue.has_begun(),
+        ExitCause::Code(code) if REFUSALS.contains(&code) => venue.may_improve(),
         ExitCause::Code(_) => true,
     };
     let (node, host) = (config.node_rank, hostname());

@@ -254,9 +254,13 @@ fn draft_settings(
     target: &Path,
     stored: Option<&DraftConfig>,
 ) -> anyhow::Result<DraftSettings> {
-    let mask_token_id = args.mask_token_id.or_else(|| stored.map(|draft| draft.mask_token_id));
+    let explicit_mask = args.mask_token_id;
+    let mask_token_id = explicit_mask.or_else(|| stored.map(|draft| draft.mask_token_id));
     let settings = draft_shape(args, target, stored)?;
     let tokenizer = ChatTokenizer::load(target)?;
+    if let Some(id) = explicit_mask {
+        refuse_text(&tokenizer, id)?;
+    }
     let special = tokenizer.special_ids();
     let facts = TokenizerFacts {
         len: tokenizer.len() as i64,
@@ -267,6 +271,17 @@ fn draft_settings(
     };
     let rows = TargetConfig::load(target)?.vocab_size;
     Ok(DraftSettings { mask_token_id: resolve_mask_token(mask_token_id, facts, rows)?, ..settings })
+}
+
+/// A mask token must mean nothing: a draft that meets it in answers learns to propose blanks.
+fn refuse_text(tokenizer: &ChatTokenizer, id: i64) -> anyhow::Result<()> {
+    let text = tokenizer.decode(&[id], true)?;
+    ensure!(
+        text.is_empty(),
+        "--mask-token-id {id} is {text:?}, which occurs in text; take a special token or a row of \
+         the embedding that the tokenizer does not use"
+    );
+    Ok(())
 }
 
 /// The draft's settings but for its mask token, which needs the tokenizer: 0 where it is not given.
@@ -413,6 +428,11 @@ fn hidden_settings(args: HiddenArgs, endpoints: Vec<String>) -> anyhow::Result<H
     ensure!(
         on_generate == OnGenerateArg::Delete || hidden_states_path.is_some(),
         "--on-generate cache needs --hidden-states-path to say where"
+    );
+    ensure!(
+        on_missing == OnMissingArg::Generate || hidden_states_path.is_some(),
+        "--on-missing skip, warn and raise use stored hidden states alone; name their folder with \
+         --hidden-states-path"
     );
     Ok(HiddenSettings {
         endpoints,

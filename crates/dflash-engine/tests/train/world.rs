@@ -176,6 +176,28 @@ impl World {
         path.to_string_lossy().into_owned()
     }
 
+    /// Replaces a sample's stored states by the largest numbers there are, whose norms overflow.
+    pub(crate) fn spoil(&self, sample: u64) {
+        let input_ids = input_ids(sample);
+        let huge = vec![f32::MAX; input_ids.len() * HIDDEN as usize];
+        let layer = bytes_of(&Tensor::from_slice(&huge));
+        let layers = LAYER_IDS.iter().map(|_| layer.clone()).collect();
+        let states = HiddenStates::new(
+            LAYER_IDS.to_vec(),
+            input_ids.len(),
+            HIDDEN as usize,
+            Dtype::F32,
+            layers,
+        );
+        let files = OfflineFiles::new(self.path("states"));
+        files.write(sample, &input_ids, &states.unwrap()).unwrap();
+    }
+
+    /// The file of a sample's stored states.
+    pub(crate) fn stored(&self, sample: u64) -> PathBuf {
+        self.path("states").join(format!("hs_{sample}.safetensors"))
+    }
+
     /// The JSON lines of a file of a run.
     pub(crate) fn lines(&self, save: &str, file: &str) -> Vec<serde_json::Value> {
         let text = std::fs::read_to_string(self.path(save).join(file)).unwrap();
@@ -190,13 +212,13 @@ impl World {
     }
 }
 
-/// (step, loss) of every metric line.
+/// (step, loss) of every metric line; 0 where there was nothing to learn.
 pub(crate) fn losses(save_path: &Path) -> Vec<(u64, f64)> {
     std::fs::read_to_string(save_path.join("metrics.jsonl"))
         .unwrap()
         .lines()
         .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
-        .map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap()))
+        .map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap_or(0.0)))
         .collect()
 }
 
@@ -262,9 +284,9 @@ fn tokenizer_json() -> String {
 fn write_dataset(dir: &Path, mask: fn(u64, u64) -> bool) -> Vec<Sample> {
     let samples: Vec<Sample> = (0..SAMPLES)
         .map(|index| {
-            let length = 12 + index % 9;
-            let input_ids = (0..length).map(|t| ((index * 7 + t) % 60) as i64).collect();
-            Sample { input_ids, loss_mask: (0..length).map(|t| mask(index, t)).collect() }
+            let input_ids = input_ids(index);
+            let loss_mask = (0..input_ids.len() as u64).map(|t| mask(index, t)).collect();
+            Sample { input_ids, loss_mask }
         })
         .collect();
     let mut writer = DatasetWriter::create(dir, WriterOptions::default()).unwrap();
@@ -273,6 +295,10 @@ fn write_dataset(dir: &Path, mask: fn(u64, u64) -> bool) -> Vec<Sample> {
     }
     writer.finish().unwrap();
     samples
+}
+
+fn input_ids(sample: u64) -> Vec<i64> {
+    (0..12 + sample % 9).map(|t| ((sample * 7 + t) % 60) as i64).collect()
 }
 
 fn store_states(target: &Target, samples: &[Sample], files: OfflineFiles) {

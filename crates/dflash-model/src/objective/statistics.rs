@@ -19,7 +19,7 @@ pub struct Statistics {
     sums: Tensor,
 }
 
-/// [`Statistics`] on the host, as ratios.
+/// [`Statistics`] on the host, as ratios; of nothing they are NaN.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatisticsReport {
     /// Weighted loss over its denominator.
@@ -45,6 +45,11 @@ impl Statistics {
         Self { sums: Tensor::zeros([HEAD + 2 * block_size as i64], (Kind::Double, device)) }
     }
 
+    /// The same sums over nothing.
+    pub fn cleared(&self) -> Self {
+        Self { sums: self.sums.zeros_like() }
+    }
+
     /// Adds another row's or rank's.
     pub fn add(&mut self, other: &Self) {
         let _ = self.sums.g_add_(&other.sums);
@@ -66,7 +71,7 @@ impl Statistics {
             .expect("the sums are a float64 vector");
         let (head, slots) = sums.split_at(HEAD as usize);
         let (correct, supervised) = slots.split_at(slots.len() / 2);
-        let ratio = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
+        let ratio = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { f64::NAN };
         let total: f64 = supervised.iter().sum();
         StatisticsReport {
             loss: ratio(head[0], head[1] + epsilon),

@@ -229,7 +229,7 @@ pub struct OptimizerArgs {
     /// Steps that warm up, instead of a share.
     #[arg(long, value_name = "N", conflicts_with = "warmup_ratio")]
     pub warmup_steps: Option<u64>,
-    /// Learning rate at the end, as a share of the peak.
+    /// Learning rate behind the last step, as a share of the peak.
     #[arg(long, value_name = "R", default_value_t = 0.0)]
     pub min_lr_ratio: f64,
     /// Share of all steps that decay, for wsd.
@@ -254,8 +254,8 @@ pub struct OptimizerArgs {
     /// Largest global gradient norm; above it the gradient is scaled down.
     #[arg(long, value_name = "N", default_value_t = 1.0)]
     pub max_grad_norm: f64,
-    /// Steps in a row with a non-finite gradient (skipped and counted) before the run ends.
-    #[arg(long, value_name = "N", default_value_t = 10)]
+    /// End the run, saved, after N steps in a row with a non-finite gradient (skipped, counted).
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_bad_steps: u64,
 }
 
