@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{Target, TargetOptions};
+use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_text::ChatTokenizer;
 
 use crate::Error;
@@ -59,7 +59,7 @@ pub fn evaluate(config: &EvalConfig, stop: &AtomicBool) -> Result<EvalReport, Er
     let vocabulary = DraftVocabulary::load(&config.draft)?;
     let tokenizer = ChatTokenizer::load(&config.target)?;
     let mut prompts = read_prompts(&config.prompts, config.limit, &tokenizer, target.vocab_size())?;
-    let skipped = drop_long(&mut prompts, &target, config.max_new_tokens);
+    let skipped = drop_long(&mut prompts, target.config(), config.max_new_tokens);
     if prompts.is_empty() {
         let context = target.config().max_position_embeddings;
         return Err(Error::NoPrompts { path: config.prompts.clone(), context });
@@ -79,14 +79,32 @@ pub fn evaluate(config: &EvalConfig, stop: &AtomicBool) -> Result<EvalReport, Er
 }
 
 /// Removes prompts that leave no room for an answer; returns how many.
-pub(crate) fn drop_long(prompts: &mut Vec<Prompt>, target: &Target, max_new: usize) -> usize {
+pub(crate) fn drop_long(prompts: &mut Vec<Prompt>, target: &TargetConfig, max_new: usize) -> usize {
     let before = prompts.len();
     prompts.retain(|prompt| fits(&prompt.ids, target, max_new));
     before - prompts.len()
 }
 
-fn fits(ids: &[i64], target: &Target, max_new: usize) -> bool {
-    ids.len() + max_new <= target.config().max_position_embeddings as usize
+fn fits(ids: &[i64], target: &TargetConfig, max_new: usize) -> bool {
+    ids.len() + max_new <= target.max_position_embeddings as usize
+}
+
+/// Answers a prompt and, in a benchmark of several turns, those that follow it and leave room for
+/// `max_new` tokens. `answer` gives the target's tokens.
+pub(crate) fn dialogue(
+    prompt: &Prompt,
+    tokenizer: &ChatTokenizer,
+    (target, max_new): (&TargetConfig, usize),
+    mut answer: impl FnMut(&[i64]) -> Result<Vec<i64>, Error>,
+) -> Result<(), Error> {
+    let mut turn = prompt.clone();
+    loop {
+        let text = tokenizer.decode(&answer(&turn.ids)?, true)?;
+        match turn.next_turn(&text, tokenizer)? {
+            Some(next) if fits(&next.ids, target, max_new) => turn = next,
+            _ => return Ok(()),
+        }
+    }
 }
 
 /// End tokens by the model's configuration and by its tokenizer.
@@ -161,19 +179,11 @@ impl<'a> Measurement<'a> {
         Ok(())
     }
 
-    /// Answers a prompt and, in a benchmark of several turns, those that follow it.
+    /// Answers a prompt and the turns that follow it.
     fn dialogue(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
-        let mut turn = prompt.clone();
-        loop {
-            let answer = self.answer(&turn.ids, stop)?;
-            let text = self.tokenizer.decode(&answer, true)?;
-            match turn.next_turn(&text, self.tokenizer)? {
-                Some(next) if fits(&next.ids, self.target, self.limits.max_new_tokens) => {
-                    turn = next;
-                }
-                _ => return Ok(()),
-            }
-        }
+        let (target, tokenizer) = (self.target, self.tokenizer);
+        let room = (target.config(), self.limits.max_new_tokens);
+        dialogue(prompt, tokenizer, room, |ids| self.answer(ids, stop))
     }
 
     /// Answers one prompt both ways; returns the plain answer's tokens.

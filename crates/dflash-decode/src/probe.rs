@@ -11,7 +11,7 @@ use dflash_text::ChatTokenizer;
 
 use crate::Error;
 use crate::acceptance::Acceptance;
-use crate::eval::{drop_long, stop_ids};
+use crate::eval::{dialogue, drop_long, stop_ids};
 use crate::plain::Limits;
 use crate::prompts::{Prompt, read_prompts};
 use crate::sampling::{Sampler, Sampling};
@@ -22,7 +22,7 @@ use crate::speculative::Speculator;
 pub struct ProbeConfig {
     /// Directory of the target, with its tokenizer.
     pub target: PathBuf,
-    /// JSON or JSONL file of prompts; of several turns the first is taken.
+    /// JSON or JSONL file of prompts.
     pub prompts: PathBuf,
     /// Rows of the file at most.
     pub limit: Option<usize>,
@@ -43,11 +43,17 @@ impl Probe {
     /// Reads the prompts; the target is loaded at the first measurement.
     ///
     /// # Errors
-    /// Prompts that cannot be read.
+    /// Prompts that cannot be read, or none that leaves room for an answer.
     pub fn open(config: ProbeConfig) -> Result<Self, Error> {
         let tokenizer = ChatTokenizer::load(&config.target)?;
-        let vocab_size = TargetConfig::load(&config.target)?.vocab_size;
-        let prompts = read_prompts(&config.prompts, config.limit, &tokenizer, vocab_size)?;
+        let target = TargetConfig::load(&config.target)?;
+        let mut prompts =
+            read_prompts(&config.prompts, config.limit, &tokenizer, target.vocab_size)?;
+        drop_long(&mut prompts, &target, config.max_new_tokens);
+        if prompts.is_empty() {
+            let context = target.max_position_embeddings;
+            return Err(Error::NoPrompts { path: config.prompts, context });
+        }
         Ok(Self { config, tokenizer, prompts, target: None })
     }
 
@@ -74,7 +80,12 @@ impl Probe {
             stop_ids: stop_ids(target, &self.tokenizer),
         };
         for prompt in self.prompts.iter().skip(first).step_by(stride) {
-            acceptance.record(&speculator.generate(&prompt.ids, &limits, stop)?.accepted);
+            let room = (target.config(), limits.max_new_tokens);
+            dialogue(prompt, &self.tokenizer, room, |ids| {
+                let speculation = speculator.generate(ids, &limits, stop)?;
+                acceptance.record(&speculation.accepted);
+                Ok(speculation.generation.tokens)
+            })?;
         }
         Ok(acceptance)
     }
@@ -84,13 +95,7 @@ impl Probe {
             return Ok(());
         }
         let options = TargetOptions { device: draft.device(), dtype: draft.flat().kind() };
-        let target = Target::load(&self.config.target, &options)?;
-        drop_long(&mut self.prompts, &target, self.config.max_new_tokens);
-        if self.prompts.is_empty() {
-            let context = target.config().max_position_embeddings;
-            return Err(Error::NoPrompts { path: self.config.prompts.clone(), context });
-        }
-        self.target = Some(target);
+        self.target = Some(Target::load(&self.config.target, &options)?);
         Ok(())
     }
 }

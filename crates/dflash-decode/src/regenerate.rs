@@ -70,7 +70,7 @@ pub fn regenerate(
     let tokenizer = ChatTokenizer::load(&config.model)?;
     let target = Target::load(&config.model, &config.options)?;
     let mut prompts = read_prompts(&config.data, config.limit, &tokenizer, target.vocab_size())?;
-    let skipped = drop_long(&mut prompts, &target, config.max_new_tokens);
+    let skipped = drop_long(&mut prompts, target.config(), config.max_new_tokens);
     if prompts.is_empty() {
         let context = target.config().max_position_embeddings;
         return Err(Error::NoPrompts { path: config.data.clone(), context });

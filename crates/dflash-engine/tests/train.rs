@@ -152,6 +152,39 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     // What training measured at its end is what the checkpoint shows: with the same few tokens.
     let lines = world.lines("pruned", "validation.jsonl");
     assert_eq!(lines.last().unwrap()["tau_per_step"], report["tau_per_step"]);
+    // A run that starts from it, or goes on, keeps the selection; the data would select others.
+    let load = |dir: &str| {
+        dflash_model::objective::DraftVocabulary::load(std::path::Path::new(dir)).unwrap()
+    };
+    let other = dflash_model::objective::DraftVocabulary::new((0..24).collect(), 64);
+    assert_ne!(other, vocabulary);
+    other.save(&dir).unwrap();
+    let draft = dir.to_str().unwrap();
+    let warm = world.train("warm", &["--from-pretrained", draft, "--max-steps", "3"]);
+    assert!(warm.success(), "{}", warm.stderr);
+    assert!(warm.stderr.contains("it proposes 24 of the target's 64 tokens"), "{}", warm.stderr);
+    assert_eq!(load(warm.stdout.trim()), Some(other.clone()));
+    let on = world.train("warm", &["--max-steps", "6", "--resume"]);
+    assert!(on.success(), "{}", on.stderr);
+    assert_eq!(load(on.stdout.trim()), Some(other));
+    let all = ["--draft-vocab-size", "64", "--from-pretrained", draft, "--max-steps", "1"];
+    let all = world.train("all", &all);
+    assert_eq!(load(all.stdout.trim()), None);
+}
+
+#[test]
+fn windows_of_any_length_train() {
+    let world = World::new();
+    let full = world.train("full", &["--max-steps", "4"]);
+    assert!(full.success(), "{}", full.stderr);
+    let mut seen = vec![losses(&world.path("full"))];
+    for window in ["1", "2", "5", "11"] {
+        let run = world.train(window, &["--sliding-window", window, "--max-steps", "4"]);
+        assert!(run.success(), "{window}: {}", run.stderr);
+        let own = losses(&world.path(window));
+        assert!(!seen.contains(&own), "a window of {window} changes nothing");
+        seen.push(own);
+    }
 }
 
 #[test]
@@ -170,6 +203,9 @@ fn mistakes_are_named() {
     check(&["--mask-token-id", "61"], "mask token 61");
     check(&["--mask-token-id", "64"], "mask token 64");
     check(&["--block-size", "1"], "--block-size is 1");
+    check(&["--block-size", "5000"], "--block-size is 5000");
+    check(&["--total-seq-len", "1"], "--total-seq-len is 1");
+    check(&["--max-steps", "9999999999", "--epochs", "999999"], "--epochs is 999999");
     check(&["--num-layers", "0"], "--num-layers is 0");
     check(&["--draft-vocab-size", "1000"], "--draft-vocab-size is 1000");
     check(&["--loss", "hinge"], "--loss names hinge");

@@ -22,9 +22,10 @@ pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};
 
 use crate::attention::KeyValue;
-use crate::checkpoint::{TensorFile, write_safetensors};
+use crate::checkpoint::write_safetensors;
 use crate::ops::{Rotary, RotaryTables};
-use crate::{Error, Result, fused};
+use crate::target::Weights;
+use crate::{Result, fused};
 
 /// File that holds the weights of a draft checkpoint.
 const WEIGHTS: &str = "model.safetensors";
@@ -81,22 +82,17 @@ impl Draft {
         Self::new(config, flat)
     }
 
-    /// Loads a checkpoint in z-lab's layout (config.json and model.safetensors).
+    /// Loads a checkpoint: config.json, and model.safetensors or the shards of its index.
     ///
     /// # Errors
     /// Missing or damaged files, unsupported settings, missing or misshapen tensors: each named.
     pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self> {
         let config = DraftConfig::load(dir)?;
-        let path = dir.join(WEIGHTS);
-        if !path.is_file() {
-            return Err(Error::MissingFile { dir: dir.into(), file: WEIGHTS.into() });
-        }
-        let file = TensorFile::open(&path)?;
+        let weights = Weights::open(dir)?;
         let layout = DraftLayout::new(&config);
         let flat = Tensor::zeros([layout.elements()], (kind, device));
         for parameter in layout.parameters() {
-            let tensor = file.tensor(&parameter.name, &parameter.shape)?;
-            parameter.view(&flat).f_copy_(&tensor)?;
+            weights.read_into(&parameter.name, &mut parameter.view(&flat))?;
         }
         Ok(Self::new(config, flat))
     }
@@ -214,6 +210,37 @@ fn heads(x: &Tensor, head_dim: i64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shards_load_as_one_file_does() {
+        tch::manual_seed(1);
+        let options = (Kind::Float, Device::Cpu);
+        let config = r#"{
+            "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+            "rope_theta": 100.0, "vocab_size": 9, "max_position_embeddings": 32, "block_size": 4,
+            "dflash_config": {"mask_token_id": 8, "target_layer_ids": [0, 1]}
+        }"#;
+        let config = DraftConfig::parse(Path::new("config.json"), config).unwrap();
+        let draft = Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, options));
+        let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        draft.save(whole.path()).unwrap();
+        draft.config().save(sharded.path()).unwrap();
+        let mut weight_map = serde_json::Map::new();
+        for (number, parameters) in draft.layout().parameters().chunks(5).enumerate() {
+            let shard = format!("model-{number}.safetensors");
+            let tensor = |p: &Parameter| {
+                weight_map.insert(p.name.clone(), shard.clone().into());
+                (p.name.clone(), p.view(draft.flat()).to_kind(Kind::BFloat16).contiguous())
+            };
+            let tensors: Vec<_> = parameters.iter().map(tensor).collect();
+            write_safetensors(&sharded.path().join(&shard), &tensors).unwrap();
+        }
+        let index = serde_json::json!({ "weight_map": weight_map }).to_string();
+        std::fs::write(sharded.path().join("model.safetensors.index.json"), index).unwrap();
+        let load = |dir: &tempfile::TempDir| Draft::load(dir.path(), Device::Cpu, Kind::Float);
+        assert_eq!(load(&whole).unwrap().flat(), load(&sharded).unwrap().flat());
+    }
 
     #[test]
     fn a_fresh_fc_passes_the_captures_on() {

@@ -29,7 +29,7 @@ use self::layer::{Attend, DecoderLayer, norm};
 use self::packed::PackedAttention;
 use self::parameters::{Init, Linear, LinearSpec};
 use self::rotary::{HeadTables, scale_frequencies};
-use self::weights::{Weights, write_weights};
+use self::weights::write_weights;
 use crate::ops::Rotary;
 use crate::{Error, Result};
 
@@ -39,6 +39,7 @@ pub use self::config::{Family, Llama3Scaling, RopeConfig, TargetConfig};
 pub use self::head::TargetHead;
 pub use self::layer_ids::{check_layer_ids, default_layer_ids};
 pub use self::mask_token::{TokenizerFacts, resolve_mask_token};
+pub(crate) use self::weights::Weights;
 
 /// Where and in what precision a target runs.
 #[derive(Debug, Clone, Copy)]

@@ -76,6 +76,9 @@ pub struct StepReport {
 const RATE: f64 = 6e-4;
 const GAMMA: f64 = 7.0;
 
+/// A longer row is surely a mistake, and would not fit anywhere.
+const MAX_TOKENS: usize = 1 << 24;
+
 /// Bytes of a chunk of logits, the trainer's default.
 const CHUNK_BYTES: usize = 8 << 20;
 
@@ -127,6 +130,17 @@ impl StepBench {
         if let Some((flag, _)) = counts.iter().find(|(_, value)| *value == 0) {
             return Err(Error::setting(flag, 0, "it must be at least 1"));
         }
+        if self.tokens > MAX_TOKENS {
+            let expected = format!("no row has more than {MAX_TOKENS} tokens");
+            return Err(Error::setting("--tokens", self.tokens, expected));
+        }
+        if self.block_size < 2 {
+            let expected = "a block holds the anchor and at least one token to predict";
+            return Err(Error::setting("--block", self.block_size, expected));
+        }
+        if self.layers == 0 {
+            return Err(Error::setting("--layers", 0, "a draft needs a layer"));
+        }
         let room = self.tokens.saturating_sub(self.documents);
         if self.anchors > room {
             let expected = format!(
@@ -138,12 +152,25 @@ impl StepBench {
         Ok(())
     }
 
+    /// As many captured layers as are asked for, which matter by their number alone.
+    fn layer_ids(&self, layers: usize) -> Result<Vec<u32>, Error> {
+        let usual = default_layer_ids(layers, self.captures);
+        if usual.len() == self.captures {
+            return Ok(usual);
+        }
+        if self.captures > layers + 1 {
+            let expected = format!("the target has {layers} layers and its embedding to capture");
+            return Err(Error::setting("--captures", self.captures, expected));
+        }
+        Ok((0..self.captures as u32).collect())
+    }
+
     fn trainer(&self, device: Device, kind: Kind) -> Result<Trainer, Error> {
         let target = TargetConfig::load(&self.target)?;
         let settings = DraftSettings {
             num_layers: self.layers,
             block_size: self.block_size,
-            target_layer_ids: default_layer_ids(target.num_hidden_layers, self.captures),
+            target_layer_ids: self.layer_ids(target.num_hidden_layers)?,
             mask_token_id: target.vocab_size - 1,
             sliding_window: None,
             vocab_size: None,

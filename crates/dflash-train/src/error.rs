@@ -157,6 +157,26 @@ pub enum Error {
         /// Its value in this run.
         expected: String,
     },
+    /// Weights to start from are infinite or no numbers.
+    #[error("--from-pretrained {}: {name} holds values that are not finite; take another checkpoint", .path.display())]
+    BadWeights {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+    },
+    /// The draft to start from proposes tokens of another vocabulary.
+    #[error(
+        "--from-pretrained {}: its pruned vocabulary is of a target with {found} tokens, this one has {expected}", .path.display()
+    )]
+    ForeignVocabulary {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Rows of its target's embedding.
+        found: usize,
+        /// Rows of this target's.
+        expected: usize,
+    },
     /// A file of a checkpoint does not parse.
     #[error("{path}: {source}")]
     State {

@@ -204,6 +204,11 @@ impl Meter {
         Ok(())
     }
 
+    /// Leaves what took `time` out of the interval's speed: a save, a validation.
+    pub(crate) fn exclude(&mut self, time: Duration) {
+        self.since += time;
+    }
+
     /// Shows a validation.
     pub(crate) fn validated(&mut self, line: &ValidationLine) {
         self.say(&line.summary());

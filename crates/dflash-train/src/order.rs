@@ -41,6 +41,18 @@ impl RowOrder {
         pack_rows(&order, &self.lengths, self.total_seq_len)
     }
 
+    /// Says how many samples do not fit into a row.
+    pub(crate) fn cut_note(&self) -> Option<String> {
+        let long = |length: &&u32| **length as usize > self.total_seq_len;
+        let cut = self.lengths.iter().filter(long).count();
+        let (all, length) = (self.lengths.len(), self.total_seq_len);
+        (cut > 0).then(|| {
+            format!(
+                "{cut} of {all} samples are longer than --total-seq-len {length} and are cut to it"
+            )
+        })
+    }
+
     /// Rows of all epochs.
     pub(crate) fn rows(&self) -> u64 {
         *self.starts.last().expect("there is an end")
@@ -117,6 +129,13 @@ mod tests {
             samples.sort_unstable();
             assert_eq!(samples, (0..101).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn cut_samples_are_said() {
+        assert_eq!(order().cut_note(), None);
+        let note = RowOrder::new(&[9, 10, 11, 30], 10, 7, 1).cut_note().unwrap();
+        assert!(note.starts_with("2 of 4 samples are longer than --total-seq-len 10"), "{note}");
     }
 
     #[test]

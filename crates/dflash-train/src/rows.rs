@@ -30,7 +30,8 @@ impl LoadedRow {
 
 /// This rank's rows in order, with their hidden states as they come.
 pub(crate) struct Rows {
-    stream: Stream,
+    /// `None` where the run was told to stop before a server was ready.
+    stream: Option<Stream>,
     planned: Box<dyn Iterator<Item = PlannedRow>>,
     source: RowSource,
 }
@@ -53,7 +54,10 @@ impl RowSource {
         planned: impl Iterator<Item = PlannedRow> + Clone + Send + 'static,
     ) -> Result<Rows, Error> {
         let wanted = requests(planned.clone(), Arc::clone(&self.dataset), self.total_seq_len);
-        let stream = Stream::start(self.stream.clone(), wanted)?;
+        let stream = match Stream::start(self.stream.clone(), wanted) {
+            Err(dflash_hidden::Error::Interrupted) => None,
+            stream => Some(stream?),
+        };
         Ok(Rows { stream, planned: Box::new(planned), source: self.clone() })
     }
 }
@@ -62,7 +66,11 @@ impl Rows {
     /// The next row; `None` at the end.
     pub(crate) fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
         let Some(planned) = self.planned.next() else { return Ok(None) };
-        let fetched = match self.stream.next_row() {
+        // The ranks hear of it in the step, and end together.
+        let Some(stream) = &mut self.stream else {
+            return Err(dflash_hidden::Error::Interrupted.into());
+        };
+        let fetched = match stream.next_row() {
             Some(fetched) => fetched?,
             // The feeder stops at a sample that it cannot read; reading it here says why.
             None => {

@@ -164,7 +164,9 @@ pub fn run(
     }
     tch::no_grad(|| {
         let place = (communicator.rank(), communicator.world_size());
-        let mut trainer = setup::trainer(config, draft_config.clone(), &dataset, (device, place))?;
+        let from = resume.as_ref().map(|(_, dir)| dir.as_path());
+        let data = (&*dataset, from);
+        let mut trainer = setup::trainer(config, draft_config.clone(), data, (device, place))?;
         let mut position = Position::start(config, &dataset);
         if let Some((step, dir)) = &resume {
             position = checkpoint::resume(&mut trainer, (*step, dir), &position)?;
@@ -301,6 +303,9 @@ impl Worker<'_, '_> {
                 meter.say(&note);
             }
         }
+        if let Some(note) = self.order.cut_note() {
+            meter.say(&note);
+        }
         if !self.config.schedule.reaches_peak(self.total) {
             let total = self.total;
             meter
@@ -327,24 +332,36 @@ impl Worker<'_, '_> {
             }
             let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
             let due = self.config.save_every.is_some_and(|n| self.position.step.is_multiple_of(n));
+            let pause = Instant::now();
             if epoch_ended || due || diverged {
                 self.save(&meter)?;
+            }
+            meter.exclude(pause.elapsed());
+            if epoch_ended && self.begun_at == 0 && !self.learned {
+                return self.learned_nothing(&mut meter);
             }
             if diverged {
                 self.communicator.announce_futility();
                 return Err(Error::NonFinite { count, step: self.position.step });
             }
             // Ranks that were not told to stop themselves would measure to the end.
+            let pause = Instant::now();
             if stopping || self.validate(&mut meter)? == Validated::Interrupted {
                 return self.finish(&mut meter, false);
             }
+            meter.exclude(pause.elapsed());
         }
-        let outcome = self.finish(&mut meter, true)?;
-        let (steps, skipped) = (outcome.step, self.position.skipped);
-        if self.begun_at == 0 && steps > 0 && !self.learned {
-            return Err(Error::NothingLearned { steps, skipped, checkpoint: outcome.checkpoint });
+        if self.begun_at == 0 && self.total > 0 && !self.learned {
+            return self.learned_nothing(&mut meter);
         }
-        Ok(outcome)
+        self.finish(&mut meter, true)
+    }
+
+    /// Ends a run whose first epoch had no slot to learn from.
+    fn learned_nothing(&mut self, meter: &mut Meter) -> Result<Outcome, Error> {
+        let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
+        self.communicator.announce_futility();
+        Err(Error::NothingLearned { steps, skipped: self.position.skipped, checkpoint })
     }
 
     /// Measures what there is to measure, if it is time and has not been done.
@@ -366,6 +383,7 @@ impl Worker<'_, '_> {
             && save_path.note_acceptance(step, measured.tau_per_step)?
         {
             meter.say(&format!("step {step} has the best acceptance so far"));
+            self.prune(meter);
         }
         Ok(Validated::AsDue)
     }
@@ -389,7 +407,12 @@ impl Worker<'_, '_> {
     /// Where a fresh run's weights come from, and what that means.
     fn warm_start_notes(&self) -> Result<Vec<String>, Error> {
         let Some(pretrained) = &self.config.from_pretrained else { return Ok(Vec::new()) };
-        Ok(WarmStart::open(pretrained, self.trainer.draft.config())?.notes())
+        let mut notes = WarmStart::open(pretrained, self.trainer.draft.config())?.notes();
+        if let Some(vocabulary) = &self.trainer.batches.vocabulary {
+            let (size, all) = (vocabulary.selected().len(), vocabulary.target_size());
+            notes.push(format!("it proposes {size} of the target's {all} tokens"));
+        }
+        Ok(notes)
     }
 
     /// One optimizer step over `accumulation` rows of this rank.
@@ -475,13 +498,18 @@ impl Worker<'_, '_> {
             return Ok(checkpoint::step_dir(dir, step));
         }
         let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
-        let Some(save_path) = &self.save_path else { return Ok(path) };
         meter.say(&format!("saved {}", path.display()));
+        self.prune(meter);
+        Ok(path)
+    }
+
+    /// Removes the checkpoints that need not stay.
+    fn prune(&self, meter: &Meter) {
+        let Some(save_path) = &self.save_path else { return };
         // Room on the disk is no reason to end a run that trains well.
         if let Err(error) = save_path.prune(self.config.retention) {
             meter.say(&format!("no checkpoint was removed: {error}"));
         }
-        Ok(path)
     }
 
     /// Ends a run whose rows cannot be had, on this rank (`own`) or on another: what was trained is

@@ -1,5 +1,7 @@
 //! From settings to a trainer: the draft's shape, its weights, its vocabulary, its objective.
 
+use std::path::Path;
+
 use dflash_data::{Dataset, select_vocabulary};
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_model::objective::{DraftVocabulary, LabelSource, Objective};
@@ -16,6 +18,9 @@ use crate::optimizer::Algorithm;
 use crate::shards::Shards;
 use crate::trainer::Trainer;
 use crate::warm_start::WarmStart;
+
+/// Far beyond what any draft guesses right; each anchor costs memory in proportion.
+const MAX_BLOCK_SIZE: usize = 1024;
 
 /// Standard deviation of fresh matrices, Hugging Face's default for the Qwen family.
 const INITIALIZER_RANGE: f64 = 0.02;
@@ -34,6 +39,10 @@ pub(crate) fn draft_config(
     }
     if settings.block_size < 2 {
         let expected = "a block holds the anchor and at least one token to predict";
+        return Err(Error::setting("--block-size", settings.block_size, expected));
+    }
+    if settings.block_size > MAX_BLOCK_SIZE {
+        let expected = format!("blocks have at most {MAX_BLOCK_SIZE} slots");
         return Err(Error::setting("--block-size", settings.block_size, expected));
     }
     if settings.sliding_window == Some(0) {
@@ -100,11 +109,12 @@ pub(crate) fn device(
 pub(crate) fn trainer(
     config: &TrainConfig,
     draft_config: DraftConfig,
-    dataset: &Dataset,
+    (dataset, resume): (&Dataset, Option<&Path>),
     ((device, kind), place): ((Device, Kind), (usize, usize)),
 ) -> Result<Trainer, Error> {
     let head = TargetHead::load(&config.target, device, kind)?;
-    let vocabulary = vocabulary(config, dataset, head.embedding_vh.size()[0] as usize)?;
+    let rows = head.embedding_vh.size()[0] as usize;
+    let vocabulary = vocabulary(config, dataset, (resume, rows))?;
     let lm_head_vh = match &vocabulary {
         Some(vocabulary) => {
             let rows = Tensor::from_slice(vocabulary.selected()).to_device(device);
@@ -163,8 +173,31 @@ fn objective(settings: &ObjectiveSettings) -> Objective {
     }
 }
 
-/// The pruned vocabulary, or `None` where it is the target's own.
+/// The pruned vocabulary, or `None` where it is the target's own: what `resume` or the pretrained
+/// draft has, unless a size is asked for.
 fn vocabulary(
+    config: &TrainConfig,
+    dataset: &Dataset,
+    (resume, rows): (Option<&Path>, usize),
+) -> Result<Option<DraftVocabulary>, Error> {
+    let Some(dir) = resume.or(config.from_pretrained.as_deref()) else {
+        return selected_vocabulary(config, dataset, rows);
+    };
+    let stored = DraftVocabulary::load(dir)?;
+    if let Some(found) = stored.as_ref().map(DraftVocabulary::target_size)
+        && found != rows
+    {
+        return Err(Error::ForeignVocabulary { path: dir.into(), found, expected: rows });
+    }
+    let size = stored.as_ref().map_or(rows, |stored| stored.selected().len());
+    match config.draft.vocab_size {
+        Some(asked) if asked != size => selected_vocabulary(config, dataset, rows),
+        _ => Ok(stored.filter(|_| size < rows)),
+    }
+}
+
+/// The tokens that the dataset supervises most, as many as are asked for.
+fn selected_vocabulary(
     config: &TrainConfig,
     dataset: &Dataset,
     rows: usize,

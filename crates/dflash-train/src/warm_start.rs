@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind};
 use tch::{Device, Kind};
 
 use crate::Error;
@@ -100,10 +100,24 @@ impl WarmStart {
                 stored.mask_token_id, wanted.mask_token_id
             ));
         }
-        let windows =
-            |config: &DraftConfig| (config.sliding_window, config.layers.first().copied());
-        if windows(stored) != windows(wanted) {
-            notes.push("its layers see another window than this run's".to_string());
+        let shared = had.min(has);
+        let windows = |config: &DraftConfig| {
+            let layers = config.layers[..shared].iter();
+            let window = |kind: &LayerKind| match (kind, config.sliding_window) {
+                (LayerKind::Sliding, Some(window)) => format!("the last {window}"),
+                _ => "all".to_owned(),
+            };
+            layers.map(window).collect::<Vec<_>>().join(", ")
+        };
+        let (theirs, ours) = (windows(stored), windows(wanted));
+        if theirs != ours {
+            notes.push(format!(
+                "its layers see so many tokens of context: {theirs}; this run's: {ours}"
+            ));
+        }
+        if stored.rms_norm_eps != wanted.rms_norm_eps {
+            let (theirs, ours) = (stored.rms_norm_eps, wanted.rms_norm_eps);
+            notes.push(format!("its rms_norm_eps is {theirs}, this run's is the target's, {ours}"));
         }
         notes
     }
@@ -115,15 +129,19 @@ impl WarmStart {
     /// Copies every parameter that both drafts have into `draft`, whose buffer is float32.
     ///
     /// # Errors
-    /// Missing or damaged weights.
+    /// Missing or damaged weights, or such as are no numbers.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
         let source = self.load()?;
         let names: std::collections::HashMap<&str, _> =
             source.layout().parameters().iter().map(|p| (p.name.as_str(), p)).collect();
         for parameter in draft.layout().parameters() {
-            if let Some(stored) = names.get(parameter.name.as_str()) {
-                parameter.view(draft.flat()).copy_(&stored.view(source.flat()));
+            let Some(stored) = names.get(parameter.name.as_str()) else { continue };
+            let weights = stored.view(source.flat());
+            if !bool::try_from(weights.isfinite().all()).unwrap_or(false) {
+                let (path, name) = (self.dir.clone(), stored.name.clone());
+                return Err(Error::BadWeights { path, name });
             }
+            parameter.view(draft.flat()).copy_(&weights);
         }
         Ok(())
     }

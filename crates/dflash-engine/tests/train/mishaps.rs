@@ -187,3 +187,28 @@ fn a_validation_that_was_cut_short_is_made_up_for() {
     assert!(again.success() && !again.stderr.contains("validation loss"), "{}", again.stderr);
     assert_eq!(figures(), all);
 }
+
+#[test]
+fn prompts_that_cannot_be_used_are_found_before_the_first_step() {
+    let world = World::new();
+    let empty = world.path("empty.jsonl");
+    std::fs::write(&empty, "").unwrap();
+    let prompts = ["--eval-every", "1000", "--eval-prompts", empty.to_str().unwrap()];
+    let run = world.train("out", &prompts);
+    fail(&run, "empty.jsonl holds no prompt");
+    assert!(!world.path("out").exists());
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_no_start() {
+    let world = World::new();
+    let first = world.train("first", &["--max-steps", "1"]);
+    assert!(first.success(), "{}", first.stderr);
+    let dir = Path::new(first.stdout.trim());
+    let draft = dflash_model::draft::Draft::load(dir, tch::Device::Cpu, tch::Kind::Float).unwrap();
+    let _ = draft.flat().narrow(0, 7, 1).fill_(f64::NAN);
+    draft.save(dir).unwrap();
+    std::fs::remove_dir_all(dir.join("trainer")).unwrap();
+    let run = world.train("second", &["--from-pretrained", first.stdout.trim()]);
+    fail(&run, "fc.weight holds values that are not finite");
+}

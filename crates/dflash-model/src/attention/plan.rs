@@ -240,6 +240,10 @@ fn segment(span: &DocumentSpan, cut: &Range<usize>, rows: &[Range<usize>]) -> Se
             start..end.max(start)
         })
         .collect();
+    assert!(
+        span.context.start <= cut.start && cut.end <= span.context.end,
+        "a layer looks beyond the context that the plan was made for"
+    );
     let whole = limits.iter().all(|limit| *limit == (0..cut.len()));
     let offset = span.context_row + cut.start - span.context.start;
     Segment { context: offset..offset + cut.len(), row_limits: (!whole).then_some(limits) }

@@ -192,6 +192,8 @@ struct Stored {
     #[serde(default = "default_initializer_range")]
     initializer_range: f64,
     eos_token_id: Option<Value>,
+    attention_bias: Option<bool>,
+    hidden_act: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -239,6 +241,13 @@ impl Stored {
         if kv_heads <= 0 || heads % kv_heads != 0 {
             let expected = "it must divide num_attention_heads";
             return Err(config_error("num_key_value_heads", kv_heads.to_string(), expected));
+        }
+        if self.attention_bias == Some(true) {
+            let expected = "drafts have projections without a bias";
+            return Err(config_error("attention_bias", "true".into(), expected));
+        }
+        if let Some(other) = self.hidden_act.filter(|name| name != "silu") {
+            return Err(config_error("hidden_act", other, "drafts have silu"));
         }
         let sliding = layers.contains(&LayerKind::Sliding);
         Ok(DraftConfig {
@@ -353,6 +362,8 @@ mod tests {
             let message = parse(|config| config[key] = value).unwrap_err().to_string();
             assert!(message.contains(expect), "{message}");
         };
+        check("attention_bias", json!(true), "without a bias");
+        check("hidden_act", json!("gelu"), "`hidden_act` is gelu");
         check("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling");
         check("layer_types", json!(["full_attention"]), "1 entries");
         check("layer_types", json!(["full_attention", "linear"]), "linear");

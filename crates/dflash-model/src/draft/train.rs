@@ -22,7 +22,9 @@ pub struct PackedInput {
     pub features_ck: Tensor,
     /// Embeddings of [anchor token, MASK, ...] per block, [N, H].
     pub slots_nh: Tensor,
-    full: BlockAttention,
+    /// Of the layers of each kind; `None` where the draft has none, since the plan's context need
+    /// not reach as far as they would see.
+    full: Option<BlockAttention>,
     sliding: Option<BlockAttention>,
     context_rope: RotaryTables,
     slot_rope: RotaryTables,
@@ -148,12 +150,15 @@ impl Draft {
             device: self.flat.device(),
             kind: self.flat.kind(),
         };
-        let has_sliding = self.config.layers.contains(&LayerKind::Sliding);
+        let attention = |kind: LayerKind, visibility: &Visibility| {
+            let needed = self.config.layers.contains(&kind);
+            needed.then(|| BlockAttention::new(plan, visibility, &shape))
+        };
         PackedInput {
             features_ck,
             slots_nh,
-            full: BlockAttention::new(plan, &full, &shape),
-            sliding: has_sliding.then(|| BlockAttention::new(plan, &sliding, &shape)),
+            full: attention(LayerKind::Full, &full),
+            sliding: attention(LayerKind::Sliding, &sliding),
             context_rope: self.tables(&plan.context_positions()),
             slot_rope: self.tables(&plan.slot_positions()),
         }
@@ -254,10 +259,11 @@ impl Draft {
 
 impl PackedInput {
     fn attention(&self, draft: &Draft, index: usize) -> &BlockAttention {
-        match (draft.config.layers[index], &self.sliding) {
-            (LayerKind::Sliding, Some(sliding)) => sliding,
-            _ => &self.full,
-        }
+        let attention = match draft.config.layers[index] {
+            LayerKind::Full => &self.full,
+            LayerKind::Sliding => &self.sliding,
+        };
+        attention.as_ref().expect("each kind of layer is prepared")
     }
 }
 

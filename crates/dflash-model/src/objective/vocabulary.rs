@@ -1,6 +1,6 @@
 //! A pruned draft vocabulary: which of the target's tokens the draft can say.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tch::{Kind, Tensor};
 
@@ -9,6 +9,9 @@ use crate::{Error, Result};
 
 /// File of the vocabulary in a checkpoint: `d2t` and `t2d` as speculators defines them.
 const FILE: &str = "draft_vocabulary.safetensors";
+
+/// Where speculators keeps the same two tensors.
+const WEIGHTS: &str = "model.safetensors";
 
 /// The target's ids that the draft can say, ascending; draft ids are their ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,18 +31,28 @@ impl DraftVocabulary {
         Self { selected, of_target }
     }
 
-    /// Reads the vocabulary of a checkpoint directory; `None` where the draft says every token.
+    /// Reads the vocabulary of a checkpoint directory, from a file of its own or, as speculators
+    /// keeps it, from among the weights; `None` where the draft says every token.
     ///
     /// # Errors
     /// A damaged file, ids that do not ascend, or two tensors that contradict each other.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
-        let path = dir.join(FILE);
-        if !path.is_file() {
-            return Ok(None);
+        for name in [FILE, WEIGHTS] {
+            let path = dir.join(name);
+            if !path.is_file() {
+                continue;
+            }
+            let file = TensorFile::open(&path)?;
+            if name == FILE || file.names().iter().any(|name| name == "d2t") {
+                return Self::read(&file, path).map(Some);
+            }
         }
-        let file = TensorFile::open(&path)?;
-        let offsets = list(&file, &path, ("d2t", Kind::Int64))?;
-        let stored = list(&file, &path, ("t2d", Kind::Bool))?;
+        Ok(None)
+    }
+
+    fn read(file: &TensorFile, path: PathBuf) -> Result<Self> {
+        let offsets = list(file, &path, ("d2t", Kind::Int64))?;
+        let stored = list(file, &path, ("t2d", Kind::Bool))?;
         let selected: Vec<i64> = offsets.iter().zip(0..).map(|(offset, id)| offset + id).collect();
         let refuse = |key: &str, found: &str, expected: &str| Error::Config {
             path: path.clone(),
@@ -58,7 +71,7 @@ impl DraftVocabulary {
             let expected = "it must be true for the ids of d2t and for no others";
             return Err(refuse("t2d", "another selection than d2t", expected));
         }
-        Ok(Some(vocabulary))
+        Ok(vocabulary)
     }
 
     /// Writes the vocabulary into a checkpoint directory.
@@ -124,7 +137,13 @@ mod tests {
         assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), None);
         let vocabulary = DraftVocabulary::new(vec![2, 6, 7], 16);
         vocabulary.save(dir.path()).unwrap();
+        assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), Some(vocabulary.clone()));
+        // speculators' way, among the weights
+        std::fs::rename(dir.path().join(FILE), dir.path().join(WEIGHTS)).unwrap();
         assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), Some(vocabulary));
+        let weights = [("fc.weight".to_string(), Tensor::from_slice(&[1.0f32]))];
+        write_safetensors(&dir.path().join(WEIGHTS), &weights).unwrap();
+        assert_eq!(DraftVocabulary::load(dir.path()).unwrap(), None);
     }
 
     #[test]
