@@ -18,7 +18,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A model directory lacks a file that every model has.
-    #[error("{dir} has no {file}; pass the directory of a Hugging Face model")]
+    #[error("{dir} has no {file}; pass the directory of a model, or of one checkpoint (step-...)")]
     MissingFile {
         /// The directory as the user named it.
         dir: PathBuf,

@@ -175,7 +175,9 @@ fn checkpoints(run: &Run) -> String {
 
 /// The command first, then every entry of run.json under its path.
 fn provenance(run: &Run) -> String {
-    let Some(provenance) = &run.provenance else { return "<p>Unknown.</p>".to_owned() };
+    let Some(provenance) = &run.provenance else {
+        return "<p>Unknown: run.json is missing or broken.</p>".to_owned();
+    };
     let mut rows = Vec::new();
     flatten("", provenance, &mut rows);
     let command = provenance["config"]["command"].as_array().map(|words| {

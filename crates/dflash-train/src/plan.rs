@@ -177,7 +177,7 @@ impl PlanConfig {
             shape: [draft.layers.len(), draft.block_size, draft.target_layer_ids.len()],
             ranks: self.ranks,
             row: epoch.mean,
-            total_bytes: memory.total(),
+            total_bytes: memory.total(self.machine.gpu),
             memory,
             documents: epoch.documents,
             tokens_per_epoch: epoch.tokens,

@@ -303,6 +303,14 @@ impl Worker<'_, '_> {
                 meter.say(&note);
             }
         }
+        let slow = self.trainer.draft.device() == tch::Device::Cpu
+            && self.trainer.draft.flat().kind() == tch::Kind::BFloat16
+            && !dflash_torch_sys::cpu_multiplies_bf16();
+        if slow {
+            meter.say(
+                "this CPU has no instructions for bfloat16: float32 would be many times faster",
+            );
+        }
         if let Some(note) = self.order.cut_note() {
             meter.say(&note);
         }

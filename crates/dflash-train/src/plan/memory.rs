@@ -46,8 +46,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Sum of all parts.
-    pub fn total(&self) -> f64 {
+    /// Sum of all parts that lie where the rank computes: on a `gpu` the window is elsewhere.
+    pub fn total(&self, gpu: bool) -> f64 {
         let Self {
             masters,
             moments,
@@ -61,6 +61,7 @@ impl Memory {
             process,
         } = self;
         let state = masters + moments + average + gradients + copy;
+        let window = if gpu { 0.0 } else { *window };
         state + frozen + activations + logits + window + process
     }
 }
@@ -89,7 +90,7 @@ pub(super) fn memory(
         gradients: 4.0 * elements,
         copy: if state.bf16 { 2.0 * elements } else { 0.0 },
         frozen: matrix + own_head + pruned * width,
-        activations: activations(draft, row, (width, state.recompute)),
+        activations: activations(draft, row, (width, state.recompute), config.machine.gpu),
         // the product comes in the computation's kind before it is widened
         logits: logits * (1.0 + if state.bf16 { 0.5 } else { 0.0 }),
         window: config.window_bytes as f64,
@@ -99,7 +100,12 @@ pub(super) fn memory(
 
 /// Bytes of the activations of a row, `width` bytes a number, of layers that keep only their inputs
 /// or all that their backward pass reads.
-fn activations(draft: &DraftConfig, row: &RowShape, (width, recompute): (f64, bool)) -> f64 {
+fn activations(
+    draft: &DraftConfig,
+    row: &RowShape,
+    (width, recompute): (f64, bool),
+    gpu: bool,
+) -> f64 {
     let (h, i) = (draft.hidden_size as f64, draft.intermediate_size as f64);
     let heads = draft.num_attention_heads as f64;
     let q_width = heads * draft.head_dim as f64;
@@ -114,9 +120,11 @@ fn activations(draft: &DraftConfig, row: &RowShape, (width, recompute): (f64, bo
     let shared = context * (draft.captures() as f64 + 3.0) * h * width;
     // The last state, its norm and gradient, and the embeddings.
     let ends = slots * 4.0 * h * width;
-    // The widest moment of a layer's backward pass: gradients of gate and up, the activated
-    // product, a norm, and gradients of the residual stream.
-    let transient = slots * (3.0 * i + 3.0 * h) * width;
+    // The widest moment of a layer's backward pass: the activated product, a norm, and gradients of
+    // the residual stream. Those of gate and up take the place of gate and up where our own kernels
+    // work, on a CPU in float32.
+    let in_place = !gpu && width > 2.0;
+    let transient = slots * (if in_place { i } else { 3.0 * i } + 4.0 * h) * width;
     // Tables of sines and cosines, float32.
     let tables = (slots + context) * draft.head_dim as f64 * 2.0 * 4.0;
     SLACK * (kept + shared + ends + transient + tables)
