@@ -214,7 +214,7 @@ impl Meter {
         self.say(&line.summary());
         if let Some(outputs) = &mut self.outputs {
             for (tag, value) in line.scalars() {
-                outputs.events.add_scalar(tag, value as f32, line.step as usize);
+                outputs.events.add_scalar(&tag, value as f32, line.step as usize);
             }
             outputs.events.flush();
         }
@@ -266,7 +266,7 @@ impl MetricLine {
         }
     }
 
-    fn scalars(&self) -> Vec<(&'static str, f64)> {
+    fn scalars(&self) -> Vec<(String, f64)> {
         let known = [
             ("train/loss", self.loss),
             ("train/accuracy", self.accuracy),
@@ -283,7 +283,9 @@ impl MetricLine {
         let mfu = self.mfu.map(|share| ("speed/mfu", share));
         let memory = self.peak_memory_mib.map(|mib| ("memory/peak_mib", mib));
         let all = known.into_iter().chain(mfu).chain(memory);
-        all.filter(|(_, value)| value.is_finite()).collect()
+        let all =
+            all.filter(|(_, value)| value.is_finite()).map(|(tag, value)| (tag.into(), value));
+        all.chain(by_slot("train/slot_accuracy", &self.slot_accuracy)).collect()
     }
 }
 
@@ -295,7 +297,7 @@ impl Outputs {
             .write_all(text.as_bytes())
             .map_err(dflash_files::Error::io("write", &self.path))?;
         for (tag, value) in line.scalars() {
-            self.events.add_scalar(tag, value as f32, line.step as usize);
+            self.events.add_scalar(&tag, value as f32, line.step as usize);
         }
         self.events.flush();
         let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
@@ -317,6 +319,13 @@ impl Outputs {
         self.bar.set_message(message);
         Ok(())
     }
+}
+
+/// A scalar for each slot that has a figure, numbered from the anchor's, 0.
+pub(crate) fn by_slot(tag: &str, figures: &[Option<f64>]) -> impl Iterator<Item = (String, f64)> {
+    let of =
+        move |(slot, figure): (usize, &Option<f64>)| Some((format!("{tag}/{slot:02}"), (*figure)?));
+    figures.iter().enumerate().filter_map(of)
 }
 
 /// A number with three significant digits: CPUs make fractions of a TFLOP/s, GPUs hundreds.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use dflash_data::Dataset;
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
 use dflash_model::target::TargetConfig;
+use tch::{Device, Kind};
 
 use crate::checkpoint::{self, Position, ServedWeights};
 use crate::config::TrainConfig;
@@ -201,7 +202,7 @@ pub fn run(
         let mut worker = Worker {
             config,
             begun_at,
-            learned: false,
+            had_slots: false,
             order,
             communicator,
             trainer,
@@ -282,42 +283,14 @@ struct Worker<'a, 'p> {
     /// Steps taken when this process began.
     begun_at: u64,
     /// Whether any step since had a slot to learn from.
-    learned: bool,
+    had_slots: bool,
 }
 
 impl Worker<'_, '_> {
     fn train(&mut self, rows: &mut Rows) -> Result<Outcome, Error> {
-        let epsilon = self.trainer.objective.denominator.epsilon();
-        let mut meter = if self.communicator.rank() == 0 {
-            let at = (self.position.step, self.total);
-            Meter::open(&self.config.save_path, at, self.config.progress, epsilon)?
-        } else {
-            Meter::silent(epsilon)
-        };
-        let peak = machine::peak_of(self.trainer.draft.device(), self.config.peak_tflops);
-        let ranks = self.communicator.world_size() as f64;
-        meter.measure(self.trainer.draft.device(), peak.map(|peak| peak * ranks));
-        meter.say(&self.announcement());
-        if self.position.step == 0 {
-            for note in self.warm_start_notes()? {
-                meter.say(&note);
-            }
-        }
-        let slow = self.trainer.draft.device() == tch::Device::Cpu
-            && self.trainer.draft.flat().kind() == tch::Kind::BFloat16
-            && !dflash_torch_sys::cpu_multiplies_bf16();
-        if slow {
-            meter.say(
-                "this CPU has no instructions for bfloat16: float32 would be many times faster",
-            );
-        }
-        if let Some(note) = self.order.cut_note() {
+        let mut meter = self.meter()?;
+        for note in self.notes()? {
             meter.say(&note);
-        }
-        if !self.config.schedule.reaches_peak(self.total) {
-            let total = self.total;
-            meter
-                .say(&format!("the warm-up is longer than the {total} steps: --lr is not reached"));
         }
         // The checkpoint of a run that ended in a validation comes without it.
         if self.validate(&mut meter)? == Validated::Interrupted {
@@ -333,43 +306,81 @@ impl Worker<'_, '_> {
             if self.position.step == self.begun_at + 1 {
                 self.communicator.announce_work();
             }
-            let count = self.position.bad_in_a_row;
-            let diverged = count > 0 && count >= self.config.max_bad_steps;
-            if diverged || self.position.step.is_multiple_of(self.config.log_every) {
-                meter.log(self.progress(), norm)?;
-            }
-            let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
-            let due = self.config.save_every.is_some_and(|n| self.position.step.is_multiple_of(n));
-            let pause = Instant::now();
-            if epoch_ended || due || diverged {
-                self.save(&meter)?;
-            }
-            meter.exclude(pause.elapsed());
-            if epoch_ended && self.begun_at == 0 && !self.learned {
-                return self.learned_nothing(&mut meter);
-            }
-            if diverged {
-                self.communicator.announce_futility();
-                return Err(Error::NonFinite { count, step: self.position.step });
-            }
+            self.keep(epoch, norm, &mut meter)?;
             // Ranks that were not told to stop themselves would measure to the end.
-            let pause = Instant::now();
             if stopping || self.validate(&mut meter)? == Validated::Interrupted {
                 return self.finish(&mut meter, false);
             }
-            meter.exclude(pause.elapsed());
         }
-        if self.begun_at == 0 && self.total > 0 && !self.learned {
-            return self.learned_nothing(&mut meter);
+        if self.begun_at == 0 && self.total > 0 && !self.had_slots {
+            return Err(self.nothing_learned(&mut meter)?);
         }
         self.finish(&mut meter, true)
     }
 
+    /// Logs and saves what is due after a step of `epoch`, and ends a run that makes no sense.
+    fn keep(&mut self, epoch: u64, norm: f64, meter: &mut Meter) -> Result<(), Error> {
+        let (step, count) = (self.position.step, self.position.bad_in_a_row);
+        let diverged = count >= self.config.max_bad_steps;
+        if diverged || step.is_multiple_of(self.config.log_every) {
+            meter.log(self.progress(), norm)?;
+        }
+        let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
+        let due = self.config.save_every.is_some_and(|every| step.is_multiple_of(every));
+        if epoch_ended || due || diverged {
+            self.save(meter)?;
+        }
+        if diverged {
+            self.communicator.announce_futility();
+            return Err(Error::NonFinite { count, step });
+        }
+        if epoch_ended && self.begun_at == 0 && !self.had_slots {
+            return Err(self.nothing_learned(meter)?);
+        }
+        Ok(())
+    }
+
+    fn meter(&self) -> Result<Meter, Error> {
+        let epsilon = self.trainer.objective.denominator.epsilon();
+        let mut meter = if self.communicator.rank() == 0 {
+            let at = (self.position.step, self.total);
+            Meter::open(&self.config.save_path, at, self.config.progress, epsilon)?
+        } else {
+            Meter::silent(epsilon)
+        };
+        let device = self.trainer.draft.device();
+        let peak = machine::peak_of(device, self.config.peak_tflops);
+        meter.measure(device, peak.map(|peak| peak * self.communicator.world_size() as f64));
+        Ok(meter)
+    }
+
+    /// What a user should know before the first step.
+    fn notes(&self) -> Result<Vec<String>, Error> {
+        let draft = &self.trainer.draft;
+        let mut notes = vec![self.announcement()];
+        if self.position.step == 0 {
+            notes.extend(self.warm_start_notes()?);
+        }
+        if (draft.device(), draft.flat().kind()) == (Device::Cpu, Kind::BFloat16)
+            && !dflash_torch_sys::cpu_multiplies_bf16()
+        {
+            let note = "this CPU has no instructions for bfloat16: float32 is many times faster";
+            notes.push(note.to_owned());
+        }
+        notes.extend(self.order.cut_note());
+        if !self.config.schedule.reaches_peak(self.total) {
+            let total = self.total;
+            notes
+                .push(format!("the warm-up is longer than the {total} steps: --lr is not reached"));
+        }
+        Ok(notes)
+    }
+
     /// Ends a run whose first epoch had no slot to learn from.
-    fn learned_nothing(&mut self, meter: &mut Meter) -> Result<Outcome, Error> {
+    fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
         let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
         self.communicator.announce_futility();
-        Err(Error::NothingLearned { steps, skipped: self.position.skipped, checkpoint })
+        Ok(Error::NothingLearned { steps, skipped: self.position.skipped, checkpoint })
     }
 
     /// Measures what there is to measure, if it is time and has not been done.
@@ -382,10 +393,12 @@ impl Worker<'_, '_> {
             // the best checkpoint must be there to be named
             self.save(meter)?;
         }
+        let begun = Instant::now();
         let Some(validation) = &mut self.validation else { return Ok(Validated::AsDue) };
         let Some(line) = validation.run(step, &self.trainer, self.communicator)? else {
             return Ok(Validated::Interrupted);
         };
+        meter.exclude(begun.elapsed());
         meter.validated(&line);
         if let (Some(save_path), Some(measured)) = (&self.save_path, &line.measured)
             && save_path.note_acceptance(step, measured.tau_per_step)?
@@ -463,7 +476,8 @@ impl Worker<'_, '_> {
         if result.extras.abandoned > 0.0 {
             return Ok(Stepped::Abandoned);
         }
-        self.learned |= result.applied && result.denominator > 0.0;
+        // not `>`: a sum that is no number had slots
+        self.had_slots |= result.denominator != 0.0;
         self.advance(&result);
         let (norm, stopping) = (result.gradient_norm, result.extras.stopping > 0.0);
         meter.add(result, wait);
@@ -499,7 +513,14 @@ impl Worker<'_, '_> {
     }
 
     /// All ranks bring their state, rank 0 writes. Returns where the checkpoint lies.
-    fn save(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
+    fn save(&mut self, meter: &mut Meter) -> Result<PathBuf, Error> {
+        let begun = Instant::now();
+        let path = self.write(meter)?;
+        meter.exclude(begun.elapsed());
+        Ok(path)
+    }
+
+    fn write(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
         let (step, dir) = (self.position.step, &self.config.save_path);
         let saved = self.saved.replace(step);
         if saved == Some(step) {

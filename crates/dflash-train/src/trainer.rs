@@ -205,7 +205,8 @@ impl Step<'_> {
         let length = sums.size()[0];
         let mut joined = Tensor::cat(&[sums.to_device(Device::Cpu), tail], 0);
         self.communicator.all_reduce_sum(&mut joined)?;
-        sums.copy_(&joined.narrow(0, 0, length));
+        // They stay on the host, so that reading them waits for no device.
+        *sums = joined.narrow(0, 0, length);
         let tail = Vec::<f64>::try_from(joined.narrow(0, length, extra)).expect("float64 numbers");
         let [tokens, rows, skipped, flops, stopping, abandoned, failed] = tail[..] else {
             unreachable!("as many come out as went in")

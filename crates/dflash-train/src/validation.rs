@@ -18,7 +18,7 @@ use tch::Tensor;
 
 use crate::Error;
 use crate::config::{TrainConfig, ValidationConfig};
-use crate::metrics::{keep_lines_until, step_of};
+use crate::metrics::{by_slot, keep_lines_until, step_of};
 use crate::order::PlannedRow;
 use crate::rows::RowSource;
 use crate::trainer::Trainer;
@@ -315,17 +315,23 @@ impl ValidationLine {
     }
 
     /// For TensorBoard.
-    pub(crate) fn scalars(&self) -> Vec<(&'static str, f64)> {
+    pub(crate) fn scalars(&self) -> Vec<(String, f64)> {
         let mut scalars = Vec::new();
         if let Some(forced) = &self.forced {
-            scalars.push(("eval/loss", forced.eval_loss));
-            scalars.push(("eval/accuracy", forced.eval_accuracy));
-            scalars.push(("eval/expected_length", forced.eval_expected_length));
+            scalars.push(("eval/loss".to_owned(), forced.eval_loss));
+            scalars.push(("eval/accuracy".to_owned(), forced.eval_accuracy));
+            scalars.push(("eval/expected_length".to_owned(), forced.eval_expected_length));
+            scalars.extend(by_slot("eval/slot_accuracy", &forced.eval_slot_accuracy));
         }
         if let Some(measured) = &self.measured {
-            scalars.push(("eval/tau_per_step", measured.tau_per_step));
-            scalars.push(("eval/tau_per_response", measured.tau_per_response));
+            scalars.push(("eval/tau_per_step".to_owned(), measured.tau_per_step));
+            scalars.push(("eval/tau_per_response".to_owned(), measured.tau_per_response));
+            let shares: Vec<Option<f64>> = std::iter::once(None)
+                .chain(measured.accepted_by_slot.iter().copied().map(Some))
+                .collect();
+            scalars.extend(by_slot("eval/accepted", &shares));
         }
+        scalars.retain(|(_, value)| value.is_finite());
         scalars
     }
 }
