@@ -2,17 +2,19 @@
 
 mod commands;
 
-use dflash::{Signals, command_line, exit, libtorch, logging};
+use dflash::command_line::{self, CommandLine};
+use dflash::{Signals, exit, libtorch, logging};
 use dflash_torch_sys::CudaLibrary;
 
 fn main() {
     exit::install_panic_hook();
-    let cli = command_line::read().cli;
+    let CommandLine { cli, origins, .. } = command_line::read();
+    let origins = origins.or_inherited();
     let end = cli.command.ordinary_end();
     let signals = Signals::install(end).unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);
     open_cuda();
-    let outcome = commands::run(cli.command, signals.stop());
+    let outcome = origins.explain(commands::run(cli.command, signals.stop()));
     exit::finish(&outcome, &signals, end)
 }
 

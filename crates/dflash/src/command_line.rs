@@ -8,6 +8,8 @@ use clap::{CommandFactory, Parser};
 
 use crate::args::{Cli, Command};
 use crate::error::Error;
+use crate::origins::Origins;
+use crate::run_file::Expanded;
 use crate::{exit, run_file};
 
 /// What the user asked for.
@@ -19,6 +21,8 @@ pub struct CommandLine {
     /// works on the command (the engine, its ranks) gets these, so that all have the same settings
     /// whatever becomes of the file.
     pub arguments: Vec<OsString>,
+    /// Which of the settings a run file or `--set` gave.
+    pub origins: Origins,
 }
 
 /// Why there is no command to run.
@@ -52,7 +56,8 @@ fn dump_if_asked(line: CommandLine) -> CommandLine {
 
 /// Parses `args`, the program's name first.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<CommandLine, Refusal> {
-    let plain = |cli| CommandLine { cli, arguments: args[1..].to_vec() };
+    let plain =
+        |cli| CommandLine { cli, arguments: args[1..].to_vec(), origins: Origins::default() };
     match Cli::try_parse_from(&args) {
         Ok(cli) if !cli.command.run_file().is_some_and(|run| run.gives_settings()) => {
             Ok(plain(cli))
@@ -62,9 +67,9 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<CommandLine, Refusal> {
             Err(Refusal::Usage(error))
         }
         strict => match (run_file::expand(&args)?, strict) {
-            (Some(expanded), _) => {
-                let cli = Cli::try_parse_from(&expanded).map_err(Refusal::Usage)?;
-                Ok(CommandLine { cli, arguments: expanded[1..].to_vec() })
+            (Some(Expanded { arguments, origins }), _) => {
+                let cli = Cli::try_parse_from(&arguments).map_err(Refusal::Usage)?;
+                Ok(CommandLine { cli, arguments: arguments[1..].to_vec(), origins })
             }
             (None, strict) => strict.map(plain).map_err(Refusal::Usage),
         },

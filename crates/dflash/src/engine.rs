@@ -7,6 +7,7 @@ use std::process::Command;
 
 use crate::error::Error;
 use crate::libtorch;
+use crate::origins::Origins;
 
 /// File name of the engine, which lies beside the front program.
 pub const NAME: &str = "dflash-engine";
@@ -33,9 +34,10 @@ const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741
 /// Finds libtorch and becomes the engine, with the arguments after the program's name.
 ///
 /// The process id stays, so signals and the exit code are the engine's. Returns only on failure.
-pub fn exec(args: impl IntoIterator<Item = OsString>) -> Error {
+pub fn exec(args: impl IntoIterator<Item = OsString>, origins: &Origins) -> Error {
     match command(args) {
         Ok(mut command) => {
+            command.envs(origins.variable());
             let path = PathBuf::from(command.get_program());
             Error::StartEngine { path, source: command.exec() }
         }

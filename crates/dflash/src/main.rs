@@ -12,12 +12,12 @@ use dflash::{Command, OrdinaryEnd, Signals, engine, exit, logging};
 
 fn main() {
     exit::install_panic_hook();
-    let CommandLine { cli, arguments } = command_line::read();
+    let CommandLine { cli, arguments, origins } = command_line::read();
     match cli.command {
         Command::Prepare(args) => run_here(cli.global, |stop| commands::prepare::run(args, stop)),
         Command::Report(args) => run_here(cli.global, |_| commands::report::run(args)),
         // Nothing is installed yet that the engine would have to undo.
-        _ => exit::fault(engine::exec(arguments)),
+        _ => exit::fault(engine::exec(arguments, &origins)),
     }
 }
 

@@ -18,6 +18,7 @@ use clap::{Arg, ArgMatches};
 
 use crate::command_line::{Refusal, relaxed};
 use crate::error::Error;
+use crate::origins::Origins;
 pub(crate) use dump::dump;
 use merge::{Level, Setting};
 use value::Given;
@@ -63,9 +64,16 @@ impl Entry {
     }
 }
 
-/// The arguments (program's name first) that stand for `args` with the run file, `--set` and the
-/// environment put in; `None` when `args` have neither run file nor `--set`.
-pub(crate) fn expand(args: &[OsString]) -> Result<Option<Vec<OsString>>, Refusal> {
+/// A command line without run file and `--set`.
+pub(crate) struct Expanded {
+    /// The program's name first.
+    pub(crate) arguments: Vec<OsString>,
+    pub(crate) origins: Origins,
+}
+
+/// The arguments that stand for `args` with the run file, `--set` and the environment put in; `None`
+/// when `args` have neither run file nor `--set`.
+pub(crate) fn expand(args: &[OsString]) -> Result<Option<Expanded>, Refusal> {
     // What is typed was parsed before; all that it can lack is what the run file may give.
     let mut command = relaxed().ignore_errors(true);
     let matches = command.try_get_matches_from_mut(args).map_err(Refusal::Usage)?;
@@ -84,13 +92,14 @@ pub(crate) fn expand(args: &[OsString]) -> Result<Option<Vec<OsString>>, Refusal
         settings.extend(checker.file(path)?);
     }
     let merged = merge::merge(&subcommand, settings);
-    let mut expanded = vec![args[0].clone(), name.into()];
-    expanded.extend(merge::globals(typed));
+    let mut arguments = vec![args[0].clone(), name.into()];
+    arguments.extend(merge::globals(typed));
     if typed.get_flag("dump_config") {
-        expanded.push("--dump-config".into());
+        arguments.push("--dump-config".into());
     }
-    expanded.extend(merged.iter().flat_map(|setting| setting.arguments(&subcommand)));
-    Ok(Some(expanded))
+    arguments.extend(merged.iter().flat_map(|setting| setting.arguments(&subcommand)));
+    let origins = merged.iter().filter_map(|setting| setting.origin(&subcommand)).collect();
+    Ok(Some(Expanded { arguments, origins: Origins::new(origins) }))
 }
 
 /// The `--set KEY=VALUE` of a command line; of a key given twice the last.
@@ -140,7 +149,8 @@ impl<'a> Checker<'a> {
         let key = self.find(&self.keys, entry).ok_or_else(|| self.unknown(entry))?;
         let Some(arg) = self.find(self.command, entry) else { return Ok(None) };
         let values = value::convert(arg, &entry.value).map_err(|reason| entry.refuse(reason))?;
-        let setting = Setting { level, id: key.get_id().to_string(), values };
+        let place = Some(entry.place.to_string());
+        let setting = Setting { level, id: key.get_id().to_string(), values, place };
         let mut line = vec![OsString::from("dflash"), self.command.get_name().into()];
         line.extend(setting.arguments(self.command));
         match relaxed().try_get_matches_from(line) {

@@ -212,3 +212,18 @@ fn weights_that_are_no_numbers_are_no_start() {
     let run = world.train("second", &["--from-pretrained", first.stdout.trim()]);
     fail(&run, "fc.weight holds values that are not finite");
 }
+
+#[test]
+fn a_value_that_is_refused_is_traced_to_its_line() {
+    let world = World::new();
+    let file = world.run_file("out", &["--lr", "0.01"]);
+    let text = std::fs::read_to_string(&file).unwrap();
+    let line = 1 + text.lines().position(|line| line == "lr = 0.01").unwrap();
+    std::fs::write(&file, text.replace("lr = 0.01", "lr = -0.01")).unwrap();
+    let run = world.engine(&["train", &file]);
+    fail(&run, &format!("error: {file}:{line}: --lr is -0.01, but"));
+    let set = world.engine(&["train", &file, "--set", "train.lr=1e-3", "--set", "gamma=0"]);
+    fail(&set, "error: --set: --gamma is 0, but");
+    let typed = world.engine(&["train", &file, "--lr", "-2"]);
+    fail(&typed, "error: --lr is -2, but");
+}

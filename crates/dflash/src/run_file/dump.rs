@@ -29,7 +29,7 @@ pub(crate) fn dump(arguments: &[OsString]) -> Result<String, Error> {
     let mut heading = None;
     for arg in settings_of(command) {
         let (id, values) = (arg.get_id().to_string(), values(arg, matches));
-        let setting = Setting { level: Level::File, id, values };
+        let setting = Setting { level: Level::File, id, values, place: None };
         let with = || line.iter().cloned().chain(setting.arguments(command));
         let idle = is_default(arg, matches) && Cli::try_parse_from(with()).is_err();
         if setting.values.is_empty() || idle {

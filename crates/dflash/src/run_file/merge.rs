@@ -24,9 +24,17 @@ pub(super) struct Setting {
     /// clap's id of the flag.
     pub(super) id: String,
     pub(super) values: Vec<OsString>,
+    /// Where it was found, if neither on the command line nor in the environment.
+    pub(super) place: Option<String>,
 }
 
 impl Setting {
+    /// Flag and place, for errors about it.
+    pub(super) fn origin(&self, command: &Command) -> Option<(String, String)> {
+        let long = argument(command, &self.id)?.get_long()?;
+        Some((format!("--{long}"), self.place.clone()?))
+    }
+
     /// The setting as arguments of `command`.
     pub(super) fn arguments(&self, command: &Command) -> Vec<OsString> {
         let arg = argument(command, &self.id).expect("a setting is a flag of its command");
@@ -59,7 +67,8 @@ pub(super) fn typed(command: &Command, matches: &ArgMatches) -> Vec<Setting> {
     settings_of(command)
         .filter_map(|arg| {
             let id = arg.get_id().as_str();
-            Some(Setting { level: level(id)?, id: id.into(), values: values(arg, matches) })
+            let values = values(arg, matches);
+            Some(Setting { level: level(id)?, id: id.into(), values, place: None })
         })
         .collect()
 }
