@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use reqwest::Client;
+use tokio::task::JoinError;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::counters::Tally;
@@ -391,8 +392,34 @@ impl Failure {
 }
 
 /// Runs file work off the network threads.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    joined(tokio::task::spawn_blocking(work).await)?
+}
+
+/// What a task came to. Its panic goes on here; one that the end of the stream cancelled before it
+/// began was interrupted.
+pub(crate) fn joined<T>(outcome: Result<T, JoinError>) -> Result<T, Error> {
+    outcome.map_err(|error| match error.try_into_panic() {
+        Ok(panic) => std::panic::resume_unwind(panic),
+        Err(_cancelled) => Error::Interrupted,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_cancelled_task_was_interrupted_and_a_panic_goes_on() {
+        let waiting = tokio::spawn(std::future::pending::<()>());
+        waiting.abort();
+        assert!(matches!(joined(waiting.await), Err(Error::Interrupted)));
+        assert_eq!(joined(tokio::spawn(async { 5 }).await).unwrap(), 5);
+        let panicked = tokio::spawn(async { panic!("on purpose") }).await;
+        let caught =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| joined::<()>(panicked)));
+        assert!(caught.is_err());
+    }
 }

@@ -5,7 +5,6 @@
 //! turn, and a window bounds the bytes that are requested or waiting: that is the back-pressure.
 
 use std::collections::VecDeque;
-use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -17,7 +16,9 @@ use tokio::task::JoinHandle;
 
 use crate::counters::Counters;
 use crate::error::Error;
-use crate::fetch::{Fetched, Fetcher, OnGenerate, OnMissing, Outcome, Request, SourceConfig};
+use crate::fetch::{
+    Fetched, Fetcher, OnGenerate, OnMissing, Outcome, Request, SourceConfig, joined,
+};
 use crate::record::HiddenStates;
 use crate::retry::RetryPolicy;
 
@@ -167,7 +168,7 @@ impl Stream {
         }
         while let Some((sample, outcome)) = self.current.as_mut()?.samples.front_mut() {
             let (sample, outcome) = (*sample, outcome.await);
-            let outcome = outcome.unwrap_or_else(|panic| resume_unwind(panic.into_panic()));
+            let outcome = joined(outcome).flatten();
             self.current.as_mut()?.samples.pop_front();
             match outcome.and_then(|outcome| self.states_of(sample, outcome)) {
                 Ok(states) => self.current.as_mut()?.done.push(Fetched { sample, states }),

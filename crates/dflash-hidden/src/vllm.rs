@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use crate::endpoint::transport;
 use crate::error::Error;
+use crate::fetch::joined;
 use crate::offline::{Wanted, parse_file};
 use crate::own::Call;
 use crate::record::HiddenStates;
@@ -76,9 +77,7 @@ pub(crate) async fn fetch(
         let states = files.read(&expected.layer_ids, last, expected.hidden_size)?;
         check(states, &prompt, sample, &files.data.display().to_string())
     };
-    tokio::task::spawn_blocking(read)
-        .await
-        .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    joined(tokio::task::spawn_blocking(read).await).map_err(Failure::Fatal)?
 }
 
 /// vLLM generates a token after the prompt, so the prompt must leave room for it.
