@@ -544,19 +544,22 @@ impl Worker<'_, '_> {
     /// Ends a run whose rows cannot be had, on this rank (`own`) or on another: what was trained is
     /// saved first.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
-        if self.position.step > self.begun_at {
-            meter.log(self.progress(), f64::NAN)?;
-            self.save(meter)?;
-            meter.close();
-        }
-        match own {
-            Some(error) => Err(error),
+        let saved = if self.position.step > self.begun_at {
+            meter.log(self.progress(), f64::NAN).and_then(|()| self.save(meter)).map(|_| ())
+        } else {
+            Ok(())
+        };
+        meter.close();
+        let Some(error) = own else {
+            saved?;
             // The rank at fault ends without this: so the others are known to have lost a peer.
-            None => match self.communicator.barrier() {
-                Err(lost) => Err(lost.into()),
-                Ok(()) => self.finish(meter, false),
-            },
+            self.communicator.barrier()?;
+            return self.finish(meter, false);
+        };
+        if let Err(unsaved) = saved {
+            meter.say(&format!("what was trained since the last checkpoint is lost: {unsaved}"));
         }
+        Err(error)
     }
 
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
