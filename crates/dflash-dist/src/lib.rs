@@ -19,7 +19,7 @@ pub use communicator::{Communicator, Pending};
 pub use error::{Error, ExitCause};
 pub use gloo::Gloo;
 pub use launcher::{Finished, LaunchConfig, launch};
-pub use nccl::{Backend, Nccl};
+pub use nccl::Nccl;
 pub use rendezvous::{ConnectOptions, connect, connect_with};
 pub use single::Single;
 pub use worker_env::{LaunchWish, Role, WorkerEnv};

@@ -4,22 +4,12 @@
 //! tensors go over the host, and rank 0 says why. It has no timeout: a peer that hangs is found by
 //! the gloo collective that every step holds as well, one that dies by the launcher.
 
+use dflash_settings::Backend;
 use dflash_torch_sys::{ID_BYTES, NcclGroup, NcclWork, ReduceOp, find_nccl, nccl_id};
 use tch::{Device, Kind, Tensor};
 
 use crate::rendezvous::ConnectOptions;
 use crate::{Communicator, Error, Gloo, Pending};
-
-/// What carries tensors that lie on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
-    /// NCCL where all ranks can use it, else as `Gloo`.
-    Auto,
-    /// NCCL, or an error.
-    Nccl,
-    /// gloo, over the host.
-    Gloo,
-}
 
 /// Elements of the sum by which a group is tried.
 const TRIAL: i64 = 1024;

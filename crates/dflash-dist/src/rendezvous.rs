@@ -7,7 +7,9 @@ use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Stor
 use tch::Device;
 
 use crate::gloo::Member;
-use crate::nccl::{self, Backend};
+use dflash_settings::Backend;
+
+use crate::nccl;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
 
 /// Between two looks at who has come, or two attempts to reach the store.

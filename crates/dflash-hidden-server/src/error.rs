@@ -7,6 +7,9 @@ use std::net::SocketAddr;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// A setting that this machine cannot honour.
+    #[error(transparent)]
+    Setting(#[from] dflash_settings::Invalid),
     /// libtorch.
     #[error(transparent)]
     Torch(#[from] dflash_torch_sys::Error),

@@ -17,5 +17,5 @@ mod worker;
 
 pub use error::Error;
 pub use featurizer::{Featurizer, ModelFacts, PackedPrompts};
-pub use server::{Loader, Ready, ServerConfig, serve};
-pub use target::{TargetFeaturizer, TargetFeaturizerOptions};
+pub use server::{Loader, Ready, serve};
+pub use target::TargetFeaturizer;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use axum::serve::ListenerExt;
+use dflash_settings::HiddenServerSettings;
 use tokio::sync::{oneshot, watch};
 
 use crate::error::Error;
@@ -25,21 +26,6 @@ const STOP_POLL: Duration = Duration::from_millis(25);
 const REPLY_GRACE: Duration = Duration::from_secs(2);
 /// How long the batch that is running may take after that.
 const BATCH_GRACE: Duration = Duration::from_secs(1);
-
-/// Where to listen and how much to take on.
-#[derive(Debug, Clone)]
-pub struct ServerConfig {
-    /// Name or address of the interface.
-    pub host: String,
-    /// Port; 0 for any free one.
-    pub port: u16,
-    /// Gets the port as text once prompts can be taken.
-    pub port_file: Option<PathBuf>,
-    /// Requests taken at a time, waiting or being answered; more get a 429.
-    pub max_queue: usize,
-    /// Tokens in one forward pass, unless one prompt is longer.
-    pub max_batch_tokens: usize,
-}
 
 /// Loads the model on the thread where it will live.
 pub type Loader = Box<dyn FnOnce() -> Result<Box<dyn Featurizer>, Error> + Send>;
@@ -81,24 +67,24 @@ impl fmt::Display for Ready {
 /// An address that cannot be listened on, a model that cannot be loaded, a port file that cannot
 /// be written, a model thread that ended.
 pub fn serve(
-    config: &ServerConfig,
+    settings: &HiddenServerSettings,
     load: Loader,
     stop: &Arc<AtomicBool>,
     ready: impl FnOnce(&Ready),
 ) -> Result<(), Error> {
-    let (listener, address) = listen(&config.host, config.port)?;
+    let (listener, address) = listen(&settings.host, settings.port)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .thread_name("http")
         .enable_all()
         .build()
         .map_err(Error::Runtime)?;
-    let shared = Arc::new(Shared::new(config.max_queue.max(1)));
+    let shared = Arc::new(Shared::new(settings.max_queue.max(1)));
     let (loaded, when_loaded) = oneshot::channel();
-    let model = start_model(load, &shared, config.max_batch_tokens, loaded)?;
+    let model = start_model(load, &shared, settings.max_batch_tokens, loaded)?;
     let running = Running { shared: Arc::clone(&shared), address, stop: Arc::clone(stop), model };
     let outcome = runtime.block_on(running.run(listener, when_loaded, |facts| {
-        if let Some(path) = &config.port_file {
+        if let Some(path) = &settings.port_file {
             write_port(path, address)?;
         }
         ready(&Ready { address, facts: facts.clone() });

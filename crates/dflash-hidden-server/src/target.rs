@@ -3,37 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use dflash_hidden::Dtype;
+use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
+use dflash_settings::{DEFAULT_CAPTURES, Dtype, HiddenServerSettings, WireDtype};
 use dflash_torch_sys::{cpu_multiplies_bf16, multiply_in_bf16};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
-
-/// Captures when the user names none; the paper's number.
-const DEFAULT_CAPTURES: usize = 5;
-
-/// What to load and how to run it.
-#[derive(Debug, Clone)]
-pub struct TargetFeaturizerOptions {
-    /// A Hugging Face model directory.
-    pub dir: PathBuf,
-    /// Layers to capture, in our ids; `None` for the published choice.
-    pub layer_ids: Option<Vec<u32>>,
-    /// Where to run; `None` for CUDA where libtorch has it, else the CPU.
-    pub device: Option<Device>,
-    /// Kind of weights and activations; `None` for bf16 on CUDA and float32 on a CPU, there with
-    /// bf16 products where the hardware has them and the checkpoint is bf16.
-    pub kind: Option<Kind>,
-    /// Element type of the rows that are sent.
-    pub wire_dtype: Dtype,
-    /// Longest prompt, at most the model's; `None` for the model's.
-    pub max_model_len: Option<usize>,
-    /// Threads of one operation on the CPU; `None` leaves libtorch's choice.
-    pub threads: Option<usize>,
-}
 
 /// A [`Target`] that hands out rows.
 #[derive(Debug)]
@@ -46,19 +24,20 @@ impl TargetFeaturizer {
     /// Loads the target and checks the layer ids against it.
     ///
     /// # Errors
-    /// [`Error::Model`] for the directory, a file in it or a layer id; [`Error::TooLongContext`].
-    pub fn load(options: &TargetFeaturizerOptions) -> Result<Self, Error> {
-        if let Some(threads) = options.threads {
+    /// [`Error::Setting`]; [`Error::Model`] for the directory, a file in it or a layer id;
+    /// [`Error::TooLongContext`].
+    pub fn load(dir: &Path, settings: &HiddenServerSettings) -> Result<Self, Error> {
+        if let Some(threads) = settings.threads {
             tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
         }
-        let device = options.device.unwrap_or_else(Device::cuda_if_available);
-        let arithmetic = arithmetic(device, options);
+        let (device, kind) = place(settings.device, settings.dtype, 0)?;
+        let arithmetic = arithmetic((device, kind), settings.dtype, dir);
         if arithmetic.bf16_products {
             multiply_in_bf16()?;
         }
         let placement = TargetOptions { device, dtype: arithmetic.kind };
-        let target = Target::load(&options.dir, &placement)?;
-        let facts = facts_of(&target, options, (&placement, arithmetic))?;
+        let target = Target::load(dir, &placement)?;
+        let facts = facts_of(&target, dir, settings, (&placement, arithmetic))?;
         Ok(Self { target, facts })
     }
 }
@@ -74,16 +53,10 @@ struct Arithmetic {
 /// The rows travel as bf16, and servers run targets in their checkpoint's type. Where the CPU
 /// multiplies bf16 in hardware only the products do so there: that is several times faster than
 /// float32, and the rest stays in float32, for which there are kernels. Elsewhere bf16 is emulated.
-fn arithmetic(device: Device, options: &TargetFeaturizerOptions) -> Arithmetic {
-    let exact = |kind| Arithmetic { kind, bf16_products: false };
-    match (options.kind, device) {
-        (Some(kind), _) => exact(kind),
-        (None, Device::Cpu) => Arithmetic {
-            kind: Kind::Float,
-            bf16_products: cpu_multiplies_bf16() && checkpoint_is_bf16(&options.dir),
-        },
-        (None, _) => exact(Kind::BFloat16),
-    }
+fn arithmetic((device, kind): (Device, Kind), asked: Dtype, dir: &Path) -> Arithmetic {
+    let by_checkpoint = asked == Dtype::Auto && device == Device::Cpu;
+    let bf16_products = by_checkpoint && cpu_multiplies_bf16() && checkpoint_is_bf16(dir);
+    Arithmetic { kind, bf16_products }
 }
 
 /// What config.json says. A file that cannot be read is reported by the loader, not here.
@@ -97,28 +70,31 @@ fn checkpoint_is_bf16(dir: &Path) -> bool {
 
 fn facts_of(
     target: &Target,
-    options: &TargetFeaturizerOptions,
+    dir: &Path,
+    settings: &HiddenServerSettings,
     (placement, arithmetic): (&TargetOptions, Arithmetic),
 ) -> Result<ModelFacts, Error> {
     let layers = target.num_layers();
-    let mut layer_ids =
-        options.layer_ids.clone().unwrap_or_else(|| default_layer_ids(layers, DEFAULT_CAPTURES));
+    let mut layer_ids = settings
+        .target_layer_ids
+        .clone()
+        .unwrap_or_else(|| default_layer_ids(layers, DEFAULT_CAPTURES));
     layer_ids.sort_unstable();
     check_layer_ids(&layer_ids, layers)?;
     let limit = target.config().max_position_embeddings as usize;
-    let max_model_len = options.max_model_len.unwrap_or(limit);
+    let max_model_len = settings.max_model_len.unwrap_or(limit);
     if max_model_len > limit {
         return Err(Error::TooLongContext { asked: max_model_len, limit });
     }
     Ok(ModelFacts {
-        name: name_of(&options.dir),
-        root: options.dir.display().to_string(),
+        name: name_of(dir),
+        root: dir.display().to_string(),
         hidden_size: target.hidden_size() as usize,
         num_hidden_layers: layers as u32,
         vocab_size: target.vocab_size() as usize,
         max_model_len,
         layer_ids,
-        dtype: options.wire_dtype,
+        dtype: settings.wire_dtype,
         device: placement_name(placement, arithmetic),
     })
 }
@@ -168,10 +144,10 @@ impl Featurizer for TargetFeaturizer {
 }
 
 /// Copies `state_th` [T, H] to the host once, in the wire's element type.
-fn row_bytes(state_th: &Tensor, dtype: Dtype) -> Result<Bytes, tch::TchError> {
+fn row_bytes(state_th: &Tensor, dtype: WireDtype) -> Result<Bytes, tch::TchError> {
     let kind = match dtype {
-        Dtype::Bf16 => Kind::BFloat16,
-        Dtype::F32 => Kind::Float,
+        WireDtype::Bf16 => Kind::BFloat16,
+        WireDtype::F32 => Kind::Float,
     };
     let host = state_th.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
     let elements = host.numel();
@@ -189,28 +165,16 @@ mod tests {
         let state = Tensor::from_slice(&[1.0f32, -2.5, 3.25, 0.1, 5.0, 6.0]).reshape([2, 3]);
         // A transposed view has the rows apart in memory.
         let view = state.tr();
-        let f32s = row_bytes(&view, Dtype::F32).unwrap();
+        let f32s = row_bytes(&view, WireDtype::F32).unwrap();
         let values: Vec<f32> =
             f32s.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         assert_eq!(values, [1.0, 0.1, -2.5, 5.0, 3.25, 6.0]);
-        let bf16s = row_bytes(&state, Dtype::Bf16).unwrap();
+        let bf16s = row_bytes(&state, WireDtype::Bf16).unwrap();
         // bf16 is float32's upper half: 1.0 = 0x3f80, 0.1 rounds up to 0x3dcd.
         assert_eq!(
             (bf16s.len(), &bf16s[..2], &bf16s[6..8]),
             (12, &[0x80, 0x3f][..], &[0xcd, 0x3d][..])
         );
-    }
-
-    fn options(dir: &Path, kind: Option<Kind>) -> TargetFeaturizerOptions {
-        TargetFeaturizerOptions {
-            dir: dir.into(),
-            layer_ids: None,
-            device: None,
-            kind,
-            wire_dtype: Dtype::Bf16,
-            max_model_len: None,
-            threads: None,
-        }
     }
 
     #[test]
@@ -219,7 +183,7 @@ mod tests {
         let check = |config: &str, bf16: bool| {
             std::fs::write(dir.path().join("config.json"), config).unwrap();
             assert_eq!(checkpoint_is_bf16(dir.path()), bf16, "{config}");
-            let found = arithmetic(Device::Cpu, &options(dir.path(), None));
+            let found = arithmetic((Device::Cpu, Kind::Float), Dtype::Auto, dir.path());
             assert_eq!(found.kind, Kind::Float, "{config}");
             assert_eq!(found.bf16_products, bf16 && cpu_multiplies_bf16(), "{config}");
         };
@@ -233,13 +197,12 @@ mod tests {
     #[test]
     fn a_kind_that_is_asked_for_is_exact() {
         for device in [Device::Cpu, Device::Cuda(0)] {
-            for kind in [Kind::Float, Kind::BFloat16] {
-                let found = arithmetic(device, &options(Path::new("absent"), Some(kind)));
+            for (kind, asked) in [(Kind::Float, Dtype::Float32), (Kind::BFloat16, Dtype::Bfloat16)]
+            {
+                let found = arithmetic((device, kind), asked, Path::new("absent"));
                 assert_eq!((found.kind, found.bf16_products), (kind, false));
             }
         }
-        let found = arithmetic(Device::Cuda(0), &options(Path::new("absent"), None));
-        assert_eq!(found.kind, Kind::BFloat16);
     }
 
     #[test]

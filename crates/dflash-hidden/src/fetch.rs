@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use dflash_settings::{OnGenerate, OnMissing};
 use reqwest::Client;
 use tokio::task::JoinError;
 use tokio::time::{Instant, sleep, timeout};
@@ -35,30 +36,6 @@ pub struct Fetched {
     pub sample: u64,
     /// `None` when the sample is left out; the counters say why.
     pub states: Option<HiddenStates>,
-}
-
-/// What to do about a sample that is not stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnMissing {
-    /// Ask the server.
-    #[default]
-    Generate,
-    /// Leave the sample out silently.
-    Skip,
-    /// Leave the sample out and say so.
-    Warn,
-    /// Fail.
-    Raise,
-}
-
-/// What to do with a sample that a server generated, once the trainer has it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnGenerate {
-    /// Keep nothing.
-    #[default]
-    Delete,
-    /// Store it for later epochs and runs.
-    Cache,
 }
 
 /// Where samples come from.

@@ -24,7 +24,7 @@ mod wire;
 
 pub use counters::Counters;
 pub use error::Error;
-pub use fetch::{Fetched, OnGenerate, OnMissing, Request, SourceConfig};
+pub use fetch::{Fetched, Request, SourceConfig};
 pub use offline::OfflineFiles;
 pub use protocol::{ErrorBody, ErrorDetail, Metadata, ModelCard, ModelList, StatesRequest};
 pub use record::{Dtype, HiddenStates};

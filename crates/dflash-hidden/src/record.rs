@@ -1,51 +1,11 @@
 //! The record: one prompt's rows for each captured layer, shared and never copied.
 
-use std::fmt;
-
 use bytes::Bytes;
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
+
+pub use dflash_settings::WireDtype as Dtype;
 
 use crate::error::Error;
-
-/// Element type of the rows, little-endian.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    /// bfloat16, what targets compute in and drafts train on.
-    Bf16,
-    /// float32, for comparisons.
-    F32,
-}
-
-impl Dtype {
-    /// Bytes per element.
-    pub const fn size(self) -> usize {
-        match self {
-            Self::Bf16 => 2,
-            Self::F32 => 4,
-        }
-    }
-
-    /// The name on the wire: `bf16` or `f32`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::F32 => "f32",
-        }
-    }
-
-    /// The inverse of [`Self::name`].
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Bf16, Self::F32].into_iter().find(|dtype| dtype.name() == name)
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(self.name())
-    }
-}
 
 /// The hidden states of one prompt.
 ///

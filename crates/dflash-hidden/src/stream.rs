@@ -10,15 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dflash_settings::{OnGenerate, OnMissing};
 use tokio::runtime::Runtime;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
 use crate::counters::Counters;
 use crate::error::Error;
-use crate::fetch::{
-    Fetched, Fetcher, OnGenerate, OnMissing, Outcome, Request, SourceConfig, joined,
-};
+use crate::fetch::{Fetched, Fetcher, Outcome, Request, SourceConfig, joined};
 use crate::record::HiddenStates;
 use crate::retry::RetryPolicy;
 
@@ -65,8 +64,8 @@ impl StreamConfig {
             hidden_size,
             vocab_size: None,
             num_hidden_layers: None,
-            on_missing: OnMissing::default(),
-            on_generate: OnGenerate::default(),
+            on_missing: OnMissing::Generate,
+            on_generate: OnGenerate::Delete,
             window_bytes: 256 << 20,
             max_in_flight: 16,
             retry: RetryPolicy::default(),

@@ -18,9 +18,11 @@ pub mod draft;
 pub mod flops;
 pub mod objective;
 pub mod ops;
+mod placement;
 pub mod target;
 
 mod error;
 mod fused;
 
 pub use error::{Error, Result};
+pub use placement::place;

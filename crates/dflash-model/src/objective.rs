@@ -17,7 +17,8 @@ mod weight;
 
 use tch::{Kind, Tensor};
 
-pub use element::{ElementLoss, LK_ETA, NLA_EPSILON, element_loss};
+pub use dflash_settings::ElementLoss;
+pub use element::{LK_ETA, NLA_EPSILON, element_loss};
 pub use labels::{BlockLabels, LabelSource, LabelledRow};
 pub use statistics::{Statistics, StatisticsReport};
 pub use vocabulary::DraftVocabulary;

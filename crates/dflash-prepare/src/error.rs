@@ -135,16 +135,9 @@ pub enum Error {
         /// How many were dropped for which reason.
         reasons: String,
     },
-    /// A number that cannot work.
-    #[error("{flag} must be at least {least}, not {value}")]
-    TooSmall {
-        /// The flag.
-        flag: &'static str,
-        /// Its smallest value.
-        least: usize,
-        /// What was given.
-        value: usize,
-    },
+    /// A setting that makes no sense.
+    #[error(transparent)]
+    Setting(#[from] dflash_settings::Invalid),
     /// The run was asked to stop.
     #[error("interrupted; nothing was written")]
     Interrupted,

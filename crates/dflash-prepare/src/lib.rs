@@ -6,7 +6,6 @@
 //! not at all. Rows keep the order of the input whatever the number of workers.
 
 mod boundary;
-mod config;
 mod error;
 mod hub;
 mod model;
@@ -19,7 +18,6 @@ mod run;
 mod source;
 
 pub use boundary::{Refusal, conversation_rows};
-pub use config::{Config, DEFAULT_MODEL, default_output};
 pub use error::Error;
 pub use model::locate_draft;
 pub use outcome::{DropReason, Tally};

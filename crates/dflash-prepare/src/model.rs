@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use dflash_settings::PrepareSettings;
 use dflash_text::ChatTokenizer;
 use serde_json::Value;
 
-use crate::config::Config;
 use crate::error::Error;
 use crate::hub;
 
@@ -20,11 +20,11 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn load(config: &Config, stop: &AtomicBool) -> Result<Self, Error> {
-        let dir = locate(&config.model, stop)?;
+    pub(crate) fn load(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Self, Error> {
+        let dir = locate(settings.target(), stop)?;
         let mut tokenizer = ChatTokenizer::load(&dir)?;
-        if !config.template_variables.is_empty() {
-            tokenizer.extend_template_variables(config.template_variables.clone())?;
+        if let Some(variables) = &settings.chat_template_kwargs {
+            tokenizer.extend_template_variables(variables.clone())?;
         }
         let vocab_size = embedding_rows(&dir).unwrap_or(0).max(tokenizer.len());
         Ok(Self { tokenizer, dir, vocab_size })

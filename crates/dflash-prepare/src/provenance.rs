@@ -5,17 +5,17 @@
 use dflash_data::DatasetWriter;
 use serde_json::{Map, Value, json};
 
-use crate::config::Config;
 use crate::model::Model;
 use crate::outcome::Tally;
 use crate::source::Source;
+use dflash_settings::PrepareSettings;
 
 /// The file's name.
 pub(crate) const FILE: &str = "dflash_prepare.json";
 
 /// The file's content.
 pub(crate) fn document(
-    config: &Config,
+    settings: &PrepareSettings,
     model: &Model,
     sources: &[Source],
     tally: &Tally,
@@ -33,16 +33,16 @@ pub(crate) fn document(
     let document = json!({
         "format": 1,
         "version": env!("CARGO_PKG_VERSION"),
-        "model": config.model,
+        "target": settings.target(),
         "model_dir": model.dir,
         "vocab_size": model.vocab_size,
         "tokenizer_size": model.tokenizer.len(),
         "sources": sources,
-        "seq_length": config.seq_length,
-        "minimum_valid_tokens": config.minimum_valid_tokens,
-        "limit": config.limit,
-        "shuffle_seed": config.shuffle_seed,
-        "template_variables": config.template_variables,
+        "seq_length": settings.seq_length,
+        "minimum_valid_tokens": settings.minimum_valid_tokens,
+        "limit": settings.limit,
+        "shuffle_seed": settings.shuffle_seed,
+        "chat_template_kwargs": settings.chat_template_kwargs,
         "rows_in": tally.rows_in,
         "rows": writer.rows(),
         "tokens": writer.tokens(),

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use dflash_data::{Dataset, DatasetWriter, WriteSummary, WriterOptions};
+use dflash_settings::PrepareSettings;
 
-use crate::config::Config;
 use crate::error::Error;
 use crate::model::Model;
 use crate::outcome::{Tally, Window};
@@ -33,52 +33,38 @@ pub struct Summary {
 ///
 /// # Errors
 /// See [`Error`]; whatever happens, the output is whole or absent.
-pub fn prepare(config: &Config, stop: &AtomicBool) -> Result<Summary, Error> {
-    check(config)?;
-    let places = source::locate(&config.data)?;
-    let options = WriterOptions { shard_bytes: config.shard_bytes, overwrite: config.overwrite };
-    let mut writer =
-        DatasetWriter::create(&config.output, options).map_err(|error| match error {
-            dflash_data::Error::Files(dflash_files::Error::Occupied { path }) => {
-                Error::Occupied { path }
-            }
-            other => other.into(),
-        })?;
-    let model = Model::load(config, stop)?;
+pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary, Error> {
+    settings.check()?;
+    let output = settings.output();
+    let places = source::locate(&settings.data)?;
+    let shard_bytes = (settings.shard_mb * 1e6) as u64;
+    let options = WriterOptions { shard_bytes, overwrite: settings.overwrite };
+    let mut writer = DatasetWriter::create(&output, options).map_err(|error| match error {
+        dflash_data::Error::Files(dflash_files::Error::Occupied { path }) => {
+            Error::Occupied { path }
+        }
+        other => other.into(),
+    })?;
+    let model = Model::load(settings, stop)?;
     let sources = source::fetch(places, stop)?;
     let started = Instant::now();
-    let tally = fill(config, &model, &sources, &mut writer, stop)?;
+    let tally = fill(settings, &model, &sources, &mut writer, stop)?;
     if writer.rows() == 0 {
         return Err(match tally.rows_in {
-            0 => Error::Empty { data: config.data.join(", ") },
+            0 => Error::Empty { data: settings.data.join(", ") },
             rows => Error::NothingLeft { rows, reasons: tally.reasons() },
         });
     }
-    let provenance = provenance::document(config, &model, &sources, &tally, &writer);
+    let provenance = provenance::document(settings, &model, &sources, &tally, &writer);
     writer.add_file(provenance::FILE, &provenance)?;
     let mut written = writer.finish()?;
     // as training names it, in its records and where it refuses another dataset
-    written.fingerprint = Dataset::open(&config.output)?.fingerprint();
-    Ok(Summary { output: config.output.clone(), written, tally, elapsed: started.elapsed() })
-}
-
-fn check(config: &Config) -> Result<(), Error> {
-    // A row of one token has nothing to predict.
-    for (flag, value, least) in [
-        ("--seq-length", config.seq_length, 2),
-        ("--workers", config.workers, 1),
-        ("--minimum-valid-tokens", config.minimum_valid_tokens, 1),
-        ("--limit", config.limit.unwrap_or(1), 1),
-    ] {
-        if value < least {
-            return Err(Error::TooSmall { flag, least, value });
-        }
-    }
-    Ok(())
+    written.fingerprint = Dataset::open(&output)?.fingerprint();
+    Ok(Summary { output, written, tally, elapsed: started.elapsed() })
 }
 
 fn fill(
-    config: &Config,
+    settings: &PrepareSettings,
     model: &Model,
     sources: &[Source],
     writer: &mut DatasetWriter,
@@ -91,13 +77,13 @@ fn fill(
     let job = Job {
         model,
         window: Window {
-            seq_length: config.seq_length,
-            minimum_valid_tokens: config.minimum_valid_tokens,
+            seq_length: settings.seq_length,
+            minimum_valid_tokens: settings.minimum_valid_tokens,
         },
-        skip_bad_rows: config.skip_bad_rows,
-        workers: config.workers,
+        skip_bad_rows: settings.skip_bad_rows,
+        workers: settings.workers(),
     };
-    let open = || read(&files, config.limit, config.shuffle_seed);
+    let open = || read(&files, settings.limit, settings.shuffle_seed);
     process(open, job, stop, |prepared| {
         for sample in &prepared.samples {
             writer.push(sample)?;

@@ -7,7 +7,8 @@ use std::sync::atomic::AtomicBool;
 
 use arrow::array::{RecordBatch, StringArray};
 use dflash_data::Dataset;
-use dflash_prepare::{Config, Error, Summary, prepare};
+use dflash_prepare::{Error, Summary, prepare};
+use dflash_settings::PrepareSettings;
 use serde_json::{Map, Value, json};
 
 /// A plain ChatML template.
@@ -45,20 +46,20 @@ impl Bench {
         self.root.path().join(name)
     }
 
-    fn config(&self, data: &[&str]) -> Config {
-        Config {
-            model: self.path("model").to_str().unwrap().to_owned(),
+    fn config(&self, data: &[&str]) -> PrepareSettings {
+        PrepareSettings {
+            target: Some(self.path("model").to_str().unwrap().to_owned()),
             data: data.iter().map(|&word| word.to_owned()).collect(),
-            output: self.path("out"),
+            output: Some(self.path("out")),
             seq_length: 1000,
             minimum_valid_tokens: 1,
             limit: None,
             shuffle_seed: None,
-            workers: 2,
-            shard_bytes: 500_000_000,
+            workers: Some(2),
+            shard_mb: 500.0,
             overwrite: true,
             skip_bad_rows: false,
-            template_variables: Map::new(),
+            chat_template_kwargs: None,
         }
     }
 
@@ -214,7 +215,7 @@ fn rows_are_cut_to_the_sequence_length() {
     let long = json!({"question": "q", "answer": "x".repeat(100)});
     let hopeless = json!({"question": "y".repeat(100), "answer": "a"});
     let file = bench.write("rows.jsonl", &format!("{long}\n{hopeless}\n"));
-    let config = Config { seq_length: 25, ..bench.config(&[&file]) };
+    let config = PrepareSettings { seq_length: 25, ..bench.config(&[&file]) };
     let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
     assert_eq!(bench.rows(), ["<user/q>/<assistant/[xxxxx]"]);
     assert_eq!(summary.tally.truncated, 1);
@@ -243,7 +244,8 @@ fn the_result_does_not_depend_on_the_workers() {
         .collect();
     let file = bench.write("rows.json", &format!("[{}]", rows.join(",\n")));
     let run = |workers: usize| {
-        let config = Config { workers, shard_bytes: 20_000, ..bench.config(&[&file]) };
+        let config =
+            PrepareSettings { workers: Some(workers), shard_mb: 0.02, ..bench.config(&[&file]) };
         let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
         (summary.written, bench.rows())
     };
@@ -260,7 +262,7 @@ fn limits_shuffles_and_several_sources() {
     let first = bench.write("first.jsonl", &(0..50).map(row).collect::<String>());
     let second = bench.write("second.jsonl", &(50..60).map(row).collect::<String>());
     let run = |limit: Option<usize>, shuffle_seed: Option<u64>| {
-        let config = Config { limit, shuffle_seed, ..bench.config(&[&first, &second]) };
+        let config = PrepareSettings { limit, shuffle_seed, ..bench.config(&[&first, &second]) };
         prepare(&config, &AtomicBool::new(false)).unwrap();
         bench.rows()
     };
@@ -307,7 +309,7 @@ fn broken_input_is_named_with_its_line() {
     bench.check_refusal(&format!("{good}\n\n{{\"text\": 1}}\n"), "rows.jsonl:3: no conversation");
     bench.check_refusal("", "no rows in");
     let file = bench.write("rows.jsonl", &format!("{good}\nbroken\n{{\"text\": 1}}\n"));
-    let config = Config { skip_bad_rows: true, ..bench.config(&[&file]) };
+    let config = PrepareSettings { skip_bad_rows: true, ..bench.config(&[&file]) };
     let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
     assert!(summary.to_string().contains("2: row not understood (first: "), "{summary}");
 }
@@ -333,7 +335,7 @@ fn an_occupied_output_is_left_alone() {
     let row = r#"{"question": "q", "answer": "a"}"#;
     let file = bench.write("rows.jsonl", row);
     let refused = |overwrite: bool| {
-        let config = Config { overwrite, ..bench.config(&[&file]) };
+        let config = PrepareSettings { overwrite, ..bench.config(&[&file]) };
         prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string()
     };
     assert!(refused(false).contains("pass --overwrite to replace"));
@@ -353,7 +355,7 @@ fn an_interrupted_run_leaves_nothing() {
 #[test]
 fn numbers_that_cannot_work_are_refused() {
     let bench = Bench::new(CHATML);
-    let config = Config { seq_length: 1, ..bench.config(&["gsm8k"]) };
+    let config = PrepareSettings { seq_length: 1, ..bench.config(&["gsm8k"]) };
     let error = prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string();
     assert_eq!(error, "--seq-length must be at least 2, not 1");
 }
@@ -376,7 +378,8 @@ fn tools_reasoning_and_variables_reach_the_template() {
         {"role": "assistant", "content": "a"}]});
     let file = bench.write("rows.jsonl", &row.to_string());
     let template_variables = json!({"style": "S"}).as_object().unwrap().clone();
-    let config = Config { template_variables, ..bench.config(&[&file]) };
+    let chat_template_kwargs = Some(template_variables);
+    let config = PrepareSettings { chat_template_kwargs, ..bench.config(&[&file]) };
     prepare(&config, &AtomicBool::new(false)).unwrap();
     assert_eq!(bench.rows(), ["T1S<u:q><a:[(hm)f{\"x\": 1}>]<t:1><a:[a>]"]);
 }
@@ -443,7 +446,7 @@ fn short_answers_can_be_left_out() {
     let bench = Bench::new(CHATML);
     let rows = ["a", "long enough"].map(|a| json!({"question": "q", "answer": a}).to_string());
     let file = bench.write("rows.jsonl", &rows.join("\n"));
-    let config = Config { minimum_valid_tokens: 5, ..bench.config(&[&file]) };
+    let config = PrepareSettings { minimum_valid_tokens: 5, ..bench.config(&[&file]) };
     let summary = prepare(&config, &AtomicBool::new(false)).unwrap();
     assert_eq!(bench.rows(), ["<user/q>/<assistant/[long enough>/]"]);
     assert!(summary.to_string().contains("1: fewer supervised tokens than --minimum-valid"));

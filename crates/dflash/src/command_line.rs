@@ -1,35 +1,35 @@
-//! From the program's arguments to a parsed command, with the settings of a run file put in.
+//! From the program's arguments to a command with its settings, wherever these stand.
 
 use std::ffi::OsString;
 use std::io::Write;
 
+use clap::FromArgMatches;
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser};
+use dflash_settings::Invalid;
 
-use crate::args::{Cli, Command};
+use crate::cli::{Cli, definition};
 use crate::error::Error;
-use crate::origins::Origins;
-use crate::run_file::Expanded;
+use crate::places::Places;
 use crate::{exit, run_file};
 
 /// What the user asked for.
 #[derive(Debug)]
 pub struct CommandLine {
-    /// Parsed.
+    /// The command, its settings checked.
     pub cli: Cli,
-    /// Arguments that give `cli` without a run file, the program's name left out. Whoever else
-    /// works on the command (the engine, its ranks) gets these, so that all have the same settings
-    /// whatever becomes of the file.
+    /// Where those settings stand that were not typed.
+    pub places: Places,
+    /// What the user should be told of the line.
+    pub notes: Vec<String>,
+    /// The arguments as they were typed, the program's name left out.
     pub arguments: Vec<OsString>,
-    /// Which of the settings a run file or `--set` gave.
-    pub origins: Origins,
 }
 
 /// Why there is no command to run.
 #[derive(Debug)]
 pub(crate) enum Refusal {
     /// Not a command line, or a request for help.
-    Usage(clap::Error),
+    Usage(Box<clap::Error>),
     /// A run file, or a `--set`, that cannot be used.
     Fault(Error),
 }
@@ -37,58 +37,70 @@ pub(crate) enum Refusal {
 /// Reads this program's arguments. Leaves the process where there is nothing to run: after help,
 /// after `--dump-config`, and on mistakes.
 pub fn read() -> CommandLine {
-    match parse(std::env::args_os().collect()) {
-        Ok(line) => dump_if_asked(line),
+    let args: Vec<OsString> = std::env::args_os().collect();
+    match parse(args) {
+        Ok((line, false)) => line,
+        Ok((line, true)) => {
+            let text = run_file::dump(&line.cli).unwrap_or_else(|error| exit::fault(error));
+            // A closed standard output is the reader's choice.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            exit::at_once(exit::DONE)
+        }
         Err(Refusal::Usage(error)) => error.exit(),
         Err(Refusal::Fault(error)) => exit::fault(error),
     }
 }
 
-fn dump_if_asked(line: CommandLine) -> CommandLine {
-    if !line.cli.command.run_file().is_some_and(|run| run.dump_config) {
-        return line;
-    }
-    let text = run_file::dump(&line.arguments).unwrap_or_else(|error| exit::fault(error));
-    // A closed standard output is the reader's choice.
-    let _ = std::io::stdout().write_all(text.as_bytes());
-    exit::at_once(exit::DONE)
-}
-
-/// Parses `args`, the program's name first.
-pub(crate) fn parse(args: Vec<OsString>) -> Result<CommandLine, Refusal> {
-    let plain =
-        |cli| CommandLine { cli, arguments: args[1..].to_vec(), origins: Origins::default() };
-    match Cli::try_parse_from(&args) {
-        Ok(cli) if !cli.command.run_file().is_some_and(|run| run.gives_settings()) => {
-            Ok(plain(cli))
+/// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
+pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
+    let strict = definition().try_get_matches_from(&args);
+    match strict {
+        Ok(matches) if !run_file::has_settings_elsewhere(&matches) => {
+            let cli = Cli::from_arg_matches(&matches)?;
+            let dump = run_file::wants_dump(&matches);
+            let name = matches.subcommand_name().unwrap_or_default();
+            cli.command.check().map_err(|invalid| usage(name, &invalid))?;
+            let arguments = args[1..].to_vec();
+            Ok((CommandLine { cli, places: Places::default(), notes: Vec::new(), arguments }, dump))
         }
-        // What is missing on the command line may stand in the run file.
-        Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => {
-            Err(Refusal::Usage(error))
-        }
-        strict => match (run_file::expand(&args)?, strict) {
-            (Some(Expanded { arguments, origins }), _) => {
-                let cli = Cli::try_parse_from(&arguments).map_err(Refusal::Usage)?;
-                Ok(CommandLine { cli, arguments: arguments[1..].to_vec(), origins })
-            }
-            (None, strict) => strict.map(plain).map_err(Refusal::Usage),
-        },
+        // What is missing on the command line may stand elsewhere.
+        Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(error.into()),
+        _ => run_file::resolve(args),
     }
 }
 
-/// The command line with nothing required: to look at what the user typed.
-pub(crate) fn relaxed() -> clap::Command {
-    Cli::command().mut_subcommands(|command| command.mut_args(|argument| argument.required(false)))
+/// The error about a flag's value, in clap's own words.
+pub(crate) fn usage(command: &str, invalid: &Invalid) -> Refusal {
+    let message = invalid_value(command, invalid);
+    usage_error(command, ErrorKind::ValueValidation, &message)
 }
 
-impl Command {
-    /// The run file of a command that takes one.
-    fn run_file(&self) -> Option<&crate::args::RunFileArgs> {
-        match self {
-            Self::Train(args) => Some(&args.run),
-            Self::Plan(args) => Some(&args.run),
-            _ => None,
-        }
+/// `invalid value '0' for '--epochs <N>': it must be at least 1`.
+pub(crate) fn invalid_value(command: &str, invalid: &Invalid) -> String {
+    let Invalid { key, value, expected } = invalid;
+    let mut definition = definition();
+    // Only a built command knows how its flags are written.
+    definition.build();
+    let flag = definition
+        .find_subcommand(command)
+        .and_then(|command| command.get_arguments().find(|arg| arg.get_id() == key))
+        .map_or_else(|| format!("--{}", key.replace('_', "-")), ToString::to_string);
+    format!("invalid value '{value}' for '{flag}': {expected}")
+}
+
+pub(crate) fn usage_error(command: &str, kind: ErrorKind, message: &str) -> Refusal {
+    let mut definition = definition();
+    definition.build();
+    let error = match definition.find_subcommand_mut(command) {
+        Some(command) => command.error(kind, message),
+        None => definition.error(kind, message),
+    };
+    error.into()
+}
+
+impl From<clap::Error> for Refusal {
+    fn from(error: clap::Error) -> Self {
+        Self::Usage(Box::new(error))
     }
 }
 

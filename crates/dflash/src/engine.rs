@@ -5,9 +5,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::command_line::CommandLine;
 use crate::error::Error;
-use crate::libtorch;
-use crate::origins::Origins;
+use crate::{libtorch, run_file};
 
 /// File name of the engine, which lies beside the front program.
 pub const NAME: &str = "dflash-engine";
@@ -31,13 +31,18 @@ const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
 const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:\
                       glibc.malloc.trim_threshold=4294967296";
 
-/// Finds libtorch and becomes the engine, with the arguments after the program's name.
+/// Whether this program is the engine.
+pub(crate) fn is_this_program() -> bool {
+    std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
+}
+
+/// Finds libtorch and becomes the engine, with the same arguments.
 ///
 /// The process id stays, so signals and the exit code are the engine's. Returns only on failure.
-pub fn exec(args: impl IntoIterator<Item = OsString>, origins: &Origins) -> Error {
-    match command(args) {
+pub fn exec(line: &CommandLine) -> Error {
+    match command(line.arguments.clone()) {
         Ok(mut command) => {
-            command.envs(origins.variable());
+            command.envs(run_file::handover(line));
             let path = PathBuf::from(command.get_program());
             Error::StartEngine { path, source: command.exec() }
         }

@@ -65,6 +65,15 @@ pub enum Error {
         /// What is wrong with it and what would do.
         reason: String,
     },
+    /// Flags of vLLM that say what this server does not do.
+    #[error(
+        "{reason}; the flags after `--` are read as vLLM's, and this one has no counterpart here: \
+         leave it out (see `dflash hidden-server --help`)"
+    )]
+    VllmFlags {
+        /// The flag, and what is wrong with it.
+        reason: String,
+    },
     /// The operating system refused to start the engine.
     #[error("cannot start {path}")]
     StartEngine {

@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal};
 
 use tracing_subscriber::EnvFilter;
 
-use crate::args::GlobalArgs;
+use crate::cli::GlobalArgs;
 
 /// Sends log lines to stderr. `DFLASH_LOG` (tracing's filter syntax) wins over `-v` and `-q`.
 pub fn init(global: GlobalArgs) {

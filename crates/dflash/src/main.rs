@@ -6,18 +6,21 @@ mod commands;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash::args::GlobalArgs;
-use dflash::command_line::{self, CommandLine};
+use dflash::cli::GlobalArgs;
+use dflash::command_line;
 use dflash::{Command, OrdinaryEnd, Signals, engine, exit, logging};
 
 fn main() {
     exit::install_panic_hook();
-    let CommandLine { cli, arguments, origins } = command_line::read();
-    match cli.command {
-        Command::Prepare(args) => run_here(cli.global, |stop| commands::prepare::run(args, stop)),
-        Command::Report(args) => run_here(cli.global, |_| commands::report::run(args)),
+    let line = command_line::read();
+    let global = line.cli.global;
+    match &line.cli.command {
+        Command::Prepare(settings) => {
+            run_here(global, |stop| commands::prepare::run(settings, stop))
+        }
+        Command::Report(settings) => run_here(global, |_| commands::report::run(settings)),
         // Nothing is installed yet that the engine would have to undo.
-        _ => exit::fault(engine::exec(arguments, &origins)),
+        _ => exit::fault(engine::exec(&line)),
     }
 }
 

@@ -1,34 +1,47 @@
-//! Run files: a command's flags as keys of a TOML table.
+//! Settings that are not typed: run files, `--set`, the environment, and what the front hands over
+//! to the engine.
 //!
-//! There is no second parser of flags. Every key becomes the flag of its name, and clap checks it
-//! as if it had been typed; a key that clap refuses is reported with its file and line. What is
-//! typed wins over `--set`, that over the environment, that over the run file, and all of them
-//! over the defaults.
+//! Every source gives values by key. What is typed wins over `--set`, that over the environment,
+//! that over the run file, and all of them over the defaults; then the values become the command's
+//! settings by serde. A value that does not fit is reported with its file and line.
 
 mod document;
 mod dump;
-mod merge;
+mod layers;
 mod value;
+mod vllm;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::error::ErrorKind;
-use clap::{Arg, ArgMatches};
+use clap::{Arg, ArgMatches, FromArgMatches};
+use dflash_settings::Invalid;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::command_line::{Refusal, relaxed};
+use crate::cli::{Cli, Command, DUMP_CONFIG, RUN_FILE, SET, VLLM_FLAGS, definition, table_of};
+use crate::command_line::{CommandLine, Refusal, invalid_value, usage, usage_error};
 use crate::error::Error;
-use crate::origins::Origins;
+use crate::places::Places;
 pub(crate) use dump::dump;
-use merge::{Level, Setting};
+use layers::{Level, Setting};
 use value::Given;
 
-/// The table whose keys are the flags of `dflash train`.
-const TABLE: &str = "train";
-
 /// What the command line says about settings, not settings themselves.
-const NO_SETTINGS: [&str; 7] =
-    ["run_file", "set", "dump_config", "verbose", "quiet", "help", "version"];
+const NO_SETTINGS: [&str; 6] = [SET, DUMP_CONFIG, "verbose", "quiet", "help", "version"];
+
+/// What the front has resolved, for the engine and the ranks that it starts: all have the same
+/// settings, whatever becomes of the file.
+const HANDOVER: &str = "DFLASH_SETTINGS";
+
+/// The content of [`HANDOVER`].
+#[derive(Serialize, Deserialize)]
+struct Handover {
+    command: Command,
+    places: Places,
+    notes: Vec<String>,
+}
 
 /// Where a setting was found, as an error names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,7 +59,7 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// A key with its value, before it is known to be a flag.
+/// A key with its value, before it is known to be a setting.
 #[derive(Debug)]
 struct Entry {
     place: Place,
@@ -64,47 +77,119 @@ impl Entry {
     }
 }
 
-/// A command line without run file and `--set`.
-pub(crate) struct Expanded {
-    /// The program's name first.
-    pub(crate) arguments: Vec<OsString>,
-    pub(crate) origins: Origins,
+/// Whether the settings of a parsed line are not all typed.
+pub(crate) fn has_settings_elsewhere(matches: &ArgMatches) -> bool {
+    let Some((_, matches)) = matches.subcommand() else { return false };
+    let given = |id| matches.try_contains_id(id).unwrap_or(false);
+    [RUN_FILE, SET, VLLM_FLAGS].into_iter().any(given) || handed_over().is_some()
 }
 
-/// The arguments that stand for `args` with the run file, `--set` and the environment put in; `None`
-/// when `args` have neither run file nor `--set`.
-pub(crate) fn expand(args: &[OsString]) -> Result<Option<Expanded>, Refusal> {
-    // What is typed was parsed before; all that it can lack is what the run file may give.
-    let mut command = relaxed().ignore_errors(true);
-    let matches = command.try_get_matches_from_mut(args).map_err(Refusal::Usage)?;
-    let Some((name, typed)) = matches.subcommand() else { return Ok(None) };
-    let given = |id: &str| typed.try_contains_id(id).unwrap_or(false);
-    if !given("run_file") && !given("set") {
-        return Ok(None);
-    }
-    let subcommand = command.find_subcommand(name).expect("clap just chose it").clone();
-    let checker = Checker::new(&subcommand);
-    let mut settings = merge::typed(&subcommand, typed);
-    for entry in sets(typed)? {
-        settings.extend(checker.setting(&entry, Level::Set)?);
-    }
-    if let Some(path) = typed.get_one::<PathBuf>("run_file") {
-        settings.extend(checker.file(path)?);
-    }
-    let merged = merge::merge(&subcommand, settings);
-    let mut arguments = vec![args[0].clone(), name.into()];
-    arguments.extend(merge::globals(typed));
-    if typed.get_flag("dump_config") {
-        arguments.push("--dump-config".into());
-    }
-    arguments.extend(merged.iter().flat_map(|setting| setting.arguments(&subcommand)));
-    let origins = merged.iter().filter_map(|setting| setting.origin(&subcommand)).collect();
-    Ok(Some(Expanded { arguments, origins: Origins::new(origins) }))
+pub(crate) fn wants_dump(matches: &ArgMatches) -> bool {
+    let matches = matches.subcommand().map(|(_, matches)| matches);
+    matches
+        .is_some_and(|matches| matches!(matches.try_get_one::<bool>(DUMP_CONFIG), Ok(Some(true))))
 }
 
-/// The `--set KEY=VALUE` of a command line; of a key given twice the last.
-fn sets(typed: &ArgMatches) -> Result<Vec<Entry>, Error> {
-    let texts = typed.get_many::<String>("set").unwrap_or_default();
+/// Name and value of the variable by which `line` reaches programs that are started; `None` when all
+/// of it was typed.
+pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
+    if line.places == Places::default() && line.notes.is_empty() {
+        return None;
+    }
+    let handover = Handover {
+        command: line.cli.command.clone(),
+        places: line.places.clone(),
+        notes: line.notes.clone(),
+    };
+    Some((HANDOVER, serde_json::to_string(&handover).expect("settings came from text")))
+}
+
+/// Only the engine takes what is handed over: a front that some script starts has its own line.
+fn handed_over() -> Option<Handover> {
+    if !crate::engine::is_this_program() {
+        return None;
+    }
+    serde_json::from_str(&std::env::var(HANDOVER).ok()?).ok()
+}
+
+/// The command of `args` with the settings of all sources.
+pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
+    let typed = relaxed().try_get_matches_from(&args)?;
+    let Some((name, matches)) = typed.subcommand() else { unreachable!("clap asks for a command") };
+    if table_of(name).is_none() {
+        // No other place could give what is missing: let clap say so.
+        return Err(definition().try_get_matches_from(&args).expect_err("it was refused").into());
+    }
+    let cli = complete(&args, name, matches)?;
+    let sources = Sources::new(name, &cli.command)?;
+    let mut settings = sources.typed(matches);
+    let mut notes = Vec::new();
+    match handed_over() {
+        Some(handover) => {
+            settings.extend(sources.handed_over(&handover)?);
+            notes = handover.notes;
+        }
+        None => {
+            if name == "hidden-server" {
+                settings.extend(vllm::line(matches, &mut notes)?);
+            }
+            for entry in sets(matches, sources.table)? {
+                settings.extend(sources.setting(&entry, Level::Set)?);
+            }
+            if let Some(path) = run_file(name, matches) {
+                settings.extend(sources.file(path)?);
+            }
+        }
+    }
+    let (command, places) = sources.resolve(settings)?;
+    command.check().map_err(|invalid| refuse(name, &places, &invalid))?;
+    let cli = Cli { command, global: cli.global };
+    let line = CommandLine { cli, places, notes, arguments: args[1..].to_vec() };
+    Ok((line, wants_dump(&typed)))
+}
+
+/// The run file; a hidden server's target may stand in its place.
+fn run_file<'a>(name: &str, matches: &'a ArgMatches) -> Option<&'a PathBuf> {
+    let path = matches.get_one::<PathBuf>(RUN_FILE)?;
+    (name != "hidden-server" || vllm::is_run_file(path)).then_some(path)
+}
+
+/// An error about a setting, where it was given.
+fn refuse(command: &str, places: &Places, invalid: &Invalid) -> Refusal {
+    match places.of(invalid.key) {
+        Some(place) => Refusal::Fault(Error::Setting {
+            place: place.to_owned(),
+            key: invalid.key.to_owned(),
+            reason: format!("is refused: {}", invalid_value(command, invalid)),
+        }),
+        None => usage(command, invalid),
+    }
+}
+
+/// The command line with nothing required: to look at what the user typed.
+fn relaxed() -> clap::Command {
+    definition().mut_subcommands(|command| command.mut_args(|argument| argument.required(false)))
+}
+
+/// `args` parsed, with a mark in place of what is required and missing: clap's defaults and types
+/// for all else.
+fn complete(args: &[OsString], name: &str, typed: &ArgMatches) -> Result<Cli, Refusal> {
+    const MARK: &str = "?";
+    let definition = definition();
+    let command = definition.find_subcommand(name).expect("clap just chose it");
+    let missing = command
+        .get_arguments()
+        .filter(|arg| arg.is_required_set() && !typed.contains_id(arg.get_id().as_str()))
+        .filter_map(Arg::get_long)
+        .map(|long| format!("--{long}={MARK}").into());
+    let at = args.iter().position(|arg| arg == name).expect("clap found it") + 1;
+    let line = args[..at].iter().cloned().chain(missing).chain(args[at..].iter().cloned());
+    Ok(Cli::from_arg_matches(&definition.clone().try_get_matches_from(line)?)?)
+}
+
+/// The `--set KEY=VALUE` of a command line; of a key given twice the last counts.
+fn sets(typed: &ArgMatches, table: &str) -> Result<Vec<Entry>, Error> {
+    let texts = typed.get_many::<String>(SET).unwrap_or_default();
     let entry = |text: &String| {
         let (key, value) = text.split_once('=').ok_or_else(|| Error::Setting {
             place: Place::Set.to_string(),
@@ -112,32 +197,76 @@ fn sets(typed: &ArgMatches) -> Result<Vec<Entry>, Error> {
             reason: format!("needs a value, as in --set {text}=VALUE"),
         })?;
         let key = key.trim();
-        let key = key.strip_prefix(TABLE).and_then(|key| key.strip_prefix('.')).unwrap_or(key);
+        let key = key.strip_prefix(table).and_then(|key| key.strip_prefix('.')).unwrap_or(key);
         Ok(Entry { place: Place::Set, key: key.into(), value: value::of_text(value.trim()) })
     };
-    texts.rev().map(entry).collect()
+    texts.map(entry).collect()
 }
 
-/// Turns entries into settings, and asks clap about each of them alone.
-struct Checker<'a> {
-    command: &'a clap::Command,
-    /// `dflash train`, whose flags are the keys whatever the command.
+/// A command's settings as values by key.
+fn values_of(command: &Command) -> Result<Map<String, Value>, Error> {
+    let tagged = serde_json::to_value(command).map_err(|error| Error::Setting {
+        place: "the command line".into(),
+        key: "a path".into(),
+        reason: format!("cannot stand beside a run file: {error}"),
+    })?;
+    let Value::Object(tagged) = tagged else { unreachable!("an enum with tags") };
+    match tagged.into_iter().next() {
+        Some((_, Value::Object(values))) => Ok(values),
+        _ => unreachable!("settings are structs"),
+    }
+}
+
+/// Turns entries into settings of a command, and settings into the command.
+struct Sources {
+    /// Its name on the command line.
+    name: String,
+    table: &'static str,
+    definition: clap::Command,
+    /// The command whose flags are the table's keys.
     keys: clap::Command,
+    /// The defaults, and a mark for what is required.
+    base: Map<String, Value>,
 }
 
-impl<'a> Checker<'a> {
-    fn new(command: &'a clap::Command) -> Self {
-        let all = relaxed();
-        let keys = all.find_subcommand(TABLE).expect("there is a command train").clone();
-        Self { command, keys }
+impl Sources {
+    fn new(name: &str, complete: &Command) -> Result<Self, Error> {
+        let table = table_of(name).expect("this command reads run files");
+        let mut all = definition();
+        // Only a built command knows how its flags are written.
+        all.build();
+        let find = |name: &str| all.find_subcommand(name).expect("a command").clone();
+        let base = values_of(complete)?;
+        let keys = find(&table.replace('_', "-"));
+        Ok(Self { name: name.into(), table, definition: find(name), keys, base })
     }
 
-    /// The settings of a run file; keys that `train` has and this command lacks are left out.
+    /// What the user typed and what the environment says.
+    fn typed(&self, matches: &ArgMatches) -> Vec<Setting> {
+        let setting = |(key, value): (&String, &Value)| {
+            let level = Level::of(matches.value_source(key)?)?;
+            Some(Setting { level, key: key.clone(), value: value.clone(), place: None })
+        };
+        self.base.iter().filter_map(setting).collect()
+    }
+
+    /// What differs from the defaults, which may conflict with one another.
+    fn handed_over(&self, handover: &Handover) -> Result<Vec<Setting>, Error> {
+        let setting = |(key, value): (String, Value)| {
+            let place = handover.places.of(&key).map(str::to_owned);
+            Setting { level: Level::Set, key, value, place }
+        };
+        let mut values = values_of(&handover.command)?;
+        values.retain(|key, value| self.base.get(key) != Some(value));
+        Ok(values.into_iter().map(setting).collect())
+    }
+
+    /// The settings of a run file; keys that the table has and this command lacks are left out.
     fn file(&self, path: &Path) -> Result<Vec<Setting>, Error> {
         let mut settings: Vec<Setting> = Vec::new();
-        for entry in document::read(path)? {
+        for entry in document::read(path, self.table)? {
             let Some(setting) = self.setting(&entry, Level::File)? else { continue };
-            if settings.iter().any(|earlier| earlier.id == setting.id) {
+            if settings.iter().any(|earlier| earlier.key == setting.key) {
                 return Err(entry.refuse("is given twice in this file"));
             }
             settings.push(setting);
@@ -146,19 +275,15 @@ impl<'a> Checker<'a> {
     }
 
     fn setting(&self, entry: &Entry, level: Level) -> Result<Option<Setting>, Error> {
-        let key = self.find(&self.keys, entry).ok_or_else(|| self.unknown(entry))?;
-        let Some(arg) = self.find(self.command, entry) else { return Ok(None) };
-        let values = value::convert(arg, &entry.value).map_err(|reason| entry.refuse(reason))?;
-        let place = Some(entry.place.to_string());
-        let setting = Setting { level, id: key.get_id().to_string(), values, place };
-        let mut line = vec![OsString::from("dflash"), self.command.get_name().into()];
-        line.extend(setting.arguments(self.command));
-        match relaxed().try_get_matches_from(line) {
-            Ok(_) => Ok(Some(setting)),
-            // Flags that need another one are checked once all are there.
-            Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => Ok(Some(setting)),
-            Err(error) => Err(entry.refuse(format!("is refused: {}", clap_reason(&error)))),
-        }
+        self.find(&self.keys, entry).ok_or_else(|| self.unknown(entry))?;
+        let Some(arg) = self.find(&self.definition, entry) else { return Ok(None) };
+        let value = value::convert(arg, &entry.value).map_err(|reason| entry.refuse(reason))?;
+        let key = arg.get_id().to_string();
+        let mut values = self.base.clone();
+        values.insert(key.clone(), value.clone());
+        self.command(values)
+            .map_err(|error| entry.refuse(value::refusal(arg, &entry.value, &error)))?;
+        Ok(Some(Setting { level, key, value, place: Some(entry.place.to_string()) }))
     }
 
     /// The flag of a key, by its name or an alias; snake_case and kebab-case are the same.
@@ -172,8 +297,9 @@ impl<'a> Checker<'a> {
     }
 
     fn unknown(&self, entry: &Entry) -> Error {
+        let command = self.keys.get_name();
         let flag = format!("--{}=0", entry.key.replace('_', "-"));
-        let error = relaxed().try_get_matches_from(["dflash", TABLE, &flag]).err();
+        let error = relaxed().try_get_matches_from(["dflash", command, &flag]).err();
         let suggestion = error.as_ref().and_then(|error| {
             match error.get(clap::error::ContextKind::SuggestedArg) {
                 Some(clap::error::ContextValue::String(flag)) => Some(flag.as_str()),
@@ -181,22 +307,35 @@ impl<'a> Checker<'a> {
             }
         });
         let hint = suggestion.map_or_else(
-            || "`dflash train --help` lists the flags".to_owned(),
+            || format!("`dflash {command} --help` lists the flags"),
             |flag| format!("did you mean {}?", flag.trim_start_matches('-').replace('-', "_")),
         );
-        entry.refuse(format!("is no setting of `dflash train`; {hint}"))
+        entry.refuse(format!("is not a setting of `dflash {command}`; {hint}"))
     }
-}
 
-/// clap's message without its frame.
-fn clap_reason(error: &clap::Error) -> String {
-    let text = error.render().to_string();
-    let text = text.strip_prefix("error: ").unwrap_or(&text);
-    let end = ["\n\nUsage", "\n\nFor more"].iter().filter_map(|mark| text.find(mark)).min();
-    let lines: Vec<&str> = text[..end.unwrap_or(text.len())]
-        .lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty())
-        .collect();
-    lines.join(" ")
+    /// One value for every key, and from them the command; with the places of those that count.
+    fn resolve(&self, settings: Vec<Setting>) -> Result<(Command, Places), Refusal> {
+        let given = layers::merge(&self.definition, settings)?;
+        let is_given = |id: &str| given.iter().any(|setting| setting.key == id);
+        let missing: Vec<String> = self
+            .definition
+            .get_arguments()
+            .filter(|arg| arg.is_required_set() && !is_given(arg.get_id().as_str()))
+            .map(|arg| format!("\n  {arg}"))
+            .collect();
+        if !missing.is_empty() {
+            let message =
+                format!("the following required arguments were not provided:{}", missing.concat());
+            return Err(usage_error(&self.name, ErrorKind::MissingRequiredArgument, &message));
+        }
+        let mut values = self.base.clone();
+        values.extend(given.iter().map(|setting| (setting.key.clone(), setting.value.clone())));
+        let command = self.command(values).expect("every value was tried");
+        Ok((command, given.into_iter().filter_map(Setting::place).collect()))
+    }
+
+    fn command(&self, values: Map<String, Value>) -> serde_json::Result<Command> {
+        let tag = self.name.replace('-', "_");
+        serde_json::from_value(Value::Object([(tag, Value::Object(values))].into_iter().collect()))
+    }
 }

@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dflash_hidden::{Dtype, HiddenStates};
-use dflash_hidden_server::{
-    Error, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, ServerConfig, serve,
-};
+use dflash_hidden_server::{Error, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, serve};
+use dflash_settings::{Device, Dtype as ComputeDtype, HiddenServerSettings};
 use reqwest::Response;
 use serde_json::{Value, json};
 
@@ -128,18 +127,25 @@ pub(crate) struct Running {
     client: reqwest::Client,
 }
 
-pub(crate) fn config() -> ServerConfig {
-    ServerConfig {
+pub(crate) fn config() -> HiddenServerSettings {
+    HiddenServerSettings {
+        target: "double".into(),
+        target_layer_ids: None,
         host: "127.0.0.1".into(),
         port: 0,
         port_file: None,
+        device: Device::Cpu,
+        dtype: ComputeDtype::Auto,
+        wire_dtype: Dtype::Bf16,
         max_queue: 16,
         max_batch_tokens: 100,
+        max_model_len: None,
+        threads: Some(1),
     }
 }
 
 impl Running {
-    pub(crate) fn start(config: ServerConfig) -> Self {
+    pub(crate) fn start(config: HiddenServerSettings) -> Self {
         let desk = Arc::new(Desk::default());
         let double = Double { facts: facts(), desk: Arc::clone(&desk) };
         let mut running = Self::load(config, Box::new(move || Ok(Box::new(double))));
@@ -147,7 +153,7 @@ impl Running {
         running
     }
 
-    pub(crate) fn load(config: ServerConfig, load: Loader) -> Self {
+    pub(crate) fn load(config: HiddenServerSettings, load: Loader) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (sender, receiver) = mpsc::channel();
         let flag = Arc::clone(&stop);

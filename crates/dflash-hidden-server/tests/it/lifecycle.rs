@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use dflash_hidden_server::{Error, Loader, ServerConfig, serve};
+use dflash_hidden_server::{Error, Loader, serve};
+use dflash_settings::HiddenServerSettings;
 
 use crate::double::{Desk, Double, LAYERS, Running, config, expected, facts, refusal, states};
 
@@ -15,7 +16,7 @@ fn double() -> Loader {
     Box::new(|| Ok(Box::new(Double { facts: facts(), desk: Arc::new(Desk::default()) })))
 }
 
-fn start_error(config: &ServerConfig, load: Loader) -> Error {
+fn start_error(config: &HiddenServerSettings, load: Loader) -> Error {
     let stop = Arc::new(AtomicBool::new(false));
     serve(config, load, &stop, |_| panic!("it is not ready")).unwrap_err()
 }
@@ -24,7 +25,7 @@ fn start_error(config: &ServerConfig, load: Loader) -> Error {
 fn a_taken_port_is_named_with_the_way_out() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let text = start_error(&ServerConfig { port, ..config() }, double()).to_string();
+    let text = start_error(&HiddenServerSettings { port, ..config() }, double()).to_string();
     assert!(text.contains(&format!("port {port} is in use")), "{text}");
     assert!(text.contains("--port"), "{text}");
 }
@@ -32,7 +33,7 @@ fn a_taken_port_is_named_with_the_way_out() {
 #[test]
 fn a_host_that_is_not_ours_is_named() {
     for host in ["203.0.113.7", "no such host"] {
-        let error = start_error(&ServerConfig { host: host.into(), ..config() }, double());
+        let error = start_error(&HiddenServerSettings { host: host.into(), ..config() }, double());
         assert!(matches!(error, Error::BadHost { .. }), "{error:?}");
         assert!(error.to_string().contains(host), "{error}");
     }
@@ -43,7 +44,7 @@ fn a_model_that_does_not_load_ends_the_server_with_its_reason() {
     let load: Loader = Box::new(|| Err(Error::TooLongContext { asked: 9, limit: 8 }));
     let dir = tempfile::tempdir().unwrap();
     let port_file = Some(dir.path().join("port"));
-    let error = start_error(&ServerConfig { port_file, ..config() }, load);
+    let error = start_error(&HiddenServerSettings { port_file, ..config() }, load);
     assert!(matches!(error, Error::TooLongContext { asked: 9, limit: 8 }), "{error:?}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "no port file");
 }
@@ -52,10 +53,11 @@ fn a_model_that_does_not_load_ends_the_server_with_its_reason() {
 fn the_port_file_holds_the_port() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("port");
-    let server = Running::start(ServerConfig { port_file: Some(path.clone()), ..config() });
+    let server = Running::start(HiddenServerSettings { port_file: Some(path.clone()), ..config() });
     let port: u16 = std::fs::read_to_string(path).unwrap().trim().parse().unwrap();
     assert_eq!(port, server.address.port());
-    let unwritable = ServerConfig { port_file: Some("/no/such/dir/port".into()), ..config() };
+    let unwritable =
+        HiddenServerSettings { port_file: Some("/no/such/dir/port".into()), ..config() };
     assert!(start_error(&unwritable, double()).to_string().contains("/no/such/dir/port"));
 }
 
@@ -68,7 +70,7 @@ async fn while_it_loads_it_says_so() {
         double()()
     });
     let starting =
-        std::thread::spawn(move || Running::load(ServerConfig { port, ..config() }, load));
+        std::thread::spawn(move || Running::load(HiddenServerSettings { port, ..config() }, load));
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
     for path in ["/health", "/v1/models"] {
         let url = format!("http://127.0.0.1:{port}{path}");

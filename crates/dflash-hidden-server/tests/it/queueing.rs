@@ -10,7 +10,7 @@ use crate::double::{LAYERS, Running, config, expected, refusal, states};
 
 /// A server whose model has begun a prompt and will not finish it until opened.
 async fn occupied(max_queue: usize) -> Arc<Running> {
-    let server = Running::start(dflash_hidden_server::ServerConfig { max_queue, ..config() });
+    let server = Running::start(dflash_settings::HiddenServerSettings { max_queue, ..config() });
     server.desk.close();
     let server = Arc::new(server);
     send(&server, vec![1]);
@@ -133,7 +133,7 @@ async fn a_failing_batch_is_run_prompt_by_prompt() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unread_reply_gives_its_slot_back() {
-    let server = Running::start(dflash_hidden_server::ServerConfig { max_queue: 1, ..config() });
+    let server = Running::start(dflash_settings::HiddenServerSettings { max_queue: 1, ..config() });
     let unread = server.prompt(&[1; 64]).await;
     server.until("in_use", 0).await;
     assert_eq!(states(server.prompt(&[2]).await).await, expected(&[2], &LAYERS));

@@ -17,7 +17,7 @@ fn request(sample: u64) -> Request {
 
 #[test]
 fn rows_arrive_in_order_through_a_queue_that_is_too_small() {
-    let server = Running::start(dflash_hidden_server::ServerConfig { max_queue: 4, ..config() });
+    let server = Running::start(dflash_settings::HiddenServerSettings { max_queue: 4, ..config() });
     let rows: Vec<Vec<Request>> =
         (0..10).map(|row| (row * 3..row * 3 + 3).map(request).collect()).collect();
     let mut config = stream_config(&server, &[2, 5, 8], HIDDEN);

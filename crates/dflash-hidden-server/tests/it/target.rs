@@ -3,10 +3,9 @@
 use std::path::Path;
 
 use dflash_hidden::Dtype;
-use dflash_hidden_server::{
-    Error, Featurizer, Loader, PackedPrompts, TargetFeaturizer, TargetFeaturizerOptions,
-};
+use dflash_hidden_server::{Error, Featurizer, Loader, PackedPrompts, TargetFeaturizer};
 use dflash_model::target::{Target, TargetConfig};
+use dflash_settings::HiddenServerSettings;
 use serde_json::json;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -21,20 +20,13 @@ fn saved(dir: &Path) -> Target {
     target
 }
 
-fn options(dir: &Path, wire_dtype: Dtype) -> TargetFeaturizerOptions {
-    TargetFeaturizerOptions {
-        dir: dir.into(),
-        layer_ids: Some(vec![5, 0, 2]),
-        device: Some(Device::Cpu),
-        kind: None,
-        wire_dtype,
-        max_model_len: None,
-        threads: Some(1),
-    }
+fn settings(wire_dtype: Dtype) -> HiddenServerSettings {
+    HiddenServerSettings { target_layer_ids: Some(vec![5, 0, 2]), wire_dtype, ..config() }
 }
 
-fn loader(options: TargetFeaturizerOptions) -> Loader {
-    Box::new(move || Ok(Box::new(TargetFeaturizer::load(&options)?)))
+fn loader(dir: &Path, settings: HiddenServerSettings) -> Loader {
+    let dir = dir.to_owned();
+    Box::new(move || Ok(Box::new(TargetFeaturizer::load(&dir, &settings)?)))
 }
 
 fn prompt(tokens: i64, seed: i64) -> Vec<i64> {
@@ -62,7 +54,7 @@ async fn served_rows_are_the_target_s() {
     let target = saved(dir.path());
     // bf16 keeps 8 bits: half a unit in the last place is 2^-9 of a value.
     for (wire, tolerance) in [(Dtype::F32, 1e-5), (Dtype::Bf16, 2f32.powi(-8))] {
-        let server = Running::load(config(), loader(options(dir.path(), wire)));
+        let server = Running::load(config(), loader(dir.path(), settings(wire)));
         let ids = prompt(37, 5);
         let got = states(server.prompt(&ids).await).await;
         assert_eq!((got.layer_ids.as_slice(), got.dtype), ([0, 2, 5].as_slice(), wire));
@@ -82,7 +74,7 @@ async fn served_rows_are_the_target_s() {
 fn prompts_in_one_batch_do_not_see_each_other() {
     let dir = tempfile::tempdir().unwrap();
     let target = saved(dir.path());
-    let mut model = TargetFeaturizer::load(&options(dir.path(), Dtype::F32)).unwrap();
+    let mut model = TargetFeaturizer::load(dir.path(), &settings(Dtype::F32)).unwrap();
     let prompts = [prompt(9, 3), prompt(1, 1), prompt(20, 7)];
     let packed = PackedPrompts::new(prompts.iter().map(Vec::as_slice));
     assert_eq!(packed.document_starts, [0, 9, 10, 30]);
@@ -102,16 +94,17 @@ fn prompts_in_one_batch_do_not_see_each_other() {
 fn what_cannot_be_served_is_named_at_the_start() {
     let dir = tempfile::tempdir().unwrap();
     saved(dir.path());
-    let refused = |change: &dyn Fn(&mut TargetFeaturizerOptions)| {
-        let mut options = options(dir.path(), Dtype::Bf16);
-        change(&mut options);
-        TargetFeaturizer::load(&options).unwrap_err()
+    let refused = |change: &dyn Fn(&mut HiddenServerSettings)| {
+        let mut settings = settings(Dtype::Bf16);
+        change(&mut settings);
+        TargetFeaturizer::load(dir.path(), &settings).unwrap_err()
     };
-    let text = refused(&|options| options.layer_ids = Some(vec![2, 7])).to_string();
+    let text = refused(&|settings| settings.target_layer_ids = Some(vec![2, 7])).to_string();
     assert!(text.contains('7') && text.contains('6'), "{text}");
-    let error = refused(&|options| options.max_model_len = Some(4096));
+    let error = refused(&|settings| settings.max_model_len = Some(4096));
     assert!(matches!(error, Error::TooLongContext { asked: 4096, limit: 2048 }), "{error:?}");
-    let text = refused(&|options| options.dir = "/no/such/model".into()).to_string();
+    let absent = TargetFeaturizer::load(Path::new("/no/such/model"), &settings(Dtype::Bf16));
+    let text = absent.unwrap_err().to_string();
     assert!(text.contains("/no/such/model"), "{text}");
 }
 
@@ -119,12 +112,8 @@ fn what_cannot_be_served_is_named_at_the_start() {
 fn layers_have_a_default() {
     let dir = tempfile::tempdir().unwrap();
     saved(dir.path());
-    let options = TargetFeaturizerOptions {
-        layer_ids: None,
-        max_model_len: Some(100),
-        ..options(dir.path(), Dtype::Bf16)
-    };
-    let model = TargetFeaturizer::load(&options).unwrap();
+    let settings = HiddenServerSettings { max_model_len: Some(100), ..config() };
+    let model = TargetFeaturizer::load(dir.path(), &settings).unwrap();
     let facts = model.facts();
     assert!(facts.layer_ids.len() > 2 && facts.layer_ids.iter().all(|&id| id <= 6), "{facts:?}");
     assert_eq!((facts.max_model_len, facts.hidden_size, facts.vocab_size), (100, 32, 64));

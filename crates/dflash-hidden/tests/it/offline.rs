@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use dflash_hidden::{Error, OfflineFiles, OnGenerate, OnMissing, StreamConfig};
+use dflash_hidden::{Error, OfflineFiles, StreamConfig};
+use dflash_settings::{OnGenerate, OnMissing};
 
 use crate::fake::{
     LAYERS, assert_right, config, drain, good, own_server, prompt, single_rows, start, states_of,

@@ -3,6 +3,7 @@
 //! p is the target's distribution, q the draft's. Of every loss the gradient is closed: with
 //! g = dL/dq it is `q (g - sum q g)`, which simplifies for most.
 
+use dflash_settings::ElementLoss;
 use dflash_torch_sys::kernels;
 use tch::{Kind, Tensor};
 
@@ -13,32 +14,6 @@ pub const NLA_EPSILON: f64 = 1e-5;
 
 /// How fast `lk` turns from KL to total variation as the overlap grows (arXiv 2602.23881).
 pub const LK_ETA: f64 = 3.0;
-
-/// A loss of one slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ElementLoss {
-    /// `-log q[label]`.
-    CrossEntropy,
-    /// `sum p log(p / q)`.
-    Kl,
-    /// `sum q log(q / p)`.
-    ReverseKl,
-    /// Jensen-Shannon divergence.
-    Jsd,
-    /// Total variation, `1 - sum min(p, q)`.
-    Tv,
-    /// `-log max(sum min(p, q), 1e-5)`: the negative log of the acceptance rate.
-    Nla,
-    /// `w KL + (1 - w) TV` with `w = exp(-3 sum min(p, q))` held constant.
-    Lk,
-}
-
-impl ElementLoss {
-    /// Whether the loss compares distributions.
-    pub fn needs_teacher(self) -> bool {
-        self != Self::CrossEntropy
-    }
-}
 
 /// A chunk of supervised slots.
 #[derive(Debug)]

@@ -1,11 +1,10 @@
-//! `dflash report`: arguments to one library call.
+//! `dflash report`: settings to one library call.
 
-use dflash::args::ReportArgs;
 use dflash_report::write_report;
+use dflash_settings::ReportSettings;
 
 /// Runs the command; the page's path goes to stdout.
-pub(crate) fn run(args: ReportArgs) -> anyhow::Result<()> {
-    let ReportArgs { run_dir, output } = args;
-    println!("{}", write_report(&run_dir, output.as_deref())?.display());
+pub(crate) fn run(settings: &ReportSettings) -> anyhow::Result<()> {
+    println!("{}", write_report(&settings.run_dir, settings.output.as_deref())?.display());
     Ok(())
 }

@@ -5,11 +5,13 @@ use std::path::Path;
 use toml::de::DeTable;
 
 use super::value::Given;
-use super::{Entry, Place, TABLE};
+use super::{Entry, Place};
+use crate::cli::TABLES;
 use crate::error::Error;
 
-/// Every key of the run file's table, in the file's order.
-pub(super) fn read(path: &Path) -> Result<Vec<Entry>, Error> {
+/// Every key of `table` in the run file, in the file's order; the other tables are for other
+/// commands.
+pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
     let text = std::fs::read_to_string(path)
         .map_err(|source| Error::ReadRunFile { path: path.into(), source })?;
     let place = |at: usize| Place::File { path: path.into(), line: line_of(&text, at) };
@@ -21,11 +23,15 @@ pub(super) fn read(path: &Path) -> Result<Vec<Entry>, Error> {
     for (name, content) in document.get_ref() {
         let key = name.get_ref().to_string();
         let place = place(name.span().start);
-        let Some(table) = content.get_ref().as_table().filter(|_| key == TABLE) else {
-            let reason = format!("is no table of a run file; settings stand under [{TABLE}]");
+        let is_known = TABLES.iter().any(|(_, table)| *table == key);
+        let Some(content) = content.get_ref().as_table().filter(|_| is_known) else {
+            let reason = format!("is not a table of a run file; settings stand under [{table}]");
             return Err(Error::Setting { place: place.to_string(), key, reason });
         };
-        entries.extend(table.iter().map(|(name, value)| {
+        if key != table {
+            continue;
+        }
+        entries.extend(content.iter().map(|(name, value)| {
             let at = name.span().start;
             (at, name.get_ref().to_string(), Given::of(value.get_ref()))
         }));

@@ -1,84 +1,75 @@
 //! `--dump-config`: the resolved settings as a run file.
 
-use std::ffi::OsString;
+use clap::{Arg, Command};
+use serde_json::{Map, Value};
 
-use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, CommandFactory, Parser};
-use toml::Value;
-
-use super::TABLE;
-use super::merge::{Level, Setting, settings_of, values};
-use super::value::{is_flag, is_list, is_number};
-use crate::args::Cli;
+use super::values_of;
+use crate::cli::{Cli, definition, table_of};
 use crate::error::Error;
 
-/// The run file that stands for `arguments` (complete, without a run file of their own).
+/// The run file that gives the settings of `cli`.
 ///
-/// Every setting with a value is in it, defaults included. A default that clap refuses beside the
-/// settings, because it conflicts with one or needs another, is left out, since it does not count;
-/// what has no value is listed in a comment.
-pub(crate) fn dump(arguments: &[OsString]) -> Result<String, Error> {
-    let mut command = Cli::command();
-    let program = OsString::from("dflash");
-    let line: Vec<OsString> = std::iter::once(&program).chain(arguments).cloned().collect();
-    let matches = command.try_get_matches_from_mut(&line).expect("these arguments were parsed");
-    let (name, matches) = matches.subcommand().expect("a command was parsed");
-    let command = command.find_subcommand(name).expect("clap just chose it");
-    let mut text = format!("# Settings of `dflash {name}`, defaults included.\n[{TABLE}]\n");
+/// Every setting with a value is in it, defaults included, but for those that do not count because
+/// another setting was given in their stead; what has no value is listed in a comment.
+pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
+    let definition = definition();
+    let tagged = serde_json::to_value(&cli.command).ok();
+    let tag = tagged.as_ref().and_then(|tagged| tagged.as_object()?.keys().next().cloned());
+    let name = tag.unwrap_or_default().replace('_', "-");
+    let (Some(command), Some(table)) = (definition.find_subcommand(&name), table_of(&name)) else {
+        unreachable!("only commands with run files are asked for them");
+    };
+    let values = values_of(&cli.command)?;
+    let mut text = format!("# Settings of `dflash {name}`, defaults included.\n[{table}]\n");
     let mut absent = Vec::new();
     let mut heading = None;
-    for arg in settings_of(command) {
-        let (id, values) = (arg.get_id().to_string(), values(arg, matches));
-        let setting = Setting { level: Level::File, id, values, place: None };
-        let with = || line.iter().cloned().chain(setting.arguments(command));
-        let idle = is_default(arg, matches) && Cli::try_parse_from(with()).is_err();
-        if setting.values.is_empty() || idle {
-            absent.push(key(arg));
+    for arg in command.get_arguments() {
+        let key = arg.get_id().as_str();
+        let Some(value) = values.get(key) else { continue };
+        if value.is_null() || gives_way(command, arg, &values) {
+            absent.push(key);
             continue;
         }
         if arg.get_help_heading() != heading {
             heading = arg.get_help_heading();
             text.push_str(&format!("\n# {}\n", heading.unwrap_or("Run")));
         }
-        text.push_str(&format!("{} = {}\n", key(arg), value(arg, &setting.values)?));
+        text.push_str(&format!("{key} = {}\n", toml_of(value)));
     }
     text.push_str(&format!("\n# Without a value: {}\n", absent.join(", ")));
     Ok(text)
 }
 
-fn is_default(arg: &Arg, matches: &ArgMatches) -> bool {
-    let source = matches.value_source(arg.get_id().as_str());
-    !matches!(source, Some(ValueSource::CommandLine | ValueSource::EnvVariable))
-}
-
-fn key(arg: &Arg) -> String {
-    arg.get_long().unwrap_or_default().replace('-', "_")
-}
-
-fn value(arg: &Arg, texts: &[OsString]) -> Result<String, Error> {
-    let one = |text: &OsString| match text.to_str() {
-        Some(text) if is_number(arg) => Ok(number(text)),
-        Some(text) if is_flag(arg) => Ok(text.to_owned()),
-        Some(text) => Ok(Value::from(text).to_string()),
-        None => Err(Error::Setting {
-            place: "--dump-config".into(),
-            key: key(arg),
-            reason: "is no UTF-8, which TOML cannot hold".into(),
-        }),
+/// Whether the setting has a default and another one is given that cannot stand beside it.
+fn gives_way(command: &Command, arg: &Arg, values: &Map<String, Value>) -> bool {
+    let has_default = !arg.get_default_values().is_empty();
+    let given = |other: &Arg| {
+        let id = other.get_id().as_str();
+        let conflicts = command.get_arg_conflicts_with(other);
+        conflicts.iter().any(|named| named.get_id() == arg.get_id())
+            && values.get(id).is_some_and(|value| !value.is_null())
     };
-    if is_list(arg) {
-        let values = texts.iter().map(one).collect::<Result<Vec<_>, _>>()?;
-        return Ok(format!("[{}]", values.join(", ")));
-    }
-    one(&texts[0])
+    has_default && command.get_arguments().any(given)
 }
 
-/// A number as TOML has it: `.5`, `1.` and `+1` are Rust's. Whole ones stay as they are, since
-/// seeds may exceed the range of TOML's own integers; the reader takes their digits.
-fn number(text: &str) -> String {
-    let whole = text.parse::<u64>().is_ok() || text.parse::<i64>().is_ok();
-    match text.parse::<f64>() {
-        Ok(number) if !whole => Value::Float(number).to_string(),
-        _ => text.to_owned(),
+/// Numbers stay as they are, since seeds may exceed the range of TOML's own integers; the reader
+/// takes their digits.
+fn toml_of(value: &Value) -> String {
+    let entry = |(key, value): (&String, &Value)| {
+        format!("{} = {}", toml::Value::from(key.as_str()), toml_of(value))
+    };
+    match value {
+        Value::Number(number) => match number.as_f64().filter(|_| number.is_f64()) {
+            Some(number) => toml::Value::Float(number).to_string(),
+            None => number.to_string(),
+        },
+        Value::String(text) => toml::Value::from(text.as_str()).to_string(),
+        Value::Array(values) => {
+            format!("[{}]", values.iter().map(toml_of).collect::<Vec<_>>().join(", "))
+        }
+        Value::Object(map) => {
+            format!("{{ {} }}", map.iter().map(entry).collect::<Vec<_>>().join(", "))
+        }
+        Value::Bool(_) | Value::Null => value.to_string(),
     }
 }

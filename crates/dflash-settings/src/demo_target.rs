@@ -1,29 +1,30 @@
-//! The flags of `dflash demo-target`.
+//! The settings of `dflash demo-target`.
 
 use std::path::PathBuf;
 
-use clap::Args;
+use serde::{Deserialize, Serialize};
 
 /// Make the demo's corpus and train its tiny target.
 ///
 /// Writes DIR/corpus (conversations and held-out prompts as JSON Lines) and DIR/target, a Hugging
 /// Face model directory with tokenizer, chat template and a small Qwen3. Everything follows from
 /// the seed; nothing is downloaded.
-#[derive(Debug, Clone, Args)]
-pub struct DemoTargetArgs {
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct DemoTargetSettings {
     /// Directory to write; stages that are complete there are kept.
-    #[arg(long, value_name = "DIR")]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub output: PathBuf,
     /// Conversations of the corpus.
-    #[arg(long, value_name = "ROWS", default_value_t = 6000)]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "ROWS", default_value_t = 6000))]
     pub rows: usize,
     /// Conversations held out as prompts for `dflash eval`.
-    #[arg(long, value_name = "ROWS", default_value_t = 64)]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "ROWS", default_value_t = 64))]
     pub held_out: usize,
     /// Optimizer steps of the target's training.
-    #[arg(long, value_name = "STEPS", default_value_t = 300)]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "STEPS", default_value_t = 300))]
     pub steps: usize,
     /// Seed of the corpus, the initial weights and the order of training.
-    #[arg(long, default_value_t = 0)]
+    #[cfg_attr(feature = "clap", arg(long, default_value_t = 0))]
     pub seed: u64,
 }

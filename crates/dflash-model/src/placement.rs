@@ -1,0 +1,43 @@
+//! From what the user asks for to a device of this machine and the kind to compute in.
+
+use dflash_settings::{Device as Asked, Dtype, Invalid};
+use tch::{Cuda, Device, Kind};
+
+/// The device that is asked for, and the kind of weights and activations on it: bfloat16 on a GPU
+/// and float32 on a CPU, unless `dtype` says otherwise. `local` is the number of this process among
+/// those of the machine that each take a GPU.
+///
+/// # Errors
+/// A GPU that libtorch does not see.
+pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<(Device, Kind), Invalid> {
+    let devices = if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 };
+    let device = match asked {
+        Asked::Cpu => Device::Cpu,
+        Asked::Auto if devices == 0 => Device::Cpu,
+        Asked::Auto | Asked::Cuda(None) if devices > 0 => Device::Cuda(local % devices),
+        Asked::Cuda(Some(number)) if number < devices => Device::Cuda(number),
+        Asked::Auto | Asked::Cuda(_) => {
+            let expected = format!("libtorch sees {devices} CUDA devices here; pass --device cpu");
+            return Err(Invalid::new("device", asked, expected));
+        }
+    };
+    let kind = match (dtype, device) {
+        (Dtype::Float32, _) | (Dtype::Auto, Device::Cpu) => Kind::Float,
+        (Dtype::Bfloat16, _) | (Dtype::Auto, _) => Kind::BFloat16,
+    };
+    Ok((device, kind))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_had_or_refused() {
+        let cpu = |dtype| place(Asked::Cpu, dtype, 3).unwrap();
+        assert_eq!(cpu(Dtype::Auto), (Device::Cpu, Kind::Float));
+        assert_eq!(cpu(Dtype::Bfloat16), (Device::Cpu, Kind::BFloat16));
+        let refused = place(Asked::Cuda(Some(99)), Dtype::Auto, 0).unwrap_err().to_string();
+        assert!(refused.starts_with("--device is cuda:99, but libtorch sees"), "{refused}");
+    }
+}

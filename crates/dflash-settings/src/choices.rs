@@ -1,0 +1,219 @@
+//! Settings that choose among a few.
+//!
+//! Libraries use these types as they are, so that a choice that is added here is one that they
+//! have to deal with.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// An enum of plain choices: the same names on the command line, in run files and in messages.
+macro_rules! choices {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident { $( $(#[$variant_doc:meta])* $variant:ident $(= $alias:literal)* ),+ $(,)? }
+    )+) => { $(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+        #[serde(rename_all = "kebab-case")]
+        pub enum $name { $(
+            $(#[$variant_doc])*
+            $(#[serde(alias = $alias)] #[cfg_attr(feature = "clap", value(alias = $alias))])*
+            $variant,
+        )+ }
+    )+ };
+}
+
+choices! {
+    /// Kinds of drafters.
+    SpeculatorType {
+        /// Block diffusion conditioned on the target's hidden states.
+        Dflash,
+    }
+
+    /// Type of weights and activations.
+    Dtype {
+        /// bfloat16 on a GPU, float32 on a CPU.
+        Auto,
+        /// bfloat16.
+        Bfloat16 = "bf16",
+        /// float32.
+        Float32 = "f32" = "float",
+    }
+
+    /// Type of hidden states on the wire and in files.
+    WireDtype {
+        /// What drafts train on.
+        Bf16,
+        /// Twice the bytes, for comparisons.
+        F32,
+    }
+
+    /// Rounding of the factors of a matrix product on the CPU.
+    MatmulPrecision {
+        /// None: exact to float32's own rounding.
+        Float32,
+        /// To bfloat16, as GPUs train; sums stay float32.
+        Bfloat16,
+    }
+
+    /// Optimizers of the matrices.
+    OptimizerKind {
+        /// AdamW.
+        Adamw,
+        /// Muon: orthogonalised momentum.
+        Muon,
+    }
+
+    /// Learning-rate schedules.
+    SchedulerType {
+        /// Half a cosine.
+        Cosine,
+        /// A straight line.
+        Linear,
+        /// Warm-up, stable, decay.
+        Wsd,
+        /// No decay.
+        None,
+    }
+
+    /// What to do about a sample whose hidden states are not stored.
+    OnMissing {
+        /// Ask the server.
+        Generate,
+        /// Leave it out.
+        Skip,
+        /// Leave it out and say so.
+        Warn,
+        /// Fail.
+        Raise,
+    }
+
+    /// What to do with generated hidden states.
+    OnGenerate {
+        /// Keep nothing.
+        Delete,
+        /// Store them in --hidden-states-path for later epochs and runs.
+        Cache,
+    }
+
+    /// Carriers of gradients between GPUs.
+    Backend {
+        /// NCCL where all ranks can use it, else gloo.
+        Auto,
+        /// NCCL, or an error.
+        Nccl,
+        /// Over the host.
+        Gloo,
+    }
+}
+
+impl WireDtype {
+    /// Bytes of an element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+
+    /// The name on the wire: `bf16` or `f32`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+        }
+    }
+
+    /// The inverse of [`Self::name`].
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Bf16, Self::F32].into_iter().find(|dtype| dtype.name() == name)
+    }
+}
+
+impl fmt::Display for WireDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Where to compute: `auto`, `cpu`, `cuda` or `cuda:N`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Device {
+    /// CUDA where libtorch has it, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A GPU: of this number, else the one of the process, which is a rank's own or the first.
+    Cuda(Option<usize>),
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbered =
+            |text: &str| text.strip_prefix("cuda:").and_then(|digits| digits.parse().ok());
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(None)),
+            _ => numbered(text)
+                .map(|number| Self::Cuda(Some(number)))
+                .ok_or_else(|| "pass auto, cpu, cuda or cuda:N".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => write!(f, "auto"),
+            Self::Cpu => write!(f, "cpu"),
+            Self::Cuda(None) => write!(f, "cuda"),
+            Self::Cuda(Some(number)) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
+impl TryFrom<String> for Device {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Device> for String {
+    fn from(device: Device) -> Self {
+        device.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_as_they_are_written() {
+        for text in ["auto", "cpu", "cuda", "cuda:3"] {
+            assert_eq!(text.parse::<Device>().unwrap().to_string(), text);
+        }
+        for text in ["gpu", "cuda:", "cuda:x", "cuda:-1", ""] {
+            assert!(text.parse::<Device>().unwrap_err().contains("cuda:N"), "{text}");
+        }
+    }
+
+    #[test]
+    fn run_files_know_the_aliases_of_flags() {
+        let dtype = |text: &str| serde_json::from_value::<Dtype>(text.into()).ok();
+        assert_eq!(dtype("bf16"), Some(Dtype::Bfloat16));
+        assert_eq!(dtype("bfloat16"), Some(Dtype::Bfloat16));
+        assert_eq!(dtype("float"), Some(Dtype::Float32));
+        assert_eq!(dtype("half"), None);
+    }
+}

@@ -1,0 +1,51 @@
+//! Where a draft is trained, in what precision, and what is kept.
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::Invalid;
+use crate::choices::{Device, Dtype, MatmulPrecision};
+
+/// Device, precision and memory.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct ComputeSettings {
+    /// Where to compute: auto, cpu or cuda, which is the GPU of the local rank.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
+    pub device: Device,
+    /// Type of weights and activations in forward and backward; masters, gradients and the optimizer's
+    /// state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub compute_dtype: Dtype,
+    /// Keep only the layers' inputs for the backward pass and run each layer forward again there.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub recompute: bool,
+    /// What the ranks share out among themselves (ZeRO stages): 0 nothing, 1 the masters and the
+    /// optimizer's state.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "STAGE", default_value_t = 0))]
+    pub zero: u8,
+    /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster where the
+    /// processor has instructions for it (AMX).
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = MatmulPrecision::Float32))]
+    pub matmul_precision: MatmulPrecision,
+}
+
+impl ComputeSettings {
+    /// Whether the ranks split masters and the optimizer's state among themselves.
+    pub fn splits_state(&self) -> bool {
+        self.zero > 0
+    }
+
+    /// # Errors
+    /// A stage that there is not, a GPU by number.
+    pub fn check(&self) -> Result<(), Invalid> {
+        if self.zero > 1 {
+            return Err(Invalid::new("zero", self.zero, "the stages are 0 and 1"));
+        }
+        if let Device::Cuda(Some(_)) = self.device {
+            let expected = "ranks take the GPU of their number; pass cuda, and choose GPUs with \
+                            CUDA_VISIBLE_DEVICES";
+            return Err(Invalid::new("device", self.device, expected));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,58 @@
+//! Where a training run takes the hidden states from.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, needs};
+use crate::choices::{OnGenerate, OnMissing};
+
+/// Servers, stored states, and how much of them is held.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct HiddenStatesSettings {
+    /// Hidden-state servers: `dflash hidden-server` or a stock vLLM; commas separate several.
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            visible_alias = "endpoint",
+            value_name = "URL",
+            value_delimiter = ',',
+            default_value = "http://127.0.0.1:8000/v1"
+        )
+    )]
+    pub vllm_endpoint: Vec<String>,
+    /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    pub hidden_states_path: Option<PathBuf>,
+    /// What to do about a sample that is not stored.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnMissing::Generate))]
+    pub on_missing: OnMissing,
+    /// What to do with a generated sample once it is trained on.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnGenerate::Delete))]
+    pub on_generate: OnGenerate,
+    /// Hidden states in flight or waiting, MiB per rank.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 256))]
+    pub window_mib: usize,
+    /// Requests in flight per rank.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 16))]
+    pub max_in_flight: usize,
+}
+
+impl HiddenStatesSettings {
+    /// Bytes of hidden states in flight or waiting.
+    pub fn window_bytes(&self) -> usize {
+        self.window_mib.max(1) << 20
+    }
+
+    /// # Errors
+    /// A use of stored states without a folder of them.
+    pub fn check(&self) -> Result<(), Invalid> {
+        let folder = |needed| (needed || self.hidden_states_path.is_some(), "--hidden-states-path");
+        let generates = self.on_missing == OnMissing::Generate;
+        needs("on_missing", "set to use stored hidden states alone", folder(generates))?;
+        let deletes = self.on_generate == OnGenerate::Delete;
+        needs("on_generate", "cache", folder(deletes))
+    }
+}

@@ -1,0 +1,83 @@
+//! Ranks, and what remains of a run's checkpoints.
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, at_least_one, needs};
+use crate::choices::Backend;
+
+/// Ranks: how many, where, and what happens when one dies.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct LaunchSettings {
+    /// Ranks to start on this machine. Default: one, or what torchrun or Slurm started.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub nproc: Option<usize>,
+    /// Machines in the job. Start the same command on each, with its own --node-rank.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    pub nnodes: usize,
+    /// This machine among them, from 0.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "R"))]
+    pub node_rank: Option<usize>,
+    /// Where the machines meet: an address of the machine with --node-rank 0 and a free port there.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "HOST:PORT"))]
+    pub rdzv_endpoint: Option<String>,
+    /// What carries gradients between ranks on GPUs; between CPUs it is gloo.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Backend::Auto))]
+    pub backend: Backend,
+    /// Start all ranks again from the last checkpoint when one dies, up to N times.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
+    pub max_restarts: usize,
+    /// Seconds that ranks and machines wait for each other to come.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "S", default_value_t = 120))]
+    pub join_timeout: u64,
+    /// Seconds that a rank waits for the others in a collective. A rank that hangs ends the job
+    /// after this; one that waits for hidden states must not lag behind by more.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "S", default_value_t = 1800))]
+    pub collective_timeout: u64,
+}
+
+/// When checkpoints are written and which stay. The newest and the best always do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct CheckpointSettings {
+    /// Steps between checkpoints, besides those at the ends of epochs.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub save_every: Option<u64>,
+    /// Keep only the last N checkpoints, and the best one where best.json names it. Default: all.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub keep_last: Option<u64>,
+    /// With --keep-last: also keep those of steps that are multiples of N.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub keep_every: Option<u64>,
+}
+
+impl LaunchSettings {
+    /// # Errors
+    /// A number out of its range.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("nproc", self.nproc.unwrap_or(1) as u64),
+            ("nnodes", self.nnodes as u64),
+            ("join_timeout", self.join_timeout),
+            ("collective_timeout", self.collective_timeout),
+        ])
+    }
+}
+
+impl CheckpointSettings {
+    /// # Errors
+    /// A number out of its range, or --keep-every alone.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("save_every", self.save_every.unwrap_or(1)),
+            ("keep_last", self.keep_last.unwrap_or(1)),
+            ("keep_every", self.keep_every.unwrap_or(1)),
+        ])?;
+        match self.keep_every {
+            Some(every) => {
+                needs("keep_every", every, (self.keep_last.is_some(), "--keep-last <N>"))
+            }
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! How parameters move.
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, at_least_one, needs, positive, shares};
+use crate::choices::{OptimizerKind, SchedulerType};
+
+/// Learning rate, its schedule, and the optimizer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct OptimizerSettings {
+    /// Peak learning rate.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "LR", default_value_t = 6e-4))]
+    pub lr: f64,
+    /// Its course after the warm-up.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SchedulerType::Cosine))]
+    pub scheduler_type: SchedulerType,
+    /// Share of all steps that warm up.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.04))]
+    pub warmup_ratio: f64,
+    /// Steps that warm up, instead of a share.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", conflicts_with = "warmup_ratio"))]
+    pub warmup_steps: Option<u64>,
+    /// Learning rate behind the last step, as a share of the peak.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
+    pub min_lr_ratio: f64,
+    /// Share of all steps that decay, for wsd.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.2))]
+    pub decay_ratio: f64,
+    /// What moves the matrices; norms are AdamW's in either case.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OptimizerKind::Adamw))]
+    pub optimizer: OptimizerKind,
+    /// Muon's peak learning rate, for the matrices. Default: ten times --lr.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "LR"))]
+    pub muon_lr: Option<f64>,
+    /// Decoupled weight decay of matrices.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
+    pub weight_decay: f64,
+    /// Decoupled weight decay of norms.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
+    pub norm_weight_decay: f64,
+    /// Keep a moving average of the weights, which keeps the share D of itself at each step; it is
+    /// what checkpoints serve.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "D"))]
+    pub ema_decay: Option<f64>,
+    /// Largest global gradient norm; above it the gradient is scaled down.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1.0))]
+    pub max_grad_norm: f64,
+    /// End the run, saved, after N steps in a row with a non-finite gradient (skipped, counted).
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
+    pub max_bad_steps: u64,
+}
+
+impl OptimizerSettings {
+    /// # Errors
+    /// A number out of its range, or one that another setting makes pointless.
+    pub fn check(&self) -> Result<(), Invalid> {
+        positive([
+            ("lr", self.lr),
+            ("muon_lr", self.muon_lr.unwrap_or(1.0)),
+            ("max_grad_norm", self.max_grad_norm),
+        ])?;
+        shares([
+            ("warmup_ratio", self.warmup_ratio),
+            ("min_lr_ratio", self.min_lr_ratio),
+            ("decay_ratio", self.decay_ratio),
+        ])?;
+        at_least_one([("max_bad_steps", self.max_bad_steps)])?;
+        if let Some(rate) = self.muon_lr {
+            needs("muon_lr", rate, (self.optimizer == OptimizerKind::Muon, "--optimizer muon"))?;
+        }
+        let decays =
+            [("weight_decay", self.weight_decay), ("norm_weight_decay", self.norm_weight_decay)];
+        if let Some((key, decay)) =
+            decays.into_iter().find(|(_, decay)| !(0.0..1e6).contains(decay))
+        {
+            return Err(Invalid::new(key, decay, "weights decay by a share from 0"));
+        }
+        match self.ema_decay {
+            Some(decay) if !(decay > 0.0 && decay < 1.0) => {
+                let expected = "the share of itself that an average keeps lies between 0 and 1";
+                Err(Invalid::new("ema_decay", decay, expected))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! The settings of `dflash plan`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, at_least_one, needs, positive};
+use crate::compute::ComputeSettings;
+use crate::draft::DraftSettings;
+use crate::hidden_states::HiddenStatesSettings;
+use crate::objective::ObjectiveSettings;
+use crate::optimizer::OptimizerSettings;
+use crate::rows::RowSettings;
+use crate::validation::ValidationSettings;
+
+/// Say what a training run will take: memory, arithmetic, time, hidden states.
+///
+/// Takes the flags (and the run file) of `dflash train`. Of the target only config.json is read, and
+/// nothing is computed. Without a dataset, --rows and --mean-length describe one.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct PlanSettings {
+    /// The target model: a directory (its config.json is enough), or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
+    pub target: String,
+    /// Prepared dataset, as `dflash prepare` writes it.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    pub data_path: Option<PathBuf>,
+    /// Documents, instead of a dataset; all their tokens count as supervised.
+    #[serde(rename = "rows")]
+    #[cfg_attr(feature = "clap", arg(long = "rows", id = "rows", value_name = "N"))]
+    pub documents: Option<usize>,
+    /// Tokens of a document, with --rows.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS"))]
+    pub mean_length: Option<usize>,
+    /// Ranks: GPUs, or processes on CPUs.
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, visible_alias = "gpus", value_name = "N", default_value_t = 1)
+    )]
+    pub nproc: usize,
+    /// Plan for this GPU, such as H100, whatever is here.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
+    pub gpu: Option<String>,
+    /// Useful TFLOP/s that a rank achieves; `dflash bench train-step` and a run's metrics tell.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "TFLOPS"))]
+    pub tflops: Option<f64>,
+    /// Print JSON instead of a table.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub json: bool,
+    /// What the ranks compute on; auto looks at this machine.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Device"))]
+    pub compute: ComputeSettings,
+    /// Shape of the draft.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Draft"))]
+    pub draft: DraftSettings,
+    /// Rows and anchors.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Rows"))]
+    pub rows: RowSettings,
+    /// Loss.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Objective"))]
+    pub objective: ObjectiveSettings,
+    /// Optimizer and schedule.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Optimizer"))]
+    pub optimizer: OptimizerSettings,
+    /// Hidden states.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Hidden states"))]
+    pub hidden_states: HiddenStatesSettings,
+    /// Held-out measurements.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Validation"))]
+    pub validation: ValidationSettings,
+}
+
+impl PlanSettings {
+    /// # Errors
+    /// The first setting that makes no sense whatever target and data are.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("nproc", self.nproc as u64),
+            ("rows", self.documents.unwrap_or(1) as u64),
+            ("mean_length", self.mean_length.unwrap_or(1) as u64),
+        ])?;
+        positive([("tflops", self.tflops.unwrap_or(1.0))])?;
+        match (self.documents, self.mean_length) {
+            (Some(count), length) => needs("rows", count, (length.is_some(), "--mean-length"))?,
+            (None, Some(length)) => needs("mean_length", length, (false, "--rows"))?,
+            (None, None) if self.data_path.is_none() => {
+                let expected = "a plan needs a dataset, or --rows and --mean-length";
+                return Err(Invalid::new("data_path", "missing", expected));
+            }
+            (None, None) => {}
+        }
+        self.compute.check()?;
+        self.draft.check()?;
+        self.rows.check()?;
+        self.objective.check()?;
+        self.optimizer.check()?;
+        self.validation.check_ratio()
+    }
+}

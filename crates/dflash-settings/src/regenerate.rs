@@ -1,0 +1,53 @@
+//! The settings of `dflash regenerate`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, at_least_one};
+use crate::choices::{Device, Dtype};
+
+/// Replace the answers of a data set by the target's own.
+///
+/// Writes one row per question, in order: question, answer, input_ids, loss_mask, finished. A
+/// stopped run leaves FILE.partial; the same command continues it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct RegenerateSettings {
+    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
+    pub target: String,
+    /// Conversations or questions, JSON or JSONL.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub data: PathBuf,
+    /// JSONL file to write.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub output: PathBuf,
+    /// Tokens of an answer at most.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 220))]
+    pub max_new_tokens: usize,
+    /// Use the first N rows of the data only.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub limit: Option<usize>,
+    /// Sequences decoded together.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 128))]
+    pub batch: usize,
+    /// Where to compute: auto, cpu, cuda or cuda:N.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
+    pub device: Device,
+    /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub dtype: Dtype,
+}
+
+impl RegenerateSettings {
+    /// # Errors
+    /// A number out of its range.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("max_new_tokens", self.max_new_tokens as u64),
+            ("limit", self.limit.unwrap_or(1) as u64),
+            ("batch", self.batch as u64),
+        ])
+    }
+}

@@ -1,0 +1,59 @@
+//! What a step trains on.
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, at_least_one};
+
+/// Epochs of the DFlash paper's recipe.
+const DEFAULT_EPOCHS: u64 = 6;
+
+/// Packed rows and their anchors.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct RowSettings {
+    /// Tokens of a packed row.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 3072))]
+    pub total_seq_len: usize,
+    /// Most anchors per document.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 512))]
+    pub anchors_per_sequence: usize,
+    /// Most anchors per packed row.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 3072))]
+    pub max_anchors: usize,
+    /// Packed rows per rank and optimizer step.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the data. Default: 6, or what --max-steps needs.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub epochs: Option<u64>,
+    /// Stop after N optimizer steps; the schedule ends there.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub max_steps: Option<u64>,
+    /// Seed of weights, order and anchors.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
+    pub seed: u64,
+}
+
+impl RowSettings {
+    /// Passes over the data; `None` for as many as --max-steps needs.
+    pub fn whole_epochs(&self) -> Option<u64> {
+        self.epochs.or(if self.max_steps.is_some() { None } else { Some(DEFAULT_EPOCHS) })
+    }
+
+    /// # Errors
+    /// A number out of its range.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("anchors_per_sequence", self.anchors_per_sequence as u64),
+            ("max_anchors", self.max_anchors as u64),
+            ("gradient_accumulation_steps", self.gradient_accumulation_steps as u64),
+            ("epochs", self.epochs.unwrap_or(1)),
+            ("max_steps", self.max_steps.unwrap_or(1)),
+        ])?;
+        if self.total_seq_len < 2 {
+            let expected = "a row needs room for an anchor and a token to predict";
+            return Err(Invalid::new("total_seq_len", self.total_seq_len, expected));
+        }
+        Ok(())
+    }
+}

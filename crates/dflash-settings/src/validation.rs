@@ -1,0 +1,69 @@
+//! What a run measures of itself on data that it does not train on.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Invalid, at_least_one, needs};
+
+/// Held-out samples and prompts.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct ValidationSettings {
+    /// Steps between validations; the last step has one too.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub eval_every: Option<u64>,
+    /// Hold out this share of the samples, from the dataset's end: loss, accuracy and expected
+    /// acceptance length are taken on them, with the same anchors every time.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
+    pub validation_ratio: f64,
+    /// Prompts (JSON or JSONL) to decode with the target and the draft: their measured acceptance
+    /// length names the best checkpoint.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub eval_prompts: Option<PathBuf>,
+    /// Prompts of that file at most.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 32))]
+    pub eval_limit: usize,
+    /// Tokens of such an answer at most.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 128))]
+    pub eval_max_new_tokens: usize,
+}
+
+impl ValidationSettings {
+    /// Share of the samples that is held out: none without --eval-every.
+    pub fn held_out(&self) -> f64 {
+        if self.eval_every.is_some() { self.validation_ratio } else { 0.0 }
+    }
+
+    /// # Errors
+    /// A number out of its range, something to validate on that is never used, or nothing.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("eval_every", self.eval_every.unwrap_or(1)),
+            ("eval_limit", self.eval_limit as u64),
+            ("eval_max_new_tokens", self.eval_max_new_tokens as u64),
+        ])?;
+        self.check_ratio()?;
+        let when = (self.eval_every.is_some(), "--eval-every");
+        if self.validation_ratio > 0.0 {
+            needs("validation_ratio", self.validation_ratio, when)?;
+        }
+        match (&self.eval_prompts, self.eval_every) {
+            (Some(prompts), _) => needs("eval_prompts", prompts.display(), when),
+            (None, Some(every)) if self.validation_ratio == 0.0 => {
+                let expected =
+                    "there is nothing to validate on: add --validation-ratio or --eval-prompts";
+                Err(Invalid::new("eval_every", every, expected))
+            }
+            (None, _) => Ok(()),
+        }
+    }
+
+    pub(crate) fn check_ratio(&self) -> Result<(), Invalid> {
+        if (0.0..1.0).contains(&self.validation_ratio) {
+            return Ok(());
+        }
+        let expected = "the share of samples held out lies in 0..1";
+        Err(Invalid::new("validation_ratio", self.validation_ratio, expected))
+    }
+}

@@ -1,0 +1,227 @@
+//! The command line of both programs: the commands, whose settings are dflash-settings' own, and
+//! what says where further settings stand.
+
+use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
+use dflash_settings::{
+    BenchSettings, DemoTargetSettings, EvalSettings, HiddenServerSettings, Invalid, PlanSettings,
+    PrepareSettings, RegenerateSettings, ReportSettings, TrainSettings,
+};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+use crate::signals::OrdinaryEnd;
+
+/// Train DFlash drafters: from conversations to a measured draft model.
+#[derive(Debug, Clone, Parser, Serialize, Deserialize)]
+#[command(
+    name = "dflash",
+    version,
+    propagate_version = true,
+    disable_help_subcommand = true,
+    after_help = "The usual order: prepare, hidden-server (left running), train, eval.\n\
+                  `dflash COMMAND --help` explains each flag."
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// What every command takes.
+    #[command(flatten)]
+    pub global: GlobalArgs,
+}
+
+/// Flags that every command takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Args, Serialize, Deserialize)]
+pub struct GlobalArgs {
+    /// Say more on stderr (twice: everything). DFLASH_LOG takes tracing's filter syntax instead.
+    #[arg(short, long, action = ArgAction::Count, global = true, conflicts_with = "quiet")]
+    pub verbose: u8,
+    /// Say only what went wrong.
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+}
+
+/// The commands.
+#[derive(Debug, Clone, Subcommand, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Command {
+    /// Turn conversations into a tokenized, masked dataset.
+    Prepare(PrepareSettings),
+    /// Run the target and serve hidden states of chosen layers.
+    #[command(
+        after_help = "Example: dflash hidden-server Qwen3-8B --target-layer-ids 2 10 18 26 34\n\
+                      Training then takes --vllm-endpoint http://localhost:8000/v1. Flags of \
+                      vLLM may follow `--`."
+    )]
+    HiddenServer(HiddenServerSettings),
+    /// Train a drafter against a running hidden-state server.
+    #[command(allow_negative_numbers = true)]
+    Train(Box<TrainSettings>),
+    /// Say what a training run will take: memory, arithmetic, time, hidden states.
+    #[command(allow_negative_numbers = true)]
+    Plan(Box<PlanSettings>),
+    /// Measure a drafter: real speculative decoding against plain greedy decoding.
+    #[command(allow_negative_numbers = true)]
+    Eval(EvalSettings),
+    /// Show a training run as one page: curves, settings, checkpoints.
+    Report(ReportSettings),
+    /// Replace the answers of a data set by the target's own.
+    Regenerate(RegenerateSettings),
+    /// Time parts of the work on random data.
+    Bench(BenchSettings),
+    /// Make the demo's corpus and train its tiny target.
+    #[command(hide = true)]
+    DemoTarget(DemoTargetSettings),
+}
+
+impl Command {
+    /// # Errors
+    /// The first setting that makes no sense, whatever it is applied to.
+    pub fn check(&self) -> Result<(), Invalid> {
+        match self {
+            Self::Prepare(settings) => settings.check(),
+            Self::HiddenServer(settings) => settings.check(),
+            Self::Train(settings) => settings.check(),
+            Self::Plan(settings) => settings.check(),
+            Self::Eval(settings) => settings.check(),
+            Self::Regenerate(settings) => settings.check(),
+            Self::Bench(settings) => settings.check(),
+            Self::Report(_) | Self::DemoTarget(_) => Ok(()),
+        }
+    }
+
+    /// Which signals are an ordinary way for the command to end.
+    pub fn ordinary_end(&self) -> OrdinaryEnd {
+        match self {
+            Self::HiddenServer(_) => OrdinaryEnd::AnySignal,
+            Self::Train(_) => OrdinaryEnd::Termination,
+            _ => OrdinaryEnd::Never,
+        }
+    }
+}
+
+/// The commands that read run files, and their tables; a plan is made for a run's settings.
+pub(crate) const TABLES: [(&str, &str); 6] = [
+    ("prepare", "prepare"),
+    ("regenerate", "regenerate"),
+    ("hidden-server", "hidden_server"),
+    ("train", "train"),
+    ("plan", "train"),
+    ("eval", "eval"),
+];
+
+/// The table of a command, if it reads run files.
+pub(crate) fn table_of(command: &str) -> Option<&'static str> {
+    TABLES.into_iter().find(|(name, _)| *name == command).map(|(_, table)| table)
+}
+
+/// Arguments that name other places of settings.
+pub(crate) const RUN_FILE: &str = "run_file";
+pub(crate) const SET: &str = "set";
+pub(crate) const DUMP_CONFIG: &str = "dump_config";
+pub(crate) const VLLM_FLAGS: &str = "vllm_flags";
+
+/// The whole command line, run files included.
+pub fn definition() -> clap::Command {
+    Cli::command().mut_subcommands(|command| {
+        let Some(table) = table_of(command.get_name()) else { return command };
+        let command = command.args(run_file_arguments(table));
+        if table == "hidden_server" { command.args(server_arguments()) } else { command }
+    })
+}
+
+fn run_file_arguments(table: &str) -> [Arg; 3] {
+    [
+        Arg::new(RUN_FILE).value_name("RUN_FILE").value_parser(value_parser!(PathBuf)).help(format!(
+            "Run file: TOML whose table `{table}` has the flags below as keys. Flags win over it, \
+             and those that are needed may come from it"
+        )),
+        Arg::new(SET).long("set").value_name("KEY=VALUE").action(ArgAction::Append).help(format!(
+            "Set one key, such as {table}.KEY=VALUE, over the run file and the environment. \
+             Repeatable"
+        )),
+        Arg::new(DUMP_CONFIG)
+            .long("dump-config")
+            .action(ArgAction::SetTrue)
+            .help("Print all settings as a run file and do nothing else"),
+    ]
+}
+
+/// The server's target may stand without its flag, in a run file's place, and flags of vLLM may
+/// follow.
+fn server_arguments() -> [Arg; 1] {
+    [Arg::new(VLLM_FLAGS)
+        .value_name("VLLM_FLAGS")
+        .action(ArgAction::Append)
+        .last(true)
+        .allow_hyphen_values(true)
+        .help("Flags of `vllm serve`, for launch lines written for it")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace())
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        definition().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_a_help_text() {
+        for command in definition().get_subcommands() {
+            for arg in command.get_arguments() {
+                assert!(arg.get_help().is_some(), "{} {}", command.get_name(), arg.get_id());
+            }
+        }
+    }
+
+    #[test]
+    fn a_server_ends_by_signals_and_a_training_by_termination() {
+        let check = |line, expected| {
+            assert_eq!(parse(line).unwrap().command.ordinary_end(), expected, "{line}");
+        };
+        check("dflash prepare --target m --data d --output o", OrdinaryEnd::Never);
+        check("dflash hidden-server --target m --target-layer-ids 1 2", OrdinaryEnd::AnySignal);
+        check("dflash train --target t --data-path d --save-path s", OrdinaryEnd::Termination);
+    }
+
+    #[test]
+    fn global_flags_may_follow_the_command() {
+        let cli = parse("dflash prepare --data d --output o -vv").unwrap();
+        assert_eq!(cli.global, GlobalArgs { verbose: 2, quiet: false });
+        assert!(parse("dflash prepare --data d --output o -v -q").is_err());
+    }
+
+    #[test]
+    fn sources_and_aliases_parse() {
+        let line = "dflash prepare --data a b --data c --num-proc 3 --max-samples 7 --model m";
+        let Command::Prepare(settings) = parse(line).unwrap().command else { panic!("{line}") };
+        assert_eq!(settings.data, ["a", "b", "c"]);
+        assert_eq!((settings.workers, settings.limit), (Some(3), Some(7)));
+        assert_eq!(settings.target(), "m");
+        let error = parse("dflash prepare --data a --chat-template-kwargs [1]").unwrap_err();
+        assert!(error.to_string().contains("not a JSON object"), "{error}");
+        assert!(parse("dflash prepare").unwrap_err().to_string().contains("--data"));
+    }
+
+    #[test]
+    fn senseless_numbers_are_refused() {
+        let check = |more: &str, expect: Option<&str>| {
+            let line = format!("dflash eval --target t --draft d --prompts p {more}");
+            let refused = parse(&line).unwrap().command.check().err();
+            assert_eq!(refused.map(|invalid| invalid.to_string()).as_deref(), expect);
+        };
+        check("--temperature 0.7", None);
+        check("--limit 0", Some("--limit is 0, but it must be at least 1"));
+        check("--max-new-tokens 0", Some("--max-new-tokens is 0, but it must be at least 1"));
+        let negative = "--temperature is -1, but it must be 0 or a positive number";
+        check("--temperature -1", Some(negative));
+        let nan = "--temperature is NaN, but it must be 0 or a positive number";
+        check("--temperature nan", Some(nan));
+    }
+}
