@@ -1,6 +1,6 @@
 //! The real featurizer: a target on the CPU or a GPU.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bytes::Bytes;
 use dflash_model::place;

@@ -51,7 +51,8 @@ fn command_section(page: &mut String, before: &str, command: &Command) {
         }
         if !open || arg.get_help_heading() != heading {
             heading = arg.get_help_heading();
-            write!(page, "\n| {} | default | |\n|---|---|---|\n", heading.unwrap_or("flag")).unwrap();
+            write!(page, "\n| {} | default | |\n|---|---|---|\n", heading.unwrap_or("flag"))
+                .unwrap();
             open = true;
         }
         writeln!(page, "| {} | {} | {} |", names(arg), default(arg), help(arg)).unwrap();

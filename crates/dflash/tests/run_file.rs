@@ -68,7 +68,7 @@ fn keys_are_the_flags_names_in_either_case() {
          scheduler_type = 'wsd'",
     );
     for line in [
-        "verifier_name_or_path = \"models/m\"",
+        "target = \"models/m\"",
         "lr = 0.001",
         "num_layers = 3",
         "block_size = 8",
@@ -95,7 +95,7 @@ fn flags_beat_set_beats_environment_beats_file_beats_default() {
     place.check("--lr 4e-3", "epochs = 2");
     let target = |arguments: &str, expect: &str| {
         let text = place.dump(arguments, &[("DFLASH_MODEL", "of/environment")]);
-        assert!(text.contains(&format!("path = \"{expect}\"")), "{text}");
+        assert!(text.contains(&format!("target = \"{expect}\"")), "{text}");
     };
     target("", "of/environment");
     target("--set target=of/set", "of/set");
@@ -112,7 +112,7 @@ fn what_set_says_is_read_as_after_a_flag() {
     place.refuse("--set lr=fast", "--set: lr is refused: invalid value 'fast' for '--lr <LR>'");
     place.refuse("--set resume=1", "--set: resume is a string, but true or false is needed");
     place.refuse("--set lr", "--set: lr needs a value");
-    place.refuse("--set learning=1", "--set: learning is no setting");
+    place.refuse("--set learning=1", "--set: learning is not a setting");
 }
 
 #[test]
@@ -145,9 +145,6 @@ fn what_is_dumped_gives_the_same_run() {
     let first = place.dump("--max-steps 7 --set lr=.5", &[]);
     assert!(!first.contains("warmup_ratio ="), "{first}");
     assert!(first.contains("lr = 0.5\n") && first.contains("max_steps = 7\n"), "{first}");
-    // Held out only when --eval-every asks for it, so its default must not stand alone.
-    assert!(!first.contains("validation_ratio ="), "{first}");
-    place.check("--eval-every 5", "validation_ratio = 0");
     place.write("run.toml", &first);
     assert_eq!(place.dump("", &[]), first);
 }
@@ -155,8 +152,8 @@ fn what_is_dumped_gives_the_same_run() {
 #[test]
 fn mistakes_in_the_file_are_named_with_their_line() {
     let check = |more: &str, expect: &str| Place::with(more).refuse("", expect);
-    check("\nlrr = 1", "run.toml:6: lrr is no setting of `dflash train`; did you mean lr?");
-    check("set = ['lr=1']", "run.toml:5: set is no setting");
+    check("\nlrr = 1", "run.toml:6: lrr is not a setting of `dflash train`; did you mean lr?");
+    check("set = ['lr=1']", "run.toml:5: set is not a setting");
     check("lr = 'fast'", "run.toml:5: lr is a string, but a number is needed");
     check("lr = true", "run.toml:5: lr is true or false, but a number is needed");
     check("resume = 'yes'", "run.toml:5: resume is a string, but true or false is needed");
@@ -164,12 +161,13 @@ fn mistakes_in_the_file_are_named_with_their_line() {
     check("hidden_states_path = 3", "hidden_states_path is a number, but a string is needed");
     check("target_layer_ids = ['a']", "target_layer_ids is a string, but a number or a list of");
     check("epochs = 0", "run.toml:5: epochs is refused: invalid value '0' for '--epochs <N>'");
+    check("zero = 2", "run.toml:5: zero is refused: invalid value '2' for '--zero <STAGE>'");
     check("seed = 1.5", "run.toml:5: seed is refused");
     check("scheduler_type = 'cos'", "possible values: cosine, linear, wsd, none");
     check("save-path = 'twice'", "run.toml:5: save-path is given twice");
     check("lr = ", "run.toml:5: ");
-    check("[train.draft]\nlayers = 1", "run.toml:5: draft is no setting");
-    check("[model]", "run.toml:5: model is no table of a run file");
+    check("[train.draft]\nlayers = 1", "run.toml:5: draft is not a setting");
+    check("[model]", "run.toml:5: model is not a table of a run file");
     let output = Place::new().run("gone.toml", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
     assert!(errors.contains("cannot read the run file gone.toml"), "{errors}");
@@ -184,4 +182,38 @@ fn what_neither_line_nor_file_gives_is_asked_for() {
     assert_eq!(output.status.code(), Some(2), "{errors}");
     assert!(errors.contains("--save-path <DIR>"), "{errors}");
     assert!(!errors.contains("--data-path <DIR>\n"), "{errors}");
+}
+
+#[test]
+fn every_command_reads_its_table() {
+    let place = Place::new();
+    place.write(
+        "run.toml",
+        "[prepare]\ndata = ['a.jsonl']\nchat_template_kwargs = { enable_thinking = false }\n\
+         [hidden_server]\ntarget = 'm'\nport = 0\n[train]\nmax_anchors = 7\n\
+         [eval]\ntarget = 'm'\nlimit = 3\n",
+    );
+    let dump = |command: &str, more: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_dflash"))
+            .args([command, "run.toml", "--dump-config"])
+            .args(more.split_whitespace())
+            .current_dir(place.0.path())
+            .env_remove("DFLASH_MODEL")
+            .output()
+            .unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{errors}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let prepare = dump("prepare", "--set prepare.limit=5");
+    assert!(
+        prepare.contains("chat_template_kwargs = { \"enable_thinking\" = false }"),
+        "{prepare}"
+    );
+    assert!(prepare.contains("limit = 5\n") && prepare.contains("[prepare]\n"), "{prepare}");
+    assert!(dump("hidden-server", "").contains("port = 0\n"));
+    assert!(dump("eval", "--draft d --prompts p").contains("limit = 3\n"));
+    assert!(dump("plan", "--model m --data-path d").contains("max_anchors = 7\n"));
+    let refused = place.run("run.toml --data-path d --target m --save-path s --dump-config", &[]);
+    assert_eq!(refused.status.code(), Some(0));
 }
