@@ -23,4 +23,5 @@ pub mod target;
 mod error;
 mod fused;
 
+pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
