@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use dflash_model::Kernels;
 use dflash_model::checkpoint::{TensorFile, write_safetensors};
 use dflash_model::target::{Family, Target, TargetConfig, TargetHead, TargetOptions};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -67,6 +68,15 @@ fn small_target(config: TargetConfig) -> Target {
     Target::load(dir.path(), &F32).unwrap()
 }
 
+/// Every family, on both paths.
+fn every_target() -> impl Iterator<Item = Target> {
+    let on_both = |config: TargetConfig| {
+        [Kernels::Fast, Kernels::Portable]
+            .map(|kernels| small_target(config.clone()).with_kernels(kernels))
+    };
+    family_configs().into_iter().flat_map(on_both)
+}
+
 fn random_ids(length: i64, seed: i64) -> Tensor {
     tch::manual_seed(seed);
     Tensor::randint(50, [length], (Kind::Int64, Device::Cpu))
@@ -74,8 +84,7 @@ fn random_ids(length: i64, seed: i64) -> Tensor {
 
 #[test]
 fn cached_chunks_equal_the_whole() {
-    for config in family_configs() {
-        let target = small_target(config);
+    for target in every_target() {
         let ids = random_ids(23, 1);
         let whole = target.forward_packed(&ids, &[0, 23], &[0, 2, 3]);
         for chunks in [vec![23], vec![1; 23], vec![10, 4, 1, 8], vec![3, 20]] {
@@ -132,11 +141,10 @@ fn a_truncated_cache_forgets() {
 
 #[test]
 fn packed_documents_do_not_see_each_other() {
-    family_configs().into_iter().for_each(check_packed);
+    every_target().for_each(check_packed);
 }
 
-fn check_packed(config: TargetConfig) {
-    let target = small_target(config);
+fn check_packed(target: Target) {
     let ids = random_ids(31, 4);
     let starts = [0, 7, 7, 8, 31];
     let packed = target.forward_packed(&ids, &starts, &[3, 1]);
@@ -150,11 +158,10 @@ fn check_packed(config: TargetConfig) {
 
 #[test]
 fn a_batch_decodes_as_each_sequence_alone() {
-    family_configs().into_iter().for_each(check_batch);
+    every_target().for_each(check_batch);
 }
 
-fn check_batch(config: TargetConfig) {
-    let target = small_target(config);
+fn check_batch(target: Target) {
     let ids: Vec<i64> = Vec::try_from(random_ids(40, 6)).unwrap();
     let mut sequences: Vec<Vec<i64>> =
         vec![ids[0..5].to_vec(), ids[5..16].to_vec(), ids[16..17].to_vec()];

@@ -1,6 +1,6 @@
 //! The decoding pass: one block at a time over cached keys and values of the accepted context.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::{Draft, LayerKind, LayerViews};
 use crate::fused;
@@ -155,19 +155,19 @@ impl Draft {
         middle.addmm(&fused::swiglu(&gate_up, self.kernels), &weights.down)
     }
 
-    /// Mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
+    /// Additive mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
     fn decode_mask(&self, index: usize, length: i64, slots: i64) -> Option<Tensor> {
         let window = match (self.config.layers[index], self.config.sliding_window) {
             (LayerKind::Sliding, Some(window)) => window as i64,
             _ => return None,
         };
         let group = self.config.queries_per_kv();
-        let mut allowed = Vec::with_capacity((slots * group * (length + slots)) as usize);
-        for row in 0..slots * group {
-            let position = length + row / group;
-            allowed.extend((0..length + slots).map(|j| j <= position && j + window > position));
+        let mut mask = vec![f32::NEG_INFINITY; (slots * group * (length + slots)) as usize];
+        for (row, keys) in mask.chunks_mut((length + slots) as usize).enumerate() {
+            let position = length + row as i64 / group;
+            keys[(position + 1 - window).max(0) as usize..=position as usize].fill(0.0);
         }
-        let shape = [slots * group, length + slots];
-        Some(Tensor::from_slice(&allowed).view(shape).to_kind(Kind::Bool).to_device(self.device()))
+        let mask = Tensor::from_slice(&mask).view([slots * group, length + slots]);
+        Some(mask.to_device(self.device()).to_kind(self.flat.kind()))
     }
 }
