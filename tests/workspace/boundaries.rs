@@ -184,10 +184,18 @@ fn libraries_depend_on_what_the_layers_allow() {
         assert!(beyond.is_empty(), "{crate_name} may not depend on {beyond:?}");
     }
     let listed: Vec<_> = allowed.iter().map(|(name, _)| *name).collect();
-    let binaries = ["dflash-engine", "dflash-tests"];
+    let others = ["dflash-engine", "dflash-tests", "dflash-golden"];
     for name in graph.ours() {
-        let known = listed.contains(&name.as_str()) || binaries.contains(&name.as_str());
+        let known = listed.contains(&name.as_str()) || others.contains(&name.as_str());
         assert!(known, "{name} has no place in the layers; add it here and in ARCHITECTURE.md");
+    }
+}
+
+#[test]
+fn reference_vectors_are_for_tests_alone() {
+    let graph = Graph::read();
+    for name in graph.ours() {
+        assert!(!graph.direct(name).contains("dflash-golden"), "{name} is built with the vectors");
     }
 }
 

@@ -16,10 +16,13 @@
 mod part;
 mod plan;
 
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use crate::fused;
+use crate::ops::accumulate_kind;
 
+use part::{Part, Query};
 pub use plan::{BlockPlan, DocumentSpan, Segment, Visibility, WindowRule};
 
 /// Keys and values of the context or of the blocks themselves.
@@ -32,11 +35,13 @@ pub struct KeyValue {
 }
 
 impl KeyValue {
-    /// Zeros in the layout of a part's gradients.
-    fn zeros_like(&self) -> Self {
+    /// Zeros in the layout of a part's gradients, to add those of all chunks to: in float32 where
+    /// the parts are in half precision, since a sum of many would stop growing there.
+    fn zeros_to_sum(&self) -> Self {
         let zeros = |x: &Tensor| {
             let size = x.size();
-            let zeros = Tensor::zeros([size[1], size[0], size[2]], (x.kind(), x.device()));
+            let options = (accumulate_kind(x), x.device());
+            let zeros = Tensor::zeros([size[1], size[0], size[2]], options);
             zeros.transpose(0, 1)
         };
         Self { k_jtd: zeros(&self.k_jtd), v_jtd: zeros(&self.v_jtd) }
@@ -82,7 +87,7 @@ impl Attended {
 pub struct AttentionGradient {
     /// As the queries.
     pub dq_jngd: Tensor,
-    /// As the context's keys and values.
+    /// As the context's keys and values, but float32 where those are in half precision.
     pub context: KeyValue,
     /// As the blocks' own keys and values.
     pub own: KeyValue,
@@ -93,7 +98,7 @@ pub struct AttentionGradient {
 pub struct BlockAttention {
     block_size: i64,
     queries_per_kv: i64,
-    scale: f64,
+    part: Part,
     own_mask: Option<Tensor>,
     chunks: Vec<Chunk>,
 }
@@ -116,6 +121,8 @@ pub struct AttentionShape {
     pub device: Device,
     /// Kind of the queries: the masks have it too.
     pub kind: Kind,
+    /// What computes.
+    pub kernels: Kernels,
 }
 
 impl BlockAttention {
@@ -140,8 +147,10 @@ impl BlockAttention {
         Self {
             block_size: plan.block_size() as i64,
             queries_per_kv: shape.queries_per_kv,
-            scale: (shape.head_dim as f64).powf(-0.5),
-            own_mask: visibility.causal_in_block.then(|| own_mask(plan.block_size(), shape)),
+            part: Part { scale: (shape.head_dim as f64).powf(-0.5), kernels: shape.kernels },
+            own_mask: visibility
+                .causal_in_block
+                .then(|| own_mask(visibility, plan.block_size(), shape)),
             chunks,
         }
     }
@@ -150,7 +159,7 @@ impl BlockAttention {
     pub fn forward(&self, q_jngd: &Tensor, context: &KeyValue, own: &KeyValue) -> Attended {
         let (k, v) = own.blocks(self.block_size);
         let q_blocks = self.fold_blocks(q_jngd);
-        let (out, lse) = part::forward(&q_blocks, &k, &v, self.own_mask.as_ref(), self.scale);
+        let (out, lse) = self.part.forward(&q_blocks, &k, &v, self.own_mask.as_ref());
         let merged = Attended {
             out_jngd: self.unfold_blocks(&out),
             lse_jng: self.unfold_blocks(&lse.unsqueeze(-1)).squeeze_dim(-1),
@@ -159,7 +168,7 @@ impl BlockAttention {
             let q = self.fold_chunk(q_jngd, chunk);
             for (range, mask) in &chunk.parts {
                 let (k, v) = context.rows(range);
-                let (out, lse) = part::forward(&q, &k, &v, mask.as_ref(), self.scale);
+                let (out, lse) = self.part.forward(&q, &k, &v, mask.as_ref());
                 self.merge(&merged, chunk, &out, &lse);
             }
         }
@@ -174,11 +183,11 @@ impl BlockAttention {
         (context, own): (&KeyValue, &KeyValue),
         attended: &Attended,
     ) -> AttentionGradient {
-        let dcontext = context.zeros_like();
+        let dcontext = context.zeros_to_sum();
         let (dq, own) = self.own_backward(dout_jngd, q_jngd, own, attended);
         for chunk in &self.chunks {
             let fold = |x: &Tensor| self.fold_chunk(x, chunk);
-            let q = part::Query {
+            let q = Query {
                 q: fold(q_jngd),
                 out: fold(&attended.out_jngd),
                 lse: self.fold_lse(&attended.lse_jng, chunk),
@@ -187,7 +196,7 @@ impl BlockAttention {
             let dq_chunk = fold(&dq);
             for (range, mask) in &chunk.parts {
                 let (k, v) = context.rows(range);
-                let (dq_part, dk, dv) = part::backward(&q, &k, &v, mask.as_ref(), self.scale);
+                let (dq_part, dk, dv) = self.part.backward(&q, &k, &v, mask.as_ref());
                 let _ = dq_chunk.shallow_clone().g_add_(&dq_part);
                 dcontext.add_rows(range, &dk, &dv);
             }
@@ -203,14 +212,14 @@ impl BlockAttention {
         attended: &Attended,
     ) -> (Tensor, KeyValue) {
         let lse = self.fold_blocks(&attended.lse_jng.unsqueeze(-1)).squeeze_dim(-1);
-        let q = part::Query {
+        let q = Query {
             q: self.fold_blocks(q_jngd),
             out: self.fold_blocks(&attended.out_jngd),
             lse,
             dout: self.fold_blocks(dout_jngd),
         };
         let (k, v) = own.blocks(self.block_size);
-        let (dq, dk, dv) = part::backward(&q, &k, &v, self.own_mask.as_ref(), self.scale);
+        let (dq, dk, dv) = self.part.backward(&q, &k, &v, self.own_mask.as_ref());
         let own = KeyValue { k_jtd: join_blocks(&dk), v_jtd: join_blocks(&dv) };
         (self.unfold_blocks(&dq), own)
     }
@@ -242,7 +251,7 @@ impl BlockAttention {
     fn merge(&self, merged: &Attended, chunk: &Chunk, out: &Tensor, lse: &Tensor) {
         let merged_out = self.fold_chunk(&merged.out_jngd, chunk);
         let merged_lse = self.fold_lse(&merged.lse_jng, chunk);
-        fused::merge((&merged_out, &merged_lse), (out, lse));
+        fused::merge((&merged_out, &merged_lse), (out, lse), self.part.kernels);
     }
 }
 
@@ -275,12 +284,12 @@ fn segment_mask(segment: &Segment, group: usize, shape: &AttentionShape) -> Opti
     Some(mask_tensor(&values, columns, shape))
 }
 
-/// Causal mask of a block: slot k sees slots up to k. [B*g, B].
-fn own_mask(block_size: usize, shape: &AttentionShape) -> Tensor {
+/// What the slots of a block see of their block, [B*g, B].
+fn own_mask(visibility: &Visibility, block_size: usize, shape: &AttentionShape) -> Tensor {
     let group = shape.queries_per_kv as usize;
     let mut values = vec![HIDDEN; block_size * group * block_size];
     for (row, columns) in values.chunks_mut(block_size).enumerate() {
-        columns[..=row / group].fill(0.0);
+        columns[visibility.own(row / group, block_size)].fill(0.0);
     }
     mask_tensor(&values, block_size, shape)
 }

@@ -13,6 +13,7 @@ mod train;
 use std::cell::OnceCell;
 use std::path::Path;
 
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 pub use config::{DraftConfig, LayerKind};
@@ -21,11 +22,12 @@ use decode::DecodeWeights;
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};
 
+use crate::Result;
 use crate::attention::KeyValue;
 use crate::checkpoint::write_safetensors;
+use crate::fused::Norm;
 use crate::ops::{Rotary, RotaryTables};
 use crate::target::Weights;
-use crate::{Result, fused};
 
 /// File that holds the weights of a draft checkpoint.
 const WEIGHTS: &str = "model.safetensors";
@@ -45,6 +47,7 @@ pub struct Draft {
     flat: Tensor,
     views: DraftViews,
     rotary: Rotary,
+    kernels: Kernels,
     decode: OnceCell<DecodeWeights>,
 }
 
@@ -54,7 +57,13 @@ impl Draft {
         let layout = DraftLayout::new(&config);
         let views = DraftViews::new(&config, &layout, &flat);
         let rotary = Rotary::new(config.head_dim, config.rope_theta, flat.device());
-        Self { config, layout, flat, views, rotary, decode: OnceCell::new() }
+        let (kernels, decode) = (Kernels::Fast, OnceCell::new());
+        Self { config, layout, flat, views, rotary, kernels, decode }
+    }
+
+    /// The same draft, computed by `kernels`.
+    pub fn with_kernels(self, kernels: Kernels) -> Self {
+        Self { kernels, ..self }
     }
 
     /// A freshly initialised draft: matrices normal with `initializer_range`, norms one, and `fc`
@@ -135,7 +144,12 @@ impl Draft {
     /// `features_tk` [T, K*H], captures concatenated in ascending layer order; result [T, H].
     pub fn context(&self, features_tk: &Tensor) -> Tensor {
         let projected = linear(features_tk, &self.views.fc);
-        fused::norm(&projected, (&self.views.hidden_norm, self.config.rms_norm_eps))
+        self.norm(&self.views.hidden_norm).of(&projected)
+    }
+
+    /// The norm that has this weight.
+    fn norm<'a>(&self, weight: &'a Tensor) -> Norm<'a> {
+        Norm { weight, eps: self.config.rms_norm_eps, kernels: self.kernels }
     }
 
     /// Rotary tables of `positions`.
@@ -152,9 +166,8 @@ impl Draft {
     ) -> (Tensor, KeyValue) {
         let c = &self.config;
         let q_width = c.num_attention_heads * c.head_dim;
-        let norm = (&layer.q_norm, c.rms_norm_eps);
         let q = qkv.narrow(1, 0, q_width);
-        let q_jngd = fused::head_norm_rope(&q, norm, rope, c.num_key_value_heads);
+        let q_jngd = self.norm(&layer.q_norm).of_heads(&q, rope, c.num_key_value_heads);
         let own = qkv.narrow(1, q_width, 2 * c.kv_width());
         (q_jngd, self.project_context(layer, &own, rope))
     }
@@ -163,8 +176,8 @@ impl Draft {
     fn project_context(&self, layer: &LayerViews, kv: &Tensor, rope: &RotaryTables) -> KeyValue {
         let c = &self.config;
         let width = c.kv_width();
-        let norm = (&layer.k_norm, c.rms_norm_eps);
-        let k = fused::head_norm_rope(&kv.narrow(1, 0, width), norm, rope, c.num_key_value_heads);
+        let k = kv.narrow(1, 0, width);
+        let k = self.norm(&layer.k_norm).of_heads(&k, rope, c.num_key_value_heads);
         let v = heads(&kv.narrow(1, width, width), c.head_dim);
         KeyValue { k_jtd: k.squeeze_dim(2), v_jtd: v.transpose(0, 1) }
     }

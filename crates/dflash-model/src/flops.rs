@@ -68,7 +68,7 @@ impl RowWork {
 /// Pairs of a slot and a position that it sees, over all blocks of a plan.
 fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize {
     let block = plan.block_size();
-    let own = if visibility.causal_in_block { block * (block + 1) / 2 } else { block * block };
+    let own: usize = (0..block).map(|slot| visibility.own(slot, block).len()).sum();
     let context = |anchor: usize| -> usize {
         match visibility.window {
             None => block * anchor,

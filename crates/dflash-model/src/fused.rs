@@ -1,100 +1,105 @@
 //! The elementwise steps of the draft's training pass, each with its gradient.
 //!
 //! On a CPU in float32 each is one sweep of a compiled kernel; elsewhere (bfloat16, CUDA, float64
-//! for gradient checks) the same mathematics out of libtorch's operations. Heads are regrouped by
+//! for gradient checks, or [`Kernels::Portable`]) the same mathematics out of libtorch's
+//! operations. Heads are regrouped by
 //! key/value head on the way, so that attention gets its layout without a copy.
 
-use dflash_torch_sys::kernels::{self, NormAgain};
+use dflash_torch_sys::kernels::{self, Kernels, NormAgain};
 use tch::Tensor;
 
 use crate::ops::{self, RotaryTables};
 
-/// A norm's weight and epsilon.
-pub(crate) type Norm<'a> = (&'a Tensor, f64);
-
-/// `x / rms(x) * weight` over the last dimension.
-pub(crate) fn norm(x: &Tensor, (weight, eps): Norm<'_>) -> Tensor {
-    if kernels::supports(x) {
-        return kernels::rms_norm(x, weight, eps);
-    }
-    ops::rms_norm(x, weight, eps)
+/// An RMS norm, and what computes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Norm<'a> {
+    pub(crate) weight: &'a Tensor,
+    pub(crate) eps: f64,
+    pub(crate) kernels: Kernels,
 }
 
-/// Gradient of [`norm`], plus `residual`, in the memory of `dy` where a kernel can; the weight's
-/// gradient is added to `dweight`.
-pub(crate) fn norm_backward(
-    mut dy: Tensor,
-    x: &Tensor,
-    (weight, eps): Norm<'_>,
-    (residual, dweight): (Option<&Tensor>, &Tensor),
-) -> Tensor {
-    if kernels::supports(x) {
-        let others = (residual, NormAgain::No);
-        kernels::rms_norm_backward(&mut dy, x, (weight, eps), others, dweight);
-        return dy;
+impl Norm<'_> {
+    /// `x / rms(x) * weight` over the last dimension.
+    pub(crate) fn of(&self, x: &Tensor) -> Tensor {
+        if self.kernels.take(x) {
+            return kernels::rms_norm(x, self.weight, self.eps);
+        }
+        ops::rms_norm(x, self.weight, self.eps)
     }
-    let (dx, added) = ops::rms_norm_backward(&dy, x, weight, eps);
-    let _ = dweight.shallow_clone().g_add_(&added);
-    match residual {
-        Some(residual) => dx + residual,
-        None => dx,
-    }
-}
 
-/// As [`norm_backward`], and the norm's value again, which the gradient of the weight behind it
-/// takes.
-pub(crate) fn norm_backward_again(
-    mut dy: Tensor,
-    x: &Tensor,
-    (weight, eps): Norm<'_>,
-    (residual, dweight): (&Tensor, &Tensor),
-) -> (Tensor, Tensor) {
-    if kernels::supports(x) {
-        let others = (Some(residual), NormAgain::Wanted);
-        let y = kernels::rms_norm_backward(&mut dy, x, (weight, eps), others, dweight);
-        return (dy, y.expect("it was asked for"));
+    /// Gradient of [`Self::of`], plus `residual`, in the memory of `dy` where a kernel can; the
+    /// weight's gradient is added to `dweight`.
+    pub(crate) fn backward(
+        &self,
+        mut dy: Tensor,
+        x: &Tensor,
+        (residual, dweight): (Option<&Tensor>, &Tensor),
+    ) -> Tensor {
+        if self.kernels.take(x) {
+            let others = (residual, NormAgain::No);
+            kernels::rms_norm_backward(&mut dy, x, (self.weight, self.eps), others, dweight);
+            return dy;
+        }
+        let (dx, added) = ops::rms_norm_backward(&dy, x, self.weight, self.eps);
+        let _ = dweight.shallow_clone().g_add_(&added);
+        match residual {
+            Some(residual) => dx + residual,
+            None => dx,
+        }
     }
-    let dx = norm_backward(dy, x, (weight, eps), (Some(residual), dweight));
-    (dx, norm(x, (weight, eps)))
-}
 
-/// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], laid out
-/// as [`by_kv_head`] says.
-pub(crate) fn head_norm_rope(
-    x: &Tensor,
-    (weight, eps): Norm<'_>,
-    tables: &RotaryTables,
-    kv_heads: i64,
-) -> Tensor {
-    if kernels::supports(x) {
-        let tables = (&tables.cos_td, &tables.sin_td);
-        return by_kv_head(&kernels::head_norm_rope(x, (weight, eps), tables, kv_heads));
+    /// As [`Self::backward`], and the norm's value again, which the gradient of the weight behind it
+    /// takes.
+    pub(crate) fn backward_again(
+        &self,
+        mut dy: Tensor,
+        x: &Tensor,
+        (residual, dweight): (&Tensor, &Tensor),
+    ) -> (Tensor, Tensor) {
+        if self.kernels.take(x) {
+            let (norm, others) = ((self.weight, self.eps), (Some(residual), NormAgain::Wanted));
+            let y = kernels::rms_norm_backward(&mut dy, x, norm, others, dweight);
+            return (dy, y.expect("it was asked for"));
+        }
+        let dx = self.backward(dy, x, (Some(residual), dweight));
+        (dx, self.of(x))
     }
-    let y_nhd = ops::head_norm_rope(x, weight, eps, tables);
-    let y_njgd = y_nhd.unflatten(1, [kv_heads, y_nhd.size()[1] / kv_heads]);
-    by_kv_head(&y_njgd.transpose(1, 2).contiguous())
-}
 
-/// Gradient of [`head_norm_rope`] for `dy` [kv heads, N, group, D], in place of `x` [N, heads * D];
-/// the weight's gradient is added to `dweight`.
-pub(crate) fn head_norm_rope_backward(
-    dy: &Tensor,
-    mut x: Tensor,
-    (weight, eps): Norm<'_>,
-    tables: &RotaryTables,
-    dweight: &Tensor,
-) {
-    let dy_ngjd = by_slot(dy);
-    if kernels::supports(&x) {
-        let tables = (&tables.cos_td, &tables.sin_td);
-        kernels::head_norm_rope_backward(&dy_ngjd, &mut x, (weight, eps), tables, dweight);
-        return;
+    /// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], laid
+    /// out as [`by_kv_head`] says.
+    pub(crate) fn of_heads(&self, x: &Tensor, tables: &RotaryTables, kv_heads: i64) -> Tensor {
+        let Self { weight, eps, kernels } = *self;
+        if kernels.take(x) {
+            let tables = (&tables.cos_td, &tables.sin_td);
+            return by_kv_head(&kernels::head_norm_rope(x, (weight, eps), tables, kv_heads));
+        }
+        let y_nhd = ops::head_norm_rope(x, weight, eps, tables);
+        let y_njgd = y_nhd.unflatten(1, [kv_heads, y_nhd.size()[1] / kv_heads]);
+        by_kv_head(&y_njgd.transpose(1, 2).contiguous())
     }
-    let dy_nhd = dy_ngjd.transpose(1, 2).flatten(1, 2);
-    let inverse = tables.inverse();
-    let (dx, added) = ops::head_norm_rope_backward(&dy_nhd, &x, (weight, eps), &inverse);
-    x.copy_(&dx);
-    let _ = dweight.shallow_clone().g_add_(&added);
+
+    /// Gradient of [`Self::of_heads`] for `dy` [kv heads, N, group, D], in place of `x`
+    /// [N, heads * D]; the weight's gradient is added to `dweight`.
+    pub(crate) fn of_heads_backward(
+        &self,
+        dy: &Tensor,
+        mut x: Tensor,
+        tables: &RotaryTables,
+        dweight: &Tensor,
+    ) {
+        let Self { weight, eps, kernels } = *self;
+        let dy_ngjd = by_slot(dy);
+        if kernels.take(&x) {
+            let tables = (&tables.cos_td, &tables.sin_td);
+            kernels::head_norm_rope_backward(&dy_ngjd, &mut x, (weight, eps), tables, dweight);
+            return;
+        }
+        let dy_nhd = dy_ngjd.transpose(1, 2).flatten(1, 2);
+        let inverse = tables.inverse();
+        let (dx, added) = ops::head_norm_rope_backward(&dy_nhd, &x, (weight, eps), &inverse);
+        x.copy_(&dx);
+        let _ = dweight.shallow_clone().g_add_(&added);
+    }
 }
 
 /// [N, group, kv heads, D] seen as [kv heads, N, group, D].
@@ -111,14 +116,18 @@ pub(crate) fn by_slot(x_jngd: &Tensor) -> Tensor {
 }
 
 /// `silu(gate) * up` of [N, 2I].
-pub(crate) fn swiglu(gate_up: &Tensor) -> Tensor {
-    if kernels::supports(gate_up) { kernels::swiglu(gate_up) } else { ops::swiglu(gate_up) }
+pub(crate) fn swiglu(gate_up: &Tensor, kernels: Kernels) -> Tensor {
+    if kernels.take(gate_up) { kernels::swiglu(gate_up) } else { ops::swiglu(gate_up) }
 }
 
 /// Gradient of [`swiglu`] [N, 2I], and its value again, in the memory of `gate_up` and `dy` where a
 /// kernel can.
-pub(crate) fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor) -> (Tensor, Tensor) {
-    if kernels::supports(&gate_up) {
+pub(crate) fn swiglu_backward(
+    mut dy: Tensor,
+    mut gate_up: Tensor,
+    kernels: Kernels,
+) -> (Tensor, Tensor) {
+    if kernels.take(&gate_up) {
         kernels::swiglu_backward(&mut dy, &mut gate_up);
         return (gate_up, dy);
     }
@@ -127,10 +136,10 @@ pub(crate) fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor) -> (Tensor, T
 
 /// Folds a part of an attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into the merged one,
 /// whose memory is [rows, j, D] and [rows, j].
-pub(crate) fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor)) {
+pub(crate) fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor), kernels: Kernels) {
     let (merged_out, merged_lse) = merged;
     let (out, lse) = part;
-    if kernels::supports(out) {
+    if kernels.take(out) {
         let rows = |x: &Tensor| x.squeeze_dim(0).transpose(0, 1);
         let (part_out, part_lse) = (rows(out).contiguous(), rows(lse).contiguous());
         kernels::merge_attention(&rows(merged_out), &rows(merged_lse), &part_out, &part_lse);
@@ -158,36 +167,38 @@ mod tests {
         Tensor::randn(shape, (Kind::Double, Device::Cpu))
     }
 
-    /// Runs `f` in float64 (libtorch's operations) and in float32 (kernels) on the same inputs.
-    fn agree(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Vec<Tensor>) {
+    /// Runs `f` in float64 and, on each path, in float32 on the same inputs.
+    fn agree(inputs: &[Tensor], f: impl Fn(&[Tensor], Kernels) -> Vec<Tensor>) {
         let narrow: Vec<Tensor> = inputs.iter().map(|x| x.to_kind(Kind::Float)).collect();
-        for (expected, found) in f(inputs).iter().zip(f(&narrow)) {
-            assert_eq!(found.kind(), Kind::Float);
-            let scale = expected.abs().max().double_value(&[]);
-            let difference = (expected - found).abs().max().double_value(&[]);
-            assert!(difference <= 2e-6 * scale, "{difference} of {scale}");
+        let expected = f(inputs, Kernels::Fast);
+        for kernels in [Kernels::Fast, Kernels::Portable] {
+            for (expected, found) in expected.iter().zip(f(&narrow, kernels)) {
+                assert_eq!(found.kind(), Kind::Float);
+                let scale = expected.abs().max().double_value(&[]);
+                let difference = (expected - found).abs().max().double_value(&[]);
+                assert!(difference <= 2e-6 * scale, "{kernels:?}: {difference} of {scale}");
+            }
         }
     }
 
     #[test]
-    fn kernels_agree_with_float64_on_norms() {
+    fn both_paths_agree_with_float64_on_norms() {
         // odd widths leave a rest behind the vector loops; many rows use several threads
         for (rows, dim) in [(1, 1), (7, 33), (513, 64)] {
             let inputs =
                 [random(&[rows, dim]), random(&[rows, dim]), random(&[dim]), random(&[rows, dim])];
-            agree(&inputs, |x| {
+            agree(&inputs, |x, kernels| {
                 let dweight = x[2].ones_like();
-                let norm_of = (&x[2], EPS);
-                let dx = norm_backward(x[0].copy(), &x[1], norm_of, (Some(&x[3]), &dweight));
-                let (with, again) =
-                    norm_backward_again(x[0].copy(), &x[1], norm_of, (&x[3], &dweight));
-                vec![norm(&x[1], norm_of), dx, with, again, dweight]
+                let norm = Norm { weight: &x[2], eps: EPS, kernels };
+                let dx = norm.backward(x[0].copy(), &x[1], (Some(&x[3]), &dweight));
+                let (with, again) = norm.backward_again(x[0].copy(), &x[1], (&x[3], &dweight));
+                vec![norm.of(&x[1]), dx, with, again, dweight]
             });
         }
     }
 
     #[test]
-    fn kernels_agree_with_float64_on_heads() {
+    fn both_paths_agree_with_float64_on_heads() {
         let (n, heads, kv_heads, dim) = (70, 6, 2, 8);
         let inputs = [
             random(&[n, (heads + 3) * dim]),
@@ -195,23 +206,24 @@ mod tests {
             random(&[kv_heads, n, heads / kv_heads, dim]),
         ];
         let positions = Tensor::arange(n, (Kind::Int64, Device::Cpu));
-        agree(&inputs, |x| {
+        agree(&inputs, |x, kernels| {
             let tables = Rotary::new(dim, 100.0, Device::Cpu).tables(&positions);
             let wide = x[0].narrow(1, dim, heads * dim);
-            let y = head_norm_rope(&wide, (&x[1], EPS), &tables, kv_heads);
+            let norm = Norm { weight: &x[1], eps: EPS, kernels };
+            let y = norm.of_heads(&wide, &tables, kv_heads);
             let (dx, dweight) = (x[0].copy(), x[1].ones_like());
             let part = dx.narrow(1, dim, heads * dim);
-            head_norm_rope_backward(&x[2], part, (&x[1], EPS), &tables, &dweight);
+            norm.of_heads_backward(&x[2], part, &tables, &dweight);
             vec![y, dx, dweight]
         });
     }
 
     #[test]
-    fn kernels_agree_with_float64_on_swiglu() {
+    fn both_paths_agree_with_float64_on_swiglu() {
         let inputs = [random(&[300, 37]), random(&[300, 74]) * 8.0];
-        agree(&inputs, |x| {
-            let (dgate_up, again) = swiglu_backward(x[0].copy(), x[1].copy());
-            vec![swiglu(&x[1]), dgate_up, again]
+        agree(&inputs, |x, kernels| {
+            let (dgate_up, again) = swiglu_backward(x[0].copy(), x[1].copy(), kernels);
+            vec![swiglu(&x[1], kernels), dgate_up, again]
         });
     }
 
@@ -224,13 +236,13 @@ mod tests {
             random(&[1, heads, rows, dim]),
             random(&[1, heads, rows]),
         ];
-        agree(&inputs, |x| {
+        agree(&inputs, |x, kernels| {
             // the merged ones lie row by row, the parts as they like
             let by_row = |x: &Tensor| x.transpose(1, 2).contiguous().transpose(1, 2);
             let (out, lse) = (by_row(&x[0]), by_row(&x[1]));
-            merge((&out, &lse), (&x[2], &by_row(&x[3])));
+            merge((&out, &lse), (&x[2], &by_row(&x[3])), kernels);
             let _ = x[3].get(0).get(0).fill_(-1e30);
-            merge((&out, &lse), (&x[2], &x[3]));
+            merge((&out, &lse), (&x[2], &x[3]), kernels);
             vec![out, lse]
         });
     }

@@ -24,5 +24,6 @@ pub mod target;
 mod error;
 mod fused;
 
+pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
 pub use placement::place;

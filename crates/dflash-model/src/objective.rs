@@ -15,6 +15,7 @@ mod statistics;
 mod vocabulary;
 mod weight;
 
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 pub use dflash_settings::ElementLoss;
@@ -41,6 +42,8 @@ pub struct Objective {
     pub labels: LabelSource,
     /// Bytes that one chunk of logits may take.
     pub chunk_bytes: usize,
+    /// What computes.
+    pub kernels: Kernels,
 }
 
 /// The target's side of a packed row.
@@ -111,9 +114,8 @@ impl Objective {
         let place = weight::ChunkPlace::new(labels, chunk, &input.logits_mv);
         match (self.terms.as_slice(), self.labels) {
             ([(ElementLoss::CrossEntropy, coefficient)], LabelSource::Data) => {
-                element::data_cross_entropy(input, *coefficient, |ce| {
-                    self.weighting.weights(ce, ce, &place)
-                })
+                let weigh = |ce: &Tensor| self.weighting.weights(ce, ce, &place);
+                element::data_cross_entropy(input, (*coefficient, weigh), self.kernels)
             }
             _ => element::mixture(input, &self.terms, self.labels, |ce, loss| {
                 self.weighting.weights(ce, loss, &place)

@@ -4,6 +4,7 @@
 //! calls them itself. That bounds its memory and lets it reuse buffers. The forward functions are
 //! built from differentiable operations, so that a target can also be trained with autograd.
 
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 /// `x / rms(x) * weight` over the last dimension, computed in float32 whatever the input.
@@ -123,6 +124,41 @@ pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> Tensor {
     Tensor::cat(&[dy * up * dsilu, dy * silu], -1)
 }
 
+/// Scaled dot-product attention of `q` [batch, heads, rows, D] over `k` and `v` [batch, key heads,
+/// columns, D], a whole number of heads to a key head, under a mask or causal. libtorch picks its
+/// kernel for the device, or on the portable path the one that every device has.
+pub(crate) fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    (mask, is_causal): (Option<&Tensor>, bool),
+    kernels: Kernels,
+) -> Tensor {
+    let groups = q.size()[1] / k.size()[1];
+    if kernels == Kernels::Portable && q.device() == Device::Cpu {
+        let none = None::<&Tensor>;
+        return Tensor::internal_scaled_dot_product_attention_math(
+            q,
+            k,
+            v,
+            mask,
+            0.0,
+            is_causal,
+            none,
+            None,
+            groups > 1,
+        )
+        .0;
+    }
+    if groups > 1 && q.requires_grad() {
+        // The CPU kernel's backward pass wants as many key heads as query heads.
+        let repeat = |x: &Tensor| x.repeat_interleave_self_int(groups, 1, None);
+        let (k, v) = (repeat(k), repeat(v));
+        return Tensor::scaled_dot_product_attention(q, &k, &v, mask, 0.0, is_causal, None, false);
+    }
+    Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, None, groups > 1)
+}
+
 /// Norm per head, then rotation: `x` [T, heads * D], `weight` `[D]`; result [T, heads, D].
 pub fn head_norm_rope(x: &Tensor, weight: &Tensor, eps: f64, tables: &RotaryTables) -> Tensor {
     let head_dim = weight.size()[0];
@@ -191,5 +227,18 @@ mod tests {
         // float32 tables: cos^2 + sin^2 is 1 only to rounding
         close(&rotate(&rotated.detach(), &tables.inverse()), &x.detach(), 1e-6);
         close(&rotated.detach().get(0), &x.detach().get(0), 0.0);
+    }
+
+    #[test]
+    fn grouped_heads_give_the_same_with_and_without_gradient_on_both_paths() {
+        let options = (Kind::Float, Device::Cpu);
+        let q = Tensor::randn([1, 4, 6, 8], options);
+        let (k, v) = (Tensor::randn([1, 2, 6, 8], options), Tensor::randn([1, 2, 6, 8], options));
+        let plain = attention(&q, &k, &v, (None, true), Kernels::Fast);
+        let traced_q = q.copy().set_requires_grad(true);
+        let traced = attention(&traced_q, &k, &v, (None, true), Kernels::Fast);
+        let portable = attention(&q, &k, &v, (None, true), Kernels::Portable);
+        close(&traced.detach(), &plain, 1e-6);
+        close(&portable, &plain, 1e-6);
     }
 }

@@ -21,6 +21,7 @@ mod weights;
 
 use std::path::Path;
 
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use self::cache::CachedAttention;
@@ -30,6 +31,7 @@ use self::packed::PackedAttention;
 use self::parameters::{Init, Linear, LinearSpec};
 use self::rotary::{HeadTables, scale_frequencies};
 use self::weights::write_weights;
+use crate::fused::Norm;
 use crate::ops::Rotary;
 use crate::{Error, Result};
 
@@ -70,6 +72,7 @@ pub struct Target {
     norm_h: Tensor,
     lm_head: LmHead,
     rotary: Rotary,
+    kernels: Kernels,
 }
 
 /// The output projection.
@@ -137,7 +140,15 @@ impl Target {
         let norm_h = init.norm(FINAL_NORM, hidden)?;
         let rotary = Rotary::new(config.head_dim, config.rope.theta, init.options.1)
             .map_frequencies(|frequency| scale_frequencies(&config.rope, frequency));
-        Ok(Self { config, embedding_vh, layers, norm_h, lm_head, rotary })
+        let kernels = Kernels::Fast;
+        Ok(Self { config, embedding_vh, layers, norm_h, lm_head, rotary, kernels })
+    }
+
+    /// The same target, computed by `kernels`.
+    pub fn with_kernels(mut self, kernels: Kernels) -> Self {
+        self.kernels = kernels;
+        self.layers.iter_mut().for_each(|layer| layer.kernels = kernels);
+        self
     }
 
     fn transpose_tied_head(&mut self) {
@@ -185,7 +196,8 @@ impl Target {
 
     /// The final norm of `hidden_td` [T, H].
     pub fn normed(&self, hidden_td: &Tensor) -> Tensor {
-        norm(hidden_td, &self.norm_h, self.config.rms_norm_eps)
+        let (weight, eps, kernels) = (&self.norm_h, self.config.rms_norm_eps, self.kernels);
+        norm(hidden_td, Norm { weight, eps, kernels })
     }
 
     /// Logits [T, V] of `hidden_td` [T, H], the residual stream before the final norm.

@@ -1,4 +1,5 @@
-//! Every loss against its definition and against central differences, in float64.
+//! Every loss against its definition and against central differences, in float64; float32 on both
+//! paths against that.
 //!
 //! The definitions are written down a second time here, slot by slot in plain Rust, so that a slip
 //! in the tensor code shows in the value and one in its closed gradients shows in the differences.
@@ -8,6 +9,7 @@
 #[path = "gradients/reference.rs"]
 mod reference;
 
+use dflash_model::Kernels;
 use dflash_model::objective::{
     BlockLabels, Confidence, Denominator, DraftVocabulary, ElementLoss, LabelSource, LabelledRow,
     Objective, Teacher, Weighting,
@@ -73,21 +75,23 @@ impl World {
     }
 
     /// Loss, its denominator and the gradient of their quotient [N, H], as the trainer sees them.
-    fn evaluate(&self, objective: &Objective) -> (f64, f64, Vec<f64>) {
+    fn evaluate(&self, objective: &Objective, kind: Kind) -> (f64, f64, Vec<f64>) {
         let labels = self.labels();
         let rows = labels.teacher_rows_on(Device::Cpu);
         let teacher = objective.needs_teacher().then(|| Teacher {
-            normed_rh: self.normed_th.shallow_clone(),
+            normed_rh: self.normed_th.to_kind(kind),
             rows_m: rows,
-            head_vh: self.head_vh.shallow_clone(),
+            head_vh: self.head_vh.to_kind(kind),
         });
-        let output = objective.evaluate(&self.hidden_nh, &self.head_vh, &labels, teacher.as_ref());
+        let (hidden, head) = (self.hidden_nh.to_kind(kind), self.head_vh.to_kind(kind));
+        let output = objective.evaluate(&hidden, &head, &labels, teacher.as_ref());
         let epsilon = objective.denominator.epsilon();
         let report = output.statistics.report(epsilon);
         let divisor = report.denominator + epsilon;
         let gradient = output.dhidden_nh / divisor;
-        assert_eq!(gradient.kind(), Kind::Double);
-        (report.loss, divisor, Vec::try_from(gradient.view([-1])).unwrap())
+        assert_eq!(gradient.kind(), kind);
+        let gradient = gradient.to_kind(Kind::Double).view([-1]);
+        (report.loss, divisor, Vec::try_from(gradient).unwrap())
     }
 
     /// The same row for the definitions: which slots count, by which token, before which rows.
@@ -134,7 +138,7 @@ impl World {
 }
 
 fn check(world: &World, objective: &Objective) {
-    let (loss, divisor, gradient) = world.evaluate(objective);
+    let (loss, divisor, gradient) = world.evaluate(objective, Kind::Double);
     let mut hidden = Vec::<f64>::try_from(world.hidden_nh.view([-1])).unwrap();
     let reference = world.reference();
     let frozen = reference.frozen(objective, &hidden, HIDDEN);
@@ -156,6 +160,15 @@ fn check(world: &World, objective: &Objective) {
             "{what}: element {index} is {found}, by differences {difference}"
         );
     }
+    for kernels in [Kernels::Fast, Kernels::Portable] {
+        let objective = Objective { kernels, ..objective.clone() };
+        let (narrow_loss, _, narrow) = world.evaluate(&objective, Kind::Float);
+        let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+        assert!(close(narrow_loss, loss), "{what} {kernels:?}: {narrow_loss}, in float64 {loss}");
+        for (found, expected) in narrow.iter().zip(&gradient) {
+            assert!(close(*found, *expected), "{what} {kernels:?}: {found}, in float64 {expected}");
+        }
+    }
 }
 
 fn weightings() -> [Weighting; 3] {
@@ -175,9 +188,14 @@ fn check_all(terms: &[(ElementLoss, f64)], labels: LabelSource) {
                 let all = [Denominator::Weights, Denominator::Blocks, Denominator::MaskedSlots];
                 for denominator in all {
                     // small chunks: a block or two each
-                    let (terms, chunk_bytes) = (terms.to_vec(), 4 * VOCABULARY * 6 * 5);
-                    let objective =
-                        Objective { terms, weighting, denominator, labels, chunk_bytes };
+                    let objective = Objective {
+                        terms: terms.to_vec(),
+                        weighting,
+                        denominator,
+                        labels,
+                        chunk_bytes: 4 * VOCABULARY * 6 * 5,
+                        kernels: Kernels::Fast,
+                    };
                     check(&world, &objective);
                 }
             }

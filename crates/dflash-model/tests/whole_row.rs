@@ -1,6 +1,7 @@
-//! A whole packed row at a realistic shape: the float32 path (kernels, flash attention, chunks,
-//! threads) gives the loss and every gradient of the float64 path.
+//! A whole packed row at a realistic shape: float32 on both paths (kernels, flash attention, chunks,
+//! threads; libtorch's operations) gives the loss and every gradient of float64.
 
+use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::{Draft, DraftConfig, LayerKind};
 use dflash_model::objective::{
@@ -62,7 +63,7 @@ impl Row {
     }
 
     /// Loss and flat gradient of its numerator.
-    fn gradient(&self, draft: &Draft, weighting: Weighting) -> (f64, Tensor) {
+    fn gradient(&self, draft: &Draft, (weighting, kernels): (Weighting, Kernels)) -> (f64, Tensor) {
         let (config, kind) = (draft.config(), draft.flat().kind());
         let plan = config.plan(&self.starts, &self.anchors, WindowRule::Serving);
         let rows: Vec<i64> = plan.context_sources().flatten().map(|row| row as i64).collect();
@@ -84,6 +85,7 @@ impl Row {
             denominator: Denominator::Weights,
             labels: LabelSource::Data,
             chunk_bytes: 1 << 19,
+            kernels,
         };
         let input = draft.prepare(&plan, WindowRule::Serving, features, slots);
         let (hidden, saved) = draft.forward(&input);
@@ -95,26 +97,36 @@ impl Row {
 }
 
 #[test]
-fn the_float32_path_gives_the_float64_paths_gradients() {
+fn float32_gives_the_gradients_of_float64_on_both_paths() {
     no_grad(|| {
         tch::manual_seed(3);
         let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-        let narrow = Draft::init(config(), Device::Cpu, normal);
-        let wide = Draft::new(config(), narrow.flat().to_kind(Kind::Double));
+        let wide = Draft::init(config(), Device::Cpu, normal);
+        let wide = Draft::new(config(), wide.flat().to_kind(Kind::Double));
         let row = Row::new(wide.config());
         let dpace = Weighting::Dpace {
             alpha: 0.5,
             confidence: dflash_model::objective::Confidence::CrossEntropy,
         };
         for weighting in [Weighting::Decay { gamma: 4.0 }, dpace] {
-            let (loss, gradient) = row.gradient(&narrow, weighting);
-            let (expected_loss, expected) = row.gradient(&wide, weighting);
-            assert!((loss - expected_loss).abs() < 1e-5 * expected_loss, "{loss} {expected_loss}");
-            for parameter in narrow.layout().parameters() {
-                let (found, expected) = (parameter.view(&gradient), parameter.view(&expected));
-                let scale = expected.abs().max().double_value(&[]);
-                let off = (found.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
-                assert!(off <= 2e-4 * scale, "{}: {off} of {scale}", parameter.name);
+            let (expected_loss, expected) = row.gradient(&wide, (weighting, Kernels::Fast));
+            for kernels in [Kernels::Fast, Kernels::Portable] {
+                let narrow =
+                    Draft::new(config(), wide.flat().to_kind(Kind::Float)).with_kernels(kernels);
+                let (loss, gradient) = row.gradient(&narrow, (weighting, kernels));
+                let off = (loss - expected_loss).abs();
+                assert!(off < 1e-5 * expected_loss, "{kernels:?}: {loss} {expected_loss}");
+                for parameter in narrow.layout().parameters() {
+                    let (found, expected) = (parameter.view(&gradient), parameter.view(&expected));
+                    let scale = expected.abs().max().double_value(&[]);
+                    let off = (found.to_kind(Kind::Double) - expected).abs().max();
+                    let off = off.double_value(&[]);
+                    assert!(
+                        off <= 2e-4 * scale,
+                        "{kernels:?} {}: {off} of {scale}",
+                        parameter.name
+                    );
+                }
             }
         }
     });

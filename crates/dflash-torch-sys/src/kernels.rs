@@ -1,7 +1,8 @@
 //! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.h`.
 //!
 //! Each function is one sweep over memory where libtorch's operations would make several. Shapes
-//! and layouts are checked: a wrong one is a bug of the caller and panics.
+//! and layouts are checked: a wrong one is a bug of the caller and panics. [`Kernels`] says whether
+//! a caller may use them.
 
 use tch::{Device, Kind, Tensor};
 
@@ -93,9 +94,35 @@ unsafe extern "C" {
     );
 }
 
-/// Whether the kernels take tensors like `x`.
-pub fn supports(x: &Tensor) -> bool {
-    x.device() == Device::Cpu && x.kind() == Kind::Float && !x.requires_grad()
+/// What computes: code for the CPU alone where it takes a tensor, or libtorch's operations, which
+/// run on every device.
+///
+/// A model, an objective or an optimizer is made with [`Kernels::Fast`]; CUDA tensors take the
+/// portable path in any case. Choosing it on a CPU runs what CUDA runs, so that tests reach it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kernels {
+    /// The kernels of this module and libtorch's flash attention for the CPU, where they apply.
+    #[default]
+    Fast,
+    /// Neither, on any device.
+    Portable,
+}
+
+impl Kernels {
+    /// Whether the kernels of this module are used on tensors like `x`.
+    pub fn take(self, x: &Tensor) -> bool {
+        self == Self::Fast
+            && x.device() == Device::Cpu
+            && x.kind() == Kind::Float
+            && !x.requires_grad()
+    }
+
+    /// Whether queries like `q` use libtorch's flash attention for the CPU.
+    pub fn take_flash(self, q: &Tensor) -> bool {
+        self == Self::Fast
+            && q.device() == Device::Cpu
+            && matches!(q.kind(), Kind::Float | Kind::BFloat16)
+    }
 }
 
 /// A contiguous float32 tensor's elements.

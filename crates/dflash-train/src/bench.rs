@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use dflash_dist::Single;
+use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{
@@ -183,6 +184,7 @@ impl StepBench {
             denominator: Denominator::Weights,
             labels: LabelSource::Data,
             chunk_bytes: CHUNK_BYTES,
+            kernels: Kernels::Fast,
         };
         let batches = BatchMaker {
             lm_head_vh: head.lm_head_vh.shallow_clone(),

@@ -9,13 +9,14 @@ mod average;
 mod groups;
 mod muon;
 
+use dflash_torch_sys::kernels::Kernels;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use average::Average;
 pub use groups::{Groups, Piece, WeightDecay};
-pub use muon::{Muon, MuonConfig, MuonScale, orthogonalise};
+pub use muon::{Muon, MuonConfig, MuonScale};
 
 /// Everything that decides how parameters move, besides the learning rate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -90,6 +91,16 @@ impl Optimizer {
                 Self::Muon(Muon::new((muon, adamw), groups, weight_decay, masters))
             }
         }
+    }
+
+    /// The same optimizer, computed by `kernels`.
+    pub fn with_kernels(mut self, kernels: Kernels) -> Self {
+        let moments = match &mut self {
+            Self::AdamW(adamw) => &mut adamw.moments,
+            Self::Muon(muon) => &mut muon.norms,
+        };
+        moments.kernels = kernels;
+        self
     }
 
     /// One step of size `rate` (AdamW's; Muon's stands in a fixed ratio to it).

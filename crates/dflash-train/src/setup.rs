@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use dflash_data::{Dataset, select_vocabulary};
+use dflash_model::Kernels;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_model::objective::{DraftVocabulary, LabelSource, Objective};
 use dflash_model::target::{TargetConfig, TargetHead, check_layer_ids};
@@ -170,6 +171,7 @@ fn objective(settings: &ObjectiveSettings) -> Objective {
         denominator: settings.denominator,
         labels,
         chunk_bytes: settings.chunk_bytes,
+        kernels: Kernels::Fast,
     }
 }
 

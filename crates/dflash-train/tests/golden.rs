@@ -1,82 +1,26 @@
-//! Schedules, AdamW and Muon against reference vectors, over every case found.
-//!
-//! The folder is `DFLASH_GOLDEN`, or `../shared/golden` beside the repository; where neither
-//! exists the tests count as ignored.
+//! Schedules, AdamW and Muon against reference vectors, over every case there is; the optimizers on
+//! both paths.
 
-use std::path::{Path, PathBuf};
-
+use dflash_golden::{Case, rule_trials};
+use dflash_model::Kernels;
 use dflash_model::draft::Parameter;
 use dflash_train::optimizer::{
     AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, WeightDecay,
 };
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::Arguments;
 use serde_json::Value;
 use tch::Tensor;
 
 fn main() {
-    let arguments = Arguments::from_args();
-    let Some(root) = root() else {
-        eprintln!(
-            "no reference vectors: set DFLASH_GOLDEN or put them at ../shared/golden; skipped"
-        );
-        let skipped = Trial::test("reference_vectors", || Ok(())).with_ignored_flag(true);
-        libtest_mimic::run(&arguments, vec![skipped]).exit();
-    };
-    let mut trials = Vec::new();
-    for path in json_files(&root.join("speculators")) {
-        let text = std::fs::read_to_string(&path).unwrap();
-        let golden: Value = serde_json::from_str(&text).unwrap();
-        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
-        for (index, case) in golden["lr_schedule"].as_array().into_iter().flatten().enumerate() {
-            let case = case.clone();
-            let name = format!("{name}::lr_schedule::{index}");
-            trials.push(Trial::test(name, move || {
-                schedule(&case);
-                Ok(())
-            }));
-        }
-        for (index, case) in cases(&golden["muon"]).into_iter().enumerate() {
-            trials.push(Trial::test(format!("{name}::muon::{index}"), move || {
-                muon(&case);
-                Ok(())
-            }));
-        }
-        if golden.get("adamw").is_some() {
-            trials.push(Trial::test(format!("{name}::adamw"), move || {
-                adamw(&golden);
-                Ok(())
-            }));
-        }
-    }
-    libtest_mimic::run(&arguments, trials).exit();
+    let trials = rule_trials(
+        env!("CARGO_PKG_NAME"),
+        &[("lr_schedule", schedule), ("muon", muon), ("adamw", adamw)],
+    );
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-fn root() -> Option<PathBuf> {
-    let given = std::env::var_os("DFLASH_GOLDEN").map(PathBuf::from);
-    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/golden");
-    given.or(Some(beside)).filter(|path| path.is_dir())
-}
-
-fn json_files(dir: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = std::fs::read_dir(dir)
-        .map(|entries| entries.map(|entry| entry.unwrap().path()).collect())
-        .unwrap_or_default();
-    files.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
-    files.sort();
-    files
-}
-
-/// A key's cases, of which there may be one or a list.
-fn cases(value: &Value) -> Vec<Value> {
-    match value {
-        Value::Null => Vec::new(),
-        Value::Array(cases) => cases.clone(),
-        case => vec![case.clone()],
-    }
-}
-
-fn schedule(case: &Value) {
+fn schedule(Case { value: case, .. }: &Case) {
     let kind = match case["type"].as_str().unwrap() {
         "linear" => ScheduleKind::Linear,
         "cosine" => ScheduleKind::Cosine,
@@ -98,8 +42,7 @@ fn schedule(case: &Value) {
 }
 
 /// Steps from the weights and gradients that the Muon case holds too.
-fn adamw(golden: &Value) {
-    let case = &golden["adamw"];
+fn adamw(Case { value: case, file, .. }: &Case) {
     let number = |key: &str| case[key].as_f64().unwrap();
     let adamw = AdamWConfig {
         beta1: case["betas"][0].as_f64().unwrap(),
@@ -108,12 +51,12 @@ fn adamw(golden: &Value) {
     };
     let weight_decay = WeightDecay { matrices: number("weight_decay"), norms: 0.0 };
     let config = OptimizerConfig { adamw, weight_decay, ..OptimizerConfig::default() };
-    let source = |key: &str| if case[key].is_null() { &golden["muon"][key] } else { &case[key] };
+    let source = |key: &str| if case[key].is_null() { &file["muon"][key] } else { &case[key] };
     follow(config, (source("w0"), source("grads")), case, 2e-7);
 }
 
 /// Newton-Schulz runs in bfloat16 on both sides, hence the tolerance that the case itself names.
-fn muon(case: &Value) {
+fn muon(Case { value: case, .. }: &Case) {
     let number = |key: &str| case[key].as_f64().unwrap();
     let muon = MuonConfig {
         rate_ratio: 1.0,
@@ -133,21 +76,24 @@ fn muon(case: &Value) {
     follow(config, (&case["w0"], &case["grads"]), case, 1e-5);
 }
 
-/// Takes the steps of a case and compares the weights after each.
+/// Takes the steps of a case on both paths and compares the weights after each.
 fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Value, close: f64) {
     let rows = w0.as_array().unwrap().len() as i64;
-    let mut weights = flat(w0);
-    let shape = vec![rows, weights.numel() as i64 / rows];
-    let matrix = Parameter { name: "weight".into(), shape, offset: 0 };
-    let groups = Groups::of(&[matrix], &(0..weights.numel() as i64));
-    let mut optimizer = Optimizer::new(&config, groups, &weights);
     let gradients = gradients.as_array().unwrap();
     let expected = case["w"].as_array().unwrap();
     assert!(!gradients.is_empty() && gradients.len() == expected.len());
-    for (gradient, expected) in gradients.iter().zip(expected) {
-        optimizer.step(&mut weights, &flat(gradient), case["lr"].as_f64().unwrap());
-        let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
-        assert!(difference <= close, "differs by {difference}");
+    for kernels in [Kernels::Fast, Kernels::Portable] {
+        let mut weights = flat(w0);
+        let elements = weights.numel() as i64;
+        let shape = vec![rows, elements / rows];
+        let matrix = Parameter { name: "weight".into(), shape, offset: 0 };
+        let groups = Groups::of(&[matrix], &(0..elements));
+        let mut optimizer = Optimizer::new(&config, groups, &weights).with_kernels(kernels);
+        for (gradient, expected) in gradients.iter().zip(expected) {
+            optimizer.step(&mut weights, &flat(gradient), case["lr"].as_f64().unwrap());
+            let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
+            assert!(difference <= close, "{kernels:?} differs by {difference}");
+        }
     }
 }
 

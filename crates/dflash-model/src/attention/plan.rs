@@ -50,6 +50,20 @@ impl Visibility {
         };
         first.min(anchor)..anchor
     }
+
+    /// Slots of its own block, of `block_size`, that slot `slot` sees.
+    ///
+    /// A window as it is served counts them too: one smaller than the block ends inside it.
+    pub fn own(&self, slot: usize, block_size: usize) -> Range<usize> {
+        if !self.causal_in_block {
+            return 0..block_size;
+        }
+        let first = match self.window {
+            Some((window, WindowRule::Serving)) => (slot + 1).saturating_sub(window),
+            _ => 0,
+        };
+        first..slot + 1
+    }
 }
 
 /// One document that has anchors.

@@ -207,6 +207,9 @@ struct StoredDflash {
     mask_token_id: i64,
     target_layer_ids: Vec<i64>,
     block_size: Option<usize>,
+    /// JetSpec's mask, DFlash2's candidate selector: other drafters under DFlash's key.
+    causal: Option<bool>,
+    selector_rank: Option<u64>,
 }
 
 /// Hugging Face's default for the Qwen family.
@@ -248,6 +251,14 @@ impl Stored {
         }
         if let Some(other) = self.hidden_act.filter(|name| name != "silu") {
             return Err(config_error("hidden_act", other, "drafts have silu"));
+        }
+        let other_drafter = "only plain DFlash drafters can be read";
+        if self.dflash_config.causal == Some(true) {
+            return Err(config_error("dflash_config.causal", "true".into(), other_drafter));
+        }
+        if let Some(rank) = self.dflash_config.selector_rank {
+            let key = "dflash_config.selector_rank";
+            return Err(config_error(key, rank.to_string(), other_drafter));
         }
         let sliding = layers.contains(&LayerKind::Sliding);
         Ok(DraftConfig {
@@ -370,5 +381,10 @@ mod tests {
         check("sliding_window", json!(null), "sliding layers need a window");
         check("num_key_value_heads", json!(3), "must divide");
         check("hidden_size", json!("wide"), "invalid type");
+        for (key, value) in [("causal", json!(true)), ("selector_rank", json!(16))] {
+            let change = |config: &mut Value| config["dflash_config"][key] = value;
+            let message = parse(change).unwrap_err().to_string();
+            assert!(message.contains(&format!("dflash_config.{key}")), "{message}");
+        }
     }
 }

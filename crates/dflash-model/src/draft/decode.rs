@@ -1,10 +1,10 @@
 //! The decoding pass: one block at a time over cached keys and values of the accepted context.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::{Draft, LayerKind, LayerViews};
 use crate::fused;
-use crate::ops::RotaryTables;
+use crate::ops::{RotaryTables, attention};
 
 /// Keys and values of the context of every layer, with room for one block behind them.
 #[derive(Debug)]
@@ -128,7 +128,7 @@ impl Draft {
             let mask = self.decode_mask(index, cache.length, slots);
             x = self.decode_layer(layer, (cache, index), &x, (&rope, mask.as_ref()));
         }
-        fused::norm(&x, (&self.views.norm, self.config.rms_norm_eps))
+        self.norm(&self.views.norm).of(&x)
     }
 
     fn decode_layer(
@@ -138,45 +138,36 @@ impl Draft {
         x: &Tensor,
         (rope, mask): (&RotaryTables, Option<&Tensor>),
     ) -> Tensor {
-        let eps = self.config.rms_norm_eps;
         let slots = x.size()[0];
         let weights = &self.decode_weights().layers[index];
-        let qkv = fused::norm(x, (&layer.input_norm, eps)).matmul(&weights.qkv);
+        let qkv = self.norm(&layer.input_norm).of(x).matmul(&weights.qkv);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
         v.narrow(1, cache.length, slots).copy_(&own.v_jtd);
         let total = cache.length + slots;
         let folded = q_jngd.flatten(1, 2).unsqueeze(0);
-        let out = Tensor::scaled_dot_product_attention(
-            &folded,
-            &k.narrow(1, 0, total).unsqueeze(0),
-            &v.narrow(1, 0, total).unsqueeze(0),
-            mask,
-            0.0,
-            false,
-            None,
-            false,
-        );
+        let seen = |x: &Tensor| x.narrow(1, 0, total).unsqueeze(0);
+        let out = attention(&folded, &seen(k), &seen(v), (mask, false), self.kernels);
         let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
         let middle = x.addmm(&out, &weights.o);
-        let gate_up = fused::norm(&middle, (&layer.post_norm, eps)).matmul(&weights.gate_up);
-        middle.addmm(&fused::swiglu(&gate_up), &weights.down)
+        let gate_up = self.norm(&layer.post_norm).of(&middle).matmul(&weights.gate_up);
+        middle.addmm(&fused::swiglu(&gate_up, self.kernels), &weights.down)
     }
 
-    /// Mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
+    /// Additive mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
     fn decode_mask(&self, index: usize, length: i64, slots: i64) -> Option<Tensor> {
         let window = match (self.config.layers[index], self.config.sliding_window) {
             (LayerKind::Sliding, Some(window)) => window as i64,
             _ => return None,
         };
         let group = self.config.queries_per_kv();
-        let mut allowed = Vec::with_capacity((slots * group * (length + slots)) as usize);
-        for row in 0..slots * group {
-            let position = length + row / group;
-            allowed.extend((0..length + slots).map(|j| j <= position && j + window > position));
+        let mut mask = vec![f32::NEG_INFINITY; (slots * group * (length + slots)) as usize];
+        for (row, keys) in mask.chunks_mut((length + slots) as usize).enumerate() {
+            let position = length + row as i64 / group;
+            keys[(position + 1 - window).max(0) as usize..=position as usize].fill(0.0);
         }
-        let shape = [slots * group, length + slots];
-        Some(Tensor::from_slice(&allowed).view(shape).to_kind(Kind::Bool).to_device(self.device()))
+        let mask = Tensor::from_slice(&mask).view([slots * group, length + slots]);
+        Some(mask.to_device(self.device()).to_kind(self.flat.kind()))
     }
 }

@@ -149,6 +149,7 @@ impl Draft {
             head_dim: self.config.head_dim,
             device: self.flat.device(),
             kind: self.flat.kind(),
+            kernels: self.kernels,
         };
         let attention = |kind: LayerKind, visibility: &Visibility| {
             let needed = self.config.layers.contains(&kind);
@@ -172,21 +173,20 @@ impl Draft {
 
     /// As [`Self::forward`]; `keep` changes what is kept, not what is computed.
     pub fn forward_keeping(&self, input: &PackedInput, keep: Keep) -> (Tensor, Saved) {
-        let eps = self.config.rms_norm_eps;
         let fused_ch = linear(&input.features_ck, &self.views.fc);
-        let context_ch = fused::norm(&fused_ch, (&self.views.hidden_norm, eps));
+        let context_ch = self.norm(&self.views.hidden_norm).of(&fused_ch);
         let mut x_nh = input.slots_nh.shallow_clone();
         let mut layers = Vec::with_capacity(self.views.layers.len());
         for (index, layer) in self.views.layers.iter().enumerate() {
             let place = (input.attention(self, index), input, &context_ch);
             let activations = self.layer_activations(layer, &x_nh, place);
-            let activated = fused::swiglu(&activations.gate_up);
+            let activated = fused::swiglu(&activations.gate_up, self.kernels);
             let output = activations.middle_nh.addmm(&activated, &layer.down.tr());
             let activations = (keep == Keep::Activations).then_some(activations);
             layers.push(LayerSaved { input_nh: x_nh, activations });
             x_nh = output;
         }
-        let hidden_nh = fused::norm(&x_nh, (&self.views.norm, eps));
+        let hidden_nh = self.norm(&self.views.norm).of(&x_nh);
         (hidden_nh, Saved { fused_ch, context_ch, layers, last_nh: x_nh })
     }
 
@@ -197,8 +197,7 @@ impl Draft {
         x_nh: &Tensor,
         (attention, input, context_ch): (&BlockAttention, &PackedInput, &Tensor),
     ) -> Activations {
-        let eps = self.config.rms_norm_eps;
-        let qkv = linear(&fused::norm(x_nh, (&layer.input_norm, eps)), &layer.qkv);
+        let qkv = linear(&self.norm(&layer.input_norm).of(x_nh), &layer.qkv);
         let context_kv = linear(context_ch, &layer.kv);
         let (q_jngd, own) = self.project_slots(layer, &qkv, &input.slot_rope);
         let context = self.project_context(layer, &context_kv, &input.context_rope);
@@ -206,7 +205,7 @@ impl Draft {
         // One copy of a weight instead of one of all slots.
         let o = self.regroup_output(&layer.o).flatten(1, -1);
         let middle_nh = x_nh.addmm(&attended.by_slot(), &o.tr());
-        let gate_up = linear(&fused::norm(&middle_nh, (&layer.post_norm, eps)), &layer.gate_up);
+        let gate_up = linear(&self.norm(&layer.post_norm).of(&middle_nh), &layer.gate_up);
         Activations { qkv, context_kv, attended, middle_nh, gate_up }
     }
 
@@ -224,13 +223,8 @@ impl Draft {
         saved: Saved,
         (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
     ) {
-        let eps = self.config.rms_norm_eps;
-        let mut dx_nh = fused::norm_backward(
-            dhidden_nh,
-            &saved.last_nh,
-            (&self.views.norm, eps),
-            (None, &gradients.norm),
-        );
+        let norm = self.norm(&self.views.norm);
+        let mut dx_nh = norm.backward(dhidden_nh, &saved.last_nh, (None, &gradients.norm));
         let buckets = self.layout.buckets().len();
         finished(buckets - 1);
         let mut dcontext_ch = saved.context_ch.zeros_like();
@@ -246,12 +240,8 @@ impl Draft {
             dx_nh = pass.backward(&dx_nh, layer_saved, &mut dcontext_ch);
             finished(index + 1);
         }
-        let dfused = fused::norm_backward(
-            dcontext_ch,
-            &saved.fused_ch,
-            (&self.views.hidden_norm, eps),
-            (None, &gradients.hidden_norm),
-        );
+        let norm = self.norm(&self.views.hidden_norm);
+        let dfused = norm.backward(dcontext_ch, &saved.fused_ch, (None, &gradients.hidden_norm));
         accumulate_product(&gradients.fc, &dfused, &input.features_ck);
         finished(0);
     }
@@ -280,7 +270,6 @@ struct LayerPass<'a> {
 impl LayerPass<'_> {
     /// Gradient of the layer's input, given that of its output.
     fn backward(&self, dy_nh: &Tensor, saved: LayerSaved, dcontext_ch: &mut Tensor) -> Tensor {
-        let eps = self.draft.config.rms_norm_eps;
         let LayerSaved { input_nh, activations } = saved;
         let activations = activations.unwrap_or_else(|| {
             let place = (self.attention, self.input, self.context_ch);
@@ -290,10 +279,9 @@ impl LayerPass<'_> {
         let dmiddle_nh = self.mlp_backward(dy_nh, &middle_nh, gate_up);
         let dout_jngd = self.output_backward(&dmiddle_nh, &attended);
         let dqkv = self.attention_backward(&dout_jngd, &attended, (qkv, context_kv), dcontext_ch);
-        let (dx_nh, normed) = fused::norm_backward_again(
+        let (dx_nh, normed) = self.draft.norm(&self.layer.input_norm).backward_again(
             dqkv.matmul(&self.layer.qkv),
             &input_nh,
-            (&self.layer.input_norm, eps),
             (&dmiddle_nh, &self.gradient.input_norm),
         );
         accumulate_product(&self.gradient.qkv, &dqkv, &normed);
@@ -301,15 +289,13 @@ impl LayerPass<'_> {
     }
 
     fn mlp_backward(&self, dy_nh: &Tensor, middle_nh: &Tensor, gate_up: Tensor) -> Tensor {
-        let eps = self.draft.config.rms_norm_eps;
         let dactivated = dy_nh.matmul(&self.layer.down);
-        let (dgate_up, activated) = fused::swiglu_backward(dactivated, gate_up);
+        let (dgate_up, activated) = fused::swiglu_backward(dactivated, gate_up, self.draft.kernels);
         accumulate_product(&self.gradient.down, dy_nh, &activated);
         drop(activated);
-        let (dmiddle_nh, normed) = fused::norm_backward_again(
+        let (dmiddle_nh, normed) = self.draft.norm(&self.layer.post_norm).backward_again(
             dgate_up.matmul(&self.layer.gate_up),
             middle_nh,
-            (&self.layer.post_norm, eps),
             (dy_nh, &self.gradient.post_norm),
         );
         accumulate_product(&self.gradient.gate_up, &dgate_up, &normed);
@@ -346,10 +332,9 @@ impl LayerPass<'_> {
         let _ = dcontext_ch.addmm_(&context_kv, &self.layer.kv);
         let c = &draft.config;
         let q_width = c.num_attention_heads * c.head_dim;
-        fused::head_norm_rope_backward(
+        draft.norm(&self.layer.q_norm).of_heads_backward(
             &gradient.dq_jngd,
             qkv.narrow(1, 0, q_width),
-            (&self.layer.q_norm, c.rms_norm_eps),
             &input.slot_rope,
             &self.gradient.q_norm,
         );
@@ -360,12 +345,10 @@ impl LayerPass<'_> {
 
     /// Puts the gradient of raw keys and values [T, 2*kv_width] in their place.
     fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables) {
-        let c = &self.draft.config;
-        let width = c.kv_width();
-        fused::head_norm_rope_backward(
+        let width = self.draft.config.kv_width();
+        self.draft.norm(&self.layer.k_norm).of_heads_backward(
             &d.k_jtd.unsqueeze(2),
             raw.narrow(1, 0, width),
-            (&self.layer.k_norm, c.rms_norm_eps),
             rope,
             &self.gradient.k_norm,
         );

@@ -4,7 +4,7 @@
 //! g = dL/dq it is `q (g - sum q g)`, which simplifies for most.
 
 use dflash_settings::ElementLoss;
-use dflash_torch_sys::kernels;
+use dflash_torch_sys::kernels::{self, Kernels};
 use tch::{Kind, Tensor};
 
 use super::LabelSource;
@@ -42,11 +42,11 @@ pub(super) struct ChunkOutput {
 /// Cross-entropy on the data's tokens, computed in the logits' own memory.
 pub(super) fn data_cross_entropy(
     input: ChunkInput,
-    coefficient: f64,
-    weigh: impl FnOnce(&Tensor) -> Tensor,
+    (coefficient, weigh): (f64, impl FnOnce(&Tensor) -> Tensor),
+    kernels: Kernels,
 ) -> ChunkOutput {
     let ChunkInput { logits_mv: mut dlogits_mv, tokens_m, .. } = input;
-    if !kernels::supports(&dlogits_mv) {
+    if !kernels.take(&dlogits_mv) {
         return portable_cross_entropy(dlogits_mv, &tokens_m, coefficient, weigh);
     }
     let result = kernels::softmax_cross_entropy(&mut dlogits_mv, &tokens_m);

@@ -8,8 +8,9 @@ use tch::{Kind, Tensor};
 
 use super::Target;
 use super::layer::{Attend, Place, Projected};
-use super::packed::{attention, causal, heads_first};
+use super::packed::{causal, heads_first};
 use super::rotary::HeadTables;
+use crate::ops::attention;
 
 /// Keys and values of up to a fixed number of sequences.
 #[derive(Debug)]
@@ -202,7 +203,7 @@ impl Attend for DecodeAttention<'_> {
         let mask = self.mask(place.window, groups, k_bmsd.kind());
         let live = |x: &Tensor| x.narrow(0, 0, size[0]).narrow(2, 0, self.keys);
         let q = projected.q_tnd.reshape([size[0], key_heads, groups, size[2]]);
-        attention(&q, &live(k_bmsd), &live(v_bmsd), Some(&mask), false)
+        attention(&q, &live(k_bmsd), &live(v_bmsd), (Some(&mask), false), projected.kernels)
             .reshape([size[0], size[1] * size[2]])
     }
 }

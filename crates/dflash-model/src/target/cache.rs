@@ -8,9 +8,9 @@ use tch::{Kind, Tensor};
 
 use super::config::TargetConfig;
 use super::layer::{Attend, Place, Projected};
-use super::packed::{Span, attention, causal, heads_first, side_by_side};
+use super::packed::{Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
-use crate::ops::Rotary;
+use crate::ops::{Rotary, attention};
 
 /// Keys and values of one sequence, for every layer of a target.
 #[derive(Debug)]
@@ -124,19 +124,20 @@ impl Attend for CachedAttention<'_> {
         let k = layer.k_1msd.narrow(2, first_key, keys);
         let v = layer.v_1msd.narrow(2, first_key, keys);
         if tokens == 1 {
-            return one_token(&projected.q_tnd, &k, &v);
+            return one_token(projected, &k, &v);
         }
         let span = Span { start, tokens, first_key, window: place.window };
         let mask = self.mask(span, &k);
-        side_by_side(&attention(&heads_first(&projected.q_tnd), &k, &v, Some(&mask), false))
+        let q = heads_first(&projected.q_tnd);
+        side_by_side(&attention(&q, &k, &v, (Some(&mask), false), projected.kernels))
     }
 }
 
 /// One token sees all keys, so the query heads of a group can stand in for a sequence: no mask, and
 /// no repeated keys.
-fn one_token(q_1nd: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
-    let size = q_1nd.size();
+fn one_token(projected: &Projected, k: &Tensor, v: &Tensor) -> Tensor {
+    let size = projected.q_tnd.size();
     let key_heads = k.size()[1];
-    let q = q_1nd.reshape([1, key_heads, size[1] / key_heads, size[2]]);
-    attention(&q, k, v, None, false).reshape([1, size[1] * size[2]])
+    let q = projected.q_tnd.reshape([1, key_heads, size[1] / key_heads, size[2]]);
+    attention(&q, k, v, (None, false), projected.kernels).reshape([1, size[1] * size[2]])
 }

@@ -25,7 +25,8 @@ pub enum Family {
 }
 
 impl Family {
-    const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
     /// The name under `architectures` in config.json.
     pub fn architecture(self) -> &'static str {

@@ -4,12 +4,13 @@
 //! to which document or cache, and it does so behind [`Attend`]. Shapes: `t` tokens, `h` hidden,
 //! `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
-use dflash_torch_sys::kernels;
+use dflash_torch_sys::kernels::{self, Kernels};
 use tch::Tensor;
 
 use super::config::TargetConfig;
 use super::parameters::{Init, Linear, LinearSpec};
 use super::rotary::HeadTables;
+use crate::fused::Norm;
 use crate::ops::rms_norm;
 use crate::{Result, fused};
 
@@ -19,6 +20,8 @@ pub(crate) struct Projected {
     pub(crate) q_tnd: Tensor,
     pub(crate) k_tmd: Tensor,
     pub(crate) v_tmd: Tensor,
+    /// What computes the attention over them.
+    pub(crate) kernels: Kernels,
 }
 
 /// Which layer asks for attention, and how far back it sees.
@@ -39,6 +42,7 @@ pub(crate) trait Attend {
 pub(crate) struct DecoderLayer {
     place: Place,
     module: String,
+    pub(crate) kernels: Kernels,
     eps: f64,
     head_dim: i64,
     query_heads: i64,
@@ -73,6 +77,7 @@ impl DecoderLayer {
         let gate_up_parts = [("gate_proj", inner), ("up_proj", inner)];
         Ok(Self {
             place: Place { layer, window: config.windows[layer] },
+            kernels: Kernels::Fast,
             eps: config.rms_norm_eps,
             head_dim: config.head_dim,
             query_heads: config.num_attention_heads,
@@ -103,32 +108,38 @@ impl DecoderLayer {
     ) -> Tensor {
         let attended = attention.attend(self.place, &self.project(x_th, tables));
         let x_th = self.output.add_to(x_th, &attended);
-        let normed = norm(&x_th, &self.post_attention_norm_h, self.eps);
-        self.down.add_to(&x_th, &fused::swiglu(&self.gate_up.apply(&normed)))
+        let normed = self.norm(&x_th, &self.post_attention_norm_h);
+        self.down.add_to(&x_th, &fused::swiglu(&self.gate_up.apply(&normed), self.kernels))
+    }
+
+    fn norm(&self, x_th: &Tensor, weight: &Tensor) -> Tensor {
+        norm(x_th, Norm { weight, eps: self.eps, kernels: self.kernels })
     }
 
     fn project(&self, x_th: &Tensor, tables: &HeadTables) -> Projected {
-        let qkv_to = self.qkv.apply(&norm(x_th, &self.input_norm_h, self.eps));
-        let (queries, keys) = (self.query_heads, self.key_heads);
+        let qkv_to = self.qkv.apply(&self.norm(x_th, &self.input_norm_h));
+        let (queries, keys, kernels) = (self.query_heads, self.key_heads, self.kernels);
         let part =
             |start: i64, count: i64| qkv_to.narrow(1, start * self.head_dim, count * self.head_dim);
         let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
         let v_tmd = heads(part(queries + keys, keys), keys);
-        if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels::supports(&qkv_to)) {
+        if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
             // One sweep each; a single group keeps the heads of a token together.
             let half = (&tables.half.cos_td, &tables.half.sin_td);
             let normed = |part: Tensor, norm_d: &Tensor| {
                 kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(2)
             };
             let q_tnd = normed(part(0, queries), &norms.query_d);
-            return Projected { q_tnd, k_tmd: normed(part(queries, keys), &norms.key_d), v_tmd };
+            let k_tmd = normed(part(queries, keys), &norms.key_d);
+            return Projected { q_tnd, k_tmd, v_tmd, kernels };
         }
         let qk = heads(part(0, queries + keys), queries + keys);
         let qk = match &self.qk_norm {
             Some(norms) => tables.rotate(&norms.apply(&qk, (queries, keys), self.eps)),
             None => tables.rotate(&qk),
         };
-        Projected { q_tnd: qk.narrow(1, 0, queries), k_tmd: qk.narrow(1, queries, keys), v_tmd }
+        let (q_tnd, k_tmd) = (qk.narrow(1, 0, queries), qk.narrow(1, queries, keys));
+        Projected { q_tnd, k_tmd, v_tmd, kernels }
     }
 
     /// The parameters as they are trained: fused projections, norms.
@@ -176,9 +187,9 @@ impl QkNorm {
 }
 
 /// RMS norm over the last dimension: in training the differentiable form, else in one sweep.
-pub(crate) fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+pub(crate) fn norm(x: &Tensor, Norm { weight, eps, kernels }: Norm<'_>) -> Tensor {
     match () {
-        () if kernels::supports(x) => kernels::rms_norm(&x.contiguous(), weight, eps),
+        () if kernels.take(x) => kernels::rms_norm(&x.contiguous(), weight, eps),
         () if weight.requires_grad() => rms_norm(x, weight, eps),
         () => x.internal_fused_rms_norm(weight.size(), Some(weight), eps).0,
     }

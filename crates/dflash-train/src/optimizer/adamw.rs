@@ -1,8 +1,8 @@
 //! AdamW over a share of the flat parameter buffer, in float32, in place.
 
-use dflash_torch_sys::kernels::{self, AdamWStep};
+use dflash_torch_sys::kernels::{self, AdamWStep, Kernels};
 use serde::Serialize;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use super::groups::{Groups, WeightDecay, shrink};
 use super::{Extent, StateTensor};
@@ -41,18 +41,25 @@ impl AdamWConfig {
 pub(super) struct Moments {
     pub(super) mean: Tensor,
     pub(super) variance: Tensor,
+    pub(super) kernels: Kernels,
 }
 
 impl Moments {
+    /// Of no step yet.
+    pub(super) fn zeros(elements: i64, device: Device) -> Self {
+        let zeros = || Tensor::zeros([elements], (Kind::Float, device));
+        Self { mean: zeros(), variance: zeros(), kernels: Kernels::Fast }
+    }
+
     /// Views of `elements` from `first` on.
     pub(super) fn narrow(&self, first: i64, elements: i64) -> Self {
         let view = |x: &Tensor| x.narrow(0, first, elements);
-        Self { mean: view(&self.mean), variance: view(&self.variance) }
+        Self { mean: view(&self.mean), variance: view(&self.variance), kernels: self.kernels }
     }
 
     /// Moves `parameters`, which these moments are of.
     pub(super) fn step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
-        if kernels::supports(parameters) {
+        if self.kernels.take(parameters) {
             kernels::adamw(parameters, gradient, (&self.mean, &self.variance), step);
         } else {
             self.portable_step(parameters, gradient, step);
@@ -77,7 +84,7 @@ pub struct AdamW {
     config: AdamWConfig,
     weight_decay: WeightDecay,
     groups: Groups,
-    moments: Moments,
+    pub(super) moments: Moments,
     /// Steps taken.
     pub steps: i64,
 }
@@ -90,7 +97,7 @@ impl AdamW {
         weight_decay: WeightDecay,
         masters: &Tensor,
     ) -> Self {
-        let moments = Moments { mean: masters.zeros_like(), variance: masters.zeros_like() };
+        let moments = Moments::zeros(masters.numel() as i64, masters.device());
         Self { config, weight_decay, groups, moments, steps: 0 }
     }
 

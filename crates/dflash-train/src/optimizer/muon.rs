@@ -4,6 +4,7 @@
 //! Newton-Schulz iteration in bfloat16, Nesterov's momentum, decoupled weight decay. What is not a
 //! matrix stays with AdamW.
 
+use dflash_torch_sys::kernels::Kernels;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -68,7 +69,7 @@ pub struct Muon {
     /// Mean of the matrices' gradients, laid out as the share.
     pub momentum: Tensor,
     /// AdamW's, of the norms alone.
-    norms: Moments,
+    pub(super) norms: Moments,
     /// Steps taken.
     pub steps: i64,
 }
@@ -113,7 +114,9 @@ impl Muon {
         let (gradient, momentum) = (matrix(gradient), matrix(&self.momentum));
         let _ = momentum.shallow_clone().lerp_(&gradient, 1.0 - self.config.momentum);
         let ahead = gradient.lerp(&momentum, self.config.momentum);
-        let update = orthogonalise(&ahead, self.config.iterations).to_kind(masters.kind());
+        let products = product_kind(masters.device(), self.norms.kernels);
+        let update = orthogonalise(products, &ahead, self.config.iterations);
+        let update = update.to_kind(masters.kind());
         let factor = self.config.scale.factor(piece.shape[0], piece.shape[1]);
         let _ = matrix(masters).g_add_(&(update * (-rate * factor)));
     }
@@ -130,13 +133,9 @@ impl Muon {
 }
 
 /// The nearest matrix whose singular values are all about 1, by the Newton-Schulz iteration; in
-/// bfloat16, which is exact enough for a direction and what the reference does.
-pub fn orthogonalise(matrix: &Tensor, iterations: usize) -> Tensor {
-    orthogonalise_in(product_kind(matrix.device()), matrix, iterations)
-}
-
-/// As [`orthogonalise`]; products of kind `products`, their results rounded to bfloat16.
-fn orthogonalise_in(products: Kind, matrix: &Tensor, iterations: usize) -> Tensor {
+/// bfloat16, which is exact enough for a direction and what the reference does: products of kind
+/// `products`, their results rounded.
+fn orthogonalise(products: Kind, matrix: &Tensor, iterations: usize) -> Tensor {
     let (a, b, c) = COEFFICIENTS;
     let size = matrix.size();
     let tall = size[0] > size[1];
@@ -155,16 +154,11 @@ fn orthogonalise_in(products: Kind, matrix: &Tensor, iterations: usize) -> Tenso
 
 /// The kind whose products the device multiplies fast: a CPU without instructions for bfloat16
 /// takes twenty times longer over it than over float32, which holds the same numbers and sums.
-fn product_kind(device: Device) -> Kind {
-    let slow = device == Device::Cpu && !dflash_torch_sys::cpu_multiplies_bf16();
+fn product_kind(device: Device, kernels: Kernels) -> Kind {
+    let slow = kernels == Kernels::Fast
+        && device == Device::Cpu
+        && !dflash_torch_sys::cpu_multiplies_bf16();
     if slow { Kind::Float } else { Kind::BFloat16 }
-}
-
-impl Moments {
-    fn zeros(elements: i64, device: Device) -> Self {
-        let zeros = || Tensor::zeros([elements], (Kind::Float, device));
-        Self { mean: zeros(), variance: zeros() }
-    }
 }
 
 #[cfg(test)]
@@ -176,7 +170,7 @@ mod tests {
         tch::manual_seed(5);
         for shape in [[6, 4], [4, 6], [5, 5], [1, 7]] {
             let matrix = Tensor::randn(shape, (Kind::Float, Device::Cpu));
-            let found = orthogonalise(&matrix, 5);
+            let found = orthogonalise(Kind::BFloat16, &matrix, 5);
             assert_eq!(found.size(), shape);
             let (_, values, _) = found.to_kind(Kind::Float).svd(true, false);
             let values = Vec::<f32>::try_from(values).unwrap();
@@ -188,7 +182,7 @@ mod tests {
     fn both_kinds_of_products_find_the_same_direction() {
         tch::manual_seed(6);
         let matrix = Tensor::randn([40, 24], (Kind::Float, Device::Cpu));
-        let found = |products| orthogonalise_in(products, &matrix, 5).to_kind(Kind::Float);
+        let found = |products| orthogonalise(products, &matrix, 5).to_kind(Kind::Float);
         let (native, wide) = (found(Kind::BFloat16), found(Kind::Float));
         // rounding is amplified with the smallest singular values
         let cosine = (&native * &wide).sum(None) / (native.norm() * wide.norm());
@@ -197,7 +191,8 @@ mod tests {
 
     #[test]
     fn a_gradient_of_zero_moves_nothing() {
-        let found = orthogonalise(&Tensor::zeros([3, 2], (Kind::Float, Device::Cpu)), 5);
+        let found =
+            orthogonalise(Kind::BFloat16, &Tensor::zeros([3, 2], (Kind::Float, Device::Cpu)), 5);
         assert_eq!(found.abs().max().double_value(&[]), 0.0);
     }
 

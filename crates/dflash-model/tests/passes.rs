@@ -1,8 +1,12 @@
-//! Keeping only the layers' inputs changes what is kept, and not one bit of a gradient.
+//! The draft's passes against each other: keeping only the layers' inputs changes what is kept and
+//! not one bit of a gradient, and a block decoded over a cache is the block that training saw.
 
+use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind, PackedInput};
 use tch::{Device, Kind, Tensor, no_grad};
+
+const PATHS: [Kernels; 2] = [Kernels::Fast, Kernels::Portable];
 
 const LAYERS: usize = 3;
 const HIDDEN: i64 = 32;
@@ -30,6 +34,11 @@ fn config() -> DraftConfig {
         initializer_range: 0.05,
         eos_token_id: None,
     }
+}
+
+fn fresh(config: DraftConfig) -> Draft {
+    tch::manual_seed(4);
+    Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
 }
 
 /// A row of two documents, the draft's output gradient, and (context rows, slots).
@@ -60,16 +69,14 @@ fn pass(
 #[test]
 fn gradients_are_the_same_and_far_less_is_kept() {
     no_grad(|| {
-        for kind in [Kind::Float, Kind::BFloat16] {
-            tch::manual_seed(4);
-            let fresh = Draft::init(config(), Device::Cpu, |shape| {
-                Tensor::randn(shape, (Kind::Float, Device::Cpu))
-            });
-            let draft = Draft::new(config(), fresh.flat().to_kind(kind));
+        let cases = PATHS.map(|kernels| [Kind::Float, Kind::BFloat16].map(|kind| (kind, kernels)));
+        for (kind, kernels) in cases.into_iter().flatten() {
+            let fresh = fresh(config());
+            let draft = Draft::new(config(), fresh.flat().to_kind(kind)).with_kernels(kernels);
             let (input, dout, (context, slots)) = row(&draft);
             let (hidden, gradient, all) = pass(&draft, (&input, &dout), Keep::Activations);
             let (again, recomputed, inputs) = pass(&draft, (&input, &dout), Keep::Inputs);
-            assert!(hidden.equal(&again) && gradient.equal(&recomputed), "{kind:?}");
+            assert!(hidden.equal(&again) && gradient.equal(&recomputed), "{kind:?}, {kernels:?}");
             assert!(gradient.abs().max().double_value(&[]) > 0.0);
 
             let width = kind.elt_size_in_bytes() as i64;
@@ -84,4 +91,38 @@ fn gradients_are_the_same_and_far_less_is_kept() {
             assert!(inputs * 3 < all, "{inputs} of {all}");
         }
     });
+}
+
+/// A window smaller than the block ends inside the block, in both passes.
+#[test]
+fn a_decoded_block_is_the_one_that_training_saw() {
+    const TOKENS: i64 = 30;
+    for window in [1, 2, 3, 4, 5, 11, 40] {
+        let config = DraftConfig { sliding_window: Some(window), block_size: 5, ..config() };
+        let block = config.block_size as i64;
+        for kernels in PATHS {
+            let draft = fresh(config.clone()).with_kernels(kernels);
+            let normal = |rows| Tensor::randn([rows, HIDDEN], (Kind::Float, Device::Cpu));
+            let features_tk = normal(TOKENS * config.captures()).view([TOKENS, -1]);
+            for anchor in [0, 1, 3, 17] {
+                let block_bh = normal(block);
+                let (trained, decoded) = no_grad(|| {
+                    let plan =
+                        config.plan(&[0, TOKENS as usize], &[anchor as usize], WindowRule::Serving);
+                    let sources = plan.context_sources().flatten().map(|row| row as i64);
+                    let rows = Tensor::from_slice(&sources.collect::<Vec<_>>());
+                    let features = features_tk.index_select(0, &rows);
+                    let slots = block_bh.shallow_clone();
+                    let input = draft.prepare(&plan, WindowRule::Serving, features, slots);
+                    let mut cache = draft.new_cache(TOKENS);
+                    draft.extend_context(&mut cache, &features_tk.narrow(0, 0, anchor), 0);
+                    let decoded = draft.forward_block(&cache, &block_bh, anchor);
+                    (draft.forward(&input).0, decoded)
+                });
+                let difference = (trained - decoded).abs().max().double_value(&[]);
+                let what = format!("window {window}, anchor {anchor}, {kernels:?}");
+                assert!(difference < 1e-5, "{what}: {difference}");
+            }
+        }
+    }
 }

@@ -2,36 +2,35 @@
 
 use std::path::Path;
 
+use dflash_model::Kernels;
 use dflash_model::attention::{Visibility, WindowRule};
 use dflash_model::draft::{Draft, DraftConfig, DraftViews, LayerKind, PackedInput};
 use dflash_model::objective::{
-    BlockLabels, Confidence, Denominator, ElementLoss, LabelSource, Objective, Teacher, Weighting,
+    BlockLabels, Confidence, Denominator, ElementLoss, LabelSource, LossOutput, Objective,
+    StatisticsReport, Teacher, Weighting,
 };
 use dflash_model::ops::rms_norm;
 use serde_json::Value;
 use tch::{Kind, Tensor, no_grad};
 
-use super::golden::{Vectors, assert_close};
+use super::vectors::{Vectors, assert_close};
 use super::zlab;
 
 const TOLERANCE: f64 = 1e-4;
 
-pub(crate) fn check(path: &Path) {
+pub(crate) fn check(path: &Path, kernels: Kernels) {
     no_grad(|| {
-        let case = Case::open(path);
+        let case = Case::open(path, kernels);
         let (hidden, saved) = case.draft.forward(&case.input);
         case.check_outputs(&hidden);
-        let output = case.objective.evaluate(
-            &hidden,
-            &case.vectors.tensor("w.lm_head.weight"),
-            &case.labels,
-            Some(&case.teacher),
-        );
-        let report = output.statistics.report(case.objective.denominator.epsilon());
+        let head = case.vectors.tensor("w.lm_head.weight");
+        let evaluate = |objective: &Objective| {
+            objective.evaluate(&hidden, &head, &case.labels, Some(&case.teacher))
+        };
+        let metrics = case.vectors.json("metrics");
+        let (report, dhidden) = check_metrics(&case.objective, &metrics, evaluate);
         assert_close("loss", &Tensor::from(report.loss), &case.vectors.row("out.loss"), TOLERANCE);
-        check_metrics(&report, &case.vectors.json("metrics"));
-        let scale = 1.0 / (report.denominator + case.objective.denominator.epsilon());
-        case.check_gradients(output.dhidden_nh * scale, saved);
+        case.check_gradients(dhidden, saved);
     });
 }
 
@@ -47,11 +46,11 @@ struct Case {
 }
 
 impl Case {
-    fn open(path: &Path) -> Self {
+    fn open(path: &Path, kernels: Kernels) -> Self {
         let vectors = Vectors::open(path);
         let stored = vectors.json("config");
         let config = draft_config(&stored);
-        let draft = zlab::load(&vectors, config);
+        let draft = zlab::load(&vectors, config).with_kernels(kernels);
         let block_size = draft.config().block_size;
         let valid = vectors.integers("in.anchor_valid");
         let all_anchors = vectors.integers("in.anchors");
@@ -68,7 +67,11 @@ impl Case {
         let teacher = teacher(&vectors, &stored, &slots);
         let labels = labels(&vectors, (block_size, first_slot), &slots);
         let teacher = Teacher { rows_m: labels.teacher_rows_on(draft.device()), ..teacher };
-        let objective = objective(&vectors);
+        let settings: Value = ["loss_fn", "per_position_loss_weight", "gamma", "dpace_alpha"]
+            .map(|key| (key.to_owned(), Value::from(vectors.note(key))))
+            .into_iter()
+            .collect();
+        let objective = objective(&settings, kernels);
         Self { vectors, draft, input, objective, labels, teacher, slots }
     }
 
@@ -196,56 +199,90 @@ fn labels(vectors: &Vectors, geometry: (usize, usize), slots: &Tensor) -> BlockL
     BlockLabels::from_slots(geometry, &mask, &vec![0; mask.len()], &rows)
 }
 
-fn objective(vectors: &Vectors) -> Objective {
-    let number = |name: &str| vectors.note(name).parse::<f64>().unwrap();
-    let weighting = match vectors.note("per_position_loss_weight") {
-        "dpace" => Weighting::Dpace { alpha: number("dpace_alpha"), confidence: Confidence::Term },
-        _ => Weighting::Decay { gamma: number("gamma") },
+/// The objective that a case names: `loss_fn` is one loss or several with coefficients, as an
+/// object or as its text.
+pub(crate) fn objective(case: &Value, kernels: Kernels) -> Objective {
+    let number = |key: &str| {
+        let value = &case[key];
+        value.as_f64().or_else(|| value.as_str()?.parse().ok()).unwrap_or_else(|| panic!("{key}"))
+    };
+    let weighting = match case["per_position_loss_weight"].as_str() {
+        Some("dpace") => {
+            Weighting::Dpace { alpha: number("dpace_alpha"), confidence: Confidence::Term }
+        }
+        Some("fixed-exp-decay") => Weighting::Decay { gamma: number("gamma") },
+        // every slot counts the same
+        None | Some("none") => Weighting::Decay { gamma: f64::INFINITY },
+        Some(other) => panic!("weight {other} is not implemented"),
     };
     Objective {
-        terms: terms(vectors.note("loss_fn")),
+        terms: terms(&case["loss_fn"]),
         weighting,
         denominator: Denominator::MaskedSlots,
         labels: LabelSource::TeacherArgmax,
+        // a block or two at a time
         chunk_bytes: 1 << 12,
+        kernels,
     }
 }
 
-/// `name`, or a JSON object of names and coefficients.
-fn terms(stored: &str) -> Vec<(ElementLoss, f64)> {
-    match serde_json::from_str::<serde_json::Map<String, Value>>(stored) {
-        Ok(map) => map.iter().map(|(name, c)| (element(name), c.as_f64().unwrap())).collect(),
-        Err(_) => vec![(element(stored), 1.0)],
+fn terms(stored: &Value) -> Vec<(ElementLoss, f64)> {
+    let parsed = stored.as_str().and_then(|text| serde_json::from_str(text).ok());
+    match parsed.as_ref().unwrap_or(stored) {
+        Value::Object(map) => map.iter().map(|(name, c)| (element(name), number(c))).collect(),
+        name => vec![(element(name.as_str().unwrap()), 1.0)],
     }
 }
 
-/// An element loss by speculators' name.
+fn number(value: &Value) -> f64 {
+    value.as_f64().expect("a coefficient")
+}
+
+/// speculators' names of the element losses.
+const ELEMENTS: [(&str, ElementLoss); 11] = [
+    ("ce", ElementLoss::CrossEntropy),
+    ("kl_div", ElementLoss::Kl),
+    ("kl", ElementLoss::Kl),
+    ("rkl", ElementLoss::ReverseKl),
+    ("reverse_kl", ElementLoss::ReverseKl),
+    ("jsd", ElementLoss::Jsd),
+    ("js_div", ElementLoss::Jsd),
+    ("tv", ElementLoss::Tv),
+    ("nla", ElementLoss::Nla),
+    ("lk_hybrid", ElementLoss::Lk),
+    ("lk", ElementLoss::Lk),
+];
+
 pub(crate) fn element(name: &str) -> ElementLoss {
-    match name {
-        "ce" => ElementLoss::CrossEntropy,
-        "kl_div" | "kl" => ElementLoss::Kl,
-        "rkl" | "reverse_kl" => ElementLoss::ReverseKl,
-        "jsd" | "js_div" => ElementLoss::Jsd,
-        "tv" => ElementLoss::Tv,
-        "nla" => ElementLoss::Nla,
-        "lk_hybrid" | "lk" => ElementLoss::Lk,
-        other => panic!("unknown loss {other}"),
-    }
+    let found = ELEMENTS.iter().find(|(known, _)| *known == name);
+    found.unwrap_or_else(|| panic!("loss {name} is not implemented")).1
 }
 
-/// Compares a report with speculators' sums and totals.
-pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, metrics: &Value) {
+/// Compares an objective's sums with speculators' sums and totals, for each term of several too;
+/// returns the report and the gradient of the mean loss.
+pub(crate) fn check_metrics(
+    objective: &Objective,
+    metrics: &Value,
+    evaluate: impl Fn(&Objective) -> LossOutput,
+) -> (StatisticsReport, Tensor) {
     let ratio = |name: &str| {
         let part = |suffix: &str| metrics[format!("{name}_{suffix}")].as_f64();
         Some(part("sum")? / part("total").filter(|&total| total > 0.0)?)
     };
     let near = |what: &str, actual: f64, expected: f64| {
-        assert!(
-            (actual - expected).abs() <= 1e-4 * expected.abs().max(1.0),
-            "{what}: {actual} {expected}"
-        );
+        let close = (actual - expected).abs() <= 1e-4 * expected.abs().max(1.0);
+        assert!(close, "{what}: {actual}, expected {expected}");
     };
+    let epsilon = objective.denominator.epsilon();
+    let output = evaluate(objective);
+    let report = output.statistics.report(epsilon);
     near("loss", report.loss, ratio("loss").unwrap());
+    for (name, element) in ELEMENTS {
+        if let Some(expected) = ratio(&format!("{name}_loss")) {
+            let alone = Objective { terms: vec![(element, 1.0)], ..objective.clone() };
+            near(name, evaluate(&alone).statistics.report(epsilon).loss, expected);
+        }
+    }
     if let Some(accuracy) = ratio("full_acc") {
         near("accuracy", report.accuracy, accuracy);
     }
@@ -254,12 +291,16 @@ pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, 
             near("slot accuracy", accuracy.unwrap(), expected);
         }
     }
-    // These vectors hold the older figure: the product of unconditional accuracies, summed. Ours
-    // conditions on the slots before; the slot accuracies must still give theirs.
+    // Vectors before speculators 0.9, which have no `accept_len`, hold the older figure: the product
+    // of unconditional accuracies, summed. Ours conditions on the slots before, as the newer does.
     let product =
         report.slot_accuracy.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
             *run *= slot.unwrap_or(0.0);
             Some(*run)
         });
-    near("expected length", product.sum(), ratio("eal").unwrap());
+    let conditional = ratio("accept_len").is_some();
+    let length = if conditional { report.expected_accepted } else { product.sum() };
+    near("expected length", length, ratio("eal").unwrap());
+    let gradient = output.dhidden_nh / (report.denominator + epsilon);
+    (report, gradient)
 }

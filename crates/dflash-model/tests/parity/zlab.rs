@@ -2,17 +2,18 @@
 
 use std::path::Path;
 
+use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
 use tch::{Device, Kind, Tensor, no_grad};
 
-use super::golden::{Vectors, assert_close};
+use super::vectors::{Vectors, assert_close};
 
 /// Both the decoding pass and the training pass reproduce the reference.
-pub(crate) fn check(path: &Path) {
+pub(crate) fn check(path: &Path, kernels: Kernels) {
     let vectors = Vectors::open(path);
     let config = DraftConfig::parse(path, vectors.note("config")).unwrap();
-    let draft = load(&vectors, config);
+    let draft = load(&vectors, config).with_kernels(kernels);
     let (features, block) = (vectors.row("in.target_hidden"), vectors.row("in.noise_embedding"));
     let expected = vectors.row("out.hidden");
     let context = features.size()[0] as usize;

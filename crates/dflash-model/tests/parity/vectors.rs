@@ -1,31 +1,10 @@
-//! Where the reference vectors lie, and how they are read and compared.
+//! How reference vectors are read and compared.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use dflash_model::checkpoint::TensorFile;
 use serde_json::Value;
 use tch::{Kind, Tensor};
-
-/// The folder of the vectors, if there is one.
-pub(crate) fn root() -> Option<PathBuf> {
-    let given = std::env::var_os("DFLASH_GOLDEN").map(PathBuf::from);
-    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/golden");
-    given.or(Some(beside)).filter(|path| path.is_dir())
-}
-
-/// Files of `dir` with this extension, sorted.
-pub(crate) fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = std::fs::read_dir(dir)
-        .map(|entries| entries.map(|entry| entry.unwrap().path()).collect())
-        .unwrap_or_default();
-    files.retain(|path| path.extension().is_some_and(|found| found == extension));
-    files.sort();
-    files
-}
-
-pub(crate) fn stem(path: &Path) -> String {
-    path.file_stem().unwrap().to_string_lossy().into_owned()
-}
 
 /// A safetensors file of vectors with settings in its header.
 pub(crate) struct Vectors {
