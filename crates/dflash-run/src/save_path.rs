@@ -1,0 +1,227 @@
+//! The hold on a run's directory: one process writes, sweeps and prunes.
+
+use std::collections::BTreeSet;
+use std::fs::{File, TryLockError};
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::checkpoints::{Best, Checkpoint, PREFIX};
+use crate::{Error, Line, MetricLine, RunDir, ValidationLine};
+
+/// Held locked by rank 0 while the run lives; the kernel lets go of it when the process dies.
+const LOCK: &str = ".lock";
+
+/// Which checkpoints stay. The newest and the best always do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Retention {
+    /// The last so many; `None` for all.
+    pub keep_last: Option<u64>,
+    /// Also those of steps that are multiples of this.
+    pub keep_every: Option<u64>,
+}
+
+/// A run's directory that this process alone writes to, while it lives.
+#[derive(Debug)]
+pub struct SavePath {
+    run: RunDir,
+    _lock: File,
+}
+
+impl SavePath {
+    /// Creates the directory, takes it for this run, and removes what killed runs have left half
+    /// written or half removed.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] where another run is alive in it.
+    pub fn claim(path: &Path) -> Result<Self, Error> {
+        std::fs::create_dir_all(path).map_err(dflash_files::Error::io("create", path))?;
+        let lock_path = path.join(LOCK);
+        let lock =
+            File::create(&lock_path).map_err(dflash_files::Error::io("create", &lock_path))?;
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
+            // Some network file systems have no locks; then two runs are the user's to avoid.
+            Ok(()) | Err(TryLockError::Error(_)) => (),
+        }
+        let claimed = Self { run: RunDir::at(path), _lock: lock };
+        claimed.sweep()?;
+        Ok(claimed)
+    }
+
+    /// Removes files and directories under temporary names of ours.
+    fn sweep(&self) -> Result<(), Error> {
+        for name in names(self.run.path())?.iter().filter(|name| is_leftover(name)) {
+            let path = self.run.path().join(name);
+            let is_dir = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
+            let removed =
+                if is_dir { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+            removed.map_err(dflash_files::Error::io("remove", &path))?;
+        }
+        Ok(())
+    }
+
+    /// Removes the checkpoints that need not stay. Each goes out of its name first, so that a name
+    /// that exists is complete at any moment. Returns the steps that went.
+    ///
+    /// # Errors
+    /// An unreadable record of the best, a directory that cannot be removed.
+    pub fn prune(&self, retention: Retention) -> Result<Vec<u64>, Error> {
+        let Some(keep_last) = retention.keep_last else { return Ok(Vec::new()) };
+        let mut checkpoints = self.run.checkpoints()?;
+        checkpoints.retain(|checkpoint| {
+            let is_dir = checkpoint.dir.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
+            is_dir && checkpoint.has_our_name()
+        });
+        let best = self.run.best()?.map(|best| best.step);
+        let newest: BTreeSet<u64> =
+            checkpoints.iter().rev().take(keep_last.max(1) as usize).map(|it| it.step).collect();
+        checkpoints.retain(|&Checkpoint { step, .. }| {
+            let stays = newest.contains(&step)
+                || best == Some(step)
+                || retention.keep_every.is_some_and(|every| step.is_multiple_of(every));
+            !stays
+        });
+        for checkpoint in &checkpoints {
+            dflash_files::remove_dir(&checkpoint.dir)?;
+        }
+        Ok(checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect())
+    }
+
+    /// Notes what the checkpoint of `step` reached; returns whether it is the best.
+    ///
+    /// # Errors
+    /// An unreadable record, a full disk.
+    pub fn note_acceptance(&self, step: u64, acceptance_length: f64) -> Result<bool, Error> {
+        if self.run.best()?.is_some_and(|best| best.acceptance_length >= acceptance_length) {
+            return Ok(false);
+        }
+        let text = serde_json::to_vec(&Best { step, acceptance_length }).expect("numbers print");
+        dflash_files::write_bytes(&self.run.path().join(RunDir::BEST), &text)?;
+        Ok(true)
+    }
+}
+
+/// What a run that ended before its first record may leave: nothing that is worth a refusal.
+pub(crate) fn is_negligible(name: &str) -> bool {
+    name == LOCK || is_leftover(name)
+}
+
+/// `.NAME.PID.tmp`, under which files and directories of a run are written aside or removed.
+fn is_leftover(name: &str) -> bool {
+    let Some(inner) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")) else {
+        return false;
+    };
+    let Some((kept, process)) = inner.rsplit_once('.') else { return false };
+    let files = [RunDir::PROVENANCE, RunDir::BEST, MetricLine::FILE, ValidationLine::FILE];
+    let is_ours = kept.starts_with(PREFIX) || files.contains(&kept);
+    is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
+    let entries = std::fs::read_dir(path).map_err(dflash_files::Error::io("read", path))?;
+    let names = entries
+        .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
+        .collect::<Result<Vec<String>, std::io::Error>>();
+    Ok(names.map_err(dflash_files::Error::io("read", path))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(names: &[&str]) -> (tempfile::TempDir, SavePath) {
+        let dir = tempfile::tempdir().unwrap();
+        for name in names {
+            let path = dir.path().join(name);
+            std::fs::create_dir(&path).unwrap();
+            std::fs::write(path.join("config.json"), "{}").unwrap();
+        }
+        let claimed = SavePath::claim(dir.path()).unwrap();
+        (dir, claimed)
+    }
+
+    fn left(dir: &tempfile::TempDir) -> Vec<String> {
+        let mut names = names(dir.path()).unwrap();
+        names.retain(|name| name != LOCK);
+        names.sort();
+        names
+    }
+
+    const FIVE: [&str; 5] =
+        ["step-000010", "step-000020", "step-000030", "step-000040", "step-000050"];
+
+    fn check(retention: Retention, best: Option<&str>, expected: &[&str]) {
+        let (dir, claimed) = with(&FIVE);
+        if let Some(best) = best {
+            std::fs::write(dir.path().join(RunDir::BEST), best).unwrap();
+        }
+        claimed.prune(retention).unwrap();
+        let mut names = left(&dir);
+        names.retain(|name| name != RunDir::BEST);
+        assert_eq!(names, expected, "{retention:?}");
+    }
+
+    #[test]
+    fn only_what_need_not_stay_goes() {
+        let keep = |keep_last, keep_every| Retention { keep_last, keep_every };
+        check(keep(None, None), None, &FIVE);
+        check(keep(None, Some(7)), None, &FIVE);
+        check(keep(Some(9), None), None, &FIVE);
+        check(keep(Some(2), None), None, &FIVE[3..]);
+        check(keep(Some(0), None), None, &FIVE[4..]);
+        check(keep(Some(1), Some(20)), None, &[FIVE[1], FIVE[3], FIVE[4]]);
+        let best = r#"{"step": 10, "acceptance_length": 3.5}"#;
+        check(keep(Some(1), None), Some(best), &[FIVE[0], FIVE[4]]);
+    }
+
+    #[test]
+    fn a_best_file_that_cannot_be_read_costs_no_checkpoint() {
+        let (dir, claimed) = with(&FIVE);
+        std::fs::write(dir.path().join(RunDir::BEST), "{").unwrap();
+        let refused = claimed.prune(Retention { keep_last: Some(1), keep_every: None });
+        assert!(refused.unwrap_err().to_string().contains(RunDir::BEST));
+        assert_eq!(left(&dir).len(), 6);
+    }
+
+    #[test]
+    fn what_is_no_checkpoint_of_ours_stays() {
+        let foreign = ["step-1", "step-+00004", "step-000002-copy", "notes", "step-000001"];
+        let (dir, claimed) = with(&[&foreign[..4], &FIVE[4..]].concat());
+        std::fs::create_dir(dir.path().join(foreign[4])).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("notes"), dir.path().join("step-000003"))
+            .unwrap();
+        assert_eq!(
+            claimed.prune(Retention { keep_last: Some(1), keep_every: None }).unwrap(),
+            [0u64; 0]
+        );
+        assert_eq!(left(&dir).len(), 7);
+    }
+
+    #[test]
+    fn leftovers_of_killed_runs_are_swept() {
+        let dir = tempfile::tempdir().unwrap();
+        let stale = [".step-000003.17.tmp", ".step-000004.1.tmp"];
+        for name in stale {
+            std::fs::create_dir_all(dir.path().join(name).join("trainer")).unwrap();
+        }
+        std::fs::write(dir.path().join(".metrics.jsonl.9.tmp"), "").unwrap();
+        std::fs::write(dir.path().join(".run.json.9.tmp"), "").unwrap();
+        for other in [".bashrc.tmp", ".thesis.9.tmp", ".step-000003.tmp", "step-000009.9.tmp"] {
+            std::fs::write(dir.path().join(other), "").unwrap();
+        }
+        SavePath::claim(dir.path()).unwrap();
+        let expected = [".bashrc.tmp", ".step-000003.tmp", ".thesis.9.tmp", "step-000009.9.tmp"];
+        assert_eq!(left(&dir), expected);
+    }
+
+    #[test]
+    fn a_path_belongs_to_one_run_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = SavePath::claim(dir.path()).unwrap();
+        let refused = SavePath::claim(dir.path()).unwrap_err().to_string();
+        assert!(refused.contains("another run"), "{refused}");
+        drop(first);
+        SavePath::claim(dir.path()).unwrap();
+    }
+}
