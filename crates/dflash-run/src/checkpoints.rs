@@ -31,6 +31,13 @@ pub struct Best {
 }
 
 impl Checkpoint {
+    /// The folder of what `--resume` needs, below its directory.
+    pub const TRAINER: &str = "trainer";
+    /// The position in there.
+    pub const STATE: &str = "trainer/state.json";
+    /// The float32 state in there.
+    pub const TENSORS: &str = "trainer/state.safetensors";
+
     /// The checkpoint of `step` in a run's directory, there or not.
     pub fn at(run: &Path, step: u64) -> Self {
         Self { step, dir: run.join(format!("{PREFIX}{step:06}")) }
@@ -39,16 +46,6 @@ impl Checkpoint {
     /// Whether it has what engines load: without that, something was taken away.
     pub fn is_complete(&self) -> bool {
         self.dir.join(CONFIG).is_file()
-    }
-
-    /// What of it `--resume` needs besides tensors.
-    pub fn state_path(&self) -> PathBuf {
-        self.dir.join("trainer/state.json")
-    }
-
-    /// The float32 state.
-    pub fn tensors_path(&self) -> PathBuf {
-        self.dir.join("trainer/state.safetensors")
     }
 
     /// Bytes of its files, the trainer's state included; of one that is being removed what is left.

@@ -1,5 +1,7 @@
 //! Where a run stands: `trainer/state.json` in each checkpoint.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{Checkpoint, Error};
@@ -80,23 +82,23 @@ impl ServedWeights {
 }
 
 impl State {
-    /// Reads the state of a checkpoint.
+    /// Reads the state of the checkpoint in `dir`.
     ///
     /// # Errors
     /// A file that cannot be read or does not parse.
-    pub fn load(checkpoint: &Checkpoint) -> Result<Self, Error> {
-        let path = checkpoint.state_path();
+    pub fn load(dir: &Path) -> Result<Self, Error> {
+        let path = dir.join(Checkpoint::STATE);
         let bytes = std::fs::read(&path).map_err(dflash_files::Error::io("read", &path))?;
         serde_json::from_slice(&bytes).map_err(|source| Error::Json { path, source })
     }
 
-    /// Writes the state into a checkpoint, whose `trainer` directory is there.
+    /// Writes the state into the checkpoint in `dir`, whose folder for it is there.
     ///
     /// # Errors
     /// A full disk.
-    pub fn save(&self, checkpoint: &Checkpoint) -> Result<(), Error> {
+    pub fn save(&self, dir: &Path) -> Result<(), Error> {
         let state = serde_json::to_vec_pretty(self).expect("a position prints");
-        Ok(dflash_files::write_bytes(&checkpoint.state_path(), &state)?)
+        Ok(dflash_files::write_bytes(&dir.join(Checkpoint::STATE), &state)?)
     }
 }
 

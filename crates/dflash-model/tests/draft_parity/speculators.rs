@@ -249,7 +249,7 @@ pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, 
     if let Some(accuracy) = ratio("full_acc") {
         near("accuracy", report.accuracy, accuracy);
     }
-    for (slot, accuracy) in report.slot_accuracy.iter().enumerate() {
+    for (slot, accuracy) in report.accuracy_by_slot.iter().enumerate() {
         if let Some(expected) = ratio(&format!("position_{slot}_acc")) {
             near("slot accuracy", accuracy.unwrap(), expected);
         }
@@ -257,7 +257,7 @@ pub(crate) fn check_metrics(report: &dflash_model::objective::StatisticsReport, 
     // These vectors hold the older figure: the product of unconditional accuracies, summed. Ours
     // conditions on the slots before; the slot accuracies must still give theirs.
     let product =
-        report.slot_accuracy.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
+        report.accuracy_by_slot.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
             *run *= slot.unwrap_or(0.0);
             Some(*run)
         });
