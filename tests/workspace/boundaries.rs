@@ -27,7 +27,13 @@ impl Graph {
 
     fn parse(metadata: &Value) -> Self {
         let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
-        Self(nodes.iter().map(|node| (name_of(&node["id"]), ordinary(node))).collect())
+        let mut graph: BTreeMap<_, _> =
+            nodes.iter().map(|node| (name_of(&node["id"]), ordinary(node))).collect();
+        // Cargo counts what any package turns on; who turns this on is a test of its own.
+        if let Some(settings) = graph.get_mut("dflash-settings") {
+            settings.remove("clap");
+        }
+        Self(graph)
     }
 
     /// Everything that `package` needs, however far away.
@@ -129,6 +135,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
         "dflash-prepare",
         "dflash-report",
         "dflash-run",
+        "dflash-settings",
         "dflash-text",
     ];
     for crate_name in without {
@@ -155,18 +162,28 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-text", &[]),
         ("dflash-torch-sys", &[]),
         ("dflash-data", &["dflash-files"]),
-        ("dflash-hidden", &["dflash-files"]),
-        ("dflash-dist", &["dflash-torch-sys"]),
-        ("dflash-model", &["dflash-files", "dflash-torch-sys"]),
-        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-text"]),
-        ("dflash-run", &["dflash-files"]),
+        ("dflash-settings", &[]),
+        ("dflash-hidden", &["dflash-files", "dflash-settings"]),
+        ("dflash-dist", &["dflash-settings", "dflash-torch-sys"]),
+        ("dflash-model", &["dflash-files", "dflash-settings", "dflash-torch-sys"]),
+        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-settings", "dflash-text"]),
+        ("dflash-run", &["dflash-files", "dflash-settings"]),
         ("dflash-report", &["dflash-files", "dflash-run"]),
         (
             "dflash-hidden-server",
-            &["dflash-files", "dflash-hidden", "dflash-model", "dflash-torch-sys"],
+            &[
+                "dflash-files",
+                "dflash-hidden",
+                "dflash-model",
+                "dflash-settings",
+                "dflash-torch-sys",
+            ],
         ),
-        ("dflash-decode", &["dflash-files", "dflash-model", "dflash-run", "dflash-text"]),
-        ("dflash-demo", &["dflash-files", "dflash-model", "dflash-text"]),
+        (
+            "dflash-decode",
+            &["dflash-files", "dflash-model", "dflash-run", "dflash-settings", "dflash-text"],
+        ),
+        ("dflash-demo", &["dflash-files", "dflash-model", "dflash-settings", "dflash-text"]),
         (
             "dflash-train",
             &[
@@ -176,10 +193,11 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-hidden",
                 "dflash-model",
                 "dflash-run",
+                "dflash-settings",
                 "dflash-torch-sys",
             ],
         ),
-        ("dflash", &["dflash-files", "dflash-prepare", "dflash-report"]),
+        ("dflash", &["dflash-files", "dflash-prepare", "dflash-report", "dflash-settings"]),
     ];
     for (crate_name, allowed) in allowed {
         let ours = graph.direct(crate_name).iter().filter(|name| name.starts_with("dflash"));
@@ -209,6 +227,20 @@ fn only_the_programs_know_clap_and_anyhow() {
         for foreign in ["clap", "anyhow"] {
             assert!(!graph.direct(name).contains(foreign), "{name} depends on {foreign}");
         }
+    }
+}
+
+#[test]
+fn settings_are_flags_for_the_programs_alone() {
+    for entry in fs::read_dir(root().join("crates")).expect("readable") {
+        let path = entry.expect("readable").path();
+        let manifest = fs::read_to_string(path.join("Cargo.toml")).expect("a manifest");
+        let turns_on = manifest.lines().any(|line| {
+            line.starts_with("dflash-settings")
+                && line.contains("features")
+                && line.contains("clap")
+        });
+        assert_eq!(turns_on, path.ends_with("dflash"), "{}", path.display());
     }
 }
 
