@@ -82,7 +82,7 @@ def main():
 
     accepted, drafts = (counter(after, name) - counter(before, name) for name in (ACCEPTED, DRAFTS))
     with open(args.eval, encoding="utf-8") as file:
-        ours = json.load(file)["tau_per_step"]
+        ours = json.load(file)["acceptance_length"]
     theirs = 1 + accepted / drafts
     difference = ours / theirs - 1
     print(f"acceptance length, vLLM's counters   {theirs:7.3f}   {drafts:.0f} drafts")

@@ -128,6 +128,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
         "dflash-hidden",
         "dflash-prepare",
         "dflash-report",
+        "dflash-run",
         "dflash-text",
     ];
     for crate_name in without {
@@ -158,12 +159,13 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-dist", &["dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-torch-sys"]),
         ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-text"]),
-        ("dflash-report", &["dflash-files"]),
+        ("dflash-run", &["dflash-files"]),
+        ("dflash-report", &["dflash-files", "dflash-run"]),
         (
             "dflash-hidden-server",
             &["dflash-files", "dflash-hidden", "dflash-model", "dflash-torch-sys"],
         ),
-        ("dflash-decode", &["dflash-files", "dflash-model", "dflash-text"]),
+        ("dflash-decode", &["dflash-files", "dflash-model", "dflash-run", "dflash-text"]),
         ("dflash-demo", &["dflash-files", "dflash-model", "dflash-text"]),
         (
             "dflash-train",
@@ -173,6 +175,7 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-files",
                 "dflash-hidden",
                 "dflash-model",
+                "dflash-run",
                 "dflash-torch-sys",
             ],
         ),

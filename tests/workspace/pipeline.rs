@@ -129,9 +129,9 @@ fn conversations_become_a_measured_drafter() {
         prompts.display()
     ))
     .ok();
-    assert!(table.stdout.contains("tau per step"), "{}", table.stdout);
+    assert!(table.stdout.contains("acceptance length (tau)"), "{}", table.stdout);
     let report: Value = serde_json::from_str(&fs::read_to_string(report).unwrap()).unwrap();
-    assert!(report["tau_per_step"].as_f64().unwrap() >= 1.0, "{report}");
+    assert!(report["acceptance_length"].as_f64().unwrap() >= 1.0, "{report}");
     assert_eq!(report["lossless"]["holds"], true, "{report}");
 }
 

@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicBool;
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_run::Acceptance;
 use dflash_text::ChatTokenizer;
 
 use crate::Error;
-use crate::acceptance::Acceptance;
 use crate::lossless::{Lossless, compare};
 use crate::plain::{Generation, Limits, PlainDecoder};
 use crate::progress::Progress;
@@ -160,8 +160,8 @@ impl<'a> Measurement<'a> {
             self.dialogue(prompt, stop)?;
             let speed = Speed::of(&self.whole);
             let message = format!(
-                "tau {:.2}, {:.0} against {:.0} tokens/s",
-                self.acceptance.tau_per_step(),
+                "acceptance length {:.2}, {:.0} against {:.0} tokens/s",
+                self.acceptance.figures().acceptance_length,
                 speed.speculative,
                 speed.plain
             );
@@ -233,9 +233,8 @@ impl<'a> Measurement<'a> {
                 tch::get_num_threads()
             ),
             steps: self.acceptance.steps(),
-            tau_per_step: self.acceptance.tau_per_step(),
-            tau_per_response: self.acceptance.tau_per_response(),
-            acceptance_per_position: self.acceptance.positions(),
+            acceptance: self.acceptance.figures(),
+            slots: self.acceptance.slots(),
             tokens_per_second: Speed::of(&self.whole),
             decode_tokens_per_second: Speed::of(&self.decode),
             lossless: self.lossless,

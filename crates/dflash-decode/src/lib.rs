@@ -6,7 +6,6 @@
 //! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
-mod acceptance;
 mod error;
 mod eval;
 mod lossless;
@@ -20,7 +19,6 @@ mod report;
 mod sampling;
 mod speculative;
 
-pub use acceptance::{Acceptance, Position};
 pub use error::Error;
 pub use eval::{EvalConfig, evaluate};
 pub use lossless::{Difference, Lossless, Verdict, compare};

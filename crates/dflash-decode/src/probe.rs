@@ -7,10 +7,10 @@ use std::sync::atomic::AtomicBool;
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_run::Acceptance;
 use dflash_text::ChatTokenizer;
 
 use crate::Error;
-use crate::acceptance::Acceptance;
 use crate::eval::{dialogue, drop_long, stop_ids};
 use crate::plain::Limits;
 use crate::prompts::{Prompt, read_prompts};

@@ -3,10 +3,10 @@
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 
+use dflash_run::{AcceptanceFigures, SlotCounts};
 use serde::Serialize;
 
 use crate::Error;
-use crate::acceptance::Position;
 use crate::lossless::{Difference, Lossless};
 
 /// Tokens per second of both ways to decode, over the same answers in the same process.
@@ -87,12 +87,11 @@ pub struct EvalReport {
     pub device: String,
     /// Verify steps.
     pub steps: u64,
-    /// Mean tokens per step over all steps.
-    pub tau_per_step: f64,
-    /// Mean over answers of their mean tokens per step.
-    pub tau_per_response: f64,
+    /// What the target accepted: the figures of a validation.
+    #[serde(flatten)]
+    pub acceptance: AcceptanceFigures,
     /// Every slot after the anchor.
-    pub acceptance_per_position: Vec<Position>,
+    pub slots: Vec<SlotCounts>,
     /// Speed from the prompt to the last token.
     pub tokens_per_second: Speed,
     /// Speed after the first token.
@@ -138,30 +137,35 @@ impl Display for EvalReport {
             self.skipped
         )?;
         writeln!(f, "device    {}\n", self.device)?;
-        writeln!(f, "tau per step       {:7.3}   {} steps", self.tau_per_step, self.steps)?;
+        let AcceptanceFigures { acceptance_length, acceptance_length_per_response, .. } =
+            self.acceptance;
+        writeln!(f, "acceptance length (tau)")?;
+        writeln!(f, "  per step         {acceptance_length:7.3}   {} steps", self.steps)?;
         writeln!(
             f,
-            "tau per response   {:7.3}   block {}\n",
-            self.tau_per_response, self.block_size
+            "  per response     {acceptance_length_per_response:7.3}   block {}\n",
+            self.block_size
         )?;
-        self.write_positions(f)?;
+        self.write_slots(f)?;
         self.write_speeds(f)?;
         self.write_lossless(f)
     }
 }
 
 impl EvalReport {
-    fn write_positions(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "position   reached  accepted   of reached   of all steps")?;
-        for slot in &self.acceptance_per_position {
+    fn write_slots(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "slot       reached  accepted   of reached   of all steps")?;
+        for (slot, of_all) in
+            self.slots.iter().zip(self.acceptance.acceptance_by_slot.iter().skip(1))
+        {
             writeln!(
                 f,
                 "{:8} {:9} {:9} {:11.1}% {:13.1}%",
-                slot.position,
+                slot.slot,
                 slot.reached,
                 slot.accepted,
-                100.0 * slot.conditional_rate,
-                100.0 * slot.rate
+                100.0 * slot.conditional_acceptance,
+                100.0 * of_all.unwrap_or_default()
             )?;
         }
         writeln!(f)

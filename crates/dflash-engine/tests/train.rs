@@ -151,7 +151,7 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     assert_eq!(report["lossless"]["holds"], true);
     // What training measured at its end is what the checkpoint shows: with the same few tokens.
     let lines = world.lines("pruned", "validation.jsonl");
-    assert_eq!(lines.last().unwrap()["tau_per_step"], report["tau_per_step"]);
+    assert_eq!(lines.last().unwrap()["acceptance_length"], report["acceptance_length"]);
     // A run that starts from it, or goes on, keeps the selection; the data would select others.
     let load = |dir: &str| {
         dflash_model::objective::DraftVocabulary::load(std::path::Path::new(dir)).unwrap()
@@ -352,16 +352,16 @@ fn validation_measures_held_out_rows_and_prompts_and_names_the_best() {
     let lines = world.lines("one", "validation.jsonl");
     let steps: Vec<u64> = lines.iter().map(|line| line["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, [2, 4, 5]);
-    let tau = |line: &serde_json::Value| line["tau_per_step"].as_f64().unwrap();
+    let length = |line: &serde_json::Value| line["acceptance_length"].as_f64().unwrap();
     for line in &lines {
-        assert!(line["eval_loss"].as_f64().unwrap() > 0.0, "{line}");
-        assert!((1.0..=4.0).contains(&tau(line)), "{line}");
+        assert!(line["loss"].as_f64().unwrap() > 0.0, "{line}");
+        assert!((1.0..=4.0).contains(&length(line)), "{line}");
     }
     let best: serde_json::Value =
         serde_json::from_slice(&std::fs::read(world.path("one").join("best.json")).unwrap())
             .unwrap();
-    let highest = lines.iter().map(tau).fold(0.0, f64::max);
-    assert_eq!(best["tau_per_step"].as_f64(), Some(highest));
+    let highest = lines.iter().map(length).fold(0.0, f64::max);
+    assert_eq!(best["acceptance_length"].as_f64(), Some(highest));
     let step = best["step"].as_u64().unwrap();
     assert!(world.path("one").join(format!("step-{step:06}")).is_dir());
     // the same figures whatever the number of ranks that share the work
@@ -376,9 +376,9 @@ fn validation_measures_held_out_rows_and_prompts_and_names_the_best() {
         (world.lines("two", "validation.jsonl"), world.lines("accumulated", "validation.jsonl"));
     assert_eq!(two.len(), one.len());
     for (a, b) in two.iter().zip(&one) {
-        let (a_loss, b_loss) = (a["eval_loss"].as_f64().unwrap(), b["eval_loss"].as_f64().unwrap());
+        let (a_loss, b_loss) = (a["loss"].as_f64().unwrap(), b["loss"].as_f64().unwrap());
         assert!((a_loss - b_loss).abs() <= ROUNDING * a_loss, "{a} and {b}");
-        assert_eq!((&a["eval_blocks"], &a["responses"]), (&b["eval_blocks"], &b["responses"]));
+        assert_eq!((&a["blocks"], &a["responses"]), (&b["blocks"], &b["responses"]));
     }
 }
 

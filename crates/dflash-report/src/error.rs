@@ -2,18 +2,25 @@
 
 use std::path::PathBuf;
 
+use dflash_run::{Line, MetricLine, RunDir};
+
 /// Errors name the path and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The directory is not a training run's.
     #[error(
-        "{path} holds no run: neither metrics.jsonl nor run.json; pass the --save-path of a training run"
+        "{path} holds no run: neither {} nor {}; pass the --save-path of a training run",
+        MetricLine::FILE,
+        RunDir::PROVENANCE
     )]
     NoRun {
         /// The directory.
         path: PathBuf,
     },
-    /// A file cannot be read or written.
+    /// The run's files cannot be read.
+    #[error(transparent)]
+    Run(#[from] dflash_run::Error),
+    /// The page cannot be written.
     #[error(transparent)]
     Files(#[from] dflash_files::Error),
 }

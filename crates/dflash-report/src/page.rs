@@ -1,5 +1,6 @@
 //! The page: what the run is, its curves, its settings. Whatever comes from a file is escaped.
 
+use dflash_run::{AcceptanceFigures, Line, Lines, MetricLine, Provenance, RunDir, TeacherForced};
 use serde_json::Value;
 
 use crate::chart::{Chart, number};
@@ -50,111 +51,158 @@ pub(crate) fn escape(text: &str) -> String {
 }
 
 fn charts(run: &Run) -> Vec<Chart> {
-    let train = |key: &str| run.metrics.series(key);
-    let held_out = |key: &str| run.validation.series(key);
-    let wait = run.metrics.points(|line| {
-        let from_seconds =
-            || Some(line["data_wait_s"].as_f64()? / line["interval_s"].as_f64()?.max(1e-9));
-        line["data_wait_share"].as_f64().or_else(from_seconds)
-    });
+    let train = |of: fn(&MetricLine) -> Option<f64>| run.metrics.points(of);
+    let rows = |of: fn(&TeacherForced) -> Option<f64>| {
+        run.validation.points(|line| of(&line.rows.as_ref()?.figures))
+    };
+    let prompts = |of: fn(&AcceptanceFigures) -> f64| {
+        run.validation.points(|line| Some(of(&line.prompts.as_ref()?.figures)))
+    };
     let over = Chart::over_steps;
     vec![
-        over("Loss", vec![("training", train("loss")), ("validation", held_out("eval_loss"))]),
         over(
-            "Accuracy",
-            vec![("training", train("accuracy")), ("validation", held_out("eval_accuracy"))],
+            "Loss",
+            vec![
+                ("training", train(|line| line.figures.loss)),
+                ("validation", rows(|figures| figures.loss)),
+            ],
         ),
         over(
-            "Accepted length",
+            "Accuracy",
             vec![
-                ("expected, training", train("expected_accepted")),
-                ("expected, validation", held_out("eval_expected_length")),
-                ("measured, per step", held_out("tau_per_step")),
-                ("measured, per response", held_out("tau_per_response")),
+                ("training", train(|line| line.figures.accuracy)),
+                ("validation", rows(|figures| figures.accuracy)),
+            ],
+        ),
+        over(
+            "Acceptance length",
+            vec![
+                ("expected, training", train(|line| line.figures.expected_acceptance_length)),
+                ("expected, validation", rows(|figures| figures.expected_acceptance_length)),
+                ("measured, per step", prompts(|figures| figures.acceptance_length)),
+                (
+                    "measured, per response",
+                    prompts(|figures| figures.acceptance_length_per_response),
+                ),
             ],
         ),
         by_slot(run),
-        over("Learning rate", vec![("rate", train("lr"))]),
-        over("Gradient norm", vec![("before clipping", train("gradient_norm"))]),
-        over("Supervised slots per second", vec![("all ranks", train("slots_per_s"))]),
-        over("Tokens per second", vec![("all ranks", train("tokens_per_s"))]),
-        over("Useful TFLOP/s", vec![("all ranks", train("tflops"))]),
-        over("Share of the devices' peak", vec![("MFU", train("mfu"))]),
-        over("Share of the time spent waiting for data", vec![("rank 0", wait)]),
-        over("Peak memory, MiB", vec![("rank 0", train("peak_memory_mib"))]),
+        over("Learning rate", vec![("rate", train(|line| line.lr))]),
+        over("Gradient norm", vec![("before clipping", train(|line| line.gradient_norm))]),
+        over("Supervised slots per second", vec![("all ranks", train(|line| line.slots_per_s))]),
+        over("Tokens per second", vec![("all ranks", train(|line| line.tokens_per_s))]),
+        over("Useful TFLOP/s", vec![("all ranks", train(|line| line.tflops))]),
+        over("Share of the devices' peak", vec![("MFU", train(|line| line.mfu))]),
+        over("Share of the time spent waiting for data", vec![("rank 0", train(wait_share))]),
+        over("Peak memory, MiB", vec![("rank 0", train(|line| line.peak_memory_mib))]),
     ]
+}
+
+/// Runs of earlier releases have only the seconds.
+fn wait_share(line: &MetricLine) -> Option<f64> {
+    line.data_wait_share.or_else(|| Some(line.data_wait_s? / line.interval_s?.max(1e-9)))
 }
 
 /// Accuracy over the slots of a block, at the run's quarters.
 fn by_slot(run: &Run) -> Chart {
-    let steps: Vec<(&u64, &Value)> = run.metrics.by_step.iter().collect();
+    let lines: Vec<&MetricLine> = run.metrics.by_step.values().collect();
     let mut indices: Vec<usize> =
-        (1..=4).filter_map(|quarter| (steps.len() * quarter / 4).checked_sub(1)).collect();
+        (1..=4).filter_map(|quarter| (lines.len() * quarter / 4).checked_sub(1)).collect();
     indices.dedup();
     let lines = indices.into_iter().filter_map(|index| {
-        let (step, line) = steps[index];
-        let slots = line["slot_accuracy"].as_array()?.iter().enumerate();
+        let slots = lines[index].figures.accuracy_by_slot.iter().enumerate();
         let points: Vec<(f64, f64)> =
-            slots.filter_map(|(slot, share)| Some((slot as f64, share.as_f64()?))).collect();
-        (!points.is_empty()).then(|| (format!("step {step}"), points))
+            slots.filter_map(|(slot, share)| Some((slot as f64, (*share)?))).collect();
+        (!points.is_empty()).then(|| (format!("step {}", lines[index].step), points))
     });
     Chart { title: "Accuracy by slot", axis: "slot", lines: lines.collect() }
 }
 
 /// What a reader should know about the files.
 fn notes(run: &Run) -> String {
-    let mut notes = String::new();
-    for (name, lines) in [("metrics.jsonl", &run.metrics), ("validation.jsonl", &run.validation)] {
-        if lines.broken > 0 {
-            notes.push_str(&format!(
-                "<p class=\"note\">{name}: {} broken line(s) left out.</p>\n",
-                lines.broken
-            ));
-        }
-        if lines.replaced > 0 {
-            notes.push_str(&format!(
-                "<p>{name}: {} line(s) replaced by later ones of the same step.</p>\n",
-                lines.replaced
-            ));
-        }
-    }
+    let mut notes = lines_note(&run.metrics) + &lines_note(&run.validation);
     if run.provenance.is_none() {
-        notes.push_str("<p class=\"note\">run.json is missing or broken.</p>\n");
+        let name = RunDir::PROVENANCE;
+        notes.push_str(&format!("<p class=\"note\">{name} is missing or broken.</p>\n"));
     }
     notes
 }
 
+fn lines_note<T: Line>(lines: &Lines<T>) -> String {
+    let (name, Lines { broken, replaced, .. }) = (T::FILE, lines);
+    let mut note = String::new();
+    if *broken > 0 {
+        let text = format!("{name}: {broken} broken line(s) left out.");
+        note.push_str(&format!("<p class=\"note\">{text}</p>\n"));
+    }
+    if *replaced > 0 {
+        let text = format!("{name}: {replaced} line(s) replaced by later ones of the same step.");
+        note.push_str(&format!("<p>{text}</p>\n"));
+    }
+    note
+}
+
 /// Where the run stands, by its last lines.
 fn summary(run: &Run) -> String {
-    let keys = [
-        ("step", "step"),
-        ("epoch", "epoch"),
-        ("loss", "loss, nats"),
-        ("accuracy", "accuracy"),
-        ("expected_accepted", "expected accepted length, tokens"),
-        ("slots_per_s", "supervised slots per second"),
-        ("tflops", "useful TFLOP/s"),
-        ("mfu", "share of the devices' peak"),
-        ("eta_s", "seconds left"),
-        ("skipped_samples", "samples left out"),
-        ("bad_steps", "steps with a non-finite gradient"),
-    ];
-    let measured = [
-        ("step", "measured at step"),
-        ("eval_loss", "validation loss, nats"),
-        ("eval_expected_length", "validation, expected accepted length"),
-        ("tau_per_step", "measured acceptance length per step"),
-        ("tau_per_response", "measured acceptance length per response"),
-    ];
-    let rows = |line: Option<&Value>, keys: &[(&str, &str)]| -> String {
-        let row = |&(key, name): &(&str, &str)| {
-            let value = line?[key].as_f64()?;
-            Some(format!("<tr><td>{name}</td><td class=\"n\">{}</td></tr>\n", number(value)))
-        };
-        keys.iter().filter_map(row).collect()
+    let train = run.metrics.last().map(|line| {
+        let MetricLine { figures, .. } = line;
+        rows(&[
+            ("step", Some(line.step as f64)),
+            ("epoch", line.epoch),
+            ("loss, nats", figures.loss),
+            ("accuracy", figures.accuracy),
+            ("expected acceptance length, tokens", figures.expected_acceptance_length),
+            ("supervised slots per second", line.slots_per_s),
+            ("useful TFLOP/s", line.tflops),
+            ("share of the devices' peak", line.mfu),
+            ("seconds left", line.eta_s),
+            ("samples left out", Some(line.skipped_samples as f64)),
+            ("steps with a non-finite gradient", Some(line.bad_steps as f64)),
+        ])
+    });
+    let validation = run.validation.last().map(|line| {
+        let forced = line.rows.clone().unwrap_or_default().figures;
+        let measured = line.prompts.as_ref().map(|prompts| &prompts.figures);
+        rows(&[
+            ("validated at step", Some(line.step as f64)),
+            ("validation loss, nats", forced.loss),
+            ("validation, expected acceptance length", forced.expected_acceptance_length),
+            (
+                "measured acceptance length per step",
+                measured.map(|figures| figures.acceptance_length),
+            ),
+            (
+                "measured acceptance length per response",
+                measured.map(|figures| figures.acceptance_length_per_response),
+            ),
+        ])
+    });
+    let stream = run.metrics.last().and_then(|line| line.stream).map(|stream| {
+        rows(&[
+            ("requests for hidden states", Some(stream.requests as f64)),
+            ("retried", Some(stream.retries as f64)),
+            ("put off by a busy server", Some(stream.busy as f64)),
+            ("samples generated by a server", Some(stream.generated as f64)),
+            ("samples read from stored files", Some(stream.stored as f64)),
+            ("stale stored files", Some(stream.stale as f64)),
+            ("samples missing", Some(stream.missing as f64)),
+            ("samples rejected by the server", Some(stream.rejected as f64)),
+            ("samples with invalid hidden states", Some(stream.invalid as f64)),
+            ("samples cached", Some(stream.cached as f64)),
+            ("MiB of hidden states", Some(stream.bytes as f64 / f64::from(1 << 20))),
+        ])
+    });
+    let parts = [train, validation, stream].into_iter().flatten();
+    format!("<table>\n{}</table>", parts.collect::<String>())
+}
+
+/// Rows of what is known.
+fn rows(figures: &[(&str, Option<f64>)]) -> String {
+    let row = |&(name, figure): &(&str, Option<f64>)| {
+        let figure = number(figure.filter(|figure| figure.is_finite())?);
+        Some(format!("<tr><td>{name}</td><td class=\"n\">{figure}</td></tr>\n"))
     };
-    let rows = rows(run.metrics.last(), &keys) + &rows(run.validation.last(), &measured);
-    format!("<table>\n{rows}</table>")
+    figures.iter().filter_map(row).collect()
 }
 
 fn checkpoints(run: &Run) -> String {
@@ -165,9 +213,9 @@ fn checkpoints(run: &Run) -> String {
         .checkpoints
         .iter()
         .map(|checkpoint| {
-            let mib = checkpoint.bytes as f64 / f64::from(1 << 20);
-            let name = escape(&checkpoint.name);
-            format!("<tr><td>{name}</td><td class=\"n\">{mib:.1} MiB</td></tr>\n")
+            let mib = checkpoint.bytes() as f64 / f64::from(1 << 20);
+            let name = checkpoint.dir.file_name().unwrap_or_default().to_string_lossy();
+            format!("<tr><td>{}</td><td class=\"n\">{mib:.1} MiB</td></tr>\n", escape(&name))
         })
         .collect();
     format!("<table>\n{rows}</table>")
@@ -176,14 +224,13 @@ fn checkpoints(run: &Run) -> String {
 /// The command first, then every entry of run.json under its path.
 fn provenance(run: &Run) -> String {
     let Some(provenance) = &run.provenance else {
-        return "<p>Unknown: run.json is missing or broken.</p>".to_owned();
+        return format!("<p>Unknown: {} is missing or broken.</p>", RunDir::PROVENANCE);
     };
-    let mut rows = Vec::new();
-    flatten("", provenance, &mut rows);
-    let command = provenance["config"]["command"].as_array().map(|words| {
-        let words: Vec<&str> = words.iter().filter_map(Value::as_str).collect();
+    let command = provenance.command().map_or_else(String::new, |words| {
         format!("<p><code>{}</code></p>\n", escape(&words.join(" ")))
     });
+    let mut rows = Vec::new();
+    flatten("", &serde_json::to_value(provenance).expect("settings print"), &mut rows);
     let rows: String = rows
         .iter()
         .filter(|(key, _)| key != "config.command" && key != "earlier_starts")
@@ -191,19 +238,12 @@ fn provenance(run: &Run) -> String {
             format!("<tr><td>{}</td><td>{}</td></tr>\n", escape(key), escape(value))
         })
         .collect();
-    format!("{}{}<table>\n{rows}</table>", command.unwrap_or_default(), resumes(provenance))
+    format!("{command}{}<table>\n{rows}</table>", resumes(provenance))
 }
 
 /// At which steps the run went on.
-fn resumes(provenance: &Value) -> String {
-    let earlier = provenance["earlier_starts"].as_array().map_or(&[][..], Vec::as_slice);
-    let steps: Vec<String> = earlier
-        .iter()
-        .chain([provenance])
-        .filter_map(|start| start["resumed_at_step"].as_u64())
-        .filter(|&step| step > 0)
-        .map(|step| step.to_string())
-        .collect();
+fn resumes(provenance: &Provenance) -> String {
+    let steps: Vec<String> = provenance.resumes().iter().map(u64::to_string).collect();
     if steps.is_empty() {
         return String::new();
     }

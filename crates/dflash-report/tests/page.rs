@@ -19,8 +19,8 @@ fn page(files: &[(&str, &str)]) -> Result<String, String> {
 
 fn line(step: u64, loss: f64) -> String {
     format!(
-        "{{\"step\":{step},\"loss\":{loss},\"accuracy\":0.5,\"slot_accuracy\":[null,0.6,0.4],\
-         \"expected_accepted\":2.5,\"lr\":0.001,\"gradient_norm\":1.5,\"slots_per_s\":900.0,\
+        "{{\"step\":{step},\"loss\":{loss},\"accuracy\":0.5,\"accuracy_by_slot\":[null,0.6,0.4],\
+         \"expected_acceptance_length\":2.5,\"lr\":0.001,\"gradient_norm\":1.5,\"slots_per_s\":900.0,\
          \"tokens_per_s\":80.0,\"data_wait_s\":1.0,\"interval_s\":4.0,\"peak_memory_mib\":512.0}}\n"
     )
 }
@@ -32,8 +32,11 @@ fn figures(page: &str) -> usize {
 #[test]
 fn a_run_shows_its_curves_settings_and_checkpoints() {
     let metrics: String = (1..=50).map(|n| line(n * 10, 8.0 / n as f64)).collect();
-    let validation = r#"{"step": 100, "eval_loss": 3.1, "eval_accuracy": 0.4}
-        {"step": 500, "eval_loss": 2.9, "eval_expected_length": 2.2, "tau_per_step": 2.75}"#;
+    let validation = concat!(
+        "{\"step\":100,\"loss\":3.1,\"accuracy\":0.4,\"blocks\":80}\n",
+        "{\"step\":500,\"loss\":2.9,\"expected_acceptance_length\":2.2,\"blocks\":80,",
+        "\"acceptance_length\":2.75,\"acceptance_length_per_response\":2.9,\"responses\":8}\n",
+    );
     let run = r#"{"dflash": "0.1.0", "world_size": 4, "resumed_at_step": 60,
         "earlier_starts": [{"resumed_at_step": 0}, {"resumed_at_step": 30}],
         "config": {"lr": 0.0006, "draft": {"block_size": 16}, "command": ["dflash", "train"]}}"#;

@@ -8,10 +8,10 @@ use std::time::Duration;
 use dflash_dist::Backend;
 use dflash_hidden::{OnGenerate, OnMissing};
 use dflash_model::objective::{Denominator, ElementLoss, Weighting};
+use dflash_run::Retention;
 use serde::Serialize;
 
 use crate::optimizer::OptimizerConfig;
-use crate::save_path::Retention;
 use crate::schedule::Schedule;
 
 /// Everything that decides what a run computes.

@@ -23,6 +23,9 @@ pub enum Error {
     /// A file could not be written.
     #[error(transparent)]
     Files(#[from] dflash_files::Error),
+    /// The run's directory.
+    #[error(transparent)]
+    Run(#[from] dflash_run::Error),
     /// A setting that cannot be honoured.
     #[error("{flag} is {found}, but {expected}")]
     Setting {
@@ -55,32 +58,6 @@ pub enum Error {
         /// Rows of the embedding.
         rows: i64,
     },
-    /// The save path holds something that is not ours.
-    #[error("{path} holds {found}, which no training run wrote; name another --save-path")]
-    ForeignSavePath {
-        /// The save path.
-        path: PathBuf,
-        /// What lies there.
-        found: String,
-    },
-    /// The save path holds an earlier run.
-    #[error(
-        "{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path"
-    )]
-    EarlierRun {
-        /// The save path.
-        path: PathBuf,
-        /// Its last complete step.
-        step: u64,
-    },
-    /// Another process trains into the save path.
-    #[error(
-        "another run is writing to {path}; wait until it has ended, or name another --save-path"
-    )]
-    SavePathInUse {
-        /// The save path.
-        path: PathBuf,
-    },
     /// Ranks found different checkpoints to resume.
     #[error(
         "rank {rank} finds {found} in {path}, but rank 0 finds {expected}; --save-path must be one directory that all nodes share"
@@ -108,21 +85,6 @@ pub enum Error {
         found: String,
         /// Its value now.
         expected: String,
-    },
-    /// A checkpoint that is not as it was written.
-    #[error(
-        "cannot resume {}, which is damaged; remove it to go on from {}",
-        .path.display(),
-        .before.map_or_else(|| "the start".to_owned(), |step| format!("step {step}"))
-    )]
-    DamagedCheckpoint {
-        /// Its directory.
-        path: PathBuf,
-        /// The complete checkpoint before it.
-        before: Option<u64>,
-        /// What is wrong with it.
-        #[source]
-        source: Box<Self>,
     },
     /// A file of a checkpoint is not the one that was written.
     #[error("{} is not what this step's state.json describes", .path.display())]
@@ -177,15 +139,6 @@ pub enum Error {
         /// Rows of this target's.
         expected: usize,
     },
-    /// A file of a checkpoint does not parse.
-    #[error("{path}: {source}")]
-    State {
-        /// The file.
-        path: PathBuf,
-        /// The parser's answer.
-        #[source]
-        source: serde_json::Error,
-    },
     /// Real decoding for validation failed.
     #[error("rank {rank} cannot measure acceptance: {source}")]
     Acceptance {
@@ -204,15 +157,6 @@ pub enum Error {
         count: u64,
         /// The last of them.
         step: u64,
-    },
-    /// The event file could not be written.
-    #[error("cannot write TensorBoard events to {path}: {source}")]
-    Events {
-        /// The directory.
-        path: PathBuf,
-        /// The operating system's answer.
-        #[source]
-        source: std::io::Error,
     },
 }
 

@@ -11,7 +11,7 @@
 //! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `masters` holds the float32 side of the parameters, `shards` says which
 //!   rank holds what of it;
-//! - `checkpoint` keeps it all, `save_path` the directory, `metrics` shows it;
+//! - `checkpoint` keeps it all in the run's directory ([`dflash_run`]), `metrics` shows it;
 //! - [`machine`] knows what the hardware can do, [`plan`] what a run will take of it.
 
 mod batch;
@@ -25,10 +25,8 @@ mod metrics;
 pub mod optimizer;
 mod order;
 pub mod plan;
-mod provenance;
 mod rows;
 mod run;
-mod save_path;
 pub mod schedule;
 mod setup;
 mod shards;
@@ -36,8 +34,7 @@ mod trainer;
 mod validation;
 mod warm_start;
 
-pub use checkpoint::steps_in;
+pub use dflash_run::{Acceptance, Retention};
 pub use error::Error;
 pub use run::{Outcome, run, validate};
-pub use save_path::Retention;
-pub use validation::{AcceptanceCounts, AcceptanceProbe, ProbeError, Served, Share};
+pub use validation::{AcceptanceProbe, ProbeError, Served, Share};

@@ -1,71 +1,18 @@
 //! What a run shows of itself: a progress bar, JSON lines and TensorBoard events.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
+use dflash_hidden::Counters;
 use dflash_model::objective::{Statistics, StatisticsReport};
+use dflash_run::{Events, MetricLine, RunDir, StreamCounters, TeacherForced, ValidationLine};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::Serialize;
 use tch::Device;
-use tensorboard_rs::summary_writer::SummaryWriter;
 
 use crate::trainer::StepResult;
-use crate::validation::ValidationLine;
 use crate::{Error, machine};
 
-/// File of the JSON lines in the save path.
-pub(crate) const METRICS: &str = "metrics.jsonl";
 /// How often a log gets a line of progress where there is no terminal for a bar.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-
-/// One line of metrics: sums and ratios over the steps since the last.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct MetricLine {
-    /// Optimizer steps taken.
-    pub(crate) step: u64,
-    /// Epochs done, with the share of the current one.
-    pub(crate) epoch: f64,
-    /// Weighted loss over its denominator, all ranks and micro-batches, nats.
-    pub(crate) loss: f64,
-    /// Share of supervised slots whose argmax is the label.
-    pub(crate) accuracy: f64,
-    /// The same for each slot of a block; the anchor's slot has none.
-    pub(crate) slot_accuracy: Vec<Option<f64>>,
-    /// Mean over blocks of 1 + the run of right slots from the first on, tokens.
-    pub(crate) expected_accepted: f64,
-    /// Learning rate of the last step.
-    pub(crate) lr: f64,
-    /// Gradient norm of the last step, before clipping.
-    pub(crate) gradient_norm: f64,
-    /// Supervised slots per second, all ranks.
-    pub(crate) slots_per_s: f64,
-    /// Tokens of packed rows per second, all ranks.
-    pub(crate) tokens_per_s: f64,
-    /// Arithmetic that the rows needed over the seconds, all ranks, TFLOP/s.
-    pub(crate) tflops: f64,
-    /// The same as a share of the devices' peak, where that is known.
-    pub(crate) mfu: Option<f64>,
-    /// Seconds since the last line that rank 0 waited for hidden states.
-    pub(crate) data_wait_s: f64,
-    /// The same as a share of the seconds.
-    pub(crate) data_wait_share: f64,
-    /// Seconds since the last line.
-    pub(crate) interval_s: f64,
-    /// Seconds to the end at the pace since the last line.
-    pub(crate) eta_s: f64,
-    /// Most memory that rank 0 has held, MiB: resident on a CPU, tensors' on a GPU.
-    pub(crate) peak_memory_mib: Option<f64>,
-    /// Samples left out so far.
-    pub(crate) skipped_samples: u64,
-    /// Steps so far whose gradient was not finite.
-    pub(crate) bad_steps: u64,
-    /// Share that the averaged weights keep at a step. The figures are those of the trained weights,
-    /// but the checkpoints serve the averaged ones.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) ema_decay: Option<f64>,
-}
 
 /// Adds up steps and writes lines; on ranks other than 0 it only adds up.
 pub(crate) struct Meter {
@@ -75,6 +22,7 @@ pub(crate) struct Meter {
     tokens: f64,
     flops: f64,
     wait: Duration,
+    stream: StreamCounters,
     machine: Machine,
     since: Instant,
     outputs: Option<Outputs>,
@@ -88,10 +36,9 @@ struct Machine {
 }
 
 struct Outputs {
-    lines: File,
-    events: SummaryWriter,
+    run: RunDir,
+    events: Events,
     bar: ProgressBar,
-    path: std::path::PathBuf,
     /// When a log last got a line; `None` where a bar shows the progress, or nothing should.
     logged: Option<Instant>,
 }
@@ -103,7 +50,7 @@ pub(crate) struct Progress {
     pub(crate) total: u64,
     pub(crate) epoch: f64,
     pub(crate) lr: f64,
-    pub(crate) skipped: u64,
+    pub(crate) skipped_samples: u64,
     pub(crate) bad_steps: u64,
     pub(crate) ema_decay: Option<f64>,
 }
@@ -114,7 +61,8 @@ impl Meter {
         let since = Instant::now();
         let (interval, outputs, wait) = (None, None, Duration::ZERO);
         let machine = Machine { device: Device::Cpu, peak_tflops: None };
-        Self { interval, epsilon, steps: 0, tokens: 0.0, flops: 0.0, wait, machine, since, outputs }
+        let (stream, tokens, flops) = (StreamCounters::default(), 0.0, 0.0);
+        Self { interval, epsilon, steps: 0, tokens, flops, wait, stream, machine, since, outputs }
     }
 
     /// Says what the run computes on, and the peak of all its devices if that is known.
@@ -122,38 +70,30 @@ impl Meter {
         self.machine = Machine { device, peak_tflops };
     }
 
-    /// A meter that writes into `save_path`, where lines after `step` are dropped.
+    /// A meter that writes into `run`, where lines after `step` are dropped.
     pub(crate) fn open(
-        save_path: &Path,
+        run: RunDir,
         (step, total): (u64, u64),
         progress: bool,
         epsilon: f64,
     ) -> Result<Self, Error> {
-        let path = save_path.join(METRICS);
-        keep_lines_until(&path, step)?;
-        let lines = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&path)
-            .map_err(dflash_files::Error::io("open", &path))?;
-        let events_dir = save_path.join("tensorboard");
-        std::fs::create_dir_all(&events_dir)
-            .map_err(|source| Error::Events { path: events_dir.clone(), source })?;
-        let events = SummaryWriter::new(&events_dir);
+        run.keep_until::<MetricLine>(step)?;
+        let events = Events::create(&run)?;
         let target =
             if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
         bar.set_style(bar_style());
         let logged = (progress && bar.is_hidden()).then(Instant::now);
         let mut meter = Self::silent(epsilon);
-        meter.outputs = Some(Outputs { lines, events, bar, path, logged });
+        meter.outputs = Some(Outputs { run, events, bar, logged });
         Ok(meter)
     }
 
     /// Adds a finished step and how long its rows were waited for. A step that moved nothing counts
     /// as a step, but has no share in figures of what was learned.
-    pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
+    pub(crate) fn add(&mut self, result: StepResult, wait: Duration, counters: Counters) {
         self.steps += 1;
+        self.stream = stream(counters);
         self.wait += wait;
         if result.applied {
             self.tokens += result.extras.tokens;
@@ -179,22 +119,23 @@ impl Meter {
             let (wait, tflops) = (self.wait.as_secs_f64(), self.flops / seconds / 1e12);
             let line = MetricLine {
                 step: progress.step,
-                epoch: progress.epoch,
-                lr: progress.lr,
-                gradient_norm,
-                slots_per_s: report.supervised as f64 / seconds,
-                tokens_per_s: self.tokens / seconds,
-                tflops,
+                epoch: Some(progress.epoch),
+                lr: Some(progress.lr),
+                gradient_norm: Some(gradient_norm),
+                slots_per_s: Some(report.supervised as f64 / seconds),
+                tokens_per_s: Some(self.tokens / seconds),
+                tflops: Some(tflops),
                 mfu: self.machine.peak_tflops.map(|peak| tflops / peak),
-                data_wait_s: wait,
-                data_wait_share: wait / seconds,
-                interval_s: seconds,
-                eta_s: pace * (progress.total - progress.step.min(progress.total)) as f64,
+                data_wait_s: Some(wait),
+                data_wait_share: Some(wait / seconds),
+                interval_s: Some(seconds),
+                eta_s: Some(pace * (progress.total - progress.step.min(progress.total)) as f64),
                 peak_memory_mib: machine::peak_memory_mib(self.machine.device),
-                skipped_samples: progress.skipped,
+                skipped_samples: progress.skipped_samples,
                 bad_steps: progress.bad_steps,
                 ema_decay: progress.ema_decay,
-                ..MetricLine::of(report)
+                stream: Some(self.stream),
+                figures: figures(report),
             };
             outputs.write(&line)?;
         }
@@ -210,14 +151,9 @@ impl Meter {
     }
 
     /// Shows a validation.
-    pub(crate) fn validated(&mut self, line: &ValidationLine) {
-        self.say(&line.summary());
-        if let Some(outputs) = &mut self.outputs {
-            for (tag, value) in line.scalars() {
-                outputs.events.add_scalar(&tag, value as f32, line.step as usize);
-            }
-            outputs.events.flush();
-        }
+    pub(crate) fn validated(&mut self, line: &ValidationLine) -> Result<(), Error> {
+        self.say(&summary(line));
+        self.outputs.as_mut().map_or(Ok(()), |outputs| Ok(outputs.events.add(line)?))
     }
 
     /// Says something above the progress bar.
@@ -231,101 +167,112 @@ impl Meter {
         }
     }
 
-    /// Leaves the bar as it is and flushes the events.
+    /// Leaves the bar as it is.
     pub(crate) fn close(&mut self) {
         if let Some(outputs) = &mut self.outputs {
-            outputs.events.flush();
             outputs.bar.abandon();
         }
     }
 }
 
-impl MetricLine {
-    fn of(report: StatisticsReport) -> Self {
-        Self {
-            step: 0,
-            epoch: 0.0,
-            loss: report.loss,
-            accuracy: report.accuracy,
-            slot_accuracy: report.slot_accuracy,
-            expected_accepted: report.expected_accepted,
-            lr: 0.0,
-            gradient_norm: 0.0,
-            slots_per_s: 0.0,
-            tokens_per_s: 0.0,
-            tflops: 0.0,
-            mfu: None,
-            data_wait_s: 0.0,
-            data_wait_share: 0.0,
-            interval_s: 0.0,
-            eta_s: 0.0,
-            peak_memory_mib: None,
-            skipped_samples: 0,
-            bad_steps: 0,
-            ema_decay: None,
-        }
-    }
-
-    fn scalars(&self) -> Vec<(String, f64)> {
-        let known = [
-            ("train/loss", self.loss),
-            ("train/accuracy", self.accuracy),
-            ("train/expected_accepted", self.expected_accepted),
-            ("train/lr", self.lr),
-            ("train/gradient_norm", self.gradient_norm),
-            ("speed/slots_per_s", self.slots_per_s),
-            ("speed/tokens_per_s", self.tokens_per_s),
-            ("speed/tflops", self.tflops),
-            ("speed/data_wait_share", self.data_wait_share),
-            ("speed/eta_s", self.eta_s),
-            ("train/epoch", self.epoch),
-        ];
-        let mfu = self.mfu.map(|share| ("speed/mfu", share));
-        let memory = self.peak_memory_mib.map(|mib| ("memory/peak_mib", mib));
-        let all = known.into_iter().chain(mfu).chain(memory);
-        let all =
-            all.filter(|(_, value)| value.is_finite()).map(|(tag, value)| (tag.into(), value));
-        all.chain(by_slot("train/slot_accuracy", &self.slot_accuracy)).collect()
-    }
-}
-
 impl Outputs {
     fn write(&mut self, line: &MetricLine) -> Result<(), Error> {
-        let mut text = serde_json::to_string(line).expect("a metric line prints");
-        text.push('\n');
-        self.lines
-            .write_all(text.as_bytes())
-            .map_err(dflash_files::Error::io("write", &self.path))?;
-        for (tag, value) in line.scalars() {
-            self.events.add_scalar(&tag, value as f32, line.step as usize);
-        }
-        self.events.flush();
-        let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
-        let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
-        let message = format!(
-            "loss {:.4}  accepted {:.2}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{memory}",
-            line.loss,
-            line.expected_accepted,
-            line.slots_per_s,
-            line.tokens_per_s,
-            three_digits(line.tflops),
-            100.0 * line.data_wait_share,
-        );
+        self.run.append(line)?;
+        self.events.add(line)?;
+        let message = message(line);
         if self.logged.is_some_and(|logged| logged.elapsed() >= LOG_INTERVAL) {
             self.logged = Some(Instant::now());
-            let total = self.bar.length().unwrap_or(line.step);
-            eprintln!("step {}/{total}  {message}  {:.0} s left", line.step, line.eta_s);
+            let (total, left) = (self.bar.length().unwrap_or(line.step), shown(line.eta_s));
+            eprintln!("step {}/{total}  {message}  {left:.0} s left", line.step);
         }
         self.bar.set_message(message);
         Ok(())
     }
 }
 
-/// A scalar for each slot that has a figure, numbered from the anchor's, 0.
-pub(crate) fn by_slot(tag: &str, figures: &[Option<f64>]) -> impl Iterator<Item = (String, f64)> {
-    let of =
-        move |(slot, figure): (usize, &Option<f64>)| Some((format!("{tag}/{slot:02}"), (*figure)?));
-    figures.iter().enumerate().filter_map(of)
+/// What the progress says of a line.
+fn message(line: &MetricLine) -> String {
+    let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
+    let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
+    format!(
+        "loss {:.4}  expected acceptance length {:.2}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{memory}",
+        shown(line.figures.loss),
+        shown(line.figures.expected_acceptance_length),
+        shown(line.slots_per_s),
+        shown(line.tokens_per_s),
+        three_digits(shown(line.tflops)),
+        100.0 * shown(line.data_wait_share),
+    )
+}
+
+/// What a reader of the log wants to know of a validation.
+fn summary(line: &ValidationLine) -> String {
+    let mut text = format!("step {}: validation", line.step);
+    if let Some(rows) = &line.rows {
+        text += &format!(
+            " loss {:.4}, accuracy {:.1}%, expected acceptance length {:.2} on {} blocks",
+            shown(rows.figures.loss),
+            100.0 * shown(rows.figures.accuracy),
+            shown(rows.figures.expected_acceptance_length),
+            rows.blocks
+        );
+    }
+    if let Some(prompts) = &line.prompts {
+        text += if line.rows.is_some() { ";" } else { "" };
+        text += &format!(
+            " acceptance length {:.3} per step, {:.3} per response on {} responses",
+            prompts.figures.acceptance_length,
+            prompts.figures.acceptance_length_per_response,
+            prompts.responses
+        );
+    }
+    text + &format!(" ({:.0} s)", shown(line.seconds))
+}
+
+/// A figure for people, who see what is not known as NaN.
+fn shown(figure: Option<f64>) -> f64 {
+    figure.unwrap_or(f64::NAN)
+}
+
+/// The figures of a line; of nothing they are null there.
+pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
+    TeacherForced {
+        loss: Some(report.loss),
+        accuracy: Some(report.accuracy),
+        accuracy_by_slot: report.accuracy_by_slot,
+        expected_acceptance_length: Some(report.expected_acceptance_length),
+    }
+}
+
+/// A stream's counters as a line has them: how long it was waited for is a figure of its own.
+fn stream(counters: Counters) -> StreamCounters {
+    let Counters {
+        requests,
+        retries,
+        busy,
+        bytes,
+        generated,
+        stored,
+        stale,
+        missing,
+        rejected,
+        invalid,
+        cached,
+        wait: _,
+    } = counters;
+    StreamCounters {
+        requests,
+        retries,
+        busy,
+        generated,
+        stored,
+        stale,
+        missing,
+        rejected,
+        invalid,
+        cached,
+        bytes,
+    }
 }
 
 /// A number with three significant digits: CPUs make fractions of a TFLOP/s, GPUs hundreds.
@@ -339,25 +286,6 @@ fn bar_style() -> ProgressStyle {
         .expect("the template is well formed")
 }
 
-/// Drops lines of steps after `step`, which a resumed run will write again.
-pub(crate) fn keep_lines_until(path: &Path, step: u64) -> Result<(), Error> {
-    let Ok(file) = File::open(path) else { return Ok(()) };
-    let mut kept = Vec::new();
-    for line in BufReader::new(file).split(b'\n') {
-        let line = line.map_err(dflash_files::Error::io("read", path))?;
-        if step_of(&line).is_some_and(|stored| stored <= step) {
-            kept.extend_from_slice(&line);
-            kept.push(b'\n');
-        }
-    }
-    Ok(dflash_files::write_bytes(path, &kept)?)
-}
-
-/// The step of a line; `None` for what is no line of ours, such as one that a full disk cut off.
-pub(crate) fn step_of(line: &[u8]) -> Option<u64> {
-    serde_json::from_slice::<serde_json::Value>(line).ok()?["step"].as_u64()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -366,15 +294,5 @@ mod tests {
     fn speeds_keep_three_digits() {
         let texts = [0.0, 0.01234, 0.5, 12.34, 412.3].map(three_digits);
         assert_eq!(texts, ["0", "0.0123", "0.500", "12.3", "412"]);
-    }
-
-    #[test]
-    fn a_resumed_run_writes_no_step_twice() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(METRICS);
-        let broken = b"{\"step\":10}\n\xff\xfe\n{\"step\":20}\n{\"step\":30}\n{\"st\xc3";
-        std::fs::write(&path, broken).unwrap();
-        keep_lines_until(&path, 20).unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":10}\n{\"step\":20}\n");
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dflash_data::{Dataset, PackedRow, Sample};
-use dflash_hidden::{Fetched, HiddenStates, Request, SourceConfig, Stream, StreamConfig};
+use dflash_hidden::{Counters, Fetched, HiddenStates, Request, SourceConfig, Stream, StreamConfig};
 use dflash_model::draft::DraftConfig;
 use dflash_model::target::TargetConfig;
 
@@ -63,6 +63,11 @@ impl RowSource {
 }
 
 impl Rows {
+    /// What happened to this rank's requests so far.
+    pub(crate) fn counters(&self) -> Counters {
+        self.stream.as_ref().map(Stream::counters).unwrap_or_default()
+    }
+
     /// The next row; `None` at the end.
     pub(crate) fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
         let Some(planned) = self.planned.next() else { return Ok(None) };

@@ -8,20 +8,18 @@ use std::time::{Duration, Instant};
 use dflash_data::Dataset;
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
 use dflash_model::target::TargetConfig;
+use dflash_run::{Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights};
 use tch::{Device, Kind};
 
-use crate::checkpoint::{self, Position, ServedWeights};
 use crate::config::TrainConfig;
 use crate::metrics::{Meter, Progress};
 use crate::optimizer::OptimizerConfig;
 use crate::order::RowOrder;
-use crate::provenance::PROVENANCE;
 use crate::rows::{RowSource, Rows, stream_config};
-use crate::save_path::{SavePath, is_negligible};
 use crate::trainer::{StepExtras, StepResult, Trainer};
 use crate::validation::{self, AcceptanceProbe, Validation};
 use crate::warm_start::WarmStart;
-use crate::{Error, machine, provenance, setup};
+use crate::{Error, checkpoint, machine, setup};
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +49,8 @@ pub fn validate(config: &TrainConfig) -> Result<(), Error> {
     if dataset.is_empty() {
         return Err(Error::NothingToTrain { path: config.data.clone() });
     }
-    check_save_path(config).map(|_| ())
+    RunDir::at(&config.save_path).start(config.resume)?;
+    Ok(())
 }
 
 fn check_numbers(config: &TrainConfig) -> Result<(), Error> {
@@ -97,30 +96,6 @@ fn check_optimizer(optimizer: &OptimizerConfig) -> Result<(), Error> {
     }
 }
 
-/// The checkpoint to resume, if any; refuses a path that holds something else.
-fn check_save_path(config: &TrainConfig) -> Result<Option<(u64, PathBuf)>, Error> {
-    let path = &config.save_path;
-    let latest = checkpoint::to_resume(path)?;
-    match latest {
-        Some((step, _)) if !config.resume => {
-            return Err(Error::EarlierRun { path: path.clone(), step });
-        }
-        Some(_) => return Ok(latest),
-        None => {}
-    }
-    // A run that ended before its first checkpoint leaves its provenance, and may begin again.
-    if dflash_files::is_absent_or_empty(path)? || path.join(PROVENANCE).is_file() {
-        return Ok(None);
-    }
-    let found = std::fs::read_dir(path)
-        .map_err(dflash_files::Error::io("read", path))?
-        .filter_map(Result::ok)
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .filter(|name| !is_negligible(name))
-        .min();
-    found.map_or(Ok(None), |found| Err(Error::ForeignSavePath { path: path.clone(), found }))
-}
-
 /// Refuses to go on where ranks would resume different checkpoints, as on nodes without a common
 /// file system: they would train different drafts.
 fn check_agreement(
@@ -150,7 +125,8 @@ pub fn run(
     let target = TargetConfig::load(&config.target)?;
     let draft_config = setup::draft_config(&target, &config.draft)?;
     let dataset = Arc::new(Dataset::open(&config.data)?);
-    let resume = check_save_path(config)?;
+    let run = RunDir::at(&config.save_path);
+    let resume = run.start(config.resume)?;
     let device = setup::device(config.device, config.compute_dtype, env.local_rank)?;
     let options = ConnectOptions {
         join_timeout: config.join_timeout,
@@ -159,18 +135,18 @@ pub fn run(
         backend: config.backend,
     };
     let communicator = connect_with(env, &options)?;
-    check_agreement(config, resume.as_ref().map(|(step, _)| *step), &*communicator)?;
+    check_agreement(config, resume.as_ref().map(|it| it.step), &*communicator)?;
     if config.bf16_products {
         dflash_torch_sys::multiply_in_bf16()?;
     }
     tch::no_grad(|| {
         let place = (communicator.rank(), communicator.world_size());
-        let from = resume.as_ref().map(|(_, dir)| dir.as_path());
+        let from = resume.as_ref().map(|it| it.dir.as_path());
         let data = (&*dataset, from);
         let mut trainer = setup::trainer(config, draft_config.clone(), data, (device, place))?;
-        let mut position = Position::start(config, &dataset);
-        if let Some((step, dir)) = &resume {
-            position = checkpoint::resume(&mut trainer, (*step, dir), &position)?;
+        let mut position = start(config, &dataset);
+        if let Some(checkpoint) = &resume {
+            position = checkpoint::resume(&mut trainer, checkpoint, &position)?;
         }
         let ranks = communicator.world_size() as u64;
         let trained = validation::trained_samples(config, dataset.len());
@@ -190,7 +166,7 @@ pub fn run(
         let mut save_path = None;
         if communicator.rank() == 0 {
             save_path = Some(SavePath::claim(&config.save_path)?);
-            provenance::write(config, &position, communicator.world_size())?;
+            run.record(provenance(config, &position, communicator.world_size()))?;
         }
         let communicator = &*communicator;
         let validation = config.validation.as_ref().map(|settings| {
@@ -223,23 +199,35 @@ fn total_steps(config: &TrainConfig, order: &RowOrder, position: &Position, rank
     config.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
 }
 
-impl Position {
-    fn start(config: &TrainConfig, dataset: &Dataset) -> Self {
-        Self {
-            step: 0,
-            rows: 0,
-            bad_steps: 0,
-            bad_in_a_row: 0,
-            skipped: 0,
-            tokens: 0,
-            dataset: dataset.fingerprint(),
-            seed: config.seed,
-            total_seq_len: config.total_seq_len,
-            trained_samples: Some(validation::trained_samples(config, dataset.len())),
-            optimizer: config.optimizer.algorithm.name().to_string(),
-            ema_decay: config.optimizer.ema_decay,
-            served_weights: ServedWeights::of(config.optimizer.ema_decay),
-        }
+/// Where a fresh run stands.
+fn start(config: &TrainConfig, dataset: &Dataset) -> Position {
+    Position {
+        step: 0,
+        rows: 0,
+        bad_steps: 0,
+        bad_in_a_row: 0,
+        skipped_samples: 0,
+        tokens: 0,
+        dataset: dataset.fingerprint(),
+        seed: config.seed,
+        total_seq_len: config.total_seq_len,
+        trained_samples: Some(validation::trained_samples(config, dataset.len())),
+        optimizer: config.optimizer.algorithm.name().to_string(),
+        ema_decay: config.optimizer.ema_decay,
+        served_weights: ServedWeights::of(config.optimizer.ema_decay),
+    }
+}
+
+/// How the run at `position` was started.
+fn provenance(config: &TrainConfig, position: &Position, world_size: usize) -> Provenance {
+    Provenance {
+        dflash: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        libtorch: dflash_torch_sys::libtorch_version().ok(),
+        world_size: Some(world_size),
+        resumed_at_step: position.step,
+        dataset: Some(position.dataset.clone()),
+        config: serde_json::to_value(config).expect("settings print"),
+        ..Provenance::default()
     }
 }
 
@@ -344,7 +332,7 @@ impl Worker<'_, '_> {
         let epsilon = self.trainer.objective.denominator.epsilon();
         let mut meter = if self.communicator.rank() == 0 {
             let at = (self.position.step, self.total);
-            Meter::open(&self.config.save_path, at, self.config.progress, epsilon)?
+            Meter::open(RunDir::at(&self.config.save_path), at, self.config.progress, epsilon)?
         } else {
             Meter::silent(epsilon)
         };
@@ -380,7 +368,7 @@ impl Worker<'_, '_> {
     fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
         let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
         self.communicator.announce_futility();
-        Ok(Error::NothingLearned { steps, skipped: self.position.skipped, checkpoint })
+        Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
     }
 
     /// Measures what there is to measure, if it is time and has not been done.
@@ -399,9 +387,9 @@ impl Worker<'_, '_> {
             return Ok(Validated::Interrupted);
         };
         meter.exclude(begun.elapsed());
-        meter.validated(&line);
-        if let (Some(save_path), Some(measured)) = (&self.save_path, &line.measured)
-            && save_path.note_acceptance(step, measured.tau_per_step)?
+        meter.validated(&line)?;
+        if let (Some(save_path), Some(measured)) = (&self.save_path, &line.prompts)
+            && save_path.note_acceptance(step, measured.figures.acceptance_length)?
         {
             meter.say(&format!("step {step} has the best acceptance so far"));
             self.prune(meter);
@@ -480,7 +468,7 @@ impl Worker<'_, '_> {
         self.had_slots |= result.denominator != 0.0;
         self.advance(&result);
         let (norm, stopping) = (result.gradient_norm, result.extras.stopping > 0.0);
-        meter.add(result, wait);
+        meter.add(result, wait, rows.counters());
         Ok(Stepped::Done { norm, stopping })
     }
 
@@ -495,7 +483,7 @@ impl Worker<'_, '_> {
         position.rows = (position.rows + rows_per_step as u64).min(self.order.rows());
         position.bad_steps += u64::from(!result.applied);
         position.bad_in_a_row = if result.applied { 0 } else { position.bad_in_a_row + 1 };
-        position.skipped += result.extras.skipped as u64;
+        position.skipped_samples += result.extras.skipped as u64;
         position.tokens += if result.applied { result.extras.tokens as u64 } else { 0 };
     }
 
@@ -506,7 +494,7 @@ impl Worker<'_, '_> {
             total: self.total,
             epoch: self.order.progress(self.position.rows),
             lr: self.config.lr * self.config.schedule.of_step(last, self.total),
-            skipped: self.position.skipped,
+            skipped_samples: self.position.skipped_samples,
             bad_steps: self.position.bad_steps,
             ema_decay: self.config.optimizer.ema_decay,
         }
@@ -524,7 +512,7 @@ impl Worker<'_, '_> {
         let (step, dir) = (self.position.step, &self.config.save_path);
         let saved = self.saved.replace(step);
         if saved == Some(step) {
-            return Ok(checkpoint::step_dir(dir, step));
+            return Ok(Checkpoint::at(dir, step).dir);
         }
         let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
         meter.say(&format!("saved {}", path.display()));

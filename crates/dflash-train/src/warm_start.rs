@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 
 use dflash_model::checkpoint::TensorFile;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind};
+use dflash_run::Checkpoint;
 use tch::{Device, Kind};
 
 use crate::Error;
-use crate::checkpoint::{MASTERS, TENSORS};
+use crate::checkpoint::MASTERS;
 use crate::masters::AVERAGE;
 
 /// A checkpoint that fits the draft to be trained.
@@ -123,7 +124,7 @@ impl WarmStart {
     }
 
     fn masters(&self) -> PathBuf {
-        self.dir.join(TENSORS)
+        self.dir.join(Checkpoint::TENSORS)
     }
 
     /// Copies every parameter that both drafts have into `draft`, whose buffer is float32.

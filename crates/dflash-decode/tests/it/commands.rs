@@ -113,16 +113,17 @@ fn eval_reports_acceptance_speed_and_the_proof() {
     report.check().unwrap();
     // The row of two turns has two answers.
     assert_eq!((report.responses, report.skipped), (5, 0));
-    assert!(report.tau_per_step >= 1.0 && report.tau_per_step <= 4.0);
-    assert_eq!(report.acceptance_per_position.len(), 3);
-    assert_eq!(report.acceptance_per_position[0].reached, report.steps);
+    let length = report.acceptance.acceptance_length;
+    assert!((1.0..=4.0).contains(&length));
+    assert_eq!((report.slots.len(), report.acceptance.acceptance_by_slot.len()), (3, 4));
+    assert_eq!(report.slots[0].reached, report.steps);
     assert!(report.tokens_per_second.speculative > 0.0);
     let written: Value =
         serde_json::from_slice(&fs::read(place.path("report.json")).unwrap()).unwrap();
-    assert_eq!(written["tau_per_step"], json!(report.tau_per_step));
+    assert_eq!(written["acceptance_length"], json!(length));
     assert_eq!(written["lossless"]["holds"], json!(true));
     let table = report.to_string();
-    for line in ["tau per response", "of reached", "speed-up", "lossless  yes: "] {
+    for line in ["acceptance length (tau)", "of reached", "speed-up", "lossless  yes: "] {
         assert!(table.contains(line), "{table}");
     }
 }
@@ -200,7 +201,7 @@ fn sampled_texts_are_not_compared_but_counted() {
     assert!(report.lossless.is_none() && report.check().is_ok());
     assert_eq!((report.temperature, report.responses), (1.5, 1));
     assert!(report.steps > 0);
-    assert_eq!(run(1).acceptance_per_position, report.acceptance_per_position);
+    assert_eq!(run(1).slots, report.slots);
     assert!(report.to_string().contains("temperature 1.5"));
 }
 

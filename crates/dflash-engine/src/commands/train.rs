@@ -24,7 +24,7 @@ use dflash_train::config::{
 };
 use dflash_train::optimizer::{AdamWConfig, Algorithm, MuonConfig, OptimizerConfig, WeightDecay};
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
-use dflash_train::{AcceptanceCounts, ProbeError, Retention, Served, Share};
+use dflash_train::{Acceptance, ProbeError, Retention, Served, Share};
 
 use super::launch;
 
@@ -211,15 +211,11 @@ impl AcceptanceMeter {
         served: Served<'_>,
         share: Share,
         stop: &AtomicBool,
-    ) -> Result<Option<AcceptanceCounts>, ProbeError> {
+    ) -> Result<Option<Acceptance>, ProbeError> {
         match self.0.measure(served, (share.rank, share.ranks), stop) {
             Err(dflash_decode::Error::Interrupted) => Ok(None),
             Err(error) => Err(error.into()),
-            Ok(acceptance) => Ok(Some(AcceptanceCounts {
-                reached: acceptance.reached().to_vec(),
-                responses: acceptance.response_taus().len() as u64,
-                response_tau_sum: acceptance.response_taus().iter().sum(),
-            })),
+            Ok(acceptance) => Ok(Some(acceptance)),
         }
     }
 }

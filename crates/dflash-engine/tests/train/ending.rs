@@ -90,7 +90,7 @@ fn an_interrupted_run_has_the_signal_s_code() {
 fn old_checkpoints_go_and_the_best_stays() {
     let world = World::new();
     std::fs::create_dir(world.path("kept")).unwrap();
-    std::fs::write(world.path("kept").join("best.json"), r#"{"step":2,"tau_per_step":3.0}"#)
+    std::fs::write(world.path("kept").join("best.json"), r#"{"step":2,"acceptance_length":3.0}"#)
         .unwrap();
     std::fs::write(world.path("kept").join("run.json"), "{}").unwrap();
     let keep = ["--save-every", "1", "--keep-last", "2", "--keep-every", "5", "--max-steps", "12"];

@@ -88,7 +88,7 @@ fn a_run_without_anything_to_learn_is_no_success() {
     let run = world.train("out", &[]);
     fail(&run, "had nothing to learn from");
     let line = world.lines("out", "metrics.jsonl").remove(0);
-    for key in ["loss", "accuracy", "expected_accepted"] {
+    for key in ["loss", "accuracy", "expected_acceptance_length"] {
         assert!(line[key].is_null(), "{line}");
     }
 }

@@ -115,7 +115,7 @@ fn validation_measures_the_averaged_weights_split_or_not() {
         succeed(&world, name, &[&validated[..], more].concat());
         let text = std::fs::read_to_string(world.path(name).join("validation.jsonl")).unwrap();
         let line: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-        line["eval_loss"].as_f64().unwrap()
+        line["loss"].as_f64().unwrap()
     };
     let rows = ["--gradient-accumulation-steps", "2"];
     let last = with("last", &rows);

@@ -29,10 +29,10 @@ pub struct StatisticsReport {
     /// Supervised slots whose argmax is the label, over all supervised slots.
     pub accuracy: f64,
     /// Accuracy of each slot of a block; `None` where no slot was supervised.
-    pub slot_accuracy: Vec<Option<f64>>,
+    pub accuracy_by_slot: Vec<Option<f64>>,
     /// Mean over blocks of 1 + the run of right slots from the first on: a slot counts only when
     /// all before it are right.
-    pub expected_accepted: f64,
+    pub expected_acceptance_length: f64,
     /// Supervised slots.
     pub supervised: u64,
     /// Blocks with a supervised slot.
@@ -77,12 +77,12 @@ impl Statistics {
             loss: ratio(head[0], head[1] + epsilon),
             denominator: head[1],
             accuracy: ratio(correct.iter().sum(), total),
-            slot_accuracy: correct
+            accuracy_by_slot: correct
                 .iter()
                 .zip(supervised)
                 .map(|(&right, &all)| (all > 0.0).then(|| right / all))
                 .collect(),
-            expected_accepted: ratio(head[2], head[3]),
+            expected_acceptance_length: ratio(head[2], head[3]),
             supervised: total as u64,
             blocks: head[3] as u64,
         }

@@ -286,7 +286,7 @@ pub(crate) fn check_metrics(
     if let Some(accuracy) = ratio("full_acc") {
         near("accuracy", report.accuracy, accuracy);
     }
-    for (slot, accuracy) in report.slot_accuracy.iter().enumerate() {
+    for (slot, accuracy) in report.accuracy_by_slot.iter().enumerate() {
         if let Some(expected) = ratio(&format!("position_{slot}_acc")) {
             near("slot accuracy", accuracy.unwrap(), expected);
         }
@@ -294,7 +294,7 @@ pub(crate) fn check_metrics(
     // Vectors before speculators 0.9, which have no `accept_len`, hold the older figure: the product
     // of unconditional accuracies, summed. Ours conditions on the slots before, as the newer does.
     let product =
-        report.slot_accuracy.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
+        report.accuracy_by_slot.iter().skip_while(|slot| slot.is_none()).scan(1.0, |run, slot| {
             *run *= slot.unwrap_or(0.0);
             Some(*run)
         });

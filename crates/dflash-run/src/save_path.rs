@@ -1,19 +1,16 @@
-//! The directory of a run: whose it is, what killed runs left in it, and which checkpoints stay.
+//! The hold on a run's directory: one process writes, sweeps and prunes.
 
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::Error;
-use crate::checkpoint::{step_dir, steps_in};
+use crate::checkpoints::{Best, Checkpoint, PREFIX};
+use crate::{Error, Line, MetricLine, RunDir, ValidationLine};
 
 /// Held locked by rank 0 while the run lives; the kernel lets go of it when the process dies.
 const LOCK: &str = ".lock";
-
-/// The best checkpoint by measured acceptance, where someone measures: `{"step": 1200, ...}`.
-const BEST: &str = "best.json";
 
 /// Which checkpoints stay. The newest and the best always do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -24,18 +21,10 @@ pub struct Retention {
     pub keep_every: Option<u64>,
 }
 
-/// Content of [`BEST`].
-#[derive(Deserialize, Serialize)]
-struct Best {
-    step: u64,
-    /// Mean tokens per verify step, measured.
-    tau_per_step: f64,
-}
-
-/// A save path that this process alone writes to, while it lives.
+/// A run's directory that this process alone writes to, while it lives.
 #[derive(Debug)]
-pub(crate) struct SavePath {
-    path: PathBuf,
+pub struct SavePath {
+    run: RunDir,
     _lock: File,
 }
 
@@ -44,28 +33,26 @@ impl SavePath {
     /// written or half removed.
     ///
     /// # Errors
-    /// [`Error::SavePathInUse`] where another run is alive in it.
-    pub(crate) fn claim(path: &Path) -> Result<Self, Error> {
+    /// [`Error::InUse`] where another run is alive in it.
+    pub fn claim(path: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(path).map_err(dflash_files::Error::io("create", path))?;
         let lock_path = path.join(LOCK);
         let lock =
             File::create(&lock_path).map_err(dflash_files::Error::io("create", &lock_path))?;
         match lock.try_lock() {
-            Err(TryLockError::WouldBlock) => {
-                return Err(Error::SavePathInUse { path: path.into() });
-            }
+            Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
             // Some network file systems have no locks; then two runs are the user's to avoid.
             Ok(()) | Err(TryLockError::Error(_)) => (),
         }
-        let claimed = Self { path: path.into(), _lock: lock };
+        let claimed = Self { run: RunDir::at(path), _lock: lock };
         claimed.sweep()?;
         Ok(claimed)
     }
 
     /// Removes files and directories under temporary names of ours.
     fn sweep(&self) -> Result<(), Error> {
-        for name in names(&self.path)?.iter().filter(|name| is_leftover(name)) {
-            let path = self.path.join(name);
+        for name in names(self.run.path())?.iter().filter(|name| is_leftover(name)) {
+            let path = self.run.path().join(name);
             let is_dir = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
             let removed =
                 if is_dir { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
@@ -76,53 +63,42 @@ impl SavePath {
 
     /// Removes the checkpoints that need not stay. Each goes out of its name first, so that a name
     /// that exists is complete at any moment. Returns the steps that went.
-    pub(crate) fn prune(&self, retention: Retention) -> Result<Vec<u64>, Error> {
+    ///
+    /// # Errors
+    /// An unreadable record of the best, a directory that cannot be removed.
+    pub fn prune(&self, retention: Retention) -> Result<Vec<u64>, Error> {
         let Some(keep_last) = retention.keep_last else { return Ok(Vec::new()) };
-        let mut steps = BTreeSet::new();
-        for (step, path) in steps_in(&self.path)? {
-            let is_ours = path == step_dir(&self.path, step)
-                && path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
-            if is_ours {
-                steps.insert(step);
-            }
-        }
-        let best = self.best()?.map(|best| best.step);
+        let mut checkpoints = self.run.checkpoints()?;
+        checkpoints.retain(|checkpoint| {
+            let is_dir = checkpoint.dir.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
+            is_dir && checkpoint.has_our_name()
+        });
+        let best = self.run.best()?.map(|best| best.step);
         let newest: BTreeSet<u64> =
-            steps.iter().rev().take(keep_last.max(1) as usize).copied().collect();
-        let stays = |step: u64| {
-            newest.contains(&step)
+            checkpoints.iter().rev().take(keep_last.max(1) as usize).map(|it| it.step).collect();
+        checkpoints.retain(|&Checkpoint { step, .. }| {
+            let stays = newest.contains(&step)
                 || best == Some(step)
-                || retention.keep_every.is_some_and(|every| step.is_multiple_of(every))
-        };
-        steps.retain(|&step| !stays(step));
-        for &step in &steps {
-            dflash_files::remove_dir(&step_dir(&self.path, step))?;
+                || retention.keep_every.is_some_and(|every| step.is_multiple_of(every));
+            !stays
+        });
+        for checkpoint in &checkpoints {
+            dflash_files::remove_dir(&checkpoint.dir)?;
         }
-        Ok(steps.into_iter().collect())
+        Ok(checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect())
     }
 
-    /// Notes that the checkpoint of `step` reached `tau_per_step`; returns whether it is the best.
+    /// Notes what the checkpoint of `step` reached; returns whether it is the best.
     ///
     /// # Errors
     /// An unreadable record, a full disk.
-    pub(crate) fn note_acceptance(&self, step: u64, tau_per_step: f64) -> Result<bool, Error> {
-        if self.best()?.is_some_and(|best| best.tau_per_step >= tau_per_step) {
+    pub fn note_acceptance(&self, step: u64, acceptance_length: f64) -> Result<bool, Error> {
+        if self.run.best()?.is_some_and(|best| best.acceptance_length >= acceptance_length) {
             return Ok(false);
         }
-        let text = serde_json::to_vec(&Best { step, tau_per_step }).expect("two numbers print");
-        dflash_files::write_bytes(&self.path.join(BEST), &text)?;
+        let text = serde_json::to_vec(&Best { step, acceptance_length }).expect("numbers print");
+        dflash_files::write_bytes(&self.run.path().join(RunDir::BEST), &text)?;
         Ok(true)
-    }
-
-    fn best(&self) -> Result<Option<Best>, Error> {
-        let path = self.path.join(BEST);
-        let bytes = match std::fs::read(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            bytes => bytes.map_err(dflash_files::Error::io("read", &path))?,
-        };
-        let best =
-            serde_json::from_slice(&bytes).map_err(|source| Error::State { path, source })?;
-        Ok(Some(best))
     }
 }
 
@@ -131,24 +107,18 @@ pub(crate) fn is_negligible(name: &str) -> bool {
     name == LOCK || is_leftover(name)
 }
 
-/// `.NAME.PID.tmp`, under which files and directories of a save path are written aside or removed.
+/// `.NAME.PID.tmp`, under which files and directories of a run are written aside or removed.
 fn is_leftover(name: &str) -> bool {
     let Some(inner) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")) else {
         return false;
     };
     let Some((kept, process)) = inner.rsplit_once('.') else { return false };
-    let is_ours = kept.starts_with("step-")
-        || [
-            crate::provenance::PROVENANCE,
-            crate::metrics::METRICS,
-            crate::validation::VALIDATION,
-            BEST,
-        ]
-        .contains(&kept);
+    let files = [RunDir::PROVENANCE, RunDir::BEST, MetricLine::FILE, ValidationLine::FILE];
+    let is_ours = kept.starts_with(PREFIX) || files.contains(&kept);
     is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-fn names(path: &Path) -> Result<Vec<String>, Error> {
+pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
     let entries = std::fs::read_dir(path).map_err(dflash_files::Error::io("read", path))?;
     let names = entries
         .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
@@ -184,11 +154,11 @@ mod tests {
     fn check(retention: Retention, best: Option<&str>, expected: &[&str]) {
         let (dir, claimed) = with(&FIVE);
         if let Some(best) = best {
-            std::fs::write(dir.path().join(BEST), best).unwrap();
+            std::fs::write(dir.path().join(RunDir::BEST), best).unwrap();
         }
         claimed.prune(retention).unwrap();
         let mut names = left(&dir);
-        names.retain(|name| name != BEST);
+        names.retain(|name| name != RunDir::BEST);
         assert_eq!(names, expected, "{retention:?}");
     }
 
@@ -201,16 +171,16 @@ mod tests {
         check(keep(Some(2), None), None, &FIVE[3..]);
         check(keep(Some(0), None), None, &FIVE[4..]);
         check(keep(Some(1), Some(20)), None, &[FIVE[1], FIVE[3], FIVE[4]]);
-        let best = r#"{"step": 10, "tau_per_step": 3.5}"#;
+        let best = r#"{"step": 10, "acceptance_length": 3.5}"#;
         check(keep(Some(1), None), Some(best), &[FIVE[0], FIVE[4]]);
     }
 
     #[test]
     fn a_best_file_that_cannot_be_read_costs_no_checkpoint() {
         let (dir, claimed) = with(&FIVE);
-        std::fs::write(dir.path().join(BEST), "{").unwrap();
+        std::fs::write(dir.path().join(RunDir::BEST), "{").unwrap();
         let refused = claimed.prune(Retention { keep_last: Some(1), keep_every: None });
-        assert!(refused.unwrap_err().to_string().contains(BEST));
+        assert!(refused.unwrap_err().to_string().contains(RunDir::BEST));
         assert_eq!(left(&dir).len(), 6);
     }
 

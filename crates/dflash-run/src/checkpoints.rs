@@ -1,0 +1,160 @@
+//! The checkpoints of a run: `step-000123/`, complete as soon as it has that name.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// What every name of a checkpoint begins with.
+pub(crate) const PREFIX: &str = "step-";
+/// What engines read first; a checkpoint without it is not one.
+const CONFIG: &str = "config.json";
+
+/// A directory named as a step's checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Checkpoint {
+    /// Optimizer steps taken.
+    pub step: u64,
+    /// Where it lies.
+    pub dir: PathBuf,
+}
+
+/// Content of `best.json`: the step that reached most, where acceptance is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// Its optimizer steps.
+    pub step: u64,
+    /// Mean tokens per verify step, measured.
+    #[serde(alias = "tau_per_step")]
+    pub acceptance_length: f64,
+}
+
+impl Checkpoint {
+    /// The folder of what `--resume` needs, below its directory.
+    pub const TRAINER: &str = "trainer";
+    /// The position in there.
+    pub const STATE: &str = "trainer/state.json";
+    /// The float32 state in there.
+    pub const TENSORS: &str = "trainer/state.safetensors";
+
+    /// The checkpoint of `step` in a run's directory, there or not.
+    pub fn at(run: &Path, step: u64) -> Self {
+        Self { step, dir: run.join(format!("{PREFIX}{step:06}")) }
+    }
+
+    /// Whether it has what engines load: without that, something was taken away.
+    pub fn is_complete(&self) -> bool {
+        self.dir.join(CONFIG).is_file()
+    }
+
+    /// Bytes of its files, the trainer's state included; of one that is being removed what is left.
+    pub fn bytes(&self) -> u64 {
+        bytes_below(&self.dir)
+    }
+
+    /// Says what to do about this checkpoint, which does not load because of `source`.
+    pub fn damaged(self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+        let others = self.dir.parent().and_then(|run| named(run).ok()).unwrap_or_default();
+        let before = others.iter().rfind(|other| other.is_complete() && other.step < self.step);
+        let before = before.map(|checkpoint| checkpoint.step);
+        Error::DamagedCheckpoint { path: self.dir, before, source: source.into() }
+    }
+
+    /// Whether we would give it this name: `step-7` is somebody else's.
+    pub(crate) fn has_our_name(&self) -> bool {
+        self.dir.parent().is_some_and(|run| Self::at(run, self.step) == *self)
+    }
+}
+
+/// Complete checkpoints of a run's directory, ascending.
+pub(crate) fn complete(run: &Path) -> Result<Vec<Checkpoint>, Error> {
+    let mut checkpoints = named(run)?;
+    checkpoints.retain(Checkpoint::is_complete);
+    Ok(checkpoints)
+}
+
+/// The checkpoint that the run would go on from.
+///
+/// # Errors
+/// An unreadable directory, or a newer one that is not complete: since a checkpoint gets its name
+/// when it is whole, someone took something away, and should know what the run goes back to.
+pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
+    let latest = complete(run)?.pop();
+    // Another run may be writing: only what lacks something now is damaged.
+    let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
+    match torn {
+        Some(torn) if latest.as_ref().is_none_or(|latest| latest.step < torn.step) => {
+            let missing = Error::Missing { path: torn.dir.join(CONFIG) };
+            Err(torn.damaged(missing))
+        }
+        _ => Ok(latest),
+    }
+}
+
+/// What in `run` is named as a checkpoint, ascending.
+fn named(run: &Path) -> Result<Vec<Checkpoint>, Error> {
+    let entries = match std::fs::read_dir(run) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(dflash_files::Error::io("read", run))?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let dir = entry.map_err(dflash_files::Error::io("read", run))?.path();
+        let name = dir.file_name().and_then(|name| name.to_str());
+        let step = name.and_then(|name| name.strip_prefix(PREFIX)?.parse().ok());
+        found.extend(step.map(|step| Checkpoint { step, dir }));
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn bytes_below(dir: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
+    entries
+        .filter_map(Result::ok)
+        .map(|entry| match entry.metadata() {
+            Ok(facts) if facts.is_dir() => bytes_below(&entry.path()),
+            Ok(facts) => facts.len(),
+            Err(_) => 0,
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(names: &[&str]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for name in names {
+            std::fs::create_dir_all(dir.path().join(name).join("trainer")).unwrap();
+            std::fs::write(dir.path().join(name).join(CONFIG), "{}").unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn a_run_goes_on_from_its_newest_checkpoint() {
+        let dir = with(&["step-000002", "step-000010", "step-000009.tmp", "steps"]);
+        let steps = |found: Vec<Checkpoint>| found.iter().map(|it| it.step).collect::<Vec<_>>();
+        assert_eq!(steps(complete(dir.path()).unwrap()), [2, 10]);
+        assert_eq!(to_resume(dir.path()).unwrap().unwrap().step, 10);
+        assert!(to_resume(&dir.path().join("absent")).unwrap().is_none());
+        assert_eq!(Checkpoint::at(dir.path(), 10).bytes(), 2);
+    }
+
+    #[test]
+    fn a_newer_one_without_its_config_is_named_with_the_one_before() {
+        let dir = with(&["step-000002", "step-000010"]);
+        std::fs::create_dir(dir.path().join("step-12")).unwrap();
+        assert_eq!(to_resume(dir.path()).unwrap().unwrap().step, 10, "a name that is not ours");
+        std::fs::remove_file(dir.path().join("step-000010").join(CONFIG)).unwrap();
+        let error = to_resume(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("step-000010, which is damaged"), "{error}");
+        assert!(error.ends_with("to go on from step 2"), "{error}");
+        std::fs::remove_dir_all(dir.path().join("step-000002")).unwrap();
+        let error = to_resume(dir.path()).unwrap_err().to_string();
+        assert!(error.ends_with("to go on from the start"), "{error}");
+    }
+}

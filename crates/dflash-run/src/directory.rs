@@ -1,0 +1,166 @@
+//! The directory itself: the names of its files, and reading them while a run may be writing.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::checkpoints::{self, Best, Checkpoint};
+use crate::lines::{self, Line, Lines};
+use crate::provenance::Provenance;
+use crate::{Error, save_path};
+
+/// A run's directory, which may be absent, someone else's, or written to at the moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunDir(PathBuf);
+
+impl RunDir {
+    /// Name of the settings and versions.
+    pub const PROVENANCE: &str = "run.json";
+    /// Name of the record of the best step.
+    pub const BEST: &str = "best.json";
+    /// Name of the directory of TensorBoard's files.
+    pub const EVENTS: &str = "tensorboard";
+
+    /// The directory at `path`.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self(path.into())
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The lines of one kind; none where the file is not there.
+    ///
+    /// # Errors
+    /// An unreadable file.
+    pub fn lines<T: Line>(&self) -> Result<Lines<T>, Error> {
+        Ok(Lines::parse(self.text(T::FILE)?.as_deref()))
+    }
+
+    /// Adds a line to its file.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub fn append<T: Line>(&self, line: &T) -> Result<(), Error> {
+        lines::append(&self.0.join(T::FILE), line)
+    }
+
+    /// Drops the lines of one kind of steps after `step`, which a resumed run will write again.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub fn keep_until<T: Line>(&self, step: u64) -> Result<(), Error> {
+        lines::keep_until(&self.0.join(T::FILE), step)
+    }
+
+    /// What made the run; `None` where run.json is missing or broken.
+    ///
+    /// # Errors
+    /// An unreadable file.
+    pub fn provenance(&self) -> Result<Option<Provenance>, Error> {
+        Ok(self.text(Self::PROVENANCE)?.and_then(|text| serde_json::from_str(&text).ok()))
+    }
+
+    /// Whether a run has left its records here.
+    pub fn has_provenance(&self) -> bool {
+        self.0.join(Self::PROVENANCE).is_file()
+    }
+
+    /// Writes how the run was started. What earlier starts said stays in a list, unless the run
+    /// begins anew.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub fn record(&self, mut provenance: Provenance) -> Result<(), Error> {
+        if provenance.resumed_at_step > 0 {
+            // A run must not fail for its own records: broken ones say nothing.
+            let last = self.provenance().ok().flatten();
+            provenance.earlier_starts = last.map_or_else(Vec::new, Provenance::into_starts);
+        }
+        let text = serde_json::to_vec_pretty(&provenance).expect("settings print");
+        Ok(dflash_files::write_bytes(&self.0.join(Self::PROVENANCE), &text)?)
+    }
+
+    /// Complete checkpoints, ascending.
+    ///
+    /// # Errors
+    /// An unreadable directory.
+    pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, Error> {
+        checkpoints::complete(&self.0)
+    }
+
+    /// The best step by measured acceptance, where someone measured.
+    ///
+    /// # Errors
+    /// An unreadable record.
+    pub fn best(&self) -> Result<Option<Best>, Error> {
+        let Some(text) = self.text(Self::BEST)? else { return Ok(None) };
+        let path = self.0.join(Self::BEST);
+        serde_json::from_str(&text).map(Some).map_err(|source| Error::Json { path, source })
+    }
+
+    /// The checkpoint that a run begins from, if any.
+    ///
+    /// # Errors
+    /// Checkpoints of an earlier run without `resume`, something that is not a run's, a newest
+    /// checkpoint that is damaged.
+    pub fn start(&self, resume: bool) -> Result<Option<Checkpoint>, Error> {
+        match checkpoints::to_resume(&self.0)? {
+            Some(Checkpoint { step, .. }) if !resume => {
+                return Err(Error::EarlierRun { path: self.0.clone(), step });
+            }
+            Some(latest) => return Ok(Some(latest)),
+            None => {}
+        }
+        // A run that ended before its first checkpoint leaves its provenance, and may begin again.
+        if dflash_files::is_absent_or_empty(&self.0)? || self.has_provenance() {
+            return Ok(None);
+        }
+        let names = save_path::names(&self.0)?.into_iter();
+        let foreign = names.filter(|name| !save_path::is_negligible(name)).min();
+        foreign.map_or(Ok(None), |found| Err(Error::Foreign { path: self.0.clone(), found }))
+    }
+
+    /// A file's text with what is not UTF-8 replaced; `None` when there is no such file.
+    fn text(&self, name: &str) -> Result<Option<String>, Error> {
+        let path = self.0.join(name);
+        match std::fs::read(&path) {
+            Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+            Err(error)
+                if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(dflash_files::Error::io("read", path)(error).into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(names: &[&str], resume: bool) -> Result<Option<u64>, String> {
+        let dir = tempfile::tempdir().unwrap();
+        for name in names {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "{}").unwrap();
+        }
+        let found = RunDir::at(dir.path()).start(resume).map_err(|error| error.to_string())?;
+        Ok(found.map(|checkpoint| checkpoint.step))
+    }
+
+    #[test]
+    fn a_run_begins_where_nothing_of_value_lies() {
+        assert_eq!(start(&[], false), Ok(None));
+        assert_eq!(start(&[".lock", ".run.json.17.tmp"], false), Ok(None));
+        assert_eq!(start(&["run.json", "notes.txt"], true), Ok(None));
+        assert_eq!(start(&["step-000004/config.json"], true), Ok(Some(4)));
+        let refused = start(&["step-000004/config.json"], false).unwrap_err();
+        assert!(refused.contains("(last: step 4); pass --resume"), "{refused}");
+        let refused = start(&["thesis.tex", ".lock"], true).unwrap_err();
+        assert!(refused.contains("holds thesis.tex, which no training run wrote"), "{refused}");
+    }
+}

@@ -1,0 +1,189 @@
+//! TensorBoard's event files: scalars only.
+//!
+//! A file is a sequence of TFRecords, each a protobuf `Event` framed by its length (u64,
+//! little-endian) and masked CRC-32C sums of length and message. Field numbers are those of
+//! TensorBoard's `event.proto` and `summary.proto`; tests/tensorboard holds a file of its own writer.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use prost::Message;
+
+use crate::{Error, Line, RunDir};
+
+/// What TensorBoard expects in the first event of a file.
+const FILE_VERSION: &str = "brain.Event:2";
+
+/// A file of events in the making. Every line is with the operating system when it is written.
+#[derive(Debug)]
+pub struct Events {
+    path: PathBuf,
+    file: File,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Event {
+    /// Seconds since 1970.
+    #[prost(double, tag = "1")]
+    wall_time: f64,
+    #[prost(int64, tag = "2")]
+    step: i64,
+    #[prost(string, optional, tag = "3")]
+    file_version: Option<String>,
+    #[prost(message, optional, tag = "5")]
+    summary: Option<Summary>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    value: Vec<Scalar>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Scalar {
+    #[prost(string, tag = "1")]
+    tag: String,
+    /// Optional, so that a zero is written too.
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
+}
+
+impl Events {
+    /// Begins a file in the run's directory. Each start of a run has its own.
+    ///
+    /// # Errors
+    /// A directory or file that cannot be created.
+    pub fn create(run: &RunDir) -> Result<Self, Error> {
+        let dir = run.path().join(RunDir::EVENTS);
+        std::fs::create_dir_all(&dir).map_err(dflash_files::Error::io("create", &dir))?;
+        // TensorBoard reads what has "tfevents" in its name, in the order of the names.
+        let (seconds, process) = (wall_time() as u64, std::process::id());
+        let path = dir.join(format!("events.out.tfevents.{seconds:010}.{process}"));
+        let file = File::options().create(true).append(true).open(&path);
+        let file = file.map_err(dflash_files::Error::io("create", &path))?;
+        let mut events = Self { path, file };
+        events.write(Event { file_version: Some(FILE_VERSION.to_owned()), ..Event::default() })?;
+        Ok(events)
+    }
+
+    /// Writes the numbers of a line.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub fn add<T: Line>(&mut self, line: &T) -> Result<(), Error> {
+        let value = line
+            .scalars()
+            .into_iter()
+            .map(|(tag, number)| Scalar { tag, simple_value: Some(number as f32) })
+            .collect();
+        let step = line.step() as i64;
+        self.write(Event { step, summary: Some(Summary { value }), ..Event::default() })
+    }
+
+    fn write(&mut self, event: Event) -> Result<(), Error> {
+        let event = Event { wall_time: wall_time(), ..event };
+        let written = self.file.write_all(&framed(&event.encode_to_vec()));
+        Ok(written.map_err(dflash_files::Error::io("write", &self.path))?)
+    }
+}
+
+/// Seconds since 1970.
+fn wall_time() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// A TFRecord.
+fn framed(message: &[u8]) -> Vec<u8> {
+    let length = (message.len() as u64).to_le_bytes();
+    let sums = [&length, message].map(|bytes| masked(crc32c(bytes)).to_le_bytes());
+    [&length, &sums[0][..], message, &sums[1]].concat()
+}
+
+/// TFRecord's disguise of a sum, for messages that hold sums themselves.
+fn masked(crc: u32) -> u32 {
+    crc.rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// The sum with Castagnoli's polynomial, bit by bit: a line has a few kilobytes.
+fn crc32c(bytes: &[u8]) -> u32 {
+    const REFLECTED: u32 = 0x82f6_3b78;
+    !bytes.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            (crc >> 1) ^ (REFLECTED & (crc & 1).wrapping_neg())
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{MetricLine, TeacherForced};
+
+    /// Written by TensorBoard; tests/tensorboard/README.md says how.
+    const RECORDED: &[u8] = include_bytes!("../tests/tensorboard/recorded.tfevents");
+
+    /// The messages of a file, whose frames must be as we write them.
+    fn messages(mut bytes: &[u8]) -> Vec<&[u8]> {
+        let mut found = Vec::new();
+        while !bytes.is_empty() {
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            let (record, rest) = bytes.split_at(length + 16);
+            let message = &record[12..12 + length];
+            assert_eq!(framed(message), record);
+            found.push(message);
+            bytes = rest;
+        }
+        found
+    }
+
+    fn scalars(event: &Event) -> Vec<(&str, f32)> {
+        let values = event.summary.iter().flat_map(|summary| &summary.value);
+        values.map(|value| (value.tag.as_str(), value.simple_value.unwrap())).collect()
+    }
+
+    #[test]
+    fn sums_are_castagnoli_s() {
+        // the check value of CRC-32/ISCSI
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    }
+
+    #[test]
+    fn frames_and_messages_are_tensorboard_s() {
+        let events: Vec<Event> =
+            messages(RECORDED).into_iter().map(|bytes| Event::decode(bytes).unwrap()).collect();
+        assert_eq!(events[0].file_version.as_deref(), Some(FILE_VERSION));
+        assert_eq!((events[1].step, events[1].wall_time), (10, 1.7e9 + 10.0));
+        assert_eq!(scalars(&events[1]), [("train/loss", 3.5)]);
+        assert_eq!(scalars(&events[2]), [("train/loss", 2.25), ("train/lr", 0.0006)]);
+        // The first names the writer too, in a field that we do not write.
+        for (event, bytes) in events.iter().zip(messages(RECORDED)).skip(1) {
+            assert_eq!(event.encode_to_vec(), bytes);
+        }
+    }
+
+    #[test]
+    fn a_line_becomes_an_event() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut events = Events::create(&RunDir::at(dir.path())).unwrap();
+        let figures = TeacherForced { loss: Some(1.5), ..TeacherForced::default() };
+        events.add(&MetricLine { step: 7, figures, ..MetricLine::default() }).unwrap();
+        let bytes = std::fs::read(&events.path).unwrap();
+        let written = messages(&bytes);
+        assert_eq!(written.len(), 2);
+        let event = Event::decode(written[1]).unwrap();
+        let zeros = [("train/skipped_samples", 0.0), ("train/bad_steps", 0.0)];
+        assert_eq!(event.step, 7);
+        assert_eq!(scalars(&event), [&[("train/loss", 1.5)][..], &zeros].concat());
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error() {
+        let path = PathBuf::from("/dev/full");
+        let file = File::options().append(true).open(&path).unwrap();
+        let refused = Events { path, file }.add(&MetricLine::default()).unwrap_err();
+        assert!(matches!(refused, Error::Files(error) if error.is_disk_full()));
+    }
+}

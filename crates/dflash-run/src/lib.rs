@@ -1,0 +1,36 @@
+//! The directory of a training run: who may write to it, what its files are called and what is in
+//! them. `train` writes through this crate, and whoever reads a run reads through it.
+//!
+//! - [`RunDir`] names the files and reads them, also while the run is in progress; [`SavePath`] is
+//!   the hold of the one process that writes, which sweeps, prunes and notes the best step;
+//! - [`MetricLine`] and [`ValidationLine`] are the lines of the two JSONL files, [`Provenance`] is
+//!   `run.json`;
+//! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it
+//!   besides tensors;
+//! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
+//! - [`Events`] is TensorBoard's file.
+//!
+//! docs/formats.md describes all of it; a test holds the keys there against the types here.
+
+mod acceptance;
+mod checkpoints;
+mod directory;
+mod error;
+mod events;
+mod lines;
+mod provenance;
+mod save_path;
+mod state;
+
+pub use acceptance::{Acceptance, AcceptanceFigures, SlotCounts};
+pub use checkpoints::{Best, Checkpoint};
+pub use directory::RunDir;
+pub use error::Error;
+pub use events::Events;
+pub use lines::{
+    HeldOutPrompts, HeldOutRows, Line, Lines, MetricLine, StreamCounters, TeacherForced,
+    ValidationLine,
+};
+pub use provenance::{Provenance, Start};
+pub use save_path::{Retention, SavePath};
+pub use state::{Position, ServedWeights, State};

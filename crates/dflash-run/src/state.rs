@@ -1,0 +1,122 @@
+//! Where a run stands: `trainer/state.json` in each checkpoint.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Checkpoint, Error};
+
+/// Where a run stands.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Position {
+    /// Optimizer steps taken.
+    pub step: u64,
+    /// Packed rows of the sequence that are done.
+    pub rows: u64,
+    /// Steps whose gradient was not finite.
+    pub bad_steps: u64,
+    /// The last of them, as many as came in a row.
+    #[serde(default)]
+    pub bad_in_a_row: u64,
+    /// Samples left out.
+    #[serde(alias = "skipped")]
+    pub skipped_samples: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Content of the dataset.
+    pub dataset: String,
+    /// Seed of order and anchors.
+    pub seed: u64,
+    /// Tokens of a packed row.
+    pub total_seq_len: usize,
+    /// Samples that are trained on, from the dataset's start; `None` in runs before there was
+    /// validation: all.
+    #[serde(default)]
+    pub trained_samples: Option<usize>,
+    /// Name of the optimizer; what an older checkpoint does not say was AdamW.
+    #[serde(default = "adamw")]
+    pub optimizer: String,
+    /// Share that the averaged weights keep at a step, where there are such.
+    #[serde(default)]
+    pub ema_decay: Option<f64>,
+    /// What model.safetensors of the checkpoint holds.
+    #[serde(default)]
+    pub served_weights: ServedWeights,
+}
+
+/// Weights of a checkpoint that engines load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ServedWeights {
+    /// Those of the last step.
+    #[default]
+    Last,
+    /// Their moving average.
+    Averaged,
+}
+
+/// Content of `trainer/state.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Where the run stood.
+    #[serde(flatten)]
+    pub position: Position,
+    /// CRC-32 of `trainer/state.safetensors`; older checkpoints have none.
+    #[serde(default)]
+    pub tensors_crc32: Option<u32>,
+}
+
+impl Position {
+    /// Steps that moved the parameters: one whose gradient was not finite did not, and the
+    /// optimizer did not count it.
+    pub fn optimizer_steps(&self) -> i64 {
+        self.step.saturating_sub(self.bad_steps) as i64
+    }
+}
+
+impl ServedWeights {
+    /// What a run with or without averaged weights serves.
+    pub fn of(ema_decay: Option<f64>) -> Self {
+        if ema_decay.is_some() { Self::Averaged } else { Self::Last }
+    }
+}
+
+impl State {
+    /// Reads the state of the checkpoint in `dir`.
+    ///
+    /// # Errors
+    /// A file that cannot be read or does not parse.
+    pub fn load(dir: &Path) -> Result<Self, Error> {
+        let path = dir.join(Checkpoint::STATE);
+        let bytes = std::fs::read(&path).map_err(dflash_files::Error::io("read", &path))?;
+        serde_json::from_slice(&bytes).map_err(|source| Error::Json { path, source })
+    }
+
+    /// Writes the state into the checkpoint in `dir`, whose folder for it is there.
+    ///
+    /// # Errors
+    /// A full disk.
+    pub fn save(&self, dir: &Path) -> Result<(), Error> {
+        let state = serde_json::to_vec_pretty(self).expect("a position prints");
+        Ok(dflash_files::write_bytes(&dir.join(Checkpoint::STATE), &state)?)
+    }
+}
+
+fn adamw() -> String {
+    "adamw".to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_checkpoint_was_adamw_s_and_serves_its_last_weights() {
+        let older = r#"{"step": 7, "rows": 14, "bad_steps": 2, "skipped": 0, "tokens": 9,
+                        "dataset": "d", "seed": 1, "total_seq_len": 64}"#;
+        let position: Position = serde_json::from_str(older).unwrap();
+        assert_eq!((position.optimizer.as_str(), position.ema_decay), ("adamw", None));
+        assert_eq!(position.served_weights, ServedWeights::Last);
+        assert_eq!(position.optimizer_steps(), 5, "two steps moved nothing");
+    }
+}
