@@ -69,7 +69,7 @@ fn a_run_file_trains_as_its_flags_do() {
 }
 
 #[test]
-fn metrics_tell_arithmetic_waiting_and_memory() {
+fn metrics_tell_arithmetic_waiting_memory_and_what_the_stream_did() {
     let world = World::new();
     let run = world.train("out", &["--peak-tflops", "0.5"]);
     assert!(run.success(), "{}", run.stderr);
@@ -81,6 +81,9 @@ fn metrics_tell_arithmetic_waiting_and_memory() {
         assert!((number("mfu") - number("tflops") / 0.5).abs() < 1e-12);
         let share = number("data_wait_s") / number("interval_s");
         assert!((number("data_wait_share") - share).abs() < 1e-9);
+        let stream = |key: &str| line["stream"][key].as_u64();
+        assert!(stream("stored") > Some(0) && stream("bytes") > Some(0), "{line}");
+        assert_eq!((stream("requests"), stream("invalid")), (Some(0), Some(0)), "{line}");
         assert!(number("peak_memory_mib") > 50.0 && number("peak_memory_mib") < 4000.0);
     }
     let refused = world.train("none", &["--peak-tflops", "-1"]);

@@ -246,32 +246,18 @@ pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
 
 /// A stream's counters as a line has them: how long it was waited for is a figure of its own.
 fn stream(counters: Counters) -> StreamCounters {
-    let Counters {
-        requests,
-        retries,
-        busy,
-        bytes,
-        generated,
-        stored,
-        stale,
-        missing,
-        rejected,
-        invalid,
-        cached,
-        wait: _,
-    } = counters;
     StreamCounters {
-        requests,
-        retries,
-        busy,
-        generated,
-        stored,
-        stale,
-        missing,
-        rejected,
-        invalid,
-        cached,
-        bytes,
+        requests: counters.requests,
+        retries: counters.retries,
+        busy: counters.busy,
+        generated: counters.generated,
+        stored: counters.stored,
+        stale: counters.stale,
+        missing: counters.missing,
+        rejected: counters.rejected,
+        invalid: counters.invalid,
+        cached: counters.cached,
+        bytes: counters.bytes,
     }
 }
 
