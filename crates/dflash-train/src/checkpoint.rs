@@ -37,6 +37,9 @@ pub(crate) struct Position {
     /// The last of them, as many as came in a row.
     #[serde(default)]
     pub(crate) bad_in_a_row: u64,
+    /// Steps that had nothing to learn from; runs before this was counted took them.
+    #[serde(default)]
+    pub(crate) empty_steps: u64,
     /// Samples left out.
     pub(crate) skipped: u64,
     /// Tokens trained on.
@@ -84,10 +87,9 @@ pub(crate) enum ServedWeights {
 }
 
 impl Position {
-    /// Steps that moved the parameters: one whose gradient was not finite did not, and the
-    /// optimizer did not count it.
+    /// Steps that moved the parameters, which are those that the optimizer counted.
     fn optimizer_steps(&self) -> i64 {
-        self.step.saturating_sub(self.bad_steps) as i64
+        self.step.saturating_sub(self.bad_steps + self.empty_steps) as i64
     }
 }
 
@@ -180,7 +182,7 @@ pub(crate) fn save(
     let dir = pending.path();
     let served = Draft::new(trainer.draft.config().clone(), collected.served().shallow_clone());
     served.save(dir)?;
-    if let Some(vocabulary) = &trainer.batches.vocabulary {
+    if let Some(vocabulary) = &trainer.batches.blocks.vocabulary {
         vocabulary.save(dir)?;
     }
     std::fs::create_dir(dir.join("trainer")).map_err(dflash_files::Error::io("create", dir))?;
@@ -219,7 +221,7 @@ fn restore(
     let stored = &state.position;
     check_resumable(dir, stored, current)?;
     check_same_draft(dir, trainer.draft.config())?;
-    check_same_vocabulary(dir, trainer.batches.vocabulary.as_ref())?;
+    check_same_vocabulary(dir, trainer.batches.blocks.vocabulary.as_ref())?;
     let path = dir.join(TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);

@@ -11,7 +11,7 @@ use serde::Serialize;
 use tch::Device;
 use tensorboard_rs::summary_writer::SummaryWriter;
 
-use crate::trainer::StepResult;
+use crate::trainer::{Effect, StepResult};
 use crate::validation::ValidationLine;
 use crate::{Error, machine};
 
@@ -155,11 +155,12 @@ impl Meter {
     pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
         self.steps += 1;
         self.wait += wait;
-        if result.applied {
-            self.tokens += result.extras.tokens;
-            self.flops += result.extras.flops;
+        let moved = result.effect == Effect::Moved;
+        if moved {
+            self.tokens += result.sums.tokens;
+            self.flops += result.sums.flops;
         }
-        let own = if result.applied { result.statistics } else { result.statistics.cleared() };
+        let own = if moved { result.statistics } else { result.statistics.cleared() };
         match &mut self.interval {
             Some(sum) => sum.add(&own),
             None => self.interval = Some(own),

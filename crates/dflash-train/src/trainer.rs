@@ -1,8 +1,7 @@
 //! One rank's model, gradients and optimizer, and what a step does with them.
 
-use dflash_data::PackedRow;
 use dflash_dist::{Communicator, Pending};
-use dflash_hidden::HiddenStates;
+use dflash_hidden::Counters;
 use dflash_model::draft::{Draft, DraftViews, Keep};
 use dflash_model::objective::{Objective, Statistics};
 use tch::{Device, Tensor};
@@ -12,9 +11,10 @@ use crate::batch::{Batch, BatchMaker};
 use crate::masters::Masters;
 use crate::optimizer::gradient_norm;
 use crate::rows::LoadedRow;
+use crate::vote::{Sums, Vote, add_up};
 
-/// Below this a denominator means that no rank had anything to learn from.
-const EMPTY_DENOMINATOR: f64 = 1e-12;
+/// Keeps what is left of a loss finite whose weights underflow.
+const LEAST_DIVISOR: f64 = 1e-12;
 
 /// Keeps the clipping factor finite (PyTorch's constant).
 const CLIP_EPSILON: f64 = 1e-6;
@@ -36,7 +36,7 @@ pub(crate) struct Trainer {
 
 /// What a rank adds to a step besides gradients; summed over ranks.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct StepExtras {
+pub(crate) struct StepSums {
     /// Tokens of the packed rows.
     pub(crate) tokens: f64,
     /// Packed rows.
@@ -45,27 +45,68 @@ pub(crate) struct StepExtras {
     pub(crate) skipped: f64,
     /// Arithmetic that the rows needed.
     pub(crate) flops: f64,
-    /// Ranks that were told to stop.
-    pub(crate) stopping: f64,
-    /// Ranks that could not get their rows because they were told to stop: the step is void.
-    pub(crate) abandoned: f64,
-    /// Ranks that could not get their rows for a fault: the step is void, and the run ends.
-    pub(crate) failed: f64,
+    /// Attempts after a first one that failed.
+    pub(crate) retries: f64,
+    /// Requests that a full server put off.
+    pub(crate) busy: f64,
+    /// Stored files of other tokens, treated as missing.
+    pub(crate) stale: f64,
+    /// Samples left out because a server refused them for good.
+    pub(crate) rejected: f64,
+    /// Samples left out because what came was unusable.
+    pub(crate) invalid: f64,
+}
+
+impl StepSums {
+    /// Adds a row that was loaded.
+    pub(crate) fn count(&mut self, loaded: &LoadedRow) {
+        self.tokens += loaded.row.input_ids.len() as f64;
+        self.rows += 1.0;
+        self.skipped += loaded.skipped as f64;
+    }
+
+    /// Adds what a stream has counted between two looks at it.
+    pub(crate) fn count_stream(&mut self, before: &Counters, now: &Counters) {
+        self.retries += (now.retries - before.retries) as f64;
+        self.busy += (now.busy - before.busy) as f64;
+        self.stale += (now.stale - before.stale) as f64;
+        self.rejected += (now.rejected - before.rejected) as f64;
+        self.invalid += (now.invalid - before.invalid) as f64;
+    }
+}
+
+impl Sums for StepSums {
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        let Self { tokens, rows, skipped, flops, retries, busy, stale, rejected, invalid } = self;
+        vec![tokens, rows, skipped, flops, retries, busy, stale, rejected, invalid]
+    }
+}
+
+/// What a step did to the parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// It moved them.
+    Moved,
+    /// Nothing: loss or gradient is not finite.
+    NotFinite,
+    /// Nothing: no rank had a slot to learn from.
+    Empty,
+    /// Nothing: the ranks voted it void.
+    Void,
 }
 
 /// A finished step.
 #[derive(Debug)]
 pub(crate) struct StepResult {
-    /// Global norm of the gradient before clipping.
+    /// Global norm of the gradient before clipping, as rank 0 finds it.
     pub(crate) gradient_norm: f64,
-    /// Whether the parameters moved.
-    pub(crate) applied: bool,
-    /// What the loss was divided by, all ranks: 0 where there was nothing to learn.
-    pub(crate) denominator: f64,
+    pub(crate) effect: Effect,
     /// Summed over ranks.
     pub(crate) statistics: Statistics,
     /// Summed over ranks.
-    pub(crate) extras: StepExtras,
+    pub(crate) sums: StepSums,
+    /// Of all ranks.
+    pub(crate) vote: Vote,
 }
 
 /// A step in the making: gradients and counts of the micro-batches so far.
@@ -101,7 +142,7 @@ impl Trainer {
 
     /// The figures of `draft` on one row, without gradients; `None` when there is nothing to learn.
     pub(crate) fn validate(&self, draft: &Draft, row: &LoadedRow) -> Option<Statistics> {
-        let batch = self.batches.make(draft, &row.row, &row.states, row.epoch)?;
+        let batch = self.batches.make(draft, row)?;
         let (hidden_nh, _) = draft.forward_keeping(&batch.input, Keep::Inputs);
         let head_vh = &self.batches.lm_head_vh;
         let teacher = batch.teacher.as_ref();
@@ -123,13 +164,8 @@ impl Trainer {
 
 impl Step<'_> {
     /// Turns a row into a batch for this step's draft.
-    pub(crate) fn batch(
-        &self,
-        row: &PackedRow,
-        states: &[HiddenStates],
-        epoch: u64,
-    ) -> Option<Batch> {
-        self.trainer.batches.make(&self.trainer.draft, row, states, epoch)
+    pub(crate) fn batch(&self, row: &LoadedRow) -> Option<Batch> {
+        self.trainer.batches.make(&self.trainer.draft, row)
     }
 
     /// Adds a micro-batch; `None` has nothing to learn from. With `last` each part of the gradient
@@ -167,52 +203,55 @@ impl Step<'_> {
     /// Sums over the ranks, divides, clips and moves the parameters by `rate`.
     pub(crate) fn finish(
         mut self,
-        extras: StepExtras,
+        (mut sums, vote): (StepSums, Vote),
         (rate, max_norm): (f64, f64),
     ) -> Result<StepResult, Error> {
         // On the host and with a timeout, so that a rank that hangs is found before the GPU waits
         // for it.
-        let extras = self.reduce_counts(extras)?;
+        let vector = self.statistics.sums_mut();
+        let vote = add_up(self.communicator, vote, &mut sums, Some(vector))?;
         for reduction in std::mem::take(&mut self.reductions) {
             reduction.wait()?;
         }
-        let trainer = self.trainer;
-        let epsilon = trainer.objective.denominator.epsilon();
-        let denominator = self.statistics.denominator().double_value(&[]);
-        let divisor = denominator + epsilon;
-        // not `max`, which would lose a NaN
-        let divisor = if divisor < EMPTY_DENOMINATOR { EMPTY_DENOMINATOR } else { divisor };
-        let gradient_norm = gradient_norm(&trainer.gradient).double_value(&[]) / divisor;
-        let void = extras.abandoned > 0.0 || extras.failed > 0.0;
-        let applied = gradient_norm.is_finite() && !void;
-        if applied {
-            let clip = (max_norm / (gradient_norm + CLIP_EPSILON)).min(1.0);
-            let _ = trainer.gradient.g_mul_scalar_(clip / divisor);
-            trainer.masters.step(&trainer.gradient, rate);
-            trainer.masters.publish(&trainer.draft, self.communicator)?;
-        }
+        let (effect, gradient_norm) = match self.statistics.denominator().double_value(&[]) {
+            _ if vote.is_void() => (Effect::Void, f64::NAN),
+            // momentum and decay would move what nothing was learned about
+            0.0 => (Effect::Empty, 0.0),
+            denominator => self.apply(denominator, (rate, max_norm))?,
+        };
         let statistics = self.statistics;
-        Ok(StepResult { gradient_norm, applied, denominator, statistics, extras })
+        Ok(StepResult { gradient_norm, effect, statistics, sums, vote })
     }
 
-    /// Sums statistics and extras in one collective.
-    fn reduce_counts(&mut self, extras: StepExtras) -> Result<StepExtras, Error> {
-        let StepExtras { tokens, rows, skipped, flops, stopping, abandoned, failed } = extras;
-        let tail = [tokens, rows, skipped, flops, stopping, abandoned, failed];
-        let extra = tail.len() as i64;
-        let tail = Tensor::from_slice(&tail);
-        let sums = self.statistics.sums_mut();
-        let length = sums.size()[0];
-        let mut joined = Tensor::cat(&[sums.to_device(Device::Cpu), tail], 0);
-        self.communicator.all_reduce_sum(&mut joined)?;
-        // They stay on the host, so that reading them waits for no device.
-        *sums = joined.narrow(0, 0, length);
-        let tail = Vec::<f64>::try_from(joined.narrow(0, length, extra)).expect("float64 numbers");
-        let [tokens, rows, skipped, flops, stopping, abandoned, failed] = tail[..] else {
-            unreachable!("as many come out as went in")
-        };
-        Ok(StepExtras { tokens, rows, skipped, flops, stopping, abandoned, failed })
+    /// Moves the parameters along the summed gradient; returns its norm too.
+    fn apply(
+        &mut self,
+        denominator: f64,
+        (rate, max_norm): (f64, f64),
+    ) -> Result<(Effect, f64), Error> {
+        let Self { trainer, communicator, .. } = self;
+        let divisor = denominator + trainer.objective.denominator.epsilon();
+        // not `max`, which would lose a NaN
+        let divisor = if divisor < LEAST_DIVISOR { LEAST_DIVISOR } else { divisor };
+        let own = gradient_norm(&trainer.gradient).double_value(&[]) / divisor;
+        let norm = of_rank_0(own, *communicator)?;
+        if !norm.is_finite() {
+            return Ok((Effect::NotFinite, norm));
+        }
+        let clip = (max_norm / (norm + CLIP_EPSILON)).min(1.0);
+        let _ = trainer.gradient.g_mul_scalar_(clip / divisor);
+        trainer.masters.step(&trainer.gradient, rate);
+        trainer.masters.publish(&trainer.draft, *communicator)?;
+        Ok((Effect::Moved, norm))
     }
+}
+
+/// Rank 0's `value`. Equal gradients have norms that differ in their last bits where another number
+/// of threads adds them up, and then ranks would clip, or refuse, differently.
+fn of_rank_0(value: f64, communicator: &dyn Communicator) -> Result<f64, Error> {
+    let mut value = Tensor::from_slice(&[value]);
+    communicator.broadcast(&mut value, 0)?;
+    Ok(value.double_value(&[]))
 }
 
 /// A part of the gradient being summed over the ranks.

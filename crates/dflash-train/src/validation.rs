@@ -1,8 +1,8 @@
 //! Validation: teacher-forced figures on held-out rows with fixed anchors, and the acceptance that
 //! real decoding reaches on held-out prompts.
 //!
-//! The ranks share both kinds of work and add up their counts. A rank that is told to stop in the
-//! middle still takes part in the sum, which then is void: no rank waits for another.
+//! The ranks share both kinds of work, add up their counts and vote: a rank that was told to stop in
+//! the middle, or that failed, still takes part in the sum, so that no rank waits for another.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -14,14 +14,15 @@ use dflash_dist::Communicator;
 use dflash_model::draft::Draft;
 use dflash_model::objective::{DraftVocabulary, Statistics};
 use serde::Serialize;
-use tch::Tensor;
 
 use crate::Error;
 use crate::config::{TrainConfig, ValidationConfig};
 use crate::metrics::{by_slot, keep_lines_until, step_of};
 use crate::order::PlannedRow;
+use crate::prepared::Prepared;
 use crate::rows::RowSource;
 use crate::trainer::Trainer;
+use crate::vote::{Halt, Sums, Vote, add_up};
 
 /// File of the JSON lines in the save path.
 pub(crate) const VALIDATION: &str = "validation.jsonl";
@@ -106,14 +107,14 @@ pub(crate) struct Measured {
 }
 
 /// One rank's part in the validations of a run.
-pub(crate) struct Validation<'a> {
+pub(crate) struct Validation<'a, 'p> {
     every: u64,
     /// This rank's held-out rows.
     rows: Vec<PlannedRow>,
     /// Whether any rank has rows.
     has_rows: bool,
-    source: RowSource,
-    probe: Option<AcceptanceProbe<'a>>,
+    source: &'a dyn RowSource,
+    probe: Option<AcceptanceProbe<'p>>,
     file: PathBuf,
     /// The last step that was validated, by this process or an earlier one.
     last: Option<u64>,
@@ -144,18 +145,58 @@ pub(crate) fn check(config: &TrainConfig, lengths: &[u32]) -> Result<(), Error> 
     Ok(())
 }
 
-impl<'a> Validation<'a> {
-    /// Plans the validations of a run; lines of steps after `step` are dropped.
+/// What is added up of teacher-forced figures besides their statistics.
+#[derive(Default)]
+struct ForcedSums {
+    skipped: f64,
+}
+
+/// [`AcceptanceCounts`] that are added up.
+struct AcceptanceSums {
+    reached: Vec<f64>,
+    responses: f64,
+    response_tau: f64,
+}
+
+impl Sums for ForcedSums {
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        let Self { skipped } = self;
+        vec![skipped]
+    }
+}
+
+impl Sums for AcceptanceSums {
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        let Self { reached, responses, response_tau } = self;
+        reached.iter_mut().chain([responses, response_tau]).collect()
+    }
+}
+
+impl AcceptanceSums {
+    /// Of a draft whose blocks have `block_size` slots, which a rank without answers must know too.
+    fn new(counts: AcceptanceCounts, block_size: usize) -> Self {
+        let AcceptanceCounts { reached, responses, response_tau_sum } = counts;
+        let mut reached: Vec<f64> = reached.into_iter().map(|steps| steps as f64).collect();
+        reached.resize(block_size, 0.0);
+        Self { reached, responses: responses as f64, response_tau: response_tau_sum }
+    }
+}
+
+impl<'a, 'p> Validation<'a, 'p> {
+    /// Plans the validations of a run, if it has any; lines of steps after `step` are dropped.
     pub(crate) fn new(
-        (config, settings): (&TrainConfig, &ValidationConfig),
-        source: RowSource,
-        probe: Option<AcceptanceProbe<'a>>,
+        prepared: &Prepared<'_>,
+        source: &'a dyn RowSource,
+        probe: Option<AcceptanceProbe<'p>>,
         (communicator, step): (&dyn Communicator, u64),
-    ) -> Result<Self, Error> {
-        let lengths = source.dataset.lengths();
-        let held_out = trained_samples(config, lengths.len())..lengths.len();
+    ) -> Result<Option<Self>, Error> {
+        let Some(ValidationConfig { every, .. }) = prepared.config.validation else {
+            return Ok(None);
+        };
+        let lengths = prepared.dataset.lengths();
+        let held_out = prepared.packing().lengths.len()..lengths.len();
         let order: Vec<u32> = held_out.map(|sample| sample as u32).collect();
-        let packed = pack_rows(&order, lengths, config.total_seq_len);
+        let packed = pack_rows(&order, lengths, prepared.config.total_seq_len);
         let has_rows = !packed.is_empty();
         let rows = packed
             .into_iter()
@@ -163,12 +204,12 @@ impl<'a> Validation<'a> {
             .step_by(communicator.world_size())
             .map(|samples| PlannedRow { epoch: FIXED_DRAW, samples })
             .collect();
-        let file = config.save_path.join(VALIDATION);
+        let file = prepared.config.save_path.join(VALIDATION);
         if communicator.rank() == 0 {
             keep_lines_until(&file, step)?;
         }
         let last = agreed_last_step(&file, communicator)?;
-        Ok(Self { every: settings.every, rows, has_rows, source, probe, file, last })
+        Ok(Some(Self { every, rows, has_rows, source, probe, file, last }))
     }
 
     /// Whether a validation follows `step`, the last of which is `total`, and has not been done.
@@ -182,38 +223,33 @@ impl<'a> Validation<'a> {
         self.probe.is_some()
     }
 
-    /// Validates the draft as it stands; `None` when a rank was told to stop.
+    /// Validates the draft as it stands.
     ///
     /// # Errors
-    /// Held-out rows or prompts that cannot be had, a rank that is gone, a full disk.
+    /// A rank was told to stop, or cannot get held-out rows or prompts; a rank that is gone, a full
+    /// disk.
     pub(crate) fn run(
         &mut self,
         step: u64,
         trainer: &Trainer,
         communicator: &dyn Communicator,
-    ) -> Result<Option<ValidationLine>, Error> {
+    ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
-        let mut line = ValidationLine { step, ..ValidationLine::default() };
         let draft = trainer.served(communicator)?;
+        let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.has_rows {
-            line.forced = self.teacher_forced(trainer, &draft, communicator)?;
-            if line.forced.is_none() {
-                return Ok(None);
-            }
+            line.forced = Some(self.teacher_forced(trainer, &draft, communicator)?);
         }
-        if self.measures() {
-            line.measured =
-                self.measured((&draft, trainer.batches.vocabulary.as_ref()), communicator)?;
-            if line.measured.is_none() {
-                return Ok(None);
-            }
+        if let Some(probe) = &mut self.probe {
+            let served = (&draft, trainer.batches.blocks.vocabulary.as_ref());
+            line.measured = Some(measured(probe, served, communicator)?);
         }
         line.seconds = begun.elapsed().as_secs_f64();
         self.last = Some(step);
         if communicator.rank() == 0 {
             append(&self.file, &line)?;
         }
-        Ok(Some(line))
+        Ok(line)
     }
 
     fn teacher_forced(
@@ -221,72 +257,71 @@ impl<'a> Validation<'a> {
         trainer: &Trainer,
         draft: &Draft,
         communicator: &dyn Communicator,
-    ) -> Result<Option<Forced>, Error> {
+    ) -> Result<Forced, Halt> {
         let mut statistics = Statistics::zero(draft.config().block_size, draft.device());
-        let (mut skipped, mut stopped) = (0, false);
-        let mut rows = self.source.start(self.rows.clone().into_iter())?;
-        loop {
-            match rows.next() {
-                Ok(None) => break,
-                Ok(Some(row)) => {
-                    skipped += row.skipped;
-                    if let Some(own) = trainer.validate(draft, &row) {
-                        statistics.add(&own);
-                    }
-                }
-                Err(Error::Hidden(dflash_hidden::Error::Interrupted)) => {
-                    stopped = true;
-                    break;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        let own = statistics.sums_mut();
-        let tail = [skipped as f64, f64::from(u8::from(stopped))];
-        let Some(tail) = add_up(communicator, own, tail)? else { return Ok(None) };
+        let mut sums = ForcedSums::default();
+        let own = self.own_rows(trainer, draft, (&mut statistics, &mut sums)).err();
+        let vote = own.as_ref().map(Vote::of).unwrap_or_default();
+        let vote = add_up(communicator, vote, &mut sums, Some(statistics.sums_mut()))?;
+        vote.settle(own)?;
         let report = statistics.report(trainer.objective.denominator.epsilon());
-        Ok(Some(Forced {
+        Ok(Forced {
             eval_loss: report.loss,
             eval_accuracy: report.accuracy,
             eval_slot_accuracy: report.slot_accuracy,
             eval_expected_length: report.expected_accepted,
             eval_blocks: report.blocks,
-            eval_skipped: tail as u64,
-        }))
+            eval_skipped: sums.skipped as u64,
+        })
     }
 
-    fn measured(
-        &mut self,
-        (draft, vocabulary): Served<'_>,
-        communicator: &dyn Communicator,
-    ) -> Result<Option<Measured>, Error> {
-        let Some(probe) = &mut self.probe else { return Ok(None) };
-        let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
-        let counts = probe((draft, vocabulary), share)
-            .map_err(|source| Error::Acceptance { rank: share.rank, source })?;
-        let block_size = draft.config().block_size;
-        let stopped = counts.is_none();
-        let counts = counts.unwrap_or_default();
-        let mut numbers: Vec<f64> = counts.reached.iter().map(|&steps| steps as f64).collect();
-        numbers.resize(block_size, 0.0);
-        let mut sums = Tensor::from_slice(&numbers);
-        let tail = [counts.response_tau_sum, f64::from(u8::from(stopped))];
-        // the number of answers travels with the counts
-        sums = Tensor::cat(&[sums, Tensor::from_slice(&[counts.responses as f64])], 0);
-        let Some(tau_sum) = add_up(communicator, &mut sums, tail)? else { return Ok(None) };
-        let sums = Vec::<f64>::try_from(&sums).expect("a float64 vector");
-        Ok(Some(Measured::of(&sums[..block_size], sums[block_size], tau_sum)))
+    /// Adds the figures of this rank's rows.
+    fn own_rows(
+        &self,
+        trainer: &Trainer,
+        draft: &Draft,
+        (statistics, sums): (&mut Statistics, &mut ForcedSums),
+    ) -> Result<(), Error> {
+        let mut rows = self.source.start(self.rows.clone())?;
+        while let Some(row) = rows.next()? {
+            sums.skipped += row.skipped as f64;
+            if let Some(own) = trainer.validate(draft, &row) {
+                statistics.add(&own);
+            }
+        }
+        Ok(())
     }
 }
 
+/// Lets all ranks decode their share of the prompts.
+fn measured(
+    probe: &mut AcceptanceProbe<'_>,
+    served: Served<'_>,
+    communicator: &dyn Communicator,
+) -> Result<Measured, Halt> {
+    let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
+    let block_size = served.0.config().block_size;
+    let (counts, vote, own) = match probe(served, share) {
+        Ok(Some(counts)) => (counts, Vote::Continue, None),
+        Ok(None) => (AcceptanceCounts::default(), Vote::Abandon, None),
+        Err(source) => {
+            let own = Error::Acceptance { rank: share.rank, source };
+            (AcceptanceCounts::default(), Vote::of(&own), Some(own))
+        }
+    };
+    let mut sums = AcceptanceSums::new(counts, block_size);
+    add_up(communicator, vote, &mut sums, None)?.settle(own)?;
+    Ok(Measured::of(&sums))
+}
+
 impl Measured {
-    fn of(reached: &[f64], responses: f64, tau_sum: f64) -> Self {
+    fn of(AcceptanceSums { reached, responses, response_tau }: &AcceptanceSums) -> Self {
         let steps = reached[0].max(1.0);
         Self {
             tau_per_step: 1.0 + reached[1..].iter().sum::<f64>() / steps,
-            tau_per_response: tau_sum / responses.max(1.0),
+            tau_per_response: response_tau / responses.max(1.0),
             accepted_by_slot: reached[1..].iter().map(|count| count / steps).collect(),
-            responses: responses as u64,
+            responses: *responses as u64,
         }
     }
 }
@@ -349,21 +384,6 @@ fn agreed_last_step(file: &Path, communicator: &dyn Communicator) -> Result<Opti
     Ok(all[0].as_slice().try_into().ok().map(u64::from_le_bytes))
 }
 
-/// Sums `sums` and a number over the ranks, and asks whether any was stopped: then `None`.
-fn add_up(
-    communicator: &dyn Communicator,
-    sums: &mut Tensor,
-    [number, stopped]: [f64; 2],
-) -> Result<Option<f64>, Error> {
-    let length = sums.size()[0];
-    let tail = Tensor::from_slice(&[number, stopped]);
-    let mut joined = Tensor::cat(&[sums.to_device(tch::Device::Cpu), tail], 0);
-    communicator.all_reduce_sum(&mut joined)?;
-    sums.copy_(&joined.narrow(0, 0, length));
-    let stopped = joined.double_value(&[length + 1]) > 0.0;
-    Ok((!stopped).then(|| joined.double_value(&[length])))
-}
-
 fn append(path: &Path, line: &ValidationLine) -> Result<(), Error> {
     let mut text = serde_json::to_string(line).expect("a validation line prints");
     text.push('\n');
@@ -377,10 +397,15 @@ fn append(path: &Path, line: &ValidationLine) -> Result<(), Error> {
 mod tests {
     use super::*;
 
+    fn measured(reached: &[u64], responses: u64, response_tau_sum: f64) -> Measured {
+        let counts = AcceptanceCounts { reached: reached.into(), responses, response_tau_sum };
+        Measured::of(&AcceptanceSums::new(counts, reached.len()))
+    }
+
     #[test]
     fn tau_is_one_more_than_what_was_accepted() {
         // 4 steps: 3, 0, 1 and 1 accepted, two answers of mean 2.5 and 2 tokens a step
-        let measured = Measured::of(&[4.0, 3.0, 1.0, 1.0], 2.0, 4.5);
+        let measured = measured(&[4, 3, 1, 1], 2, 4.5);
         assert_eq!(measured.tau_per_step, 1.0 + 5.0 / 4.0);
         assert_eq!(measured.tau_per_response, 2.25);
         assert_eq!(measured.accepted_by_slot, [0.75, 0.25, 0.25]);
@@ -390,7 +415,7 @@ mod tests {
     fn a_line_names_its_figures_as_readers_expect() {
         let line = ValidationLine {
             step: 3,
-            measured: Some(Measured::of(&[2.0, 1.0], 1.0, 1.5)),
+            measured: Some(measured(&[2, 1], 1, 1.5)),
             ..ValidationLine::default()
         };
         let value = serde_json::to_value(&line).unwrap();
