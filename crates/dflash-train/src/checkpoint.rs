@@ -38,7 +38,7 @@ pub(crate) fn save(
     let dir = pending.path();
     let served = Draft::new(trainer.draft.config().clone(), collected.served().shallow_clone());
     served.save(dir)?;
-    if let Some(vocabulary) = &trainer.batches.vocabulary {
+    if let Some(vocabulary) = &trainer.batches.blocks.vocabulary {
         vocabulary.save(dir)?;
     }
     std::fs::create_dir(dir.join(Checkpoint::TRAINER))
@@ -76,7 +76,7 @@ fn restore(
     let stored = &state.position;
     check_resumable(dir, stored, current)?;
     check_same_draft(dir, trainer.draft.config())?;
-    check_same_vocabulary(dir, trainer.batches.vocabulary.as_ref())?;
+    check_same_vocabulary(dir, trainer.batches.blocks.vocabulary.as_ref())?;
     let path = dir.join(Checkpoint::TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);

@@ -49,7 +49,7 @@ pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()>
         Role::Alone => train(&config, &WorkerEnv::alone(), acceptance),
         Role::Launcher { nproc } => {
             let ranks = launch::config(launch_args, nproc)?;
-            dflash_train::validate(&config)?;
+            dflash_train::Prepared::open(&config)?;
             // what is wrong with the prompts is better said once, before ranks start
             acceptance.map(Probe::open).transpose()?;
             launch::start(&ranks, stop)
@@ -63,12 +63,13 @@ fn train(
     acceptance: Option<ProbeConfig>,
 ) -> anyhow::Result<()> {
     let mut acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
+    let prepared = dflash_train::Prepared::open(config)?;
     let outcome = match &mut acceptance {
-        None => dflash_train::run(config, env, None)?,
+        None => prepared.run(env, None)?,
         Some(meter) => {
             let mut probe =
                 |served: Served<'_>, share: Share| meter.measure(served, share, &config.stop);
-            dflash_train::run(config, env, Some(&mut probe))?
+            prepared.run(env, Some(&mut probe))?
         }
     };
     if env.rank > 0 {

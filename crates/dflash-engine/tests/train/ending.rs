@@ -87,20 +87,6 @@ fn an_interrupted_run_has_the_signal_s_code() {
 }
 
 #[test]
-fn old_checkpoints_go_and_the_best_stays() {
-    let world = World::new();
-    std::fs::create_dir(world.path("kept")).unwrap();
-    std::fs::write(world.path("kept").join("best.json"), r#"{"step":2,"acceptance_length":3.0}"#)
-        .unwrap();
-    std::fs::write(world.path("kept").join("run.json"), "{}").unwrap();
-    let keep = ["--save-every", "1", "--keep-last", "2", "--keep-every", "5", "--max-steps", "12"];
-    let run = world.train("kept", &keep);
-    assert!(run.success(), "{}", run.stderr);
-    let expected = ["step-000002", "step-000005", "step-000010", "step-000011", "step-000012"];
-    assert_eq!(sorted_checkpoints(&world.path("kept")), expected);
-}
-
-#[test]
 fn a_second_run_in_the_same_path_is_refused() {
     let world = World::new();
     let mut first = Running::start(&mut world.command("shared", &LONG));

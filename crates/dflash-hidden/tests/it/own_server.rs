@@ -108,7 +108,7 @@ where
     let mut stream = start(config(&[&server.url]), single_rows(0..100)).unwrap();
     let error = loop {
         match stream.next_row() {
-            Some(Ok(row)) => assert!(row[0].states.is_none(), "a bad sample came through"),
+            Some(Ok(row)) => assert!(row.samples[0].states.is_none(), "a bad sample came through"),
             Some(Err(error)) => break error,
             None => panic!("every sample was bad and nothing failed"),
         }

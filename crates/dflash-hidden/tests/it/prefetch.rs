@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dflash_hidden::{Request, StatesRequest};
+use dflash_hidden::{Error, Request, StatesRequest, Stream, WantedRow};
 
 use crate::fake::{
     HIDDEN, LAYERS, Notes, assert_right, config, drain, good, own_server, prompt, single_rows,
-    start, status,
+    start, status, wanted,
 };
 
 /// A small generator, so that each case can be named by its seed.
@@ -118,7 +118,7 @@ fn no_more_than_the_window_is_fetched_ahead() {
         std::thread::sleep(Duration::from_millis(20));
         assert!(settled, "{taken} taken");
         assert_eq!(requests.load(Ordering::SeqCst), expected, "{taken} taken");
-        assert_eq!(stream.next_row().unwrap().unwrap()[0].sample, taken as u64);
+        assert_eq!(stream.next_row().unwrap().unwrap().samples[0].sample, taken as u64);
     }
     assert!(stream.next_row().is_none());
 }
@@ -208,13 +208,46 @@ fn the_iterator_is_pulled_no_further_than_needed() {
     let count = Arc::clone(&pulled);
     let rows = (0..).map(move |sample| {
         *count.lock().unwrap() += 1;
-        vec![prompt(sample)]
+        wanted(vec![prompt(sample)])
     });
     let mut config = config(&[&server.url]);
     config.window_bytes = 4096;
-    let mut stream = dflash_hidden::Stream::start(config, rows).unwrap();
+    let mut stream = Stream::start(config, rows).unwrap();
     stream.next_row().unwrap().unwrap();
     std::thread::sleep(Duration::from_millis(100));
     let pulled = *pulled.lock().unwrap();
     assert!(pulled < 20, "{pulled} rows for one");
+}
+
+/// What a maker of rows may say, besides what a stream says.
+#[derive(Debug, PartialEq)]
+enum Made {
+    NoRow(u64),
+    NoStates,
+}
+
+impl From<Error> for Made {
+    fn from(_: Error) -> Self {
+        Self::NoStates
+    }
+}
+
+#[test]
+fn a_row_that_cannot_be_made_fails_in_its_turn_and_is_not_tried_again() {
+    let (server, _) = own_server(async |_, request| good(&request));
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    // the fault is gone the next time, but the row is lost: to go on would be to train without it
+    let rows = (0..20).map(move |sample| match count.fetch_add(1, Ordering::SeqCst) {
+        7 => Err(Made::NoRow(sample)),
+        _ => Ok(WantedRow { row: sample * 10, requests: vec![prompt(sample)] }),
+    });
+    let mut stream = Stream::start(config(&[&server.url]), rows).unwrap();
+    for sample in 0..7 {
+        let row = stream.next_row().unwrap().unwrap();
+        assert_eq!((row.row, row.samples[0].sample), (sample * 10, sample));
+    }
+    assert_eq!(stream.next_row().unwrap().unwrap_err(), Made::NoRow(7));
+    assert!(stream.next_row().is_none(), "a failed stream goes on");
+    assert_eq!(asked.load(Ordering::SeqCst), 8);
 }
