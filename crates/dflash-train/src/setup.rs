@@ -134,8 +134,12 @@ pub(crate) fn trainer(
         max_anchors: config.max_anchors,
         seed: config.seed,
     };
-    let fresh = fresh(draft_config, config.seed, device);
-    if let Some(pretrained) = &config.from_pretrained {
+    let fresh = match resume {
+        // what the checkpoint fills needs no other numbers first
+        Some(_) => Draft::zeros(draft_config, device),
+        None => fresh(draft_config, config.seed, device),
+    };
+    if let (Some(pretrained), None) = (&config.from_pretrained, resume) {
         WarmStart::open(pretrained, fresh.config())?.copy_into(&fresh)?;
     }
     let shards = shards(config, fresh.layout(), place);
