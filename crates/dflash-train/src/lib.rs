@@ -34,6 +34,7 @@ mod trainer;
 mod validation;
 mod warm_start;
 
+pub use checkpoint::time_to_save;
 pub use dflash_run::{Acceptance, Retention};
 pub use error::Error;
 pub use run::{Outcome, run, validate};

@@ -132,6 +132,8 @@ fn measure(layers: usize) {
     let [saving, resuming] = there_and_back(&mut trainer, &dir.path().join("large"));
     let bytes = trainer.masters.entries().iter().map(|entry| 4 * entry.shape[0]).sum::<i64>();
     let mb = bytes as f64 / 1e6;
+    let expected = super::bytes(trainer.draft.config(), &OptimizerConfig::default());
+    assert_eq!(expected, bytes / 12 * 14, "what the time to save is computed from");
     println!("state of {mb:.0} MB: {saving:.1} MiB at save, {resuming:.1} MiB at resume");
     assert!(saving <= ROOM_MIB && resuming <= ROOM_MIB, "{saving} and {resuming} MiB");
     if layers >= LARGE {
@@ -149,11 +151,16 @@ fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
     let resuming = peak_of(|| {
         resume(trainer, &Checkpoint::at(path, 3), &position(0)).unwrap();
     });
-    let again = save(trainer, &position(4), path, &Single).unwrap();
-    let crc = |dir: &Path| load_state(dir).unwrap().tensors_crc32.unwrap();
-    assert_eq!(crc(&saved), crc(&again));
-    let model = |dir: &Path| TensorFile::open(&dir.join("model.safetensors")).unwrap().crc32();
-    assert_eq!(model(&saved).unwrap(), model(&again).unwrap());
+    let stored = TensorFile::open(&saved.join(Checkpoint::TENSORS)).unwrap();
+    let mut entries = trainer.masters.entries().into_iter();
+    trainer
+        .masters
+        .stream(&Single, &mut |part| {
+            let name = entries.next().unwrap().name;
+            assert!(stored.any_tensor(&name).unwrap().equal(part), "{name}");
+            assert!(part.abs().max().double_value(&[]) > 0.9, "{name} came back as nothing");
+        })
+        .unwrap();
     let served = Draft::load(&saved, Device::Cpu, Kind::BFloat16).unwrap();
     assert!(served.layout().parameters().iter().all(|parameter| {
         parameter.view(served.flat()).equal(&parameter.view(trainer.draft.flat()))
