@@ -35,7 +35,7 @@ check: build ## format, lints, tests, docs, dependency policy
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGO_FLAGS) --workspace --no-deps --document-private-items
 	@scripts/cargo-deny.sh
 
-bench: build ## time a training step and the start of the programs
+bench: build ## time a training step, a save and the start of the programs
 	@scripts/bench.sh
 
 interop: build ## serve a drafter with a stock vLLM and compare its acceptance with ours

@@ -41,7 +41,7 @@ pub use self::config::{Family, Llama3Scaling, RopeConfig, TargetConfig};
 pub use self::head::TargetHead;
 pub use self::layer_ids::{check_layer_ids, default_layer_ids};
 pub use self::mask_token::{TokenizerFacts, resolve_mask_token};
-pub(crate) use self::weights::Weights;
+pub use self::weights::Weights;
 
 /// Where and in what precision a target runs.
 #[derive(Debug, Clone, Copy)]
@@ -311,7 +311,7 @@ impl Target {
         if let LmHead::Own(linear) = &self.lm_head {
             tensors.extend(linear.checkpoint());
         }
-        write_weights(dir, tensors, kind)?;
+        write_weights(dir, &tensors, kind)?;
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
         let path = dir.join("config.json");
         let config = serde_json::to_string_pretty(&self.config.to_json(dtype))

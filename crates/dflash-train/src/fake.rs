@@ -14,6 +14,7 @@ use dflash_dist::{Backend, Communicator, Pending, Single};
 use dflash_hidden::{Counters, Dtype, HiddenStates, OfflineFiles, OnGenerate, OnMissing};
 use dflash_model::objective::{Denominator, ElementLoss, Weighting};
 use dflash_model::target::{Target, TargetConfig};
+use dflash_run::{Retention, RunDir};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -383,8 +384,8 @@ impl World {
 
     /// The steps of a run's checkpoints.
     pub(crate) fn saved(&self, save: &str) -> Vec<u64> {
-        let steps = crate::steps_in(&self.path(save)).unwrap();
-        steps.into_iter().map(|(step, _)| step).collect()
+        let checkpoints = RunDir::at(self.path(save)).checkpoints().unwrap();
+        checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect()
     }
 
     /// Bytes of a checkpoint's trainer state and of its served weights.

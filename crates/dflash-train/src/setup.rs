@@ -128,8 +128,12 @@ pub(crate) fn trainer(
         teacher: config.objective.needs_teacher(),
     };
     let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: prepared.teacher_layer() };
-    let fresh = fresh(prepared.draft.clone(), config.seed, device);
-    if let Some(warm_start) = prepared.warm_start.as_ref().filter(|_| prepared.resume.is_none()) {
+    let fresh = match prepared.resume {
+        // what the checkpoint fills needs no other numbers first
+        Some(_) => Draft::zeros(prepared.draft.clone(), device),
+        None => fresh(prepared.draft.clone(), config.seed, device),
+    };
+    if let (Some(warm_start), None) = (&prepared.warm_start, &prepared.resume) {
         warm_start.copy_into(&fresh)?;
     }
     let shards = shards(config, fresh.layout(), place);

@@ -51,8 +51,17 @@ impl World {
 
     /// A world in which `mask` says of a sample's token whether it is supervised.
     pub(crate) fn with_mask(mask: fn(u64, u64) -> bool) -> Self {
+        Self::of_width(HIDDEN, mask)
+    }
+
+    /// A world whose drafts have 27 million parameters: checkpoints take 380 MB.
+    pub(crate) fn large() -> Self {
+        Self::of_width(1024, |_, t| t >= 3)
+    }
+
+    fn of_width(hidden: i64, mask: fn(u64, u64) -> bool) -> Self {
         let world = Self { dir: tempfile::tempdir().unwrap() };
-        let target = write_target(&world.path("target"));
+        let target = write_target(&world.path("target"), hidden);
         let samples = write_dataset(&world.path("data"), mask);
         store_states(&target, &samples, OfflineFiles::new(world.path("states")));
         world
@@ -245,8 +254,8 @@ fn libtorch() -> std::ffi::OsString {
     std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()
 }
 
-fn write_target(dir: &Path) -> Target {
-    let config = TargetConfig::qwen3(HIDDEN, 2, VOCABULARY);
+fn write_target(dir: &Path, hidden: i64) -> Target {
+    let config = TargetConfig::qwen3(hidden, 2, VOCABULARY);
     let target = Target::random(config, 1, Device::Cpu);
     std::fs::create_dir(dir).unwrap();
     target.save(dir, Kind::Float).unwrap();
@@ -307,9 +316,9 @@ fn store_states(target: &Target, samples: &[Sample], files: OfflineFiles) {
         let tokens = sample.input_ids.len();
         let captures =
             tch::no_grad(|| target.forward_packed(&ids, &[0, tokens as i64], &LAYER_IDS));
+        let hidden = captures[0].size()[1] as usize;
         let layers = captures.iter().map(bytes_of).collect();
-        let states =
-            HiddenStates::new(LAYER_IDS.to_vec(), tokens, HIDDEN as usize, Dtype::F32, layers);
+        let states = HiddenStates::new(LAYER_IDS.to_vec(), tokens, hidden, Dtype::F32, layers);
         files.write(index as u64, &sample.input_ids, &states.unwrap()).unwrap();
     }
 }

@@ -232,6 +232,8 @@ impl Worker<'_, '_> {
             return Ok(Checkpoint::at(dir, step).dir);
         }
         let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
+        // A rank that ended while rank 0 still writes would leave it only moments.
+        self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
         self.prune(meter);
         Ok(path)

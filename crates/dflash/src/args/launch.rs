@@ -44,6 +44,10 @@ pub struct CheckpointArgs {
     /// With --keep-last: also keep those of steps that are multiples of N.
     #[arg(long, value_name = "N", requires = "keep_last", value_parser = clap::value_parser!(u64).range(1..))]
     pub keep_every: Option<u64>,
+    /// Seconds that a run has after SIGTERM to end its step and save. Default: 19, and one more for
+    /// each 100 MB of a checkpoint.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub grace: Option<u64>,
 }
 
 /// Carriers of gradients between GPUs.
