@@ -119,6 +119,7 @@ impl Span {
 
 #[cfg(test)]
 mod tests {
+    use dflash_test_support::seeded;
     use tch::Device;
 
     use super::*;
@@ -136,6 +137,7 @@ mod tests {
 
     #[test]
     fn grouped_heads_give_the_same_with_and_without_gradient() {
+        let _draws = seeded(tch::manual_seed);
         let options = (Kind::Float, Device::Cpu);
         let q = Tensor::randn([1, 4, 6, 8], options);
         let (k, v) = (Tensor::randn([1, 2, 6, 8], options), Tensor::randn([1, 2, 6, 8], options));
