@@ -260,10 +260,11 @@ fn heads(x: &Tensor, head_dim: i64) -> Tensor {
 mod tests {
     use super::*;
     use crate::checkpoint::write_safetensors;
+    use dflash_test_support::seeded;
 
     #[test]
     fn shards_load_as_one_file_does() {
-        tch::manual_seed(1);
+        let _draws = seeded(tch::manual_seed);
         let options = (Kind::Float, Device::Cpu);
         let config = r#"{
             "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4,
@@ -294,7 +295,7 @@ mod tests {
 
     #[test]
     fn a_fresh_fc_passes_the_captures_on() {
-        tch::manual_seed(0);
+        let _draws = seeded(tch::manual_seed);
         let options = (Kind::Float, Device::Cpu);
         let (h, captures) = (256, 4);
         let fc = fresh_fc(&Tensor::randn([h, captures * h], options));

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,6 +15,7 @@ use dflash_hidden::{Counters, Dtype, HiddenStates, OfflineFiles, OnGenerate, OnM
 use dflash_model::objective::{Denominator, ElementLoss, Weighting};
 use dflash_model::target::{Target, TargetConfig};
 use dflash_run::{Retention, RunDir};
+use dflash_test_support::alone;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -27,12 +28,6 @@ use crate::rows::{LoadedRow, RowSource, Rows, Samples, TargetSamples, pack};
 use crate::schedule::{Schedule, ScheduleKind, Warmup};
 use crate::validation::AcceptanceProbe;
 use crate::{Error, Outcome, Prepared};
-
-/// libtorch's random numbers belong to one test at a time: it has one generator for all threads.
-pub(crate) fn random() -> MutexGuard<'static, ()> {
-    static RANDOM: Mutex<()> = Mutex::new(());
-    RANDOM.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Rank 0 beside others that a test speaks for; notes what is announced to the launcher.
 #[derive(Debug, Default)]
@@ -211,7 +206,7 @@ impl World {
         let dir = tempfile::tempdir().unwrap();
         let config = TargetConfig::qwen3(Self::HIDDEN, 2, Self::VOCABULARY);
         let target = {
-            let _alone = random();
+            let _alone = alone();
             Target::random(config, 1, Device::Cpu)
         };
         std::fs::create_dir(dir.path().join("target")).unwrap();
@@ -361,7 +356,7 @@ impl World {
         communicator: &dyn Communicator,
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
-        let _alone = random();
+        let _alone = alone();
         let prepared = Prepared::open(config)?;
         let kind = crate::setup::device(config.device, config.compute_dtype, 0)?;
         prepared.train((communicator, kind), source, probe)

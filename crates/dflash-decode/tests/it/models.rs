@@ -2,6 +2,7 @@
 
 use dflash_model::draft::{Draft, DraftConfig, LayerKind};
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
 /// A two-layer target of the given vocabulary, without gradients.
@@ -16,7 +17,10 @@ pub(crate) fn random_target(vocab: i64, seed: i64) -> Target {
 pub(crate) fn save_target(config: TargetConfig, seed: i64, dir: &std::path::Path) {
     // Tests run side by side, and models this small gain nothing from a second thread.
     tch::set_num_threads(1);
-    let target = Target::random(config, seed, Device::Cpu);
+    let target = {
+        let _alone = alone();
+        Target::random(config, seed, Device::Cpu)
+    };
     no_grad(|| {
         for (name, mut parameter) in target.parameters() {
             if !name.contains("norm") {
@@ -53,6 +57,7 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
 
 /// A draft with random weights.
 pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> Draft {
+    let _alone = alone();
     tch::manual_seed(seed);
     Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_hidden::{Dtype, HiddenStates, OfflineFiles};
 use dflash_model::target::{Target, TargetConfig};
+use dflash_test_support::eventually;
 use tch::{Device, Kind, Tensor};
 
 pub(crate) const LAYER_IDS: [u32; 2] = [1, 2];
@@ -159,7 +160,9 @@ impl World {
             line.clear();
             assert!(lines.read_line(&mut line).unwrap() > 0, "the run ended before it trained");
         }
-        std::thread::sleep(Duration::from_millis(150));
+        let metrics = self.path(save).join("metrics.jsonl");
+        let trains = || std::fs::metadata(&metrics).is_ok_and(|file| file.len() > 0);
+        eventually("a step is done", trains);
         let asked = Instant::now();
         Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
         let status = child.wait().unwrap();

@@ -160,6 +160,7 @@ impl Linear {
 mod tests {
     use super::*;
     use crate::target::weights::write_weights;
+    use dflash_test_support::seeded;
 
     const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -169,6 +170,7 @@ mod tests {
 
     #[test]
     fn fused_projections_are_the_separate_ones() {
+        let _draws = seeded(tch::manual_seed);
         let dir = tempfile::tempdir().unwrap();
         let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
         let stored = [
