@@ -4,12 +4,16 @@ use dflash_model::draft::{Draft, DraftConfig, LayerKind};
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use tch::{Device, Kind, Tensor, no_grad};
 
-/// A two-layer target of the given vocabulary, without gradients.
+/// A two-layer target of the given vocabulary, without gradients, in float32.
 pub(crate) fn random_target(vocab: i64, seed: i64) -> Target {
+    random_target_in(vocab, seed, Kind::Float)
+}
+
+/// The same in any precision.
+pub(crate) fn random_target_in(vocab: i64, seed: i64, dtype: Kind) -> Target {
     let dir = tempfile::tempdir().unwrap();
     save_target(TargetConfig::qwen3(32, 2, vocab), seed, dir.path());
-    let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
-    Target::load(dir.path(), &options).unwrap()
+    Target::load(dir.path(), &TargetOptions { device: Device::Cpu, dtype }).unwrap()
 }
 
 /// Writes a random target to `dir`.
@@ -55,4 +59,11 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
 pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> Draft {
     tch::manual_seed(seed);
     Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
+}
+
+/// The same as it is loaded in `dtype`.
+pub(crate) fn draft_in(config: DraftConfig, seed: i64, dtype: Kind) -> Draft {
+    let dir = tempfile::tempdir().unwrap();
+    random_draft(config, seed).save(dir.path()).unwrap();
+    Draft::load(dir.path(), Device::Cpu, dtype).unwrap()
 }
