@@ -126,6 +126,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
         "dflash-data",
         "dflash-files",
         "dflash-hidden",
+        "dflash-hub",
         "dflash-prepare",
         "dflash-report",
         "dflash-run",
@@ -153,12 +154,13 @@ fn libraries_depend_on_what_the_layers_allow() {
     let allowed = [
         ("dflash-files", &[][..]),
         ("dflash-text", &[]),
+        ("dflash-hub", &[]),
         ("dflash-torch-sys", &[]),
         ("dflash-data", &["dflash-files"]),
         ("dflash-hidden", &["dflash-files"]),
         ("dflash-dist", &["dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-torch-sys"]),
-        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-text"]),
+        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-hub", "dflash-text"]),
         ("dflash-run", &["dflash-files"]),
         ("dflash-report", &["dflash-files", "dflash-run"]),
         (

@@ -278,7 +278,7 @@ fn a_run_starts_from_a_repository_of_the_hub() {
     assert!(run.stderr.contains("stored weights"), "{}", run.stderr);
     let refused = world.train_with("third", &start("someone/else"), &offline);
     assert_eq!(refused.code, Some(1));
-    assert!(refused.stderr.contains("drafter someone/else"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("the draft someone/else"), "{}", refused.stderr);
 }
 
 #[test]

@@ -32,7 +32,7 @@ use self::parameters::{Init, Linear, LinearSpec};
 use self::rotary::{HeadTables, scale_frequencies};
 use self::weights::write_weights;
 use crate::fused::Norm;
-use crate::ops::Rotary;
+use crate::ops::{Rotary, rms_norm};
 use crate::{Error, Result};
 
 pub use self::batch::BatchCache;
@@ -52,14 +52,20 @@ pub struct TargetOptions {
     pub dtype: Kind,
 }
 
+impl TargetOptions {
+    /// `None` stands for the usual choice: CUDA where libtorch has it, in bf16; else the CPU in
+    /// float32, which checkpoints in bf16 lose nothing by and which agrees with other software's
+    /// CPU results.
+    pub fn new(device: Option<Device>, dtype: Option<Kind>) -> Self {
+        let device = device.unwrap_or_else(Device::cuda_if_available);
+        let usual = if device == Device::Cpu { Kind::Float } else { Kind::BFloat16 };
+        Self { device, dtype: dtype.unwrap_or(usual) }
+    }
+}
+
 impl Default for TargetOptions {
-    /// CUDA in bf16 where libtorch has it; else CPU in float32, which checkpoints in bf16 lose
-    /// nothing by and which agrees with other software's CPU results.
     fn default() -> Self {
-        match Device::cuda_if_available() {
-            Device::Cpu => Self { device: Device::Cpu, dtype: Kind::Float },
-            device => Self { device, dtype: Kind::BFloat16 },
-        }
+        Self::new(None, None)
     }
 }
 
@@ -222,6 +228,14 @@ impl Target {
             LmHead::Own(linear) => linear.columns(ids_v),
             LmHead::Tied { .. } => self.embedding_vh.index_select(0, ids_v).tr().contiguous(),
         }
+    }
+
+    /// Logits [T, v] of the tokens `ids_v` alone, in float32 whatever the target runs in: nothing
+    /// is rounded further than the states `hidden_td` [T, H] are.
+    pub fn logits_f32(&self, hidden_td: &Tensor, ids_v: &Tensor) -> Tensor {
+        let f32 = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+        let normed_td = rms_norm(&f32(hidden_td), &f32(&self.norm_h), self.config.rms_norm_eps);
+        normed_td.mm(&f32(&self.lm_head_columns(ids_v)))
     }
 
     /// Hidden states of packed documents: one [T, H] for each id of `captures`, in its order.

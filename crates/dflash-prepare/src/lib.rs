@@ -8,7 +8,6 @@
 mod boundary;
 mod config;
 mod error;
-mod hub;
 mod model;
 mod outcome;
 mod pipeline;
@@ -21,7 +20,6 @@ mod source;
 pub use boundary::{Refusal, conversation_rows};
 pub use config::{Config, DEFAULT_MODEL, default_output};
 pub use error::Error;
-pub use model::locate_draft;
 pub use outcome::{DropReason, Tally};
 pub use preset::{PRESETS, Preset};
 pub use run::{Summary, prepare};

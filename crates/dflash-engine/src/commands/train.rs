@@ -14,6 +14,7 @@ use dflash::args::{
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hidden::{OnGenerate, OnMissing};
+use dflash_hub::{Hub, Part};
 use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
@@ -263,7 +264,7 @@ pub(super) fn stored_draft(
     stop: &Arc<AtomicBool>,
 ) -> anyhow::Result<(Option<PathBuf>, Option<DraftConfig>)> {
     let named = args.from_pretrained.as_deref();
-    let dir = named.map(|name| dflash_prepare::locate_draft(name, stop)).transpose()?;
+    let dir = named.map(|name| Hub::from_env().model(name, Part::Draft, stop)).transpose()?;
     let config = dir.as_deref().map(DraftConfig::load).transpose()?;
     Ok((dir, config))
 }

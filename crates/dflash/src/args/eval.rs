@@ -34,9 +34,10 @@ pub struct EvalArgs {
     /// Seed of the samples.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Two tokens whose logits differ by no more than this are a tie.
-    #[arg(long, value_name = "X", default_value_t = 1e-3)]
-    pub tie_tolerance: f64,
+    /// Two tokens whose logits differ by no more than this are a tie [default: what rounding in
+    /// the target's precision explains].
+    #[arg(long, value_name = "X")]
+    pub tie_tolerance: Option<f64>,
 }
 
 /// A count for which zero makes no sense.
