@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test soak check bench interop clean
+.PHONY: help setup build demo test soak lint check bench interop clean
 
 # One profile for programs and tests: libtorch's bindings take minutes to build, once is enough.
 CARGO_FLAGS ?= --release
@@ -28,14 +28,15 @@ test: build ## all tests, with the counts at the end
 soak: build ## train under fifty kill -9 at random moments, and compare with an unhurt run
 	@scripts/soak.sh
 
-check: build ## format, lints, tests, docs, dependency policy
+lint: setup ## format, lints, docs, dependency policy
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
-	@scripts/test.sh
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc $(CARGO_FLAGS) --workspace --no-deps --document-private-items
 	@scripts/cargo-deny.sh
 
-bench: build ## time a training step and the start of the programs
+check: lint test ## all of the above: lints and tests
+
+bench: build ## time a training step, a save and the start of the programs
 	@scripts/bench.sh
 
 interop: build ## serve a drafter with a stock vLLM and compare its acceptance with ours

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Times what a user waits for: the start of the front program and of the engine, and a training
-# step. TARGET names the target whose dimensions the step takes; by default the demo's shape.
+# Times what a user waits for: the start of the front program and of the engine, a training step,
+# and a save of 1.3 GB of state, whose memory it measures too. TARGET names the target whose dimensions the step takes; by default the demo's shape.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,3 +29,9 @@ target=${TARGET:-target/bench/target}
   "$dflash" demo-target --output target/bench --rows 20 --held-out 1 --steps 1 >/dev/null 2>&1
 echo
 "$dflash" bench train-step --target "$target"
+
+# Seven layers make 1.3 GB. The build is that of `make test`.
+echo
+save=checkpoint::tests::saving_and_resuming_take_little_memory_beside_the_tensors
+DFLASH_TEST_STATE_LAYERS=7 env -u LIBTORCH cargo test --release --workspace --lib --quiet \
+  -- "$save" --exact --nocapture | grep -E '^(state of|saved in)'

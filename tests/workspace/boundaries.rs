@@ -132,6 +132,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
         "dflash-data",
         "dflash-files",
         "dflash-hidden",
+        "dflash-hub",
         "dflash-prepare",
         "dflash-report",
         "dflash-run",
@@ -160,13 +161,14 @@ fn libraries_depend_on_what_the_layers_allow() {
     let allowed = [
         ("dflash-files", &[][..]),
         ("dflash-text", &[]),
+        ("dflash-hub", &[]),
         ("dflash-torch-sys", &[]),
         ("dflash-data", &["dflash-files"]),
         ("dflash-settings", &[]),
         ("dflash-hidden", &["dflash-files", "dflash-settings"]),
         ("dflash-dist", &["dflash-settings", "dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-settings", "dflash-torch-sys"]),
-        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-settings", "dflash-text"]),
+        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-hub", "dflash-settings", "dflash-text"]),
         ("dflash-run", &["dflash-files", "dflash-settings"]),
         ("dflash-report", &["dflash-files", "dflash-run"]),
         (
@@ -183,7 +185,18 @@ fn libraries_depend_on_what_the_layers_allow() {
             "dflash-decode",
             &["dflash-files", "dflash-model", "dflash-run", "dflash-settings", "dflash-text"],
         ),
-        ("dflash-demo", &["dflash-files", "dflash-model", "dflash-settings", "dflash-text"]),
+        (
+            "dflash-demo",
+            &[
+                "dflash-data",
+                "dflash-files",
+                "dflash-model",
+                "dflash-prepare",
+                "dflash-settings",
+                "dflash-text",
+                "dflash-train",
+            ],
+        ),
         (
             "dflash-train",
             &[
@@ -205,7 +218,7 @@ fn libraries_depend_on_what_the_layers_allow() {
         assert!(beyond.is_empty(), "{crate_name} may not depend on {beyond:?}");
     }
     let listed: Vec<_> = allowed.iter().map(|(name, _)| *name).collect();
-    let others = ["dflash-engine", "dflash-tests", "dflash-golden"];
+    let others = ["dflash-engine", "dflash-tests", "dflash-golden", "dflash-test-support"];
     for name in graph.ours() {
         let known = listed.contains(&name.as_str()) || others.contains(&name.as_str());
         assert!(known, "{name} has no place in the layers; add it here and in ARCHITECTURE.md");

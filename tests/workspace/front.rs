@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::program::{Finished, dflash, path, run};
 
@@ -63,13 +63,13 @@ fn usage_errors_have_code_two_and_name_the_flag() {
 
 #[test]
 fn help_starts_at_once() {
-    let best = (0..5).map(|_| {
+    let at_once = |_| {
         let began = Instant::now();
         dflash("--help").ok();
-        began.elapsed().as_millis()
-    });
-    // The promise is 30 ms; the rest is for a machine that is busy with other tests.
-    assert!(best.min().unwrap() < 60);
+        began.elapsed() < Duration::from_millis(30)
+    };
+    // Once is proof; the rest is for a machine that is busy with other tests.
+    assert!((0..200).any(at_once));
 }
 
 #[test]

@@ -60,7 +60,7 @@ impl Server {
             .spawn()
             .expect("the server starts");
         let written = || fs::read_to_string(&port_file).ok().filter(|text| text.ends_with('\n'));
-        let text = wait_for(Duration::from_secs(30), written).expect("the server tells its port");
+        let text = wait_for(Duration::from_secs(120), written).expect("the server tells its port");
         let digits = text.trim().rsplit(|c: char| !c.is_ascii_digit()).next().expect("digits");
         Self { child, port: digits.parse().expect("a port") }
     }

@@ -1,8 +1,13 @@
 //! Counts of supervised tokens, and the files that hold them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 
 use crate::Sample;
+use crate::error::Error;
+
+/// Where a dataset of ours keeps its counts.
+pub(crate) const FILE: &str = "token_freq.json";
 
 /// How often each token is supervised.
 #[derive(Debug, Default)]
@@ -28,6 +33,17 @@ pub(crate) fn to_json(counts: &[(i64, u64)]) -> Vec<u8> {
     let entries: Vec<String> =
         counts.iter().map(|(id, count)| format!("\"{id}\": {count}")).collect();
     format!("{{{}}}\n", entries.join(", ")).into_bytes()
+}
+
+/// What [`to_json`] wrote, ascending by id; `None` where there is no such file.
+pub(crate) fn read(path: &Path) -> Result<Option<Vec<(i64, u64)>>, Error> {
+    let text = match std::fs::read(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        text => text.map_err(|source| Error::Read { path: path.into(), source })?,
+    };
+    let counts: BTreeMap<i64, u64> = serde_json::from_slice(&text)
+        .map_err(|source| Error::Json { path: path.into(), source })?;
+    Ok(Some(counts.into_iter().collect()))
 }
 
 /// The dictionary as `torch.save` wrote it before it used zip files: five pickles in a row, of

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::Sample;
-use crate::counts::TokenCounts;
+use crate::counts::{self, TokenCounts};
 use crate::digest::Digest;
 use crate::error::Error;
 use column::ColumnSlice;
@@ -158,11 +158,15 @@ impl Dataset {
         digest.hex()
     }
 
-    /// How often each token is supervised, ascending by id. Reads the whole dataset.
+    /// How often each token is supervised, ascending by id: as its writer counted it, or, where that
+    /// is not recorded (`datasets` does not keep our file), by reading every row.
     ///
     /// # Errors
-    /// [`Error::Read`].
+    /// [`Error::Json`] where the record is damaged, [`Error::Read`].
     pub fn token_frequencies(&self) -> Result<Vec<(i64, u64)>, Error> {
+        if let Some(counts) = counts::read(&self.dir.join(counts::FILE))? {
+            return Ok(counts);
+        }
         let mut counts = TokenCounts::default();
         for index in 0..self.len() {
             counts.add(&self.get(index)?);

@@ -88,6 +88,17 @@ impl PackedRow {
         row
     }
 
+    /// Keeps the documents whose entry of `keep` is true, as if the others had never been packed.
+    pub fn keep_documents(&mut self, keep: &[bool]) {
+        let whole = std::mem::replace(self, Self::from_samples(&[], 0));
+        for (index, document) in whole.documents().enumerate().filter(|(index, _)| keep[*index]) {
+            self.input_ids.extend_from_slice(&whole.input_ids[document.clone()]);
+            self.loss_mask.extend_from_slice(&whole.loss_mask[document]);
+            self.document_starts.push(self.input_ids.len());
+            self.samples.push(whole.samples[index]);
+        }
+    }
+
     /// The documents' ranges of positions.
     pub fn documents(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
         self.document_starts.windows(2).map(|pair| pair[0]..pair[1])
@@ -155,5 +166,28 @@ mod tests {
         assert_eq!(row.samples, [9, 4, 2]);
         assert_eq!(row.position_ids(), [0, 1, 2, 0, 0, 1]);
         assert_eq!(row.document_ids(), [0, 0, 0, 1, 2, 2]);
+    }
+    #[test]
+    fn documents_that_go_leave_the_row_of_the_others() {
+        let sample = |index: u32| {
+            let input_ids: Vec<i64> = (0..3 + i64::from(index)).collect();
+            (index, Sample { loss_mask: vec![index % 2 == 0; input_ids.len()], input_ids })
+        };
+        let all: Vec<(u32, Sample)> = (0..4).map(sample).collect();
+        let mut row = PackedRow::from_samples(&all, 17);
+        row.keep_documents(&[false, true, false, true]);
+        let others = [
+            all[1].clone(),
+            (
+                3,
+                Sample {
+                    input_ids: all[3].1.input_ids[..5].to_vec(),
+                    loss_mask: all[3].1.loss_mask[..5].to_vec(),
+                },
+            ),
+        ];
+        assert_eq!(row, PackedRow::from_samples(&others, 17));
+        row.keep_documents(&[false; 2]);
+        assert_eq!(row, PackedRow::from_samples(&[], 17));
     }
 }

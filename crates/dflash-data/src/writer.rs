@@ -201,7 +201,7 @@ impl DatasetWriter {
         let counts = std::mem::take(&mut self.counts).into_sorted();
         self.add_file("dataset_info.json", metadata::dataset_info().as_bytes())?;
         self.add_file("state.json", metadata::state(&names, &fingerprint).as_bytes())?;
-        self.add_file("token_freq.json", &counts::to_json(&counts))?;
+        self.add_file(counts::FILE, &counts::to_json(&counts))?;
         self.add_file("token_freq.pt", &counts::to_torch(&counts))?;
         let summary = WriteSummary {
             rows: self.rows,
@@ -271,13 +271,8 @@ impl DatasetWriter {
 
 /// Whether every file of `dir` is one that a dataset has.
 fn check_replaceable(dir: &Path) -> Result<(), Error> {
-    const OURS: [&str; 5] = [
-        "dataset_info.json",
-        "state.json",
-        "token_freq.json",
-        "token_freq.pt",
-        "dflash_prepare.json",
-    ];
+    const OURS: [&str; 5] =
+        ["dataset_info.json", "state.json", counts::FILE, "token_freq.pt", "dflash_prepare.json"];
     if dflash_files::is_absent_or_empty(dir)? {
         return Ok(());
     }
@@ -348,6 +343,22 @@ mod tests {
         let json: serde_json::Value =
             serde_json::from_slice(&fs::read(dir.join("token_freq.json")).unwrap()).unwrap();
         assert_eq!(json[counts[5].0.to_string()], counts[5].1);
+    }
+
+    #[test]
+    fn counts_are_read_where_they_are_stored_and_else_counted() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("data");
+        write(&dir, WriterOptions::default(), &[30, 40]).unwrap();
+        let frequencies = || Dataset::open(&dir).unwrap().token_frequencies();
+        let stored = frequencies().unwrap();
+        fs::write(dir.join(counts::FILE), r#"{"11": 2, "7": 5}"#).unwrap();
+        assert_eq!(frequencies().unwrap(), [(7, 5), (11, 2)]);
+        fs::write(dir.join(counts::FILE), r#"{"7": "#).unwrap();
+        let refused = frequencies().unwrap_err().to_string();
+        assert!(refused.contains("token_freq.json is not valid JSON"), "{refused}");
+        fs::remove_file(dir.join(counts::FILE)).unwrap();
+        assert_eq!(frequencies().unwrap(), stored);
     }
 
     #[test]

@@ -41,8 +41,8 @@ pub struct EvalConfig {
     pub json: Option<PathBuf>,
     /// Greedy, or at a temperature.
     pub sampling: Sampling,
-    /// Largest difference of two logits that counts as a tie.
-    pub tie_tolerance: f64,
+    /// Largest difference of two logits that counts as a tie; `None` lets it follow the precision.
+    pub tie_tolerance: Option<f64>,
     /// Device and precision of both models.
     pub options: TargetOptions,
 }
@@ -125,7 +125,7 @@ struct Measurement<'a> {
     lossless: Option<Lossless>,
     whole: Vec<Timing>,
     decode: Vec<Timing>,
-    tie_tolerance: f64,
+    tie_tolerance: Option<f64>,
 }
 
 impl<'a> Measurement<'a> {

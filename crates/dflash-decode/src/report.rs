@@ -219,8 +219,8 @@ impl Display for Difference {
             token(self.plain),
             token(self.speculative)
         )?;
-        match self.logit_gap {
-            Some(gap) => write!(f, ", logits {gap:.1e} apart"),
+        match self.logit_gap.zip(self.tie_tolerance) {
+            Some((gap, tie)) => write!(f, ", logits {gap:.1e} apart (a tie up to {tie:.1e})"),
             None => Ok(()),
         }
     }

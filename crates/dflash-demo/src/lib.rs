@@ -7,7 +7,6 @@
 
 mod corpus;
 mod error;
-mod optimizer;
 mod run;
 mod tokenizer;
 mod training;

@@ -5,28 +5,35 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use dflash_data::Sample;
+use dflash_model::draft::Parameter;
 use dflash_model::target::Target;
-use dflash_text::ChatTokenizer;
+use dflash_prepare::{Refusal, conversation_rows};
+use dflash_text::{ChatTokenizer, Conversation, SegmentCache};
+use dflash_train::optimizer::{
+    AdamWConfig, Groups, Optimizer, OptimizerConfig, WeightDecay, gradient_norm,
+};
+use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
-use tch::{Reduction, Tensor};
+use tch::{Reduction, Tensor, no_grad};
 
 use crate::corpus::{Exchange, messages};
 use crate::error::Error;
-use crate::optimizer::{AdamW, rate_at};
 use crate::run::Event;
 
 /// Peak learning rate; small models bear a high one.
 const PEAK_RATE: f64 = 3e-3;
-
-/// A rendered conversation.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Document {
-    ids: Vec<i64>,
-    /// Positions of tokens that the model must predict.
-    supervised: Vec<i64>,
-}
+/// Of the average of squared gradients: it forgets faster than usual, because the whole run is a
+/// few hundred steps.
+const BETA2: f64 = 0.98;
+/// Of matrices.
+const WEIGHT_DECAY: f64 = 0.05;
+/// Gradients longer than this are scaled down.
+const MAX_NORM: f64 = 1.0;
+const SCHEDULE: Schedule =
+    Schedule { kind: ScheduleKind::Cosine, warmup: Warmup::Ratio(0.05), minimum: 0.1 };
 
 /// How long and on how much to train.
 #[derive(Debug, Clone, Copy)]
@@ -39,29 +46,26 @@ pub(crate) struct Plan {
     pub(crate) seed: u64,
 }
 
-/// Renders a conversation and marks its answers, end tokens included.
-pub(crate) fn document(tokenizer: &ChatTokenizer, turns: &[Exchange]) -> Result<Document, Error> {
-    let all = messages(turns);
-    let ids = tokenizer.render_ids(&all, None, false)?;
-    let mut supervised = Vec::new();
-    for answer in (1..all.len()).step_by(2) {
-        let from = tokenizer.render_ids(&all[..answer], None, true)?.len();
-        // The template closes every turn with the end token and a newline; only the former counts.
-        let to = tokenizer.render_ids(&all[..=answer], None, false)?.len() - 1;
-        supervised.extend(from as i64..to as i64);
+/// Renders a conversation and marks its answers, as `dflash prepare` does.
+pub(crate) fn document(tokenizer: &ChatTokenizer, turns: &[Exchange]) -> Result<Sample, Error> {
+    let conversation = Conversation { messages: messages(turns), tools: None };
+    match conversation_rows(tokenizer, &conversation, &mut SegmentCache::default()) {
+        // One for all turns: the template rewrites no history.
+        Ok(mut rows) => Ok(rows.remove(0)),
+        Err(Refusal::Failed(error)) => Err(error.into()),
+        Err(refusal) => panic!("a conversation of the corpus has answers: {refusal:?}"),
     }
-    Ok(Document { ids, supervised })
 }
 
 /// Trains `target` in place; every step is told to `observe`.
 pub(crate) fn train(
     target: &Target,
-    documents: &[Document],
+    documents: &[Sample],
     plan: Plan,
     stop: &AtomicBool,
     observe: &mut dyn FnMut(Event),
 ) -> Result<(), Error> {
-    let mut optimizer = AdamW::new(target.parameters().into_iter().map(|(_, tensor)| tensor));
+    let mut weights = Weights::new(target);
     let mut batches = Batches::new(documents, plan);
     for step in 0..plan.steps {
         if stop.load(Ordering::Relaxed) {
@@ -69,7 +73,8 @@ pub(crate) fn train(
         }
         let batch = batches.next_batch();
         let loss = loss(target, &batch);
-        optimizer.backward_step(&loss, rate_at(step, plan.steps, PEAK_RATE));
+        let rate = PEAK_RATE * SCHEDULE.of_step(step as u64, plan.steps as u64);
+        weights.backward_step(&loss, rate);
         observe(Event::Step { step: step + 1, steps: plan.steps, loss: loss.double_value(&[]) });
     }
     Ok(())
@@ -90,24 +95,71 @@ fn loss(target: &Target, batch: &Batch) -> Tensor {
     )
 }
 
+/// The target's parameters, and a copy of them as one buffer, which the optimizer works on.
+struct Weights {
+    parameters: Vec<(Parameter, Tensor)>,
+    flat: Tensor,
+    optimizer: Optimizer,
+}
+
+impl Weights {
+    fn new(target: &Target) -> Self {
+        let mut elements = 0;
+        let place = |(name, tensor): (String, Tensor)| {
+            let parameter = Parameter { name, shape: tensor.size(), offset: elements };
+            elements += parameter.elements();
+            (parameter, tensor)
+        };
+        let parameters: Vec<_> = target.parameters().into_iter().map(place).collect();
+        let flat = flattened(parameters.iter().map(|(_, tensor)| tensor.detach()));
+        let listed: Vec<_> = parameters.iter().map(|(parameter, _)| parameter.clone()).collect();
+        let config = OptimizerConfig {
+            adamw: AdamWConfig { beta2: BETA2, ..AdamWConfig::default() },
+            weight_decay: WeightDecay { matrices: WEIGHT_DECAY, norms: 0.0 },
+            ..OptimizerConfig::default()
+        };
+        let optimizer = Optimizer::new(&config, Groups::of(&listed, &(0..elements)), &flat);
+        Self { parameters, flat, optimizer }
+    }
+
+    /// Runs `loss` backward and moves every parameter.
+    fn backward_step(&mut self, loss: &Tensor, rate: f64) {
+        self.parameters.iter_mut().for_each(|(_, tensor)| tensor.zero_grad());
+        loss.backward();
+        no_grad(|| {
+            let gradient = flattened(self.parameters.iter().map(|(_, tensor)| tensor.grad()));
+            let norm = gradient_norm(&gradient).double_value(&[]);
+            self.optimizer.step(&mut self.flat, &(gradient * (MAX_NORM / norm).min(1.0)), rate);
+            for (parameter, tensor) in &mut self.parameters {
+                tensor.copy_(&parameter.view(&self.flat));
+            }
+        });
+    }
+}
+
+fn flattened(tensors: impl Iterator<Item = Tensor>) -> Tensor {
+    Tensor::cat(&tensors.map(|tensor| tensor.flatten(0, -1)).collect::<Vec<_>>(), 0)
+}
+
 /// Documents laid end to end.
 #[derive(Debug, Default)]
 struct Batch {
     ids: Vec<i64>,
     starts: Vec<i64>,
+    /// Positions of tokens that the model must predict.
     supervised: Vec<i64>,
 }
 
 /// An endless walk over the documents, shuffled again each time round.
 struct Batches<'a> {
-    documents: &'a [Document],
+    documents: &'a [Sample],
     plan: Plan,
     order: Vec<usize>,
     random: ChaCha8Rng,
 }
 
 impl<'a> Batches<'a> {
-    fn new(documents: &'a [Document], plan: Plan) -> Self {
+    fn new(documents: &'a [Sample], plan: Plan) -> Self {
         let random = ChaCha8Rng::seed_from_u64(plan.seed);
         Self { documents, plan, order: Vec::new(), random }
     }
@@ -118,14 +170,15 @@ impl<'a> Batches<'a> {
             let document = self.next_document();
             let start = batch.ids.len() as i64;
             batch.starts.push(start);
-            batch.ids.extend(&document.ids);
-            batch.supervised.extend(document.supervised.iter().map(|position| start + position));
+            batch.ids.extend(&document.input_ids);
+            let marked = (start..).zip(&document.loss_mask).filter(|(_, supervised)| **supervised);
+            batch.supervised.extend(marked.map(|(position, _)| position));
         }
         batch.starts.push(batch.ids.len() as i64);
         batch
     }
 
-    fn next_document(&mut self) -> &'a Document {
+    fn next_document(&mut self) -> &'a Sample {
         if self.order.is_empty() {
             self.order = (0..self.documents.len()).collect();
             self.order.shuffle(&mut self.random);
@@ -142,7 +195,7 @@ mod tests {
     use dflash_model::target::TargetConfig;
     use tch::Device;
 
-    fn prepared() -> (ChatTokenizer, Vec<Document>) {
+    fn prepared() -> (ChatTokenizer, Vec<Sample>) {
         let dir = tempfile::tempdir().unwrap();
         let corpus = conversations(60, 0);
         tokenizer::write(&tokenizer::train(&corpus, 500).unwrap(), dir.path()).unwrap();
@@ -155,17 +208,18 @@ mod tests {
     fn exactly_the_answers_are_supervised() {
         let (tokenizer, documents) = prepared();
         for (turns, document) in conversations(60, 0).iter().zip(&documents) {
-            let ids: Vec<i64> =
-                document.supervised.iter().map(|&p| document.ids[p as usize]).collect();
+            let marked = document.input_ids.iter().zip(&document.loss_mask);
+            let ids: Vec<i64> = marked.filter(|(_, mask)| **mask).map(|(&id, _)| id).collect();
             let expect: String =
-                turns.iter().map(|turn| format!("{}<|im_end|>", turn.answer)).collect();
+                turns.iter().map(|turn| format!("{}<|im_end|>\n", turn.answer)).collect();
             assert_eq!(tokenizer.decode(&ids, false).unwrap(), expect);
         }
     }
 
     #[test]
     fn a_batch_shifts_positions_and_an_epoch_sees_all() {
-        let document = |n: i64| Document { ids: vec![n; 3], supervised: vec![2] };
+        let document =
+            |n: i64| Sample { input_ids: vec![n; 3], loss_mask: vec![false, false, true] };
         let documents = [document(7), document(8)];
         let plan = Plan { steps: 1, tokens: 6, seed: 0 };
         let batch = Batches::new(&documents, plan).next_batch();
@@ -190,6 +244,23 @@ mod tests {
         };
         train(&target, &documents, plan, &AtomicBool::new(false), &mut observe).unwrap();
         assert!(losses[0] > 5.0 && losses[29] < losses[0] - 0.8, "{losses:?}");
+    }
+
+    #[test]
+    fn the_first_step_is_as_long_as_the_rate_and_only_matrices_decay() {
+        let target = Target::random(TargetConfig::qwen3(32, 1, 50), 0, Device::Cpu);
+        let mut weights = Weights::new(&target);
+        let before = weights.flat.copy();
+        let (ids, supervised) = ((0..20).collect(), (1..20).collect());
+        let batch = Batch { ids, starts: vec![0, 20], supervised };
+        let rate = 0.125;
+        weights.backward_step(&loss(&target, &batch), rate);
+        for ((parameter, _), (name, tensor)) in weights.parameters.iter().zip(target.parameters()) {
+            let decay = if parameter.is_matrix() { 1.0 - rate * WEIGHT_DECAY } else { 1.0 };
+            let moved = tensor.detach() - parameter.view(&before) * decay;
+            let longest = moved.abs().max().double_value(&[]);
+            assert!((longest - rate).abs() < 1e-4, "{name}: {longest}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! How workers meet: a store whose address all know, a roll call, then gloo's connections.
 
-use std::net::{IpAddr, Ipv4Addr, TcpStream, ToSocketAddrs, UdpSocket};
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
 use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Store};
@@ -83,6 +84,23 @@ pub(crate) fn store_prefix(run_id: &str, restart_count: usize) -> String {
     format!("dflash/{run_id}/{restart_count}")
 }
 
+/// Opens the store where the others look for it: on the address that `host` names, so at the
+/// loopback where it names that. On all interfaces where no address of `host` is this machine's own
+/// (those of a gateway or a container's host are not), or where a name stands for the loopback
+/// here: many distributions map a machine's own name there, and other machines do not.
+pub(crate) fn serve(host: &str, port: u16, limit: Duration) -> Result<Store, TorchError> {
+    let reachable = |address: &SocketAddr| !address.ip().is_loopback() || names_loopback(host);
+    for address in (host, port).to_socket_addrs().into_iter().flatten().filter(reachable) {
+        match Store::serve(address, limit) {
+            Err(TorchError::Listen { source, .. })
+                if !matches!(source.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
+            }
+            outcome => return outcome,
+        }
+    }
+    Store::serve_everywhere(port, limit)
+}
+
 /// One process's attempt to meet the others.
 struct Meeting<'a> {
     env: &'a WorkerEnv,
@@ -96,11 +114,8 @@ impl Meeting<'_> {
         if self.env.rank == 0 && !self.env.use_agent_store {
             let port = self.env.master_port;
             let remedy = "another program has it: set MASTER_PORT to a free one in all ranks";
-            return Store::serve(port, self.limit).map_err(|source| Error::Listen {
-                port,
-                remedy,
-                source,
-            });
+            let listen = |source| Error::Listen { port, remedy, source };
+            return serve(self.host, port, self.limit).map_err(listen);
         }
         self.await_listener()?;
         let left = self.limit.saturating_sub(self.start.elapsed());
@@ -273,6 +288,19 @@ mod tests {
     #[test]
     fn the_loopback_is_no_address_for_others() {
         assert_eq!(address_towards(("127.0.0.1", 1)), None);
+    }
+
+    #[test]
+    fn the_store_listens_where_its_host_says() {
+        // The loopback's second address tells one address from all.
+        let elsewhere = |host| {
+            let store = serve(host, 0, SHORT).unwrap();
+            TcpStream::connect(("127.0.0.2", store.port())).is_ok()
+        };
+        assert!(!elsewhere("127.0.0.1"));
+        assert!(!elsewhere("localhost"));
+        // An address that no machine has (RFC 5737).
+        assert!(elsewhere("192.0.2.1"));
     }
 
     #[test]

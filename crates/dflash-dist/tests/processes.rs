@@ -59,6 +59,25 @@ fn is_running(id: u32) -> bool {
     !rest.trim_start().starts_with(['Z', 'X'])
 }
 
+/// Local addresses, as the kernel writes them, of the sockets on which the process listens.
+fn listening(id: u32) -> Vec<String> {
+    let descriptors = std::fs::read_dir(format!("/proc/{id}/fd")).unwrap();
+    let links = descriptors.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+    let sockets: Vec<String> = links.map(|link| link.display().to_string()).collect();
+    let mut found = Vec::new();
+    for table in ["tcp", "tcp6"] {
+        let table = std::fs::read_to_string(format!("/proc/{id}/net/{table}")).unwrap_or_default();
+        for line in table.lines().skip(1) {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            // State 0A is LISTEN; the tenth field is the socket's inode.
+            if fields[3] == "0A" && sockets.contains(&format!("socket:[{}]", fields[9])) {
+                found.push(fields[1].to_owned());
+            }
+        }
+    }
+    found
+}
+
 fn assert_gone_within(limit: Duration, ids: &[u32]) {
     let deadline = Instant::now() + limit;
     while ids.iter().any(|&id| is_running(id)) {
@@ -114,6 +133,18 @@ fn collectives_of_two_processes() {
 #[test]
 fn collectives_of_four_processes() {
     check_launched(4);
+}
+
+#[test]
+fn one_machine_listens_on_its_loopback_alone() {
+    let (mut launcher, ids) = lingering(2);
+    let store = listening(launcher.id());
+    assert_eq!(store.len(), 1, "{store:?}");
+    for address in ids.iter().flat_map(|&id| listening(id)).chain(store) {
+        assert!(address.starts_with("0100007F:"), "{address} is not 127.0.0.1");
+    }
+    send("-TERM", launcher.id());
+    wait_within(PROMISE, &mut launcher);
 }
 
 #[test]

@@ -61,28 +61,70 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
+/// A file under construction: removed when dropped, renamed into place by [`Self::commit`].
+#[derive(Debug)]
+pub struct PendingFile {
+    aside: PathBuf,
+    destination: PathBuf,
+    file: File,
+    committed: bool,
+    _pending: Pending,
+}
+
+impl PendingFile {
+    /// Starts a file that will become `destination`, in place of what may be there.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn create(destination: &Path) -> Result<Self, Error> {
+        let aside = aside_name(destination);
+        let pending = Pending::note(&aside);
+        let file = File::create(&aside).map_err(Error::io("write", destination))?;
+        let destination = destination.into();
+        Ok(Self { aside, destination, file, committed: false, _pending: pending })
+    }
+
+    /// Writes the next bytes.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.file.write_all(bytes).map_err(Error::io("write", &self.destination))
+    }
+
+    /// Fsyncs the file, then renames it into place.
+    ///
+    /// # Errors
+    /// I/O; the file is then removed.
+    pub fn commit(mut self) -> Result<(), Error> {
+        let moved = self.file.sync_all().and_then(|()| fs::rename(&self.aside, &self.destination));
+        moved.map_err(Error::io("write", &self.destination))?;
+        self.committed = true;
+        sync_parent(&self.destination)
+    }
+}
+
+impl Drop for PendingFile {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = fs::remove_file(&self.aside);
+        }
+    }
+}
+
 /// Writes `path` through `fill`, so that it appears whole or not at all.
 ///
 /// # Errors
 /// Any I/O error of `fill`, or of the write, fsync or rename; the temporary file is removed.
 pub fn write_atomic(
     path: &Path,
-    fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+    fill: impl FnOnce(&mut BufWriter<&File>) -> io::Result<()>,
 ) -> Result<(), Error> {
-    let aside = aside_name(path);
-    let _pending = Pending::note(&aside);
-    let written = (|| {
-        let mut out = BufWriter::new(File::create(&aside)?);
-        fill(&mut out)?;
-        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-        fs::rename(&aside, path)
-    })();
-    if let Err(source) = written {
-        // The original error is what the user needs; a leftover is only litter.
-        let _ = fs::remove_file(&aside);
-        return Err(Error::Io { action: "write", path: path.into(), source });
-    }
-    sync_parent(path)
+    let pending = PendingFile::create(path)?;
+    let mut out = BufWriter::new(&pending.file);
+    fill(&mut out).and_then(|()| out.flush()).map_err(Error::io("write", path))?;
+    drop(out);
+    pending.commit()
 }
 
 /// Writes `bytes` to `path` atomically. See [`write_atomic`].

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use dflash_hidden::{Error, Request, SourceConfig, Stream, StreamConfig};
+use dflash_hidden::{Error, Request, SourceConfig, Stream, StreamConfig, WantedRow};
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -32,7 +32,8 @@ fn run(args: &[String]) -> Result<(), Error> {
     // Every prompt differs from its first token on, so that no server can reuse a prefix.
     let row = move |sample: usize| {
         let ids = (0..tokens).map(|token| ((sample * 131 + token * 17) % 4000) as i64);
-        vec![Request { sample: sample as u64, input_ids: ids.collect() }]
+        let requests = vec![Request { sample: sample as u64, input_ids: ids.collect() }];
+        Ok::<_, Error>(WantedRow { row: (), requests })
     };
     let mut stream = Stream::start(config, (0..samples).map(row))?;
     let start = Instant::now();

@@ -29,5 +29,5 @@ pub use offline::OfflineFiles;
 pub use protocol::{ErrorBody, ErrorDetail, Metadata, ModelCard, ModelList, StatesRequest};
 pub use record::{Dtype, HiddenStates};
 pub use retry::RetryPolicy;
-pub use stream::{Stream, StreamConfig};
+pub use stream::{FetchedRow, Stream, StreamConfig, WantedRow};
 pub use wire::{ARROW_STREAM, decode_stream, encode_stream};

@@ -3,6 +3,8 @@
 //! The trainer is synchronous and must see the same rows in the same order whatever the network
 //! does, or runs could not be repeated. So requests run concurrently, results wait for their
 //! turn, and a window bounds the bytes that are requested or waiting: that is the back-pressure.
+//! What a row is to the trainer travels with it, so that nobody has to make it a second time; an
+//! error of whoever makes the rows comes out in the place of the row that it cost.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -74,13 +76,32 @@ impl StreamConfig {
     }
 }
 
-/// Rows on their way. Dropping it ends its threads, also when a server hangs.
+/// A row that goes into a stream.
+#[derive(Debug, Clone)]
+pub struct WantedRow<T> {
+    /// What the row is to the trainer.
+    pub row: T,
+    /// Its samples.
+    pub requests: Vec<Request>,
+}
+
+/// A row that comes out of a stream.
+#[derive(Debug, Clone)]
+pub struct FetchedRow<T> {
+    /// As it went in.
+    pub row: T,
+    /// One entry for each request, in their order.
+    pub samples: Vec<Fetched>,
+}
+
+/// Rows of type `T` on their way; what makes them may fail with an `E`. Dropping it ends its
+/// threads, also when a server hangs.
 #[derive(Debug)]
-pub struct Stream {
+pub struct Stream<T, E> {
     /// Always there until the drop.
     runtime: Option<Runtime>,
-    rows: mpsc::UnboundedReceiver<Pending>,
-    current: Option<Pending>,
+    rows: mpsc::UnboundedReceiver<Result<Pending<T>, E>>,
+    current: Option<Pending<T>>,
     fetcher: Arc<Fetcher>,
     stop: Arc<AtomicBool>,
     failures_in_a_row: u32,
@@ -89,22 +110,24 @@ pub struct Stream {
 
 /// A row whose samples are being fetched, holding its part of the window.
 #[derive(Debug)]
-struct Pending {
+struct Pending<T> {
+    row: T,
     samples: VecDeque<(u64, JoinHandle<Result<Outcome, Error>>)>,
     done: Vec<Fetched>,
     _window: OwnedSemaphorePermit,
 }
 
-impl Stream {
+impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
     /// Checks the servers, then starts fetching `rows` ahead of [`Self::next_row`].
     ///
-    /// `rows` runs on a thread of its own and is pulled as the window allows.
+    /// `rows` runs on a thread of its own, is pulled as the window allows, and up to its first
+    /// error.
     ///
     /// # Errors
     /// A bad, unreachable, unknown or mismatching server; [`Error::Interrupted`].
     pub fn start(
         config: StreamConfig,
-        rows: impl Iterator<Item = Vec<Request>> + Send + 'static,
+        rows: impl Iterator<Item = Result<WantedRow<T>, E>> + Send + 'static,
     ) -> Result<Self, Error> {
         let fetcher = Arc::new(Fetcher::new(&config)?);
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -137,20 +160,19 @@ impl Stream {
         })
     }
 
-    /// The next row's samples in the order of their requests; `None` after the last row, and
-    /// after an error.
+    /// The next row; `None` after the last row, and after an error.
     ///
     /// # Errors
-    /// The first failure of a sample that could be neither had nor left out.
+    /// The row could not be made, or one of its samples could be neither fetched nor left out.
     #[allow(clippy::should_implement_trait, reason = "a row can fail without ending the iterator")]
-    pub fn next_row(&mut self) -> Option<Result<Vec<Fetched>, Error>> {
+    pub fn next_row(&mut self) -> Option<Result<FetchedRow<T>, E>> {
         let runtime = self.runtime.take().filter(|_| !self.failed)?;
         let start = Instant::now();
         let stop = Arc::clone(&self.stop);
         let row = runtime.block_on(unless_stopped(&stop, self.advance()));
         self.runtime = Some(runtime);
         self.fetcher.tally.wait_nanos.add(start.elapsed().as_nanos() as u64);
-        let row = row.unwrap_or(Some(Err(Error::Interrupted)));
+        let row = row.unwrap_or_else(|| Some(Err(Error::Interrupted.into())));
         self.failed = matches!(row, Some(Err(_)));
         row
     }
@@ -161,9 +183,12 @@ impl Stream {
     }
 
     /// Cancel-safe: what has been received stays in `current`.
-    async fn advance(&mut self) -> Option<Result<Vec<Fetched>, Error>> {
+    async fn advance(&mut self) -> Option<Result<FetchedRow<T>, E>> {
         if self.current.is_none() {
-            self.current = self.rows.recv().await;
+            match self.rows.recv().await? {
+                Ok(row) => self.current = Some(row),
+                Err(error) => return Some(Err(error)),
+            }
         }
         while let Some((sample, outcome)) = self.current.as_mut()?.samples.front_mut() {
             let (sample, outcome) = (*sample, outcome.await);
@@ -171,10 +196,10 @@ impl Stream {
             self.current.as_mut()?.samples.pop_front();
             match outcome.and_then(|outcome| self.states_of(sample, outcome)) {
                 Ok(states) => self.current.as_mut()?.done.push(Fetched { sample, states }),
-                Err(error) => return Some(Err(error)),
+                Err(error) => return Some(Err(error.into())),
             }
         }
-        self.current.take().map(|row| Ok(row.done))
+        self.current.take().map(|Pending { row, done, .. }| Ok(FetchedRow { row, samples: done }))
     }
 
     /// What the trainer gets of a sample. Unusable samples are counted here, in the order of the
@@ -199,7 +224,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl<T, E> Drop for Stream<T, E> {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_timeout(DROP_GRACE);
@@ -207,31 +232,43 @@ impl Drop for Stream {
     }
 }
 
-/// Hands rows over until the stream is gone.
-fn feed(rows: impl Iterator<Item = Vec<Request>>, sender: &mpsc::Sender<Vec<Request>>) {
+/// A row, or why there is none.
+type Made<T, E> = Result<WantedRow<T>, E>;
+
+/// Hands rows over until the stream is gone, or one could not be made.
+fn feed<T, E>(rows: impl Iterator<Item = Made<T, E>>, sender: &mpsc::Sender<Made<T, E>>) {
     for row in rows {
-        if sender.blocking_send(row).is_err() {
+        let failed = row.is_err();
+        if sender.blocking_send(row).is_err() || failed {
             return;
         }
     }
 }
 
 /// Starts requests in order as window and concurrency allow.
-async fn prefetch(
+async fn prefetch<T, E>(
     config: StreamConfig,
     fetcher: Arc<Fetcher>,
-    mut rows: mpsc::Receiver<Vec<Request>>,
-    pending: mpsc::UnboundedSender<Pending>,
+    mut rows: mpsc::Receiver<Made<T, E>>,
+    pending: mpsc::UnboundedSender<Result<Pending<T>, E>>,
 ) {
     let units = (config.window_bytes / WINDOW_UNIT).clamp(1, Semaphore::MAX_PERMITS.min(1 << 30));
     let window = Arc::new(Semaphore::new(units));
     let slots = Arc::new(Semaphore::new(config.max_in_flight.max(1)));
-    while let Some(row) = rows.recv().await {
-        let bytes: usize = row.iter().map(|request| fetcher.bytes_of(request)).sum();
+    while let Some(made) = rows.recv().await {
+        let WantedRow { row, requests } = match made {
+            Ok(wanted) => wanted,
+            Err(error) => {
+                // a stream that is gone needs no reason
+                let _ = pending.send(Err(error));
+                return;
+            }
+        };
+        let bytes: usize = requests.iter().map(|request| fetcher.bytes_of(request)).sum();
         let share = bytes.div_ceil(WINDOW_UNIT).clamp(1, units) as u32;
         let Ok(permit) = Arc::clone(&window).acquire_many_owned(share).await else { return };
-        let mut samples = VecDeque::with_capacity(row.len());
-        for request in row {
+        let mut samples = VecDeque::with_capacity(requests.len());
+        for request in requests {
             // Taken here, not in the task: samples are asked for in the order of their use.
             let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
             let (fetcher, sample) = (Arc::clone(&fetcher), request.sample);
@@ -241,8 +278,8 @@ async fn prefetch(
             });
             samples.push_back((sample, work));
         }
-        let row = Pending { done: Vec::with_capacity(samples.len()), samples, _window: permit };
-        if pending.send(row).is_err() {
+        let done = Vec::with_capacity(samples.len());
+        if pending.send(Ok(Pending { row, samples, done, _window: permit })).is_err() {
             return;
         }
     }

@@ -1,17 +1,33 @@
-//! Safetensors files: named tensors read one at a time, and written whole.
+//! Safetensors files: named tensors, read and written a bounded piece at a time.
+//!
+//! A header follows from names, types and shapes alone, so a file is written front to back while the
+//! tensors stay where they are, on whatever device, and no copy of one is ever held as a whole.
 
+use std::collections::{HashMap, VecDeque};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use dflash_files::PendingFile;
 use safetensors::SafeTensorError;
-use safetensors::tensor::{Dtype, Metadata, TensorView};
-use tch::{Kind, Tensor};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
 /// Longest header we accept; the format's own limit.
 const MAX_HEADER: u64 = 100_000_000;
+
+/// Elements that are copied at a time, 4 MiB of float32: far above the cost of a call to the kernel,
+/// far below any model.
+const PIECE: i64 = 1 << 20;
+
+/// `elements` of a flat buffer in pieces of bounded size.
+pub fn pieces(elements: Range<i64>) -> impl Iterator<Item = Range<i64>> {
+    let end = elements.end;
+    elements.step_by(PIECE as usize).map(move |start| start..(start + PIECE).min(end))
+}
 
 /// An open safetensors file. Only the header is in memory; a tensor is read when asked for.
 #[derive(Debug)]
@@ -81,45 +97,77 @@ impl TensorFile {
         self.metadata.metadata().as_ref()
     }
 
-    /// Reads the tensor `name`, in its stored type; it must have shape `expected`.
+    /// Makes sure that the tensor `name` is there and has shape `expected`.
     ///
     /// # Errors
-    /// A missing tensor, another shape, a type that we do not read, I/O.
-    pub fn tensor(&self, name: &str, expected: &[i64]) -> Result<Tensor> {
-        let tensor = self.any_tensor(name)?;
-        if tensor.size() != expected {
-            return Err(Error::Shape {
-                path: self.path.clone(),
-                name: name.into(),
-                found: tensor.size(),
-                expected: expected.into(),
-            });
+    /// A missing tensor, another shape.
+    pub fn check_shape(&self, name: &str, expected: &[i64]) -> Result<()> {
+        let found = shape_of(self.info(name)?);
+        if found == expected {
+            return Ok(());
         }
-        Ok(tensor)
+        let (path, name, expected) = (self.path.clone(), name.into(), expected.into());
+        Err(Error::Shape { path, name, found, expected })
     }
 
-    /// As [`Self::tensor`], of whatever shape.
+    /// Reads the tensor `name`, in its stored type and whatever shape, as a whole.
     ///
     /// # Errors
     /// A missing tensor, a type that we do not read, I/O.
     pub fn any_tensor(&self, name: &str) -> Result<Tensor> {
-        let info = self
-            .metadata
-            .info(name)
-            .ok_or_else(|| Error::MissingTensor { path: self.path.clone(), name: name.into() })?;
+        let shape = shape_of(self.info(name)?);
+        Ok(self.part(name, 0..shape.iter().product())?.view(shape.as_slice()))
+    }
+
+    /// Reads `elements` of the tensor `name`, flat and in its stored type. Their number is for the
+    /// caller to bound; see [`pieces`].
+    ///
+    /// # Errors
+    /// A missing tensor, a type that we do not read, I/O.
+    pub fn part(&self, name: &str, elements: Range<i64>) -> Result<Tensor> {
+        let info = self.info(name)?;
         let kind = kind_of(info.dtype).ok_or_else(|| Error::TensorType {
             path: self.path.clone(),
             name: name.into(),
             found: format!("{:?}", info.dtype),
         })?;
-        let (start, end) = info.data_offsets;
-        let mut bytes = vec![0; end - start];
+        let width = kind.elt_size_in_bytes();
+        let at = info.data_offsets.0 + elements.start as usize * width;
+        let count = elements.end - elements.start;
+        let mut bytes = vec![0; count as usize * width];
+        assert!(at + bytes.len() <= info.data_offsets.1, "{name} has no elements {elements:?}");
         self.file
-            .read_exact_at(&mut bytes, self.data_start + start as u64)
+            .read_exact_at(&mut bytes, self.data_start + at as u64)
             .map_err(|source| Error::Read { path: self.path.clone(), source })?;
-        let shape: Vec<i64> = info.shape.iter().map(|&size| size as i64).collect();
-        Ok(Tensor::f_from_data_size(&bytes, &shape, kind)?)
+        Ok(Tensor::f_from_data_size(&bytes, &[count], kind)?)
     }
+
+    /// Copies elements of the tensor `name`, from `first` on, into `destination`, row by row and some
+    /// rows at a time, converted to its kind and device.
+    ///
+    /// # Errors
+    /// As [`Self::part`].
+    pub fn read_into(&self, name: &str, first: i64, destination: &Tensor) -> Result<()> {
+        let rows = destination.size()[0];
+        let width = destination.numel() as i64 / rows.max(1);
+        let at_once = (PIECE / width.max(1)).max(1);
+        for row in (0..rows).step_by(at_once as usize) {
+            let mut part = destination.narrow(0, row, at_once.min(rows - row));
+            let start = first + row * width;
+            let stored = self.part(name, start..start + part.numel() as i64)?;
+            part.f_copy_(&stored.view(part.size().as_slice()))?;
+        }
+        Ok(())
+    }
+
+    fn info(&self, name: &str) -> Result<&TensorInfo> {
+        let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
+        self.metadata.info(name).ok_or_else(missing)
+    }
+}
+
+fn shape_of(info: &TensorInfo) -> Vec<i64> {
+    info.shape.iter().map(|&size| size as i64).collect()
 }
 
 fn kind_of(dtype: Dtype) -> Option<Kind> {
@@ -146,31 +194,225 @@ fn dtype_of(kind: Kind) -> Dtype {
     }
 }
 
-/// Writes named tensors (contiguous, on the CPU) as `path`, whole or not at all.
+/// What a safetensors file says of one of its tensors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// Its name.
+    pub name: String,
+    /// Its type in the file.
+    pub kind: Kind,
+    /// Its shape.
+    pub shape: Vec<i64>,
+}
+
+/// A safetensors file that is being written front to back; absent unless it is finished.
+#[derive(Debug)]
+pub struct TensorWriter {
+    file: PendingFile,
+    checksum: crc32fast::Hasher,
+    /// Type and number of the elements to come, tensor by tensor.
+    missing: VecDeque<(Kind, i64)>,
+    stage: Vec<u8>,
+}
+
+impl TensorWriter {
+    /// Starts the file `path` with these tensors in this order, and writes its header.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
+        let elements = |entry: &Entry| (entry.kind, entry.shape.iter().product());
+        let mut writer = Self {
+            file: PendingFile::create(path)?,
+            checksum: crc32fast::Hasher::new(),
+            missing: entries.iter().map(elements).filter(|(_, count)| *count > 0).collect(),
+            stage: header(entries),
+        };
+        writer.write_stage()?;
+        Ok(writer)
+    }
+
+    /// Writes the next elements, all of one tensor of the file or a part of them, from any device and
+    /// in any kind.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn append(&mut self, values: &Tensor) -> Result<()> {
+        let flat = values.detach().reshape([-1]);
+        for piece in pieces(0..flat.numel() as i64) {
+            let count = piece.end - piece.start;
+            let (kind, missing) = self.missing.front_mut().expect("the header has more to come");
+            let part = flat.narrow(0, piece.start, count).to_kind(*kind).to_device(Device::Cpu);
+            self.stage.resize(count as usize * kind.elt_size_in_bytes(), 0);
+            part.f_copy_data_u8(&mut self.stage, count as usize)?;
+            *missing -= count;
+            assert!(*missing >= 0, "more elements than the header says");
+            if *missing == 0 {
+                self.missing.pop_front();
+            }
+            self.write_stage()?;
+        }
+        Ok(())
+    }
+
+    fn write_stage(&mut self) -> Result<()> {
+        self.checksum.update(&self.stage);
+        Ok(self.file.write(&self.stage)?)
+    }
+
+    /// Gives the file its name. Returns the CRC-32 of all of it.
+    ///
+    /// # Errors
+    /// I/O; the file is then absent.
+    pub fn finish(self) -> Result<u32> {
+        assert!(self.missing.is_empty(), "fewer elements than the header says");
+        self.file.commit()?;
+        Ok(self.checksum.finalize())
+    }
+}
+
+/// Length and text of the header, as the safetensors library lays them out.
+fn header(entries: &[Entry]) -> Vec<u8> {
+    let mut end = 0;
+    let infos = entries.iter().map(|entry| {
+        let shape: Vec<usize> = entry.shape.iter().map(|&size| size as usize).collect();
+        let start = end;
+        end += shape.iter().product::<usize>() * entry.kind.elt_size_in_bytes();
+        let dtype = dtype_of(entry.kind);
+        (entry.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) })
+    });
+    let format = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let metadata = Metadata::new(Some(format), infos.collect()).expect("offsets follow shapes");
+    let mut text = serde_json::to_vec(&metadata).expect("a header prints");
+    text.resize(text.len().next_multiple_of(8), b' ');
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+}
+
+/// Writes named tensors as `path`, whole or not at all, in `kind` or, without one, as they are.
+///
+/// The order in the file is that of the safetensors library: the widest types first, then by name.
+///
+/// # Errors
+/// I/O.
+pub fn write_safetensors_as(
+    path: &Path,
+    tensors: &[(String, Tensor)],
+    kind: Option<Kind>,
+) -> Result<()> {
+    let entry = |(name, tensor): &(String, Tensor)| {
+        let kind = kind.unwrap_or(tensor.kind());
+        Entry { name: name.clone(), kind, shape: tensor.size() }
+    };
+    let mut sorted: Vec<(Entry, &Tensor)> = tensors.iter().map(|t| (entry(t), &t.1)).collect();
+    sorted.sort_by(|(a, _), (b, _)| {
+        dtype_of(b.kind).cmp(&dtype_of(a.kind)).then_with(|| a.name.cmp(&b.name))
+    });
+    let (entries, tensors): (Vec<Entry>, Vec<&Tensor>) = sorted.into_iter().unzip();
+    let mut writer = TensorWriter::create(path, &entries)?;
+    tensors.into_iter().try_for_each(|tensor| writer.append(tensor))?;
+    writer.finish().map(|_| ())
+}
+
+/// As [`write_safetensors_as`], each tensor in its own kind.
 ///
 /// # Errors
 /// I/O.
 pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
-    let buffers: Vec<Vec<u8>> = tensors.iter().map(|(_, tensor)| bytes_of(tensor)).collect();
-    let views: Vec<(&str, TensorView<'_>)> = tensors
-        .iter()
-        .zip(&buffers)
-        .map(|((name, tensor), bytes)| {
-            let shape = tensor.size().iter().map(|&size| size as usize).collect();
-            let view = TensorView::new(dtype_of(tensor.kind()), shape, bytes)
-                .expect("a tensor's bytes match its shape");
-            (name.as_str(), view)
-        })
-        .collect();
-    let metadata = std::collections::HashMap::from([("format".to_string(), "pt".to_string())]);
-    let serialized = safetensors::serialize(views, Some(metadata))
-        .map_err(|source| Error::Safetensors { path: path.into(), source })?;
-    Ok(dflash_files::write_bytes(path, &serialized)?)
+    write_safetensors_as(path, tensors, None)
 }
 
-fn bytes_of(tensor: &Tensor) -> Vec<u8> {
-    let elements = tensor.numel();
-    let mut bytes = vec![0; elements * tensor.kind().elt_size_in_bytes()];
-    tensor.copy_data_u8(&mut bytes, elements);
-    bytes
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Noise that is as long as is said, and the same each time.
+    fn wave(elements: i64, kind: Kind) -> Tensor {
+        let positions = Tensor::arange(elements, (Kind::Float, Device::Cpu));
+        ((positions * 1.7).sin() * 100.0).to_kind(kind)
+    }
+
+    fn sample() -> Vec<(String, Tensor)> {
+        let long = PIECE + PIECE / 2 + 3;
+        [
+            ("b.long", wave(long, Kind::Float)),
+            ("a.half", wave(6, Kind::BFloat16).view([2, 3])),
+            ("c.ids", wave(5, Kind::Int64)),
+            ("d.mask", wave(3, Kind::Float).gt(0.0)),
+            ("e.none", wave(0, Kind::Float)),
+            ("f.scalar", wave(1, Kind::Double).squeeze()),
+            ("g.turned", wave(20, Kind::Float).view([4, 5]).tr()),
+        ]
+        .map(|(name, tensor)| (name.to_string(), tensor))
+        .into()
+    }
+
+    fn bytes_of(tensor: &Tensor) -> Vec<u8> {
+        let mut bytes = vec![0; tensor.numel() * tensor.kind().elt_size_in_bytes()];
+        tensor.contiguous().copy_data_u8(&mut bytes, tensor.numel());
+        bytes
+    }
+
+    #[test]
+    fn a_file_is_the_one_that_the_safetensors_library_writes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file.safetensors");
+        write_safetensors(&path, &sample()).unwrap();
+        let buffers: Vec<Vec<u8>> = sample().iter().map(|(_, x)| bytes_of(x)).collect();
+        let views = sample().into_iter().zip(&buffers).map(|((name, x), bytes)| {
+            let shape = x.size().iter().map(|&size| size as usize).collect();
+            let view = safetensors::tensor::TensorView::new(dtype_of(x.kind()), shape, bytes);
+            (name, view.unwrap())
+        });
+        let format = HashMap::from([("format".to_string(), "pt".to_string())]);
+        let expected = safetensors::serialize(views, Some(format)).unwrap();
+        assert!(std::fs::read(&path).unwrap() == expected, "bytes differ");
+        let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+        assert_eq!(names.len(), 1);
+    }
+
+    #[test]
+    fn pieces_join_to_the_whole_and_its_checksum() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file.safetensors");
+        let long = wave(2 * PIECE + 7, Kind::Float);
+        let entry = |name: &str, kind, shape: &[i64]| Entry {
+            name: name.into(),
+            kind,
+            shape: shape.to_vec(),
+        };
+        let entries =
+            [entry("z", Kind::BFloat16, &[PIECE + 7]), entry("a", Kind::Float, &[2, PIECE / 2])];
+        let mut writer = TensorWriter::create(&path, &entries).unwrap();
+        for range in [0..3, 3..PIECE + 7, PIECE + 7..2 * PIECE + 7] {
+            writer.append(&long.narrow(0, range.start, range.end - range.start)).unwrap();
+        }
+        assert!(!path.exists(), "unfinished");
+        let checksum = writer.finish().unwrap();
+        assert_eq!(checksum, crc32fast::hash(&std::fs::read(&path).unwrap()));
+        let file = TensorFile::open(&path).unwrap();
+        assert_eq!(file.crc32().unwrap(), checksum);
+        let expected = long.narrow(0, 0, PIECE + 7).to_kind(Kind::BFloat16);
+        assert!(file.any_tensor("z").unwrap().equal(&expected));
+        let tail = long.narrow(0, PIECE + 7, PIECE).view([2, -1]);
+        assert!(file.any_tensor("a").unwrap().equal(&tail));
+        assert!(file.part("a", 5..9).unwrap().equal(&tail.view([-1]).narrow(0, 5, 4)));
+        // into a view whose rows lie apart, in another kind
+        let turned = Tensor::zeros([PIECE / 2, 2], (Kind::Double, Device::Cpu));
+        file.read_into("a", 0, &turned.tr()).unwrap();
+        assert!(turned.tr().to_kind(Kind::Float).equal(&tail));
+        let inner = Tensor::zeros([PIECE + 3], (Kind::Float, Device::Cpu));
+        file.read_into("z", 4, &inner).unwrap();
+        assert!(inner.equal(&expected.narrow(0, 4, PIECE + 3).to_kind(Kind::Float)));
+    }
+
+    #[test]
+    fn an_unfinished_file_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let entry = Entry { name: "a".into(), kind: Kind::Float, shape: vec![4] };
+        let path = dir.path().join("file.safetensors");
+        let mut writer = TensorWriter::create(&path, &[entry]).unwrap();
+        writer.append(&wave(2, Kind::Float)).unwrap();
+        drop(writer);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
 }

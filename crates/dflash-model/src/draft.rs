@@ -11,6 +11,7 @@ mod layout;
 mod train;
 
 use std::cell::OnceCell;
+use std::ops::Range;
 use std::path::Path;
 
 use dflash_torch_sys::kernels::Kernels;
@@ -24,7 +25,7 @@ pub use train::{Keep, PackedInput, Saved};
 
 use crate::Result;
 use crate::attention::KeyValue;
-use crate::checkpoint::write_safetensors;
+use crate::checkpoint::{Entry, TensorFile, TensorWriter, pieces};
 use crate::fused::Norm;
 use crate::ops::{Rotary, RotaryTables};
 use crate::target::Weights;
@@ -66,6 +67,12 @@ impl Draft {
         Self { kernels, ..self }
     }
 
+    /// A draft of float32 zeros, to be filled.
+    pub fn zeros(config: DraftConfig, device: Device) -> Self {
+        let elements = DraftLayout::new(&config).elements();
+        Self::new(config, Tensor::zeros([elements], (Kind::Float, device)))
+    }
+
     /// A freshly initialised draft: matrices normal with `initializer_range`, norms one, and `fc`
     /// near the mean of the captured layers (`fresh_fc`).
     ///
@@ -76,19 +83,18 @@ impl Draft {
         device: Device,
         mut normal: impl FnMut(&[i64]) -> Tensor,
     ) -> Self {
-        let layout = DraftLayout::new(&config);
-        let flat = Tensor::zeros([layout.elements()], (Kind::Float, device));
-        for parameter in layout.parameters() {
-            let mut view = parameter.view(&flat);
+        let draft = Self::zeros(config, device);
+        for parameter in draft.layout.parameters() {
+            let mut view = parameter.view(&draft.flat);
             if !parameter.is_matrix() {
                 let _ = view.fill_(1.0);
             } else if parameter.name == FC {
                 view.copy_(&fresh_fc(&normal(&parameter.shape)));
             } else {
-                view.copy_(&(normal(&parameter.shape) * config.initializer_range));
+                view.copy_(&(normal(&parameter.shape) * draft.config.initializer_range));
             }
         }
-        Self::new(config, flat)
+        draft
     }
 
     /// Loads a checkpoint: config.json, and model.safetensors or the shards of its index.
@@ -101,7 +107,7 @@ impl Draft {
         let layout = DraftLayout::new(&config);
         let flat = Tensor::zeros([layout.elements()], (kind, device));
         for parameter in layout.parameters() {
-            weights.read_into(&parameter.name, &mut parameter.view(&flat))?;
+            weights.read_into(&parameter.name, &parameter.view(&flat))?;
         }
         Ok(Self::new(config, flat))
     }
@@ -111,17 +117,22 @@ impl Draft {
     /// # Errors
     /// I/O. Each file is whole or absent; for both together write into a pending directory.
     pub fn save(&self, dir: &Path) -> Result<()> {
-        self.config.save(dir)?;
-        let tensors: Vec<(String, Tensor)> = self
-            .layout
-            .parameters()
-            .iter()
-            .map(|parameter| {
-                let view = parameter.view(&self.flat).to_device(Device::Cpu);
-                (parameter.name.clone(), view.to_kind(Kind::BFloat16).contiguous())
-            })
-            .collect();
-        write_safetensors(&dir.join(WEIGHTS), &tensors)
+        let part = |range: Range<i64>| self.flat.narrow(0, range.start, range.end - range.start);
+        save(&self.config, dir, |range| Ok(part(range)))
+    }
+
+    /// Writes into `dir` what [`Self::save`] writes of the draft whose flat buffer is the tensor
+    /// `name` of `file`.
+    ///
+    /// # Errors
+    /// I/O, a file without that tensor.
+    pub fn save_stored(
+        config: &DraftConfig,
+        (file, name): (&TensorFile, &str),
+        dir: &Path,
+    ) -> Result<()> {
+        file.check_shape(name, &[DraftLayout::new(config).elements()])?;
+        save(config, dir, |range| file.part(name, range))
     }
 
     /// The configuration.
@@ -197,6 +208,31 @@ impl Draft {
     }
 }
 
+/// Writes the draft whose flat buffer `part` gives in pieces.
+fn save(
+    config: &DraftConfig,
+    dir: &Path,
+    part: impl Fn(Range<i64>) -> Result<Tensor>,
+) -> Result<()> {
+    config.save(dir)?;
+    let layout = DraftLayout::new(config);
+    let mut parameters: Vec<&Parameter> = layout.parameters().iter().collect();
+    parameters.sort_by(|a, b| a.name.cmp(&b.name));
+    let entry = |parameter: &&Parameter| Entry {
+        name: parameter.name.clone(),
+        kind: Kind::BFloat16,
+        shape: parameter.shape.clone(),
+    };
+    let entries: Vec<Entry> = parameters.iter().map(entry).collect();
+    let mut writer = TensorWriter::create(&dir.join(WEIGHTS), &entries)?;
+    for parameter in parameters {
+        for range in pieces(parameter.offset..parameter.offset + parameter.elements()) {
+            writer.append(&part(range)?)?;
+        }
+    }
+    writer.finish().map(|_| ())
+}
+
 /// A fresh `fc` [H, K*H] from standard normal numbers of its shape: the captures' sum over sqrt(K),
 /// plus noise.
 ///
@@ -223,10 +259,12 @@ fn heads(x: &Tensor, head_dim: i64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::write_safetensors;
+    use dflash_test_support::seeded;
 
     #[test]
     fn shards_load_as_one_file_does() {
-        tch::manual_seed(1);
+        let _draws = seeded(tch::manual_seed);
         let options = (Kind::Float, Device::Cpu);
         let config = r#"{
             "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4,
@@ -257,7 +295,7 @@ mod tests {
 
     #[test]
     fn a_fresh_fc_passes_the_captures_on() {
-        tch::manual_seed(0);
+        let _draws = seeded(tch::manual_seed);
         let options = (Kind::Float, Device::Cpu);
         let (h, captures) = (256, 4);
         let fc = fresh_fc(&Tensor::randn([h, captures * h], options));

@@ -183,6 +183,7 @@ pub fn head_norm_rope_backward(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dflash_test_support::seeded;
 
     const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -197,6 +198,7 @@ mod tests {
 
     #[test]
     fn rms_norm_gradient_is_autograds() {
+        let _draws = seeded(tch::manual_seed);
         let (x, weight) = (leaf(&[3, 4, 6]), leaf(&[6]));
         let dy = Tensor::randn([3, 4, 6], F64);
         let loss = (rms_norm(&x, &weight, 1e-6) * &dy).sum(Kind::Double);
@@ -209,6 +211,7 @@ mod tests {
 
     #[test]
     fn swiglu_gradient_is_autograds() {
+        let _draws = seeded(tch::manual_seed);
         let gate_up = leaf(&[5, 8]);
         let dy = Tensor::randn([5, 4], F64);
         (swiglu(&gate_up) * &dy).sum(Kind::Double).backward();
@@ -217,6 +220,7 @@ mod tests {
 
     #[test]
     fn the_inverse_rotation_is_the_gradient_and_undoes_it() {
+        let _draws = seeded(tch::manual_seed);
         let positions = Tensor::from_slice(&[0i64, 7, 1000]);
         let tables = Rotary::new(8, 10_000.0, Device::Cpu).tables(&positions);
         let x = leaf(&[3, 2, 8]);

@@ -32,7 +32,7 @@ use self::parameters::{Init, Linear, LinearSpec};
 use self::rotary::{HeadTables, scale_frequencies};
 use self::weights::write_weights;
 use crate::fused::Norm;
-use crate::ops::Rotary;
+use crate::ops::{Rotary, rms_norm};
 use crate::{Error, Result};
 
 pub use self::batch::BatchCache;
@@ -41,7 +41,7 @@ pub use self::config::{Family, Llama3Scaling, RopeConfig, TargetConfig};
 pub use self::head::TargetHead;
 pub use self::layer_ids::{check_layer_ids, default_layer_ids};
 pub use self::mask_token::{TokenizerFacts, resolve_mask_token};
-pub(crate) use self::weights::Weights;
+pub use self::weights::Weights;
 
 /// Where and in what precision a target runs.
 #[derive(Debug, Clone, Copy)]
@@ -52,14 +52,20 @@ pub struct TargetOptions {
     pub dtype: Kind,
 }
 
+impl TargetOptions {
+    /// `None` stands for the usual choice: CUDA where libtorch has it, in bf16; else the CPU in
+    /// float32, which checkpoints in bf16 lose nothing by and which agrees with other software's
+    /// CPU results.
+    pub fn new(device: Option<Device>, dtype: Option<Kind>) -> Self {
+        let device = device.unwrap_or_else(Device::cuda_if_available);
+        let usual = if device == Device::Cpu { Kind::Float } else { Kind::BFloat16 };
+        Self { device, dtype: dtype.unwrap_or(usual) }
+    }
+}
+
 impl Default for TargetOptions {
-    /// CUDA in bf16 where libtorch has it; else CPU in float32, which checkpoints in bf16 lose
-    /// nothing by and which agrees with other software's CPU results.
     fn default() -> Self {
-        match Device::cuda_if_available() {
-            Device::Cpu => Self { device: Device::Cpu, dtype: Kind::Float },
-            device => Self { device, dtype: Kind::BFloat16 },
-        }
+        Self::new(None, None)
     }
 }
 
@@ -224,6 +230,14 @@ impl Target {
         }
     }
 
+    /// Logits [T, v] of the tokens `ids_v` alone, in float32 whatever the target runs in: nothing
+    /// is rounded further than the states `hidden_td` [T, H] are.
+    pub fn logits_f32(&self, hidden_td: &Tensor, ids_v: &Tensor) -> Tensor {
+        let f32 = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+        let normed_td = rms_norm(&f32(hidden_td), &f32(&self.norm_h), self.config.rms_norm_eps);
+        normed_td.mm(&f32(&self.lm_head_columns(ids_v)))
+    }
+
     /// Hidden states of packed documents: one [T, H] for each id of `captures`, in its order.
     ///
     /// `ids_t` `[T]`; `document_starts` holds the first token of each document and, last, T. A
@@ -311,7 +325,7 @@ impl Target {
         if let LmHead::Own(linear) = &self.lm_head {
             tensors.extend(linear.checkpoint());
         }
-        write_weights(dir, tensors, kind)?;
+        write_weights(dir, &tensors, kind)?;
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
         let path = dir.join("config.json");
         let config = serde_json::to_string_pretty(&self.config.to_json(dtype))

@@ -7,8 +7,7 @@ use dflash_model::Kernels;
 use dflash_model::attention::{
     AttentionShape, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
 };
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
+use dflash_test_support::{ChaCha8Rng, Rng, alone, random};
 use tch::{Device, Kind, Tensor, no_grad};
 
 const PATHS: [Kernels; 2] = [Kernels::Fast, Kernels::Portable];
@@ -100,7 +99,9 @@ impl Case {
 }
 
 /// q [j, N, g, D], context k, v [j, C, D], own k, v [j, N, D], upstream gradient like q.
-fn random_inputs(case: &Case, plan: &BlockPlan) -> Vec<Tensor> {
+fn random_inputs(random: &mut ChaCha8Rng, case: &Case, plan: &BlockPlan) -> Vec<Tensor> {
+    let _alone = alone();
+    tch::manual_seed(random.random());
     let (slots, context) = (plan.slots() as i64, plan.context_rows() as i64);
     let (j, g, d) = (case.kv_heads, case.group, case.head_dim);
     [
@@ -177,11 +178,11 @@ fn assert_close(case: &Case, found: &[Tensor], expected: &[Tensor], tolerance: f
 
 #[test]
 fn planned_attention_equals_the_dense_formula_with_all_gradients() {
-    let mut random = ChaCha8Rng::seed_from_u64(5);
+    let mut random = random();
     for _ in 0..60 {
         let case = Case::random(&mut random);
         let plan = case.plan();
-        let inputs = random_inputs(&case, &plan);
+        let inputs = random_inputs(&mut random, &case, &plan);
         let expected = dense(&case, &inputs, &case.mask(&plan));
         no_grad(|| {
             let check = |kind, kernels, tolerance| {
@@ -198,11 +199,11 @@ fn planned_attention_equals_the_dense_formula_with_all_gradients() {
 
 #[test]
 fn nothing_leaks_from_what_a_block_must_not_see() {
-    let mut random = ChaCha8Rng::seed_from_u64(6);
+    let mut random = random();
     for _ in 0..20 {
         let case = Case::random(&mut random);
         let plan = case.plan();
-        let inputs = random_inputs(&case, &plan);
+        let inputs = random_inputs(&mut random, &case, &plan);
         let mask = case.mask(&plan);
         let block = random.random_range(0..case.anchors.len());
         let slots = block * case.block_size..(block + 1) * case.block_size;

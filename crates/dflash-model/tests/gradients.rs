@@ -14,6 +14,7 @@ use dflash_model::objective::{
     BlockLabels, Confidence, Denominator, DraftVocabulary, ElementLoss, LabelSource, LabelledRow,
     Objective, Teacher, Weighting,
 };
+use dflash_test_support::alone;
 use reference::{Reference, Rows, Slot};
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -40,6 +41,7 @@ struct World {
 
 impl World {
     fn new(seed: i64, pruned: bool) -> Self {
+        let _alone = alone();
         tch::manual_seed(seed);
         let normal =
             |rows: usize| Tensor::randn([rows as i64, HIDDEN as i64], (Kind::Double, Device::Cpu));

@@ -73,54 +73,9 @@ pub enum Error {
         #[source]
         source: parquet::errors::ParquetError,
     },
-    /// The model is neither a directory nor a name of the Hub.
-    #[error("--model {model}: no such directory; pass a Hugging Face model directory")]
-    NoModel {
-        /// The model as given.
-        model: String,
-    },
-    /// The Hub has no answer for data.
-    #[error(
-        "cannot fetch the dataset {repo}{offline}: {reason}; download it elsewhere and pass the file: --data PATH.jsonl (or .json, .parquet, or a directory of them)"
-    )]
-    FetchData {
-        /// The dataset.
-        repo: String,
-        /// Where from, or that the offline mode is on.
-        offline: String,
-        /// What the client says.
-        reason: String,
-    },
-    /// The Hub has no answer for the model's tokenizer.
-    #[error(
-        "cannot fetch the tokenizer of {repo}{offline}: {reason}; pass a local model directory: --model DIR"
-    )]
-    FetchModel {
-        /// The model.
-        repo: String,
-        /// Where from, or that the offline mode is on.
-        offline: String,
-        /// What the client says.
-        reason: String,
-    },
-    /// A drafter's name is neither a directory nor a repository.
-    #[error("--from-pretrained {draft}: no such directory, and no OWNER/NAME of the Hub")]
-    NoDraft {
-        /// What was given.
-        draft: String,
-    },
-    /// A drafter could not be downloaded.
-    #[error(
-        "cannot fetch the drafter {repo}{offline}: {reason}; pass a local checkpoint: --from-pretrained DIR"
-    )]
-    FetchDraft {
-        /// The drafter.
-        repo: String,
-        /// Where from, or that the offline mode is on.
-        offline: String,
-        /// What the client says.
-        reason: String,
-    },
+    /// The tokenizer or a dataset cannot be fetched.
+    #[error(transparent)]
+    Hub(#[from] dflash_hub::Error),
     /// The sources hold no rows at all.
     #[error("no rows in {data}; is it the right file?")]
     Empty {

@@ -7,7 +7,6 @@
 
 mod boundary;
 mod error;
-mod hub;
 mod model;
 mod outcome;
 mod pipeline;
@@ -19,7 +18,6 @@ mod source;
 
 pub use boundary::{Refusal, conversation_rows};
 pub use error::Error;
-pub use model::locate_draft;
 pub use outcome::{DropReason, Tally};
 pub use preset::{PRESETS, Preset};
 pub use run::{Summary, prepare};

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_hub::{Hub, Split};
 use dflash_text::RawRow;
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::hub;
 use crate::preset::{self, PRESETS};
 
 pub(crate) use files::FileRecords;
@@ -22,14 +22,6 @@ pub(crate) use sample::sampled;
 pub(crate) struct Source {
     pub(crate) spec: String,
     pub(crate) files: Vec<PathBuf>,
-}
-
-/// A dataset of the Hub.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct HubData {
-    pub(crate) repo: String,
-    pub(crate) config: String,
-    pub(crate) split: String,
 }
 
 /// One row of the input, parsed or not, with its place.
@@ -69,7 +61,7 @@ pub(crate) enum Place {
     /// On this machine.
     Local(Vec<PathBuf>),
     /// Still to be fetched.
-    Hub(HubData),
+    Hub(Split),
 }
 
 /// Finds out what every word stands for, without fetching anything.
@@ -83,10 +75,7 @@ pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<V
     for (spec, place) in places {
         let files = match place {
             Place::Local(files) => files,
-            Place::Hub(data) => {
-                eprintln!("fetching {} ({}/{})", data.repo, data.config, data.split);
-                hub::fetch_data(&data, stop)?
-            }
+            Place::Hub(split) => Hub::from_env().split(&split, stop)?,
         };
         sources.push(Source { spec, files });
     }
@@ -119,7 +108,7 @@ fn place(spec: &str) -> Result<Place, Error> {
 }
 
 fn hub(repo: &str, config: &str, split: &str) -> Place {
-    Place::Hub(HubData { repo: repo.into(), config: config.into(), split: split.into() })
+    Place::Hub(Split { repo: repo.into(), config: config.into(), split: split.into() })
 }
 
 #[cfg(test)]

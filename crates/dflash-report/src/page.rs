@@ -1,6 +1,8 @@
 //! The page: what the run is, its curves, its settings. Whatever comes from a file is escaped.
 
-use dflash_run::{AcceptanceFigures, Line, Lines, MetricLine, Provenance, RunDir, TeacherForced};
+use dflash_run::{
+    AcceptanceFigures, Line, Lines, MetricLine, Provenance, RunDir, TeacherForced, ValidationLine,
+};
 use serde_json::Value;
 
 use crate::chart::{Chart, number};
@@ -52,38 +54,29 @@ pub(crate) fn escape(text: &str) -> String {
 
 fn charts(run: &Run) -> Vec<Chart> {
     let train = |of: fn(&MetricLine) -> Option<f64>| run.metrics.points(of);
-    let rows = |of: fn(&TeacherForced) -> Option<f64>| {
-        run.validation.points(|line| of(&line.rows.as_ref()?.figures))
+    let both = |of: fn(&TeacherForced) -> Option<f64>| {
+        let rows = |line: &ValidationLine| of(&line.rows.as_ref()?.figures);
+        (run.metrics.points(|line| of(&line.figures)), run.validation.points(rows))
     };
-    let prompts = |of: fn(&AcceptanceFigures) -> f64| {
+    let measured = |of: fn(&AcceptanceFigures) -> f64| {
         run.validation.points(|line| Some(of(&line.prompts.as_ref()?.figures)))
     };
+    let (loss, held_out_loss) = both(|figures| figures.loss);
+    let (accuracy, held_out_accuracy) = both(|figures| figures.accuracy);
+    let (expected, held_out_expected) = both(|figures| figures.expected_acceptance_length);
+    let per_step = measured(|figures| figures.acceptance_length);
+    let per_response = measured(|figures| figures.acceptance_length_per_response);
     let over = Chart::over_steps;
     vec![
-        over(
-            "Loss",
-            vec![
-                ("training", train(|line| line.figures.loss)),
-                ("validation", rows(|figures| figures.loss)),
-            ],
-        ),
-        over(
-            "Accuracy",
-            vec![
-                ("training", train(|line| line.figures.accuracy)),
-                ("validation", rows(|figures| figures.accuracy)),
-            ],
-        ),
+        over("Loss", vec![("training", loss), ("validation", held_out_loss)]),
+        over("Accuracy", vec![("training", accuracy), ("validation", held_out_accuracy)]),
         over(
             "Acceptance length",
             vec![
-                ("expected, training", train(|line| line.figures.expected_acceptance_length)),
-                ("expected, validation", rows(|figures| figures.expected_acceptance_length)),
-                ("measured, per step", prompts(|figures| figures.acceptance_length)),
-                (
-                    "measured, per response",
-                    prompts(|figures| figures.acceptance_length_per_response),
-                ),
+                ("expected, training", expected),
+                ("expected, validation", held_out_expected),
+                ("measured, per step", per_step),
+                ("measured, per response", per_response),
             ],
         ),
         by_slot(run),

@@ -21,7 +21,8 @@ fn line(step: u64, loss: f64) -> String {
     format!(
         "{{\"step\":{step},\"loss\":{loss},\"accuracy\":0.5,\"accuracy_by_slot\":[null,0.6,0.4],\
          \"expected_acceptance_length\":2.5,\"lr\":0.001,\"gradient_norm\":1.5,\"slots_per_s\":900.0,\
-         \"tokens_per_s\":80.0,\"data_wait_s\":1.0,\"interval_s\":4.0,\"peak_memory_mib\":512.0}}\n"
+         \"tokens_per_s\":80.0,\"data_wait_s\":1.0,\"interval_s\":4.0,\"peak_memory_mib\":512.0,\
+         \"stream\":{{\"requests\":70,\"retries\":12}}}}\n"
     )
 }
 
@@ -62,6 +63,7 @@ fn a_run_shows_its_curves_settings_and_checkpoints() {
         "<code>dflash train</code>",
         "Resumed 2 time(s), at step 30, 60.",
         "<td>step-000500</td>",
+        "<td>retried</td><td class=\"n\">12</td>",
         "<td>measured acceptance length per step</td><td class=\"n\">2.75</td>",
     ] {
         assert!(page.contains(text), "{text} in\n{page}");

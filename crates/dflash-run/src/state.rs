@@ -18,6 +18,9 @@ pub struct Position {
     /// The last of them, as many as came in a row.
     #[serde(default)]
     pub bad_in_a_row: u64,
+    /// Steps that had nothing to learn from; runs before this was counted took them.
+    #[serde(default)]
+    pub empty_steps: u64,
     /// Samples left out.
     #[serde(alias = "skipped")]
     pub skipped_samples: u64,
@@ -67,10 +70,9 @@ pub struct State {
 }
 
 impl Position {
-    /// Steps that moved the parameters: one whose gradient was not finite did not, and the
-    /// optimizer did not count it.
+    /// Steps that moved the parameters, which are those that the optimizer counted.
     pub fn optimizer_steps(&self) -> i64 {
-        self.step.saturating_sub(self.bad_steps) as i64
+        self.step.saturating_sub(self.bad_steps + self.empty_steps) as i64
     }
 }
 

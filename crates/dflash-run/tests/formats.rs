@@ -57,6 +57,7 @@ fn every_key_is_documented() {
         rows: 1,
         bad_steps: 0,
         bad_in_a_row: 0,
+        empty_steps: 0,
         skipped_samples: 0,
         tokens: 1,
         dataset: String::new(),

@@ -178,6 +178,7 @@ fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {
 
 #[cfg(test)]
 mod tests {
+    use dflash_test_support::{Rng, random};
     use serde_json::json;
 
     use super::*;
@@ -287,12 +288,11 @@ mod tests {
             let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
             let segmenter = Segmenter::new(&tokenizer).unwrap();
             let mut cache = SegmentCache::default();
-            let mut state = 1_u64;
+            let mut random = random();
             for _ in 0..300 {
                 let mut text = String::new();
                 for _ in 0..12 {
-                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    text.push_str(pieces[(state >> 33) as usize % pieces.len()]);
+                    text.push_str(pieces[random.random_range(0..pieces.len())]);
                 }
                 let whole = segments::encode_whole(&tokenizer, &text).unwrap();
                 assert_eq!(

@@ -95,6 +95,7 @@ int32_t dflash_store_tcp(
     DflashText host,
     uint16_t* port,
     bool is_server,
+    int32_t listener,
     int64_t timeout_ms,
     DflashStore** store,
     char** error) {
@@ -102,6 +103,9 @@ int32_t dflash_store_tcp(
     c10d::TCPStoreOptions options;
     options.port = *port;
     options.isServer = is_server;
+    if (listener >= 0) {
+      options.masterListenFd = listener;
+    }
     // The number of workers is the rendezvous's business, which can name who is missing.
     options.waitWorkers = false;
     options.timeout = std::chrono::milliseconds(timeout_ms);

@@ -9,7 +9,13 @@
 #include <cstring>
 #include <vector>
 
+// On x86-64 the instruction set is chosen when the program runs. Elsewhere it is the compiler's
+// baseline, which on aarch64 has vectors.
+#if defined(__x86_64__)
 #define VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define VECTORISED
+#endif
 
 namespace {
 

@@ -41,12 +41,14 @@ int32_t dflash_peak_device_bytes(int32_t index, int64_t* bytes, char** error);
 // The build report of the libtorch in this process, from malloc.
 int32_t dflash_show_config(char** report, char** error);
 
-// With `is_server` the store listens on `*port` (0: any free one) on all interfaces;
-// `*port` is the one in use afterwards.
+// With `is_server` the store listens on `*port` (0: any free one) on all interfaces, or takes over
+// `listener`, a socket bound to that port, where it is not negative. `*port` is the one in use
+// afterwards.
 int32_t dflash_store_tcp(
     DflashText host,
     uint16_t* port,
     bool is_server,
+    int32_t listener,
     int64_t timeout_ms,
     DflashStore** store,
     char** error);

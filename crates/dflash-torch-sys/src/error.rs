@@ -1,5 +1,6 @@
 //! Errors of libtorch's C++ as values.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 /// What a call into libtorch can answer besides a result.
@@ -12,6 +13,14 @@ pub enum Error {
         operation: &'static str,
         /// The exception's text.
         message: String,
+    },
+    /// An address is taken, may not be used or is not this machine's.
+    #[error("listen on {address}")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// The system's answer.
+        source: std::io::Error,
     },
     /// A wait ended before the work did; the work goes on.
     #[error("{operation}: not done after {after:?}")]

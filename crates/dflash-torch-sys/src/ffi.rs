@@ -50,6 +50,7 @@ unsafe extern "C" {
         host: Text,
         port: *mut u16,
         is_server: bool,
+        listener: i32,
         timeout_ms: i64,
         store: *mut *mut RawStore,
         error: *mut *mut c_char,

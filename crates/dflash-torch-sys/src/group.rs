@@ -224,7 +224,7 @@ mod tests {
     /// Two ranks as two threads of this process, each with a connection of its own: one that
     /// waits for a key keeps the connection to itself.
     fn pair() -> [ProcessGroup; 2] {
-        let server = Store::serve(0, LIMIT).unwrap();
+        let server = Store::serve(([127, 0, 0, 1], 0), LIMIT).unwrap();
         let client = Store::connect("127.0.0.1", server.port(), LIMIT).unwrap();
         std::thread::scope(|scope| {
             let second = scope.spawn(|| ProcessGroup::gloo(&client, &config(1, 2)).unwrap());
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn sizes_that_do_not_fit_are_an_error_not_an_abort() {
-        let store = Store::serve(0, LIMIT).unwrap();
+        let store = Store::serve(([127, 0, 0, 1], 0), LIMIT).unwrap();
         let group = ProcessGroup::gloo(&store, &config(0, 1)).unwrap();
         let (small, large) = (Tensor::from_slice(&[1f32]), Tensor::from_slice(&[1f32, 2.0]));
         let outcome = group.all_gather(&small, &large).and_then(|work| work.wait(LIMIT));
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn an_unknown_interface_is_an_error() {
-        let store = Store::serve(0, LIMIT).unwrap();
+        let store = Store::serve(([127, 0, 0, 1], 0), LIMIT).unwrap();
         let bind = Bind::Interface("no-such-interface".to_owned());
         let config = GlooConfig { bind, ..config(0, 1) };
         let error = ProcessGroup::gloo(&store, &config).unwrap_err().to_string();

@@ -1,5 +1,7 @@
 //! c10d's key-value store, through which processes find one another.
 
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{IntoRawFd, RawFd};
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -24,13 +26,28 @@ unsafe impl Send for Store {}
 unsafe impl Sync for Store {}
 
 impl Store {
-    /// Listens on `port` (0: a free one, see [`Store::port`]) on all interfaces until
-    /// dropped. `timeout` bounds [`Store::get`].
+    /// Listens on `address` alone (port 0: a free one, see [`Store::port`]) until dropped.
+    /// `timeout` bounds [`Store::get`].
+    ///
+    /// # Errors
+    /// [`Error::Listen`] where the address is taken or cannot be used, [`Error::Torch`] where the
+    /// server does not start on it.
+    pub fn serve(address: impl Into<SocketAddr>, timeout: Duration) -> Result<Self, Error> {
+        let address = address.into();
+        let failed = |source| Error::Listen { address, source };
+        let listener = TcpListener::bind(address).map_err(failed)?;
+        let bound = listener.local_addr().map_err(failed)?;
+        // c10d closes the socket.
+        let server = Some(listener.into_raw_fd());
+        Self::tcp(&bound.ip().to_string(), bound.port(), Role::Server(server), timeout)
+    }
+
+    /// As [`Store::serve`], on all interfaces.
     ///
     /// # Errors
     /// [`Error::Torch`] where the port is taken or may not be used.
-    pub fn serve(port: u16, timeout: Duration) -> Result<Self, Error> {
-        Self::tcp("127.0.0.1", port, true, timeout)
+    pub fn serve_everywhere(port: u16, timeout: Duration) -> Result<Self, Error> {
+        Self::tcp("127.0.0.1", port, Role::Server(None), timeout)
     }
 
     /// Connects to the store at `host:port`, retrying until `timeout`, which bounds
@@ -39,7 +56,7 @@ impl Store {
     /// # Errors
     /// [`Error::Torch`] where nothing answers in time or what answers is no TCPStore.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self, Error> {
-        Self::tcp(host, port, false, timeout)
+        Self::tcp(host, port, Role::Client, timeout)
     }
 
     /// A view of this store in which every key starts with `prefix`; shares the connection.
@@ -111,13 +128,17 @@ impl Store {
         Ok(total)
     }
 
-    fn tcp(host: &str, port: u16, is_server: bool, timeout: Duration) -> Result<Self, Error> {
+    fn tcp(host: &str, port: u16, role: Role, timeout: Duration) -> Result<Self, Error> {
         let (mut raw, mut used) = (std::ptr::null_mut(), port);
-        let operation = if is_server { "open the store" } else { "reach the store" };
-        let limit = ffi::milliseconds(timeout);
+        let (operation, is_server, listener) = match role {
+            Role::Client => ("reach the store", false, None),
+            Role::Server(listener) => ("open the store", true, listener),
+        };
+        let (host, listener, limit) =
+            (text(host), listener.unwrap_or(-1), ffi::milliseconds(timeout));
         // SAFETY: the out pointers are locals; the host's text outlives the call.
         ffi::checked(operation, |error| unsafe {
-            ffi::dflash_store_tcp(text(host), &mut used, is_server, limit, &mut raw, error)
+            ffi::dflash_store_tcp(host, &mut used, is_server, listener, limit, &mut raw, error)
         })?;
         Ok(Self::own(raw, used))
     }
@@ -138,6 +159,13 @@ impl Drop for Store {
     }
 }
 
+/// What a connection to the store comes with.
+enum Role {
+    Client,
+    /// The server, on a bound socket if there is one.
+    Server(Option<RawFd>),
+}
+
 fn text(key: &str) -> Text {
     Text::new(key.as_bytes())
 }
@@ -148,9 +176,11 @@ mod tests {
 
     const SOON: Duration = Duration::from_millis(300);
 
+    const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
+
     #[test]
     fn a_client_reads_what_the_server_wrote() {
-        let server = Store::serve(0, SOON).unwrap();
+        let server = Store::serve(LOOPBACK, SOON).unwrap();
         let client = Store::connect("127.0.0.1", server.port(), SOON).unwrap();
         server.set("key", b"\0value\xff").unwrap();
         assert_eq!(client.get("key").unwrap(), b"\0value\xff");
@@ -161,7 +191,7 @@ mod tests {
 
     #[test]
     fn prefixes_keep_keys_apart() {
-        let server = Store::serve(0, SOON).unwrap();
+        let server = Store::serve(LOOPBACK, SOON).unwrap();
         let (left, right) = (server.prefixed("left").unwrap(), server.prefixed("right").unwrap());
         left.set("key", b"").unwrap();
         assert!(left.contains("key").unwrap());
@@ -171,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_missing_key_ends_in_an_error_after_the_timeout() {
-        let server = Store::serve(0, SOON).unwrap();
+        let server = Store::serve(LOOPBACK, SOON).unwrap();
         let start = std::time::Instant::now();
         let error = server.get("nobody writes this").unwrap_err();
         assert!(matches!(error, Error::Torch { operation: "read from the store", .. }), "{error}");
@@ -180,9 +210,22 @@ mod tests {
 
     #[test]
     fn a_taken_port_is_an_error() {
-        let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+        let listener = TcpListener::bind("0.0.0.0:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let error = Store::serve(port, SOON).unwrap_err().to_string();
+        let error = Store::serve_everywhere(port, SOON).unwrap_err().to_string();
         assert!(error.contains("open the store"), "{error}");
+        let error = Store::serve((LOOPBACK.0, port), SOON).unwrap_err();
+        assert!(
+            matches!(error, Error::Listen { address, .. } if address.port() == port),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn only_the_given_address_is_listened_on() {
+        // All of 127.0.0.0/8 is the loopback, so its second address tells them apart anywhere.
+        let reached = |port| std::net::TcpStream::connect(("127.0.0.2", port)).is_ok();
+        assert!(!reached(Store::serve(LOOPBACK, SOON).unwrap().port()));
+        assert!(reached(Store::serve_everywhere(0, SOON).unwrap().port()));
     }
 }

@@ -1,28 +1,51 @@
-//! A packed row with its hidden states, as the tensors that the draft and the objective take.
+//! From a packed row to what is computed on it: its blocks, which are plain numbers, and with its
+//! hidden states the tensors that the draft and the objective take. Training, validation, `bench`
+//! and `plan` all build their rows here.
 
 use bytes::Bytes;
 use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
 use dflash_hidden::{Dtype, HiddenStates};
 use dflash_model::attention::{BlockPlan, WindowRule};
-use dflash_model::draft::{Draft, PackedInput};
+use dflash_model::draft::{Draft, DraftConfig, PackedInput};
 use dflash_model::flops::RowWork;
 use dflash_model::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
 use dflash_model::ops::rms_norm;
 use dflash_model::target::TargetHead;
 use tch::{Device, Kind, Tensor};
 
+use crate::rows::LoadedRow;
+
+/// What decides the blocks of rows, the same for all rows.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockMaker {
+    /// How anchors are drawn; the row brings its own epoch.
+    pub(crate) anchors: AnchorOptions,
+    /// The tokens that the draft can say, where these are not all.
+    pub(crate) vocabulary: Option<DraftVocabulary>,
+    /// Rows of the lm_head that the draft predicts with.
+    pub(crate) head_rows: usize,
+    /// Whether the objective needs the target's distribution.
+    pub(crate) teacher: bool,
+}
+
+/// What of a packed row is trained.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    pub(crate) plan: BlockPlan,
+    pub(crate) labels: BlockLabels,
+    /// What costs arithmetic.
+    pub(crate) work: RowWork,
+}
+
 /// What turns rows into batches, the same for all rows.
 #[derive(Debug)]
 pub(crate) struct BatchMaker {
+    pub(crate) blocks: BlockMaker,
     pub(crate) head: TargetHead,
     /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
     pub(crate) lm_head_vh: Tensor,
-    pub(crate) vocabulary: Option<DraftVocabulary>,
     /// The target's layer after which the distribution is read, where the objective needs it.
     pub(crate) teacher_layer: Option<u32>,
-    pub(crate) anchors_per_sequence: usize,
-    pub(crate) max_anchors: usize,
-    pub(crate) seed: u64,
 }
 
 /// One packed row, ready for forward and backward.
@@ -35,54 +58,62 @@ pub(crate) struct Batch {
     pub(crate) flops: f64,
 }
 
-impl BatchMaker {
-    /// `None` when the row has no slot to learn from.
-    pub(crate) fn make(
-        &self,
-        draft: &Draft,
-        row: &PackedRow,
-        states: &[HiddenStates],
-        epoch: u64,
-    ) -> Option<Batch> {
-        let anchors = sample_anchors(
-            row,
-            &AnchorOptions {
-                per_document: self.anchors_per_sequence,
-                per_row: self.max_anchors,
-                seed: self.seed,
-                epoch,
-            },
-        );
+impl BlockMaker {
+    /// The blocks of a row that `epoch` draws.
+    pub(crate) fn draw(&self, draft: &DraftConfig, row: &PackedRow, epoch: u64) -> Blocks {
+        self.at(draft, row, &sample_anchors(row, &AnchorOptions { epoch, ..self.anchors }))
+    }
+
+    /// The blocks of a row at `anchors`.
+    pub(crate) fn at(&self, draft: &DraftConfig, row: &PackedRow, anchors: &[usize]) -> Blocks {
         let labelled = LabelledRow {
             input_ids: &row.input_ids,
             loss_mask: &row.loss_mask,
             document_starts: &row.document_starts,
         };
-        let block_size = draft.config().block_size;
-        let labels = BlockLabels::new(labelled, &anchors, block_size, self.vocabulary.as_ref());
-        if labels.slots().is_empty() {
-            return None;
-        }
-        let plan = draft.config().plan(&row.document_starts, &anchors, WindowRule::Serving);
-        let features_ck = features(draft, &plan, row, states);
-        let slots_nh = self.slot_embeddings(draft, row, &anchors);
-        let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
-        let teacher =
-            self.teacher_layer.map(|layer| self.teacher(draft, &labels, (row, states), layer));
-        let flops = self.flops(draft, &plan, &labels);
-        Some(Batch { input, labels, teacher, flops })
-    }
-
-    /// Arithmetic that a row with this plan and these labels needs.
-    pub(crate) fn flops(&self, draft: &Draft, plan: &BlockPlan, labels: &BlockLabels) -> f64 {
+        let labels =
+            BlockLabels::new(labelled, anchors, draft.block_size, self.vocabulary.as_ref());
+        let plan = draft.plan(&row.document_starts, anchors, WindowRule::Serving);
         let active_slots = labels.slots().len() as f64;
         let work = RowWork {
             active_slots,
-            head_rows: self.lm_head_vh.size()[0] as f64,
-            teacher_slots: if self.teacher_layer.is_some() { active_slots } else { 0.0 },
-            ..RowWork::of_plan(draft.config(), plan)
+            head_rows: self.head_rows as f64,
+            teacher_slots: if self.teacher { active_slots } else { 0.0 },
+            ..RowWork::of_plan(draft, &plan)
         };
-        draft.config().flops(&work).total()
+        Blocks { plan, labels, work }
+    }
+}
+
+impl BatchMaker {
+    /// `None` when the row has no slot to learn from.
+    pub(crate) fn make(&self, draft: &Draft, loaded: &LoadedRow) -> Option<Batch> {
+        let LoadedRow { epoch, row, states, skipped: _ } = loaded;
+        let blocks = self.blocks.draw(draft.config(), row, *epoch);
+        if blocks.labels.slots().is_empty() {
+            return None;
+        }
+        let features_ck = features(draft, &blocks.plan, row, states);
+        let mut batch = self.batch(draft, row, blocks, features_ck);
+        batch.teacher = self
+            .teacher_layer
+            .map(|layer| self.teacher(draft, &batch.labels, (row, states), layer));
+        Some(batch)
+    }
+
+    /// The tensors of a row with these blocks and the features of its context rows, [C, K*H]; the
+    /// teacher's are left out.
+    pub(crate) fn batch(
+        &self,
+        draft: &Draft,
+        row: &PackedRow,
+        blocks: Blocks,
+        features_ck: Tensor,
+    ) -> Batch {
+        let Blocks { plan, labels, work } = blocks;
+        let slots_nh = self.slot_embeddings(draft, row, plan.anchors());
+        let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
+        Batch { input, labels, teacher: None, flops: draft.config().flops(&work).total() }
     }
 
     /// Embeddings of [anchor token, MASK, ...] per block, [N, H].

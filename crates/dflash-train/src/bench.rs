@@ -6,23 +6,22 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
+use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
 use dflash_model::Kernels;
-use dflash_model::attention::WindowRule;
 use dflash_model::draft::DraftConfig;
-use dflash_model::objective::{
-    BlockLabels, Denominator, ElementLoss, LabelSource, LabelledRow, Objective, Weighting,
-};
+use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_model::target::{TargetConfig, TargetHead, default_layer_ids};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::batch::{Batch, BatchMaker};
+use crate::batch::{Batch, BatchMaker, BlockMaker};
 use crate::config::{DeviceChoice, DraftSettings};
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
-use crate::trainer::{StepExtras, Trainer};
+use crate::trainer::{StepSums, Trainer};
+use crate::vote::Vote;
 use crate::{Error, machine, setup};
 
 /// Shape of the benchmark.
@@ -92,7 +91,7 @@ impl StepBench {
         self.check()?;
         let (device, kind) = setup::device(self.device, None, 0)?;
         tch::no_grad(|| {
-            let row = Row::new(self);
+            let row = RandomRow::new(self);
             let mut trainer = self.trainer(device, kind)?;
             let features_tk = Tensor::randn(
                 [
@@ -102,21 +101,22 @@ impl StepBench {
                 (kind, device),
             );
             let mut times = Vec::with_capacity(self.steps);
-            let mut loss = f64::NAN;
+            let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
             for step in 0..self.warmup + self.steps {
                 synchronize(device);
                 let begun = Instant::now();
                 let batch = row.batch(&trainer, &features_tk);
+                (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
                 let mut open = trainer.begin(&Single);
                 open.add(Some(batch), true)?;
-                let result = open.finish(StepExtras::default(), (RATE, 1.0))?;
+                let result = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
                 synchronize(device);
                 if step >= self.warmup {
                     times.push(begun.elapsed().as_secs_f64());
                 }
                 loss = result.statistics.report(0.0).loss;
             }
-            Ok(self.report(&row, &trainer, (times, loss)))
+            Ok(report(&trainer, (loss, slots, flops), median(times)))
         })
     }
 
@@ -186,45 +186,47 @@ impl StepBench {
             chunk_bytes: CHUNK_BYTES,
             kernels: Kernels::Fast,
         };
-        let batches = BatchMaker {
-            lm_head_vh: head.lm_head_vh.shallow_clone(),
-            head,
+        let blocks = BlockMaker {
+            anchors: AnchorOptions {
+                per_document: self.anchors,
+                per_row: self.anchors,
+                seed: self.seed,
+                epoch: 0,
+            },
             vocabulary: None,
-            teacher_layer: None,
-            anchors_per_sequence: self.anchors,
-            max_anchors: self.anchors,
-            seed: self.seed,
+            head_rows: head.lm_head_vh.size()[0] as usize,
+            teacher: false,
         };
+        let lm_head_vh = head.lm_head_vh.shallow_clone();
+        let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: None };
         let fresh = setup::fresh(config, self.seed, device);
         let shards = Shards::whole(fresh.layout().elements());
         let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
         Ok(Trainer::new(parameters, (objective, batches)))
     }
+}
 
-    fn report(
-        &self,
-        row: &Row,
-        trainer: &Trainer,
-        (mut times, loss): (Vec<f64>, f64),
-    ) -> StepReport {
-        times.sort_by(f64::total_cmp);
-        let middle = times.len() / 2;
-        let median = if times.len() % 2 == 1 {
-            times[middle]
-        } else {
-            f64::midpoint(times[middle - 1], times[middle])
-        };
-        let slots = row.labels.slots().len() as u64;
-        StepReport {
-            step_ms: median * 1e3,
-            slots_per_s: slots as f64 / median,
-            loss,
-            peak_mib: machine::peak_memory_mib(trainer.draft.device()).unwrap_or(f64::NAN),
-            params_m: trainer.draft.layout().trained() as f64 / 1e6,
-            slots,
-            tflops: row.flops(trainer) / median / 1e12,
-            device: format!("{:?}", trainer.draft.device()),
-        }
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    let middle = times.len() / 2;
+    if times.len() % 2 == 1 {
+        times[middle]
+    } else {
+        f64::midpoint(times[middle - 1], times[middle])
+    }
+}
+
+fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64) -> StepReport {
+    let draft = &trainer.draft;
+    StepReport {
+        step_ms: median * 1e3,
+        slots_per_s: slots as f64 / median,
+        loss,
+        peak_mib: machine::peak_memory_mib(draft.device()).unwrap_or(f64::NAN),
+        params_m: draft.layout().trained() as f64 / 1e6,
+        slots,
+        tflops: flops / median / 1e12,
+        device: format!("{:?}", draft.device()),
     }
 }
 
@@ -235,64 +237,40 @@ fn synchronize(device: Device) {
     }
 }
 
-/// A row of random tokens, all supervised.
-struct Row {
-    input_ids: Vec<i64>,
-    document_starts: Vec<usize>,
+/// A row of random tokens, all supervised, with random anchors.
+struct RandomRow {
+    row: PackedRow,
     anchors: Vec<usize>,
-    labels: BlockLabels,
 }
 
-impl Row {
+impl RandomRow {
     fn new(bench: &StepBench) -> Self {
         tch::manual_seed(bench.seed as i64);
         let tokens = bench.tokens as i64;
         // any small ids will do: the embedding has more rows
         let ids = Tensor::randint(64, [tokens], (Kind::Int64, Device::Cpu));
-        let input_ids = Vec::<i64>::try_from(ids).expect("int64 ids");
         let document_starts: Vec<usize> =
             (0..=bench.documents).map(|d| d * bench.tokens / bench.documents).collect();
-        let candidates: Vec<i64> = document_starts
-            .windows(2)
-            .flat_map(|bounds| bounds[0]..bounds[1] - 1)
-            .map(|position| position as i64)
-            .collect();
+        let row = PackedRow {
+            input_ids: Vec::<i64>::try_from(ids).expect("int64 ids"),
+            loss_mask: vec![true; bench.tokens],
+            document_starts,
+            samples: (0..bench.documents as u32).collect(),
+        };
+        let candidates = anchor_candidates(&row);
         let order = Tensor::randperm(candidates.len() as i64, (Kind::Int64, Device::Cpu));
         let order = Vec::<i64>::try_from(order).expect("int64 indices");
-        let mut anchors: Vec<usize> = order[..bench.anchors]
-            .iter()
-            .map(|&index| candidates[index as usize] as usize)
-            .collect();
+        let mut anchors: Vec<usize> =
+            order[..bench.anchors].iter().map(|&index| candidates[index as usize]).collect();
         anchors.sort_unstable();
-        let labelled = LabelledRow {
-            input_ids: &input_ids,
-            loss_mask: &vec![true; bench.tokens],
-            document_starts: &document_starts,
-        };
-        let labels = BlockLabels::new(labelled, &anchors, bench.block_size, None);
-        Self { input_ids, document_starts, anchors, labels }
+        Self { row, anchors }
     }
 
     fn batch(&self, trainer: &Trainer, features_tk: &Tensor) -> Batch {
-        let draft = &trainer.draft;
-        let config = draft.config();
-        let plan = config.plan(&self.document_starts, &self.anchors, WindowRule::Serving);
-        let rows: Vec<i64> = plan.context_sources().flatten().map(|row| row as i64).collect();
+        let Trainer { draft, batches, .. } = trainer;
+        let blocks = batches.blocks.at(draft.config(), &self.row, &self.anchors);
+        let rows: Vec<i64> = blocks.plan.context_sources().flatten().map(|r| r as i64).collect();
         let rows = Tensor::from_slice(&rows).to_device(draft.device());
-        let features_ck = features_tk.index_select(0, &rows);
-        let mut ids = vec![config.mask_token_id; plan.slots()];
-        for (block, &anchor) in self.anchors.iter().enumerate() {
-            ids[block * config.block_size] = self.input_ids[anchor];
-        }
-        let ids = Tensor::from_slice(&ids).to_device(draft.device());
-        let slots_nh = trainer.batches.head.embed(&ids).to_kind(draft.flat().kind());
-        let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
-        Batch { input, labels: self.labels.clone(), teacher: None, flops: 0.0 }
-    }
-
-    fn flops(&self, trainer: &Trainer) -> f64 {
-        let config = trainer.draft.config();
-        let plan = config.plan(&self.document_starts, &self.anchors, WindowRule::Serving);
-        trainer.batches.flops(&trainer.draft, &plan, &self.labels)
+        batches.batch(draft, &self.row, blocks, features_tk.index_select(0, &rows))
     }
 }

@@ -44,6 +44,17 @@ pub enum Error {
         /// The dataset.
         path: PathBuf,
     },
+    /// A sample cannot be read.
+    #[error("cannot read sample {sample} of {}", .path.display())]
+    Sample {
+        /// The dataset.
+        path: PathBuf,
+        /// Its row.
+        sample: u32,
+        /// What the dataset says.
+        #[source]
+        source: dflash_data::Error,
+    },
     /// A token of the dataset is no row of the target's embedding.
     #[error(
         "{path}: sample {sample} has token {token}, but the target's embedding has {rows} rows; prepare the data with this target's tokenizer"

@@ -1,13 +1,16 @@
 //! Training of a draft: rows in, checkpoints out.
 //!
-//! [`run()`] is one worker's whole life: it opens the dataset, builds or restores the draft, pulls
-//! packed rows with the target's hidden states from a bounded stream, and steps until the schedule
-//! ends or it is told to stop. [`validate`] finds the user's mistakes before any worker starts.
+//! [`Prepared`] opens everything that the settings name and finds the user's mistakes, before any
+//! worker starts. [`Prepared::run`] is one worker's whole life: it builds or restores the draft,
+//! pulls packed rows with the target's hidden states from a bounded stream, and steps until the
+//! schedule ends or it is told to stop.
 //!
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW
 //!   and Muon;
 //! - `warm_start` takes the weights of another draft;
-//! - `order` says which packed row is whose, `rows` fetches it, `batch` turns it into tensors;
+//! - `order` says which packed row is whose, `rows` reads and fetches it, `batch` turns it into
+//!   blocks and tensors, for training, validation, [`bench`] and [`plan`] alike;
+//! - `run` holds the loop, `vote` what ranks tell each other in a step;
 //! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `masters` holds the float32 side of the parameters, `shards` says which
 //!   rank holds what of it;
@@ -19,12 +22,15 @@ pub mod bench;
 mod checkpoint;
 pub mod config;
 mod error;
+#[cfg(test)]
+mod fake;
 pub mod machine;
 mod masters;
 mod metrics;
 pub mod optimizer;
 mod order;
 pub mod plan;
+mod prepared;
 mod rows;
 mod run;
 pub mod schedule;
@@ -32,9 +38,11 @@ mod setup;
 mod shards;
 mod trainer;
 mod validation;
+mod vote;
 mod warm_start;
 
 pub use dflash_run::{Acceptance, Retention};
 pub use error::Error;
-pub use run::{Outcome, run, validate};
+pub use prepared::Prepared;
+pub use run::Outcome;
 pub use validation::{AcceptanceProbe, ProbeError, Served, Share};

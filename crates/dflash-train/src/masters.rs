@@ -5,8 +5,8 @@
 //! buffer; in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
 
 use dflash_dist::Communicator;
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::{Draft, DraftLayout};
+use dflash_model::checkpoint::{Entry, TensorFile};
+use dflash_model::draft::Draft;
 use tch::{Kind, Tensor};
 
 use crate::Error;
@@ -26,14 +26,6 @@ pub(crate) struct Masters {
     pub(crate) weights: Tensor,
     pub(crate) optimizer: Optimizer,
     pub(crate) average: Option<Average>,
-}
-
-/// The whole state, as a checkpoint holds it.
-pub(crate) struct Collected {
-    /// By name.
-    pub(crate) tensors: Vec<(String, Tensor)>,
-    /// Whether the averaged weights are among them; else the masters are what is served.
-    pub(crate) averaged: bool,
 }
 
 impl Masters {
@@ -101,28 +93,45 @@ impl Masters {
         Ok(Draft::new(draft.config().clone(), rounded))
     }
 
-    /// All ranks' state at rank 0, `None` elsewhere. All ranks call it.
-    pub(crate) fn collect(
-        &self,
-        communicator: &dyn Communicator,
-    ) -> Result<Option<Collected>, Error> {
-        let mut tensors = Vec::new();
-        for (name, extent, tensor) in self.state() {
-            let collected = self.shards_of(extent).collect(communicator, tensor)?;
-            tensors.extend(collected.map(|tensor| (name.to_string(), tensor)));
-        }
-        let averaged = self.average.is_some();
-        Ok((communicator.rank() == 0).then_some(Collected { tensors, averaged }))
+    /// What a checkpoint holds of the state, in the order of its file.
+    pub(crate) fn entries(&self) -> Vec<Entry> {
+        let entry = |(name, extent, _): (&str, Extent, &Tensor)| Entry {
+            name: name.into(),
+            kind: Kind::Float,
+            shape: vec![self.shards_of(extent).elements()],
+        };
+        self.state().into_iter().map(entry).collect()
     }
 
+    /// Hands all ranks' state to `take`, in the order of [`Self::entries`] and in pieces. All ranks
+    /// call it.
+    pub(crate) fn stream(
+        &self,
+        communicator: &dyn Communicator,
+        take: &mut dyn FnMut(&Tensor),
+    ) -> Result<(), Error> {
+        for (_, extent, tensor) in self.state() {
+            self.shards_of(extent).stream(communicator, tensor, take)?;
+        }
+        Ok(())
+    }
+
+    /// The name in a checkpoint of the weights that it serves.
+    pub(crate) fn served_name(&self) -> &'static str {
+        if self.average.is_some() { AVERAGE } else { MASTERS }
+    }
+
+    /// By name, as in the file.
     fn state(&self) -> Vec<(&'static str, Extent, &Tensor)> {
         let optimizer = self.optimizer.state();
         let average = self.average.iter().map(|average| (AVERAGE, Extent::Share, &average.weights));
-        [(MASTERS, Extent::Share, &self.weights)]
+        let mut state: Vec<_> = [(MASTERS, Extent::Share, &self.weights)]
             .into_iter()
             .chain(optimizer.into_iter().map(|part| (part.name, part.extent, part.tensor)))
             .chain(average)
-            .collect()
+            .collect();
+        state.sort_by_key(|(name, ..)| *name);
+        state
     }
 
     fn shards_of(&self, extent: Extent) -> &Shards {
@@ -139,14 +148,12 @@ impl Masters {
         file: &TensorFile,
         steps: i64,
     ) -> Result<(), Error> {
-        let elements = draft.layout().elements();
-        let norms = norm_elements(draft.layout());
         for (name, extent, tensor) in self.state() {
-            let length = if extent == Extent::Share { elements } else { norms };
-            let stored = file.tensor(name, &[length])?;
-            tensor.shallow_clone().copy_(&self.shards_of(extent).view(&stored));
+            let shards = self.shards_of(extent);
+            file.check_shape(name, &[shards.elements()])?;
+            file.read_into(name, shards.own().start, tensor)?;
             if name == MASTERS {
-                draft.flat().shallow_clone().copy_(&stored);
+                file.read_into(name, 0, draft.flat())?;
             }
         }
         self.optimizer.set_steps(steps);
@@ -156,19 +163,6 @@ impl Masters {
     /// Float32 numbers that this rank holds.
     pub(crate) fn elements(&self) -> i64 {
         self.state().iter().map(|(_, _, tensor)| tensor.numel() as i64).sum()
-    }
-}
-
-fn norm_elements(layout: &DraftLayout) -> i64 {
-    Groups::of(layout.parameters(), &(0..layout.elements())).norm_elements()
-}
-
-impl Collected {
-    /// The weights to serve.
-    pub(crate) fn served(&self) -> &Tensor {
-        let name = if self.averaged { AVERAGE } else { MASTERS };
-        let found = self.tensors.iter().find(|(found, _)| found == name);
-        &found.expect("the state holds its weights").1
     }
 }
 

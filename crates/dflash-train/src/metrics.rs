@@ -2,13 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use dflash_hidden::Counters;
 use dflash_model::objective::{Statistics, StatisticsReport};
 use dflash_run::{Events, MetricLine, RunDir, StreamCounters, TeacherForced, ValidationLine};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tch::Device;
 
-use crate::trainer::StepResult;
+use crate::trainer::{Effect, StepResult, StepSums};
 use crate::{Error, machine};
 
 /// How often a log gets a line of progress where there is no terminal for a bar.
@@ -22,7 +21,8 @@ pub(crate) struct Meter {
     tokens: f64,
     flops: f64,
     wait: Duration,
-    stream: StreamCounters,
+    /// Of all steps, for what the streams have counted.
+    sums: StepSums,
     machine: Machine,
     since: Instant,
     outputs: Option<Outputs>,
@@ -61,8 +61,8 @@ impl Meter {
         let since = Instant::now();
         let (interval, outputs, wait) = (None, None, Duration::ZERO);
         let machine = Machine { device: Device::Cpu, peak_tflops: None };
-        let (stream, tokens, flops) = (StreamCounters::default(), 0.0, 0.0);
-        Self { interval, epsilon, steps: 0, tokens, flops, wait, stream, machine, since, outputs }
+        let (sums, tokens, flops) = (StepSums::default(), 0.0, 0.0);
+        Self { interval, epsilon, steps: 0, tokens, flops, wait, sums, machine, since, outputs }
     }
 
     /// Says what the run computes on, and the peak of all its devices if that is known.
@@ -91,15 +91,16 @@ impl Meter {
 
     /// Adds a finished step and how long its rows were waited for. A step that moved nothing counts
     /// as a step, but has no share in figures of what was learned.
-    pub(crate) fn add(&mut self, result: StepResult, wait: Duration, counters: Counters) {
+    pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
         self.steps += 1;
-        self.stream = stream(counters);
+        self.sums.add(result.sums);
         self.wait += wait;
-        if result.applied {
-            self.tokens += result.extras.tokens;
-            self.flops += result.extras.flops;
+        let moved = result.effect == Effect::Moved;
+        if moved {
+            self.tokens += result.sums.tokens;
+            self.flops += result.sums.flops;
         }
-        let own = if result.applied { result.statistics } else { result.statistics.cleared() };
+        let own = if moved { result.statistics } else { result.statistics.cleared() };
         match &mut self.interval {
             Some(sum) => sum.add(&own),
             None => self.interval = Some(own),
@@ -134,7 +135,7 @@ impl Meter {
                 skipped_samples: progress.skipped_samples,
                 bad_steps: progress.bad_steps,
                 ema_decay: progress.ema_decay,
-                stream: Some(self.stream),
+                stream: Some(stream(&self.sums)),
                 figures: figures(report),
             };
             outputs.write(&line)?;
@@ -244,34 +245,20 @@ pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
     }
 }
 
-/// A stream's counters as a line has them: how long it was waited for is a figure of its own.
-fn stream(counters: Counters) -> StreamCounters {
-    let Counters {
-        requests,
-        retries,
-        busy,
-        bytes,
-        generated,
-        stored,
-        stale,
-        missing,
-        rejected,
-        invalid,
-        cached,
-        wait: _,
-    } = counters;
+/// What the streams of all ranks have counted, as a line has it.
+fn stream(sums: &StepSums) -> StreamCounters {
     StreamCounters {
-        requests,
-        retries,
-        busy,
-        generated,
-        stored,
-        stale,
-        missing,
-        rejected,
-        invalid,
-        cached,
-        bytes,
+        requests: sums.requests as u64,
+        retries: sums.retries as u64,
+        busy: sums.busy as u64,
+        generated: sums.generated as u64,
+        stored: sums.stored as u64,
+        stale: sums.stale as u64,
+        missing: sums.missing as u64,
+        rejected: sums.rejected as u64,
+        invalid: sums.invalid as u64,
+        cached: sums.cached as u64,
+        bytes: sums.bytes as u64,
     }
 }
 

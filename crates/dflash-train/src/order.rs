@@ -4,16 +4,47 @@
 //! step takes the next `ranks * accumulation` of them, wherever an epoch ends, so every row is
 //! trained exactly once per epoch at any world size, and a position in the sequence is all that a
 //! resumed run needs.
+//!
+//! The schedule follows from the number of rows, so all epochs are packed before the first step,
+//! once: a rank keeps the rows that it is going to train, some 8 bytes a sample and epoch over the
+//! number of ranks.
 
-use dflash_data::{epoch_order, pack_rows};
+use dflash_data::{count_truncated, epoch_order, pack_rows};
 
-/// The sequence of packed rows of all epochs.
+use crate::Error;
+
+/// Each epoch is planned before the first step, which takes time and memory.
+const MAX_EPOCHS: u64 = 100_000;
+
+/// What decides the sequence.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packing<'a> {
+    /// Tokens of the samples that can be trained.
+    pub(crate) lengths: &'a [u32],
+    /// Tokens of a packed row.
+    pub(crate) total_seq_len: usize,
+    pub(crate) seed: u64,
+}
+
+/// Where the sequence ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Length {
+    /// After so many epochs.
+    Epochs(u64),
+    /// With the epoch that has the last of so many rows.
+    Rows(u64),
+}
+
+/// The rows at `first`, `first + stride`, ... : one rank's share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stride {
+    pub(crate) first: u64,
+    pub(crate) stride: u64,
+}
+
+/// Where in the sequence the epochs lie.
 #[derive(Clone, Debug)]
 pub(crate) struct RowOrder {
-    /// (dataset row, tokens) of the samples that can be trained.
-    lengths: Vec<u32>,
-    total_seq_len: usize,
-    seed: u64,
     /// First position of each epoch, and the end.
     starts: Vec<u64>,
 }
@@ -26,31 +57,75 @@ pub(crate) struct PlannedRow {
     pub(crate) samples: Vec<u32>,
 }
 
-impl RowOrder {
-    pub(crate) fn new(lengths: &[u32], total_seq_len: usize, seed: u64, epochs: u64) -> Self {
-        let mut order = Self { lengths: lengths.to_vec(), total_seq_len, seed, starts: vec![0] };
-        for epoch in 0..epochs {
-            let rows = order.pack(epoch).len() as u64;
-            order.starts.push(order.starts[epoch as usize] + rows);
-        }
-        order
-    }
-
-    fn pack(&self, epoch: u64) -> Vec<Vec<u32>> {
+impl Packing<'_> {
+    /// The rows of an epoch.
+    pub(crate) fn epoch(&self, epoch: u64) -> Vec<Vec<u32>> {
         let order = epoch_order(self.lengths.len(), self.seed, epoch);
-        pack_rows(&order, &self.lengths, self.total_seq_len)
+        pack_rows(&order, self.lengths, self.total_seq_len)
     }
 
     /// Says how many samples do not fit into a row.
     pub(crate) fn cut_note(&self) -> Option<String> {
-        let long = |length: &&u32| **length as usize > self.total_seq_len;
-        let cut = self.lengths.iter().filter(long).count();
         let (all, length) = (self.lengths.len(), self.total_seq_len);
+        let cut = count_truncated(self.lengths, length);
         (cut > 0).then(|| {
             format!(
                 "{cut} of {all} samples are longer than --total-seq-len {length} and are cut to it"
             )
         })
+    }
+}
+
+impl Length {
+    /// Refuses more epochs than anybody can want; an epoch has `rows`.
+    fn check(self, rows: u64) -> Result<(), Error> {
+        let epochs = match self {
+            Self::Epochs(epochs) => epochs,
+            Self::Rows(needed) => needed.div_ceil(rows.max(1)),
+        };
+        if epochs <= MAX_EPOCHS {
+            return Ok(());
+        }
+        let expected = format!("more than {MAX_EPOCHS} passes over the data are surely a mistake");
+        Err(match self {
+            Self::Epochs(_) => Error::setting("--epochs", epochs, expected),
+            Self::Rows(_) => {
+                Error::setting("--max-steps", format!("good for {epochs} passes"), expected)
+            }
+        })
+    }
+}
+
+impl RowOrder {
+    /// Packs the whole sequence; returns where its epochs lie, and the rows of `share`.
+    pub(crate) fn plan(
+        packing: Packing<'_>,
+        length: Length,
+        share: Stride,
+    ) -> Result<(Self, Vec<PlannedRow>), Error> {
+        let mut order = Self { starts: vec![0] };
+        let mut planned = Vec::new();
+        for epoch in 0.. {
+            let start = order.rows();
+            let enough = match length {
+                Length::Epochs(epochs) => epoch >= epochs,
+                Length::Rows(needed) => start >= needed,
+            };
+            // without a sample that has tokens no number of epochs is enough
+            if enough || (epoch > 0 && start == 0) {
+                break;
+            }
+            let rows = packing.epoch(epoch);
+            length.check(rows.len() as u64)?;
+            order.starts.push(start + rows.len() as u64);
+            let places = (start..).zip(rows);
+            planned.extend(
+                places
+                    .filter(|(place, _)| share.has(*place))
+                    .map(|(_, samples)| PlannedRow { epoch, samples }),
+            );
+        }
+        Ok((order, planned))
     }
 
     /// Rows of all epochs.
@@ -70,27 +145,15 @@ impl RowOrder {
         let start = self.starts[epoch];
         epoch as f64 + (position - start) as f64 / (end - start).max(1) as f64
     }
+}
 
-    /// The rows at `first`, `first + stride`, ... : one rank's share.
-    pub(crate) fn every(
-        &self,
-        first: u64,
-        stride: u64,
-    ) -> impl Iterator<Item = PlannedRow> + Clone + Send + use<> {
-        let order = self.clone();
-        let mut current: Option<(u64, Vec<Vec<u32>>)> = None;
-        (0..).map(move |index| first + index * stride).map_while(move |position| {
-            if position >= order.rows() {
-                return None;
-            }
-            let epoch = order.epoch_of(position);
-            if current.as_ref().is_none_or(|(held, _)| *held != epoch) {
-                current = Some((epoch, order.pack(epoch)));
-            }
-            let (_, rows) = current.as_ref().expect("just packed");
-            let samples = rows[(position - order.starts[epoch as usize]) as usize].clone();
-            Some(PlannedRow { epoch, samples })
-        })
+impl Stride {
+    /// All rows.
+    #[cfg(test)]
+    pub(crate) const ALL: Self = Self { first: 0, stride: 1 };
+
+    fn has(self, place: u64) -> bool {
+        place >= self.first && (place - self.first).is_multiple_of(self.stride)
     }
 }
 
@@ -98,49 +161,76 @@ impl RowOrder {
 mod tests {
     use super::*;
 
-    fn order() -> RowOrder {
+    fn plan(length: Length, share: Stride) -> (RowOrder, Vec<PlannedRow>) {
         let lengths: Vec<u32> = (0..101).map(|i| 10 + i % 23).collect();
-        RowOrder::new(&lengths, 64, 7, 3)
+        let packing = Packing { lengths: &lengths, total_seq_len: 64, seed: 7 };
+        RowOrder::plan(packing, length, share).unwrap()
     }
 
     #[test]
     fn ranks_share_the_sequence_without_loss() {
-        let order = order();
-        let alone: Vec<PlannedRow> = order.every(0, 1).collect();
+        let (order, alone) = plan(Length::Epochs(3), Stride::ALL);
         assert_eq!(alone.len() as u64, order.rows());
+        let begun = 5;
         for ranks in [2, 3] {
-            let shares: Vec<Vec<PlannedRow>> =
-                (0..ranks).map(|rank| order.every(rank, ranks).collect()).collect();
-            for (position, row) in alone.iter().enumerate() {
+            let shares: Vec<Vec<PlannedRow>> = (0..ranks)
+                .map(|rank| {
+                    plan(Length::Epochs(3), Stride { first: begun + rank, stride: ranks }).1
+                })
+                .collect();
+            for (position, row) in alone[begun as usize..].iter().enumerate() {
                 let (rank, index) = (position as u64 % ranks, position as u64 / ranks);
                 assert_eq!(&shares[rank as usize][index as usize], row);
             }
+            assert_eq!(shares.iter().map(Vec::len).sum::<usize>(), alone.len() - begun as usize);
         }
     }
 
     #[test]
     fn each_epoch_trains_each_sample_once() {
+        let (order, rows) = plan(Length::Epochs(3), Stride::ALL);
         for epoch in 0..3 {
-            let mut samples: Vec<u32> = order()
-                .every(0, 1)
-                .filter(|row| row.epoch == epoch)
-                .flat_map(|row| row.samples)
-                .collect();
+            let own = rows.iter().filter(|row| row.epoch == epoch);
+            let mut samples: Vec<u32> = own.flat_map(|row| row.samples.clone()).collect();
             samples.sort_unstable();
             assert_eq!(samples, (0..101).collect::<Vec<_>>());
+        }
+        for (place, row) in rows.iter().enumerate() {
+            assert_eq!(order.epoch_of(place as u64), row.epoch);
         }
     }
 
     #[test]
+    fn as_many_epochs_as_the_rows_need_are_packed() {
+        let (three, _) = plan(Length::Epochs(3), Stride::ALL);
+        let needed = |rows| plan(Length::Rows(rows), Stride::ALL).0.starts;
+        assert_eq!(needed(three.rows()), three.starts);
+        assert_eq!(needed(three.starts[2] + 1), three.starts);
+        assert_eq!(needed(three.starts[2]), three.starts[..3]);
+        assert_eq!(needed(0), [0]);
+    }
+
+    #[test]
+    fn epochs_beyond_reason_are_refused() {
+        let packing = Packing { lengths: &[4, 4], total_seq_len: 4, seed: 7 };
+        let refuse = |length| RowOrder::plan(packing, length, Stride::ALL).unwrap_err().to_string();
+        assert!(refuse(Length::Epochs(100_001)).starts_with("--epochs is 100001, but"));
+        assert!(refuse(Length::Rows(200_001)).starts_with("--max-steps is good for 100001 passes"));
+        let nothing = Packing { lengths: &[0], ..packing };
+        assert_eq!(RowOrder::plan(nothing, Length::Rows(9), Stride::ALL).unwrap().0.rows(), 0);
+    }
+
+    #[test]
     fn cut_samples_are_said() {
-        assert_eq!(order().cut_note(), None);
-        let note = RowOrder::new(&[9, 10, 11, 30], 10, 7, 1).cut_note().unwrap();
+        let packing = |total_seq_len| Packing { lengths: &[9, 10, 11, 30], total_seq_len, seed: 7 };
+        assert_eq!(packing(30).cut_note(), None);
+        let note = packing(10).cut_note().unwrap();
         assert!(note.starts_with("2 of 4 samples are longer than --total-seq-len 10"), "{note}");
     }
 
     #[test]
     fn progress_counts_epochs() {
-        let order = order();
+        let (order, _) = plan(Length::Epochs(3), Stride::ALL);
         assert_eq!(order.progress(0), 0.0);
         assert_eq!(order.progress(order.starts[1]), 1.0);
         assert_eq!(order.progress(order.rows()), 3.0);

@@ -1,163 +1,147 @@
 //! Packed rows with their hidden states, in order and fetched ahead.
+//!
+//! The feeding thread of the stream reads each sample once and packs each row once; the packed row
+//! travels with the requests for its hidden states and comes out beside them.
 
 use std::sync::Arc;
 
 use dflash_data::{Dataset, PackedRow, Sample};
-use dflash_hidden::{Counters, Fetched, HiddenStates, Request, SourceConfig, Stream, StreamConfig};
-use dflash_model::draft::DraftConfig;
-use dflash_model::target::TargetConfig;
+use dflash_hidden::{Counters, FetchedRow, HiddenStates, Request, Stream, StreamConfig, WantedRow};
 
 use crate::Error;
-use crate::config::TrainConfig;
 use crate::order::PlannedRow;
-use crate::trainer::StepExtras;
+
+/// Where samples are read: a dataset, or documents that `plan` makes up.
+pub(crate) trait Samples: Send + Sync {
+    fn sample(&self, index: u32) -> Result<Sample, Error>;
+}
+
+/// Where rows come from: a stream, or the memory of a test.
+pub(crate) trait RowSource {
+    /// Begins to load `planned` in its order.
+    fn start(&self, planned: Vec<PlannedRow>) -> Result<Box<dyn Rows>, Error>;
+}
+
+/// Rows that are being loaded.
+pub(crate) trait Rows {
+    /// The next row; `None` at the end.
+    fn next(&mut self) -> Result<Option<LoadedRow>, Error>;
+
+    /// What has happened so far on the way.
+    fn counters(&self) -> Counters;
+}
 
 /// One row with its hidden states; what was left out is counted.
+#[derive(Debug)]
 pub(crate) struct LoadedRow {
     pub(crate) epoch: u64,
+    /// Of the samples that have hidden states.
     pub(crate) row: PackedRow,
+    /// One for each document of the row.
     pub(crate) states: Vec<HiddenStates>,
     pub(crate) skipped: usize,
 }
 
-impl LoadedRow {
-    pub(crate) fn count(&self, extras: &mut StepExtras) {
-        extras.tokens += self.row.input_ids.len() as f64;
-        extras.rows += 1.0;
-        extras.skipped += self.skipped as f64;
-    }
-}
-
-/// This rank's rows in order, with their hidden states as they come.
-pub(crate) struct Rows {
-    /// `None` where the run was told to stop before a server was ready.
-    stream: Option<Stream>,
-    planned: Box<dyn Iterator<Item = PlannedRow>>,
-    source: RowSource,
-}
-
-/// Where rows and their hidden states come from.
-#[derive(Clone)]
-pub(crate) struct RowSource {
+/// A dataset's samples, all of whose tokens the target knows.
+#[derive(Debug)]
+pub(crate) struct TargetSamples {
     pub(crate) dataset: Arc<Dataset>,
-    pub(crate) stream: StreamConfig,
-    /// Tokens of a packed row.
-    pub(crate) total_seq_len: usize,
     /// Rows of the target's embedding.
     pub(crate) embedding_rows: i64,
 }
 
-impl RowSource {
-    /// Starts to fetch the rows of `planned` in their order.
-    pub(crate) fn start(
-        &self,
-        planned: impl Iterator<Item = PlannedRow> + Clone + Send + 'static,
-    ) -> Result<Rows, Error> {
-        let wanted = requests(planned.clone(), Arc::clone(&self.dataset), self.total_seq_len);
-        let stream = match Stream::start(self.stream.clone(), wanted) {
-            Err(dflash_hidden::Error::Interrupted) => None,
-            stream => Some(stream?),
-        };
-        Ok(Rows { stream, planned: Box::new(planned), source: self.clone() })
+/// Rows of samples whose hidden states a stream brings.
+#[derive(Clone)]
+pub(crate) struct StreamedRows {
+    pub(crate) samples: Arc<dyn Samples>,
+    /// Tokens of a packed row.
+    pub(crate) total_seq_len: usize,
+    pub(crate) stream: StreamConfig,
+}
+
+/// A stream under way; `None` where the run was told to stop before a server was ready.
+struct Streaming(Option<Stream<(u64, PackedRow), Error>>);
+
+/// Reads the samples of a row and lays them end to end.
+pub(crate) fn pack(
+    samples: &dyn Samples,
+    row: &[u32],
+    total_seq_len: usize,
+) -> Result<PackedRow, Error> {
+    let read = |&index: &u32| Ok((index, samples.sample(index)?));
+    let read = row.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
+    Ok(PackedRow::from_samples(&read, total_seq_len))
+}
+
+impl LoadedRow {
+    /// `row` without the documents that have no hidden states.
+    pub(crate) fn new(epoch: u64, mut row: PackedRow, states: Vec<Option<HiddenStates>>) -> Self {
+        let has_states: Vec<bool> = states.iter().map(Option::is_some).collect();
+        let skipped = has_states.iter().filter(|has| !**has).count();
+        if skipped > 0 {
+            row.keep_documents(&has_states);
+        }
+        Self { epoch, row, states: states.into_iter().flatten().collect(), skipped }
     }
 }
 
-impl Rows {
-    /// What happened to this rank's requests so far.
-    pub(crate) fn counters(&self) -> Counters {
-        self.stream.as_ref().map(Stream::counters).unwrap_or_default()
-    }
-
-    /// The next row; `None` at the end.
-    pub(crate) fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
-        let Some(planned) = self.planned.next() else { return Ok(None) };
-        // The ranks hear of it in the step, and end together.
-        let Some(stream) = &mut self.stream else {
-            return Err(dflash_hidden::Error::Interrupted.into());
-        };
-        let fetched = match stream.next_row() {
-            Some(fetched) => fetched?,
-            // The feeder stops at a sample that it cannot read; reading it here says why.
-            None => {
-                for &sample in &planned.samples {
-                    self.sample(sample)?;
-                }
-                return Ok(None);
-            }
-        };
-        let mut samples = Vec::with_capacity(fetched.len());
-        let mut states = Vec::with_capacity(fetched.len());
-        let asked = fetched.len();
-        for Fetched { sample, states: found } in fetched {
-            if let Some(found) = found {
-                samples.push((sample as u32, self.sample(sample as u32)?));
-                states.push(found);
-            }
-        }
-        let skipped = asked - samples.len();
-        let row = PackedRow::from_samples(&samples, self.source.total_seq_len);
-        Ok(Some(LoadedRow { epoch: planned.epoch, row, states, skipped }))
-    }
-
-    /// Reads a sample and checks that the target knows its tokens.
+impl Samples for TargetSamples {
     fn sample(&self, index: u32) -> Result<Sample, Error> {
-        let sample = self.source.dataset.get(index as usize)?;
-        match sample
-            .input_ids
-            .iter()
-            .find(|&&token| token < 0 || token >= self.source.embedding_rows)
-        {
+        let path = || self.dataset.dir().to_path_buf();
+        let sample = self.dataset.get(index as usize);
+        let sample =
+            sample.map_err(|source| Error::Sample { path: path(), sample: index, source })?;
+        let known = 0..self.embedding_rows;
+        match sample.input_ids.iter().find(|token| !known.contains(token)) {
             None => Ok(sample),
             Some(&token) => Err(Error::ForeignToken {
-                path: self.source.dataset.dir().into(),
+                path: path(),
                 sample: index,
                 token,
-                rows: self.source.embedding_rows,
+                rows: self.embedding_rows,
             }),
         }
     }
 }
 
-/// What the server is asked for: the samples of each row, cut to the row's length.
-fn requests(
-    planned: impl Iterator<Item = PlannedRow> + Send + 'static,
-    dataset: Arc<Dataset>,
-    total_seq_len: usize,
-) -> impl Iterator<Item = Vec<Request>> + Send + 'static {
-    planned.map_while(move |row| {
-        row.samples
-            .iter()
-            .map(|&sample| {
-                let mut input_ids = dataset.get(sample as usize).ok()?.input_ids;
-                input_ids.truncate(total_seq_len);
-                Some(Request { sample: sample.into(), input_ids })
-            })
-            .collect()
-    })
+impl RowSource for StreamedRows {
+    fn start(&self, planned: Vec<PlannedRow>) -> Result<Box<dyn Rows>, Error> {
+        let Self { samples, total_seq_len, stream } = self.clone();
+        let rows = planned.into_iter().map(move |PlannedRow { epoch, samples: row }| {
+            let row = pack(&*samples, &row, total_seq_len)?;
+            Ok(WantedRow { requests: requests(&row), row: (epoch, row) })
+        });
+        match Stream::start(stream, rows) {
+            Err(dflash_hidden::Error::Interrupted) => Ok(Box::new(Streaming(None))),
+            stream => Ok(Box::new(Streaming(Some(stream?)))),
+        }
+    }
 }
 
-/// How a run's hidden states are asked for; `teacher` is a layer besides the draft's own.
-pub(crate) fn stream_config(
-    config: &TrainConfig,
-    target: &TargetConfig,
-    draft: &DraftConfig,
-    teacher: Option<u32>,
-) -> StreamConfig {
-    let hidden = &config.hidden;
-    let source = SourceConfig {
-        endpoints: hidden.endpoints.clone(),
-        offline_dir: hidden.offline_dir.clone(),
-    };
-    let mut layer_ids = draft.target_layer_ids.clone();
-    layer_ids.extend(teacher.filter(|layer| !draft.target_layer_ids.contains(layer)));
-    StreamConfig {
-        vocab_size: Some(target.vocab_size as usize),
-        num_hidden_layers: Some(target.num_hidden_layers as u32),
-        on_missing: hidden.on_missing,
-        on_generate: hidden.on_generate,
-        window_bytes: hidden.window_bytes,
-        max_in_flight: hidden.max_in_flight,
-        stop: Arc::clone(&config.stop),
-        ..StreamConfig::new(source, layer_ids, target.hidden_size as usize)
+/// What the server is asked for: the documents of a row as it was packed.
+fn requests(row: &PackedRow) -> Vec<Request> {
+    let documents = row.documents().zip(&row.samples);
+    documents
+        .map(|(document, &sample)| Request {
+            sample: sample.into(),
+            input_ids: row.input_ids[document].to_vec(),
+        })
+        .collect()
+}
+
+impl Rows for Streaming {
+    fn next(&mut self) -> Result<Option<LoadedRow>, Error> {
+        // The ranks hear of it in the step, and end together.
+        let Some(stream) = &mut self.0 else {
+            return Err(dflash_hidden::Error::Interrupted.into());
+        };
+        let Some(fetched) = stream.next_row().transpose()? else { return Ok(None) };
+        let FetchedRow { row: (epoch, row), samples } = fetched;
+        let states = samples.into_iter().map(|fetched| fetched.states).collect();
+        Ok(Some(LoadedRow::new(epoch, row, states)))
+    }
+
+    fn counters(&self) -> Counters {
+        self.0.as_ref().map(Stream::counters).unwrap_or_default()
     }
 }

@@ -1,8 +1,6 @@
 //! From settings to a trainer: the draft's shape, its weights, its vocabulary, its objective.
 
-use std::path::Path;
-
-use dflash_data::{Dataset, select_vocabulary};
+use dflash_data::{AnchorOptions, Dataset, select_vocabulary};
 use dflash_model::Kernels;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_model::objective::{DraftVocabulary, LabelSource, Objective};
@@ -10,15 +8,15 @@ use dflash_model::target::{TargetConfig, TargetHead, check_layer_ids};
 use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::Error;
-use crate::batch::BatchMaker;
+use crate::batch::{BatchMaker, BlockMaker};
 use crate::config::{
     ComputeKind, DeviceChoice, DraftSettings, ObjectiveSettings, TrainConfig, Zero,
 };
 use crate::masters::Masters;
 use crate::optimizer::Algorithm;
+use crate::prepared::Prepared;
 use crate::shards::Shards;
 use crate::trainer::Trainer;
-use crate::warm_start::WarmStart;
 
 /// Far beyond what any draft guesses right; each anchor costs memory in proportion.
 const MAX_BLOCK_SIZE: usize = 1024;
@@ -108,14 +106,14 @@ pub(crate) fn device(
 /// # Errors
 /// Unreadable target, impossible vocabulary.
 pub(crate) fn trainer(
-    config: &TrainConfig,
-    draft_config: DraftConfig,
-    (dataset, resume): (&Dataset, Option<&Path>),
-    ((device, kind), place): ((Device, Kind), (usize, usize)),
+    prepared: &Prepared<'_>,
+    (device, kind): (Device, Kind),
+    place: (usize, usize),
 ) -> Result<Trainer, Error> {
+    let config = prepared.config;
     let head = TargetHead::load(&config.target, device, kind)?;
     let rows = head.embedding_vh.size()[0] as usize;
-    let vocabulary = vocabulary(config, dataset, (resume, rows))?;
+    let vocabulary = vocabulary(prepared, rows)?;
     let lm_head_vh = match &vocabulary {
         Some(vocabulary) => {
             let rows = Tensor::from_slice(vocabulary.selected()).to_device(device);
@@ -123,26 +121,36 @@ pub(crate) fn trainer(
         }
         None => head.lm_head_vh.shallow_clone(),
     };
-    let objective = objective(&config.objective);
-    let last_layer = draft_config.num_target_layers.expect("a new draft knows its target");
-    let batches = BatchMaker {
-        head,
-        lm_head_vh,
+    let blocks = BlockMaker {
+        anchors: anchors(config),
         vocabulary,
-        teacher_layer: objective.needs_teacher().then_some(last_layer as u32),
-        anchors_per_sequence: config.anchors_per_sequence,
-        max_anchors: config.max_anchors,
-        seed: config.seed,
+        head_rows: lm_head_vh.size()[0] as usize,
+        teacher: config.objective.needs_teacher(),
     };
-    let fresh = fresh(draft_config, config.seed, device);
-    if let Some(pretrained) = &config.from_pretrained {
-        WarmStart::open(pretrained, fresh.config())?.copy_into(&fresh)?;
+    let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: prepared.teacher_layer() };
+    let fresh = match prepared.resume {
+        // what the checkpoint fills needs no other numbers first
+        Some(_) => Draft::zeros(prepared.draft.clone(), device),
+        None => fresh(prepared.draft.clone(), config.seed, device),
+    };
+    if let (Some(warm_start), None) = (&prepared.warm_start, &prepared.resume) {
+        warm_start.copy_into(&fresh)?;
     }
     let shards = shards(config, fresh.layout(), place);
     let parameters = Masters::new(fresh, kind, &config.optimizer, shards);
-    let mut trainer = Trainer::new(parameters, (objective, batches));
+    let mut trainer = Trainer::new(parameters, (objective(&config.objective), batches));
     trainer.keep = if config.recompute { Keep::Inputs } else { Keep::Activations };
     Ok(trainer)
+}
+
+/// How a run draws its anchors.
+fn anchors(config: &TrainConfig) -> AnchorOptions {
+    AnchorOptions {
+        per_document: config.anchors_per_sequence,
+        per_row: config.max_anchors,
+        seed: config.seed,
+        epoch: 0,
+    }
 }
 
 /// A fresh draft of float32 parameters; the same for the same seed whatever the device.
@@ -177,12 +185,9 @@ fn objective(settings: &ObjectiveSettings) -> Objective {
 
 /// The pruned vocabulary, or `None` where it is the target's own: what `resume` or the pretrained
 /// draft has, unless a size is asked for.
-fn vocabulary(
-    config: &TrainConfig,
-    dataset: &Dataset,
-    (resume, rows): (Option<&Path>, usize),
-) -> Result<Option<DraftVocabulary>, Error> {
-    let Some(dir) = resume.or(config.from_pretrained.as_deref()) else {
+fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabulary>, Error> {
+    let (config, dataset) = (prepared.config, &*prepared.dataset);
+    let Some(dir) = prepared.resumed_dir().or(config.from_pretrained.as_deref()) else {
         return selected_vocabulary(config, dataset, rows);
     };
     let stored = DraftVocabulary::load(dir)?;

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use dflash_dist::Communicator;
+use dflash_model::checkpoint::pieces;
 use dflash_model::draft::DraftLayout;
 use tch::{Device, Tensor};
 
@@ -91,7 +92,8 @@ impl Shards {
         self.ranges.len() > 1
     }
 
-    fn elements(&self) -> i64 {
+    /// Elements of all shares.
+    pub(crate) fn elements(&self) -> i64 {
         self.ranges.last().map_or(0, |range| range.end)
     }
 
@@ -100,43 +102,9 @@ impl Shards {
         if !self.is_split() {
             return Ok(());
         }
-        self.exchange(communicator, &self.view(flat), |rank, start, piece| {
-            if rank != self.own {
-                flat.narrow(0, start, piece.size()[0]).copy_(piece);
-            }
-        })
-    }
-
-    /// All ranks' shares joined, on the host of rank 0; this rank brings `own`. All ranks call it.
-    pub(crate) fn collect(
-        &self,
-        communicator: &dyn Communicator,
-        own: &Tensor,
-    ) -> Result<Option<Tensor>, Error> {
-        let first = communicator.rank() == 0;
-        if !self.is_split() {
-            return Ok(first.then(|| own.to_device(Device::Cpu).contiguous()));
-        }
-        let length = if first { self.elements() } else { 0 };
-        let joined = Tensor::empty([length], (own.kind(), Device::Cpu));
-        self.exchange(communicator, own, |_, start, piece| {
-            if first {
-                joined.narrow(0, start, piece.size()[0]).copy_(piece);
-            }
-        })?;
-        Ok(first.then_some(joined))
-    }
-
-    /// Hands every rank's share to `take`, as (rank, first element, elements).
-    fn exchange(
-        &self,
-        communicator: &dyn Communicator,
-        own: &Tensor,
-        take: impl Fn(usize, i64, &Tensor),
-    ) -> Result<(), Error> {
+        let own = self.view(flat);
         let length = |range: &Range<i64>| range.end - range.start;
-        let device = own.device();
-        let device = if communicator.takes(device) { device } else { Device::Cpu };
+        let device = device_of(&own, communicator);
         let longest = self.ranges.iter().map(length).max().unwrap_or(0);
         for begin in (0..longest).step_by(PIECE as usize) {
             let size = PIECE.min(longest - begin);
@@ -149,12 +117,50 @@ impl Shards {
             let mut output = Tensor::empty([size * self.ranges.len() as i64], (own.kind(), device));
             communicator.all_gather(&mut output, &input)?;
             for (rank, range) in self.ranges.iter().enumerate().filter(|(_, r)| part(r) > 0) {
-                let piece = output.narrow(0, rank as i64 * size, part(range));
-                take(rank, range.start + begin, &piece);
+                if rank != self.own {
+                    let piece = output.narrow(0, rank as i64 * size, part(range));
+                    flat.narrow(0, range.start + begin, part(range)).copy_(&piece);
+                }
             }
         }
         Ok(())
     }
+
+    /// Hands all ranks' shares, from the first element to the last, to `take` in pieces of bounded
+    /// size; this rank brings `own`. All ranks call it.
+    ///
+    /// Each piece goes from its owner to all, so that a rank needs memory for one and no more.
+    pub(crate) fn stream(
+        &self,
+        communicator: &dyn Communicator,
+        own: &Tensor,
+        take: &mut dyn FnMut(&Tensor),
+    ) -> Result<(), Error> {
+        if !self.is_split() {
+            take(own);
+            return Ok(());
+        }
+        let device = device_of(own, communicator);
+        for (rank, range) in self.ranges.iter().enumerate() {
+            for piece in pieces(0..range.end - range.start) {
+                let size = piece.end - piece.start;
+                let mut part = if rank == self.own {
+                    own.narrow(0, piece.start, size).to_device(device)
+                } else {
+                    Tensor::empty([size], (own.kind(), device))
+                };
+                communicator.broadcast(&mut part, rank)?;
+                take(&part);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where pieces of `share` are exchanged.
+fn device_of(share: &Tensor, communicator: &dyn Communicator) -> Device {
+    let device = share.device();
+    if communicator.takes(device) { device } else { Device::Cpu }
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Validation: teacher-forced figures on held-out rows with fixed anchors, and the acceptance that
 //! real decoding reaches on held-out prompts.
 //!
-//! The ranks share both kinds of work and add up their counts. A rank that is told to stop in the
-//! middle still takes part in the sum, which then is void: no rank waits for another.
+//! The ranks share both kinds of work, add up their counts and vote: a rank that was told to stop in
+//! the middle, or that failed, still takes part in the sum, so that no rank waits for another.
 
 use std::time::Instant;
 
@@ -11,14 +11,15 @@ use dflash_dist::Communicator;
 use dflash_model::draft::Draft;
 use dflash_model::objective::{DraftVocabulary, Statistics};
 use dflash_run::{Acceptance, HeldOutPrompts, HeldOutRows, RunDir, ValidationLine};
-use tch::Tensor;
 
 use crate::Error;
 use crate::config::{TrainConfig, ValidationConfig};
 use crate::metrics::figures;
 use crate::order::PlannedRow;
+use crate::prepared::Prepared;
 use crate::rows::RowSource;
 use crate::trainer::Trainer;
+use crate::vote::{Halt, Sums, Vote, add_up};
 
 /// The draw of anchors in validation rows; epochs of training count from 0.
 const FIXED_DRAW: u64 = u64::MAX;
@@ -44,14 +45,14 @@ pub struct Share {
 }
 
 /// One rank's part in the validations of a run.
-pub(crate) struct Validation<'a> {
+pub(crate) struct Validation<'a, 'p> {
     every: u64,
     /// This rank's held-out rows.
     rows: Vec<PlannedRow>,
     /// Whether any rank has rows.
     has_rows: bool,
-    source: RowSource,
-    probe: Option<AcceptanceProbe<'a>>,
+    source: &'a dyn RowSource,
+    probe: Option<AcceptanceProbe<'p>>,
     run: RunDir,
     /// The last step that was validated, by this process or an earlier one.
     last: Option<u64>,
@@ -82,18 +83,65 @@ pub(crate) fn check(config: &TrainConfig, lengths: &[u32]) -> Result<(), Error> 
     Ok(())
 }
 
-impl<'a> Validation<'a> {
-    /// Plans the validations of a run; lines of steps after `step` are dropped.
+/// What is added up of teacher-forced figures besides their statistics.
+#[derive(Default)]
+struct ForcedSums {
+    skipped: f64,
+}
+
+/// [`Acceptance`] that is added up.
+struct AcceptanceSums {
+    reached: Vec<f64>,
+    responses: f64,
+    length_sum: f64,
+}
+
+impl Sums for ForcedSums {
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        let Self { skipped } = self;
+        vec![skipped]
+    }
+}
+
+impl Sums for AcceptanceSums {
+    fn numbers(&mut self) -> Vec<&mut f64> {
+        let Self { reached, responses, length_sum } = self;
+        reached.iter_mut().chain([responses, length_sum]).collect()
+    }
+}
+
+impl AcceptanceSums {
+    /// Of a draft whose blocks have `block_size` slots, which a rank without answers must know too.
+    fn new(counts: Acceptance, block_size: usize) -> Self {
+        let Acceptance { reached, responses, length_sum } = counts;
+        let mut reached: Vec<f64> = reached.into_iter().map(|steps| steps as f64).collect();
+        reached.resize(block_size, 0.0);
+        Self { reached, responses: responses as f64, length_sum }
+    }
+
+    fn figures(self) -> HeldOutPrompts {
+        let reached = self.reached.iter().map(|&steps| steps as u64).collect();
+        let responses = self.responses as u64;
+        let figures = Acceptance { reached, responses, length_sum: self.length_sum }.figures();
+        HeldOutPrompts { figures, responses }
+    }
+}
+
+impl<'a, 'p> Validation<'a, 'p> {
+    /// Plans the validations of a run, if it has any; lines of steps after `step` are dropped.
     pub(crate) fn new(
-        (config, settings): (&TrainConfig, &ValidationConfig),
-        source: RowSource,
-        probe: Option<AcceptanceProbe<'a>>,
+        prepared: &Prepared<'_>,
+        source: &'a dyn RowSource,
+        probe: Option<AcceptanceProbe<'p>>,
         (communicator, step): (&dyn Communicator, u64),
-    ) -> Result<Self, Error> {
-        let lengths = source.dataset.lengths();
-        let held_out = trained_samples(config, lengths.len())..lengths.len();
+    ) -> Result<Option<Self>, Error> {
+        let Some(ValidationConfig { every, .. }) = prepared.config.validation else {
+            return Ok(None);
+        };
+        let lengths = prepared.dataset.lengths();
+        let held_out = prepared.packing().lengths.len()..lengths.len();
         let order: Vec<u32> = held_out.map(|sample| sample as u32).collect();
-        let packed = pack_rows(&order, lengths, config.total_seq_len);
+        let packed = pack_rows(&order, lengths, prepared.config.total_seq_len);
         let has_rows = !packed.is_empty();
         let rows = packed
             .into_iter()
@@ -101,12 +149,12 @@ impl<'a> Validation<'a> {
             .step_by(communicator.world_size())
             .map(|samples| PlannedRow { epoch: FIXED_DRAW, samples })
             .collect();
-        let run = RunDir::at(&config.save_path);
+        let run = RunDir::at(&prepared.config.save_path);
         if communicator.rank() == 0 {
             run.keep_until::<ValidationLine>(step)?;
         }
         let last = agreed_last_step(&run, communicator)?;
-        Ok(Self { every: settings.every, rows, has_rows, source, probe, run, last })
+        Ok(Some(Self { every, rows, has_rows, source, probe, run, last }))
     }
 
     /// Whether a validation follows `step`, the last of which is `total`, and has not been done.
@@ -120,38 +168,33 @@ impl<'a> Validation<'a> {
         self.probe.is_some()
     }
 
-    /// Validates the draft as it stands; `None` when a rank was told to stop.
+    /// Validates the draft as it stands.
     ///
     /// # Errors
-    /// Held-out rows or prompts that cannot be had, a rank that is gone, a full disk.
+    /// A rank was told to stop, or cannot get held-out rows or prompts; a rank that is gone, a full
+    /// disk.
     pub(crate) fn run(
         &mut self,
         step: u64,
         trainer: &Trainer,
         communicator: &dyn Communicator,
-    ) -> Result<Option<ValidationLine>, Error> {
+    ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
-        let mut line = ValidationLine { step, ..ValidationLine::default() };
         let draft = trainer.served(communicator)?;
+        let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.has_rows {
-            line.rows = self.teacher_forced(trainer, &draft, communicator)?;
-            if line.rows.is_none() {
-                return Ok(None);
-            }
+            line.rows = Some(self.teacher_forced(trainer, &draft, communicator)?);
         }
-        if self.measures() {
-            line.prompts =
-                self.measured((&draft, trainer.batches.vocabulary.as_ref()), communicator)?;
-            if line.prompts.is_none() {
-                return Ok(None);
-            }
+        if let Some(probe) = &mut self.probe {
+            let served = (&draft, trainer.batches.blocks.vocabulary.as_ref());
+            line.prompts = Some(measured(probe, served, communicator)?);
         }
         line.seconds = Some(begun.elapsed().as_secs_f64());
         self.last = Some(step);
         if communicator.rank() == 0 {
             self.run.append(&line)?;
         }
-        Ok(Some(line))
+        Ok(line)
     }
 
     fn teacher_forced(
@@ -159,59 +202,55 @@ impl<'a> Validation<'a> {
         trainer: &Trainer,
         draft: &Draft,
         communicator: &dyn Communicator,
-    ) -> Result<Option<HeldOutRows>, Error> {
+    ) -> Result<HeldOutRows, Halt> {
         let mut statistics = Statistics::zero(draft.config().block_size, draft.device());
-        let (mut skipped, mut stopped) = (0, false);
-        let mut rows = self.source.start(self.rows.clone().into_iter())?;
-        loop {
-            match rows.next() {
-                Ok(None) => break,
-                Ok(Some(row)) => {
-                    skipped += row.skipped;
-                    if let Some(own) = trainer.validate(draft, &row) {
-                        statistics.add(&own);
-                    }
-                }
-                Err(Error::Hidden(dflash_hidden::Error::Interrupted)) => {
-                    stopped = true;
-                    break;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        let own = statistics.sums_mut();
-        let tail = [skipped as f64, f64::from(u8::from(stopped))];
-        let Some(tail) = add_up(communicator, own, tail)? else { return Ok(None) };
+        let mut sums = ForcedSums::default();
+        let own = self.own_rows(trainer, draft, (&mut statistics, &mut sums)).err();
+        let vote = own.as_ref().map(Vote::of).unwrap_or_default();
+        let vote = add_up(communicator, vote, &mut sums, Some(statistics.sums_mut()))?;
+        vote.settle(own)?;
         let report = statistics.report(trainer.objective.denominator.epsilon());
-        let (blocks, skipped_samples) = (report.blocks, tail as u64);
-        Ok(Some(HeldOutRows { figures: figures(report), blocks, skipped_samples }))
+        let (blocks, skipped_samples) = (report.blocks, sums.skipped as u64);
+        Ok(HeldOutRows { figures: figures(report), blocks, skipped_samples })
     }
 
-    fn measured(
-        &mut self,
-        (draft, vocabulary): Served<'_>,
-        communicator: &dyn Communicator,
-    ) -> Result<Option<HeldOutPrompts>, Error> {
-        let Some(probe) = &mut self.probe else { return Ok(None) };
-        let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
-        let counts = probe((draft, vocabulary), share)
-            .map_err(|source| Error::Acceptance { rank: share.rank, source })?;
-        let block_size = draft.config().block_size;
-        let stopped = counts.is_none();
-        let counts = counts.unwrap_or_default();
-        let mut numbers: Vec<f64> = counts.reached.iter().map(|&steps| steps as f64).collect();
-        numbers.resize(block_size, 0.0);
-        let mut sums = Tensor::from_slice(&numbers);
-        let tail = [counts.length_sum, f64::from(u8::from(stopped))];
-        // the number of answers travels with the counts
-        sums = Tensor::cat(&[sums, Tensor::from_slice(&[counts.responses as f64])], 0);
-        let Some(length_sum) = add_up(communicator, &mut sums, tail)? else { return Ok(None) };
-        let sums = Vec::<f64>::try_from(&sums).expect("a float64 vector");
-        let mut reached: Vec<u64> = sums.iter().map(|&count| count as u64).collect();
-        let responses = reached.pop().unwrap_or_default();
-        let figures = Acceptance { reached, responses, length_sum }.figures();
-        Ok(Some(HeldOutPrompts { figures, responses }))
+    /// Adds the figures of this rank's rows.
+    fn own_rows(
+        &self,
+        trainer: &Trainer,
+        draft: &Draft,
+        (statistics, sums): (&mut Statistics, &mut ForcedSums),
+    ) -> Result<(), Error> {
+        let mut rows = self.source.start(self.rows.clone())?;
+        while let Some(row) = rows.next()? {
+            sums.skipped += row.skipped as f64;
+            if let Some(own) = trainer.validate(draft, &row) {
+                statistics.add(&own);
+            }
+        }
+        Ok(())
     }
+}
+
+/// Lets all ranks decode their share of the prompts.
+fn measured(
+    probe: &mut AcceptanceProbe<'_>,
+    served: Served<'_>,
+    communicator: &dyn Communicator,
+) -> Result<HeldOutPrompts, Halt> {
+    let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
+    let block_size = served.0.config().block_size;
+    let (counts, vote, own) = match probe(served, share) {
+        Ok(Some(counts)) => (counts, Vote::Continue, None),
+        Ok(None) => (Acceptance::default(), Vote::Abandon, None),
+        Err(source) => {
+            let own = Error::Acceptance { rank: share.rank, source };
+            (Acceptance::default(), Vote::of(&own), Some(own))
+        }
+    };
+    let mut sums = AcceptanceSums::new(counts, block_size);
+    add_up(communicator, vote, &mut sums, None)?.settle(own)?;
+    Ok(sums.figures())
 }
 
 /// The step of the last line, as rank 0 finds it: another rank's view may be older.
@@ -224,19 +263,4 @@ fn agreed_last_step(run: &RunDir, communicator: &dyn Communicator) -> Result<Opt
     }
     let all = communicator.all_gather_bytes(&own)?;
     Ok(all[0].as_slice().try_into().ok().map(u64::from_le_bytes))
-}
-
-/// Sums `sums` and a number over the ranks, and asks whether any was stopped: then `None`.
-fn add_up(
-    communicator: &dyn Communicator,
-    sums: &mut Tensor,
-    [number, stopped]: [f64; 2],
-) -> Result<Option<f64>, Error> {
-    let length = sums.size()[0];
-    let tail = Tensor::from_slice(&[number, stopped]);
-    let mut joined = Tensor::cat(&[sums.to_device(tch::Device::Cpu), tail], 0);
-    communicator.all_reduce_sum(&mut joined)?;
-    sums.copy_(&joined.narrow(0, 0, length));
-    let stopped = joined.double_value(&[length + 1]) > 0.0;
-    Ok((!stopped).then(|| joined.double_value(&[length])))
 }

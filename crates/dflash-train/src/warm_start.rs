@@ -5,12 +5,15 @@
 //! say which target a draft belongs to. Layers, block size, mask token and captured layers may
 //! differ, and what that means is said.
 
+use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind};
+use dflash_model::checkpoint::{TensorFile, pieces};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind, Parameter};
+use dflash_model::target::Weights;
 use dflash_run::Checkpoint;
-use tch::{Device, Kind};
+use tch::Tensor;
 
 use crate::Error;
 use crate::checkpoint::MASTERS;
@@ -132,31 +135,41 @@ impl WarmStart {
     /// # Errors
     /// Missing or damaged weights, or such as are no numbers.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
-        let source = self.load()?;
-        let names: std::collections::HashMap<&str, _> =
-            source.layout().parameters().iter().map(|p| (p.name.as_str(), p)).collect();
+        let layout = DraftLayout::new(&self.stored);
+        let read = self.reader(layout.elements())?;
+        let names: HashMap<&str, _> =
+            layout.parameters().iter().map(|p| (p.name.as_str(), p)).collect();
         for parameter in draft.layout().parameters() {
             let Some(stored) = names.get(parameter.name.as_str()) else { continue };
-            let weights = stored.view(source.flat());
-            if !bool::try_from(weights.isfinite().all()).unwrap_or(false) {
+            let weights = parameter.view(draft.flat());
+            read(stored, &weights)?;
+            let flat = weights.view([-1]);
+            let finite = |piece: Range<i64>| {
+                let part = flat.narrow(0, piece.start, piece.end - piece.start);
+                bool::try_from(part.isfinite().all()).unwrap_or(false)
+            };
+            if !pieces(0..parameter.elements()).all(finite) {
                 let (path, name) = (self.dir.clone(), stored.name.clone());
                 return Err(Error::BadWeights { path, name });
             }
-            parameter.view(draft.flat()).copy_(&weights);
         }
         Ok(())
     }
 
-    fn load(&self) -> Result<Draft, Error> {
+    /// What reads a stored parameter into a tensor of the same shape.
+    fn reader(&self, elements: i64) -> Result<Reader, Error> {
         let path = self.masters();
         if !path.is_file() {
-            return Ok(Draft::load(&self.dir, Device::Cpu, Kind::Float)?);
+            let weights = Weights::open(&self.dir)?;
+            return Ok(Box::new(move |stored, to| weights.read_into(&stored.name, to)));
         }
-        let elements = DraftLayout::new(&self.stored).elements();
         let file = TensorFile::open(&path)?;
         // a checkpoint is what it serves: its averaged weights, where it has them
         let averaged = file.names().iter().any(|name| name == AVERAGE);
-        let weights = file.tensor(if averaged { AVERAGE } else { MASTERS }, &[elements])?;
-        Ok(Draft::new(self.stored.clone(), weights))
+        let name = if averaged { AVERAGE } else { MASTERS };
+        file.check_shape(name, &[elements])?;
+        Ok(Box::new(move |stored, to| file.read_into(name, stored.offset, to)))
     }
 }
+
+type Reader = Box<dyn Fn(&Parameter, &Tensor) -> dflash_model::Result<()>>;

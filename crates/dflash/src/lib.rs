@@ -18,4 +18,4 @@ pub mod signals;
 
 pub use cli::{Cli, Command};
 pub use error::Error;
-pub use signals::{OrdinaryEnd, Signals};
+pub use signals::{OrdinaryEnd, SAVE_GRACE, Signals, set_save_grace};

@@ -1,13 +1,13 @@
 //! SIGINT and SIGTERM: a flag that long calls poll, and a deadline for those that do not.
 //!
 //! The first signal sets the flag; the command then has [`GRACE`] to end on its own, or
-//! [`SAVE_GRACE`] where SIGTERM is an [`OrdinaryEnd`] that leaves work to be saved. A second one ends
-//! the process at once. A terminal sends Ctrl-C to the whole process group while a launcher forwards
+//! [`SAVE_GRACE`] (or what [`set_save_grace`] says) where SIGTERM is an [`OrdinaryEnd`] that leaves
+//! work to be saved. A second one ends the process at once. A terminal sends Ctrl-C to the whole process group while a launcher forwards
 //! it as well, so signals within [`ECHO`] of the first count as the same one.
 
 use std::io::{self, Write};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,8 +23,16 @@ pub const GRACE: Duration = Duration::from_secs(4);
 /// The same after SIGTERM for a command that saves its work first. Schedulers follow up with SIGKILL
 /// after 30 s (Slurm's KillWait, Kubernetes' grace period), and we promise 20.
 pub const SAVE_GRACE: Duration = Duration::from_secs(19);
+/// [`SAVE_GRACE`] in milliseconds, until a command knows better.
+static SAVE_GRACE_MS: AtomicU64 = AtomicU64::new(SAVE_GRACE.as_millis() as u64);
 /// A repetition this soon after the first signal is its echo.
 pub const ECHO: Duration = Duration::from_millis(700);
+
+/// Gives this process so long to save after SIGTERM, in place of [`SAVE_GRACE`]. It counts for a
+/// signal that comes later.
+pub fn set_save_grace(grace: Duration) {
+    SAVE_GRACE_MS.store(grace.as_millis() as u64, Ordering::SeqCst);
+}
 
 /// Which signals are an ordinary way for a command to end. It exits with 0 after them, once it has
 /// done what there was to do.
@@ -110,10 +118,17 @@ impl Signals {
         self.received.store(signal, Ordering::SeqCst);
         self.stop.store(true, Ordering::SeqCst);
         // The deadline has a thread of its own: this one must keep listening for a second signal.
-        let grace = if self.saves_after(signal) { SAVE_GRACE } else { GRACE };
+        let (grace, remedy) = if self.saves_after(signal) {
+            let grace = Duration::from_millis(SAVE_GRACE_MS.load(Ordering::SeqCst));
+            (grace, "; --grace gives it more time to save")
+        } else {
+            (GRACE, "")
+        };
         thread::spawn(move || {
             thread::sleep(grace);
-            let _ = writeln!(io::stderr(), "interrupted; the current step did not end in time");
+            let seconds = grace.as_secs_f64();
+            let text = format!("interrupted; the work did not end within {seconds:.1} s{remedy}\n");
+            let _ = io::stderr().write_all(text.as_bytes());
             exit::at_once(128 + signal);
         });
     }

@@ -42,14 +42,14 @@ fn without_a_network_the_message_says_what_to_pass() {
     let line = "--data sharegpt --seq-length 8192";
     let offline = [("HF_HUB_OFFLINE", "1")];
     check_fault(dir.path(), line, &[], "cannot fetch the tokenizer of Qwen/Qwen3-8B");
-    check_fault(dir.path(), line, &offline, "pass a local model directory: --");
+    check_fault(dir.path(), line, &offline, "the path of a model directory works too");
 
     std::fs::create_dir(dir.path().join("model")).unwrap();
     let tokenizer = r#"{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel",
         "vocab": {"a": 0}, "unk_token": "a"}}"#;
     std::fs::write(dir.path().join("model/tokenizer.json"), tokenizer).unwrap();
     let line = "--model model --data sharegpt";
-    check_fault(dir.path(), line, &[], "pass the file: --data PATH.jsonl");
+    check_fault(dir.path(), line, &[], "local files work too: --data PATH.jsonl");
     check_fault(
         dir.path(),
         line,
@@ -66,7 +66,7 @@ fn typing_errors_are_answered_at_once() {
         dir.path(),
         "--model ./gone --data gsm8k",
         &[],
-        "--model ./gone: no such directory",
+        "the target ./gone: no such directory",
     );
     let usage = prepare(dir.path(), "--seq-length 8", &[]);
     assert_eq!(usage.status.code(), Some(2));

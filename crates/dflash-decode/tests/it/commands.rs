@@ -56,7 +56,7 @@ impl Place {
             limit: None,
             json: Some(self.path("report.json")),
             sampling: Sampling::Greedy,
-            tie_tolerance: 1e-3,
+            tie_tolerance: None,
             options: F32,
         }
     }
@@ -158,11 +158,13 @@ fn a_report_of_a_changed_text_fails() {
         plain: Some(1),
         speculative: Some(2),
         logit_gap: Some(0.5),
+        tie_tolerance: Some(0.1),
     }));
     let error = report.check().unwrap_err().to_string();
     assert!(error.contains("1 of 6 answers differ"), "{error}");
     let table = report.to_string();
     assert!(table.contains("DIFFERS: answer 5, token 3: plain 1, speculative 2"), "{table}");
+    assert!(table.contains("logits 5.0e-1 apart (a tie up to 1.0e-1)"), "{table}");
 }
 
 #[test]

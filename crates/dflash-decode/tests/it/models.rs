@@ -2,21 +2,29 @@
 
 use dflash_model::draft::{Draft, DraftConfig, LayerKind};
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
-/// A two-layer target of the given vocabulary, without gradients.
+/// A two-layer target of the given vocabulary, without gradients, in float32.
 pub(crate) fn random_target(vocab: i64, seed: i64) -> Target {
+    random_target_in(vocab, seed, Kind::Float)
+}
+
+/// The same in any precision.
+pub(crate) fn random_target_in(vocab: i64, seed: i64, dtype: Kind) -> Target {
     let dir = tempfile::tempdir().unwrap();
     save_target(TargetConfig::qwen3(32, 2, vocab), seed, dir.path());
-    let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
-    Target::load(dir.path(), &options).unwrap()
+    Target::load(dir.path(), &TargetOptions { device: Device::Cpu, dtype }).unwrap()
 }
 
 /// Writes a random target to `dir`.
 pub(crate) fn save_target(config: TargetConfig, seed: i64, dir: &std::path::Path) {
     // Tests run side by side, and models this small gain nothing from a second thread.
     tch::set_num_threads(1);
-    let target = Target::random(config, seed, Device::Cpu);
+    let target = {
+        let _alone = alone();
+        Target::random(config, seed, Device::Cpu)
+    };
     no_grad(|| {
         for (name, mut parameter) in target.parameters() {
             if !name.contains("norm") {
@@ -53,6 +61,14 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
 
 /// A draft with random weights.
 pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> Draft {
+    let _alone = alone();
     tch::manual_seed(seed);
     Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
+}
+
+/// The same as it is loaded in `dtype`.
+pub(crate) fn draft_in(config: DraftConfig, seed: i64, dtype: Kind) -> Draft {
+    let dir = tempfile::tempdir().unwrap();
+    random_draft(config, seed).save(dir.path()).unwrap();
+    Draft::load(dir.path(), Device::Cpu, dtype).unwrap()
 }

@@ -10,7 +10,7 @@ use crate::Error;
 /// lines it keeps the end within the five seconds that we promise.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// From SIGTERM to killing: ranks save what they have, and we promise an end within 20 s.
+/// From SIGTERM to killing: ranks save what they have, and a small job ends within 20 s.
 const SAVE_GRACE: Duration = Duration::from_millis(17_500);
 
 /// How long the nodes wait for one another, at the start and after a death.

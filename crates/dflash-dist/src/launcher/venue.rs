@@ -10,7 +10,7 @@ use super::signals::Signals;
 use super::{LaunchConfig, POLL};
 use crate::Error;
 use crate::gloo::{BEGAN_KEY, FUTILE_KEY, lost_peer_key};
-use crate::rendezvous::store_prefix;
+use crate::rendezvous::{self, store_prefix};
 
 /// For one answer of the store.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -42,7 +42,7 @@ impl Venue {
         // A store serves one job, and nodes may name node 0 differently.
         let run_id = "nodes".to_owned();
         let store = if config.node_rank == 0 {
-            serve(port)?
+            serve(&host, port)?
         } else if knock(config, (&host, port), signals)? {
             let unreachable = |source| Error::Endpoint { host: host.clone(), port, source };
             Store::connect(&host, port, ANSWER).map_err(unreachable)?
@@ -54,8 +54,8 @@ impl Venue {
 
     /// One machine needs no agreement on a port.
     fn local() -> Result<Self, Error> {
-        let store = serve(0)?;
         let (host, run_id) = ("127.0.0.1".to_owned(), format!("local-{}", std::process::id()));
+        let store = serve(&host, 0)?;
         Ok(Self { host, port: store.port(), run_id, store: Arc::new(store) })
     }
 
@@ -116,8 +116,8 @@ pub(super) fn within<T: Send + 'static>(
     receiver.recv_timeout(ANSWER).ok().flatten()
 }
 
-fn serve(port: u16) -> Result<Store, Error> {
-    Store::serve(port, ANSWER).map_err(listen(port))
+fn serve(host: &str, port: u16) -> Result<Store, Error> {
+    rendezvous::serve(host, port, ANSWER).map_err(listen(port))
 }
 
 fn listen(port: u16) -> impl FnOnce(dflash_torch_sys::Error) -> Error {

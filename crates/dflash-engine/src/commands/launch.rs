@@ -11,6 +11,9 @@ use dflash_dist::{Backend, Error, Finished, LaunchConfig, LaunchWish, launch};
 /// By which ranks that are started again find what the ones before them have saved.
 const RESUME: &str = "--resume";
 
+/// The launcher kills ranks so much before its own time is over, to say which it had to kill.
+const LAST_WORDS: Duration = Duration::from_millis(1500);
+
 /// What the flags wish for.
 pub(super) fn wish(args: &LaunchArgs) -> LaunchWish {
     let needs_launcher = args.nnodes != 1 || args.max_restarts > 0;
@@ -26,8 +29,12 @@ pub(super) fn backend(backend: BackendArg) -> Backend {
     }
 }
 
-/// The launch of `nproc` ranks on this machine.
-pub(super) fn config(args: LaunchArgs, nproc: usize) -> anyhow::Result<LaunchConfig> {
+/// The launch of `nproc` ranks on this machine, which have `grace` to save after SIGTERM.
+pub(super) fn config(
+    args: LaunchArgs,
+    nproc: usize,
+    grace: Duration,
+) -> anyhow::Result<LaunchConfig> {
     let LaunchArgs {
         nproc: _,
         nnodes,
@@ -51,7 +58,8 @@ pub(super) fn config(args: LaunchArgs, nproc: usize) -> anyhow::Result<LaunchCon
     let join_timeout = Duration::from_secs(join_timeout);
     let config = LaunchConfig::new(program, arguments, nproc);
     let config = LaunchConfig { restart_args, nnodes, node_rank, rdzv_endpoint, ..config };
-    let config = LaunchConfig { max_restarts, join_timeout, ..config };
+    let save_grace = grace - LAST_WORDS.min(grace / 10);
+    let config = LaunchConfig { max_restarts, join_timeout, save_grace, ..config };
     config.check()?;
     Ok(config)
 }

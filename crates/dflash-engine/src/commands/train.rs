@@ -14,6 +14,7 @@ use dflash::args::{
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hidden::{OnGenerate, OnMissing};
+use dflash_hub::{Hub, Part};
 use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, Weighting};
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
@@ -36,11 +37,17 @@ const DEFAULT_BLOCK_SIZE: usize = 16;
 /// Epochs of the DFlash paper's recipe.
 const DEFAULT_EPOCHS: u64 = 6;
 
+/// From SIGTERM to SIGKILL where nobody says otherwise: Slurm's KillWait, Kubernetes' grace period.
+const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
+
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let launch_args = args.launch.clone();
+    let grace = args.checkpoints.grace;
     let acceptance = probe_config(&args.validation, &args.verifier_name_or_path);
     let mut config = resolve(args, stop)?;
+    let grace = save_grace(grace, dflash_train::time_to_save(&config)?);
+    dflash::set_save_grace(grace);
     match Role::from_env(launch::wish(&launch_args))? {
         Role::Worker(env) => {
             config.progress &= env.rank == 0;
@@ -48,13 +55,29 @@ pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()>
         }
         Role::Alone => train(&config, &WorkerEnv::alone(), acceptance),
         Role::Launcher { nproc } => {
-            let ranks = launch::config(launch_args, nproc)?;
-            dflash_train::validate(&config)?;
+            let ranks = launch::config(launch_args, nproc, grace)?;
+            dflash_train::Prepared::open(&config)?;
             // what is wrong with the prompts is better said once, before ranks start
             acceptance.map(Probe::open).transpose()?;
             launch::start(&ranks, stop)
         }
     }
+}
+
+/// Time from SIGTERM to the end: what the user says, or enough to end a step and to save.
+fn save_grace(seconds: Option<u64>, saving: Duration) -> Duration {
+    if let Some(seconds) = seconds {
+        return Duration::from_secs(seconds);
+    }
+    let grace = dflash::SAVE_GRACE + saving;
+    if grace > SCHEDULERS_PATIENCE {
+        let seconds = grace.as_secs();
+        tracing::warn!(
+            "saving may take until {seconds} s after SIGTERM; let your scheduler wait as long \
+             before it kills, or say with --grace how long it waits"
+        );
+    }
+    grace
 }
 
 fn train(
@@ -63,12 +86,13 @@ fn train(
     acceptance: Option<ProbeConfig>,
 ) -> anyhow::Result<()> {
     let mut acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
+    let prepared = dflash_train::Prepared::open(config)?;
     let outcome = match &mut acceptance {
-        None => dflash_train::run(config, env, None)?,
+        None => prepared.run(env, None)?,
         Some(meter) => {
             let mut probe =
                 |served: Served<'_>, share: Share| meter.measure(served, share, &config.stop);
-            dflash_train::run(config, env, Some(&mut probe))?
+            prepared.run(env, Some(&mut probe))?
         }
     };
     if env.rank > 0 {
@@ -110,7 +134,7 @@ fn resolve(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfi
         peak_tflops,
         no_progress,
     } = args;
-    let CheckpointArgs { save_every, keep_last, keep_every } = checkpoints;
+    let CheckpointArgs { save_every, keep_last, keep_every, grace: _ } = checkpoints;
     let RowArgs {
         total_seq_len,
         anchors_per_sequence,
@@ -240,7 +264,7 @@ pub(super) fn stored_draft(
     stop: &Arc<AtomicBool>,
 ) -> anyhow::Result<(Option<PathBuf>, Option<DraftConfig>)> {
     let named = args.from_pretrained.as_deref();
-    let dir = named.map(|name| dflash_prepare::locate_draft(name, stop)).transpose()?;
+    let dir = named.map(|name| Hub::from_env().model(name, Part::Draft, stop)).transpose()?;
     let config = dir.as_deref().map(DraftConfig::load).transpose()?;
     Ok((dir, config))
 }
@@ -446,4 +470,17 @@ fn hidden_settings(args: HiddenArgs, endpoints: Vec<String>) -> anyhow::Result<H
         window_bytes: window_mib.max(1) << 20,
         max_in_flight,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_to_save_grows_with_the_checkpoint_unless_it_is_given() {
+        let seconds = Duration::from_secs;
+        assert_eq!(save_grace(None, seconds(0)), dflash::SAVE_GRACE);
+        assert_eq!(save_grace(None, seconds(300)), dflash::SAVE_GRACE + seconds(300));
+        assert_eq!(save_grace(Some(5), seconds(300)), seconds(5));
+    }
 }

@@ -3,6 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use dflash_model::checkpoint::TensorFile;
+use dflash_model::draft::Draft;
+use tch::{Device, Kind};
+
 use crate::running::{Running, free_port, send, start_workers};
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
@@ -76,6 +80,63 @@ fn termination_of_one_worker_without_our_launcher_stops_all() {
     check_stopped(&world, "workers", "2", &workers.pop().unwrap().end(), asked);
 }
 
+/// SIGTERM to a run of a large draft whose disk answers nothing for so many seconds while it saves.
+fn stop_while_the_disk_hangs(world: &World, name: &str, seconds: u64, more: &[&str]) -> Run {
+    let mut run = Running::start(&mut world.command(name, &[&LONG[..], more].concat()));
+    run.await_step(&world.path(name), 1);
+    let writer = if more.contains(&"--nproc") { run.ranks()[0] } else { run.id() };
+    send("-TERM", run.id());
+    run.await_save(&world.path(name));
+    send("-STOP", writer);
+    std::thread::sleep(Duration::from_secs(seconds));
+    send("-CONT", writer);
+    run.end()
+}
+
+#[test]
+fn a_large_state_is_saved_after_termination_in_the_time_that_it_is_given() {
+    let world = World::large();
+    let ranks = ["--nproc", "2", "--zero", "1", "--grace", "90"];
+    let run = stop_while_the_disk_hangs(&world, "enough", 3, &ranks);
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let names = sorted_checkpoints(&world.path("enough"));
+    assert_eq!(names.len(), 1);
+    let dir = world.path("enough").join(&names[0]);
+    assert!(run.stdout.trim().ends_with(&names[0]), "{}", run.stdout);
+    let state = TensorFile::open(&dir.join("trainer/state.safetensors")).unwrap();
+    let position = std::fs::read(dir.join("trainer/state.json")).unwrap();
+    let position: serde_json::Value = serde_json::from_slice(&position).unwrap();
+    assert_eq!(position["tensors_crc32"], state.crc32().unwrap());
+    let draft = Draft::load(&dir, Device::Cpu, Kind::BFloat16).unwrap();
+    assert!(draft.layout().elements() > 25_000_000);
+
+    let run = stop_while_the_disk_hangs(&world, "short", 9, &["--grace", "8"]);
+    assert_eq!(run.code, Some(143), "{}", run.stderr);
+    assert!(run.stderr.contains("within 8.0 s; --grace"), "{}", run.stderr);
+    let left = std::fs::read_dir(world.path("short")).unwrap();
+    let left = left.filter(|entry| entry.as_ref().unwrap().path().join("trainer").exists());
+    assert_eq!(left.count(), 0, "whole or absent");
+}
+
+#[test]
+fn a_rank_that_fails_waits_until_what_was_trained_is_written() {
+    let world = World::large();
+    std::fs::remove_file(world.stored(17)).unwrap();
+    let mut run =
+        Running::start(&mut world.command("out", &[&LONG[..], &["--nproc", "2"]].concat()));
+    run.await_said("training 2 layers", 1);
+    let writer = run.ranks()[0];
+    run.await_save(&world.path("out"));
+    send("-STOP", writer);
+    // longer than the launcher gives the others after a death
+    std::thread::sleep(Duration::from_secs(5));
+    send("-CONT", writer);
+    let run = run.end();
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    assert!(run.stderr.contains("no stored hidden states for sample 17"), "{}", run.stderr);
+    assert_eq!(sorted_checkpoints(&world.path("out")).len(), 1, "{}", run.stderr);
+}
+
 #[test]
 fn an_interrupted_run_has_the_signal_s_code() {
     let world = World::new();
@@ -84,20 +145,6 @@ fn an_interrupted_run_has_the_signal_s_code() {
     run.await_step(&world.path("int"), 3);
     send("-INT", run.id());
     assert_eq!(run.end().code, Some(130));
-}
-
-#[test]
-fn old_checkpoints_go_and_the_best_stays() {
-    let world = World::new();
-    std::fs::create_dir(world.path("kept")).unwrap();
-    std::fs::write(world.path("kept").join("best.json"), r#"{"step":2,"acceptance_length":3.0}"#)
-        .unwrap();
-    std::fs::write(world.path("kept").join("run.json"), "{}").unwrap();
-    let keep = ["--save-every", "1", "--keep-last", "2", "--keep-every", "5", "--max-steps", "12"];
-    let run = world.train("kept", &keep);
-    assert!(run.success(), "{}", run.stderr);
-    let expected = ["step-000002", "step-000005", "step-000010", "step-000011", "step-000012"];
-    assert_eq!(sorted_checkpoints(&world.path("kept")), expected);
 }
 
 #[test]

@@ -50,6 +50,15 @@ impl Running {
         self.until(|_| std::fs::read_to_string(&metrics).is_ok_and(|lines| lines.contains(&line)));
     }
 
+    /// Waits until it writes a checkpoint below `save_path`.
+    pub(crate) fn await_save(&mut self, save_path: &Path) {
+        self.until(|_| {
+            let names = std::fs::read_dir(save_path).unwrap().map(|entry| entry.unwrap().path());
+            let pending = |path: &Path| path.extension().is_some_and(|end| end == "tmp");
+            names.into_iter().any(|path| pending(&path) && path.join("trainer").is_dir())
+        });
+    }
+
     fn until(&mut self, holds: impl Fn(&Self) -> bool) {
         let deadline = Instant::now() + PATIENCE;
         while !holds(self) {

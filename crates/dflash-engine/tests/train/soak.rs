@@ -7,6 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use dflash_test_support::{ChaCha8Rng, Rng, random};
+
 use crate::running::{Running, send};
 use crate::world::{World, losses, sorted_checkpoints};
 
@@ -23,21 +25,9 @@ fn kills() -> u32 {
     std::env::var(KILLS).ok().and_then(|kills| kills.parse().ok()).unwrap_or(FEW)
 }
 
-/// A small generator for moments; xorshift, seeded by the clock.
-struct Moments(u64);
-
-impl Moments {
-    fn new() -> Self {
-        let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-        Self(clock.as_nanos() as u64 | 1)
-    }
-
-    fn below(&mut self, limit: Duration) -> Duration {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        limit.mul_f64((self.0 % 10_000) as f64 / 10_000.0)
-    }
+/// A random moment before `limit`.
+fn below(limit: Duration, random: &mut ChaCha8Rng) -> Duration {
+    limit.mul_f64(random.random())
 }
 
 /// Every checkpoint's trainer state, by name.
@@ -86,16 +76,16 @@ impl Victim<'_> {
 
     /// Lets it train for up to `longest`, or in every fourth turn only begin to start, and kills
     /// it; false where it had reached its end.
-    fn kill_once(&mut self, turn: u32, longest: Duration, moments: &mut Moments) -> bool {
+    fn kill_once(&mut self, turn: u32, longest: Duration, random: &mut ChaCha8Rng) -> bool {
         let save_path = self.world.path("part");
         let mut run = self.start();
         if turn % 4 == 3 {
-            std::thread::sleep(moments.below(Duration::from_millis(800)));
+            std::thread::sleep(below(Duration::from_millis(800), random));
         } else {
             run.await_said("training ", 1);
             let expected = self.newest.as_deref().map_or(0, step_of);
             assert_eq!(resumed_at(&save_path), expected, "it resumes the newest checkpoint");
-            std::thread::sleep(moments.below(longest));
+            std::thread::sleep(below(longest, random));
         }
         if run.has_ended() {
             return false;
@@ -128,9 +118,9 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
     let expected = states(&world, "whole");
     let mut victim =
         Victim { world: &world, expected, newest: None, half_written: BTreeSet::new() };
-    let mut moments = Moments::new();
+    let mut random = random();
     let killed =
-        (0..kills).take_while(|&turn| victim.kill_once(turn, longest, &mut moments)).count();
+        (0..kills).take_while(|&turn| victim.kill_once(turn, longest, &mut random)).count();
     let half = victim.half_written.len();
     let end = victim.start().end();
     assert!(end.success(), "{}", end.stderr);
@@ -157,13 +147,13 @@ fn ranks_that_are_killed_again_and_again_are_started_again() {
     let limit = deaths.to_string();
     let more = [&two[..], &["--max-restarts", &limit]].concat();
     let mut run = Running::start(&mut world.command("part", &more));
-    let mut moments = Moments::new();
+    let mut random = random();
     for death in 1..=deaths {
         run.await_said("training ", death as usize);
         run.await_step(&world.path("part"), (steps * death / (deaths + 1)).max(1));
-        std::thread::sleep(moments.below(Duration::from_millis(50)));
+        std::thread::sleep(below(Duration::from_millis(50), &mut random));
         let ranks = run.ranks();
-        send("-KILL", ranks[moments.0 as usize % ranks.len()]);
+        send("-KILL", ranks[random.random_range(0..ranks.len())]);
         run.await_said(&format!("(restart {death} of {deaths})"), 1);
     }
     let run = run.end();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_hidden::{Dtype, HiddenStates, OfflineFiles};
 use dflash_model::target::{Target, TargetConfig};
+use dflash_test_support::eventually;
 use tch::{Device, Kind, Tensor};
 
 pub(crate) const LAYER_IDS: [u32; 2] = [1, 2];
@@ -51,8 +52,17 @@ impl World {
 
     /// A world in which `mask` says of a sample's token whether it is supervised.
     pub(crate) fn with_mask(mask: fn(u64, u64) -> bool) -> Self {
+        Self::of_width(HIDDEN, mask)
+    }
+
+    /// A world whose drafts have 27 million parameters: checkpoints take 380 MB.
+    pub(crate) fn large() -> Self {
+        Self::of_width(1024, |_, t| t >= 3)
+    }
+
+    fn of_width(hidden: i64, mask: fn(u64, u64) -> bool) -> Self {
         let world = Self { dir: tempfile::tempdir().unwrap() };
-        let target = write_target(&world.path("target"));
+        let target = write_target(&world.path("target"), hidden);
         let samples = write_dataset(&world.path("data"), mask);
         store_states(&target, &samples, OfflineFiles::new(world.path("states")));
         world
@@ -150,7 +160,9 @@ impl World {
             line.clear();
             assert!(lines.read_line(&mut line).unwrap() > 0, "the run ended before it trained");
         }
-        std::thread::sleep(Duration::from_millis(150));
+        let metrics = self.path(save).join("metrics.jsonl");
+        let trains = || std::fs::metadata(&metrics).is_ok_and(|file| file.len() > 0);
+        eventually("a step is done", trains);
         let asked = Instant::now();
         Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
         let status = child.wait().unwrap();
@@ -245,8 +257,8 @@ fn libtorch() -> std::ffi::OsString {
     std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()
 }
 
-fn write_target(dir: &Path) -> Target {
-    let config = TargetConfig::qwen3(HIDDEN, 2, VOCABULARY);
+fn write_target(dir: &Path, hidden: i64) -> Target {
+    let config = TargetConfig::qwen3(hidden, 2, VOCABULARY);
     let target = Target::random(config, 1, Device::Cpu);
     std::fs::create_dir(dir).unwrap();
     target.save(dir, Kind::Float).unwrap();
@@ -307,9 +319,9 @@ fn store_states(target: &Target, samples: &[Sample], files: OfflineFiles) {
         let tokens = sample.input_ids.len();
         let captures =
             tch::no_grad(|| target.forward_packed(&ids, &[0, tokens as i64], &LAYER_IDS));
+        let hidden = captures[0].size()[1] as usize;
         let layers = captures.iter().map(bytes_of).collect();
-        let states =
-            HiddenStates::new(LAYER_IDS.to_vec(), tokens, HIDDEN as usize, Dtype::F32, layers);
+        let states = HiddenStates::new(LAYER_IDS.to_vec(), tokens, hidden, Dtype::F32, layers);
         files.write(index as u64, &sample.input_ids, &states.unwrap()).unwrap();
     }
 }

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use dflash_hidden::{Dtype, HiddenStates};
 use dflash_hidden_server::{Error, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, serve};
 use dflash_settings::{Device, Dtype as ComputeDtype, HiddenServerSettings};
+use dflash_test_support::eventually;
 use reqwest::Response;
 use serde_json::{Value, json};
 
@@ -59,6 +60,11 @@ impl Desk {
 
     pub(crate) fn batches(&self) -> Vec<Vec<i64>> {
         self.batches.lock().unwrap().clone()
+    }
+
+    /// Waits until a batch has begun.
+    pub(crate) fn await_batch(&self) {
+        eventually("a batch has begun", || !self.batches.lock().unwrap().is_empty());
     }
 }
 
@@ -161,9 +167,9 @@ impl Running {
             serve(&config, load, &flag, |ready: &Ready| sender.send(ready.address).unwrap())
         };
         let thread = Some(thread::spawn(run));
-        let address = receiver.recv_timeout(Duration::from_secs(20)).expect("it becomes ready");
+        let address = receiver.recv_timeout(Duration::from_secs(60)).expect("it becomes ready");
         // A client of its own for each server, so that no connection outlives it.
-        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        let client = reqwest::Client::builder().no_proxy().tls_certs_only([]).build().unwrap();
         Self { address, desk: Arc::default(), stop, thread, client }
     }
 
@@ -197,13 +203,11 @@ impl Running {
 
     /// Waits until a counter of `/health` has a value.
     pub(crate) async fn until(&self, key: &str, value: u64) {
-        for _ in 0..500 {
-            if self.health().await[key] == value {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.health().await[key] != value {
+            assert!(Instant::now() < deadline, "{key} is not {value}: {}", self.health().await);
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        panic!("{key} never became {value}: {}", self.health().await);
     }
 }
 

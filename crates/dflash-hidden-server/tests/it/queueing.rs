@@ -1,7 +1,6 @@
 //! Waiting: how much, in which batches, and what happens to those who leave.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::future::join_all;
 use serde_json::json;
@@ -14,9 +13,7 @@ async fn occupied(max_queue: usize) -> Arc<Running> {
     server.desk.close();
     let server = Arc::new(server);
     send(&server, vec![1]);
-    while server.desk.batches().is_empty() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    server.desk.await_batch();
     server
 }
 

@@ -1,6 +1,6 @@
 //! The trainer's stream against the server.
 
-use dflash_hidden::{Error, Request, SourceConfig, Stream, StreamConfig};
+use dflash_hidden::{Error, Request, SourceConfig, Stream, StreamConfig, WantedRow};
 
 use crate::double::{HIDDEN, Running, config, expected};
 
@@ -15,6 +15,10 @@ fn request(sample: u64) -> Request {
     Request { sample, input_ids: (0..tokens).map(|token| (token + sample as i64) % 98).collect() }
 }
 
+fn wanted(requests: Vec<Request>) -> Result<WantedRow<()>, Error> {
+    Ok(WantedRow { row: (), requests })
+}
+
 #[test]
 fn rows_arrive_in_order_through_a_queue_that_is_too_small() {
     let server = Running::start(dflash_settings::HiddenServerSettings { max_queue: 4, ..config() });
@@ -24,9 +28,9 @@ fn rows_arrive_in_order_through_a_queue_that_is_too_small() {
     config.max_in_flight = 6;
     config.vocab_size = Some(100);
     config.num_hidden_layers = Some(8);
-    let mut stream = Stream::start(config, rows.clone().into_iter()).unwrap();
+    let mut stream = Stream::start(config, rows.clone().into_iter().map(wanted)).unwrap();
     for row in rows {
-        let fetched = stream.next_row().unwrap().unwrap();
+        let fetched = stream.next_row().unwrap().unwrap().samples;
         for (fetched, request) in fetched.iter().zip(&row) {
             assert_eq!(fetched.sample, request.sample);
             assert_eq!(fetched.states, Some(expected(&request.input_ids, &[2, 5, 8])));
@@ -40,7 +44,8 @@ fn rows_arrive_in_order_through_a_queue_that_is_too_small() {
 fn the_wrong_server_is_refused_at_the_start() {
     let server = Running::start(config());
     let start = |layer_ids: &[u32], hidden| {
-        Stream::start(stream_config(&server, layer_ids, hidden), std::iter::empty()).unwrap_err()
+        let rows = std::iter::empty().map(wanted);
+        Stream::start(stream_config(&server, layer_ids, hidden), rows).unwrap_err()
     };
     assert!(matches!(start(&[2, 3], HIDDEN), Error::LayerMismatch { .. }));
     assert!(matches!(start(&[2], 5), Error::ModelMismatch { key: "hidden_size", .. }));
@@ -53,7 +58,8 @@ fn a_server_that_stops_in_the_middle_is_named() {
     config.retry.deadline = std::time::Duration::from_millis(300);
     config.max_in_flight = 1;
     config.window_bytes = 1;
-    let mut stream = Stream::start(config, (0..).map(|sample| vec![request(sample)])).unwrap();
+    let mut stream =
+        Stream::start(config, (0..).map(|sample| wanted(vec![request(sample)]))).unwrap();
     stream.next_row().unwrap().unwrap();
     let address = server.address;
     server.end().0.unwrap();

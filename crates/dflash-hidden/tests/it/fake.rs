@@ -13,7 +13,7 @@ use axum::{Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
     Dtype, Error, Fetched, HiddenStates, Metadata, ModelCard, ModelList, Request, RetryPolicy,
-    SourceConfig, StatesRequest, Stream, StreamConfig, encode_stream,
+    SourceConfig, StatesRequest, Stream, StreamConfig, WantedRow, encode_stream,
 };
 use tokio::sync::oneshot;
 
@@ -137,13 +137,21 @@ pub(crate) fn single_rows(samples: std::ops::Range<u64>) -> Vec<Vec<Request>> {
     samples.map(|sample| vec![prompt(sample)]).collect()
 }
 
-pub(crate) fn start(config: StreamConfig, rows: Vec<Vec<Request>>) -> Result<Stream, Error> {
-    Stream::start(config, rows.into_iter())
+/// A row that is nothing to the trainer but its samples.
+pub(crate) fn wanted(requests: Vec<Request>) -> Result<WantedRow<()>, Error> {
+    Ok(WantedRow { row: (), requests })
+}
+
+pub(crate) fn start(
+    config: StreamConfig,
+    rows: Vec<Vec<Request>>,
+) -> Result<Stream<(), Error>, Error> {
+    Stream::start(config, rows.into_iter().map(wanted))
 }
 
 /// All rows of a stream; panics on an error.
-pub(crate) fn drain(stream: &mut Stream) -> Vec<Vec<Fetched>> {
-    std::iter::from_fn(|| stream.next_row()).map(|row| row.expect("a row")).collect()
+pub(crate) fn drain(stream: &mut Stream<(), Error>) -> Vec<Vec<Fetched>> {
+    std::iter::from_fn(|| stream.next_row()).map(|row| row.expect("a row").samples).collect()
 }
 
 /// Asserts that `fetched` is what a good server computes for its sample.

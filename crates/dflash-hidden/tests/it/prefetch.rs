@@ -1,39 +1,29 @@
 //! Order, back-pressure and spreading: what the stream promises whatever the servers do.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use dflash_hidden::{Request, StatesRequest};
+use dflash_hidden::{Error, Request, StatesRequest, Stream, WantedRow};
+use dflash_test_support::{ChaCha8Rng, Rng, eventually, random};
 
 use crate::fake::{
     HIDDEN, LAYERS, Notes, assert_right, config, drain, good, own_server, prompt, single_rows,
-    start, status,
+    start, status, wanted,
 };
-
-/// A small generator, so that each case can be named by its seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % bound
-    }
-}
 
 fn bytes_of(request: &Request) -> usize {
     request.input_ids.len() * LAYERS.len() * HIDDEN * 2
 }
 
 /// Up to 40 rows of up to 5 samples, some rows empty.
-fn random_rows(random: &mut Random) -> Vec<Vec<Request>> {
+fn random_rows(random: &mut ChaCha8Rng) -> Vec<Vec<Request>> {
     let mut sample = 0;
-    (0..random.below(40) + 1)
+    (0..random.random_range(1..=40))
         .map(|_| {
-            let row =
-                (0..random.below(6)).map(|offset| prompt(sample + offset)).collect::<Vec<_>>();
+            let samples = random.random_range(0..6);
+            let row = (0..samples).map(|offset| prompt(sample + offset)).collect::<Vec<_>>();
             sample += row.len() as u64;
             row
         })
@@ -60,29 +50,27 @@ impl Gauge {
 
 #[test]
 fn rows_come_in_order_whatever_the_delays() {
-    for seed in 0..25 {
-        let mut random = Random(seed);
+    let mut random = random();
+    for _ in 0..25 {
         let rows = random_rows(&mut random);
         let gauge = Arc::new(Gauge::default());
         let seen = Arc::clone(&gauge);
+        let delays: Vec<u64> = (0..100).map(|_| random.random_range(0..8)).collect();
+        let failing = random.random_range(0..9);
         let (server, _) = own_server(move |number, request: StatesRequest| {
             let gauge = Arc::clone(&seen);
+            let delay = delays[number % delays.len()];
             async move {
                 gauge.enter();
-                let delay = Random(seed * 1000 + number as u64).below(8);
                 tokio::time::sleep(Duration::from_millis(delay)).await;
                 gauge.leave();
                 // One in nine fails, to mix retries in.
-                if (number * 31 + seed as usize).is_multiple_of(9) {
-                    status(500, "no")
-                } else {
-                    good(&request)
-                }
+                if number % 9 == failing { status(500, "no") } else { good(&request) }
             }
         });
         let mut config = config(&[&server.url]);
-        config.max_in_flight = 1 + random.below(8) as usize;
-        config.window_bytes = 4096 * (1 + random.below(6) as usize);
+        config.max_in_flight = random.random_range(1..=8);
+        config.window_bytes = 4096 * random.random_range(1..=6);
         let limit = config.max_in_flight;
         let mut stream = start(config, rows.clone()).unwrap();
         let fetched = drain(&mut stream);
@@ -91,10 +79,10 @@ fn rows_come_in_order_whatever_the_delays() {
             rows.iter().map(|row| row.iter().map(|r| r.sample).collect()).collect();
         let got: Vec<Vec<u64>> =
             fetched.iter().map(|row| row.iter().map(|f| f.sample).collect()).collect();
-        assert_eq!(order(&got), order(&expected), "seed {seed}");
+        assert_eq!(order(&got), order(&expected));
         fetched.iter().flatten().for_each(assert_right);
         let peak = gauge.peak.load(Ordering::SeqCst);
-        assert!(peak <= limit, "seed {seed}: {peak} requests at once, {limit} allowed");
+        assert!(peak <= limit, "{peak} requests at once, {limit} allowed");
     }
 }
 
@@ -105,22 +93,25 @@ fn no_more_than_the_window_is_fetched_ahead() {
     let row = |sample: u64| vec![Request { sample, input_ids: vec![sample as i64; tokens] }];
     let rows: Vec<_> = (0..12).map(row).collect();
     assert_eq!(bytes_of(&rows[0][0]), 4096);
-    let (server, requests) = own_server(async |_, request| good(&request));
+    // Rows that the consumer has asked for, and how far beyond them the server was asked.
+    let asked = Arc::new(AtomicUsize::new(0));
+    let ahead = Arc::new(AtomicUsize::new(0));
+    let (seen, most) = (Arc::clone(&asked), Arc::clone(&ahead));
+    let (server, requests) = own_server(move |number, request| {
+        most.fetch_max(number + 1 - seen.load(Ordering::SeqCst), Ordering::SeqCst);
+        async move { good(&request) }
+    });
     let mut config = config(&[&server.url]);
     config.window_bytes = 3 * 4096;
     let mut stream = start(config, rows).unwrap();
     for taken in 0..12 {
         let expected = (taken + 3).min(12);
-        let settled = (0..200).any(|_| {
-            std::thread::sleep(Duration::from_millis(5));
-            requests.load(Ordering::SeqCst) == expected
-        });
-        std::thread::sleep(Duration::from_millis(20));
-        assert!(settled, "{taken} taken");
-        assert_eq!(requests.load(Ordering::SeqCst), expected, "{taken} taken");
-        assert_eq!(stream.next_row().unwrap().unwrap()[0].sample, taken as u64);
+        eventually("the window is full", || requests.load(Ordering::SeqCst) >= expected);
+        asked.store(taken + 1, Ordering::SeqCst);
+        assert_eq!(stream.next_row().unwrap().unwrap().samples[0].sample, taken as u64);
     }
     assert!(stream.next_row().is_none());
+    assert_eq!(ahead.load(Ordering::SeqCst), 3);
 }
 
 #[test]
@@ -135,14 +126,22 @@ fn a_row_larger_than_the_window_goes_alone() {
 
 #[test]
 fn waiting_is_measured() {
-    let (server, _) = own_server(async |_, request| {
-        tokio::time::sleep(Duration::from_millis(60)).await;
-        good(&request)
+    let (release, released) = tokio::sync::watch::channel(false);
+    let (server, _) = own_server(move |_, request| {
+        let mut released = released.clone();
+        async move {
+            released.wait_for(|released| *released).await.unwrap();
+            // Only now, so that all of it is waited for.
+            tokio::time::sleep(Duration::from_millis(60)).await;
+            good(&request)
+        }
     });
     let mut stream = start(config(&[&server.url]), single_rows(0..1)).unwrap();
+    let asked = Instant::now();
+    release.send(true).unwrap();
     drain(&mut stream);
-    let wait = stream.counters().wait;
-    assert!((Duration::from_millis(50)..Duration::from_secs(2)).contains(&wait), "{wait:?}");
+    let (wait, took) = (stream.counters().wait, asked.elapsed());
+    assert!(took / 2 < wait && wait < took, "{wait:?} of {took:?}");
 }
 
 #[test]
@@ -204,17 +203,53 @@ fn one_dead_server_of_two_is_done_without() {
 #[test]
 fn the_iterator_is_pulled_no_further_than_needed() {
     let (server, _) = own_server(async |_, request| good(&request));
-    let pulled = Arc::new(Mutex::new(0));
-    let count = Arc::clone(&pulled);
+    let taken = Arc::new(AtomicUsize::new(0));
+    let ahead = Arc::new(AtomicUsize::new(0));
+    let (seen, most) = (Arc::clone(&taken), Arc::clone(&ahead));
     let rows = (0..).map(move |sample| {
-        *count.lock().unwrap() += 1;
-        vec![prompt(sample)]
+        most.fetch_max(sample as usize - seen.load(Ordering::SeqCst), Ordering::SeqCst);
+        wanted(vec![prompt(sample)])
     });
     let mut config = config(&[&server.url]);
     config.window_bytes = 4096;
-    let mut stream = dflash_hidden::Stream::start(config, rows).unwrap();
-    stream.next_row().unwrap().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    let pulled = *pulled.lock().unwrap();
-    assert!(pulled < 20, "{pulled} rows for one");
+    let mut stream = Stream::start(config, rows).unwrap();
+    for _ in 0..200 {
+        stream.next_row().unwrap().unwrap();
+        taken.fetch_add(1, Ordering::SeqCst);
+    }
+    let ahead = ahead.load(Ordering::SeqCst);
+    assert!(ahead < 20, "{ahead} rows ahead");
+}
+
+/// What a maker of rows may say, besides what a stream says.
+#[derive(Debug, PartialEq)]
+enum Made {
+    NoRow(u64),
+    NoStates,
+}
+
+impl From<Error> for Made {
+    fn from(_: Error) -> Self {
+        Self::NoStates
+    }
+}
+
+#[test]
+fn a_row_that_cannot_be_made_fails_in_its_turn_and_is_not_tried_again() {
+    let (server, _) = own_server(async |_, request| good(&request));
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    // the fault is gone the next time, but the row is lost: to go on would be to train without it
+    let rows = (0..20).map(move |sample| match count.fetch_add(1, Ordering::SeqCst) {
+        7 => Err(Made::NoRow(sample)),
+        _ => Ok(WantedRow { row: sample * 10, requests: vec![prompt(sample)] }),
+    });
+    let mut stream = Stream::start(config(&[&server.url]), rows).unwrap();
+    for sample in 0..7 {
+        let row = stream.next_row().unwrap().unwrap();
+        assert_eq!((row.row, row.samples[0].sample), (sample * 10, sample));
+    }
+    assert_eq!(stream.next_row().unwrap().unwrap_err(), Made::NoRow(7));
+    assert!(stream.next_row().is_none(), "a failed stream goes on");
+    assert_eq!(asked.load(Ordering::SeqCst), 8);
 }

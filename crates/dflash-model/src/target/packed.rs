@@ -95,6 +95,7 @@ impl Span {
 
 #[cfg(test)]
 mod tests {
+    use dflash_test_support::seeded;
     use tch::Device;
 
     use super::*;

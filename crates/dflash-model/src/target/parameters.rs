@@ -149,8 +149,8 @@ impl Linear {
     }
 
     fn read(&mut self, weights: &Weights) -> Result<()> {
-        for (name, mut view) in self.checkpoint() {
-            weights.read_into(&name, &mut view)?;
+        for (name, view) in self.checkpoint() {
+            weights.read_into(&name, &view)?;
         }
         Ok(())
     }
@@ -160,6 +160,7 @@ impl Linear {
 mod tests {
     use super::*;
     use crate::target::weights::write_weights;
+    use dflash_test_support::seeded;
 
     const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -169,6 +170,7 @@ mod tests {
 
     #[test]
     fn fused_projections_are_the_separate_ones() {
+        let _draws = seeded(tch::manual_seed);
         let dir = tempfile::tempdir().unwrap();
         let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
         let stored = [
@@ -177,8 +179,9 @@ mod tests {
             ("m.b.weight", random(&[2, 4])),
             ("m.b.bias", random(&[2])),
         ];
-        let tensors = stored.iter().map(|(name, x)| ((*name).to_owned(), x.copy())).collect();
-        write_weights(dir.path(), tensors, Kind::Float).unwrap();
+        let named = |(name, x): &(&str, Tensor)| ((*name).to_owned(), x.copy());
+        let tensors: Vec<_> = stored.iter().map(named).collect();
+        write_weights(dir.path(), &tensors, Kind::Float).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
         let init = Init { weights: Some(&weights), options: OPTIONS };
         let linear = init.linear(&spec(true)).unwrap();

@@ -66,6 +66,7 @@ pub(crate) fn scale_frequencies(rope: &RopeConfig, inverse_frequency: Tensor) ->
 
 #[cfg(test)]
 mod tests {
+    use dflash_test_support::seeded;
     use tch::Device;
 
     use super::*;
@@ -73,6 +74,7 @@ mod tests {
 
     #[test]
     fn the_short_form_is_rotate_half() {
+        let _draws = seeded(tch::manual_seed);
         let rotary = Rotary::new(8, 10_000.0, Device::Cpu);
         let positions = Tensor::from_slice(&[3i64, 0, 500]);
         let x_tnd = Tensor::randn([3, 2, 8], (Kind::Float, Device::Cpu));
@@ -83,6 +85,7 @@ mod tests {
 
     #[test]
     fn a_selection_of_a_table_is_the_table_of_the_selection() {
+        let _draws = seeded(tch::manual_seed);
         let rotary = Rotary::new(8, 10_000.0, Device::Cpu);
         let all = Tensor::arange(20, (Kind::Int64, Device::Cpu));
         let some = Tensor::from_slice(&[7i64, 19]);

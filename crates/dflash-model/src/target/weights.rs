@@ -1,9 +1,8 @@
 //! Safetensors of a Hugging Face directory: one file or shards behind an index.
 //!
-//! Tensors are read one at a time, straight from their place in the file into their destination,
-//! so loading needs the memory of the model plus that of its largest tensor. Plain positioned
-//! reads rather than a memory map: a file that shrinks or fails while it is read is an error
-//! with a name, not a SIGBUS.
+//! Tensors are read in pieces, straight from their place in the file into their destination, so
+//! loading needs little more than the memory of the model. Plain positioned reads rather than a
+//! memory map: a file that shrinks or fails while it is read is an error with a name, not a SIGBUS.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -11,12 +10,12 @@ use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind, Tensor};
 
-use crate::checkpoint::{TensorFile, write_safetensors};
+use crate::checkpoint::{TensorFile, write_safetensors_as};
 use crate::{Error, Result};
 
 /// The tensors of a model directory, located but not yet read.
 #[derive(Debug)]
-pub(crate) struct Weights {
+pub struct Weights {
     dir: PathBuf,
     shards: Vec<TensorFile>,
     /// Tensor name to the shard that holds it.
@@ -28,7 +27,7 @@ impl Weights {
     ///
     /// # Errors
     /// A missing file or shard (named), a damaged header, a file shorter than its header says.
-    pub(crate) fn open(dir: &Path) -> Result<Self> {
+    pub fn open(dir: &Path) -> Result<Self> {
         let mut weights = Self { dir: dir.into(), shards: Vec::new(), shard_of: HashMap::new() };
         for path in shard_paths(dir)? {
             let shard = TensorFile::open(&path)?;
@@ -44,11 +43,11 @@ impl Weights {
     /// # Errors
     /// The tensor is missing, is of a type we do not read, or has another shape than
     /// `destination`.
-    pub(crate) fn read_into(&self, name: &str, destination: &mut Tensor) -> Result<()> {
+    pub fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
         let missing = || Error::MissingTensor { path: self.dir.clone(), name: name.into() };
         let shard = &self.shards[*self.shard_of.get(name).ok_or_else(missing)?];
-        let stored = shard.tensor(name, &destination.size())?;
-        Ok(destination.f_copy_(&stored)?)
+        shard.check_shape(name, &destination.size())?;
+        shard.read_into(name, 0, destination)
     }
 
     /// Tensor `name` of the given shape, converted to `kind` on `device`.
@@ -61,8 +60,8 @@ impl Weights {
         shape: &[i64],
         options: (Kind, Device),
     ) -> Result<Tensor> {
-        let mut tensor = Tensor::empty(shape, options);
-        self.read_into(name, &mut tensor)?;
+        let tensor = Tensor::empty(shape, options);
+        self.read_into(name, &tensor)?;
         Ok(tensor)
     }
 }
@@ -98,16 +97,14 @@ struct Index {
 ///
 /// # Errors
 /// I/O.
-pub(crate) fn write_weights(dir: &Path, tensors: Vec<(String, Tensor)>, kind: Kind) -> Result<()> {
-    let stored = |tensor: Tensor| tensor.detach().to_device(Device::Cpu).to_kind(kind).contiguous();
-    let tensors: Vec<_> =
-        tensors.into_iter().map(|(name, tensor)| (name, stored(tensor))).collect();
-    write_safetensors(&dir.join("model.safetensors"), &tensors)
+pub(crate) fn write_weights(dir: &Path, tensors: &[(String, Tensor)], kind: Kind) -> Result<()> {
+    write_safetensors_as(&dir.join("model.safetensors"), tensors, Some(kind))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::write_safetensors;
 
     const CPU_F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -122,7 +119,7 @@ mod tests {
     fn what_was_written_is_read_back_in_either_kind() {
         let dir = tempfile::tempdir().unwrap();
         for kind in [Kind::Float, Kind::BFloat16] {
-            write_weights(dir.path(), sample(), kind).unwrap();
+            write_weights(dir.path(), &sample(), kind).unwrap();
             let weights = Weights::open(dir.path()).unwrap();
             for (name, tensor) in sample() {
                 let read = weights.read(&name, &tensor.size(), CPU_F32).unwrap();
@@ -134,7 +131,7 @@ mod tests {
     #[test]
     fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        write_weights(dir.path(), sample(), Kind::Float).unwrap();
+        write_weights(dir.path(), &sample(), Kind::Float).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
         let missing = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
         assert!(missing.contains("has no tensor c"), "{missing}");
@@ -162,7 +159,7 @@ mod tests {
     fn a_cut_file_and_a_file_of_something_else_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
-        write_weights(dir.path(), sample(), Kind::Float).unwrap();
+        write_weights(dir.path(), &sample(), Kind::Float).unwrap();
         let whole = fs::read(&path).unwrap();
         fs::write(&path, &whole[..whole.len() - 1]).unwrap();
         assert!(matches!(Weights::open(dir.path()), Err(Error::Truncated { .. })));

@@ -1,6 +1,7 @@
 //! Both optimizers over groups of parameters, against what is worked out by hand.
 
 use dflash_model::draft::Parameter;
+use dflash_test_support::seeded;
 use tch::Device;
 
 use super::*;
@@ -64,7 +65,7 @@ fn adamw_s_first_step_has_the_size_of_the_rate() {
 
 #[test]
 fn with_muon_norms_move_as_with_adamw() {
-    tch::manual_seed(2);
+    let _draws = seeded(tch::manual_seed);
     let gradients = [(); 3].map(|()| Tensor::randn([ELEMENTS], (Kind::Float, Device::Cpu)));
     let norms = [Algorithm::AdamW, Algorithm::Muon(MuonConfig::default())].map(|algorithm| {
         let mut masters = ones();
@@ -80,7 +81,7 @@ fn with_muon_norms_move_as_with_adamw() {
 
 #[test]
 fn matrices_side_by_side_are_made_orthogonal_one_by_one() {
-    tch::manual_seed(3);
+    let _draws = seeded(tch::manual_seed);
     let parameter =
         |shape: &[i64], offset| Parameter { name: String::new(), shape: shape.to_vec(), offset };
     // as q, k and v lie: no gap between them

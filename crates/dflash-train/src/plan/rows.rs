@@ -1,16 +1,16 @@
 //! The rows of an epoch, and what a sample of them is made of.
 
-use dflash_data::{
-    AnchorOptions, Dataset, PackedRow, Sample, epoch_order, pack_rows, sample_anchors, split_index,
-};
-use dflash_model::attention::WindowRule;
+use std::sync::Arc;
+
+use dflash_data::{AnchorOptions, Dataset, PackedRow, Sample, split_index};
 use dflash_model::draft::DraftConfig;
-use dflash_model::flops::RowWork;
-use dflash_model::objective::{BlockLabels, LabelledRow};
 use serde::Serialize;
 
 use super::{PlanConfig, PlanData};
 use crate::Error;
+use crate::batch::BlockMaker;
+use crate::order::Packing;
+use crate::rows::{Samples, TargetSamples, pack};
 
 /// Rows that are looked at, spread over the epoch.
 const SAMPLED: usize = 32;
@@ -43,20 +43,12 @@ pub(super) struct Epoch {
     pub(super) largest: RowShape,
 }
 
-/// Where samples come from.
-enum Source {
-    Dataset(Dataset),
-    Length(usize),
-}
+/// Documents of one length, all supervised.
+struct Alike(usize);
 
-impl Source {
-    fn sample(&self, index: u32) -> Result<Sample, Error> {
-        match self {
-            Self::Dataset(dataset) => Ok(dataset.get(index as usize)?),
-            Self::Length(length) => {
-                Ok(Sample { input_ids: vec![0; *length], loss_mask: vec![true; *length] })
-            }
-        }
+impl Samples for Alike {
+    fn sample(&self, _: u32) -> Result<Sample, Error> {
+        Ok(Sample { input_ids: vec![0; self.0], loss_mask: vec![true; self.0] })
     }
 }
 
@@ -66,21 +58,16 @@ impl Epoch {
         draft: &DraftConfig,
         vocabulary: i64,
     ) -> Result<Self, Error> {
-        let (source, mut lengths) = open(&config.data)?;
+        let (samples, mut lengths) = open(&config.data, vocabulary)?;
         lengths.truncate(split_index(lengths.len(), 1.0 - config.validation_ratio));
-        let order = epoch_order(lengths.len(), config.seed, 0);
-        let rows = pack_rows(&order, &lengths, config.total_seq_len);
-        let head_rows = config.draft.vocab_size.map_or(vocabulary as f64, |size| size as f64);
+        let PlanConfig { total_seq_len, seed, .. } = *config;
+        let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
+        let blocks = block_maker(config, vocabulary);
         let stride = rows.len().div_ceil(SAMPLED).max(1);
-        let mut shapes = Vec::new();
-        for row in rows.iter().step_by(stride) {
-            let samples = row
-                .iter()
-                .map(|&index| Ok((index, source.sample(index)?)))
-                .collect::<Result<Vec<_>, Error>>()?;
-            let row = PackedRow::from_samples(&samples, config.total_seq_len);
-            shapes.push(shape(config, draft, &row, head_rows));
-        }
+        let shape =
+            |row: &Vec<u32>| Ok(shape(&blocks, draft, &pack(&*samples, row, total_seq_len)?));
+        let shapes =
+            rows.iter().step_by(stride).map(shape).collect::<Result<Vec<RowShape>, Error>>()?;
         if shapes.iter().all(|shape| shape.supervised == 0.0) {
             return Err(Error::setting(
                 "the data",
@@ -100,51 +87,46 @@ impl Epoch {
     }
 }
 
-fn open(data: &PlanData) -> Result<(Source, Vec<u32>), Error> {
+fn open(data: &PlanData, embedding_rows: i64) -> Result<(Box<dyn Samples>, Vec<u32>), Error> {
     match data {
         PlanData::Dataset(path) => {
-            let dataset = Dataset::open(path)?;
+            let dataset = Arc::new(Dataset::open(path)?);
             if dataset.is_empty() {
                 return Err(Error::NothingToTrain { path: path.clone() });
             }
             let lengths = dataset.lengths().to_vec();
-            Ok((Source::Dataset(dataset), lengths))
+            Ok((Box::new(TargetSamples { dataset, embedding_rows }), lengths))
         }
         PlanData::Documents { count, length } => {
-            Ok((Source::Length(*length), vec![*length as u32; *count]))
+            Ok((Box::new(Alike(*length)), vec![*length as u32; *count]))
         }
     }
 }
 
-fn shape(config: &PlanConfig, draft: &DraftConfig, row: &PackedRow, head_rows: f64) -> RowShape {
-    let options = AnchorOptions {
-        per_document: config.anchors_per_sequence,
-        per_row: config.max_anchors,
-        seed: config.seed,
-        epoch: 0,
-    };
-    let anchors = sample_anchors(row, &options);
-    let labelled = LabelledRow {
-        input_ids: &row.input_ids,
-        loss_mask: &row.loss_mask,
-        document_starts: &row.document_starts,
-    };
-    let labels = BlockLabels::new(labelled, &anchors, draft.block_size, None);
-    let supervised = labels.slots().len() as f64;
-    let plan = draft.plan(&row.document_starts, &anchors, WindowRule::Serving);
-    let work = RowWork {
-        active_slots: supervised,
-        head_rows,
-        teacher_slots: if config.teacher { supervised } else { 0.0 },
-        ..RowWork::of_plan(draft, &plan)
-    };
+/// The run's blocks; which tokens a pruned vocabulary lacks is not known yet.
+fn block_maker(config: &PlanConfig, vocabulary: i64) -> BlockMaker {
+    BlockMaker {
+        anchors: AnchorOptions {
+            per_document: config.anchors_per_sequence,
+            per_row: config.max_anchors,
+            seed: config.seed,
+            epoch: 0,
+        },
+        vocabulary: None,
+        head_rows: config.draft.vocab_size.unwrap_or(vocabulary as usize),
+        teacher: config.teacher,
+    }
+}
+
+fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape {
+    let blocks = blocks.draw(draft, row, 0);
     RowShape {
         tokens: row.input_ids.len() as f64,
-        anchors: anchors.len() as f64,
-        slots: work.slots,
-        context_rows: work.context_rows,
-        supervised,
-        flops: draft.flops(&work).total(),
+        anchors: blocks.plan.anchors().len() as f64,
+        slots: blocks.work.slots,
+        context_rows: blocks.work.context_rows,
+        supervised: blocks.work.active_slots,
+        flops: draft.flops(&blocks.work).total(),
     }
 }
 

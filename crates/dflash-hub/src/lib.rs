@@ -1,0 +1,18 @@
+//! Models and datasets by name: the one place where anything is fetched.
+//!
+//! A name is a directory, which is used as it is, or `OWNER/NAME` or `OWNER/NAME@REVISION` of the
+//! Hugging Face Hub. The official client fetches, with its cache, token, `HF_ENDPOINT` and
+//! `HF_HOME`; under `HF_HUB_OFFLINE`, or where the Hub does not answer, what the cache holds is
+//! used. Only what dflash reads is fetched: never pickled weights or GGUF.
+
+mod client;
+mod error;
+mod hub;
+mod name;
+mod part;
+mod progress;
+
+pub use error::{Error, Reason};
+pub use hub::{Hub, Split};
+pub use name::is_repository;
+pub use part::Part;

@@ -1,0 +1,55 @@
+//! What a user should know before the first step.
+
+use tch::{Device, Kind};
+
+use super::worker::Worker;
+
+impl Worker<'_, '_> {
+    pub(super) fn notes(&self) -> Vec<String> {
+        let draft = &self.trainer.draft;
+        let mut notes = vec![self.announcement()];
+        if self.position.step == 0 {
+            notes.extend(self.warm_start_notes());
+        }
+        if (draft.device(), draft.flat().kind()) == (Device::Cpu, Kind::BFloat16)
+            && !dflash_torch_sys::cpu_multiplies_bf16()
+        {
+            let note = "this CPU has no instructions for bfloat16: float32 is many times faster";
+            notes.push(note.to_owned());
+        }
+        notes.extend(self.prepared.packing().cut_note());
+        if !self.prepared.config.schedule.reaches_peak(self.total) {
+            let total = self.total;
+            notes
+                .push(format!("the warm-up is longer than the {total} steps: --lr is not reached"));
+        }
+        notes
+    }
+
+    fn announcement(&self) -> String {
+        let draft = &self.trainer.draft;
+        format!(
+            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?} in {:?}, {:.2} M numbers of float32 state on each",
+            draft.config().layers.len(),
+            draft.layout().trained() as f64 / 1e6,
+            self.order.rows(),
+            self.order.epoch_of(self.order.rows()),
+            self.total,
+            self.communicator.world_size(),
+            draft.device(),
+            draft.flat().kind(),
+            self.trainer.masters.elements() as f64 / 1e6,
+        )
+    }
+
+    /// Where a fresh run's weights come from, and what that means.
+    fn warm_start_notes(&self) -> Vec<String> {
+        let Some(warm_start) = &self.prepared.warm_start else { return Vec::new() };
+        let mut notes = warm_start.notes();
+        if let Some(vocabulary) = &self.trainer.batches.blocks.vocabulary {
+            let (size, all) = (vocabulary.selected().len(), vocabulary.target_size());
+            notes.push(format!("it proposes {size} of the target's {all} tokens"));
+        }
+        notes
+    }
+}

@@ -1,0 +1,279 @@
+//! The step loop: steps, checkpoints, validations, and how they end.
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use dflash_dist::Communicator;
+use dflash_run::{Checkpoint, Position, RunDir, SavePath};
+
+use super::Outcome;
+use crate::metrics::{Meter, Progress};
+use crate::order::RowOrder;
+use crate::prepared::Prepared;
+use crate::rows::Rows;
+use crate::trainer::{Effect, StepResult, StepSums, Trainer};
+use crate::validation::Validation;
+use crate::vote::{Halt, Vote};
+use crate::{Error, checkpoint, machine};
+
+/// A rank between its first and its last step.
+pub(super) struct Worker<'a, 'p> {
+    pub(super) prepared: &'a Prepared<'a>,
+    pub(super) order: RowOrder,
+    pub(super) communicator: &'a dyn Communicator,
+    pub(super) trainer: Trainer,
+    pub(super) position: Position,
+    /// Optimizer steps at the end of the schedule.
+    pub(super) total: u64,
+    /// Rank 0's hold on the save path.
+    pub(super) save_path: Option<SavePath>,
+    pub(super) validation: Option<Validation<'a, 'p>>,
+    /// Step of the last checkpoint that this process took part in.
+    pub(super) saved: Option<u64>,
+    /// Steps taken when this process began.
+    pub(super) begun_at: u64,
+    /// Whether any step since had a slot to learn from.
+    pub(super) had_slots: bool,
+}
+
+impl Worker<'_, '_> {
+    pub(super) fn train(mut self, rows: &mut dyn Rows) -> Result<Outcome, Error> {
+        let mut meter = self.meter()?;
+        self.notes().iter().for_each(|note| meter.say(note));
+        match self.steps(rows, &mut meter) {
+            Ok(()) => self.finish(&mut meter, true),
+            Err(Halt::Stopped) => self.finish(&mut meter, false),
+            Err(Halt::Failed(own)) => self.break_off(&mut meter, own),
+            Err(Halt::Broken(error)) => Err(error),
+        }
+    }
+
+    fn steps(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(), Halt> {
+        // The checkpoint of a run that ended in a validation comes without it.
+        self.validate(meter)?;
+        while self.position.step < self.total {
+            let epoch = self.order.epoch_of(self.position.rows);
+            let (vote, norm) = self.step(rows, meter)?;
+            if self.position.step == self.begun_at + 1 {
+                self.communicator.announce_work();
+            }
+            self.keep(epoch, norm, meter)?;
+            // Ranks that were not told to stop themselves would measure to the end.
+            if vote == Vote::Stop {
+                return Err(Halt::Stopped);
+            }
+            self.validate(meter)?;
+        }
+        if self.begun_at == 0 && self.total > 0 && !self.had_slots {
+            return Err(self.nothing_learned(meter)?.into());
+        }
+        Ok(())
+    }
+
+    /// One optimizer step over `accumulation` rows of this rank; the ranks' vote and the gradient's
+    /// norm.
+    fn step(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(Vote, f64), Halt> {
+        let config = self.prepared.config;
+        let rate = self.rate(self.position.step);
+        let (mut sums, mut vote) = (StepSums::default(), Vote::Continue);
+        let (mut wait, mut failure) = (Duration::ZERO, None);
+        let before = rows.counters();
+        let mut step = self.trainer.begin(self.communicator);
+        for micro in 1..=config.accumulation {
+            let asked = Instant::now();
+            let loaded = if failure.is_none() { rows.next() } else { Ok(None) };
+            wait += asked.elapsed();
+            let loaded = loaded.unwrap_or_else(|error| {
+                // The other ranks are in the middle of the step: they must hear of it.
+                vote = Vote::of(&error);
+                failure = Some(error);
+                None
+            });
+            let batch = loaded.and_then(|loaded| {
+                sums.count(&loaded);
+                step.batch(&loaded)
+            });
+            sums.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
+            step.add(batch, micro == config.accumulation)?;
+        }
+        if config.stop.load(Ordering::Relaxed) {
+            vote = vote.max(Vote::Stop);
+        }
+        sums.count_stream(&before, &rows.counters());
+        let result = step.finish((sums, vote), (rate, config.max_grad_norm))?;
+        result.vote.settle(failure)?;
+        self.had_slots |= result.effect != Effect::Empty;
+        self.advance(&result);
+        let agreed = (result.vote, result.gradient_norm);
+        meter.add(result, wait);
+        Ok(agreed)
+    }
+
+    /// Learning rate of the step after `step`.
+    fn rate(&self, step: u64) -> f64 {
+        let config = self.prepared.config;
+        config.lr * config.schedule.of_step(step, self.total)
+    }
+
+    fn advance(&mut self, result: &StepResult) {
+        let rows = self.communicator.world_size() * self.prepared.config.accumulation;
+        let position = &mut self.position;
+        position.step += 1;
+        position.rows = (position.rows + rows as u64).min(self.order.rows());
+        position.skipped_samples += result.sums.skipped as u64;
+        match result.effect {
+            Effect::Moved => {
+                position.tokens += result.sums.tokens as u64;
+                position.bad_in_a_row = 0;
+            }
+            Effect::NotFinite => {
+                position.bad_steps += 1;
+                position.bad_in_a_row += 1;
+            }
+            Effect::Empty => position.empty_steps += 1,
+            Effect::Void => (),
+        }
+    }
+
+    /// Logs and saves what is due after a step of `epoch`, and ends a run that makes no sense.
+    fn keep(&mut self, epoch: u64, norm: f64, meter: &mut Meter) -> Result<(), Error> {
+        let config = self.prepared.config;
+        let (step, count) = (self.position.step, self.position.bad_in_a_row);
+        let diverged = count >= config.max_bad_steps;
+        if diverged || step.is_multiple_of(config.log_every) {
+            meter.log(self.progress(), norm)?;
+        }
+        let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
+        let due = config.save_every.is_some_and(|every| step.is_multiple_of(every));
+        if epoch_ended || due || diverged {
+            self.save(meter)?;
+        }
+        if diverged {
+            self.communicator.announce_futility();
+            return Err(Error::NonFinite { count, step });
+        }
+        if epoch_ended && self.begun_at == 0 && !self.had_slots {
+            return Err(self.nothing_learned(meter)?);
+        }
+        Ok(())
+    }
+
+    /// Ends a run whose first epoch had no slot to learn from.
+    fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
+        let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
+        self.communicator.announce_futility();
+        Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
+    }
+
+    /// Measures what there is to measure, if it is time and has not been done.
+    fn validate(&mut self, meter: &mut Meter) -> Result<(), Halt> {
+        let (step, total) = (self.position.step, self.total);
+        let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
+            return Ok(());
+        };
+        if validation.measures() {
+            // the best checkpoint must be there to be named
+            self.save(meter)?;
+        }
+        let begun = Instant::now();
+        let Some(validation) = &mut self.validation else { return Ok(()) };
+        let line = validation.run(step, &self.trainer, self.communicator)?;
+        meter.exclude(begun.elapsed());
+        meter.validated(&line)?;
+        if let (Some(save_path), Some(measured)) = (&self.save_path, &line.prompts)
+            && save_path.note_acceptance(step, measured.figures.acceptance_length)?
+        {
+            meter.say(&format!("step {step} has the best acceptance length so far"));
+            self.prune(meter);
+        }
+        Ok(())
+    }
+
+    fn meter(&self) -> Result<Meter, Error> {
+        let config = self.prepared.config;
+        let epsilon = self.trainer.objective.denominator.epsilon();
+        let mut meter = if self.communicator.rank() == 0 {
+            let at = (self.position.step, self.total);
+            Meter::open(RunDir::at(&config.save_path), at, config.progress, epsilon)?
+        } else {
+            Meter::silent(epsilon)
+        };
+        let device = self.trainer.draft.device();
+        let peak = machine::peak_of(device, config.peak_tflops);
+        meter.measure(device, peak.map(|peak| peak * self.communicator.world_size() as f64));
+        Ok(meter)
+    }
+
+    fn progress(&self) -> Progress {
+        Progress {
+            step: self.position.step,
+            total: self.total,
+            epoch: self.order.progress(self.position.rows),
+            lr: self.rate(self.position.step.saturating_sub(1)),
+            skipped_samples: self.position.skipped_samples,
+            bad_steps: self.position.bad_steps,
+            ema_decay: self.prepared.config.optimizer.ema_decay,
+        }
+    }
+
+    /// All ranks bring their state, rank 0 writes. Returns where the checkpoint lies.
+    fn save(&mut self, meter: &mut Meter) -> Result<PathBuf, Error> {
+        let begun = Instant::now();
+        let path = self.write(meter)?;
+        meter.exclude(begun.elapsed());
+        Ok(path)
+    }
+
+    fn write(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
+        let (step, dir) = (self.position.step, &self.prepared.config.save_path);
+        let saved = self.saved.replace(step);
+        if saved == Some(step) {
+            return Ok(Checkpoint::at(dir, step).dir);
+        }
+        let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
+        // A rank that ended while rank 0 still writes would leave it only moments.
+        self.communicator.barrier()?;
+        meter.say(&format!("saved {}", path.display()));
+        self.prune(meter);
+        Ok(path)
+    }
+
+    /// Removes the checkpoints that need not stay.
+    fn prune(&self, meter: &Meter) {
+        let Some(save_path) = &self.save_path else { return };
+        // Room on the disk is no reason to end a run that trains well.
+        if let Err(error) = save_path.prune(self.prepared.config.retention) {
+            meter.say(&format!("no checkpoint was removed: {error}"));
+        }
+    }
+
+    /// Ends a run that cannot go on, for a fault on this rank (`own`) or on another: what was
+    /// trained is saved first.
+    fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
+        let saved = if self.position.step > self.begun_at {
+            meter.log(self.progress(), f64::NAN).and_then(|()| self.save(meter)).map(|_| ())
+        } else {
+            Ok(())
+        };
+        meter.close();
+        let Some(error) = own else {
+            saved?;
+            // The rank at fault ends without this: so the others are known to have lost a peer.
+            self.communicator.barrier()?;
+            return self.finish(meter, false);
+        };
+        if let Err(unsaved) = saved {
+            meter.say(&format!("what was trained since the last checkpoint is lost: {unsaved}"));
+        }
+        Err(error)
+    }
+
+    fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
+        meter.log(self.progress(), f64::NAN)?;
+        let checkpoint = self.save(meter)?;
+        meter.close();
+        self.communicator.barrier()?;
+        Ok(Outcome { checkpoint, step: self.position.step, completed })
+    }
+}

@@ -1,0 +1,63 @@
+//! What tests of several crates share: draws that can be repeated, and waiting for a condition.
+//!
+//! A random test draws anew each time it runs, so that runs add up, and prints its seed, which the
+//! harness shows where the test fails. `DFLASH_TEST_SEED=N cargo test NAME` repeats it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+pub use rand::Rng;
+use rand::SeedableRng;
+pub use rand_chacha::ChaCha8Rng;
+
+/// The variable that holds the seed of all random tests.
+const SEED: &str = "DFLASH_TEST_SEED";
+
+/// For a machine that is busy with other tests.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The draws of one test.
+pub fn random() -> ChaCha8Rng {
+    ChaCha8Rng::seed_from_u64(seed().unsigned_abs())
+}
+
+/// Hands a seed to a generator that the whole process shares, such as libtorch's, and draws
+/// [`alone`] from then on.
+pub fn seeded(hand_over: impl FnOnce(i64)) -> MutexGuard<'static, ()> {
+    let guard = alone();
+    hand_over(seed());
+    guard
+}
+
+/// Keeps other tests of this process that call it waiting until the guard is dropped: what they
+/// draw from a shared generator would come in between.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static DRAWING: Mutex<()> = Mutex::new(());
+    DRAWING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The seed asked for, else one from the clock; printed.
+fn seed() -> i64 {
+    let seed = match std::env::var(SEED) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{SEED}={text} is not a whole number")),
+        Err(_) => {
+            let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+            // Microseconds: short enough to be copied by hand.
+            clock.map_or(0, |clock| clock.as_micros() as i64)
+        }
+    };
+    println!("random test: {SEED}={seed} repeats it");
+    seed
+}
+
+/// Waits until `holds`.
+///
+/// # Panics
+/// After a minute, with `what` was waited for.
+pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "waited {PATIENCE:?} in vain until {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
