@@ -168,7 +168,10 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-hidden", &["dflash-files", "dflash-settings"]),
         ("dflash-dist", &["dflash-settings", "dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-settings", "dflash-torch-sys"]),
-        ("dflash-prepare", &["dflash-data", "dflash-files", "dflash-hub", "dflash-settings", "dflash-text"]),
+        (
+            "dflash-prepare",
+            &["dflash-data", "dflash-files", "dflash-hub", "dflash-settings", "dflash-text"],
+        ),
         ("dflash-run", &["dflash-files", "dflash-settings"]),
         ("dflash-report", &["dflash-files", "dflash-run"]),
         (

@@ -5,6 +5,9 @@ use std::path::PathBuf;
 /// Errors name the file and line, or the two models that do not fit.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// A setting that this machine cannot honour.
+    #[error(transparent)]
+    Setting(#[from] dflash_settings::Invalid),
     /// Target or draft cannot be loaded.
     #[error(transparent)]
     Model(#[from] dflash_model::Error),

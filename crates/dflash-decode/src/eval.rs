@@ -3,13 +3,15 @@
 //! The two ways alternate answer by answer, and which goes first alternates too, so that a machine
 //! that warms up or is shared slows both alike.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
+use dflash_model::place;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_run::Acceptance;
+use dflash_settings::EvalSettings;
 use dflash_text::ChatTokenizer;
 
 use crate::Error;
@@ -24,54 +26,38 @@ use crate::speculative::{Speculation, Speculator};
 /// Tokens that the untimed first answer makes, each way.
 const WARM_UP_TOKENS: usize = 32;
 
-/// What to measure, and how.
-#[derive(Debug, Clone)]
-pub struct EvalConfig {
-    /// Directory of the target, with its tokenizer.
-    pub target: PathBuf,
-    /// Directory of the draft.
-    pub draft: PathBuf,
-    /// JSON or JSONL file of prompts.
-    pub prompts: PathBuf,
-    /// Tokens of an answer at most.
-    pub max_new_tokens: usize,
-    /// Rows of the file at most.
-    pub limit: Option<usize>,
-    /// Where to write the report as JSON.
-    pub json: Option<PathBuf>,
-    /// Greedy, or at a temperature.
-    pub sampling: Sampling,
-    /// Largest difference of two logits that counts as a tie; `None` lets it follow the precision.
-    pub tie_tolerance: Option<f64>,
-    /// Device and precision of both models.
-    pub options: TargetOptions,
-}
-
 /// Decodes every prompt both ways and reports. Writes the JSON file, if one is asked for.
 ///
 /// The report's [`EvalReport::check`] says whether the texts agree.
 ///
 /// # Errors
 /// Models or prompts that cannot be loaded or do not fit each other; [`Error::Interrupted`].
-pub fn evaluate(config: &EvalConfig, stop: &AtomicBool) -> Result<EvalReport, Error> {
-    let target = Target::load(&config.target, &config.options)?;
-    let draft = Draft::load(&config.draft, config.options.device, config.options.dtype)?;
-    let vocabulary = DraftVocabulary::load(&config.draft)?;
-    let tokenizer = ChatTokenizer::load(&config.target)?;
-    let mut prompts = read_prompts(&config.prompts, config.limit, &tokenizer, target.vocab_size())?;
-    let skipped = drop_long(&mut prompts, target.config(), config.max_new_tokens);
+pub fn evaluate(
+    settings: &EvalSettings,
+    (target_dir, draft_dir): (&Path, &Path),
+    stop: &AtomicBool,
+) -> Result<EvalReport, Error> {
+    let (device, dtype) = place(settings.device, settings.dtype, 0)?;
+    let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
+    let draft = Draft::load(draft_dir, device, dtype)?;
+    let vocabulary = DraftVocabulary::load(draft_dir)?;
+    let tokenizer = ChatTokenizer::load(target_dir)?;
+    let mut prompts =
+        read_prompts(&settings.prompts, settings.limit, &tokenizer, target.vocab_size())?;
+    let skipped = drop_long(&mut prompts, target.config(), settings.max_new_tokens);
     if prompts.is_empty() {
         let context = target.config().max_position_embeddings;
-        return Err(Error::NoPrompts { path: config.prompts.clone(), context });
+        return Err(Error::NoPrompts { path: settings.prompts.clone(), context });
     }
-    let mut speculator = Speculator::new(&target, &draft, Sampler::new(config.sampling))?;
+    let sampling = Sampling::new(settings.temperature, settings.seed);
+    let mut speculator = Speculator::new(&target, &draft, Sampler::new(sampling))?;
     if let Some(vocabulary) = &vocabulary {
         speculator = speculator.with_vocabulary(vocabulary)?;
     }
     let measured =
-        Measurement::new(config, (&target, &tokenizer), speculator).run(&prompts, stop)?;
-    let report = measured.report(config, &target, skipped);
-    if let Some(path) = &config.json {
+        Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
+    let report = measured.report(settings, (target_dir, draft_dir), skipped);
+    if let Some(path) = &settings.json {
         let text = serde_json::to_vec_pretty(&report).expect("a report holds numbers and strings");
         dflash_files::write_bytes(path, &text)?;
     }
@@ -130,11 +116,11 @@ struct Measurement<'a> {
 
 impl<'a> Measurement<'a> {
     fn new(
-        config: &EvalConfig,
+        settings: &EvalSettings,
         (target, tokenizer): (&'a Target, &'a ChatTokenizer),
         speculator: Speculator<'a>,
     ) -> Self {
-        let sampler = Sampler::new(config.sampling);
+        let sampler = Sampler::new(Sampling::new(settings.temperature, settings.seed));
         let greedy = sampler.is_greedy();
         Self {
             target,
@@ -143,13 +129,13 @@ impl<'a> Measurement<'a> {
             acceptance: Acceptance::new(speculator.block_size()),
             speculator,
             limits: Limits {
-                max_new_tokens: config.max_new_tokens,
+                max_new_tokens: settings.max_new_tokens,
                 stop_ids: stop_ids(target, tokenizer),
             },
-            lossless: greedy.then(|| Lossless::new(config.tie_tolerance)),
+            lossless: greedy.then(|| Lossless::new(settings.tie_tolerance)),
             whole: Vec::new(),
             decode: Vec::new(),
-            tie_tolerance: config.tie_tolerance,
+            tie_tolerance: settings.tie_tolerance,
         }
     }
 
@@ -211,25 +197,27 @@ impl<'a> Measurement<'a> {
         }
     }
 
-    fn report(self, config: &EvalConfig, target: &Target, skipped: usize) -> EvalReport {
+    fn report(
+        self,
+        settings: &EvalSettings,
+        (target_dir, draft_dir): (&Path, &Path),
+        skipped: usize,
+    ) -> EvalReport {
         EvalReport {
-            target: config.target.clone(),
-            draft: config.draft.clone(),
-            prompts: config.prompts.clone(),
+            target: target_dir.into(),
+            draft: draft_dir.into(),
+            prompts: settings.prompts.clone(),
             responses: self.whole.len(),
             skipped,
             tokens: self.whole.iter().map(|timing| timing[0].0 as usize).sum(),
-            max_new_tokens: config.max_new_tokens,
-            temperature: match config.sampling {
-                Sampling::Greedy => 0.0,
-                Sampling::Temperature { temperature, .. } => temperature,
-            },
+            max_new_tokens: settings.max_new_tokens,
+            temperature: settings.temperature,
             block_size: self.speculator.block_size(),
             draft_vocabulary: self.speculator.vocabulary_size(),
             device: format!(
                 "{:?}, {:?}, {} threads",
-                target.device(),
-                target.dtype(),
+                self.target.device(),
+                self.target.dtype(),
                 tch::get_num_threads()
             ),
             steps: self.acceptance.steps(),

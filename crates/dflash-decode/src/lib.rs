@@ -20,12 +20,12 @@ mod sampling;
 mod speculative;
 
 pub use error::Error;
-pub use eval::{EvalConfig, evaluate};
+pub use eval::evaluate;
 pub use lossless::{Difference, Lossless, Verdict, compare};
 pub use plain::{Generation, Limits, PlainDecoder};
 pub use probe::{Probe, ProbeConfig};
 pub use prompts::{Prompt, read_prompts};
-pub use regenerate::{Answered, BatchDecoder, RegenerateConfig, RegenerateSummary, regenerate};
+pub use regenerate::{Answered, BatchDecoder, RegenerateSummary, regenerate};
 pub use report::{EvalReport, Speed};
 pub use sampling::{Sampler, Sampling};
 pub use speculative::{Speculation, Speculator};

@@ -4,14 +4,16 @@
 //! answers replaced. Sequences share every matrix product and are replaced as they end, so the
 //! batch stays full whatever the lengths.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use dflash_model::place;
 use dflash_model::target::{BatchCache, Target, TargetOptions};
+use dflash_settings::RegenerateSettings;
 use dflash_text::{ChatTokenizer, Message, Role};
 use serde_json::{Map, Value, json};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::Error;
 use crate::eval::{drop_long, stop_ids};
@@ -20,25 +22,6 @@ use crate::plain::{Limits, check, roomy};
 use crate::progress::Progress;
 use crate::prompts::{Prompt, read_prompts};
 use crate::sampling::most_likely;
-
-/// What to answer, and how.
-#[derive(Debug, Clone)]
-pub struct RegenerateConfig {
-    /// Directory of the target, with its tokenizer.
-    pub model: PathBuf,
-    /// JSON or JSONL file of conversations or questions.
-    pub data: PathBuf,
-    /// JSONL file to write.
-    pub output: PathBuf,
-    /// Tokens of an answer at most.
-    pub max_new_tokens: usize,
-    /// Rows of the data at most.
-    pub limit: Option<usize>,
-    /// Sequences decoded together.
-    pub batch: usize,
-    /// Device and precision.
-    pub options: TargetOptions,
-}
 
 /// What a regeneration did.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -64,24 +47,28 @@ pub struct RegenerateSummary {
 /// # Errors
 /// Model or data that cannot be read, output that cannot be written; [`Error::Interrupted`].
 pub fn regenerate(
-    config: &RegenerateConfig,
+    settings: &RegenerateSettings,
+    target_dir: &Path,
     stop: &AtomicBool,
 ) -> Result<RegenerateSummary, Error> {
-    let tokenizer = ChatTokenizer::load(&config.model)?;
-    let target = Target::load(&config.model, &config.options)?;
-    let mut prompts = read_prompts(&config.data, config.limit, &tokenizer, target.vocab_size())?;
-    let skipped = drop_long(&mut prompts, target.config(), config.max_new_tokens);
+    let (device, dtype) = place(settings.device, settings.dtype, 0)?;
+    let tokenizer = ChatTokenizer::load(target_dir)?;
+    let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
+    let mut prompts =
+        read_prompts(&settings.data, settings.limit, &tokenizer, target.vocab_size())?;
+    let skipped = drop_long(&mut prompts, target.config(), settings.max_new_tokens);
     if prompts.is_empty() {
         let context = target.config().max_position_embeddings;
-        return Err(Error::NoPrompts { path: config.data.clone(), context });
+        return Err(Error::NoPrompts { path: settings.data.clone(), context });
     }
-    let mut output = PartialOutput::open(&config.output, &settings(config))?;
+    let mut output =
+        PartialOutput::open(&settings.output, &rows_depend_on(settings, (target_dir, dtype)))?;
     let resumed = output.written();
     let limits =
-        Limits { max_new_tokens: config.max_new_tokens, stop_ids: stop_ids(&target, &tokenizer) };
+        Limits { max_new_tokens: settings.max_new_tokens, stop_ids: stop_ids(&target, &tokenizer) };
     let remaining: Vec<&[i64]> =
         prompts[resumed..].iter().map(|prompt| prompt.ids.as_slice()).collect();
-    let mut decoder = BatchDecoder::new(&target, &remaining, &limits, config.batch);
+    let mut decoder = BatchDecoder::new(&target, &remaining, &limits, settings.batch);
     let mut progress = Progress::new("regenerate", prompts.len());
     let (mut tokens, mut done, started) = (0, resumed, Instant::now());
     while let Some(answers) = decoder.step(stop)? {
@@ -101,20 +88,20 @@ pub fn regenerate(
 }
 
 /// What decides the rows: a partial file made with anything else is not continued.
-fn settings(config: &RegenerateConfig) -> Value {
-    let stamp = |path: &PathBuf| {
+fn rows_depend_on(settings: &RegenerateSettings, (target_dir, dtype): (&Path, Kind)) -> Value {
+    let stamp = |path: &Path| {
         let facts = std::fs::metadata(path).ok();
         let modified = facts.as_ref().and_then(|facts| facts.modified().ok());
         format!("{modified:?} {:?}", facts.map(|facts| facts.len()))
     };
     json!({
-        "model": config.model,
-        "model_config": stamp(&config.model.join("config.json")),
-        "data": config.data,
-        "data_file": stamp(&config.data),
-        "limit": config.limit,
-        "max_new_tokens": config.max_new_tokens,
-        "dtype": format!("{:?}", config.options.dtype),
+        "target": target_dir,
+        "target_config": stamp(&target_dir.join("settings.json")),
+        "data": settings.data,
+        "data_file": stamp(&settings.data),
+        "limit": settings.limit,
+        "max_new_tokens": settings.max_new_tokens,
+        "dtype": format!("{:?}", dtype),
     })
 }
 

@@ -22,6 +22,13 @@ pub enum Sampling {
     },
 }
 
+impl Sampling {
+    /// Greedy at temperature 0, else random by `seed`.
+    pub fn new(temperature: f64, seed: u64) -> Self {
+        if temperature == 0.0 { Self::Greedy } else { Self::Temperature { temperature, seed } }
+    }
+}
+
 /// Chooses tokens by a [`Sampling`]; owns the random state.
 #[derive(Debug, Clone)]
 pub struct Sampler {

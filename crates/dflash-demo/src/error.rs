@@ -11,14 +11,9 @@ pub enum Error {
         /// The file with the settings found.
         path: PathBuf,
     },
-    /// A setting that leaves nothing to do.
-    #[error("--{flag} must be at least {least}")]
-    TooSmall {
-        /// The flag.
-        flag: &'static str,
-        /// The least value that makes sense.
-        least: usize,
-    },
+    /// A setting that makes no sense.
+    #[error(transparent)]
+    Setting(#[from] dflash_settings::Invalid),
     /// The tokenizer could not be trained.
     #[error("cannot train the demo's tokenizer: {reason}")]
     Tokenizer {

@@ -13,4 +13,4 @@ mod training;
 
 pub use corpus::{Exchange, conversations};
 pub use error::Error;
-pub use run::{DemoConfig, Event, Summary, run};
+pub use run::{Event, Summary, run};

@@ -6,9 +6,9 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_files::PendingDir;
 use dflash_model::target::{Target, TargetConfig};
+use dflash_settings::DemoTargetSettings;
 use dflash_text::ChatTokenizer;
-use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use crate::corpus::{Exchange, conversations};
@@ -23,22 +23,6 @@ const STEP_TOKENS: usize = 2048;
 /// Shape of the target: deep enough for four captured layers, and narrow.
 const HIDDEN_SIZE: i64 = 128;
 const LAYERS: usize = 8;
-
-/// What to make, and where.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DemoConfig {
-    /// Directory that gets `conversations.jsonl`, `prompts.jsonl` and `target/`.
-    #[serde(skip)]
-    pub output: PathBuf,
-    /// Conversations to train on.
-    pub rows: usize,
-    /// Conversations kept apart, as prompts for measuring.
-    pub held_out: usize,
-    /// Optimizer steps of the target.
-    pub steps: usize,
-    /// Seed of corpus, weights and order.
-    pub seed: u64,
-}
 
 /// What happens while the demo's target is made.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -96,11 +80,11 @@ impl Summary {
 /// # Errors
 /// A directory made with other settings, an interrupt, or I/O.
 pub fn run(
-    config: &DemoConfig,
+    config: &DemoTargetSettings,
     stop: &AtomicBool,
     observe: &mut dyn FnMut(Event),
 ) -> Result<Summary, Error> {
-    check(config)?;
+    config.check()?;
     if is_made(config)? {
         return Ok(Summary::in_dir(&config.output, true));
     }
@@ -114,35 +98,32 @@ pub fn run(
     Ok(summary)
 }
 
-fn check(config: &DemoConfig) -> Result<(), Error> {
-    let least =
-        [("rows", config.rows, 1), ("held-out", config.held_out, 1), ("steps", config.steps, 1)];
-    match least.into_iter().find(|(_, value, least)| value < least) {
-        Some((flag, _, least)) => Err(Error::TooSmall { flag, least }),
-        None => Ok(()),
-    }
-}
-
 /// Whether the target stands, made with the same settings.
-fn is_made(config: &DemoConfig) -> Result<bool, Error> {
+fn is_made(config: &DemoTargetSettings) -> Result<bool, Error> {
     let path = settings_path(config);
     let Ok(text) = fs::read_to_string(&path) else { return Ok(false) };
-    match serde_json::from_str::<DemoConfig>(&text) {
-        Ok(made) if (DemoConfig { output: config.output.clone(), ..made }) == *config => {
+    match serde_json::from_str::<Value>(&text) {
+        Ok(made) if made == decisive(config) => {
             Ok(config.output.join("target/config.json").is_file())
         }
         _ => Err(Error::OtherSettings { path }),
     }
 }
 
-fn settings_path(config: &DemoConfig) -> PathBuf {
+/// The settings that the corpus and the target follow from.
+fn decisive(config: &DemoTargetSettings) -> Value {
+    let DemoTargetSettings { output: _, rows, held_out, steps, seed } = config;
+    json!({ "rows": rows, "held_out": held_out, "steps": steps, "seed": seed })
+}
+
+fn settings_path(config: &DemoTargetSettings) -> PathBuf {
     config.output.join("settings.json")
 }
 
-fn write_settings(config: &DemoConfig) -> Result<(), Error> {
+fn write_settings(config: &DemoTargetSettings) -> Result<(), Error> {
     let dir = &config.output;
     fs::create_dir_all(dir).map_err(dflash_files::Error::io("create", dir))?;
-    let text = serde_json::to_string_pretty(config).expect("numbers serialize");
+    let text = format!("{:#}", decisive(config));
     Ok(dflash_files::write_bytes(&settings_path(config), text.as_bytes())?)
 }
 
@@ -161,7 +142,7 @@ fn write_rows(path: &Path, rows: &[Vec<Exchange>]) -> Result<(), Error> {
 }
 
 fn make_target(
-    config: &DemoConfig,
+    config: &DemoTargetSettings,
     rows: &[Vec<Exchange>],
     stop: &AtomicBool,
     observe: &mut dyn FnMut(Event),
@@ -196,11 +177,11 @@ fn target_config(vocabulary: usize) -> TargetConfig {
 mod tests {
     use super::*;
 
-    fn config(dir: &Path) -> DemoConfig {
-        DemoConfig { output: dir.join("demo"), rows: 40, held_out: 3, steps: 2, seed: 1 }
+    fn config(dir: &Path) -> DemoTargetSettings {
+        DemoTargetSettings { output: dir.join("demo"), rows: 40, held_out: 3, steps: 2, seed: 1 }
     }
 
-    fn make(config: &DemoConfig) -> Result<Summary, Error> {
+    fn make(config: &DemoTargetSettings) -> Result<Summary, Error> {
         run(config, &AtomicBool::new(false), &mut |_| ())
     }
 
@@ -226,7 +207,7 @@ mod tests {
     fn other_settings_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         make(&config(dir.path())).unwrap();
-        let other = DemoConfig { rows: 41, ..config(dir.path()) };
+        let other = DemoTargetSettings { rows: 41, ..config(dir.path()) };
         assert!(matches!(make(&other), Err(Error::OtherSettings { .. })));
     }
 
@@ -243,7 +224,7 @@ mod tests {
     #[test]
     fn nothing_to_do_is_an_error_that_names_the_flag() {
         let dir = tempfile::tempdir().unwrap();
-        let error = make(&DemoConfig { held_out: 0, ..config(dir.path()) }).unwrap_err();
-        assert_eq!(error.to_string(), "--held-out must be at least 1");
+        let error = make(&DemoTargetSettings { held_out: 0, ..config(dir.path()) }).unwrap_err();
+        assert_eq!(error.to_string(), "--held-out is 0, but it must be at least 1");
     }
 }

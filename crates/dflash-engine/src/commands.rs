@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash::Command;
+use dflash_settings::Invalid;
 
 mod bench;
 mod demo_target;
+mod draft;
 mod eval;
 mod hidden_server;
 mod launch;
@@ -20,15 +22,24 @@ mod train;
 /// What the command's library reports.
 pub(crate) fn run(command: Command, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     match command {
-        Command::HiddenServer(args) => hidden_server::run(args, stop),
-        Command::Train(args) => train::run(*args, stop),
-        Command::Plan(args) => plan::run(*args, stop),
-        Command::Eval(args) => eval::run(args, stop),
-        Command::Regenerate(args) => regenerate::run(args, stop),
-        Command::Bench(args) => bench::run(args),
-        Command::DemoTarget(args) => demo_target::run(args, stop),
+        Command::HiddenServer(settings) => hidden_server::run(&settings, stop),
+        Command::Train(settings) => train::run(*settings, stop),
+        Command::Plan(settings) => plan::run(&settings, stop),
+        Command::Eval(settings) => eval::run(&settings, stop),
+        Command::Regenerate(settings) => regenerate::run(&settings, stop),
+        Command::Bench(settings) => bench::run(&settings, stop),
+        Command::DemoTarget(settings) => demo_target::run(&settings, stop),
         Command::Prepare(_) | Command::Report(_) => {
             anyhow::bail!("start `dflash`; its engine does not run this command")
         }
     }
+}
+
+/// The setting that an error is about, if it is about one.
+pub(crate) fn about(error: &anyhow::Error) -> Option<&Invalid> {
+    let in_library = match error.downcast_ref() {
+        Some(dflash_train::Error::Setting(invalid)) => Some(invalid),
+        _ => None,
+    };
+    error.downcast_ref().or(in_library)
 }

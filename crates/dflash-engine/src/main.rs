@@ -2,19 +2,22 @@
 
 mod commands;
 
-use dflash::command_line::{self, CommandLine};
+use dflash::command_line;
 use dflash::{Signals, exit, libtorch, logging};
 use dflash_torch_sys::CudaLibrary;
 
 fn main() {
     exit::install_panic_hook();
-    let CommandLine { cli, origins, .. } = command_line::read();
-    let origins = origins.or_inherited();
+    let line = command_line::read();
+    let (cli, places) = (line.cli, line.places);
     let end = cli.command.ordinary_end();
     let signals = Signals::install(end).unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);
+    for note in line.notes {
+        tracing::warn!("{note}");
+    }
     open_cuda();
-    let outcome = origins.explain(commands::run(cli.command, signals.stop()));
+    let outcome = places.explain(commands::run(cli.command, signals.stop()), commands::about);
     exit::finish(&outcome, &signals, end)
 }
 

@@ -32,5 +32,5 @@ pub use lines::{
     ValidationLine,
 };
 pub use provenance::{Provenance, Start};
-pub use save_path::{Retention, SavePath};
+pub use save_path::SavePath;
 pub use state::{Position, ServedWeights, State};

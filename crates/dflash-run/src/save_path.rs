@@ -4,22 +4,13 @@ use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::path::Path;
 
-use serde::Serialize;
+use dflash_settings::CheckpointSettings;
 
 use crate::checkpoints::{Best, Checkpoint, PREFIX};
 use crate::{Error, Line, MetricLine, RunDir, ValidationLine};
 
 /// Held locked by rank 0 while the run lives; the kernel lets go of it when the process dies.
 const LOCK: &str = ".lock";
-
-/// Which checkpoints stay. The newest and the best always do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Retention {
-    /// The last so many; `None` for all.
-    pub keep_last: Option<u64>,
-    /// Also those of steps that are multiples of this.
-    pub keep_every: Option<u64>,
-}
 
 /// A run's directory that this process alone writes to, while it lives.
 #[derive(Debug)]
@@ -66,7 +57,7 @@ impl SavePath {
     ///
     /// # Errors
     /// An unreadable record of the best, a directory that cannot be removed.
-    pub fn prune(&self, retention: Retention) -> Result<Vec<u64>, Error> {
+    pub fn prune(&self, retention: &CheckpointSettings) -> Result<Vec<u64>, Error> {
         let Some(keep_last) = retention.keep_last else { return Ok(Vec::new()) };
         let mut checkpoints = self.run.checkpoints()?;
         checkpoints.retain(|checkpoint| {
@@ -151,12 +142,12 @@ mod tests {
     const FIVE: [&str; 5] =
         ["step-000010", "step-000020", "step-000030", "step-000040", "step-000050"];
 
-    fn check(retention: Retention, best: Option<&str>, expected: &[&str]) {
+    fn check(retention: CheckpointSettings, best: Option<&str>, expected: &[&str]) {
         let (dir, claimed) = with(&FIVE);
         if let Some(best) = best {
             std::fs::write(dir.path().join(RunDir::BEST), best).unwrap();
         }
-        claimed.prune(retention).unwrap();
+        claimed.prune(&retention).unwrap();
         let mut names = left(&dir);
         names.retain(|name| name != RunDir::BEST);
         assert_eq!(names, expected, "{retention:?}");
@@ -164,7 +155,11 @@ mod tests {
 
     #[test]
     fn only_what_need_not_stay_goes() {
-        let keep = |keep_last, keep_every| Retention { keep_last, keep_every };
+        let keep = |keep_last, keep_every| CheckpointSettings {
+            keep_last,
+            keep_every,
+            ..CheckpointSettings::default()
+        };
         check(keep(None, None), None, &FIVE);
         check(keep(None, Some(7)), None, &FIVE);
         check(keep(Some(9), None), None, &FIVE);
@@ -179,7 +174,8 @@ mod tests {
     fn a_best_file_that_cannot_be_read_costs_no_checkpoint() {
         let (dir, claimed) = with(&FIVE);
         std::fs::write(dir.path().join(RunDir::BEST), "{").unwrap();
-        let refused = claimed.prune(Retention { keep_last: Some(1), keep_every: None });
+        let refused = claimed
+            .prune(&CheckpointSettings { keep_last: Some(1), ..CheckpointSettings::default() });
         assert!(refused.unwrap_err().to_string().contains(RunDir::BEST));
         assert_eq!(left(&dir).len(), 6);
     }
@@ -192,7 +188,9 @@ mod tests {
         std::os::unix::fs::symlink(dir.path().join("notes"), dir.path().join("step-000003"))
             .unwrap();
         assert_eq!(
-            claimed.prune(Retention { keep_last: Some(1), keep_every: None }).unwrap(),
+            claimed
+                .prune(&CheckpointSettings { keep_last: Some(1), ..CheckpointSettings::default() })
+                .unwrap(),
             [0u64; 0]
         );
         assert_eq!(left(&dir).len(), 7);

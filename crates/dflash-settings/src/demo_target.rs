@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::check::{Invalid, at_least_one};
+
 /// Make the demo's corpus and train its tiny target.
 ///
 /// Writes DIR/corpus (conversations and held-out prompts as JSON Lines) and DIR/target, a Hugging
@@ -27,4 +29,16 @@ pub struct DemoTargetSettings {
     /// Seed of the corpus, the initial weights and the order of training.
     #[cfg_attr(feature = "clap", arg(long, default_value_t = 0))]
     pub seed: u64,
+}
+
+impl DemoTargetSettings {
+    /// # Errors
+    /// A number out of its range.
+    pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([
+            ("rows", self.rows as u64),
+            ("held_out", self.held_out as u64),
+            ("steps", self.steps as u64),
+        ])
+    }
 }

@@ -37,7 +37,7 @@ pub struct LaunchSettings {
 }
 
 /// When checkpoints are written and which stay. The newest and the best always do.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct CheckpointSettings {
     /// Steps between checkpoints, besides those at the ends of epochs.
@@ -49,6 +49,10 @@ pub struct CheckpointSettings {
     /// With --keep-last: also keep those of steps that are multiples of N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub keep_every: Option<u64>,
+    /// Seconds that a run has after SIGTERM to end its step and save. Default: 19, and one more for
+    /// each 100 MB of a checkpoint.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS"))]
+    pub grace: Option<u64>,
 }
 
 impl LaunchSettings {
@@ -72,6 +76,7 @@ impl CheckpointSettings {
             ("save_every", self.save_every.unwrap_or(1)),
             ("keep_last", self.keep_last.unwrap_or(1)),
             ("keep_every", self.keep_every.unwrap_or(1)),
+            ("grace", self.grace.unwrap_or(1)),
         ])?;
         match self.keep_every {
             Some(every) => {

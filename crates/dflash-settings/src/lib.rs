@@ -40,7 +40,7 @@ pub use hidden_server::HiddenServerSettings;
 pub use hidden_states::HiddenStatesSettings;
 pub use launch::{CheckpointSettings, LaunchSettings};
 pub use loss::{ElementLoss, LossTerm};
-pub use objective::ObjectiveSettings;
+pub use objective::{DEFAULT_LOSS_CHUNK_MIB, ObjectiveSettings};
 pub use optimizer::OptimizerSettings;
 pub use plan::PlanSettings;
 pub use prepare::{DEFAULT_TARGET, PrepareSettings};

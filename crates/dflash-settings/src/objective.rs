@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, positive, shares};
 use crate::loss::LossTerm;
 
+/// Memory of one chunk of logits, MiB, where nobody says otherwise: what fits a CPU's caches.
+pub const DEFAULT_LOSS_CHUNK_MIB: usize = 8;
+
 /// The loss and the weights of slots.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
@@ -25,7 +28,7 @@ pub struct ObjectiveSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "ALPHA", conflicts_with = "gamma"))]
     pub dpace_alpha: Option<f64>,
     /// Memory of one chunk of logits, MiB.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 8))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = DEFAULT_LOSS_CHUNK_MIB))]
     pub loss_chunk_mib: usize,
 }
 

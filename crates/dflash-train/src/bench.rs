@@ -3,53 +3,27 @@
 //! A step is everything that training does with a row once its hidden states are there: planning
 //! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not in it.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Instant;
 
 use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
-use dflash_model::Kernels;
 use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_model::target::{TargetConfig, TargetHead, default_layer_ids};
+use dflash_model::{Kernels, place};
+use dflash_settings::{DEFAULT_LOSS_CHUNK_MIB, Dtype, Invalid, TrainStepSettings};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::batch::{Batch, BatchMaker, BlockMaker};
-use crate::config::{DeviceChoice, DraftSettings};
+use crate::config::DraftShape;
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
 use crate::trainer::{StepSums, Trainer};
 use crate::vote::Vote;
 use crate::{Error, machine, setup};
-
-/// Shape of the benchmark.
-#[derive(Clone, Debug)]
-pub struct StepBench {
-    /// Directory of the target: its dimensions, embedding and lm_head are used.
-    pub target: PathBuf,
-    /// Tokens of the row.
-    pub tokens: usize,
-    /// Anchors of the row.
-    pub anchors: usize,
-    /// Documents of the row, of equal length.
-    pub documents: usize,
-    /// Slots of a block.
-    pub block_size: usize,
-    /// Layers of the draft.
-    pub layers: usize,
-    /// Captured layers.
-    pub captures: usize,
-    /// Timed steps.
-    pub steps: usize,
-    /// Steps before them.
-    pub warmup: usize,
-    /// Where to compute.
-    pub device: DeviceChoice,
-    /// Seed of all random numbers.
-    pub seed: u64,
-}
 
 /// What came out; the first keys are those of the peers' scripts.
 #[derive(Clone, Debug, Serialize)]
@@ -76,33 +50,37 @@ pub struct StepReport {
 const RATE: f64 = 6e-4;
 const GAMMA: f64 = 7.0;
 
-/// A longer row is surely a mistake, and would not fit anywhere.
-const MAX_TOKENS: usize = 1 << 24;
+/// The benchmark: its settings, and where the target lies.
+struct StepBench<'a> {
+    settings: &'a TrainStepSettings,
+    target: &'a Path,
+}
 
-/// Bytes of a chunk of logits, the trainer's default.
-const CHUNK_BYTES: usize = 8 << 20;
+/// Runs the benchmark on the dimensions, the embedding and the lm_head of the target in `target`.
+///
+/// # Errors
+/// An unreadable target, or a shape that does not fit.
+pub fn train_step(settings: &TrainStepSettings, target: &Path) -> Result<StepReport, Error> {
+    StepBench { settings, target }.run()
+}
 
-impl StepBench {
-    /// Runs the benchmark.
-    ///
-    /// # Errors
-    /// An unreadable target, or a shape that does not fit.
-    pub fn run(&self) -> Result<StepReport, Error> {
+impl StepBench<'_> {
+    fn run(&self) -> Result<StepReport, Error> {
         self.check()?;
-        let (device, kind) = setup::device(self.device, None, 0)?;
+        let (device, kind) = place(self.settings.device, Dtype::Auto, 0)?;
         tch::no_grad(|| {
-            let row = RandomRow::new(self);
+            let row = RandomRow::new(self.settings);
             let mut trainer = self.trainer(device, kind)?;
             let features_tk = Tensor::randn(
                 [
-                    self.tokens as i64,
+                    self.settings.tokens as i64,
                     trainer.draft.config().captures() * trainer.draft.config().hidden_size,
                 ],
                 (kind, device),
             );
-            let mut times = Vec::with_capacity(self.steps);
+            let mut times = Vec::with_capacity(self.settings.steps);
             let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
-            for step in 0..self.warmup + self.steps {
+            for step in 0..self.settings.warmup + self.settings.steps {
                 synchronize(device);
                 let begun = Instant::now();
                 let batch = row.batch(&trainer, &features_tk);
@@ -111,7 +89,7 @@ impl StepBench {
                 open.add(Some(batch), true)?;
                 let result = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
                 synchronize(device);
-                if step >= self.warmup {
+                if step >= self.settings.warmup {
                     times.push(begun.elapsed().as_secs_f64());
                 }
                 loss = result.statistics.report(0.0).loss;
@@ -121,76 +99,55 @@ impl StepBench {
     }
 
     fn check(&self) -> Result<(), Error> {
-        let counts = [
-            ("--tokens", self.tokens),
-            ("--anchors", self.anchors),
-            ("--docs", self.documents),
-            ("--steps", self.steps),
-            ("--captures", self.captures),
-        ];
-        if let Some((flag, _)) = counts.iter().find(|(_, value)| *value == 0) {
-            return Err(Error::setting(flag, 0, "it must be at least 1"));
-        }
-        if self.tokens > MAX_TOKENS {
-            let expected = format!("no row has more than {MAX_TOKENS} tokens");
-            return Err(Error::setting("--tokens", self.tokens, expected));
-        }
-        if self.block_size < 2 {
-            let expected = "a block holds the anchor and at least one token to predict";
-            return Err(Error::setting("--block", self.block_size, expected));
-        }
-        if self.layers == 0 {
-            return Err(Error::setting("--layers", 0, "a draft needs a layer"));
-        }
-        let room = self.tokens.saturating_sub(self.documents);
-        if self.anchors > room {
+        let room = self.settings.tokens.saturating_sub(self.settings.docs);
+        if self.settings.anchors > room {
             let expected = format!(
                 "{} tokens in {} documents have room for {room}",
-                self.tokens, self.documents
+                self.settings.tokens, self.settings.docs
             );
-            return Err(Error::setting("--anchors", self.anchors, expected));
+            return Err(Invalid::new("anchors", self.settings.anchors, expected).into());
         }
         Ok(())
     }
 
     /// As many captured layers as are asked for, which matter by their number alone.
     fn layer_ids(&self, layers: usize) -> Result<Vec<u32>, Error> {
-        let usual = default_layer_ids(layers, self.captures);
-        if usual.len() == self.captures {
+        let usual = default_layer_ids(layers, self.settings.captures);
+        if usual.len() == self.settings.captures {
             return Ok(usual);
         }
-        if self.captures > layers + 1 {
+        if self.settings.captures > layers + 1 {
             let expected = format!("the target has {layers} layers and its embedding to capture");
-            return Err(Error::setting("--captures", self.captures, expected));
+            return Err(Invalid::new("captures", self.settings.captures, expected).into());
         }
-        Ok((0..self.captures as u32).collect())
+        Ok((0..self.settings.captures as u32).collect())
     }
 
     fn trainer(&self, device: Device, kind: Kind) -> Result<Trainer, Error> {
-        let target = TargetConfig::load(&self.target)?;
-        let settings = DraftSettings {
-            num_layers: self.layers,
-            block_size: self.block_size,
+        let target = TargetConfig::load(self.target)?;
+        let shape = DraftShape {
+            num_layers: self.settings.layers,
+            block_size: self.settings.block,
             target_layer_ids: self.layer_ids(target.num_hidden_layers)?,
             mask_token_id: target.vocab_size - 1,
             sliding_window: None,
             vocab_size: None,
         };
-        let config: DraftConfig = setup::draft_config(&target, &settings)?;
-        let head = TargetHead::load(&self.target, device, kind)?;
+        let config: DraftConfig = setup::draft_config(&target, &shape)?;
+        let head = TargetHead::load(self.target, device, kind)?;
         let objective = Objective {
             terms: vec![(ElementLoss::CrossEntropy, 1.0)],
             weighting: Weighting::Decay { gamma: GAMMA },
             denominator: Denominator::Weights,
             labels: LabelSource::Data,
-            chunk_bytes: CHUNK_BYTES,
+            chunk_bytes: DEFAULT_LOSS_CHUNK_MIB << 20,
             kernels: Kernels::Fast,
         };
         let blocks = BlockMaker {
             anchors: AnchorOptions {
-                per_document: self.anchors,
-                per_row: self.anchors,
-                seed: self.seed,
+                per_document: self.settings.anchors,
+                per_row: self.settings.anchors,
+                seed: self.settings.seed,
                 epoch: 0,
             },
             vocabulary: None,
@@ -199,7 +156,7 @@ impl StepBench {
         };
         let lm_head_vh = head.lm_head_vh.shallow_clone();
         let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: None };
-        let fresh = setup::fresh(config, self.seed, device);
+        let fresh = setup::fresh(config, self.settings.seed, device);
         let shards = Shards::whole(fresh.layout().elements());
         let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
         Ok(Trainer::new(parameters, (objective, batches)))
@@ -244,18 +201,18 @@ struct RandomRow {
 }
 
 impl RandomRow {
-    fn new(bench: &StepBench) -> Self {
+    fn new(bench: &TrainStepSettings) -> Self {
         tch::manual_seed(bench.seed as i64);
         let tokens = bench.tokens as i64;
         // any small ids will do: the embedding has more rows
         let ids = Tensor::randint(64, [tokens], (Kind::Int64, Device::Cpu));
         let document_starts: Vec<usize> =
-            (0..=bench.documents).map(|d| d * bench.tokens / bench.documents).collect();
+            (0..=bench.docs).map(|d| d * bench.tokens / bench.docs).collect();
         let row = PackedRow {
             input_ids: Vec::<i64>::try_from(ids).expect("int64 ids"),
             loss_mask: vec![true; bench.tokens],
             document_starts,
-            samples: (0..bench.documents as u32).collect(),
+            samples: (0..bench.docs as u32).collect(),
         };
         let candidates = anchor_candidates(&row);
         let order = Tensor::randperm(candidates.len() as i64, (Kind::Int64, Device::Cpu));
@@ -268,7 +225,7 @@ impl RandomRow {
 
     fn batch(&self, trainer: &Trainer, features_tk: &Tensor) -> Batch {
         let Trainer { draft, batches, .. } = trainer;
-        let blocks = batches.blocks.at(draft.config(), &self.row, &self.anchors);
+        let blocks = batches.blocks.at(draft.config(), &self.row, &self.settings.anchors);
         let rows: Vec<i64> = blocks.plan.context_sources().flatten().map(|r| r as i64).collect();
         let rows = Tensor::from_slice(&rows).to_device(draft.device());
         batches.batch(draft, &self.row, blocks, features_tk.index_select(0, &rows))

@@ -16,10 +16,10 @@ use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
 use dflash_model::objective::DraftVocabulary;
 use dflash_run::{Checkpoint, Position, State};
 
+use crate::Error;
 use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
 use crate::trainer::Trainer;
-use crate::Error;
 
 /// The flat parameters in a checkpoint's float32 state.
 pub(crate) const MASTERS: &str = "masters";
@@ -31,7 +31,8 @@ const SLOW_DISK: f64 = 100e6;
 impl Prepared<'_> {
     /// How long a checkpoint of this run takes to write on a slow disk.
     pub fn time_to_save(&self) -> Duration {
-        let bytes = bytes(&self.draft, &self.config.optimizer);
+        let optimizer = OptimizerConfig::from(&self.config.settings.optimizer);
+        let bytes = bytes(&self.draft, &optimizer);
         Duration::from_secs_f64(bytes as f64 / SLOW_DISK)
     }
 }

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use dflash_settings::Invalid;
+
 /// Errors name the flag, path or step, and what would do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -27,15 +29,8 @@ pub enum Error {
     #[error(transparent)]
     Run(#[from] dflash_run::Error),
     /// A setting that cannot be honoured.
-    #[error("{flag} is {found}, but {expected}")]
-    Setting {
-        /// The flag as the user types it.
-        flag: &'static str,
-        /// Its value.
-        found: String,
-        /// What would do.
-        expected: String,
-    },
+    #[error(transparent)]
+    Setting(#[from] Invalid),
     /// The dataset has nothing to train on.
     #[error(
         "{path} has no sample with two supervised tokens in a row; there is nothing to train on"
@@ -169,14 +164,4 @@ pub enum Error {
         /// The last of them.
         step: u64,
     },
-}
-
-impl Error {
-    pub(crate) fn setting(
-        flag: &'static str,
-        found: impl ToString,
-        expected: impl Into<String>,
-    ) -> Self {
-        Self::Setting { flag, found: found.to_string(), expected: expected.into() }
-    }
 }

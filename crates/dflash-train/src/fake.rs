@@ -6,26 +6,21 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use bytes::Bytes;
 use dflash_data::{Dataset, DatasetWriter, Sample, WriterOptions};
-use dflash_dist::{Backend, Communicator, Pending, Single};
-use dflash_hidden::{Counters, Dtype, HiddenStates, OfflineFiles, OnGenerate, OnMissing};
-use dflash_model::objective::{Denominator, ElementLoss, Weighting};
+use dflash_dist::{Communicator, Pending, Single};
+use dflash_hidden::{Counters, Dtype, HiddenStates, OfflineFiles};
+use dflash_model::place;
 use dflash_model::target::{Target, TargetConfig};
-use dflash_run::{Retention, RunDir};
+use dflash_run::RunDir;
 use dflash_test_support::alone;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::config::{
-    DeviceChoice, DraftSettings, HiddenSettings, ObjectiveSettings, TrainConfig, Zero,
-};
-use crate::optimizer::OptimizerConfig;
+use crate::config::{DraftShape, TrainConfig};
 use crate::order::PlannedRow;
 use crate::rows::{LoadedRow, RowSource, Rows, Samples, TargetSamples, pack};
-use crate::schedule::{Schedule, ScheduleKind, Warmup};
 use crate::validation::AcceptanceProbe;
 use crate::{Error, Outcome, Prepared};
 
@@ -280,11 +275,28 @@ impl World {
 
     /// Two short epochs into the folder `save`.
     pub(crate) fn config(&self, save: &str) -> TrainConfig {
+        let path = |name: &str| self.path(name).to_str().unwrap().to_owned();
+        let settings = json!({
+            "target": path("target"), "data_path": path("data"), "save_path": path(save),
+            "resume": false, "speculator_type": "dflash", "log_every": 1, "no_progress": true,
+            "device": "cpu", "compute_dtype": "auto", "recompute": false, "zero": 0,
+            "matmul_precision": "float32",
+            "nnodes": 1, "backend": "auto", "max_restarts": 0, "join_timeout": 1,
+            "collective_timeout": 1,
+            "total_seq_len": Self::TOTAL_SEQ_LEN, "anchors_per_sequence": 8, "max_anchors": 3072,
+            "gradient_accumulation_steps": 1, "epochs": 2, "seed": 0,
+            "loss": ["ce"], "teacher_labels": false, "gamma": 4.0, "loss_chunk_mib": 1,
+            "lr": 0.01, "scheduler_type": "cosine", "warmup_ratio": 0.04, "min_lr_ratio": 0.0,
+            "decay_ratio": 0.2, "optimizer": "adamw", "weight_decay": 0.0,
+            "norm_weight_decay": 0.0, "max_grad_norm": 1.0, "max_bad_steps": 10,
+            "vllm_endpoint": [], "hidden_states_path": path("states"), "on_missing": "raise",
+            "on_generate": "delete", "window_mib": 1, "max_in_flight": 4,
+            "validation_ratio": 0.0, "eval_limit": 32, "eval_max_new_tokens": 128,
+        });
         TrainConfig {
-            target: self.path("target"),
-            data: self.path("data"),
-            save_path: self.path(save),
-            draft: DraftSettings {
+            settings: serde_json::from_value(settings).unwrap(),
+            target_dir: self.path("target"),
+            draft: DraftShape {
                 num_layers: 2,
                 block_size: 4,
                 target_layer_ids: Self::LAYER_IDS.to_vec(),
@@ -292,52 +304,7 @@ impl World {
                 sliding_window: None,
                 vocab_size: None,
             },
-            from_pretrained: None,
-            hidden: HiddenSettings {
-                endpoints: Vec::new(),
-                offline_dir: Some(self.path("states")),
-                on_missing: OnMissing::Raise,
-                on_generate: OnGenerate::Delete,
-                window_bytes: 1 << 20,
-                max_in_flight: 4,
-            },
-            objective: ObjectiveSettings {
-                terms: vec![(ElementLoss::CrossEntropy, 1.0)],
-                weighting: Weighting::Decay { gamma: 4.0 },
-                denominator: Denominator::Weights,
-                teacher_labels: false,
-                chunk_bytes: 1 << 20,
-            },
-            lr: 0.01,
-            schedule: Schedule {
-                kind: ScheduleKind::Cosine,
-                warmup: Warmup::Ratio(0.04),
-                minimum: 0.0,
-            },
-            optimizer: OptimizerConfig::default(),
-            max_grad_norm: 1.0,
-            epochs: 2,
-            max_steps: None,
-            accumulation: 1,
-            total_seq_len: Self::TOTAL_SEQ_LEN,
-            anchors_per_sequence: 8,
-            max_anchors: 3072,
-            seed: 0,
-            save_every: None,
-            retention: Retention::default(),
-            validation: None,
-            log_every: 1,
-            max_bad_steps: 10,
-            resume: false,
-            join_timeout: Duration::from_secs(1),
-            collective_timeout: Duration::from_secs(1),
-            device: DeviceChoice::Cpu,
-            backend: Backend::Auto,
-            compute_dtype: None,
-            zero: Zero::Off,
-            recompute: false,
-            bf16_products: false,
-            peak_tflops: None,
+            pretrained_dir: None,
             command: Vec::new(),
             stop: Arc::default(),
             progress: false,
@@ -358,7 +325,7 @@ impl World {
     ) -> Result<Outcome, Error> {
         let _alone = alone();
         let prepared = Prepared::open(config)?;
-        let kind = crate::setup::device(config.device, config.compute_dtype, 0)?;
+        let kind = place(config.settings.compute.device, config.settings.compute.compute_dtype, 0)?;
         prepared.train((communicator, kind), source, probe)
     }
 

@@ -41,7 +41,7 @@ mod validation;
 mod vote;
 mod warm_start;
 
-pub use dflash_run::{Acceptance, Retention};
+pub use dflash_run::Acceptance;
 pub use error::Error;
 pub use prepared::Prepared;
 pub use run::Outcome;

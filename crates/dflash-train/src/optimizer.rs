@@ -9,6 +9,7 @@ mod average;
 mod groups;
 mod muon;
 
+use dflash_settings::{OptimizerKind, OptimizerSettings};
 use dflash_torch_sys::kernels::Kernels;
 use serde::Serialize;
 use tch::{Kind, Tensor};
@@ -40,6 +41,23 @@ pub enum Algorithm {
     AdamW,
     /// Muon; the norms stay with AdamW.
     Muon(MuonConfig),
+}
+
+impl From<&OptimizerSettings> for OptimizerConfig {
+    fn from(settings: &OptimizerSettings) -> Self {
+        let usual = MuonConfig::default();
+        let rate_ratio = settings.muon_lr.map_or(usual.rate_ratio, |rate| rate / settings.lr);
+        let (matrices, norms) = (settings.weight_decay, settings.norm_weight_decay);
+        Self {
+            algorithm: match settings.optimizer {
+                OptimizerKind::Adamw => Algorithm::AdamW,
+                OptimizerKind::Muon => Algorithm::Muon(MuonConfig { rate_ratio, ..usual }),
+            },
+            adamw: AdamWConfig::default(),
+            weight_decay: WeightDecay { matrices, norms },
+            ema_decay: settings.ema_decay,
+        }
+    }
 }
 
 impl Algorithm {

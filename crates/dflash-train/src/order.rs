@@ -11,6 +11,8 @@
 
 use dflash_data::{count_truncated, epoch_order, pack_rows};
 
+use dflash_settings::Invalid;
+
 use crate::Error;
 
 /// Each epoch is planned before the first step, which takes time and memory.
@@ -88,9 +90,9 @@ impl Length {
         }
         let expected = format!("more than {MAX_EPOCHS} passes over the data are surely a mistake");
         Err(match self {
-            Self::Epochs(_) => Error::setting("--epochs", epochs, expected),
+            Self::Epochs(_) => Invalid::new("epochs", epochs, expected).into(),
             Self::Rows(_) => {
-                Error::setting("--max-steps", format!("good for {epochs} passes"), expected)
+                Invalid::new("max_steps", format!("good for {epochs} passes"), expected).into()
             }
         })
     }

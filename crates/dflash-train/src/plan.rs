@@ -8,16 +8,17 @@ mod memory;
 mod rows;
 mod show;
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use dflash_model::draft::{DraftConfig, DraftLayout};
 use dflash_model::target::TargetConfig;
+use dflash_settings::{Device, PlanSettings};
 use serde::Serialize;
 
 pub use memory::Memory;
 pub use rows::RowShape;
 
-use crate::config::DraftSettings;
+use crate::config::DraftShape;
 use crate::{Error, machine, setup};
 
 /// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
@@ -25,85 +26,22 @@ use crate::{Error, machine, setup};
 /// --tflops says better.
 const CPU_CORE_TFLOPS: f64 = 0.05;
 
-/// The run to be planned.
-#[derive(Clone, Debug)]
-pub struct PlanConfig {
-    /// Directory of the target; only its config.json is read.
-    pub target: PathBuf,
-    /// Shape of the draft; its mask token plays no part.
-    pub draft: DraftSettings,
-    /// What is trained on.
-    pub data: PlanData,
-    /// Share of the documents that validation holds out.
-    pub validation_ratio: f64,
-    /// What computes.
-    pub machine: PlanMachine,
-    /// Ranks.
-    pub ranks: usize,
-    /// Packed rows per rank and optimizer step.
-    pub accumulation: usize,
-    /// Epochs; 0 for as many as `max_steps` needs.
-    pub epochs: u64,
-    /// Upper bound on optimizer steps.
-    pub max_steps: Option<u64>,
-    /// Tokens of a packed row.
-    pub total_seq_len: usize,
-    /// Anchors per document.
-    pub anchors_per_sequence: usize,
-    /// Anchors per packed row.
-    pub max_anchors: usize,
-    /// Seed of order and anchors.
-    pub seed: u64,
-    /// Bytes of one chunk of logits.
-    pub chunk_bytes: usize,
-    /// Bytes of hidden states in flight and waiting, per rank.
-    pub window_bytes: usize,
-    /// Whether the objective needs the target's distribution.
-    pub teacher: bool,
-    /// What is kept beside the data.
-    pub state: PlanState,
-}
-
-/// Choices that decide how much is kept of parameters and activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlanState {
-    /// Float32 numbers that the optimizer keeps for a parameter: AdamW's two, Muon's one.
-    pub moments: usize,
-    /// Whether an averaged copy of the weights is kept.
-    pub averaged: bool,
-    /// Whether the ranks split masters, moments and average among themselves.
-    pub split: bool,
-    /// Whether layers keep only their inputs.
-    pub recompute: bool,
-    /// Whether forward and backward are in bfloat16, else in float32.
-    pub bf16: bool,
-}
-
-/// What is trained on.
-#[derive(Clone, Debug)]
-pub enum PlanData {
-    /// A prepared dataset.
-    Dataset(PathBuf),
-    /// So many documents of so many tokens, all supervised.
-    Documents {
-        /// Documents.
-        count: usize,
-        /// Tokens of each.
-        length: usize,
-    },
-}
-
 /// What computes.
-#[derive(Clone, Debug)]
-pub struct PlanMachine {
-    /// Whether in bfloat16 on GPUs; else in float32 on a CPU.
-    pub gpu: bool,
+struct Machine {
+    /// Whether a GPU does; else a CPU.
+    gpu: bool,
     /// Name of the GPU, if known.
-    pub name: Option<String>,
+    name: Option<String>,
     /// CPU cores of a rank.
-    pub cores: usize,
-    /// Useful TFLOP/s of a rank, if the user knows.
-    pub tflops: Option<f64>,
+    cores: usize,
+}
+
+/// The run to be planned: its settings, and what they come to.
+struct Planned<'a> {
+    settings: &'a PlanSettings,
+    /// Size of a pruned vocabulary.
+    vocab_size: Option<usize>,
+    machine: Machine,
 }
 
 /// What the run takes. Bytes are per rank.
@@ -149,33 +87,51 @@ pub struct Plan {
     pub hidden_bytes_per_second: Option<f64>,
 }
 
-impl PlanConfig {
-    /// Plans the run.
-    ///
-    /// # Errors
-    /// An unreadable target or dataset, or a shape that does not fit.
-    pub fn plan(&self) -> Result<Plan, Error> {
-        let target = TargetConfig::load(&self.target)?;
-        let draft = setup::draft_config(&target, &self.draft)?;
-        self.check()?;
-        let epoch = rows::Epoch::of(self, &draft, target.vocab_size)?;
-        let memory = memory::memory(self, (&target, &draft), &epoch.largest);
-        let per_step = (self.ranks * self.accumulation) as f64;
+impl Machine {
+    fn of(settings: &PlanSettings) -> Self {
+        let here = machine::gpu_name();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            gpu: match settings.compute.device {
+                Device::Cpu => false,
+                Device::Cuda(_) => true,
+                Device::Auto => settings.gpu.is_some() || here.is_some(),
+            },
+            name: settings.gpu.clone().or(here),
+            cores: (cores / settings.nproc).max(1),
+        }
+    }
+}
+
+/// Plans the run of a draft of this `shape` for the target in `target_dir`, of which only config.json
+/// is read; the mask token plays no part.
+///
+/// # Errors
+/// An unreadable target or dataset, or a shape that does not fit.
+pub fn plan(settings: &PlanSettings, target_dir: &Path, shape: &DraftShape) -> Result<Plan, Error> {
+    let target = TargetConfig::load(target_dir)?;
+    let draft = setup::draft_config(&target, shape)?;
+    let (vocab_size, machine) = (shape.vocab_size, Machine::of(settings));
+    Planned { settings, vocab_size, machine }.plan(&target, &draft)
+}
+
+impl Planned<'_> {
+    fn plan(&self, target: &TargetConfig, draft: &DraftConfig) -> Result<Plan, Error> {
+        let (ranks, rows) = (self.settings.nproc, &self.settings.rows);
+        let epoch = rows::Epoch::of(self, draft, target.vocab_size)?;
+        let memory = memory::memory(self, (target, draft), &epoch.largest);
+        let per_step = (ranks * rows.gradient_accumulation_steps) as f64;
         let steps_per_epoch = epoch.rows.div_ceil(per_step as u64);
-        let whole = steps_per_epoch * self.epochs;
-        let steps = match (self.max_steps, self.epochs) {
-            (Some(bound), 0) => bound,
-            (bound, _) => bound.map_or(whole, |bound| bound.min(whole)),
-        };
+        let whole = rows.whole_epochs().map_or(u64::MAX, |epochs| steps_per_epoch * epochs);
+        let steps = rows.max_steps.map_or(whole, |bound| bound.min(whole));
         let flops_per_step = epoch.mean.flops * per_step;
         let (tflops, tflops_source) = self.speed();
-        let step_seconds =
-            tflops.map(|tflops| flops_per_step / (self.ranks as f64 * tflops * 1e12));
-        let hidden_bytes_per_step = epoch.mean.tokens * per_step * self.token_bytes(&draft);
+        let step_seconds = tflops.map(|tflops| flops_per_step / (ranks as f64 * tflops * 1e12));
+        let hidden_bytes_per_step = epoch.mean.tokens * per_step * self.token_bytes(draft);
         Ok(Plan {
-            parameters: DraftLayout::new(&draft).trained(),
+            parameters: DraftLayout::new(draft).trained(),
             shape: [draft.layers.len(), draft.block_size, draft.target_layer_ids.len()],
-            ranks: self.ranks,
+            ranks,
             row: epoch.mean,
             total_bytes: memory.total(self.machine.gpu),
             memory,
@@ -195,30 +151,11 @@ impl PlanConfig {
         })
     }
 
-    fn check(&self) -> Result<(), Error> {
-        let at_least_one = [
-            ("--nproc", self.ranks),
-            ("--total-seq-len", self.total_seq_len),
-            ("--anchors-per-sequence", self.anchors_per_sequence),
-            ("--max-anchors", self.max_anchors),
-            ("--gradient-accumulation-steps", self.accumulation),
-        ];
-        if let Some((flag, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
-            return Err(Error::setting(flag, 0, "it must be at least 1"));
-        }
-        match self.machine.tflops {
-            Some(tflops) if tflops.is_nan() || tflops <= 0.0 => {
-                Err(Error::setting("--tflops", tflops, "a speed is a positive number"))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Bytes of a token's hidden states on the wire, bfloat16; the teacher's layer travels too.
     fn token_bytes(&self, draft: &DraftConfig) -> f64 {
         let last = draft.num_target_layers.map(|layers| layers as u32);
         let travels = last.is_some_and(|last| draft.target_layer_ids.contains(&last));
-        let extra = self.teacher && !travels;
+        let extra = self.settings.objective.needs_teacher() && !travels;
         ((draft.captures() + i64::from(extra)) * draft.hidden_size * 2) as f64
     }
 
@@ -232,7 +169,7 @@ impl PlanConfig {
 
     /// Useful TFLOP/s of a rank and where the figure comes from.
     fn speed(&self) -> (Option<f64>, String) {
-        if let Some(tflops) = self.machine.tflops {
+        if let Some(tflops) = self.settings.tflops {
             return (Some(tflops), "as given".into());
         }
         if !self.machine.gpu {

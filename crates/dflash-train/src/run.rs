@@ -6,11 +6,15 @@ mod tests;
 mod worker;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
+use dflash_model::place;
 use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights};
+use dflash_settings::MatmulPrecision;
 use tch::{Device, Kind};
 
+use crate::optimizer::OptimizerConfig;
 use crate::order::{Length, RowOrder, Stride};
 use crate::prepared::Prepared;
 use crate::rows::RowSource;
@@ -40,16 +44,16 @@ impl Prepared<'_> {
         env: &WorkerEnv,
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
-        let config = self.config;
-        let device = setup::device(config.device, config.compute_dtype, env.local_rank)?;
+        let config = &self.config.settings;
+        let device = place(config.compute.device, config.compute.compute_dtype, env.local_rank)?;
         let options = ConnectOptions {
-            join_timeout: config.join_timeout,
-            collective_timeout: config.collective_timeout,
+            join_timeout: Duration::from_secs(config.launch.join_timeout),
+            collective_timeout: Duration::from_secs(config.launch.collective_timeout),
             device: device.0,
-            backend: config.backend,
+            backend: config.launch.backend,
         };
         let communicator = connect_with(env, &options)?;
-        if config.bf16_products {
+        if config.compute.matmul_precision == MatmulPrecision::Bfloat16 {
             dflash_torch_sys::multiply_in_bf16()?;
         }
         self.train((&*communicator, device), &self.streamed_rows(), probe)
@@ -62,7 +66,7 @@ impl Prepared<'_> {
         source: &dyn RowSource,
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
-        let config = self.config;
+        let config = &self.config.settings;
         self.check_agreement(communicator)?;
         tch::no_grad(|| {
             let (rank, ranks) = (communicator.rank() as u64, communicator.world_size() as u64);
@@ -76,7 +80,9 @@ impl Prepared<'_> {
             let length = self.length(&position, ranks);
             let (order, mut planned) = RowOrder::plan(self.packing(), length, share)?;
             let total = self.total_steps(&order, &position, ranks);
-            planned.truncate(((total - position.step) * config.accumulation as u64) as usize);
+            planned.truncate(
+                ((total - position.step) * config.rows.gradient_accumulation_steps as u64) as usize,
+            );
             let mut rows = source.start(planned)?;
             let mut save_path = None;
             if rank == 0 {
@@ -111,7 +117,7 @@ impl Prepared<'_> {
         let all = communicator.all_gather_bytes(own.as_bytes())?;
         let Some(rank) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
         let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
-        let (path, found, expected) = (self.config.save_path.clone(), text(rank), text(0));
+        let (path, found, expected) = (self.config.settings.save_path.clone(), text(rank), text(0));
         Err(Error::RanksDisagree { rank, path, found, expected })
     }
 
@@ -130,7 +136,8 @@ impl Prepared<'_> {
 
     /// Where a fresh run begins.
     fn start(&self) -> Position {
-        let config = self.config;
+        let config = &self.config.settings;
+        let optimizer = OptimizerConfig::from(&config.optimizer);
         Position {
             step: 0,
             rows: 0,
@@ -140,30 +147,32 @@ impl Prepared<'_> {
             skipped_samples: 0,
             tokens: 0,
             dataset: self.dataset.fingerprint(),
-            seed: config.seed,
-            total_seq_len: config.total_seq_len,
+            seed: config.rows.seed,
+            total_seq_len: config.rows.total_seq_len,
             trained_samples: Some(self.packing().lengths.len()),
-            optimizer: config.optimizer.algorithm.name().to_string(),
-            ema_decay: config.optimizer.ema_decay,
-            served_weights: ServedWeights::of(config.optimizer.ema_decay),
+            optimizer: optimizer.algorithm.name().to_string(),
+            ema_decay: optimizer.ema_decay,
+            served_weights: ServedWeights::of(optimizer.ema_decay),
         }
     }
 
     /// All epochs; with a bound on steps alone, as many as it needs.
     fn length(&self, position: &Position, ranks: u64) -> Length {
-        let config = self.config;
-        if config.epochs > 0 {
-            return Length::Epochs(config.epochs);
+        let config = &self.config.settings;
+        if let Some(epochs) = config.rows.whole_epochs() {
+            return Length::Epochs(epochs);
         }
-        let steps = config.max_steps.unwrap_or(1).saturating_sub(position.step);
-        let rows = steps.saturating_mul(ranks * config.accumulation as u64);
+        let steps = config.rows.max_steps.unwrap_or(1).saturating_sub(position.step);
+        let rows = steps.saturating_mul(ranks * config.rows.gradient_accumulation_steps as u64);
         Length::Rows(rows.saturating_add(position.rows))
     }
 
     /// Steps of the whole schedule: those done, and what the remaining rows give.
     fn total_steps(&self, order: &RowOrder, position: &Position, ranks: u64) -> u64 {
         let remaining = order.rows().saturating_sub(position.rows);
-        let all = position.step + remaining.div_ceil(ranks * self.config.accumulation as u64);
-        self.config.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
+        let all = position.step
+            + remaining
+                .div_ceil(ranks * self.config.settings.rows.gradient_accumulation_steps as u64);
+        self.config.settings.rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
 }

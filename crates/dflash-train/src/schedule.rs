@@ -1,5 +1,6 @@
 //! Learning-rate schedules: a multiplier of the peak rate for each step.
 
+use dflash_settings::{OptimizerSettings, SchedulerType};
 use serde::Serialize;
 
 /// Shape of the schedule after the warm-up.
@@ -82,6 +83,20 @@ impl Schedule {
     /// where the rate is 0, fall before the first and behind the last step: no step is wasted.
     pub fn of_step(&self, step: u64, total: u64) -> f64 {
         self.multiplier(step + 1, total + 1)
+    }
+}
+
+impl From<&OptimizerSettings> for Schedule {
+    fn from(settings: &OptimizerSettings) -> Self {
+        let kind = match settings.scheduler_type {
+            SchedulerType::Cosine => ScheduleKind::Cosine,
+            SchedulerType::Linear => ScheduleKind::Linear,
+            SchedulerType::Wsd => ScheduleKind::Wsd { decay_ratio: settings.decay_ratio },
+            SchedulerType::None => ScheduleKind::None,
+        };
+        let warmup =
+            settings.warmup_steps.map_or(Warmup::Ratio(settings.warmup_ratio), Warmup::Steps);
+        Self { kind, warmup, minimum: settings.min_lr_ratio }
     }
 }
 

@@ -3,23 +3,21 @@
 use dflash_data::{AnchorOptions, Dataset, select_vocabulary};
 use dflash_model::Kernels;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
-use dflash_model::objective::{DraftVocabulary, LabelSource, Objective};
+use dflash_model::objective::{
+    Confidence, Denominator, DraftVocabulary, LabelSource, Objective, Weighting,
+};
 use dflash_model::target::{TargetConfig, TargetHead, check_layer_ids};
-use tch::{Cuda, Device, Kind, Tensor};
+use dflash_settings::{Invalid, ObjectiveSettings, RowSettings};
+use tch::{Device, Kind, Tensor};
 
 use crate::Error;
 use crate::batch::{BatchMaker, BlockMaker};
-use crate::config::{
-    ComputeKind, DeviceChoice, DraftSettings, ObjectiveSettings, TrainConfig, Zero,
-};
+use crate::config::{DraftShape, TrainConfig};
 use crate::masters::Masters;
-use crate::optimizer::Algorithm;
+use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
 use crate::shards::Shards;
 use crate::trainer::Trainer;
-
-/// Far beyond what any draft guesses right; each anchor costs memory in proportion.
-const MAX_BLOCK_SIZE: usize = 1024;
 
 /// Standard deviation of fresh matrices, Hugging Face's default for the Qwen family.
 const INITIALIZER_RANGE: f64 = 0.02;
@@ -27,26 +25,12 @@ const INITIALIZER_RANGE: f64 = 0.02;
 /// The draft's configuration: the target's dimensions and the user's settings.
 ///
 /// # Errors
-/// A layer id that the target does not have, or a setting out of range.
+/// A layer id that the target does not have.
 pub(crate) fn draft_config(
     target: &TargetConfig,
-    settings: &DraftSettings,
+    settings: &DraftShape,
 ) -> Result<DraftConfig, Error> {
     check_layer_ids(&settings.target_layer_ids, target.num_hidden_layers)?;
-    if settings.num_layers == 0 {
-        return Err(Error::setting("--num-layers", 0, "a draft needs a layer"));
-    }
-    if settings.block_size < 2 {
-        let expected = "a block holds the anchor and at least one token to predict";
-        return Err(Error::setting("--block-size", settings.block_size, expected));
-    }
-    if settings.block_size > MAX_BLOCK_SIZE {
-        let expected = format!("blocks have at most {MAX_BLOCK_SIZE} slots");
-        return Err(Error::setting("--block-size", settings.block_size, expected));
-    }
-    if settings.sliding_window == Some(0) {
-        return Err(Error::setting("--sliding-window", 0, "a window holds at least one token"));
-    }
     let kind = match settings.sliding_window {
         Some(_) => LayerKind::Sliding,
         None => LayerKind::Full,
@@ -72,35 +56,6 @@ pub(crate) fn draft_config(
     })
 }
 
-/// The device of a rank, and the kind it computes in: bfloat16 on a GPU and float32 on a CPU,
-/// unless `dtype` says otherwise.
-///
-/// # Errors
-/// CUDA asked for where there is none.
-pub(crate) fn device(
-    choice: DeviceChoice,
-    dtype: Option<ComputeKind>,
-    local_rank: usize,
-) -> Result<(Device, Kind), Error> {
-    let available = Cuda::is_available() && Cuda::device_count() > 0;
-    let (device, usual) = match choice {
-        DeviceChoice::Cpu => (Device::Cpu, Kind::Float),
-        DeviceChoice::Auto if !available => (Device::Cpu, Kind::Float),
-        DeviceChoice::Cuda if !available => {
-            return Err(Error::setting("--device", "cuda", "libtorch sees no CUDA device here"));
-        }
-        _ => {
-            let devices = Cuda::device_count() as usize;
-            (Device::Cuda(local_rank % devices), Kind::BFloat16)
-        }
-    };
-    let kind = dtype.map_or(usual, |dtype| match dtype {
-        ComputeKind::Float32 => Kind::Float,
-        ComputeKind::Bfloat16 => Kind::BFloat16,
-    });
-    Ok((device, kind))
-}
-
 /// Builds the trainer of a fresh run, at `place` (rank, world size).
 ///
 /// # Errors
@@ -111,7 +66,7 @@ pub(crate) fn trainer(
     place: (usize, usize),
 ) -> Result<Trainer, Error> {
     let config = prepared.config;
-    let head = TargetHead::load(&config.target, device, kind)?;
+    let head = TargetHead::load(&config.target_dir, device, kind)?;
     let rows = head.embedding_vh.size()[0] as usize;
     let vocabulary = vocabulary(prepared, rows)?;
     let lm_head_vh = match &vocabulary {
@@ -122,33 +77,36 @@ pub(crate) fn trainer(
         None => head.lm_head_vh.shallow_clone(),
     };
     let blocks = BlockMaker {
-        anchors: anchors(config),
+        anchors: anchors(&config.settings.rows),
         vocabulary,
         head_rows: lm_head_vh.size()[0] as usize,
-        teacher: config.objective.needs_teacher(),
+        teacher: config.settings.objective.needs_teacher(),
     };
     let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: prepared.teacher_layer() };
     let fresh = match prepared.resume {
         // what the checkpoint fills needs no other numbers first
         Some(_) => Draft::zeros(prepared.draft.clone(), device),
-        None => fresh(prepared.draft.clone(), config.seed, device),
+        None => fresh(prepared.draft.clone(), config.settings.rows.seed, device),
     };
     if let (Some(warm_start), None) = (&prepared.warm_start, &prepared.resume) {
         warm_start.copy_into(&fresh)?;
     }
-    let shards = shards(config, fresh.layout(), place);
-    let parameters = Masters::new(fresh, kind, &config.optimizer, shards);
-    let mut trainer = Trainer::new(parameters, (objective(&config.objective), batches));
-    trainer.keep = if config.recompute { Keep::Inputs } else { Keep::Activations };
+    let optimizer = OptimizerConfig::from(&config.settings.optimizer);
+    let splits = config.settings.compute.splits_state();
+    let shards = shards((splits, &optimizer), fresh.layout(), place);
+    let parameters = Masters::new(fresh, kind, &optimizer, shards);
+    let objective = objective(&config.settings.objective, prepared.draft.block_size);
+    let mut trainer = Trainer::new(parameters, (objective, batches));
+    trainer.keep = if config.settings.compute.recompute { Keep::Inputs } else { Keep::Activations };
     Ok(trainer)
 }
 
 /// How a run draws its anchors.
-fn anchors(config: &TrainConfig) -> AnchorOptions {
+pub(crate) fn anchors(rows: &RowSettings) -> AnchorOptions {
     AnchorOptions {
-        per_document: config.anchors_per_sequence,
-        per_row: config.max_anchors,
-        seed: config.seed,
+        per_document: rows.anchors_per_sequence,
+        per_row: rows.max_anchors,
+        seed: rows.seed,
         epoch: 0,
     }
 }
@@ -162,23 +120,33 @@ pub(crate) fn fresh(config: DraftConfig, seed: u64, device: Device) -> Draft {
 }
 
 /// The share of the state that each rank holds.
-fn shards(config: &TrainConfig, layout: &DraftLayout, place: (usize, usize)) -> Shards {
-    match (config.zero, config.optimizer.algorithm) {
-        (Zero::Off, _) => Shards::whole(layout.elements()),
-        (Zero::One, Algorithm::AdamW) => Shards::even(layout.elements(), place),
-        (Zero::One, Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
+fn shards(
+    (splits, optimizer): (bool, &OptimizerConfig),
+    layout: &DraftLayout,
+    place: (usize, usize),
+) -> Shards {
+    match (splits, optimizer.algorithm) {
+        (false, _) => Shards::whole(layout.elements()),
+        (true, Algorithm::AdamW) => Shards::even(layout.elements(), place),
+        (true, Algorithm::Muon(_)) => Shards::by_parameter(layout, place),
     }
 }
 
-fn objective(settings: &ObjectiveSettings) -> Objective {
+fn objective(settings: &ObjectiveSettings, block_size: usize) -> Objective {
     let labels =
         if settings.teacher_labels { LabelSource::TeacherArgmax } else { LabelSource::Data };
+    let (weighting, denominator) = match settings.dpace_alpha {
+        Some(alpha) => {
+            (Weighting::Dpace { alpha, confidence: Confidence::CrossEntropy }, Denominator::Blocks)
+        }
+        None => (Weighting::Decay { gamma: settings.gamma(block_size) }, Denominator::Weights),
+    };
     Objective {
-        terms: settings.terms.clone(),
-        weighting: settings.weighting,
-        denominator: settings.denominator,
+        terms: settings.loss.iter().map(|term| (term.loss, term.coefficient)).collect(),
+        weighting,
+        denominator,
         labels,
-        chunk_bytes: settings.chunk_bytes,
+        chunk_bytes: settings.chunk_bytes(),
         kernels: Kernels::Fast,
     }
 }
@@ -187,7 +155,7 @@ fn objective(settings: &ObjectiveSettings) -> Objective {
 /// draft has, unless a size is asked for.
 fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabulary>, Error> {
     let (config, dataset) = (prepared.config, &*prepared.dataset);
-    let Some(dir) = prepared.resumed_dir().or(config.from_pretrained.as_deref()) else {
+    let Some(dir) = prepared.resumed_dir().or(config.pretrained_dir.as_deref()) else {
         return selected_vocabulary(config, dataset, rows);
     };
     let stored = DraftVocabulary::load(dir)?;
@@ -212,10 +180,9 @@ fn selected_vocabulary(
     match config.draft.vocab_size {
         None => Ok(None),
         Some(size) if size == rows => Ok(None),
-        Some(0) => Err(Error::setting("--draft-vocab-size", 0, "a draft needs tokens to say")),
         Some(size) if size > rows => {
             let expected = format!("the target's embedding has {rows} rows");
-            Err(Error::setting("--draft-vocab-size", size, expected))
+            Err(Invalid::new("draft_vocab_size", size, expected).into())
         }
         Some(size) => {
             let selected = select_vocabulary(&dataset.token_frequencies()?, size, rows);

@@ -11,9 +11,10 @@ use dflash_dist::Communicator;
 use dflash_model::draft::Draft;
 use dflash_model::objective::{DraftVocabulary, Statistics};
 use dflash_run::{Acceptance, HeldOutPrompts, HeldOutRows, RunDir, ValidationLine};
+use dflash_settings::Invalid;
 
 use crate::Error;
-use crate::config::{TrainConfig, ValidationConfig};
+use crate::config::TrainConfig;
 use crate::metrics::figures;
 use crate::order::PlannedRow;
 use crate::prepared::Prepared;
@@ -60,25 +61,16 @@ pub(crate) struct Validation<'a, 'p> {
 
 /// Samples that are trained on; the rest is held out.
 pub(crate) fn trained_samples(config: &TrainConfig, samples: usize) -> usize {
-    let ratio = config.validation.as_ref().map_or(0.0, |validation| validation.ratio);
-    split_index(samples, 1.0 - ratio)
+    split_index(samples, 1.0 - config.settings.validation.held_out())
 }
 
-/// Finds mistakes in the settings.
+/// Finds mistakes that only the data shows.
 pub(crate) fn check(config: &TrainConfig, lengths: &[u32]) -> Result<(), Error> {
-    let Some(ValidationConfig { ratio, measures, .. }) = &config.validation else { return Ok(()) };
-    if !(0.0..1.0).contains(ratio) {
-        let expected = "the share of samples held out lies in 0..1";
-        return Err(Error::setting("--validation-ratio", ratio, expected));
-    }
+    let ratio = config.settings.validation.held_out();
     let trained = trained_samples(config, lengths.len());
-    if *ratio > 0.0 && (trained == lengths.len() || trained == 0) {
+    if ratio > 0.0 && (trained == lengths.len() || trained == 0) {
         let expected = format!("of {} samples it must leave some on both sides", lengths.len());
-        return Err(Error::setting("--validation-ratio", ratio, expected));
-    }
-    if *ratio == 0.0 && !measures {
-        let expected = "there is nothing to validate on: add --validation-ratio or --eval-prompts";
-        return Err(Error::setting("--eval-every", "given", expected));
+        return Err(Invalid::new("validation_ratio", ratio, expected).into());
     }
     Ok(())
 }
@@ -135,13 +127,12 @@ impl<'a, 'p> Validation<'a, 'p> {
         probe: Option<AcceptanceProbe<'p>>,
         (communicator, step): (&dyn Communicator, u64),
     ) -> Result<Option<Self>, Error> {
-        let Some(ValidationConfig { every, .. }) = prepared.config.validation else {
-            return Ok(None);
-        };
+        let settings = &prepared.config.settings;
+        let Some(every) = settings.validation.eval_every else { return Ok(None) };
         let lengths = prepared.dataset.lengths();
         let held_out = prepared.packing().lengths.len()..lengths.len();
         let order: Vec<u32> = held_out.map(|sample| sample as u32).collect();
-        let packed = pack_rows(&order, lengths, prepared.config.total_seq_len);
+        let packed = pack_rows(&order, lengths, settings.rows.total_seq_len);
         let has_rows = !packed.is_empty();
         let rows = packed
             .into_iter()
@@ -149,7 +140,7 @@ impl<'a, 'p> Validation<'a, 'p> {
             .step_by(communicator.world_size())
             .map(|samples| PlannedRow { epoch: FIXED_DRAW, samples })
             .collect();
-        let run = RunDir::at(&prepared.config.save_path);
+        let run = RunDir::at(&settings.save_path);
         if communicator.rank() == 0 {
             run.keep_until::<ValidationLine>(step)?;
         }

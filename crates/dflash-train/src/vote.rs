@@ -146,7 +146,7 @@ mod tests {
         let interrupted = || Error::from(dflash_hidden::Error::Interrupted);
         assert_eq!(Vote::of(&interrupted()), Vote::Abandon);
         assert!(matches!(Vote::Fail.settle(Some(interrupted())), Err(Halt::Failed(None))));
-        let fault = || Error::setting("--lr", 0, "more");
+        let fault = || Error::from(dflash_settings::Invalid::new("lr", 0, "more"));
         assert_eq!(Vote::of(&fault()), Vote::Fail);
         assert!(matches!(Vote::Fail.settle(Some(fault())), Err(Halt::Failed(Some(_)))));
     }

@@ -86,7 +86,8 @@ impl Command {
             Self::Eval(settings) => settings.check(),
             Self::Regenerate(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
-            Self::Report(_) | Self::DemoTarget(_) => Ok(()),
+            Self::DemoTarget(settings) => settings.check(),
+            Self::Report(_) => Ok(()),
         }
     }
 

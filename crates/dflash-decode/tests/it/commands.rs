@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, random_draft, save_target};
-use dflash_decode::{
-    Error, EvalConfig, EvalReport, RegenerateConfig, Sampling, evaluate, regenerate,
-};
+use dflash_decode::{Error, EvalReport, evaluate, regenerate};
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -47,35 +46,46 @@ impl Place {
         self.path(name)
     }
 
-    fn config(&self, prompts: &Path) -> EvalConfig {
-        EvalConfig {
-            target: self.path("target"),
-            draft: self.path("draft"),
+    fn settings(&self, prompts: &Path) -> EvalSettings {
+        EvalSettings {
+            target: "target".into(),
+            draft: "draft".into(),
             prompts: prompts.into(),
             max_new_tokens: 20,
             limit: None,
             json: Some(self.path("report.json")),
-            sampling: Sampling::Greedy,
+            temperature: 0.0,
+            seed: 0,
             tie_tolerance: None,
-            options: F32,
+            device: Asked::Cpu,
+            dtype: Dtype::Float32,
         }
     }
 
     fn evaluate(&self, prompts: &Path) -> Result<EvalReport, Error> {
-        evaluate(&self.config(prompts), &GO)
+        self.evaluate_with(&self.settings(prompts), &GO)
+    }
+
+    fn evaluate_with(
+        &self,
+        settings: &EvalSettings,
+        stop: &AtomicBool,
+    ) -> Result<EvalReport, Error> {
+        evaluate(settings, (&self.path("target"), &self.path("draft")), stop)
     }
 
     fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
-        let config = RegenerateConfig {
-            model: self.path("target"),
+        let settings = RegenerateSettings {
+            target: "target".into(),
             data: data.into(),
             output: self.path(output),
             max_new_tokens: 15,
             limit: None,
             batch: 2,
-            options: F32,
+            device: Asked::Cpu,
+            dtype: Dtype::Float32,
         };
-        regenerate(&config, stop).map(|summary| summary.resumed)
+        regenerate(&settings, &self.path("target"), stop).map(|summary| summary.resumed)
     }
 }
 
@@ -196,8 +206,9 @@ fn sampled_texts_are_not_compared_but_counted() {
     let place = Place::new();
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let run = |seed| {
-        let sampling = Sampling::Temperature { temperature: 1.5, seed };
-        evaluate(&EvalConfig { sampling, limit: Some(1), ..place.config(&prompts) }, &GO).unwrap()
+        let settings = place.settings(&prompts);
+        let settings = EvalSettings { temperature: 1.5, seed, limit: Some(1), ..settings };
+        place.evaluate_with(&settings, &GO).unwrap()
     };
     let report = run(1);
     assert!(report.lossless.is_none() && report.check().is_ok());
@@ -210,8 +221,8 @@ fn sampled_texts_are_not_compared_but_counted() {
 #[test]
 fn a_stopped_evaluation_writes_nothing() {
     let place = Place::new();
-    let config = place.config(&place.write("prompts.jsonl", PROMPTS));
-    let stopped = evaluate(&config, &AtomicBool::new(true));
+    let settings = place.settings(&place.write("prompts.jsonl", PROMPTS));
+    let stopped = place.evaluate_with(&settings, &AtomicBool::new(true));
     assert!(matches!(stopped, Err(Error::Interrupted)));
     assert!(!place.path("report.json").exists());
 }

@@ -1,45 +1,24 @@
-//! `dflash bench`: arguments to one library call, and its report.
+//! `dflash bench`: settings to one library call, and its report.
 
-use dflash::args::{BenchArgs, BenchCommand, TrainStepArgs};
-use dflash_train::bench::StepBench;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use dflash_hub::{Hub, Part};
+use dflash_settings::{BenchSettings, BenchSubject, TrainStepSettings};
+use dflash_train::bench;
 
 /// Runs the command.
-pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
-    let BenchArgs { what: BenchCommand::TrainStep(args) } = args;
-    train_step(args)
+pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    match &settings.subject {
+        BenchSubject::TrainStep(settings) => train_step(settings, stop),
+    }
 }
 
-fn train_step(args: TrainStepArgs) -> anyhow::Result<()> {
-    let TrainStepArgs {
-        target,
-        tokens,
-        anchors,
-        docs: documents,
-        block: block_size,
-        layers,
-        captures,
-        steps,
-        warmup,
-        device,
-        seed,
-        json,
-    } = args;
-    let device = super::train::device_choice(device);
-    let bench = StepBench {
-        target,
-        tokens,
-        anchors,
-        documents,
-        block_size,
-        layers,
-        captures,
-        steps,
-        warmup,
-        device,
-        seed,
-    };
-    let report = bench.run()?;
-    if json {
+fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let report = bench::train_step(settings, &target_dir)?;
+    let TrainStepSettings { steps, warmup, json, .. } = settings;
+    if *json {
         println!("{}", serde_json::to_string(&report)?);
         return Ok(());
     }

@@ -1,19 +1,17 @@
-//! `dflash demo-target`: arguments to settings to one library call.
+//! `dflash demo-target`: settings to one library call.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use dflash::args::DemoTargetArgs;
-use dflash_demo::{DemoConfig, Event};
+use dflash_demo::Event;
+use dflash_settings::DemoTargetSettings;
 
 /// Runs the command.
-pub(crate) fn run(args: DemoTargetArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let DemoTargetArgs { output, rows, held_out, steps, seed } = args;
-    let config = DemoConfig { output, rows, held_out, steps, seed };
+pub(crate) fn run(settings: &DemoTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let mut progress = Progress::new();
-    let made = dflash_demo::run(&config, stop, &mut |event| progress.show(event))?;
+    let made = dflash_demo::run(settings, stop, &mut |event| progress.show(event))?;
     if made.kept {
         eprintln!("{} is complete; kept", made.target.display());
     }

@@ -1,44 +1,19 @@
-//! `dflash eval`: arguments to settings to one library call.
+//! `dflash eval`: settings to one library call.
 
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash::args::EvalArgs;
-use dflash_decode::{EvalConfig, Sampling, evaluate};
-use dflash_model::target::TargetOptions;
+use dflash_decode::evaluate;
+use dflash_hub::{Hub, Part};
+use dflash_settings::EvalSettings;
 
 /// Runs the command.
-pub(crate) fn run(args: EvalArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let EvalArgs {
-        target,
-        draft,
-        prompts,
-        max_new_tokens,
-        limit,
-        json,
-        temperature,
-        seed,
-        tie_tolerance,
-    } = args;
-    let sampling = if temperature == 0.0 {
-        Sampling::Greedy
-    } else {
-        Sampling::Temperature { temperature, seed }
-    };
-    let options = TargetOptions::default();
-    let config = EvalConfig {
-        target,
-        draft,
-        prompts,
-        max_new_tokens,
-        limit,
-        json,
-        sampling,
-        tie_tolerance,
-        options,
-    };
-    let report = evaluate(&config, stop)?;
+pub(crate) fn run(settings: &EvalSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let hub = Hub::from_env();
+    let target_dir = hub.model(&settings.target, Part::Target, stop)?;
+    let draft_dir = hub.model(&settings.draft, Part::Draft, stop)?;
+    let report = evaluate(settings, (&target_dir, &draft_dir), stop)?;
     write!(std::io::stdout(), "{report}")?;
     Ok(report.check()?)
 }

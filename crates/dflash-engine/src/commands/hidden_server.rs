@@ -1,19 +1,19 @@
 //! `dflash hidden-server`: settings to one library call.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_hidden_server::{Loader, Ready, TargetFeaturizer, serve};
+use dflash_hub::{Hub, Part};
 use dflash_settings::HiddenServerSettings;
 
 /// Runs the command.
-pub(crate) fn run(settings: HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let dir = PathBuf::from(&settings.target);
+pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     tracing::info!("loading {}", dir.display());
     let own = settings.clone();
     let load: Loader = Box::new(move || Ok(Box::new(TargetFeaturizer::load(&dir, &own)?)));
     // Not a log line: it must be seen whatever the log level.
-    serve(&settings, load, stop, |ready: &Ready| eprintln!("dflash hidden-server {ready}"))?;
+    serve(settings, load, stop, |ready: &Ready| eprintln!("dflash hidden-server {ready}"))?;
     Ok(())
 }

@@ -1,22 +1,24 @@
-//! `dflash regenerate`: arguments to settings to one library call.
+//! `dflash regenerate`: settings to one library call.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash::args::RegenerateArgs;
-use dflash_decode::{RegenerateConfig, regenerate};
-use dflash_model::target::TargetOptions;
+use dflash_decode::regenerate;
+use dflash_hub::{Hub, Part};
+use dflash_settings::RegenerateSettings;
 
 /// Runs the command.
-pub(crate) fn run(args: RegenerateArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let RegenerateArgs { model, data, output, max_new_tokens, limit, batch } = args;
-    let options = TargetOptions::default();
-    let shown = output.display().to_string();
-    let config = RegenerateConfig { model, data, output, max_new_tokens, limit, batch, options };
-    let summary = regenerate(&config, stop)?;
+pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let summary = regenerate(settings, &target_dir, stop)?;
     eprintln!(
-        "{shown}: {} rows ({} from an earlier run), {} skipped as too long, {} tokens in {:.1} s",
-        summary.rows, summary.resumed, summary.skipped, summary.tokens, summary.seconds
+        "{}: {} rows ({} from an earlier run), {} skipped as too long, {} tokens in {:.1} s",
+        settings.output.display(),
+        summary.rows,
+        summary.resumed,
+        summary.skipped,
+        summary.tokens,
+        summary.seconds
     );
     Ok(())
 }

@@ -5,9 +5,10 @@
 
 use dflash_model::draft::{DraftConfig, DraftLayout};
 use dflash_model::target::TargetConfig;
+use dflash_settings::{Dtype, OptimizerKind};
 use serde::Serialize;
 
-use super::PlanConfig;
+use super::Planned;
 use super::rows::RowShape;
 
 /// Program, libraries and allocator on a CPU before a model is loaded: resident memory of
@@ -68,33 +69,42 @@ impl Memory {
 
 /// The memory of a rank whose largest row is `row`.
 pub(super) fn memory(
-    config: &PlanConfig,
+    planned: &Planned<'_>,
     (target, draft): (&TargetConfig, &DraftConfig),
     row: &RowShape,
 ) -> Memory {
     let elements = DraftLayout::new(draft).elements() as f64;
-    let state = config.state;
-    let width = if state.bf16 { 2.0 } else { 4.0 };
-    let share = if state.split { elements / config.ranks as f64 } else { elements };
+    let Planned { settings, vocab_size, machine } = planned;
+    let bf16 = match settings.compute.compute_dtype {
+        Dtype::Auto => machine.gpu,
+        dtype => dtype == Dtype::Bfloat16,
+    };
+    let width = if bf16 { 2.0 } else { 4.0 };
+    let splits = settings.compute.splits_state();
+    let share = if splits { elements / settings.nproc as f64 } else { elements };
+    let moments = match settings.optimizer.optimizer {
+        OptimizerKind::Adamw => 2.0,
+        OptimizerKind::Muon => 1.0,
+    };
     let matrix = (target.vocab_size * target.hidden_size) as f64 * width;
     let own_head = if target.tie_word_embeddings { 0.0 } else { matrix };
-    let pruned = config.draft.vocab_size.map_or(0.0, |rows| rows as f64 * draft.hidden_size as f64);
-    let head_rows = config.draft.vocab_size.map_or(target.vocab_size as f64, |rows| rows as f64);
+    let pruned = vocab_size.map_or(0.0, |rows| rows as f64 * draft.hidden_size as f64);
+    let head_rows = vocab_size.map_or(target.vocab_size as f64, |rows| rows as f64);
     // Slots are taken one at a time where a chunk holds less than one.
-    let copies = if config.teacher { 6.0 } else { 1.0 };
-    let logits = (config.chunk_bytes as f64).max(head_rows * 4.0 * copies);
+    let copies = if settings.objective.needs_teacher() { 6.0 } else { 1.0 };
+    let logits = (settings.objective.chunk_bytes() as f64).max(head_rows * 4.0 * copies);
     Memory {
-        masters: 4.0 * if state.bf16 { share } else { elements },
-        moments: 4.0 * state.moments as f64 * share,
-        average: if state.averaged { 4.0 * share } else { 0.0 },
+        masters: 4.0 * if bf16 { share } else { elements },
+        moments: 4.0 * moments * share,
+        average: if settings.optimizer.ema_decay.is_some() { 4.0 * share } else { 0.0 },
         gradients: 4.0 * elements,
-        copy: if state.bf16 { 2.0 * elements } else { 0.0 },
+        copy: if bf16 { 2.0 * elements } else { 0.0 },
         frozen: matrix + own_head + pruned * width,
-        activations: activations(draft, row, (width, state.recompute), config.machine.gpu),
+        activations: activations(draft, row, (width, settings.compute.recompute), machine.gpu),
         // the product comes in the computation's kind before it is widened
-        logits: logits * (1.0 + if state.bf16 { 0.5 } else { 0.0 }),
-        window: config.window_bytes as f64,
-        process: if config.machine.gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
+        logits: logits * (1.0 + if bf16 { 0.5 } else { 0.0 }),
+        window: settings.hidden_states.window_bytes() as f64,
+        process: if machine.gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
     }
 }
 

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use dflash_data::{AnchorOptions, Dataset, PackedRow, Sample, split_index};
+use dflash_data::{Dataset, PackedRow, Sample, split_index};
 use dflash_model::draft::DraftConfig;
+use dflash_settings::{Invalid, PlanSettings, RowSettings};
 use serde::Serialize;
 
-use super::{PlanConfig, PlanData};
-use crate::Error;
+use super::Planned;
 use crate::batch::BlockMaker;
 use crate::order::Packing;
 use crate::rows::{Samples, TargetSamples, pack};
+use crate::{Error, setup};
 
 /// Rows that are looked at, spread over the epoch.
 const SAMPLED: usize = 32;
@@ -54,28 +55,29 @@ impl Samples for Alike {
 
 impl Epoch {
     pub(super) fn of(
-        config: &PlanConfig,
+        planned: &Planned<'_>,
         draft: &DraftConfig,
         vocabulary: i64,
     ) -> Result<Self, Error> {
-        let (samples, mut lengths) = open(&config.data, vocabulary)?;
-        lengths.truncate(split_index(lengths.len(), 1.0 - config.validation_ratio));
-        let PlanConfig { total_seq_len, seed, .. } = *config;
+        let (samples, mut lengths) = open(planned.settings, vocabulary)?;
+        lengths.truncate(split_index(
+            lengths.len(),
+            1.0 - planned.settings.validation.validation_ratio,
+        ));
+        let RowSettings { total_seq_len, seed, .. } = planned.settings.rows;
         let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
-        let blocks = block_maker(config, vocabulary);
+        let blocks = block_maker(planned, vocabulary);
         let stride = rows.len().div_ceil(SAMPLED).max(1);
         let shape =
             |row: &Vec<u32>| Ok(shape(&blocks, draft, &pack(&*samples, row, total_seq_len)?));
         let shapes =
             rows.iter().step_by(stride).map(shape).collect::<Result<Vec<RowShape>, Error>>()?;
         if shapes.iter().all(|shape| shape.supervised == 0.0) {
-            return Err(Error::setting(
-                "the data",
-                format!("{} rows without a slot to learn from", shapes.len()),
-                "anchors need two supervised tokens in a row",
-            ));
+            let found = format!("{} rows without a slot to learn from", shapes.len());
+            let expected = "anchors need two supervised tokens in a row";
+            return Err(Invalid::new("data_path", found, expected).into());
         }
-        let cut = |length: &u32| (*length as usize).min(config.total_seq_len) as u64;
+        let cut = |length: &u32| (*length as usize).min(total_seq_len) as u64;
         let most = |a: &RowShape, b: &RowShape| if b.slots > a.slots { *b } else { *a };
         Ok(Self {
             documents: lengths.iter().filter(|&&length| length > 0).count(),
@@ -87,34 +89,31 @@ impl Epoch {
     }
 }
 
-fn open(data: &PlanData, embedding_rows: i64) -> Result<(Box<dyn Samples>, Vec<u32>), Error> {
-    match data {
-        PlanData::Dataset(path) => {
-            let dataset = Arc::new(Dataset::open(path)?);
-            if dataset.is_empty() {
-                return Err(Error::NothingToTrain { path: path.clone() });
-            }
-            let lengths = dataset.lengths().to_vec();
-            Ok((Box::new(TargetSamples { dataset, embedding_rows }), lengths))
-        }
-        PlanData::Documents { count, length } => {
-            Ok((Box::new(Alike(*length)), vec![*length as u32; *count]))
-        }
+/// The samples and their lengths. Documents that are described count more than a dataset, which a run
+/// file may name.
+fn open(
+    settings: &PlanSettings,
+    embedding_rows: i64,
+) -> Result<(Box<dyn Samples>, Vec<u32>), Error> {
+    if let (Some(count), Some(length)) = (settings.documents, settings.mean_length) {
+        return Ok((Box::new(Alike(length)), vec![length as u32; count]));
     }
+    let path = settings.data_path.clone().unwrap_or_default();
+    let dataset = Arc::new(Dataset::open(&path)?);
+    if dataset.is_empty() {
+        return Err(Error::NothingToTrain { path });
+    }
+    let lengths = dataset.lengths().to_vec();
+    Ok((Box::new(TargetSamples { dataset, embedding_rows }), lengths))
 }
 
 /// The run's blocks; which tokens a pruned vocabulary lacks is not known yet.
-fn block_maker(config: &PlanConfig, vocabulary: i64) -> BlockMaker {
+fn block_maker(planned: &Planned<'_>, vocabulary: i64) -> BlockMaker {
     BlockMaker {
-        anchors: AnchorOptions {
-            per_document: config.anchors_per_sequence,
-            per_row: config.max_anchors,
-            seed: config.seed,
-            epoch: 0,
-        },
+        anchors: setup::anchors(&planned.settings.rows),
         vocabulary: None,
-        head_rows: config.draft.vocab_size.unwrap_or(vocabulary as usize),
-        teacher: config.teacher,
+        head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
+        teacher: planned.settings.objective.needs_teacher(),
     }
 }
 

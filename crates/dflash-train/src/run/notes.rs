@@ -3,6 +3,7 @@
 use tch::{Device, Kind};
 
 use super::worker::Worker;
+use crate::schedule::Schedule;
 
 impl Worker<'_, '_> {
     pub(super) fn notes(&self) -> Vec<String> {
@@ -18,7 +19,8 @@ impl Worker<'_, '_> {
             notes.push(note.to_owned());
         }
         notes.extend(self.prepared.packing().cut_note());
-        if !self.prepared.config.schedule.reaches_peak(self.total) {
+        let schedule = Schedule::from(&self.prepared.config.settings.optimizer);
+        if !schedule.reaches_peak(self.total) {
             let total = self.total;
             notes
                 .push(format!("the warm-up is longer than the {total} steps: --lr is not reached"));

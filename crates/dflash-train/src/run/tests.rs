@@ -9,23 +9,33 @@ use dflash_dist::Single;
 use dflash_hidden::Counters;
 use dflash_model::checkpoint::TensorFile;
 use dflash_model::draft::Draft;
-use dflash_run::{Acceptance, Line, Retention, ValidationLine};
+use dflash_run::{Acceptance, Line, ValidationLine};
+use dflash_settings::{CheckpointSettings, Dtype, TrainSettings};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::config::{ComputeKind, TrainConfig, ValidationConfig};
+use crate::config::TrainConfig;
 use crate::fake::{Beside, MemoryRows, World};
-use crate::optimizer::WeightDecay;
 use crate::rows::{Samples, StreamedRows, TargetSamples};
 use crate::validation::{Served, Share};
 use crate::{Error, Outcome, Prepared};
 
+/// `config` with other settings.
+fn with(mut config: TrainConfig, change: impl FnOnce(&mut TrainSettings)) -> TrainConfig {
+    change(&mut config.settings);
+    config
+}
+
 fn validated(config: TrainConfig, every: u64, measures: bool) -> TrainConfig {
-    TrainConfig { validation: Some(ValidationConfig { every, ratio: 0.25, measures }), ..config }
+    with(config, |settings| {
+        settings.validation.eval_every = Some(every);
+        settings.validation.validation_ratio = 0.25;
+        settings.validation.eval_prompts = measures.then(|| "prompts".into());
+    })
 }
 
 fn resumed(config: &TrainConfig) -> TrainConfig {
-    TrainConfig { resume: true, ..config.clone() }
+    with(config.clone(), |settings| settings.resume = true)
 }
 
 fn refused(result: Result<Outcome, Error>) -> String {
@@ -92,8 +102,10 @@ impl Samples for FailsOnce {
 fn a_sample_that_cannot_be_read_once_ends_the_run_by_its_name() {
     let world = World::new();
     world.store_states();
-    let config = TrainConfig { accumulation: 2, ..world.config("out") };
-    let whole = world.train(&TrainConfig { save_path: world.path("whole"), ..config.clone() });
+    let config =
+        with(world.config("out"), |settings| settings.rows.gradient_accumulation_steps = 2);
+    let whole =
+        world.train(&with(config.clone(), |settings| settings.save_path = world.path("whole")));
     let streamed = Prepared::open(&config).unwrap().streamed_rows();
     let samples = Arc::new(FailsOnce { samples: world.samples(), reads: Mutex::new(0), at: 27 });
     let source = StreamedRows { samples: samples.clone(), ..streamed.clone() };
@@ -147,7 +159,7 @@ fn a_token_that_the_target_does_not_have_is_named() {
 fn so_many_bad_steps_in_a_row_end_the_run_saved_and_for_good() {
     let mut world = World::new();
     (0..World::SAMPLES).for_each(|sample| world.spoil(sample));
-    let config = TrainConfig { max_bad_steps: 3, ..world.config("out") };
+    let config = with(world.config("out"), |settings| settings.optimizer.max_bad_steps = 3);
     let launcher = alone();
     let error = refused(world.train_on(&config, &world.rows(), &launcher, None));
     assert!(error.contains("3 steps in a row is not finite (last: step 3)"), "{error}");
@@ -165,7 +177,7 @@ fn so_many_bad_steps_in_a_row_end_the_run_saved_and_for_good() {
 fn a_bad_step_has_no_share_in_the_figures() {
     let mut world = World::new();
     world.spoil(5);
-    let config = TrainConfig { log_every: 1000, ..world.config("out") };
+    let config = with(world.config("out"), |settings| settings.log_every = 1000);
     world.train(&config).unwrap();
     let lines = world.lines("out", "metrics.jsonl");
     assert_eq!((lines.len(), &lines[0]["bad_steps"]), (1, &json!(2)));
@@ -176,7 +188,9 @@ fn a_bad_step_has_no_share_in_the_figures() {
 #[test]
 fn states_that_go_missing_end_the_run_with_all_that_was_trained() {
     let world = World::new();
-    let config = |save: &str| TrainConfig { accumulation: 2, ..world.config(save) };
+    let config = |save: &str| {
+        with(world.config(save), |settings| settings.rows.gradient_accumulation_steps = 2)
+    };
     world.train(&config("whole")).unwrap();
     for missing in [17, 3] {
         let name = missing.to_string();
@@ -185,7 +199,7 @@ fn states_that_go_missing_end_the_run_with_all_that_was_trained() {
         assert!(error.contains(&format!("hidden states for sample {missing} ")), "{error}");
         let trained = world.losses(&name).last().map(|(step, _)| *step);
         assert_eq!(world.saved(&name), trained.into_iter().collect::<Vec<_>>());
-        world.train(&TrainConfig { resume: trained.is_some(), ..config(&name) }).unwrap();
+        world.train(&with(config(&name), |settings| settings.resume = trained.is_some())).unwrap();
         assert_eq!(world.losses(&name), world.losses("whole"));
     }
 }
@@ -269,14 +283,13 @@ fn a_run_without_anything_to_learn_fails() {
 fn a_step_without_anything_to_learn_moves_nothing() {
     // a row of one sample each, and of these only every fourth has anything to learn
     let world = World::with_mask(|sample, t| sample % 4 == 0 && t >= 3);
-    let config = |save: &str| TrainConfig {
-        total_seq_len: 20,
-        save_every: Some(1),
-        optimizer: crate::optimizer::OptimizerConfig {
-            weight_decay: WeightDecay { matrices: 0.1, norms: 0.1 },
-            ..Default::default()
-        },
-        ..world.config(save)
+    let config = |save: &str| {
+        with(world.config(save), |settings| {
+            settings.rows.total_seq_len = 20;
+            settings.checkpoints.save_every = Some(1);
+            settings.optimizer.weight_decay = 0.1;
+            settings.optimizer.norm_weight_decay = 0.1;
+        })
     };
     let whole = world.train(&config("whole")).unwrap();
     let masters = |save: &str, step: u64| {
@@ -312,7 +325,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
 #[test]
 fn all_ranks_clip_by_the_norm_of_rank_0() {
     let world = World::new();
-    let one = |save: &str| TrainConfig { max_steps: Some(1), ..world.config(save) };
+    let one = |save: &str| with(world.config(save), |settings| settings.rows.max_steps = Some(1));
     let own = world.train(&one("own")).unwrap();
     let norm = world.lines("own", "metrics.jsonl")[0]["gradient_norm"].as_f64().unwrap();
     let told = |save: &str, norm: f64| {
@@ -332,7 +345,7 @@ fn all_ranks_clip_by_the_norm_of_rank_0() {
 #[test]
 fn metrics_tell_arithmetic_waiting_and_memory() {
     let world = World::new();
-    world.train(&TrainConfig { peak_tflops: Some(0.5), ..world.config("out") }).unwrap();
+    world.train(&with(world.config("out"), |settings| settings.peak_tflops = Some(0.5))).unwrap();
     for line in world.lines("out", "metrics.jsonl") {
         let number = |key: &str| line[key].as_f64().unwrap_or_else(|| panic!("{key} in {line}"));
         assert!(number("tflops") > 0.0);
@@ -349,7 +362,7 @@ fn windows_of_any_length_train() {
     let mut seen = Vec::new();
     for window in [None, Some(1), Some(2), Some(5), Some(11)] {
         let save = format!("{window:?}");
-        let mut config = TrainConfig { max_steps: Some(4), ..world.config(&save) };
+        let mut config = with(world.config(&save), |settings| settings.rows.max_steps = Some(4));
         config.draft.sliding_window = window;
         world.train(&config).unwrap();
         let losses = world.losses(&save);
@@ -362,7 +375,7 @@ fn windows_of_any_length_train() {
 fn recomputing_activations_changes_no_bit() {
     let world = World::new();
     let kept = world.train(&world.config("kept")).unwrap();
-    let again = TrainConfig { recompute: true, ..world.config("again") };
+    let again = with(world.config("again"), |settings| settings.compute.recompute = true);
     let again = world.train(&again).unwrap();
     assert_eq!(World::state(&kept.checkpoint), World::state(&again.checkpoint));
 }
@@ -370,9 +383,10 @@ fn recomputing_activations_changes_no_bit() {
 #[test]
 fn bfloat16_keeps_float32_masters_and_close_losses() {
     let world = World::new();
-    let compute = |save, kind| TrainConfig { compute_dtype: Some(kind), ..world.config(save) };
-    let narrow = world.train(&compute("narrow", ComputeKind::Bfloat16)).unwrap();
-    world.train(&compute("wide", ComputeKind::Float32)).unwrap();
+    let compute =
+        |save, kind| with(world.config(save), |settings| settings.compute.compute_dtype = kind);
+    let narrow = world.train(&compute("narrow", Dtype::Bfloat16)).unwrap();
+    world.train(&compute("wide", Dtype::Float32)).unwrap();
     let (narrow_losses, wide_losses) = (world.losses("narrow"), world.losses("wide"));
     assert_eq!(narrow_losses.len(), wide_losses.len());
     for ((step, narrow), (_, wide)) in narrow_losses.iter().zip(&wide_losses) {
@@ -390,7 +404,7 @@ fn bfloat16_keeps_float32_masters_and_close_losses() {
 fn averaged_weights_are_what_is_served_and_it_is_said() {
     let world = World::new();
     let mut config = world.config("run");
-    config.optimizer.ema_decay = Some(0.8);
+    config.settings.optimizer.ema_decay = Some(0.8);
     let checkpoint = world.train(&config).unwrap().checkpoint;
     let (average, masters) = (stored(&checkpoint, "average"), stored(&checkpoint, "masters"));
     let rounded = average.to_kind(Kind::BFloat16).to_kind(Kind::Float);
@@ -413,10 +427,7 @@ fn validation_does_not_change_what_is_trained() {
 
 /// Says that acceptance follows from the weights, which it does.
 #[allow(clippy::unnecessary_wraps, reason = "a probe may fail")]
-fn probe(
-    (draft, _): Served<'_>,
-    share: Share,
-) -> Result<Option<Acceptance>, crate::ProbeError> {
+fn probe((draft, _): Served<'_>, share: Share) -> Result<Option<Acceptance>, crate::ProbeError> {
     assert_eq!(share, Share { rank: 0, ranks: 1 });
     let digest = draft.flat().abs().sum(Kind::Double).double_value(&[]) as u64;
     let reached = vec![100, digest % 101, digest % 13, 0];
@@ -470,12 +481,15 @@ fn old_checkpoints_go_and_the_best_stays() {
     std::fs::create_dir(&save).unwrap();
     std::fs::write(save.join("best.json"), r#"{"step":2,"acceptance_length":3.0}"#).unwrap();
     std::fs::write(save.join("run.json"), "{}").unwrap();
-    let config = TrainConfig {
-        save_every: Some(1),
-        retention: Retention { keep_last: Some(2), keep_every: Some(5) },
-        max_steps: Some(12),
-        ..world.config("kept")
-    };
+    let config = with(world.config("kept"), |settings| {
+        settings.checkpoints = CheckpointSettings {
+            save_every: Some(1),
+            keep_last: Some(2),
+            keep_every: Some(5),
+            grace: None,
+        };
+        settings.rows.max_steps = Some(12);
+    });
     world.train(&config).unwrap();
     assert_eq!(world.saved("kept"), [2, 5, 10, 11, 12]);
 }
@@ -493,7 +507,7 @@ fn a_save_path_that_holds_something_else_is_left_alone() {
 #[test]
 fn damaged_checkpoints_are_named_and_the_one_before_goes_on() {
     let world = World::new();
-    let config = TrainConfig { save_every: Some(3), ..world.config("out") };
+    let config = with(world.config("out"), |settings| settings.checkpoints.save_every = Some(3));
     let last = world.train(&config).unwrap().checkpoint;
     let steps = world.saved("out");
     let before = steps[steps.len() - 2];
@@ -550,26 +564,34 @@ fn another_draft_is_refused_by_the_flag_that_differs() {
     check(|config| config.draft.sliding_window = Some(5), window);
     let vocabulary = "--draft-vocab-size off, this run asks for 40";
     check(|config| config.draft.vocab_size = Some(40), vocabulary);
-    check(|config| config.seed = 7, "--seed 0, this run asks for 7");
+    check(|config| config.settings.rows.seed = 7, "--seed 0, this run asks for 7");
 }
 
 #[test]
 fn a_bound_on_steps_counts_those_of_another_batch_size() {
     let world = World::new();
-    let config =
-        TrainConfig { epochs: 0, max_steps: Some(4), accumulation: 3, ..world.config("out") };
+    let config = with(world.config("out"), |settings| {
+        settings.rows.epochs = None;
+        settings.rows.max_steps = Some(4);
+        settings.rows.gradient_accumulation_steps = 3;
+    });
     world.train(&config).unwrap();
-    let config = TrainConfig { max_steps: Some(9), accumulation: 1, ..resumed(&config) };
+    let config = with(resumed(&config), |settings| {
+        settings.rows.max_steps = Some(9);
+        settings.rows.gradient_accumulation_steps = 1;
+    });
     assert_eq!(world.train(&config).unwrap().step, 9);
 }
 
 #[test]
 fn starts_that_do_not_fit_are_refused() {
     let world = World::new();
-    let first = world.train(&TrainConfig { max_steps: Some(1), ..world.config("first") }).unwrap();
+    let first = world
+        .train(&with(world.config("first"), |settings| settings.rows.max_steps = Some(1)))
+        .unwrap();
     let dir = &first.checkpoint;
     let start = |save: &str| {
-        let config = TrainConfig { from_pretrained: Some(dir.clone()), ..world.config(save) };
+        let config = TrainConfig { pretrained_dir: Some(dir.clone()), ..world.config(save) };
         world.train(&config)
     };
     let path = dir.join("config.json");

@@ -12,6 +12,7 @@ use crate::metrics::{Meter, Progress};
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
 use crate::rows::Rows;
+use crate::schedule::Schedule;
 use crate::trainer::{Effect, StepResult, StepSums, Trainer};
 use crate::validation::Validation;
 use crate::vote::{Halt, Vote};
@@ -75,12 +76,14 @@ impl Worker<'_, '_> {
     /// norm.
     fn step(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(Vote, f64), Halt> {
         let config = self.prepared.config;
+        let settings = &config.settings;
+        let accumulation = settings.rows.gradient_accumulation_steps;
         let rate = self.rate(self.position.step);
         let (mut sums, mut vote) = (StepSums::default(), Vote::Continue);
         let (mut wait, mut failure) = (Duration::ZERO, None);
         let before = rows.counters();
         let mut step = self.trainer.begin(self.communicator);
-        for micro in 1..=config.accumulation {
+        for micro in 1..=accumulation {
             let asked = Instant::now();
             let loaded = if failure.is_none() { rows.next() } else { Ok(None) };
             wait += asked.elapsed();
@@ -95,13 +98,13 @@ impl Worker<'_, '_> {
                 step.batch(&loaded)
             });
             sums.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
-            step.add(batch, micro == config.accumulation)?;
+            step.add(batch, micro == accumulation)?;
         }
         if config.stop.load(Ordering::Relaxed) {
             vote = vote.max(Vote::Stop);
         }
         sums.count_stream(&before, &rows.counters());
-        let result = step.finish((sums, vote), (rate, config.max_grad_norm))?;
+        let result = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
         result.vote.settle(failure)?;
         self.had_slots |= result.effect != Effect::Empty;
         self.advance(&result);
@@ -112,12 +115,13 @@ impl Worker<'_, '_> {
 
     /// Learning rate of the step after `step`.
     fn rate(&self, step: u64) -> f64 {
-        let config = self.prepared.config;
-        config.lr * config.schedule.of_step(step, self.total)
+        let settings = &self.prepared.config.settings.optimizer;
+        settings.lr * Schedule::from(settings).of_step(step, self.total)
     }
 
     fn advance(&mut self, result: &StepResult) {
-        let rows = self.communicator.world_size() * self.prepared.config.accumulation;
+        let rows = self.communicator.world_size()
+            * self.prepared.config.settings.rows.gradient_accumulation_steps;
         let position = &mut self.position;
         position.step += 1;
         position.rows = (position.rows + rows as u64).min(self.order.rows());
@@ -138,14 +142,14 @@ impl Worker<'_, '_> {
 
     /// Logs and saves what is due after a step of `epoch`, and ends a run that makes no sense.
     fn keep(&mut self, epoch: u64, norm: f64, meter: &mut Meter) -> Result<(), Error> {
-        let config = self.prepared.config;
+        let settings = &self.prepared.config.settings;
         let (step, count) = (self.position.step, self.position.bad_in_a_row);
-        let diverged = count >= config.max_bad_steps;
-        if diverged || step.is_multiple_of(config.log_every) {
+        let diverged = count >= settings.optimizer.max_bad_steps;
+        if diverged || step.is_multiple_of(settings.log_every) {
             meter.log(self.progress(), norm)?;
         }
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
-        let due = config.save_every.is_some_and(|every| step.is_multiple_of(every));
+        let due = settings.checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
         if epoch_ended || due || diverged {
             self.save(meter)?;
         }
@@ -195,12 +199,12 @@ impl Worker<'_, '_> {
         let epsilon = self.trainer.objective.denominator.epsilon();
         let mut meter = if self.communicator.rank() == 0 {
             let at = (self.position.step, self.total);
-            Meter::open(RunDir::at(&config.save_path), at, config.progress, epsilon)?
+            Meter::open(RunDir::at(&config.settings.save_path), at, config.progress, epsilon)?
         } else {
             Meter::silent(epsilon)
         };
         let device = self.trainer.draft.device();
-        let peak = machine::peak_of(device, config.peak_tflops);
+        let peak = machine::peak_of(device, config.settings.peak_tflops);
         meter.measure(device, peak.map(|peak| peak * self.communicator.world_size() as f64));
         Ok(meter)
     }
@@ -213,7 +217,7 @@ impl Worker<'_, '_> {
             lr: self.rate(self.position.step.saturating_sub(1)),
             skipped_samples: self.position.skipped_samples,
             bad_steps: self.position.bad_steps,
-            ema_decay: self.prepared.config.optimizer.ema_decay,
+            ema_decay: self.prepared.config.settings.optimizer.ema_decay,
         }
     }
 
@@ -226,7 +230,7 @@ impl Worker<'_, '_> {
     }
 
     fn write(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
-        let (step, dir) = (self.position.step, &self.prepared.config.save_path);
+        let (step, dir) = (self.position.step, &self.prepared.config.settings.save_path);
         let saved = self.saved.replace(step);
         if saved == Some(step) {
             return Ok(Checkpoint::at(dir, step).dir);
@@ -243,7 +247,7 @@ impl Worker<'_, '_> {
     fn prune(&self, meter: &Meter) {
         let Some(save_path) = &self.save_path else { return };
         // Room on the disk is no reason to end a run that trains well.
-        if let Err(error) = save_path.prune(self.prepared.config.retention) {
+        if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints) {
             meter.say(&format!("no checkpoint was removed: {error}"));
         }
     }

@@ -1,0 +1,91 @@
+//! The draft that the settings describe: what they leave open comes from a stored draft, from the
+//! target and its tokenizer, or is the paper's choice.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::ensure;
+use dflash_hub::{Hub, Part};
+use dflash_model::draft::DraftConfig;
+use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
+use dflash_settings::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
+use dflash_text::ChatTokenizer;
+use dflash_train::config::DraftShape;
+
+/// The draft to start from, where there is one.
+pub(super) struct Draft {
+    /// Its directory.
+    pub(super) dir: Option<PathBuf>,
+    config: Option<DraftConfig>,
+}
+
+impl Draft {
+    pub(super) fn locate(settings: &DraftSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<Self> {
+        let named = settings.from_pretrained.as_deref();
+        let fetched = named.map(|name| Hub::from_env().model(name, Part::Draft, stop));
+        let dir = fetched.transpose()?;
+        let config = dir.as_deref().map(DraftConfig::load).transpose()?;
+        Ok(Self { dir, config })
+    }
+
+    /// The draft's shape but for its mask token, which needs the tokenizer: 0 where it is not given.
+    pub(super) fn shape(
+        &self,
+        settings: &DraftSettings,
+        target_dir: &Path,
+    ) -> anyhow::Result<DraftShape> {
+        let depth = TargetConfig::load(target_dir)?.num_hidden_layers;
+        let stored = self.config.as_ref();
+        let layers = stored.map_or(DEFAULT_LAYERS, |draft| draft.layers.len());
+        let slots = stored.map_or(DEFAULT_BLOCK_SIZE, |draft| draft.block_size);
+        let ids = settings.target_layer_ids.clone();
+        let window = settings.sliding_window;
+        Ok(DraftShape {
+            num_layers: settings.num_layers.unwrap_or(layers),
+            block_size: settings.block_size.unwrap_or(slots),
+            target_layer_ids: ids
+                .or_else(|| stored.map(|draft| draft.target_layer_ids.clone()))
+                .unwrap_or_else(|| default_layer_ids(depth, DEFAULT_CAPTURES)),
+            mask_token_id: settings.mask_token_id.unwrap_or_default(),
+            sliding_window: window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
+            vocab_size: settings.draft_vocab_size,
+        })
+    }
+
+    /// The whole shape.
+    pub(super) fn shape_with_mask(
+        &self,
+        settings: &DraftSettings,
+        target_dir: &Path,
+    ) -> anyhow::Result<DraftShape> {
+        let shape = self.shape(settings, target_dir)?;
+        let tokenizer = ChatTokenizer::load(target_dir)?;
+        if let Some(id) = settings.mask_token_id {
+            refuse_text(&tokenizer, id)?;
+        }
+        let stored = self.config.as_ref().map(|draft| draft.mask_token_id);
+        let special = tokenizer.special_ids();
+        let facts = TokenizerFacts {
+            len: tokenizer.len() as i64,
+            mask: special.mask,
+            pad: special.pad,
+            eos: special.eos,
+            unk: special.unk,
+        };
+        let rows = TargetConfig::load(target_dir)?.vocab_size;
+        let mask_token_id = resolve_mask_token(settings.mask_token_id.or(stored), facts, rows)?;
+        Ok(DraftShape { mask_token_id, ..shape })
+    }
+}
+
+/// A mask token must mean nothing: a draft that meets it in answers learns to propose blanks.
+fn refuse_text(tokenizer: &ChatTokenizer, id: i64) -> anyhow::Result<()> {
+    let text = tokenizer.decode(&[id], true)?;
+    ensure!(
+        text.is_empty(),
+        "--mask-token-id {id} is {text:?}, which occurs in text; take a special token or a row of \
+         the embedding that the tokenizer does not use"
+    );
+    Ok(())
+}
