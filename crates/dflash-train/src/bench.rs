@@ -225,7 +225,7 @@ impl RandomRow {
 
     fn batch(&self, trainer: &Trainer, features_tk: &Tensor) -> Batch {
         let Trainer { draft, batches, .. } = trainer;
-        let blocks = batches.blocks.at(draft.config(), &self.row, &self.settings.anchors);
+        let blocks = batches.blocks.at(draft.config(), &self.row, &self.anchors);
         let rows: Vec<i64> = blocks.plan.context_sources().flatten().map(|r| r as i64).collect();
         let rows = Tensor::from_slice(&rows).to_device(draft.device());
         batches.batch(draft, &self.row, blocks, features_tk.index_select(0, &rows))
