@@ -106,7 +106,7 @@ fn what_comes_from_files_is_escaped() {
 
 #[test]
 fn runs_without_numbers_and_directories_without_runs() {
-    let nan = "{\"step\": 1, \"loss\": null, \"gradient_norm\": null, \"slot_accuracy\": []}\n";
+    let nan = "{\"step\": 1, \"loss\": null, \"gradient_norm\": null, \"accuracy_by_slot\": []}\n";
     assert_eq!(figures(&page(&[("metrics.jsonl", nan)]).unwrap()), 0);
     let error = page(&[("notes.txt", "")]).unwrap_err();
     assert!(error.contains("neither metrics.jsonl nor run.json"), "{error}");

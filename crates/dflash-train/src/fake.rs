@@ -168,12 +168,14 @@ impl Rows for MemoryStream {
 
     fn counters(&self) -> Counters {
         let Counters { retries, busy, stale, rejected, invalid, .. } = self.source.counted;
+        // as a stream that fetches a row ahead
+        let rows = self.done + 1;
         Counters {
-            retries: retries * self.done,
-            busy: busy * self.done,
-            stale: stale * self.done,
-            rejected: rejected * self.done,
-            invalid: invalid * self.done,
+            retries: retries * rows,
+            busy: busy * rows,
+            stale: stale * rows,
+            rejected: rejected * rows,
+            invalid: invalid * rows,
             ..Counters::default()
         }
     }

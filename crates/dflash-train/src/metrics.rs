@@ -21,7 +21,7 @@ pub(crate) struct Meter {
     tokens: f64,
     flops: f64,
     wait: Duration,
-    /// Of all steps, for what the streams have counted.
+    /// Of the last step, for what the streams have counted.
     sums: StepSums,
     machine: Machine,
     since: Instant,
@@ -93,7 +93,7 @@ impl Meter {
     /// as a step, but has no share in figures of what was learned.
     pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
         self.steps += 1;
-        self.sums.add(result.sums);
+        self.sums = result.sums;
         self.wait += wait;
         let moved = result.effect == Effect::Moved;
         if moved {

@@ -45,7 +45,7 @@ pub(crate) struct StepSums {
     pub(crate) skipped: f64,
     /// Arithmetic that the rows needed.
     pub(crate) flops: f64,
-    /// Requests for hidden states.
+    /// Requests for hidden states; like all that streams count, since the process started.
     pub(crate) requests: f64,
     /// Attempts after a first one that failed.
     pub(crate) retries: f64,
@@ -77,27 +77,19 @@ impl StepSums {
         self.skipped += loaded.skipped as f64;
     }
 
-    /// Adds what a stream has counted between two looks at it.
-    pub(crate) fn count_stream(&mut self, before: &Counters, now: &Counters) {
-        let more = |of: fn(&Counters) -> u64| (of(now) - of(before)) as f64;
-        self.requests += more(|counters| counters.requests);
-        self.retries += more(|counters| counters.retries);
-        self.busy += more(|counters| counters.busy);
-        self.generated += more(|counters| counters.generated);
-        self.stored += more(|counters| counters.stored);
-        self.stale += more(|counters| counters.stale);
-        self.missing += more(|counters| counters.missing);
-        self.rejected += more(|counters| counters.rejected);
-        self.invalid += more(|counters| counters.invalid);
-        self.cached += more(|counters| counters.cached);
-        self.bytes += more(|counters| counters.bytes);
-    }
-
-    /// Adds those of another step.
-    pub(crate) fn add(&mut self, mut other: Self) {
-        for (own, other) in self.numbers().into_iter().zip(other.numbers()) {
-            *own += *other;
-        }
+    /// Sets what this rank's stream has counted so far, also between the steps: it fetches ahead.
+    pub(crate) fn count_stream(&mut self, so_far: &Counters) {
+        self.requests = so_far.requests as f64;
+        self.retries = so_far.retries as f64;
+        self.busy = so_far.busy as f64;
+        self.generated = so_far.generated as f64;
+        self.stored = so_far.stored as f64;
+        self.stale = so_far.stale as f64;
+        self.missing = so_far.missing as f64;
+        self.rejected = so_far.rejected as f64;
+        self.invalid = so_far.invalid as f64;
+        self.cached = so_far.cached as f64;
+        self.bytes = so_far.bytes as f64;
     }
 }
 

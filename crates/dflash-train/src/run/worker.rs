@@ -81,7 +81,6 @@ impl Worker<'_, '_> {
         let rate = self.rate(self.position.step);
         let (mut sums, mut vote) = (StepSums::default(), Vote::Continue);
         let (mut wait, mut failure) = (Duration::ZERO, None);
-        let before = rows.counters();
         let mut step = self.trainer.begin(self.communicator);
         for micro in 1..=accumulation {
             let asked = Instant::now();
@@ -103,7 +102,7 @@ impl Worker<'_, '_> {
         if config.stop.load(Ordering::Relaxed) {
             vote = vote.max(Vote::Stop);
         }
-        sums.count_stream(&before, &rows.counters());
+        sums.count_stream(&rows.counters());
         let result = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
         result.vote.settle(failure)?;
         self.had_slots |= result.effect != Effect::Empty;
