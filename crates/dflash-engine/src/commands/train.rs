@@ -25,7 +25,7 @@ use dflash_train::config::{
 };
 use dflash_train::optimizer::{AdamWConfig, Algorithm, MuonConfig, OptimizerConfig, WeightDecay};
 use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
-use dflash_train::{Acceptance, ProbeError, Retention, Served, Share};
+use dflash_train::{Acceptance, Prepared, ProbeError, Retention, Served, Share};
 
 use super::launch;
 
@@ -46,17 +46,18 @@ pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()>
     let grace = args.checkpoints.grace;
     let acceptance = probe_config(&args.validation, &args.verifier_name_or_path);
     let mut config = resolve(args, stop)?;
-    let grace = save_grace(grace, dflash_train::time_to_save(&config)?);
+    let role = Role::from_env(launch::wish(&launch_args))?;
+    if let Role::Worker(env) = &role {
+        config.progress &= env.rank == 0;
+    }
+    let prepared = Prepared::open(&config)?;
+    let grace = save_grace(grace, prepared.time_to_save());
     dflash::set_save_grace(grace);
-    match Role::from_env(launch::wish(&launch_args))? {
-        Role::Worker(env) => {
-            config.progress &= env.rank == 0;
-            train(&config, &env, acceptance)
-        }
-        Role::Alone => train(&config, &WorkerEnv::alone(), acceptance),
+    match role {
+        Role::Worker(env) => train(&prepared, &env, (acceptance, stop)),
+        Role::Alone => train(&prepared, &WorkerEnv::alone(), (acceptance, stop)),
         Role::Launcher { nproc } => {
             let ranks = launch::config(launch_args, nproc, grace)?;
-            dflash_train::Prepared::open(&config)?;
             // what is wrong with the prompts is better said once, before ranks start
             acceptance.map(Probe::open).transpose()?;
             launch::start(&ranks, stop)
@@ -81,17 +82,15 @@ fn save_grace(seconds: Option<u64>, saving: Duration) -> Duration {
 }
 
 fn train(
-    config: &TrainConfig,
+    prepared: &Prepared<'_>,
     env: &WorkerEnv,
-    acceptance: Option<ProbeConfig>,
+    (acceptance, stop): (Option<ProbeConfig>, &AtomicBool),
 ) -> anyhow::Result<()> {
     let mut acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
-    let prepared = dflash_train::Prepared::open(config)?;
     let outcome = match &mut acceptance {
         None => prepared.run(env, None)?,
         Some(meter) => {
-            let mut probe =
-                |served: Served<'_>, share: Share| meter.measure(served, share, &config.stop);
+            let mut probe = |served: Served<'_>, share: Share| meter.measure(served, share, stop);
             prepared.run(env, Some(&mut probe))?
         }
     };
