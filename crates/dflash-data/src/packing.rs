@@ -171,7 +171,7 @@ mod tests {
     fn documents_that_go_leave_the_row_of_the_others() {
         let sample = |index: u32| {
             let input_ids: Vec<i64> = (0..3 + i64::from(index)).collect();
-            (index, Sample { loss_mask: vec![index % 2 == 0; input_ids.len()], input_ids })
+            (index, Sample { loss_mask: vec![index.is_multiple_of(2); input_ids.len()], input_ids })
         };
         let all: Vec<(u32, Sample)> = (0..4).map(sample).collect();
         let mut row = PackedRow::from_samples(&all, 17);

@@ -53,7 +53,7 @@ fn load(checkpoint: &Path) -> Draft {
     Draft::load(checkpoint, Device::Cpu, Kind::Float).unwrap()
 }
 
-/// A part of the stored state, as a vector.
+/// A part of the stored state, flat.
 fn stored(checkpoint: &Path, name: &str) -> Tensor {
     let file = TensorFile::open(&checkpoint.join("trainer/state.safetensors")).unwrap();
     file.any_tensor(name).unwrap()
@@ -259,7 +259,11 @@ fn samples_without_states_are_left_out_of_their_rows_and_counted() {
     let rows = MemoryRows { left_out, ..world.rows() };
     world.train_on(&config, &rows, &Single, None).unwrap();
     let lines = world.lines("out", "metrics.jsonl");
-    assert_eq!(lines.last().unwrap()["skipped_samples"], 2 * 3, "in each epoch");
+    let last = lines.last().unwrap();
+    assert_eq!(last["skipped_samples"], 2 * 3, "in each epoch");
+    let rows = last["step"].as_u64().unwrap();
+    let stream = |key: &str| last["stream"][key].as_u64().unwrap();
+    assert_eq!(["retries", "busy", "stale"].map(stream), [rows, 2 * rows, 3 * rows]);
     world.train(&world.config("whole")).unwrap();
     assert_ne!(world.losses("out"), world.losses("whole"));
 }
