@@ -46,17 +46,17 @@ pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()>
     let grace = args.checkpoints.grace;
     let acceptance = probe_config(&args.validation, &args.verifier_name_or_path);
     let mut config = resolve(args, stop)?;
-    let grace = save_grace(grace, dflash_train::time_to_save(&config)?);
-    dflash::set_save_grace(grace);
     match Role::from_env(launch::wish(&launch_args))? {
         Role::Worker(env) => {
             config.progress &= env.rank == 0;
-            train(&config, &env, acceptance)
+            train(&config, &env, acceptance, grace)
         }
-        Role::Alone => train(&config, &WorkerEnv::alone(), acceptance),
+        Role::Alone => train(&config, &WorkerEnv::alone(), acceptance, grace),
         Role::Launcher { nproc } => {
+            let prepared = dflash_train::Prepared::open(&config)?;
+            let grace = save_grace(grace, prepared.time_to_save());
+            dflash::set_save_grace(grace);
             let ranks = launch::config(launch_args, nproc, grace)?;
-            dflash_train::Prepared::open(&config)?;
             // what is wrong with the prompts is better said once, before ranks start
             acceptance.map(Probe::open).transpose()?;
             launch::start(&ranks, stop)
@@ -66,27 +66,26 @@ pub(crate) fn run(args: TrainArgs, stop: &Arc<AtomicBool>) -> anyhow::Result<()>
 
 /// Time from SIGTERM to the end: what the user says, or enough to end a step and to save.
 fn save_grace(seconds: Option<u64>, saving: Duration) -> Duration {
-    if let Some(seconds) = seconds {
-        return Duration::from_secs(seconds);
-    }
-    let grace = dflash::SAVE_GRACE + saving;
-    if grace > SCHEDULERS_PATIENCE {
-        let seconds = grace.as_secs();
-        tracing::warn!(
-            "saving may take until {seconds} s after SIGTERM; let your scheduler wait as long \
-             before it kills, or say with --grace how long it waits"
-        );
-    }
-    grace
+    seconds.map_or(dflash::SAVE_GRACE + saving, Duration::from_secs)
 }
 
 fn train(
     config: &TrainConfig,
     env: &WorkerEnv,
     acceptance: Option<ProbeConfig>,
+    grace: Option<u64>,
 ) -> anyhow::Result<()> {
     let mut acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
     let prepared = dflash_train::Prepared::open(config)?;
+    let time = save_grace(grace, prepared.time_to_save());
+    dflash::set_save_grace(time);
+    if env.rank == 0 && grace.is_none() && time > SCHEDULERS_PATIENCE {
+        let seconds = time.as_secs();
+        tracing::warn!(
+            "saving may take until {seconds} s after SIGTERM; let your scheduler wait as long \
+             before it kills, or say with --grace how long it waits"
+        );
+    }
     let outcome = match &mut acceptance {
         None => prepared.run(env, None)?,
         Some(meter) => {
