@@ -46,18 +46,7 @@ pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
 
 /// Time from SIGTERM to the end: what the user says, or enough to end a step and to save.
 fn save_grace(seconds: Option<u64>, saving: Duration) -> Duration {
-    if let Some(seconds) = seconds {
-        return Duration::from_secs(seconds);
-    }
-    let grace = dflash::SAVE_GRACE + saving;
-    if grace > SCHEDULERS_PATIENCE {
-        let seconds = grace.as_secs();
-        tracing::warn!(
-            "saving may take until {seconds} s after SIGTERM; let your scheduler wait as long \
-             before it kills, or say with --grace how long it waits"
-        );
-    }
-    grace
+    seconds.map_or(dflash::SAVE_GRACE + saving, Duration::from_secs)
 }
 
 fn train(
