@@ -16,10 +16,10 @@ use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
 use dflash_model::objective::DraftVocabulary;
 use dflash_run::{Checkpoint, Position, State};
 
+use crate::Error;
 use crate::optimizer::{Algorithm, OptimizerConfig};
 use crate::prepared::Prepared;
 use crate::trainer::Trainer;
-use crate::Error;
 
 /// The flat parameters in a checkpoint's float32 state.
 pub(crate) const MASTERS: &str = "masters";

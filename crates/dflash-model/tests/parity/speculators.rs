@@ -299,7 +299,7 @@ pub(crate) fn check_metrics(
             Some(*run)
         });
     let conditional = ratio("accept_len").is_some();
-    let length = if conditional { report.expected_accepted } else { product.sum() };
+    let length = if conditional { report.expected_acceptance_length } else { product.sum() };
     near("expected length", length, ratio("eal").unwrap());
     let gradient = output.dhidden_nh / (report.denominator + epsilon);
     (report, gradient)

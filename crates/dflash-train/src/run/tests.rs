@@ -413,10 +413,7 @@ fn validation_does_not_change_what_is_trained() {
 
 /// Says that acceptance follows from the weights, which it does.
 #[allow(clippy::unnecessary_wraps, reason = "a probe may fail")]
-fn probe(
-    (draft, _): Served<'_>,
-    share: Share,
-) -> Result<Option<Acceptance>, crate::ProbeError> {
+fn probe((draft, _): Served<'_>, share: Share) -> Result<Option<Acceptance>, crate::ProbeError> {
     assert_eq!(share, Share { rank: 0, ranks: 1 });
     let digest = draft.flat().abs().sum(Kind::Double).double_value(&[]) as u64;
     let reached = vec![100, digest % 101, digest % 13, 0];
