@@ -234,8 +234,8 @@ fn nothing_leaks_from_what_a_block_must_not_see() {
     }
 }
 
-/// Relative error of the gradients in bfloat16 over 64 chunks: 3e-4 to 5e-4 was measured with sums in
-/// float32, since each chunk's part is rounded once; 1.4e-2 with sums in bfloat16.
+/// Relative error of the gradients in bfloat16 over 64 chunks: 2e-4 to 4e-4 was measured with sums in
+/// float32, since each chunk's part is rounded once; 1.5e-2 with sums in bfloat16.
 const BF16_SUM: f64 = 1e-3;
 
 /// Every chunk behind a context row adds to that row's gradients: in bfloat16, whose sums stop
@@ -256,9 +256,8 @@ fn in_bf16_a_context_rows_gradients_over_many_chunks_are_those_of_float64() {
     let plan = case.plan();
     let chunks = plan.chunks(&case.visibility, case.group as usize).len();
     assert!(chunks >= 64, "{chunks} chunks");
-    tch::manual_seed(7);
     // Queries and upstream gradients of one sign mostly, so that the sums grow from chunk to chunk.
-    let inputs: Vec<Tensor> = random_inputs(&case, &plan)
+    let inputs: Vec<Tensor> = random_inputs(&mut random(), &case, &plan)
         .iter()
         .zip([0.5, 0.0, 0.0, 0.0, 0.0, 1.0])
         .map(|(x, mean)| (x * 0.5 + mean).to_kind(Kind::BFloat16).to_kind(Kind::Double))

@@ -35,6 +35,14 @@ pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
     let prepared = Prepared::open(&config)?;
     let grace = save_grace(settings.checkpoints.grace, prepared.time_to_save());
     dflash::set_save_grace(grace);
+    let leads = !matches!(&role, Role::Worker(env) if env.rank > 0);
+    if leads && settings.checkpoints.grace.is_none() && grace > SCHEDULERS_PATIENCE {
+        let seconds = grace.as_secs();
+        tracing::warn!(
+            "saving may take until {seconds} s after SIGTERM; let your scheduler wait as long \
+             before it kills, or say with --grace how long it waits"
+        );
+    }
     // what is wrong with the prompts is better said once, before ranks start
     let acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
     match (role, launch) {

@@ -326,6 +326,21 @@ mod tests {
     }
 
     #[test]
+    fn a_served_window_ends_inside_a_larger_block() {
+        let own = |visibility: Visibility| (0..4).map(|slot| visibility.own(slot, 4)).collect();
+        let check = |visibility, expected: [Range<usize>; 4]| {
+            let found: Vec<Range<usize>> = own(visibility);
+            assert_eq!(found, expected);
+        };
+        check(Visibility::FULL, [0..4, 0..4, 0..4, 0..4]);
+        check(Visibility::sliding(4), [0..1, 0..2, 0..3, 0..4]);
+        check(Visibility::sliding(2), [0..1, 0..2, 1..3, 2..4]);
+        let fixed = Visibility { window: Some((2, WindowRule::Speculators)), ..Visibility::FULL };
+        check(fixed, [0..4, 0..4, 0..4, 0..4]);
+        check(Visibility { causal_in_block: true, ..fixed }, [0..1, 0..2, 0..3, 0..4]);
+    }
+
+    #[test]
     fn only_visible_context_travels() {
         let plan = BlockPlan::new(&[0, 10, 20], &[4, 7], 4, &[Visibility::FULL]);
         assert_eq!(plan.context_rows(), 7);

@@ -46,7 +46,6 @@ fn attention_mask(Case { name, value: case, .. }: &Case) {
     for block in on_padding {
         println!("left out: block {block} of {name}, whose anchor {} is padding", anchors[block]);
     }
-    assert!(!blocks.is_empty(), "every anchor is padding");
     // an unused block stands behind the others with its anchor at 0
     blocks.sort_by_key(|&block| anchors[block]);
     let used: Vec<usize> = blocks.iter().map(|&block| anchors[block]).collect();
