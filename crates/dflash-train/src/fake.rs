@@ -15,7 +15,7 @@ use dflash_model::place;
 use dflash_model::target::{Target, TargetConfig};
 use dflash_run::RunDir;
 use dflash_test_support::alone;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use crate::config::{DraftShape, TrainConfig};
@@ -23,6 +23,21 @@ use crate::order::PlannedRow;
 use crate::rows::{LoadedRow, RowSource, Rows, Samples, TargetSamples, pack};
 use crate::validation::AcceptanceProbe;
 use crate::{Error, Outcome, Prepared};
+
+/// Two short epochs.
+const SETTINGS: &str = r#"{
+    "resume": false, "speculator_type": "dflash", "log_every": 1, "no_progress": true,
+    "device": "cpu", "compute_dtype": "auto", "recompute": false, "zero": 0,
+    "matmul_precision": "float32", "nnodes": 1, "backend": "auto", "max_restarts": 0,
+    "join_timeout": 1, "collective_timeout": 1, "anchors_per_sequence": 8, "max_anchors": 3072,
+    "gradient_accumulation_steps": 1, "epochs": 2, "seed": 0, "loss": ["ce"],
+    "teacher_labels": false, "gamma": 4.0, "loss_chunk_mib": 1, "lr": 0.01,
+    "scheduler_type": "cosine", "warmup_ratio": 0.04, "min_lr_ratio": 0.0, "decay_ratio": 0.2,
+    "optimizer": "adamw", "weight_decay": 0.0, "norm_weight_decay": 0.0, "max_grad_norm": 1.0,
+    "max_bad_steps": 10, "vllm_endpoint": [], "on_missing": "raise", "on_generate": "delete",
+    "window_mib": 1, "max_in_flight": 4, "validation_ratio": 0.0, "eval_limit": 32,
+    "eval_max_new_tokens": 128
+}"#;
 
 /// Rank 0 beside others that a test speaks for; notes what is announced to the launcher.
 #[derive(Debug, Default)]
@@ -278,23 +293,12 @@ impl World {
     /// Two short epochs into the folder `save`.
     pub(crate) fn config(&self, save: &str) -> TrainConfig {
         let path = |name: &str| self.path(name).to_str().unwrap().to_owned();
-        let settings = json!({
-            "target": path("target"), "data_path": path("data"), "save_path": path(save),
-            "resume": false, "speculator_type": "dflash", "log_every": 1, "no_progress": true,
-            "device": "cpu", "compute_dtype": "auto", "recompute": false, "zero": 0,
-            "matmul_precision": "float32",
-            "nnodes": 1, "backend": "auto", "max_restarts": 0, "join_timeout": 1,
-            "collective_timeout": 1,
-            "total_seq_len": Self::TOTAL_SEQ_LEN, "anchors_per_sequence": 8, "max_anchors": 3072,
-            "gradient_accumulation_steps": 1, "epochs": 2, "seed": 0,
-            "loss": ["ce"], "teacher_labels": false, "gamma": 4.0, "loss_chunk_mib": 1,
-            "lr": 0.01, "scheduler_type": "cosine", "warmup_ratio": 0.04, "min_lr_ratio": 0.0,
-            "decay_ratio": 0.2, "optimizer": "adamw", "weight_decay": 0.0,
-            "norm_weight_decay": 0.0, "max_grad_norm": 1.0, "max_bad_steps": 10,
-            "vllm_endpoint": [], "hidden_states_path": path("states"), "on_missing": "raise",
-            "on_generate": "delete", "window_mib": 1, "max_in_flight": 4,
-            "validation_ratio": 0.0, "eval_limit": 32, "eval_max_new_tokens": 128,
-        });
+        let mut settings: Value = serde_json::from_str(SETTINGS).unwrap();
+        settings["target"] = path("target").into();
+        settings["data_path"] = path("data").into();
+        settings["save_path"] = path(save).into();
+        settings["hidden_states_path"] = path("states").into();
+        settings["total_seq_len"] = Self::TOTAL_SEQ_LEN.into();
         TrainConfig {
             settings: serde_json::from_value(settings).unwrap(),
             target_dir: self.path("target"),

@@ -48,9 +48,8 @@ mod tests {
     fn an_error_about_a_setting_names_its_place() {
         let places: Places = [("lr".to_owned(), "run.toml:3".to_owned())].into_iter().collect();
         let explained = |error: anyhow::Error| {
-            let about = |error: &anyhow::Error| error.downcast_ref::<Invalid>().cloned();
-            let about = about(&error);
-            places.explain::<()>(Err(error), |_| about.as_ref()).unwrap_err().to_string()
+            let explained = places.explain::<()>(Err(error), |error| error.downcast_ref());
+            explained.unwrap_err().to_string()
         };
         let invalid = |key| Invalid::new(key, -1, "it must be positive").into();
         assert_eq!(explained(invalid("lr")), "run.toml:3: --lr is -1, but it must be positive");

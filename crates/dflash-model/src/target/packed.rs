@@ -95,7 +95,6 @@ impl Span {
 
 #[cfg(test)]
 mod tests {
-    use dflash_test_support::seeded;
     use tch::Device;
 
     use super::*;

@@ -278,7 +278,7 @@ fn metrics_have_what_the_streams_of_all_ranks_counted() {
     world.train_on(&config, &rows, &two, None).unwrap();
     for line in &world.lines("out", "metrics.jsonl")[..2] {
         // one row ahead of those that this rank had, and the same on the other
-        let ahead = line["step"].as_u64().unwrap() * config.accumulation as u64 + 1;
+        let ahead = line["step"].as_u64().unwrap() * config.settings.rows.gradient_accumulation_steps as u64 + 1;
         let found = ["retries", "busy", "stale"].map(|key| line["stream"][key].as_u64().unwrap());
         assert_eq!(found, [1, 2, 3].map(|each| 2 * each * ahead), "{line}");
     }
