@@ -110,7 +110,7 @@ fn a_plan_takes_a_run_file_and_ignores_what_only_training_needs() {
     std::fs::write(&file, "[train]\nlearning = 1").unwrap();
     let (code, _, stderr) = engine(&line, dir.path());
     assert_eq!(code, Some(1));
-    assert!(stderr.contains("run.toml:2: learning is no setting"), "{stderr}");
+    assert!(stderr.contains("run.toml:2: learning is not a setting"), "{stderr}");
 }
 
 #[test]

@@ -174,7 +174,7 @@ fn mistakes_are_named() {
     check(&["--max-steps", "9999999999", "--epochs", "999999"], "--epochs is 999999");
     check(&["--num-layers", "0"], "--num-layers is 0");
     check(&["--draft-vocab-size", "1000"], "--draft-vocab-size is 1000");
-    check(&["--loss", "hinge"], "--loss names hinge");
+    check(&["--loss", "hinge"], "the terms are ce, kl");
     check(&["--lr", "0"], "--lr is 0");
     check(&["--peak-tflops=-1"], "--peak-tflops is -1");
     check(&["--from-pretrained", "./nowhere"], "no such directory");

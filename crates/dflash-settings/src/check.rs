@@ -4,22 +4,22 @@ use std::fmt::Display;
 
 /// A setting that cannot be honoured.
 ///
-/// The programs add where the value was given: a flag, a line of a run file.
+/// The programs add where the value was given, if it was not typed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("--{} is {value}, but {expected}", .key.replace('_', "-"))]
+#[error("--{} {reason}", .key.replace('_', "-"))]
 pub struct Invalid {
     /// The setting: its field, and its key in a run file.
     pub key: &'static str,
-    /// What was given.
-    pub value: String,
-    /// What would do.
-    pub expected: String,
+    /// What is wrong with it, and what would do.
+    pub reason: String,
+    /// The setting that it needs and that was not given, if that is what is wrong.
+    pub missing: Option<&'static str>,
 }
 
 impl Invalid {
     /// `key` has a `value` where something else is `expected`.
-    pub fn new(key: &'static str, value: impl Display, expected: impl Into<String>) -> Self {
-        Self { key, value: value.to_string(), expected: expected.into() }
+    pub fn new(key: &'static str, value: impl Display, expected: impl Display) -> Self {
+        Self { key, reason: format!("is {value}, but {expected}"), missing: None }
     }
 }
 
@@ -50,13 +50,15 @@ pub(crate) fn shares<const N: usize>(numbers: [(&'static str, f64); N]) -> Resul
     }
 }
 
-/// Refuses `key` with `value` unless `needed` is there.
-pub(crate) fn needs(
-    key: &'static str,
-    value: impl Display,
-    (needed, flag): (bool, &str),
-) -> Result<(), Invalid> {
-    if needed { Ok(()) } else { Err(Invalid::new(key, value, format!("it needs {flag}"))) }
+/// Refuses `key` without the setting `missing`.
+pub(crate) fn needs(key: &'static str, missing: &'static str) -> Invalid {
+    let reason = format!("needs --{}", missing.replace('_', "-"));
+    Invalid { key, reason, missing: Some(missing) }
+}
+
+/// Refuses `key` with what another setting says: `reason` begins with "needs".
+pub(crate) fn at_odds(key: &'static str, reason: &str) -> Invalid {
+    Invalid { key, reason: reason.to_owned(), missing: None }
 }
 
 #[cfg(test)]
@@ -80,7 +82,7 @@ mod tests {
             shares([("decay_ratio", 1.1)]),
             Some("--decay-ratio is 1.1, but a share lies in 0..1"),
         );
-        let lone = needs("keep_every", 5, (false, "--keep-last"));
-        check(lone, Some("--keep-every is 5, but it needs --keep-last"));
+        let lone = needs("keep_every", "keep_last");
+        assert_eq!(lone.to_string(), "--keep-every needs --keep-last");
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, needs};
+use crate::check::{Invalid, at_odds};
 use crate::choices::{OnGenerate, OnMissing};
 
 /// Servers, stored states, and how much of them is held.
@@ -49,10 +49,17 @@ impl HiddenStatesSettings {
     /// # Errors
     /// A use of stored states without a folder of them.
     pub fn check(&self) -> Result<(), Invalid> {
-        let folder = |needed| (needed || self.hidden_states_path.is_some(), "--hidden-states-path");
-        let generates = self.on_missing == OnMissing::Generate;
-        needs("on_missing", "set to use stored hidden states alone", folder(generates))?;
-        let deletes = self.on_generate == OnGenerate::Delete;
-        needs("on_generate", "cache", folder(deletes))
+        if self.hidden_states_path.is_some() {
+            return Ok(());
+        }
+        if self.on_generate != OnGenerate::Delete {
+            return Err(at_odds("on_generate", "cache needs --hidden-states-path to say where"));
+        }
+        if self.on_missing != OnMissing::Generate {
+            let reason = "skip, warn and raise use stored hidden states alone; name their folder \
+                          with --hidden-states-path";
+            return Err(at_odds("on_missing", reason));
+        }
+        Ok(())
     }
 }

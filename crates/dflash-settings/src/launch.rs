@@ -78,11 +78,9 @@ impl CheckpointSettings {
             ("keep_every", self.keep_every.unwrap_or(1)),
             ("grace", self.grace.unwrap_or(1)),
         ])?;
-        match self.keep_every {
-            Some(every) => {
-                needs("keep_every", every, (self.keep_last.is_some(), "--keep-last <N>"))
-            }
-            None => Ok(()),
+        if self.keep_every.is_some() && self.keep_last.is_none() {
+            return Err(needs("keep_every", "keep_last"));
         }
+        Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, needs, positive, shares};
+use crate::check::{Invalid, at_least_one, at_odds, positive, shares};
 use crate::choices::{OptimizerKind, SchedulerType};
 
 /// Learning rate, its schedule, and the optimizer.
@@ -66,8 +66,8 @@ impl OptimizerSettings {
             ("decay_ratio", self.decay_ratio),
         ])?;
         at_least_one([("max_bad_steps", self.max_bad_steps)])?;
-        if let Some(rate) = self.muon_lr {
-            needs("muon_lr", rate, (self.optimizer == OptimizerKind::Muon, "--optimizer muon"))?;
+        if self.muon_lr.is_some() && self.optimizer != OptimizerKind::Muon {
+            return Err(at_odds("muon_lr", "needs --optimizer muon"));
         }
         let decays =
             [("weight_decay", self.weight_decay), ("norm_weight_decay", self.norm_weight_decay)];

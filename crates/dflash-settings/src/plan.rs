@@ -89,13 +89,12 @@ impl PlanSettings {
         ])?;
         positive([("tflops", self.tflops.unwrap_or(1.0))])?;
         match (self.documents, self.mean_length) {
-            (Some(count), length) => needs("rows", count, (length.is_some(), "--mean-length"))?,
-            (None, Some(length)) => needs("mean_length", length, (false, "--rows"))?,
+            (Some(_), None) => return Err(needs("rows", "mean_length")),
+            (None, Some(_)) => return Err(needs("mean_length", "rows")),
             (None, None) if self.data_path.is_none() => {
-                let expected = "a plan needs a dataset, or --rows and --mean-length";
-                return Err(Invalid::new("data_path", "missing", expected));
+                return Err(needs("data_path", "data_path"));
             }
-            (None, None) => {}
+            _ => {}
         }
         self.compute.check()?;
         self.draft.check()?;

@@ -44,18 +44,17 @@ impl ValidationSettings {
             ("eval_max_new_tokens", self.eval_max_new_tokens as u64),
         ])?;
         self.check_ratio()?;
-        let when = (self.eval_every.is_some(), "--eval-every");
-        if self.validation_ratio > 0.0 {
-            needs("validation_ratio", self.validation_ratio, when)?;
-        }
-        match (&self.eval_prompts, self.eval_every) {
-            (Some(prompts), _) => needs("eval_prompts", prompts.display(), when),
-            (None, Some(every)) if self.validation_ratio == 0.0 => {
+        match (self.eval_every, &self.eval_prompts) {
+            (None, Some(_)) => Err(needs("eval_prompts", "eval_every")),
+            (None, None) if self.validation_ratio > 0.0 => {
+                Err(needs("validation_ratio", "eval_every"))
+            }
+            (Some(every), None) if self.validation_ratio == 0.0 => {
                 let expected =
                     "there is nothing to validate on: add --validation-ratio or --eval-prompts";
                 Err(Invalid::new("eval_every", every, expected))
             }
-            (None, _) => Ok(()),
+            _ => Ok(()),
         }
     }
 

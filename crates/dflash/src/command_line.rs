@@ -59,7 +59,7 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal>
             let cli = Cli::from_arg_matches(&matches)?;
             let dump = run_file::wants_dump(&matches);
             let name = matches.subcommand_name().unwrap_or_default();
-            cli.command.check().map_err(|invalid| usage(name, &invalid))?;
+            cli.command.check().map_err(|invalid| refusal(name, None, invalid))?;
             let arguments = args[1..].to_vec();
             Ok((CommandLine { cli, places: Places::default(), notes: Vec::new(), arguments }, dump))
         }
@@ -69,23 +69,32 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal>
     }
 }
 
-/// The error about a flag's value, in clap's own words.
-pub(crate) fn usage(command: &str, invalid: &Invalid) -> Refusal {
-    let message = invalid_value(command, invalid);
-    usage_error(command, ErrorKind::ValueValidation, &message)
+/// The refusal of a setting, which is at `place` if it was not typed. What a typed flag lacks is
+/// asked for in clap's own words.
+pub(crate) fn refusal(command: &str, place: Option<&str>, invalid: Invalid) -> Refusal {
+    match (place, invalid.missing) {
+        (None, Some(missing)) => {
+            let message = format!(
+                "the following required arguments were not provided:\n  {}",
+                flag(command, missing)
+            );
+            usage_error(command, ErrorKind::MissingRequiredArgument, &message)
+        }
+        (place, _) => {
+            let place = place.map_or_else(String::new, |place| format!("{place}: "));
+            Refusal::Fault(Error::Invalid { place, invalid })
+        }
+    }
 }
 
-/// `invalid value '0' for '--epochs <N>': it must be at least 1`.
-pub(crate) fn invalid_value(command: &str, invalid: &Invalid) -> String {
-    let Invalid { key, value, expected } = invalid;
+/// A flag as clap writes it, such as `--epochs <N>`.
+fn flag(command: &str, key: &str) -> String {
     let mut definition = definition();
     // Only a built command knows how its flags are written.
     definition.build();
-    let flag = definition
-        .find_subcommand(command)
-        .and_then(|command| command.get_arguments().find(|arg| arg.get_id() == key))
-        .map_or_else(|| format!("--{}", key.replace('_', "-")), ToString::to_string);
-    format!("invalid value '{value}' for '{flag}': {expected}")
+    let command = definition.find_subcommand(command);
+    let arg = command.and_then(|command| command.get_arguments().find(|arg| arg.get_id() == key));
+    arg.map_or_else(|| format!("--{}", key.replace('_', "-")), ToString::to_string)
 }
 
 pub(crate) fn usage_error(command: &str, kind: ErrorKind, message: &str) -> Refusal {

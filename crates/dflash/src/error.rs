@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use dflash_settings::Invalid;
+
 use crate::libtorch::{Flaw, Report, VERSION};
 
 /// A failed start.
@@ -64,6 +66,14 @@ pub enum Error {
         key: String,
         /// What is wrong with it and what would do.
         reason: String,
+    },
+    /// A setting that makes no sense.
+    #[error("{place}{invalid}")]
+    Invalid {
+        /// Where it was given, if it was not typed, with a colon.
+        place: String,
+        /// The setting.
+        invalid: Invalid,
     },
     /// Flags of vLLM that say what this server does not do.
     #[error(

@@ -16,12 +16,11 @@ use std::path::{Path, PathBuf};
 
 use clap::error::ErrorKind;
 use clap::{Arg, ArgMatches, FromArgMatches};
-use dflash_settings::Invalid;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::cli::{Cli, Command, DUMP_CONFIG, RUN_FILE, SET, VLLM_FLAGS, definition, table_of};
-use crate::command_line::{CommandLine, Refusal, invalid_value, usage, usage_error};
+use crate::command_line::{CommandLine, Refusal, refusal, usage_error};
 use crate::error::Error;
 use crate::places::Places;
 pub(crate) use dump::dump;
@@ -142,7 +141,7 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
         }
     }
     let (command, places) = sources.resolve(settings)?;
-    command.check().map_err(|invalid| refuse(name, &places, &invalid))?;
+    command.check().map_err(|invalid| refusal(name, places.of(invalid.key), invalid))?;
     let cli = Cli { command, global: cli.global };
     let line = CommandLine { cli, places, notes, arguments: args[1..].to_vec() };
     Ok((line, wants_dump(&typed)))
@@ -152,18 +151,6 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
 fn run_file<'a>(name: &str, matches: &'a ArgMatches) -> Option<&'a PathBuf> {
     let path = matches.get_one::<PathBuf>(RUN_FILE)?;
     (name != "hidden-server" || vllm::is_run_file(path)).then_some(path)
-}
-
-/// An error about a setting, where it was given.
-fn refuse(command: &str, places: &Places, invalid: &Invalid) -> Refusal {
-    match places.of(invalid.key) {
-        Some(place) => Refusal::Fault(Error::Setting {
-            place: place.to_owned(),
-            key: invalid.key.to_owned(),
-            reason: format!("is refused: {}", invalid_value(command, invalid)),
-        }),
-        None => usage(command, invalid),
-    }
 }
 
 /// The command line with nothing required: to look at what the user typed.

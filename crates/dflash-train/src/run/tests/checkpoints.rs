@@ -1,0 +1,138 @@
+//! What is kept, resumed and refused.
+
+use super::*;
+
+#[test]
+fn old_checkpoints_go_and_the_best_stays() {
+    let world = World::new();
+    let save = world.path("kept");
+    std::fs::create_dir(&save).unwrap();
+    std::fs::write(save.join("best.json"), r#"{"step":2,"acceptance_length":3.0}"#).unwrap();
+    std::fs::write(save.join("run.json"), "{}").unwrap();
+    let config = with(world.config("kept"), |settings| {
+        settings.checkpoints = CheckpointSettings {
+            save_every: Some(1),
+            keep_last: Some(2),
+            keep_every: Some(5),
+            grace: None,
+        };
+        settings.rows.max_steps = Some(12);
+    });
+    world.train(&config).unwrap();
+    assert_eq!(world.saved("kept"), [2, 5, 10, 11, 12]);
+}
+
+#[test]
+fn a_save_path_that_holds_something_else_is_left_alone() {
+    let world = World::new();
+    std::fs::create_dir(world.path("thesis")).unwrap();
+    std::fs::write(world.path("thesis").join("chapter1.tex"), "words").unwrap();
+    let error = refused(world.train(&world.config("thesis")));
+    assert!(error.contains("chapter1.tex"), "{error}");
+    assert_eq!(std::fs::read_dir(world.path("thesis")).unwrap().count(), 1);
+}
+
+#[test]
+fn damaged_checkpoints_are_named_and_the_one_before_goes_on() {
+    let world = World::new();
+    let config = with(world.config("out"), |settings| settings.checkpoints.save_every = Some(3));
+    let last = world.train(&config).unwrap().checkpoint;
+    let steps = world.saved("out");
+    let before = steps[steps.len() - 2];
+    let expected = world.losses("out");
+    let check = |file: &str, damage: fn(&Path)| {
+        let (path, aside) = (last.join(file), world.path("aside"));
+        std::fs::copy(&path, &aside).unwrap();
+        damage(&path);
+        let error = refused(world.train(&resumed(&config)));
+        let remedy = format!("which is damaged; remove it to go on from step {before}");
+        assert!(error.contains(&remedy), "{file}: {error}");
+        assert!(error.contains(last.to_str().unwrap()), "{file}: {error}");
+        std::fs::copy(&aside, &path).unwrap();
+    };
+    check("trainer/state.safetensors", |path| {
+        let mut bytes = std::fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(path, bytes).unwrap();
+    });
+    check("trainer/state.safetensors", |path| {
+        let file = std::fs::File::options().write(true).open(path).unwrap();
+        file.set_len(1000).unwrap();
+    });
+    check("trainer/state.safetensors", |path| std::fs::write(path, "").unwrap());
+    check("trainer/state.json", |path| std::fs::write(path, "{").unwrap());
+    check("trainer/state.json", |path| {
+        let state = std::fs::read_to_string(path).unwrap();
+        std::fs::write(path, state.replacen("\"step\": ", "\"step\": 1", 1)).unwrap();
+    });
+    check("trainer/state.json", |path| std::fs::remove_file(path).unwrap());
+    check("config.json", |path| std::fs::write(path, "{}").unwrap());
+    check("config.json", |path| std::fs::remove_file(path).unwrap());
+    std::fs::remove_dir_all(&last).unwrap();
+    world.train(&resumed(&config)).unwrap();
+    assert_eq!(world.losses("out"), expected);
+}
+
+#[test]
+fn another_draft_is_refused_by_the_flag_that_differs() {
+    let world = World::new();
+    world.train(&world.config("out")).unwrap();
+    let check = |change: fn(&mut TrainConfig), expected: &str| {
+        let mut config = resumed(&world.config("out"));
+        change(&mut config);
+        let error = refused(world.train(&config));
+        assert!(error.contains(&format!("trained with {expected}")), "{error}");
+    };
+    check(|config| config.draft.num_layers = 1, "--num-layers 2, this run asks for 1");
+    check(|config| config.draft.block_size = 8, "--block-size 4, this run asks for 8");
+    let layers = "--target-layer-ids [1, 2], this run asks for [0, 2]";
+    check(|config| config.draft.target_layer_ids = vec![0, 2], layers);
+    let window = "--sliding-window off, this run asks for 5";
+    check(|config| config.draft.sliding_window = Some(5), window);
+    let vocabulary = "--draft-vocab-size off, this run asks for 40";
+    check(|config| config.draft.vocab_size = Some(40), vocabulary);
+    check(|config| config.settings.rows.seed = 7, "--seed 0, this run asks for 7");
+}
+
+#[test]
+fn a_bound_on_steps_counts_those_of_another_batch_size() {
+    let world = World::new();
+    let config = with(world.config("out"), |settings| {
+        settings.rows.epochs = None;
+        settings.rows.max_steps = Some(4);
+        settings.rows.gradient_accumulation_steps = 3;
+    });
+    world.train(&config).unwrap();
+    let config = with(resumed(&config), |settings| {
+        settings.rows.max_steps = Some(9);
+        settings.rows.gradient_accumulation_steps = 1;
+    });
+    assert_eq!(world.train(&config).unwrap().step, 9);
+}
+
+#[test]
+fn starts_that_do_not_fit_are_refused() {
+    let world = World::new();
+    let first = world
+        .train(&with(world.config("first"), |settings| settings.rows.max_steps = Some(1)))
+        .unwrap();
+    let dir = &first.checkpoint;
+    let start = |save: &str| {
+        let config = TrainConfig { pretrained_dir: Some(dir.clone()), ..world.config(save) };
+        world.train(&config)
+    };
+    let path = dir.join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("10000.0", "500.0")).unwrap();
+    let error = refused(start("foreign"));
+    assert!(error.contains("rope_theta is 500"), "{error}");
+    assert!(!world.path("foreign").exists());
+    std::fs::write(&path, text).unwrap();
+    let draft = load(dir);
+    let _ = draft.flat().narrow(0, 7, 1).fill_(f64::NAN);
+    draft.save(dir).unwrap();
+    std::fs::remove_dir_all(dir.join("trainer")).unwrap();
+    let error = refused(start("broken"));
+    assert!(error.contains("fc.weight holds values that are not finite"), "{error}");
+}
