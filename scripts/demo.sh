@@ -73,14 +73,14 @@ make_target() {
 regenerate_answers() {
   heading 2 "dflash regenerate: the target answers the corpus's questions itself"
   [ -f "$answers" ] && { kept "$answers"; return; }
-  step "$dflash" regenerate --model "$target" --data "$run/conversations.jsonl" \
+  step "$dflash" regenerate --target "$target" --data "$run/conversations.jsonl" \
     --output "$answers" --limit 3000 --max-new-tokens 128
 }
 
 prepare_data() {
   heading 3 "dflash prepare: answers to a tokenized, masked dataset"
   [ -d "$data" ] && { kept "$data"; return; }
-  step "$dflash" prepare --model "$target" --data "$answers" --output "$data" --seq-length 1024 >&2
+  step "$dflash" prepare --target "$target" --data "$answers" --output "$data" --seq-length 1024 >&2
 }
 
 train_drafter() {
@@ -90,7 +90,7 @@ train_drafter() {
   local resume=()
   [ -n "$(drafter)" ] && resume=(--resume)
   step "$dflash" train "${resume[@]}" \
-    --verifier-name-or-path "$target" --speculator-type dflash --num-layers 2 \
+    --target "$target" --speculator-type dflash --num-layers 2 \
     --data-path "$data" --vllm-endpoint "http://127.0.0.1:$(port)/v1" --save-path "$drafts" \
     --epochs 3 --lr 0.002 --total-seq-len 1024 --on-missing generate --on-generate delete \
     --seed 42 --target-layer-ids "${layers[@]}" --scheduler-type cosine --max-anchors 256 \

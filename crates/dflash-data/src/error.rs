@@ -8,7 +8,7 @@ use arrow::error::ArrowError;
 /// A fault of a dataset directory, naming the file, column or row.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The path is no dataset directory.
+    /// The path is not the directory of a dataset.
     #[error(
         "{path} is not a prepared dataset ({missing} is missing); make one with `dflash prepare \
          --output {path}`"
@@ -107,7 +107,7 @@ pub enum Error {
         id: i64,
     },
     /// The directory to replace holds files that are not a dataset's.
-    #[error("{path} holds {file}, which is no part of a dataset; not overwriting it")]
+    #[error("{path} holds {file}, which is not part of a dataset; not overwriting it")]
     ForeignFile {
         /// The directory.
         path: PathBuf,

@@ -21,7 +21,7 @@ mod speculative;
 
 pub use error::Error;
 pub use eval::evaluate;
-pub use lossless::{Difference, Lossless, Verdict, compare};
+pub use lossless::{Comparison, Difference, Lossless, compare};
 pub use plain::{Generation, Limits, PlainDecoder};
 pub use probe::{Probe, ProbeConfig};
 pub use prompts::{Prompt, read_prompts};

@@ -27,7 +27,7 @@ pub struct Difference {
 
 /// How two texts compare.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Verdict {
+pub enum Comparison {
     /// The same tokens.
     Identical,
     /// They part at a tie.
@@ -36,7 +36,7 @@ pub enum Verdict {
     Different(Difference),
 }
 
-/// Verdicts over all answers.
+/// Comparisons of all answers.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Lossless {
     /// Whether every difference is a tie.
@@ -59,14 +59,14 @@ impl Lossless {
         Self { holds: true, tie_tolerance, ..Self::default() }
     }
 
-    /// Adds the verdict on the next answer.
-    pub fn record(&mut self, verdict: Verdict) {
+    /// Adds the comparison on the next answer.
+    pub fn record(&mut self, comparison: Comparison) {
         let response = self.responses;
         self.responses += 1;
-        match verdict {
-            Verdict::Identical => self.identical += 1,
-            Verdict::Tie(difference) => self.ties.push(Difference { response, ..difference }),
-            Verdict::Different(difference) => {
+        match comparison {
+            Comparison::Identical => self.identical += 1,
+            Comparison::Tie(difference) => self.ties.push(Difference { response, ..difference }),
+            Comparison::Different(difference) => {
                 self.failures.push(Difference { response, ..difference });
             }
         }
@@ -82,10 +82,10 @@ pub fn compare(
     prompt: &[i64],
     [plain, speculative]: [&[i64]; 2],
     tolerance: Option<f64>,
-) -> Verdict {
+) -> Comparison {
     let same = plain.iter().zip(speculative).take_while(|(a, b)| a == b).count();
     if same == plain.len() && same == speculative.len() {
-        return Verdict::Identical;
+        return Comparison::Identical;
     }
     let tokens = (plain.get(same).copied(), speculative.get(same).copied());
     let preference = match tokens {
@@ -105,8 +105,8 @@ pub fn compare(
         tie_tolerance,
     };
     match logit_gap.zip(tie_tolerance) {
-        Some((gap, tolerance)) if gap <= tolerance => Verdict::Tie(difference),
-        _ => Verdict::Different(difference),
+        Some((gap, tolerance)) if gap <= tolerance => Comparison::Tie(difference),
+        _ => Comparison::Different(difference),
     }
 }
 
@@ -182,10 +182,10 @@ mod tests {
     #[test]
     fn ties_do_not_break_the_proof_and_failures_do() {
         let mut lossless = Lossless::new(None);
-        lossless.record(Verdict::Identical);
-        lossless.record(Verdict::Tie(difference(Some(1e-4))));
+        lossless.record(Comparison::Identical);
+        lossless.record(Comparison::Tie(difference(Some(1e-4))));
         assert!(lossless.holds);
-        lossless.record(Verdict::Different(difference(None)));
+        lossless.record(Comparison::Different(difference(None)));
         assert!(!lossless.holds);
         assert_eq!((lossless.responses, lossless.identical), (3, 1));
         assert_eq!((lossless.ties[0].response, lossless.failures[0].response), (1, 2));

@@ -79,7 +79,7 @@ pub trait Communicator: Send {
 
     /// Takes that back: started again from where this run stands, the work would fail in the same
     /// way. Best effort.
-    fn announce_futility(&self);
+    fn announce_permanent_failure(&self);
 }
 
 /// A collective under way.

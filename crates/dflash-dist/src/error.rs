@@ -112,7 +112,7 @@ pub enum Error {
     },
     /// NCCL was asked for, and a rank cannot use it.
     #[error(
-        "--backend nccl cannot be had: {reason}; --backend auto sends GPU tensors over the host where NCCL is missing"
+        "--backend nccl is not available: {reason}; --backend auto sends GPU tensors over the host where NCCL is missing"
     )]
     NoNccl {
         /// Whose, and why.

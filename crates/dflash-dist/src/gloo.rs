@@ -24,7 +24,7 @@ pub(crate) fn lost_peer_key(rank: usize) -> String {
 pub(crate) const BEGAN_KEY: &str = "began";
 
 /// The key under which ranks say that another attempt would meet the same fault.
-pub(crate) const FUTILE_KEY: &str = "futile";
+pub(crate) const PERMANENT_KEY: &str = "permanent";
 
 /// What a [`Gloo`] is made of.
 pub(crate) struct Member {
@@ -173,8 +173,8 @@ impl Communicator for Gloo {
         let _ = self.health.store.set(BEGAN_KEY, b"");
     }
 
-    fn announce_futility(&self) {
-        let _ = self.health.store.set(FUTILE_KEY, b"");
+    fn announce_permanent_failure(&self) {
+        let _ = self.health.store.set(PERMANENT_KEY, b"");
     }
 }
 

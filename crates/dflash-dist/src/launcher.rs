@@ -9,12 +9,12 @@
 
 mod attempt;
 mod config;
+mod failure;
+mod launch_store;
 mod nodes;
 mod output;
 mod process;
 mod signals;
-mod venue;
-mod verdict;
 mod workers;
 
 use std::sync::atomic::AtomicBool;
@@ -23,9 +23,9 @@ use std::time::Duration;
 use crate::Error;
 use attempt::{Attempt, Ended};
 pub use config::LaunchConfig;
+use launch_store::LaunchStore;
 use nodes::Nodes;
 use signals::Signals;
-use venue::Venue;
 
 /// Between two looks at the workers.
 const POLL: Duration = Duration::from_millis(20);
@@ -59,14 +59,14 @@ pub enum Finished {
 pub fn launch(config: &LaunchConfig, stop: &AtomicBool) -> Result<Finished, Error> {
     config.check()?;
     let signals = Signals::watch(stop)?;
-    let Some(venue) = Venue::open(config, &signals)? else { return Ok(Finished::Stopped) };
-    let mut nodes = Nodes::join(config, &venue)?;
+    let Some(store) = LaunchStore::open(config, &signals)? else { return Ok(Finished::Stopped) };
+    let mut nodes = Nodes::join(config, &store)?;
     let mut restarts = 0;
     loop {
         if !nodes.gather(restarts, &signals)? {
             return Ok(Finished::Stopped);
         }
-        let attempt = Attempt { config, venue: venue.of_attempt(restarts)?, signals: &signals };
+        let attempt = Attempt { config, store: store.of_attempt(restarts)?, signals: &signals };
         let failure = match attempt.run(&mut nodes)? {
             Ended::Well(finished) => return Ok(finished),
             Ended::Badly(failure) => failure,

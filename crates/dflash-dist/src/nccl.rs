@@ -208,8 +208,8 @@ impl Communicator for Nccl {
         self.gloo.announce_work();
     }
 
-    fn announce_futility(&self) {
-        self.gloo.announce_futility();
+    fn announce_permanent_failure(&self) {
+        self.gloo.announce_permanent_failure();
     }
 }
 
@@ -255,7 +255,7 @@ mod tests {
     fn nccl_is_no_choice_for_the_cpu() {
         let alone = WorkerEnv::alone();
         let refused = connect_with(&alone, &options(Backend::Nccl, Device::Cpu)).err().unwrap();
-        assert!(refused.to_string().contains("--backend nccl cannot be had"), "{refused}");
+        assert!(refused.to_string().contains("--backend nccl is not available"), "{refused}");
         for backend in [Backend::Auto, Backend::Gloo] {
             connect_with(&alone, &options(backend, Device::Cpu)).unwrap();
         }

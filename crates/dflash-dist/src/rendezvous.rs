@@ -58,7 +58,7 @@ pub fn connect(env: &WorkerEnv, timeout: Duration) -> Result<Box<dyn Communicato
 /// # Errors
 /// [`Error::Listen`] where rank 0's port is taken, [`Error::Unreachable`] where the store
 /// does not answer, [`Error::RanksMissing`] where ranks stay away, [`Error::NoAddress`],
-/// [`Error::NoNccl`] where NCCL was asked for and cannot be had,
+/// [`Error::NoNccl`] where NCCL was asked for and is not available,
 /// and [`Error::Rendezvous`] for all else.
 pub fn connect_with(
     env: &WorkerEnv,
@@ -122,7 +122,7 @@ impl Meeting<'_> {
         Store::connect(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
-    /// Knocks until someone listens. c10d would retry as well, but slowly, and it writes
+    /// Tries until someone listens. c10d would retry as well, but slowly, and it writes
     /// its attempts to the terminal.
     fn await_listener(&self) -> Result<(), Error> {
         while !self.is_listening() {
@@ -207,7 +207,7 @@ fn chosen_interface() -> Option<String> {
 }
 
 /// Whether the user wrote the loopback itself, which only one machine can meet at. A host name that
-/// resolves to it is no such thing: many distributions map a machine's own name there.
+/// resolves to it does not count: many distributions map a machine's own name there.
 fn names_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }

@@ -57,7 +57,7 @@ impl Communicator for Single {
 
     fn announce_work(&self) {}
 
-    fn announce_futility(&self) {}
+    fn announce_permanent_failure(&self) {}
 }
 
 struct Done;

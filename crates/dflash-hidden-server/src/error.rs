@@ -13,7 +13,7 @@ pub enum Error {
     /// libtorch.
     #[error(transparent)]
     Torch(#[from] dflash_torch_sys::Error),
-    /// A host that is no address of this machine.
+    /// A host that is not an address of this machine.
     #[error("cannot listen on host {host:?}; pass --host 127.0.0.1, or 0.0.0.0 for all interfaces")]
     BadHost {
         /// As the user wrote it.

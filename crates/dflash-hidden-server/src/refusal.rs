@@ -8,7 +8,7 @@ use dflash_hidden::{ErrorBody, ErrorDetail};
 /// A refused request; the message goes to the client.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Refusal {
-    #[error("the body is no request: {0}")]
+    #[error("the body is not a request: {0}")]
     BadJson(#[from] serde_json::Error),
     #[error("cannot read the body: {0}")]
     BadBody(axum::Error),

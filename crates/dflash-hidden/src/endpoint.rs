@@ -79,7 +79,7 @@ impl Endpoint {
         }
         let base = format!("http://{address}");
         if reqwest::Url::parse(&base).is_err() {
-            return Err(bad("it is no valid host and port"));
+            return Err(bad("it is not a valid host and port"));
         }
         Ok(Self {
             base,
@@ -151,7 +151,7 @@ impl Endpoint {
             return Err(unknown(format!("it answers {}", status.as_u16())));
         }
         let list: ModelList = serde_json::from_slice(&body)
-            .map_err(|_| unknown("what it sends is no model list".into()))?;
+            .map_err(|_| unknown("what it sends is not a list of models".into()))?;
         let card = list.data.into_iter().next();
         let card = card.ok_or_else(|| unknown("it lists no model".into()))?;
         match (card.owned_by.as_str(), card.metadata) {
@@ -267,7 +267,7 @@ mod tests {
         check("https://localhost:8000", "plain http");
         check("ftp://localhost:8000", "scheme");
         check("http://", "no host");
-        check("localhost:99999", "no valid host and port");
+        check("localhost:99999", "not a valid host and port");
     }
 
     #[test]

@@ -112,7 +112,7 @@ pub enum Error {
         /// The endpoint.
         url: String,
     },
-    /// The bytes are no Arrow IPC stream, or end early.
+    /// The bytes are not an Arrow IPC stream, or end early.
     #[error("{origin} sent a broken Arrow stream")]
     BrokenStream {
         /// Where the bytes came from.
@@ -229,8 +229,8 @@ pub enum Error {
         /// The time given.
         after: Duration,
     },
-    /// A file that is no safetensors file of the expected layout.
-    #[error("{path} is no hidden-state file: {reason}; remove it")]
+    /// A file that is not a safetensors file of the expected layout.
+    #[error("{path} is not a file of hidden states: {reason}; remove it")]
     BadFile {
         /// The file.
         path: PathBuf,
@@ -263,7 +263,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// One sample could not be had from any endpoint in the time given.
+    /// One sample was not available from any endpoint in the time given.
     #[error("gave up on sample {sample} after {attempts} attempts in {} s", .after.as_secs())]
     GaveUp {
         /// The dataset row.

@@ -25,7 +25,7 @@ pub struct RetryPolicy {
 }
 
 impl Default for RetryPolicy {
-    /// Ample for a server that restarts in between, short enough to notice one that is gone.
+    /// Long enough for a server that restarts in between, short enough to notice one that is gone.
     fn default() -> Self {
         Self {
             request_timeout: Duration::from_secs(120),

@@ -113,7 +113,7 @@ impl SharedFiles {
     fn from_reply(body: &[u8], prompt: &[i64], sample: u64, url: &str) -> Result<Self, Failure> {
         let origin = || url.to_owned();
         let reply: CompletionReply = serde_json::from_slice(body).map_err(|_| {
-            let found = "its completions are no JSON of a completion server".into();
+            let found = "its completions are not those of a completion server".into();
             Failure::Fatal(Error::UnknownServer { url: origin(), found })
         })?;
         let path = reply.kv_transfer_params.and_then(|params| params.hidden_states_path);

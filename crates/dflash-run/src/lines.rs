@@ -245,7 +245,7 @@ pub(crate) fn append<T: Line>(path: &Path, line: &T) -> Result<(), Error> {
     Ok(written.map_err(dflash_files::Error::io("write", path))?)
 }
 
-/// Drops the lines in the file at `path` of steps after `step`, and what is no line of ours.
+/// Drops the lines in the file at `path` of steps after `step`, and what is not a line of ours.
 pub(crate) fn keep_until(path: &Path, step: u64) -> Result<(), Error> {
     let bytes = match std::fs::read(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),

@@ -50,7 +50,7 @@ int32_t guarded(char** error, Body&& body) noexcept {
   } catch (const std::exception& caught) {
     *error = duplicate(caught.what());
   } catch (...) {
-    *error = duplicate("an exception that is no std::exception");
+    *error = duplicate("an exception that is not a std::exception");
   }
   return DFLASH_FAILED;
 }

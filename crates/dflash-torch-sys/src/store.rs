@@ -54,7 +54,7 @@ impl Store {
     /// [`Store::get`] as well.
     ///
     /// # Errors
-    /// [`Error::Torch`] where nothing answers in time or what answers is no TCPStore.
+    /// [`Error::Torch`] where nothing answers in time or what answers is not a TCPStore.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self, Error> {
         Self::tcp(host, port, Role::Client, timeout)
     }

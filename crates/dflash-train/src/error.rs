@@ -50,7 +50,7 @@ pub enum Error {
         #[source]
         source: dflash_data::Error,
     },
-    /// A token of the dataset is no row of the target's embedding.
+    /// A token of the dataset is not a row of the target's embedding.
     #[error(
         "{path}: sample {sample} has token {token}, but the target's embedding has {rows} rows; prepare the data with this target's tokenizer"
     )]

@@ -50,7 +50,7 @@ pub(crate) struct Beside {
     pub(crate) broadcasts: Option<f64>,
     pub(crate) sums: AtomicU64,
     pub(crate) worked: AtomicU64,
-    pub(crate) futile: AtomicU64,
+    pub(crate) permanent: AtomicU64,
 }
 
 impl Communicator for Beside {
@@ -116,8 +116,8 @@ impl Communicator for Beside {
         self.worked.fetch_add(1, Relaxed);
     }
 
-    fn announce_futility(&self) {
-        self.futile.fetch_add(1, Relaxed);
+    fn announce_permanent_failure(&self) {
+        self.permanent.fetch_add(1, Relaxed);
     }
 }
 

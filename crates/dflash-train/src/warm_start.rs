@@ -133,7 +133,7 @@ impl WarmStart {
     /// Copies every parameter that both drafts have into `draft`, whose buffer is float32.
     ///
     /// # Errors
-    /// Missing or damaged weights, or such as are no numbers.
+    /// Missing or damaged weights, or some that are not numbers.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
         let layout = DraftLayout::new(&self.stored);
         let read = self.reader(layout.elements())?;

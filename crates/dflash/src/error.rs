@@ -49,7 +49,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The run file is no TOML.
+    /// The run file is not TOML.
     #[error("{place}: {reason}")]
     RunFileSyntax {
         /// File and line.

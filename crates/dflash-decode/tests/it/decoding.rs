@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, draft_in, random_draft, random_target, random_target_in};
 use dflash_decode::{
-    BatchDecoder, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, Verdict, compare,
+    BatchDecoder, Comparison, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, compare,
 };
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
@@ -42,10 +42,10 @@ fn speculative_text_is_plain_text() {
             let expected = plain.generate(&ids, &limits, &GO).unwrap();
             let made = speculator.generate(&ids, &limits, &GO).unwrap();
             let texts = [expected.tokens.as_slice(), &made.generation.tokens];
-            let verdict = compare(&target, &ids, texts, None);
-            assert!(!matches!(verdict, Verdict::Different(_)), "case {case}: {verdict:?}");
+            let comparison = compare(&target, &ids, texts, None);
+            assert!(!matches!(comparison, Comparison::Different(_)), "case {case}: {comparison:?}");
             check_steps(&made.accepted, made.generation.tokens.len(), block_size);
-            if verdict == Verdict::Identical {
+            if comparison == Comparison::Identical {
                 assert_eq!(expected.finished, made.generation.finished);
             }
             let some = |&count: &usize| count > 0 && count < block_size - 1;
@@ -81,8 +81,8 @@ fn a_pruned_draft_proposes_only_what_it_can_say() {
         let made = pruned.generate(&ids, &limits, &GO).unwrap();
         let plain = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
         let texts = [plain.tokens.as_slice(), &made.generation.tokens];
-        let verdict = compare(&target, &ids, texts, None);
-        assert!(!matches!(verdict, Verdict::Different(_)), "case {case}: {verdict:?}");
+        let comparison = compare(&target, &ids, texts, None);
+        assert!(!matches!(comparison, Comparison::Different(_)), "case {case}: {comparison:?}");
         let mut next = 1;
         for &count in &made.accepted {
             let text = &made.generation.tokens;
@@ -123,17 +123,17 @@ fn a_text_with_another_token_is_told_from_a_tie() {
             PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens;
         let mut other = text.clone();
         other[7] = (other[7] + 1) % 5;
-        let verdict = |tolerance| compare(&target, &ids, [&text, &other], tolerance);
-        let Verdict::Different(difference) = verdict(None) else {
+        let comparison = |tolerance| compare(&target, &ids, [&text, &other], tolerance);
+        let Comparison::Different(difference) = comparison(None) else {
             panic!("a changed token is no tie");
         };
         assert_eq!((difference.position, difference.plain), (7, Some(text[7])));
         let (gap, tie) = (difference.logit_gap.unwrap(), difference.tie_tolerance.unwrap());
         assert!(gap > tie && tie > 0.0, "{dtype:?}: {gap} and {tie}");
-        assert!(matches!(verdict(Some(gap)), Verdict::Tie(_)));
-        assert!(matches!(verdict(Some(gap * 0.99)), Verdict::Different(_)));
+        assert!(matches!(comparison(Some(gap)), Comparison::Tie(_)));
+        assert!(matches!(comparison(Some(gap * 0.99)), Comparison::Different(_)));
         let cut = compare(&target, &ids, [&text, &text[..9]], Some(1e3));
-        assert!(matches!(cut, Verdict::Different(difference) if difference.logit_gap.is_none()));
+        assert!(matches!(cut, Comparison::Different(difference) if difference.logit_gap.is_none()));
     }
 }
 
@@ -167,13 +167,13 @@ fn texts_in_bf16_part_at_ties_only() {
         let made = speculator.generate(&ids, &limits, &GO).unwrap();
         let texts = [plain.tokens.as_slice(), &made.generation.tokens];
         match compare(&target, &ids, texts, None) {
-            Verdict::Identical => {}
-            Verdict::Tie(difference) => {
+            Comparison::Identical => {}
+            Comparison::Tie(difference) => {
                 ties += 1;
                 // What float32 calls a tie does not do here.
                 beyond += usize::from(difference.logit_gap.unwrap() > 1e-3);
             }
-            Verdict::Different(difference) => panic!("seed {seed}: {difference}"),
+            Comparison::Different(difference) => panic!("seed {seed}: {difference}"),
         }
     }
     assert!(ties > 0 && beyond > 0, "{ties} ties, {beyond} of them beyond float32's tolerance");
@@ -196,8 +196,11 @@ fn batched_answers_are_those_of_each_prompt_alone() {
         }
         for (ids, answer) in prompts.iter().zip(answers) {
             let expected = plain.generate(ids, &limits, &GO).unwrap().tokens;
-            let verdict = compare(&target, ids, [&expected, &answer.unwrap()], None);
-            assert!(!matches!(verdict, Verdict::Different(_)), "batch {batch}: {verdict:?}");
+            let comparison = compare(&target, ids, [&expected, &answer.unwrap()], None);
+            assert!(
+                !matches!(comparison, Comparison::Different(_)),
+                "batch {batch}: {comparison:?}"
+            );
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::failure::{self, Failure};
+use super::launch_store::AttemptStore;
 use super::nodes::Nodes;
 use super::signals::Signals;
-use super::venue::AttemptVenue;
-use super::verdict::{self, Failure};
 use super::workers::{Death, Workers};
 use super::{Finished, LaunchConfig, POLL};
 use crate::Error;
@@ -26,7 +26,7 @@ const LAST_TO_STOP: Duration = Duration::from_secs(1);
 /// One start of all workers of this machine.
 pub(super) struct Attempt<'a> {
     pub(super) config: &'a LaunchConfig,
-    pub(super) venue: AttemptVenue,
+    pub(super) store: AttemptStore,
     pub(super) signals: &'a Signals<'a>,
 }
 
@@ -47,7 +47,7 @@ enum End {
 impl Attempt<'_> {
     /// Starts the workers and returns when the last has ended.
     pub(super) fn run(&self, nodes: &mut Nodes) -> Result<Ended, Error> {
-        let mut workers = match Workers::start(self.config, &self.venue) {
+        let mut workers = match Workers::start(self.config, &self.store) {
             Ok(workers) => workers,
             Err(error) => return Ok(Ended::Badly(nodes.agree(Failure::lasting(error)))),
         };
@@ -103,24 +103,24 @@ impl Attempt<'_> {
         let unorderly: Vec<Death> = workers
             .deaths()
             .into_iter()
-            .filter(|death| terminated && !verdict::is_orderly(death, signal))
+            .filter(|death| terminated && !failure::is_orderly(death, signal))
             .collect();
         if !unorderly.is_empty() {
-            let failure = verdict::of_deaths(&unorderly, self.config, &self.venue);
-            return Err(nodes.agree(failure).after(self.venue.attempt));
+            let failure = failure::of_deaths(&unorderly, self.config, &self.store);
+            return Err(nodes.agree(failure).after(self.store.attempt));
         }
         if terminated && !killed.is_empty() {
             return Err(Error::NotStopped { ranks: killed, after: grace });
         }
         match nodes.all_done(LAST_TO_STOP) {
             None => Ok(Ended::Well(Finished::Stopped)),
-            Some(failure) => Err(failure.after(self.venue.attempt)),
+            Some(failure) => Err(failure.after(self.store.attempt)),
         }
     }
 
     /// Stops the rest after a death, and finds its cause among all nodes.
     fn fall(&self, workers: &mut Workers, deaths: &[Death], nodes: &Nodes) -> Failure {
-        let mut failure = verdict::of_deaths(deaths, self.config, &self.venue);
+        let mut failure = failure::of_deaths(deaths, self.config, &self.store);
         workers.signal(libc::SIGTERM);
         if failure.is_cause {
             // The other nodes hear of it before our own ranks have ended.

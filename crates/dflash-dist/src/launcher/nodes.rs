@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use dflash_torch_sys::Store;
 
+use super::failure::Failure;
+use super::launch_store::{LaunchStore, within};
 use super::signals::Signals;
-use super::venue::{Venue, within};
-use super::verdict::Failure;
 use super::{LaunchConfig, POLL};
 use crate::Error;
 
@@ -32,15 +32,15 @@ pub(super) struct Nodes {
 impl Nodes {
     /// Signs in; refuses a second launcher of the same node and one with other settings than
     /// node 0's.
-    pub(super) fn join(config: &LaunchConfig, venue: &Venue) -> Result<Self, Error> {
+    pub(super) fn join(config: &LaunchConfig, store: &LaunchStore) -> Result<Self, Error> {
         let LaunchConfig { nnodes, node_rank, join_timeout, .. } = *config;
-        let prefixed = |venue: &Venue| {
-            let prefix = format!("dflash/{}/launchers", venue.run_id);
-            venue.store.prefixed(&prefix).map(Arc::new)
+        let prefixed = |store: &LaunchStore| {
+            let prefix = format!("dflash/{}/launchers", store.run_id);
+            store.store.prefixed(&prefix).map(Arc::new)
         };
-        let (host, port) = (venue.host.clone(), venue.port);
+        let (host, port) = (store.host.clone(), store.port);
         let failed = |source| Error::Endpoint { host, port, source };
-        let store = (nnodes > 1).then(|| prefixed(venue)).transpose().map_err(failed)?;
+        let store = (nnodes > 1).then(|| prefixed(store)).transpose().map_err(failed)?;
         let looked = Instant::now();
         let nodes = Self { node_rank, nnodes, join_timeout, store, attempt: 0, looked };
         nodes.sign_in(config).map(|()| nodes)

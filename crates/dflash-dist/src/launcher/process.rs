@@ -27,7 +27,7 @@ pub(super) fn bind_to_us(command: &mut Command) {
 }
 
 /// Sends `signal` to the process group that `leader`, a child of ours that has not been
-/// waited for, leads. That it is gone already is no fault.
+/// waited for, leads. That it is gone already is not a fault.
 pub(super) fn signal_group(leader: u32, signal: i32) {
     if let Ok(leader) = i32::try_from(leader) {
         // SAFETY: no memory is involved.

@@ -1,10 +1,10 @@
-//! Settings and verdicts; what happens to real processes is in `tests/processes.rs`.
+//! Settings and failures; what happens to real processes is in `tests/processes.rs`.
 
-use super::venue::AttemptVenue;
+use super::launch_store::AttemptStore;
 use super::workers::Death;
 use super::*;
 use crate::ExitCause;
-use crate::gloo::{BEGAN_KEY, FUTILE_KEY, lost_peer_key};
+use crate::gloo::{BEGAN_KEY, PERMANENT_KEY, lost_peer_key};
 
 /// No one asks these jobs to stop.
 static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
@@ -13,9 +13,9 @@ fn config() -> LaunchConfig {
     LaunchConfig::new("worker".into(), Vec::new(), 2)
 }
 
-fn attempt_venue() -> AttemptVenue {
+fn attempt_store() -> AttemptStore {
     let signals = Signals::watch(&NOT_STOPPED).unwrap();
-    Venue::open(&config(), &signals).unwrap().unwrap().of_attempt(0).unwrap()
+    LaunchStore::open(&config(), &signals).unwrap().unwrap().of_attempt(0).unwrap()
 }
 
 fn death(rank: usize, cause: ExitCause) -> Death {
@@ -23,8 +23,8 @@ fn death(rank: usize, cause: ExitCause) -> Death {
 }
 
 /// Rank, lost peer and silent ranks of the death that is named.
-fn named(deaths: &[Death], venue: &AttemptVenue) -> (usize, Option<String>, Vec<usize>) {
-    match verdict::of_deaths(deaths, &config(), venue).error {
+fn named(deaths: &[Death], store: &AttemptStore) -> (usize, Option<String>, Vec<usize>) {
+    match failure::of_deaths(deaths, &config(), store).error {
         Error::WorkerDied { rank, lost_peer, silent, .. } => (rank, lost_peer, silent),
         other => panic!("{other}"),
     }
@@ -75,33 +75,33 @@ fn endpoints_are_taken_apart() {
 #[test]
 fn a_signal_is_the_cause_whoever_ended_first() {
     let deaths = [death(0, ExitCause::Code(1)), death(1, ExitCause::Signal(libc::SIGKILL))];
-    assert_eq!(named(&deaths, &attempt_venue()), (1, None, vec![]));
+    assert_eq!(named(&deaths, &attempt_store()), (1, None, vec![]));
 }
 
 #[test]
 fn a_rank_that_lost_a_peer_is_not_the_cause() {
-    let venue = attempt_venue();
-    venue.set(&lost_peer_key(0), b"barrier failed");
+    let store = attempt_store();
+    store.set(&lost_peer_key(0), b"barrier failed");
     let deaths = [death(0, ExitCause::Code(1)), death(1, ExitCause::Code(3))];
-    assert_eq!(named(&deaths, &venue), (1, None, vec![]));
+    assert_eq!(named(&deaths, &store), (1, None, vec![]));
     let lone = [death(0, ExitCause::Code(1))];
-    assert_eq!(named(&lone, &venue), (0, Some("barrier failed".to_owned()), vec![1]));
+    assert_eq!(named(&lone, &store), (0, Some("barrier failed".to_owned()), vec![1]));
 }
 
 #[test]
 fn without_reports_the_first_to_end_is_the_cause() {
     let deaths = [death(2, ExitCause::Code(1)), death(0, ExitCause::Code(1))];
-    assert_eq!(named(&deaths, &attempt_venue()), (2, None, vec![]));
+    assert_eq!(named(&deaths, &attempt_store()), (2, None, vec![]));
 }
 
 #[test]
 fn what_may_pass_is_tried_again() {
     let check = |cause, has_begun: bool, expected: bool| {
-        let venue = attempt_venue();
+        let store = attempt_store();
         if has_begun {
-            venue.set(BEGAN_KEY, b"");
+            store.set(BEGAN_KEY, b"");
         }
-        let failure = verdict::of_deaths(&[death(0, cause)], &config(), &venue);
+        let failure = failure::of_deaths(&[death(0, cause)], &config(), &store);
         assert_eq!(failure.may_pass, expected, "{cause:?}, begun: {has_begun}");
     };
     check(ExitCause::Signal(libc::SIGKILL), false, true);
@@ -115,10 +115,10 @@ fn what_may_pass_is_tried_again() {
 
 #[test]
 fn what_would_come_again_is_not_tried_again() {
-    let venue = attempt_venue();
-    venue.set(BEGAN_KEY, b"");
-    venue.set(FUTILE_KEY, b"");
-    let failure = |code| verdict::of_deaths(&[death(0, ExitCause::Code(code))], &config(), &venue);
+    let store = attempt_store();
+    store.set(BEGAN_KEY, b"");
+    store.set(PERMANENT_KEY, b"");
+    let failure = |code| failure::of_deaths(&[death(0, ExitCause::Code(code))], &config(), &store);
     assert!(!failure(1).may_pass);
     assert!(failure(101).may_pass, "a bug in one rank may be met by chance");
 }
@@ -126,7 +126,7 @@ fn what_would_come_again_is_not_tried_again() {
 #[test]
 fn only_the_signal_that_was_sent_ends_in_order() {
     let check = |cause, signal, expected: bool| {
-        assert_eq!(verdict::is_orderly(&death(0, cause), signal), expected, "{cause:?} {signal}");
+        assert_eq!(failure::is_orderly(&death(0, cause), signal), expected, "{cause:?} {signal}");
     };
     check(ExitCause::Signal(libc::SIGTERM), libc::SIGTERM, true);
     check(ExitCause::Signal(libc::SIGKILL), libc::SIGTERM, false);
@@ -138,8 +138,8 @@ fn only_the_signal_that_was_sent_ends_in_order() {
 #[test]
 fn a_failure_survives_the_store() {
     let error = Error::MissingFlag { flag: "--node-rank", nnodes: 2 };
-    let failure = verdict::Failure::lasting(error);
-    let read = verdict::Failure::from_report(&failure.to_report(1));
+    let failure = failure::Failure::lasting(error);
+    let read = failure::Failure::from_report(&failure.to_report(1));
     assert!(!read.may_pass && read.is_from(1));
     let expected = "node 1 reports: --node-rank is missing; --nnodes 2 needs it on every node";
     assert_eq!(read.error.to_string(), expected);

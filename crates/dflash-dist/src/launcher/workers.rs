@@ -4,8 +4,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use super::launch_store::AttemptStore;
 use super::output::Forwarder;
-use super::venue::AttemptVenue;
 use super::{LaunchConfig, POLL, process};
 use crate::{Error, ExitCause};
 
@@ -34,11 +34,11 @@ struct Worker {
 }
 
 impl Workers {
-    pub(super) fn start(config: &LaunchConfig, venue: &AttemptVenue) -> Result<Self, Error> {
+    pub(super) fn start(config: &LaunchConfig, store: &AttemptStore) -> Result<Self, Error> {
         let mut workers = Self { running: Vec::new(), deaths: Vec::new(), forwarders: Vec::new() };
         for local_rank in 0..config.nproc {
             let rank = config.node_rank * config.nproc + local_rank;
-            let mut command = command(config, venue, local_rank);
+            let mut command = command(config, store, local_rank);
             let child = command.spawn().map_err(|source| {
                 let program = config.program.clone();
                 Error::Spawn { rank, program, source }
@@ -125,13 +125,13 @@ fn death(worker: &Worker, status: ExitStatus) -> Option<Death> {
 }
 
 /// One worker's command line, environment and streams.
-fn command(config: &LaunchConfig, venue: &AttemptVenue, local_rank: usize) -> Command {
+fn command(config: &LaunchConfig, store: &AttemptStore, local_rank: usize) -> Command {
     let mut command = Command::new(&config.program);
     command.args(&config.args).stdin(Stdio::null());
-    if venue.attempt > 0 {
+    if store.attempt > 0 {
         command.args(&config.restart_args);
     }
-    command.envs(variables(config, venue, local_rank));
+    command.envs(variables(config, store, local_rank));
     command.envs(defaults(config.nproc).into_iter().filter(|(name, _)| is_unset(name)));
     command.envs(config.env.iter().map(|(name, value)| (name, value)));
     // Rank 0 keeps our terminal, for its progress bar and its results.
@@ -145,7 +145,7 @@ fn command(config: &LaunchConfig, venue: &AttemptVenue, local_rank: usize) -> Co
 /// torchrun's variables for one worker.
 fn variables(
     config: &LaunchConfig,
-    venue: &AttemptVenue,
+    store: &AttemptStore,
     local_rank: usize,
 ) -> [(&'static str, String); 12] {
     let rank = config.node_rank * config.nproc + local_rank;
@@ -156,10 +156,10 @@ fn variables(
         ("LOCAL_WORLD_SIZE", config.nproc.to_string()),
         ("GROUP_RANK", config.node_rank.to_string()),
         ("GROUP_WORLD_SIZE", config.nnodes.to_string()),
-        ("MASTER_ADDR", venue.host.clone()),
-        ("MASTER_PORT", venue.port.to_string()),
-        ("TORCHELASTIC_RUN_ID", venue.run_id.clone()),
-        ("TORCHELASTIC_RESTART_COUNT", venue.attempt.to_string()),
+        ("MASTER_ADDR", store.host.clone()),
+        ("MASTER_PORT", store.port.to_string()),
+        ("TORCHELASTIC_RUN_ID", store.run_id.clone()),
+        ("TORCHELASTIC_RESTART_COUNT", store.attempt.to_string()),
         ("TORCHELASTIC_MAX_RESTARTS", config.max_restarts.to_string()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
     ]
@@ -193,7 +193,7 @@ mod tests {
     fn the_second_node_s_workers_have_the_upper_ranks() {
         let mut config = LaunchConfig::new("worker".into(), Vec::new(), 4);
         (config.nnodes, config.node_rank) = (2, 1);
-        let variables = variables(&config, &AttemptVenue::without_store("head", 1234, 2), 3);
+        let variables = variables(&config, &AttemptStore::without_store("head", 1234, 2), 3);
         let value = |name| &variables.iter().find(|(key, _)| *key == name).unwrap().1;
         assert_eq!((value("RANK").as_str(), value("LOCAL_RANK").as_str()), ("7", "3"));
         assert_eq!((value("WORLD_SIZE").as_str(), value("LOCAL_WORLD_SIZE").as_str()), ("8", "4"));
@@ -209,8 +209,8 @@ mod tests {
         let mut config = LaunchConfig::new("worker".into(), vec!["train".into()], 2);
         config.restart_args = vec!["--resume".into()];
         let arguments = |attempt| -> Vec<String> {
-            let venue = AttemptVenue::without_store("head", 1234, attempt);
-            let command = command(&config, &venue, 0);
+            let store = AttemptStore::without_store("head", 1234, attempt);
+            let command = command(&config, &store, 0);
             command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect()
         };
         assert_eq!(arguments(0), ["train"]);

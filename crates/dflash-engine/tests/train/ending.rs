@@ -266,5 +266,5 @@ fn what_several_nodes_need_is_named() {
     check(&[&two[..], &["0"]].concat(), "1 of 2 nodes did not come within 1 s: node 1");
     check(&["--nnodes", "0"], "--nnodes is 0");
     check(&["--nproc", "0"], "--nproc is 0");
-    check(&["--backend", "nccl", "--device", "cpu"], "--backend nccl cannot be had");
+    check(&["--backend", "nccl", "--device", "cpu"], "--backend nccl is not available");
 }

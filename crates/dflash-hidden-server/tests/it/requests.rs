@@ -68,7 +68,7 @@ async fn bodies_that_are_no_request_are_told_where() {
     for (body, reason) in [
         ("", "EOF"),
         ("{\"input_ids\": [1, 2", "line 1 column 19"),
-        ("[1, 2]", "body is no request"),
+        ("[1, 2]", "body is not a request"),
         ("{\"input_ids\": \"hello\"}", "expected a sequence"),
         ("{\"input_ids\": [1.5]}", "1.5"),
         ("{\"input_ids\": [1], \"layer_id\": [2]}", "layer_id"),

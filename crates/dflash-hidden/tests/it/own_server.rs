@@ -233,7 +233,7 @@ fn other_servers_are_not_taken_for_ours() {
     let none = Router::new();
     assert!(preflight(none, |_| ()).contains("is not a hidden-state server: it answers 404"));
     let web = Router::new().route("/v1/models", get(async || "<html></html>"));
-    assert!(preflight(web, |_| ()).contains("no model list"));
+    assert!(preflight(web, |_| ()).contains("not a list of models"));
     let llama = r#"{"data":[{"id":"m","owned_by":"llamacpp"}]}"#;
     let llama = Router::new().route("/v1/models", get(async move || llama));
     assert!(preflight(llama, |_| ()).contains("owned by \"llamacpp\""));

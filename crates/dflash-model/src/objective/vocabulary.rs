@@ -64,7 +64,7 @@ impl DraftVocabulary {
         let ascending = selected.is_sorted_by(|a, b| a < b);
         if selected.is_empty() || !ascending || !selected.iter().all(in_range) {
             let expected = "each d2t[i] + i must be a target id above the one before";
-            return Err(refuse("d2t", "no list of ascending target ids", expected));
+            return Err(refuse("d2t", "not a list of ascending target ids", expected));
         }
         let vocabulary = Self::new(selected, stored.len());
         if !vocabulary.membership().iter().map(|&member| i64::from(member)).eq(stored) {
@@ -157,7 +157,7 @@ mod tests {
         let ids = |offsets: &[i64]| Tensor::from_slice(offsets);
         let members = |bits: &[bool]| Tensor::from_slice(bits);
         let four = || members(&[true, false, true, false]);
-        assert!(message(ids(&[0, 5]), four()).contains("`d2t` is no list of ascending"));
+        assert!(message(ids(&[0, 5]), four()).contains("`d2t` is not a list of ascending"));
         assert!(message(ids(&[1, -1]), four()).contains("`d2t`"));
         assert!(message(ids(&[]), four()).contains("`d2t`"));
         assert!(message(ids(&[0, 2]), four()).contains("`t2d` is another selection"));

@@ -18,7 +18,7 @@ impl Fields {
     /// Reads `dir/file`.
     ///
     /// # Errors
-    /// [`Error::MissingFile`] when it is not there; otherwise it cannot be read or is no object.
+    /// [`Error::MissingFile`] when it is not there; otherwise it cannot be read or is not an object.
     pub(crate) fn read(dir: &Path, file: &str) -> Result<Self> {
         let path = dir.join(file);
         if !path.is_file() {

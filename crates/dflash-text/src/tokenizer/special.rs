@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(mask(json!({"mask_token": "u"})), Some(0));
         assert_eq!(mask(json!({"extra_special_tokens": ["<x>", "<|mask|>"]})), Some(3));
         assert_eq!(mask(json!({"extra_special_tokens": {"mine": "[MASK]"}})), Some(1));
-        // A plain word of that name is no mask token.
+        // A plain word of that name is not a mask token.
         assert_eq!(mask(json!({})), None);
     }
 }

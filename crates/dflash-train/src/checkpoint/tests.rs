@@ -261,7 +261,7 @@ impl Communicator for Counting {
 
     fn announce_work(&self) {}
 
-    fn announce_futility(&self) {}
+    fn announce_permanent_failure(&self) {}
 }
 
 #[test]

@@ -165,7 +165,7 @@ fn so_many_bad_steps_in_a_row_end_the_run_saved_and_for_good() {
     let launcher = alone();
     let error = refused(world.train_on(&config, &world.rows(), &launcher, None));
     assert!(error.contains("3 steps in a row is not finite (last: step 3)"), "{error}");
-    assert_eq!((launcher.worked.load(Relaxed), launcher.futile.load(Relaxed)), (1, 1));
+    assert_eq!((launcher.worked.load(Relaxed), launcher.permanent.load(Relaxed)), (1, 1));
     let lines = world.lines("out", "metrics.jsonl");
     assert_eq!((lines.len(), &lines[2]["bad_steps"]), (3, &json!(3)));
     assert!(lines[2]["loss"].is_null());
@@ -292,7 +292,7 @@ fn a_run_without_anything_to_learn_fails() {
     let launcher = alone();
     let error = refused(world.train_on(&world.config("out"), &world.rows(), &launcher, None));
     assert!(error.contains("had nothing to learn from"), "{error}");
-    assert_eq!(launcher.futile.load(Relaxed), 1);
+    assert_eq!(launcher.permanent.load(Relaxed), 1);
     let line = world.lines("out", "metrics.jsonl").remove(0);
     for key in ["loss", "accuracy", "expected_acceptance_length"] {
         assert!(line[key].is_null(), "{line}");

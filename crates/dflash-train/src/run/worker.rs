@@ -153,7 +153,7 @@ impl Worker<'_, '_> {
             self.save(meter)?;
         }
         if diverged {
-            self.communicator.announce_futility();
+            self.communicator.announce_permanent_failure();
             return Err(Error::NonFinite { count, step });
         }
         if epoch_ended && self.begun_at == 0 && !self.had_slots {
@@ -165,7 +165,7 @@ impl Worker<'_, '_> {
     /// Ends a run whose first epoch had no slot to learn from.
     fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
         let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
-        self.communicator.announce_futility();
+        self.communicator.announce_permanent_failure();
         Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
     }
 
@@ -245,7 +245,7 @@ impl Worker<'_, '_> {
     /// Removes the checkpoints that need not stay.
     fn prune(&self, meter: &Meter) {
         let Some(save_path) = &self.save_path else { return };
-        // Room on the disk is no reason to end a run that trains well.
+        // Room on the disk is not worth ending a run that trains well.
         if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints) {
             meter.say(&format!("no checkpoint was removed: {error}"));
         }

@@ -9,14 +9,14 @@ use dflash_torch_sys::Store;
 use super::signals::Signals;
 use super::{LaunchConfig, POLL};
 use crate::Error;
-use crate::gloo::{BEGAN_KEY, FUTILE_KEY, lost_peer_key};
+use crate::gloo::{BEGAN_KEY, PERMANENT_KEY, lost_peer_key};
 use crate::rendezvous::{self, store_prefix};
 
 /// For one answer of the store.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// The store and its address, the same for all attempts.
-pub(super) struct Venue {
+pub(super) struct LaunchStore {
     pub(super) host: String,
     pub(super) port: u16,
     pub(super) run_id: String,
@@ -25,7 +25,7 @@ pub(super) struct Venue {
 }
 
 /// What one attempt's workers are told, and what they say.
-pub(super) struct AttemptVenue {
+pub(super) struct AttemptStore {
     pub(super) host: String,
     pub(super) port: u16,
     pub(super) run_id: String,
@@ -34,7 +34,7 @@ pub(super) struct AttemptVenue {
     store: Option<Arc<Store>>,
 }
 
-impl Venue {
+impl LaunchStore {
     /// Opens the store, or on other nodes than the first connects to it; `None` where a signal came
     /// first.
     pub(super) fn open(config: &LaunchConfig, signals: &Signals) -> Result<Option<Self>, Error> {
@@ -43,7 +43,7 @@ impl Venue {
         let run_id = "nodes".to_owned();
         let store = if config.node_rank == 0 {
             serve(&host, port)?
-        } else if knock(config, (&host, port), signals)? {
+        } else if await_listener(config, (&host, port), signals)? {
             let unreachable = |source| Error::Endpoint { host: host.clone(), port, source };
             Store::connect(&host, port, ANSWER).map_err(unreachable)?
         } else {
@@ -60,15 +60,15 @@ impl Venue {
     }
 
     /// The part of it that one attempt's workers use.
-    pub(super) fn of_attempt(&self, attempt: usize) -> Result<AttemptVenue, Error> {
+    pub(super) fn of_attempt(&self, attempt: usize) -> Result<AttemptStore, Error> {
         let Self { host, port, run_id, store } = self;
         let (host, port, run_id) = (host.clone(), *port, run_id.clone());
         let store = store.prefixed(&store_prefix(&run_id, attempt)).map_err(listen(port))?;
-        Ok(AttemptVenue { host, port, run_id, attempt, store: Some(Arc::new(store)) })
+        Ok(AttemptStore { host, port, run_id, attempt, store: Some(Arc::new(store)) })
     }
 }
 
-impl AttemptVenue {
+impl AttemptStore {
     #[cfg(test)]
     pub(super) fn without_store(host: &str, port: u16, attempt: usize) -> Self {
         Self { host: host.to_owned(), port, run_id: "job".to_owned(), attempt, store: None }
@@ -93,7 +93,7 @@ impl AttemptVenue {
     /// its fault would come again.
     pub(super) fn may_improve(&self) -> bool {
         let has = |key: &'static str| self.ask(move |store| store.contains(key).ok());
-        has(BEGAN_KEY).unwrap_or(false) && !has(FUTILE_KEY).unwrap_or(false)
+        has(BEGAN_KEY).unwrap_or(false) && !has(PERMANENT_KEY).unwrap_or(false)
     }
 
     fn ask<T: Send + 'static>(
@@ -126,7 +126,7 @@ fn listen(port: u16) -> impl FnOnce(dflash_torch_sys::Error) -> Error {
 }
 
 /// Waits until node 0 listens: nodes start at different times. False where a signal came first.
-fn knock(
+fn await_listener(
     config: &LaunchConfig,
     (host, port): (&str, u16),
     signals: &Signals,

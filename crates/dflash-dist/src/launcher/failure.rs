@@ -1,7 +1,7 @@
 //! What ended an attempt: the cause told from its consequences, and whether to try again.
 
 use super::LaunchConfig;
-use super::venue::AttemptVenue;
+use super::launch_store::AttemptStore;
 use super::workers::Death;
 use crate::{Error, ExitCause};
 
@@ -61,23 +61,23 @@ impl Failure {
 
 /// Names the death that ended the attempt: one by a signal, which no peer's end causes, else the
 /// first that no lost peer explains, else the first.
-pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, venue: &AttemptVenue) -> Failure {
+pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Failure {
     let cause = deaths
         .iter()
         .find(|death| matches!(death.cause, ExitCause::Signal(_)))
-        .or_else(|| deaths.iter().find(|death| venue.lost_peer(death.rank).is_none()))
+        .or_else(|| deaths.iter().find(|death| store.lost_peer(death.rank).is_none()))
         .unwrap_or(&deaths[0]);
     let Death { rank, pid, cause } = *cause;
     let lost_peer = match cause {
         ExitCause::Signal(_) => None,
-        ExitCause::Code(_) => venue.lost_peer(rank),
+        ExitCause::Code(_) => store.lost_peer(rank),
     };
-    let silent = if lost_peer.is_some() { silent(deaths, config, venue) } else { Vec::new() };
+    let silent = if lost_peer.is_some() { silent(deaths, config, store) } else { Vec::new() };
     let is_cause = lost_peer.is_none();
     let may_pass = match cause {
         ExitCause::Signal(_) => true,
         ExitCause::Code(code) if ASKED.contains(&code) => false,
-        ExitCause::Code(code) if REFUSALS.contains(&code) => venue.may_improve(),
+        ExitCause::Code(code) if REFUSALS.contains(&code) => store.may_improve(),
         ExitCause::Code(_) => true,
     };
     let (node, host) = (config.node_rank, hostname());
@@ -87,10 +87,10 @@ pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, venue: &Attempt
 
 /// The ranks that have neither ended here nor said that they lost a peer: where all others wait in
 /// a collective, the one that hangs.
-fn silent(deaths: &[Death], config: &LaunchConfig, venue: &AttemptVenue) -> Vec<usize> {
+fn silent(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Vec<usize> {
     (0..config.world_size())
         .filter(|rank| deaths.iter().all(|death| death.rank != *rank))
-        .filter(|&rank| venue.lost_peer(rank).is_none())
+        .filter(|&rank| store.lost_peer(rank).is_none())
         .collect()
 }
 
