@@ -174,7 +174,6 @@ fn mistakes_are_named() {
     check(&["--max-steps", "9999999999", "--epochs", "999999"], "--epochs is 999999");
     check(&["--num-layers", "0"], "--num-layers is 0");
     check(&["--draft-vocab-size", "1000"], "--draft-vocab-size is 1000");
-    check(&["--loss", "hinge"], "the terms are ce, kl");
     check(&["--lr", "0"], "--lr is 0");
     check(&["--peak-tflops=-1"], "--peak-tflops is -1");
     check(&["--from-pretrained", "./nowhere"], "no such directory");
@@ -185,6 +184,9 @@ fn mistakes_are_named() {
     check(&["--norm-weight-decay", "NaN"], "--norm-weight-decay is NaN");
     check(&["--data-path", "/nonexistent"], "/nonexistent");
     check(&["--verifier-name-or-path", "/nonexistent"], "/nonexistent");
+    let loss = world.train("mistake", &["--loss", "hinge"]);
+    assert_eq!(loss.code, Some(2), "{}", loss.stderr);
+    assert!(loss.stderr.contains("'hinge' for '--loss <TERMS>': the terms are ce, kl"));
     // with stored states at hand the server is asked only for what they lack
     let elsewhere = ["--hidden-states-path", "/nonexistent", "--on-missing", "generate"];
     check(&[&elsewhere[..], &["--endpoint", "http://127.0.0.1:9"]].concat(), "127.0.0.1:9");
