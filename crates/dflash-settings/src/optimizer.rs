@@ -33,6 +33,9 @@ pub struct OptimizerSettings {
     /// Muon's peak learning rate, for the matrices. Default: ten times --lr.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR"))]
     pub muon_lr: Option<f64>,
+    /// Decay of AdamW's mean of squared gradients. Default: 0.999.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    pub adam_beta2: Option<f64>,
     /// Decoupled weight decay of matrices.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
     pub weight_decay: f64,
@@ -64,6 +67,7 @@ impl OptimizerSettings {
             ("warmup_ratio", self.warmup_ratio),
             ("min_lr_ratio", self.min_lr_ratio),
             ("decay_ratio", self.decay_ratio),
+            ("adam_beta2", self.adam_beta2.unwrap_or_default()),
         ])?;
         at_least_one([("max_bad_steps", self.max_bad_steps)])?;
         if self.muon_lr.is_some() && self.optimizer != OptimizerKind::Muon {
