@@ -25,13 +25,13 @@ pub trait Communicator: Send {
     /// Sums `tensor` over all ranks, in place.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn all_reduce_sum(&self, tensor: &mut Tensor) -> Result<(), Error>;
 
     /// Takes the maximum of each element of `tensor` over all ranks, in place.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), Error>;
 
     /// Starts summing `tensor` over all ranks, in place. It must not be read or written
@@ -44,33 +44,33 @@ pub trait Communicator: Send {
     /// Overwrites `tensor` with that of rank `root`; same shape and type in all ranks.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error>;
 
     /// Sums `input` (world size x n elements) over all ranks and writes this rank's n of
     /// them, the rank-th part, to `output`.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error>;
 
     /// Writes the `input`s (n elements each) of all ranks in their order to `output`
     /// (world size x n elements).
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error>;
 
     /// The `bytes` of all ranks, in their order; lengths may differ.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error>;
 
     /// Returns when all ranks have called it.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn barrier(&self) -> Result<(), Error>;
 
     /// Tells whoever started this rank that its settings are good and its work is under way: when
@@ -88,6 +88,6 @@ pub trait Pending {
     /// computation wait for it.
     ///
     /// # Errors
-    /// [`Error::Collective`] where a peer died or did not come in time.
+    /// [`Error::Collective`] where a peer died or did not answer in time.
     fn wait(self: Box<Self>) -> Result<(), Error>;
 }

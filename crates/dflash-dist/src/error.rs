@@ -53,7 +53,7 @@ pub enum Error {
         waited: Duration,
     },
     /// Some ranks did not come to the rendezvous.
-    #[error("rank {rank}: {} of {world_size} ranks did not come to the rendezvous within {} s: {}", .missing.len(), .waited.as_secs(), list(.missing))]
+    #[error("rank {rank}: {} of {world_size} ranks did not reach the rendezvous within {} s: {}", .missing.len(), .waited.as_secs(), list(.missing))]
     RanksMissing {
         /// The process that waited.
         rank: usize,
@@ -137,7 +137,7 @@ pub enum Error {
         nnodes: usize,
     },
     /// Node 0's launcher was not reached.
-    #[error("nothing answers at --rdzv-endpoint {endpoint} after {} s ({source}); is the launcher of --node-rank 0 running on that host, and may this machine reach its port?", .waited.as_secs())]
+    #[error("nothing answers at --rdzv-endpoint {endpoint} after {} s ({source}); is the launcher of --node-rank 0 running on that host, and can this machine reach its port?", .waited.as_secs())]
     NoEndpoint {
         /// The endpoint.
         endpoint: String,
@@ -159,7 +159,7 @@ pub enum Error {
         source: TorchError,
     },
     /// Some nodes did not come.
-    #[error("{} of {nnodes} nodes did not come within {} s: node {}; start `dflash train` with --node-rank {} there", .missing.len(), .waited.as_secs(), list(.missing), list(.missing))]
+    #[error("{} of {nnodes} nodes did not join within {} s: node {}; start `dflash train` with --node-rank {} there", .missing.len(), .waited.as_secs(), list(.missing), list(.missing))]
     NodesMissing {
         /// The nodes that are missing.
         missing: Vec<usize>,
@@ -170,7 +170,7 @@ pub enum Error {
     },
     /// Two launchers say that they are the same node.
     #[error(
-        "--node-rank {node} has come already; give every machine its own, and wait until an earlier launcher has ended"
+        "--node-rank {node} has already joined; give every machine its own, and wait until an earlier launcher has ended"
     )]
     NodeTaken {
         /// The node.
@@ -320,7 +320,7 @@ mod tests {
         let waited = Duration::from_secs(60);
         let error =
             Error::RanksMissing { rank: 0, missing: vec![2, 3], world_size: 4, waited }.to_string();
-        let expected = "rank 0: 2 of 4 ranks did not come to the rendezvous within 60 s: 2, 3";
+        let expected = "rank 0: 2 of 4 ranks did not reach the rendezvous within 60 s: 2, 3";
         assert_eq!(error, expected);
     }
 }

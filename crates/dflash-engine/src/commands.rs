@@ -35,11 +35,18 @@ pub(crate) fn run(command: Command, stop: &Arc<AtomicBool>) -> anyhow::Result<()
     }
 }
 
-/// The setting that an error is about, if it is about one.
-pub(crate) fn about(error: &anyhow::Error) -> Option<&Invalid> {
-    let in_library = match error.downcast_ref() {
-        Some(dflash_train::Error::Setting(invalid)) => Some(invalid),
-        _ => None,
+/// The key of the setting that an error is about, if it is about one.
+pub(crate) fn about(error: &anyhow::Error) -> Option<String> {
+    use dflash_train::Error as Train;
+    let key = match error.downcast_ref() {
+        Some(Train::Setting(invalid)) => invalid.key,
+        Some(
+            Train::ForeignDraft { .. } | Train::BadWeights { .. } | Train::ForeignVocabulary { .. },
+        ) => "from_pretrained",
+        _ => match error.downcast_ref() {
+            Some(dflash_dist::Error::BadLaunch { flag, .. }) => flag,
+            _ => error.downcast_ref::<Invalid>()?.key,
+        },
     };
-    error.downcast_ref().or(in_library)
+    Some(key.trim_start_matches('-').replace('-', "_"))
 }

@@ -154,6 +154,19 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
 }
 
 #[test]
+fn the_second_moment_s_decay_is_a_setting() {
+    let world = World::new();
+    let train = |name: &str, more: &[&str]| {
+        let run = world.train(name, &[&["--max-steps", "4"], more].concat());
+        assert!(run.success(), "{}", run.stderr);
+        losses(&world.path(name))
+    };
+    let usual = train("usual", &[]);
+    assert_eq!(train("same", &["--adam-beta2", "0.999"]), usual);
+    assert_ne!(train("other", &["--adam-beta2", "0.9"]), usual);
+}
+
+#[test]
 fn mistakes_are_named() {
     let world = World::new();
     let check = |arguments: &[&str], expect: &str| {

@@ -63,7 +63,7 @@ pub enum Error {
         reason: String,
     },
     /// Rows that do not make a record; a fault of the model side.
-    #[error("the target's rows make no record")]
+    #[error("the target's rows do not form a record")]
     Rows(#[from] dflash_hidden::Error),
     /// The thread that owns the model ended.
     #[error("the model's thread ended unexpectedly; its message is above")]

@@ -139,7 +139,7 @@ pub enum Error {
         url: String,
     },
     /// The prompt that was run is not the one that was sent.
-    #[error("{origin} holds other tokens than sample {sample}, first at position {position}")]
+    #[error("{origin} has other tokens than sample {sample}, first at position {position}")]
     OtherTokens {
         /// The endpoint or file.
         origin: String,

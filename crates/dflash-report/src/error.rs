@@ -9,7 +9,7 @@ use dflash_run::{Line, MetricLine, RunDir};
 pub enum Error {
     /// The directory is not a training run's.
     #[error(
-        "{path} holds no run: neither {} nor {}; pass the --save-path of a training run",
+        "{path} is not the directory of a run: it has neither {} nor {}; pass the --save-path of a training run",
         MetricLine::FILE,
         RunDir::PROVENANCE
     )]

@@ -18,7 +18,7 @@ const PAGE: &str = "report.html";
 /// Writes the page of the run in `run_dir` to `output`, or into the run's directory. Returns where.
 ///
 /// # Errors
-/// A directory that holds no run, or files that cannot be read or written.
+/// A directory that is not a run's, or files that cannot be read or written.
 pub fn write_report(run_dir: &Path, output: Option<&Path>) -> Result<PathBuf, Error> {
     let run = run::Run::read(run_dir)?;
     let output = output.map_or_else(|| run_dir.join(PAGE), Path::to_owned);

@@ -111,7 +111,7 @@ fn runs_without_numbers_and_directories_without_runs() {
     let error = page(&[("notes.txt", "")]).unwrap_err();
     assert!(error.contains("neither metrics.jsonl nor run.json"), "{error}");
     let error = write_report(Path::new("/nonexistent/run"), None).unwrap_err().to_string();
-    assert!(error.contains("/nonexistent/run holds no run"), "{error}");
+    assert!(error.contains("/nonexistent/run is not the directory of a run"), "{error}");
 }
 
 #[test]

@@ -155,7 +155,7 @@ pub struct HeldOutRows {
     /// Blocks that the figures are taken over.
     #[serde(alias = "eval_blocks")]
     pub blocks: u64,
-    /// Samples left out because their hidden states did not come.
+    /// Samples left out because their hidden states did not arrive.
     #[serde(default, alias = "eval_skipped")]
     pub skipped_samples: u64,
 }

@@ -16,11 +16,10 @@ pub struct ComputeSettings {
     /// state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub compute_dtype: Dtype,
-    /// Keep only the layers' inputs for the backward pass and run each layer forward again there.
+    /// Keep only the layers' inputs for the backward pass and recompute the rest there.
     #[cfg_attr(feature = "clap", arg(long))]
     pub recompute: bool,
-    /// What the ranks share out among themselves (ZeRO stages): 0 nothing, 1 the masters and the
-    /// optimizer's state.
+    /// What the ranks shard (ZeRO stage): 0 nothing, 1 the master weights and the optimizer state.
     #[cfg_attr(feature = "clap", arg(long, value_name = "STAGE", default_value_t = 0))]
     pub zero: u8,
     /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster where the

@@ -35,10 +35,11 @@ pub struct DraftSettings {
     /// embedding row that the tokenizer does not use.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ID"))]
     pub mask_token_id: Option<i64>,
-    /// Make all layers see only the last N tokens (causal in the block, as it is served).
+    /// Sliding-window attention over the last N tokens in every layer (causal within the block, as
+    /// it is served).
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub sliding_window: Option<usize>,
-    /// Predict only the N tokens that the data supervises most often.
+    /// Predict only the N tokens that are most often supervised in the data.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub draft_vocab_size: Option<usize>,
 }

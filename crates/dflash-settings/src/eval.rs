@@ -23,10 +23,10 @@ pub struct EvalSettings {
     /// Prompts, JSON or JSONL: question/answer, messages, ShareGPT, `turns` or input_ids rows.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub prompts: PathBuf,
-    /// Tokens of an answer at most.
+    /// Longest answer, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_new_tokens: usize,
-    /// Use the first N rows of the prompts only.
+    /// Use only the first N rows of the prompts.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub limit: Option<usize>,
     /// Also write the report as JSON.

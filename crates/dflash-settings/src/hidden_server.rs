@@ -38,10 +38,10 @@ pub struct HiddenServerSettings {
     /// Type of the rows that are sent.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = WireDtype::Bf16))]
     pub wire_dtype: WireDtype,
-    /// Requests taken at a time, waiting or being answered; more are told to come back (429).
+    /// Maximum number of requests waiting or being answered; further ones get a 429.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_queue: usize,
-    /// Tokens in one forward pass.
+    /// Maximum number of tokens in one forward pass.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 2048))]
     pub max_batch_tokens: usize,
     /// Longest prompt. Default: the target's max_position_embeddings.

@@ -26,7 +26,7 @@ pub struct HiddenStatesSettings {
     /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub hidden_states_path: Option<PathBuf>,
-    /// What to do about a sample that is not stored.
+    /// What to do when a sample is not stored.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnMissing::Generate))]
     pub on_missing: OnMissing,
     /// What to do with a generated sample once it is trained on.

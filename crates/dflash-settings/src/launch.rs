@@ -15,10 +15,10 @@ pub struct LaunchSettings {
     /// Machines in the job. Start the same command on each, with its own --node-rank.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
     pub nnodes: usize,
-    /// This machine among them, from 0.
+    /// Number of this machine among them, from 0.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R"))]
     pub node_rank: Option<usize>,
-    /// Where the machines meet: an address of the machine with --node-rank 0 and a free port there.
+    /// Rendezvous address: the machine with --node-rank 0, and a free port on it.
     #[cfg_attr(feature = "clap", arg(long, value_name = "HOST:PORT"))]
     pub rdzv_endpoint: Option<String>,
     /// What carries gradients between ranks on GPUs; between CPUs it is gloo.
@@ -27,11 +27,11 @@ pub struct LaunchSettings {
     /// Start all ranks again from the last checkpoint when one dies, up to N times.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub max_restarts: usize,
-    /// Seconds that ranks and machines wait for each other to come.
+    /// Seconds that ranks and machines wait for each other to join.
     #[cfg_attr(feature = "clap", arg(long, value_name = "S", default_value_t = 120))]
     pub join_timeout: u64,
-    /// Seconds that a rank waits for the others in a collective. A rank that hangs ends the job
-    /// after this; one that waits for hidden states must not lag behind by more.
+    /// Seconds a rank waits for the others in a collective. A rank that hangs ends the job after
+    /// this; a rank that waits for hidden states must not fall behind by more.
     #[cfg_attr(feature = "clap", arg(long, value_name = "S", default_value_t = 1800))]
     pub collective_timeout: u64,
 }
@@ -49,8 +49,8 @@ pub struct CheckpointSettings {
     /// With --keep-last: also keep those of steps that are multiples of N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub keep_every: Option<u64>,
-    /// Seconds that a run has after SIGTERM to end its step and save. Default: 19, and one more for
-    /// each 100 MB of a checkpoint.
+    /// Seconds a run has after SIGTERM to finish its step and save. Default: 19, plus one for each
+    /// 100 MB of a checkpoint.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS"))]
     pub grace: Option<u64>,
 }

@@ -18,13 +18,14 @@ pub struct ObjectiveSettings {
         arg(long, value_name = "TERMS", default_value = "ce", value_delimiter = ',')
     )]
     pub loss: Vec<LossTerm>,
-    /// Take the right token from the target's argmax instead of the data.
+    /// Use the target's argmax as the label instead of the data's token.
     #[cfg_attr(feature = "clap", arg(long))]
     pub teacher_labels: bool,
-    /// Slots after which a slot's weight has fallen to 1/e. Default: 7, 5, 4 for blocks of 16, 10, 8.
+    /// Slots after which a slot's weight has decayed to 1/e. Default: 7, 5, 4 for blocks of 16, 10,
+    /// 8.
     #[cfg_attr(feature = "clap", arg(long, value_name = "G"))]
     pub gamma: Option<f64>,
-    /// Weigh slots by D-PACE with this smoothing instead of by their distance.
+    /// Weight slots by D-PACE with this smoothing instead of by distance.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ALPHA", conflicts_with = "gamma"))]
     pub dpace_alpha: Option<f64>,
     /// Memory of one chunk of logits, MiB.

@@ -12,41 +12,44 @@ pub struct OptimizerSettings {
     /// Peak learning rate.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR", default_value_t = 6e-4))]
     pub lr: f64,
-    /// Its course after the warm-up.
+    /// Learning-rate schedule after the warm-up.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SchedulerType::Cosine))]
     pub scheduler_type: SchedulerType,
-    /// Share of all steps that warm up.
+    /// Fraction of all steps used for the warm-up.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.04))]
     pub warmup_ratio: f64,
-    /// Steps that warm up, instead of a share.
+    /// Warm-up steps, instead of a fraction.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", conflicts_with = "warmup_ratio"))]
     pub warmup_steps: Option<u64>,
-    /// Learning rate behind the last step, as a share of the peak.
+    /// Final learning rate, as a fraction of the peak.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
     pub min_lr_ratio: f64,
-    /// Share of all steps that decay, for wsd.
+    /// Fraction of all steps used for the decay, for wsd.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.2))]
     pub decay_ratio: f64,
-    /// What moves the matrices; norms are AdamW's in either case.
+    /// Optimizer of the matrices; norms always use AdamW.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OptimizerKind::Adamw))]
     pub optimizer: OptimizerKind,
     /// Muon's peak learning rate, for the matrices. Default: ten times --lr.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR"))]
     pub muon_lr: Option<f64>,
+    /// Decay of AdamW's mean of squared gradients. Default: 0.999.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    pub adam_beta2: Option<f64>,
     /// Decoupled weight decay of matrices.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
     pub weight_decay: f64,
     /// Decoupled weight decay of norms.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
     pub norm_weight_decay: f64,
-    /// Keep a moving average of the weights, which keeps the share D of itself at each step; it is
-    /// what checkpoints serve.
+    /// Keep a moving average of the weights with this decay; checkpoints then serve the average.
     #[cfg_attr(feature = "clap", arg(long, value_name = "D"))]
     pub ema_decay: Option<f64>,
-    /// Largest global gradient norm; above it the gradient is scaled down.
+    /// Clip gradients to this global norm.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1.0))]
     pub max_grad_norm: f64,
-    /// End the run, saved, after N steps in a row with a non-finite gradient (skipped, counted).
+    /// Save and stop after N consecutive steps with a non-finite gradient (such steps are skipped
+    /// and counted).
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
     pub max_bad_steps: u64,
 }
@@ -64,6 +67,7 @@ impl OptimizerSettings {
             ("warmup_ratio", self.warmup_ratio),
             ("min_lr_ratio", self.min_lr_ratio),
             ("decay_ratio", self.decay_ratio),
+            ("adam_beta2", self.adam_beta2.unwrap_or_default()),
         ])?;
         at_least_one([("max_bad_steps", self.max_bad_steps)])?;
         if self.muon_lr.is_some() && self.optimizer != OptimizerKind::Muon {

@@ -39,10 +39,11 @@ pub struct PlanSettings {
         arg(long, visible_alias = "gpus", value_name = "N", default_value_t = 1)
     )]
     pub nproc: usize,
-    /// Plan for this GPU, such as H100, whatever is here.
+    /// Plan for this GPU, such as H100, instead of this machine's.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
     pub gpu: Option<String>,
-    /// Useful TFLOP/s that a rank achieves; `dflash bench train-step` and a run's metrics tell.
+    /// Useful TFLOP/s that a rank achieves, as `dflash bench train-step` and a run's metrics report
+    /// them.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TFLOPS"))]
     pub tflops: Option<f64>,
     /// Print JSON instead of a table.

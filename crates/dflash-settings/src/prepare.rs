@@ -35,7 +35,7 @@ pub struct PrepareSettings {
     /// Longest row in tokens; longer ones are cut.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS", default_value_t = 8192))]
     pub seq_length: usize,
-    /// Take so many input rows, over all --data together.
+    /// Use at most N input rows, over all --data together.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ROWS", alias = "max-samples"))]
     pub limit: Option<usize>,
     /// Shuffle the input rows with this seed; with --limit, draw them at random. Keeps the drawn
@@ -53,10 +53,10 @@ pub struct PrepareSettings {
         )
     )]
     pub workers: Option<usize>,
-    /// Drop rows with fewer supervised tokens.
+    /// Drop rows with fewer supervised tokens than this.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS", default_value_t = 1))]
     pub minimum_valid_tokens: usize,
-    /// Start a new shard at this size.
+    /// Start a new shard at this size, MB.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MB", default_value_t = 500.0))]
     pub shard_mb: f64,
     /// Replace the dataset at --output.

@@ -23,10 +23,10 @@ pub struct RegenerateSettings {
     /// JSONL file to write.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub output: PathBuf,
-    /// Tokens of an answer at most.
+    /// Longest answer, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 220))]
     pub max_new_tokens: usize,
-    /// Use the first N rows of the data only.
+    /// Use only the first N rows of the data.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub limit: Option<usize>,
     /// Sequences decoded together.

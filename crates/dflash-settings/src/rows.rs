@@ -14,10 +14,10 @@ pub struct RowSettings {
     /// Tokens of a packed row.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 3072))]
     pub total_seq_len: usize,
-    /// Most anchors per document.
+    /// Maximum number of anchors per document.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 512))]
     pub anchors_per_sequence: usize,
-    /// Most anchors per packed row.
+    /// Maximum number of anchors per packed row.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 3072))]
     pub max_anchors: usize,
     /// Packed rows per rank and optimizer step.

@@ -41,11 +41,11 @@ pub struct TrainSettings {
     /// Steps between metric lines.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
     pub log_every: u64,
-    /// Peak of a rank's device, dense bfloat16 TFLOP/s, to report utilisation against. Default: by
-    /// the GPU's name; nothing for a CPU.
+    /// Peak dense bfloat16 TFLOP/s of a rank's device, for reporting utilization. Default: looked
+    /// up by the GPU's name; none for a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TFLOPS"))]
     pub peak_tflops: Option<f64>,
-    /// Draw no progress bar.
+    /// Do not draw a progress bar.
     #[cfg_attr(feature = "clap", arg(long))]
     pub no_progress: bool,
     /// Device, precision and memory.

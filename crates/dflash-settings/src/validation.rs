@@ -21,10 +21,10 @@ pub struct ValidationSettings {
     /// length names the best checkpoint.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub eval_prompts: Option<PathBuf>,
-    /// Prompts of that file at most.
+    /// Use at most N of these prompts.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 32))]
     pub eval_limit: usize,
-    /// Tokens of such an answer at most.
+    /// Longest answer to them, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 128))]
     pub eval_max_new_tokens: usize,
 }

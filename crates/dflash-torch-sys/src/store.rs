@@ -174,14 +174,16 @@ fn text(key: &str) -> Text {
 mod tests {
     use super::*;
 
+    /// For a machine that is busy with other tests.
+    const PATIENCE: Duration = Duration::from_secs(60);
     const SOON: Duration = Duration::from_millis(300);
 
     const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
 
     #[test]
     fn a_client_reads_what_the_server_wrote() {
-        let server = Store::serve(LOOPBACK, SOON).unwrap();
-        let client = Store::connect("127.0.0.1", server.port(), SOON).unwrap();
+        let server = Store::serve(LOOPBACK, PATIENCE).unwrap();
+        let client = Store::connect("127.0.0.1", server.port(), PATIENCE).unwrap();
         server.set("key", b"\0value\xff").unwrap();
         assert_eq!(client.get("key").unwrap(), b"\0value\xff");
         assert!(!client.contains("other").unwrap());
@@ -191,7 +193,7 @@ mod tests {
 
     #[test]
     fn prefixes_keep_keys_apart() {
-        let server = Store::serve(LOOPBACK, SOON).unwrap();
+        let server = Store::serve(LOOPBACK, PATIENCE).unwrap();
         let (left, right) = (server.prefixed("left").unwrap(), server.prefixed("right").unwrap());
         left.set("key", b"").unwrap();
         assert!(left.contains("key").unwrap());
@@ -212,9 +214,9 @@ mod tests {
     fn a_taken_port_is_an_error() {
         let listener = TcpListener::bind("0.0.0.0:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let error = Store::serve_everywhere(port, SOON).unwrap_err().to_string();
+        let error = Store::serve_everywhere(port, PATIENCE).unwrap_err().to_string();
         assert!(error.contains("open the store"), "{error}");
-        let error = Store::serve((LOOPBACK.0, port), SOON).unwrap_err();
+        let error = Store::serve((LOOPBACK.0, port), PATIENCE).unwrap_err();
         assert!(
             matches!(error, Error::Listen { address, .. } if address.port() == port),
             "{error}"
@@ -225,7 +227,7 @@ mod tests {
     fn only_the_given_address_is_listened_on() {
         // All of 127.0.0.0/8 is the loopback, so its second address tells them apart anywhere.
         let reached = |port| std::net::TcpStream::connect(("127.0.0.2", port)).is_ok();
-        assert!(!reached(Store::serve(LOOPBACK, SOON).unwrap().port()));
-        assert!(reached(Store::serve_everywhere(0, SOON).unwrap().port()));
+        assert!(!reached(Store::serve(LOOPBACK, PATIENCE).unwrap().port()));
+        assert!(reached(Store::serve_everywhere(0, PATIENCE).unwrap().port()));
     }
 }

@@ -135,7 +135,7 @@ pub enum Error {
     },
     /// The draft to start from proposes tokens of another vocabulary.
     #[error(
-        "--from-pretrained {}: its pruned vocabulary is of a target with {found} tokens, this one has {expected}", .path.display()
+        "--from-pretrained {}: its pruned vocabulary is for a target with {found} tokens, this one has {expected}", .path.display()
     )]
     ForeignVocabulary {
         /// The checkpoint.

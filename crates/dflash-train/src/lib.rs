@@ -9,7 +9,7 @@
 //!   and Muon;
 //! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `rows` reads and fetches it, `batch` turns it into
-//!   blocks and tensors, for training, validation, [`bench`] and [`plan`] alike;
+//!   blocks and tensors, for training, validation, [`mod@bench`] and [`plan`] alike;
 //! - `run` holds the loop, `vote` what ranks tell each other in a step;
 //! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `masters` holds the float32 side of the parameters, `shards` says which

@@ -45,7 +45,7 @@ pub enum Algorithm {
 
 impl From<&OptimizerSettings> for OptimizerConfig {
     fn from(settings: &OptimizerSettings) -> Self {
-        let usual = MuonConfig::default();
+        let (usual, adamw) = (MuonConfig::default(), AdamWConfig::default());
         let rate_ratio = settings.muon_lr.map_or(usual.rate_ratio, |rate| rate / settings.lr);
         let (matrices, norms) = (settings.weight_decay, settings.norm_weight_decay);
         Self {
@@ -53,7 +53,7 @@ impl From<&OptimizerSettings> for OptimizerConfig {
                 OptimizerKind::Adamw => Algorithm::AdamW,
                 OptimizerKind::Muon => Algorithm::Muon(MuonConfig { rate_ratio, ..usual }),
             },
-            adamw: AdamWConfig::default(),
+            adamw: AdamWConfig { beta2: settings.adam_beta2.unwrap_or(adamw.beta2), ..adamw },
             weight_decay: WeightDecay { matrices, norms },
             ema_decay: settings.ema_decay,
         }

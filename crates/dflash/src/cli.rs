@@ -135,7 +135,7 @@ fn run_file_arguments(table: &str) -> [Arg; 3] {
     [
         Arg::new(RUN_FILE).value_name("RUN_FILE").value_parser(value_parser!(PathBuf)).help(format!(
             "Run file: TOML whose table `{table}` has the flags below as keys. Flags win over it, \
-             and those that are needed may come from it"
+             and required flags may come from it"
         )),
         Arg::new(SET).long("set").value_name("KEY=VALUE").action(ArgAction::Append).help(format!(
             "Set one key, such as {table}.KEY=VALUE, over the run file and the environment. \

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use dflash_settings::Invalid;
 use serde::{Deserialize, Serialize};
 
 /// Keys and the places that gave them, such as `lr` and `run.toml:3`.
@@ -15,16 +14,16 @@ impl Places {
         self.0.get(key).map(String::as_str)
     }
 
-    /// Puts the setting's place in front of an error that `about` finds to be about a setting.
+    /// Puts the setting's place in front of an error about a setting, whose key `about` finds.
     ///
     /// # Errors
     /// Whatever `outcome` is.
     pub fn explain<T>(
         &self,
         outcome: Result<T>,
-        about: impl Fn(&anyhow::Error) -> Option<&Invalid>,
+        about: impl Fn(&anyhow::Error) -> Option<String>,
     ) -> Result<T> {
-        outcome.map_err(|error| match about(&error).and_then(|invalid| self.of(invalid.key)) {
+        outcome.map_err(|error| match about(&error).and_then(|key| self.of(&key)) {
             Some(place) => {
                 let message = format!("{place}: {error}");
                 error.context(message)
@@ -42,13 +41,17 @@ impl FromIterator<(String, String)> for Places {
 
 #[cfg(test)]
 mod tests {
+    use dflash_settings::Invalid;
+
     use super::*;
 
     #[test]
     fn an_error_about_a_setting_names_its_place() {
         let places: Places = [("lr".to_owned(), "run.toml:3".to_owned())].into_iter().collect();
         let explained = |error: anyhow::Error| {
-            let explained = places.explain::<()>(Err(error), |error| error.downcast_ref());
+            let explained = places.explain::<()>(Err(error), |error| {
+                error.downcast_ref::<Invalid>().map(|invalid| invalid.key.to_owned())
+            });
             explained.unwrap_err().to_string()
         };
         let invalid = |key| Invalid::new(key, -1, "it must be positive").into();

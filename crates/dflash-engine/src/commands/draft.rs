@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::ensure;
 use dflash_hub::{Hub, Part};
 use dflash_model::draft::DraftConfig;
 use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
-use dflash_settings::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
+use dflash_settings::{
+    DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid,
+};
 use dflash_text::ChatTokenizer;
 use dflash_train::config::DraftShape;
 
@@ -82,10 +83,12 @@ impl Draft {
 /// A mask token must mean nothing: a draft that meets it in answers learns to propose blanks.
 fn refuse_text(tokenizer: &ChatTokenizer, id: i64) -> anyhow::Result<()> {
     let text = tokenizer.decode(&[id], true)?;
-    ensure!(
-        text.is_empty(),
-        "--mask-token-id {id} is {text:?}, which occurs in text; take a special token or a row of \
-         the embedding that the tokenizer does not use"
+    if text.is_empty() {
+        return Ok(());
+    }
+    let reason = format!(
+        "{id} is {text:?}, which occurs in text; take a special token or a row of the embedding \
+         that the tokenizer does not use"
     );
-    Ok(())
+    Err(Invalid { key: "mask_token_id", reason, missing: None }.into())
 }

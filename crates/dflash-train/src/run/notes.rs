@@ -31,7 +31,7 @@ impl Worker<'_, '_> {
     fn announcement(&self) -> String {
         let draft = &self.trainer.draft;
         format!(
-            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?} in {:?}, {:.2} M numbers of float32 state on each",
+            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?} in {:?}, {:.2} M float32 state elements on each",
             draft.config().layers.len(),
             draft.layout().trained() as f64 / 1e6,
             self.order.rows(),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash_prepare::prepare;
+use dflash_prepare::{Error, prepare};
 use dflash_settings::PrepareSettings;
 
 /// Runs the command: progress to stderr, the summary to stdout.
@@ -13,4 +13,15 @@ pub(crate) fn run(settings: &PrepareSettings, stop: &Arc<AtomicBool>) -> anyhow:
     }
     println!("{}", prepare(settings, stop)?);
     Ok(())
+}
+
+/// The key of the setting that an error is about, if it is about one.
+pub(crate) fn about(error: &anyhow::Error) -> Option<String> {
+    let key = match error.downcast_ref()? {
+        Error::Setting(invalid) => invalid.key,
+        Error::Occupied { .. } => "output",
+        Error::UnknownData { .. } | Error::UnknownFile { .. } | Error::NoFiles { .. } => "data",
+        _ => return None,
+    };
+    Some(key.to_owned())
 }
