@@ -8,7 +8,7 @@ use crate::error::Error;
 /// What the server tells about the model and checks requests against.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelFacts {
-    /// The id that requests may name: the directory's name.
+    /// The id that requests may name: the directory's name, or the repository's.
     pub name: String,
     /// The directory.
     pub root: String,

@@ -87,7 +87,7 @@ fn facts_of(
         return Err(Error::TooLongContext { asked: max_model_len, limit });
     }
     Ok(ModelFacts {
-        name: name_of(dir),
+        name: name_of(&settings.target, dir),
         root: dir.display().to_string(),
         hidden_size: target.hidden_size() as usize,
         num_hidden_layers: layers as u32,
@@ -114,8 +114,12 @@ fn placement_name(placement: &TargetOptions, arithmetic: Arithmetic) -> String {
     format!("{device} in {kind}")
 }
 
-/// The directory's own name, also where the user wrote `.` or a trailing slash.
-fn name_of(dir: &Path) -> String {
+/// A repository's name on the Hub; else the directory's own, also where the user wrote `.` or a
+/// trailing slash.
+fn name_of(target: &str, dir: &Path) -> String {
+    if Path::new(target) != dir {
+        return target.split('@').next().unwrap_or(target).to_owned();
+    }
     let whole = dir.canonicalize().unwrap_or_else(|_| dir.into());
     whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
 }
@@ -206,11 +210,14 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_named_after_its_directory() {
+    fn a_model_is_named_after_its_directory_or_repository() {
         let dir = tempfile::tempdir().unwrap();
         let model = dir.path().join("Qwen3-8B");
         std::fs::create_dir(&model).unwrap();
-        assert_eq!(name_of(&model.join(".")), "Qwen3-8B");
-        assert_eq!(name_of(Path::new("absent/Model/")), "Model");
+        let own = |dir: &Path| name_of(&dir.to_string_lossy(), dir);
+        assert_eq!(own(&model.join(".")), "Qwen3-8B");
+        assert_eq!(own(Path::new("absent/Model/")), "Model");
+        assert_eq!(name_of("Qwen/Qwen3-8B", dir.path()), "Qwen/Qwen3-8B");
+        assert_eq!(name_of("Qwen/Qwen3-8B@main", dir.path()), "Qwen/Qwen3-8B");
     }
 }

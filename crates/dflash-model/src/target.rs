@@ -52,20 +52,14 @@ pub struct TargetOptions {
     pub dtype: Kind,
 }
 
-impl TargetOptions {
-    /// `None` stands for the usual choice: CUDA where libtorch has it, in bf16; else the CPU in
-    /// float32, which checkpoints in bf16 lose nothing by and which agrees with other software's
-    /// CPU results.
-    pub fn new(device: Option<Device>, dtype: Option<Kind>) -> Self {
-        let device = device.unwrap_or_else(Device::cuda_if_available);
-        let usual = if device == Device::Cpu { Kind::Float } else { Kind::BFloat16 };
-        Self { device, dtype: dtype.unwrap_or(usual) }
-    }
-}
-
 impl Default for TargetOptions {
+    /// CUDA in bf16 where libtorch has it; else CPU in float32, which checkpoints in bf16 lose
+    /// nothing by and which agrees with other software's CPU results.
     fn default() -> Self {
-        Self::new(None, None)
+        match Device::cuda_if_available() {
+            Device::Cpu => Self { device: Device::Cpu, dtype: Kind::Float },
+            device => Self { device, dtype: Kind::BFloat16 },
+        }
     }
 }
 

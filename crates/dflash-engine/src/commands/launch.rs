@@ -33,6 +33,8 @@ pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let resumes = arguments.iter().any(|argument| argument == RESUME);
     let config = LaunchConfig {
+        // The launcher has fetched what is named: every rank takes the same, and none asks again.
+        env: vec![("HF_HUB_OFFLINE".into(), "1".into())],
         restart_args: if resumes { Vec::new() } else { vec![RESUME.into()] },
         nnodes,
         node_rank,
