@@ -16,8 +16,10 @@ help: ## list the targets
 setup: ## check the tools and set up libtorch
 	@scripts/setup.sh
 
+# For the whole workspace, as the tests are: single packages would take dependencies with other
+# features, and build them twice.
 build: setup ## leave the programs at target/release/dflash and target/release/dflash-engine
-	$(CARGO) build $(CARGO_FLAGS) -p dflash -p dflash-engine
+	$(CARGO) build $(CARGO_FLAGS) --workspace --bins
 
 demo: build ## the whole line on a made-up corpus: corpus, target, hidden states, drafter, table
 	@scripts/demo.sh $(DEMO_FLAGS)
