@@ -350,7 +350,7 @@ fn a_second_launcher_of_a_node_is_refused() {
     let codes = others.each_mut().map(|launcher| wait_within(START, launcher).code());
     let said = others.each_mut().map(said);
     assert!(codes.contains(&Some(0)) && codes.contains(&Some(1)), "{codes:?} {said:?}");
-    assert!(said.iter().any(|said| said.contains("--node-rank 1 has come already")), "{said:?}");
+    assert!(said.iter().any(|said| said.contains("--node-rank 1 has already joined")), "{said:?}");
     assert!(wait_within(START, &mut first).success());
 }
 

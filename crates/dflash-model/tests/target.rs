@@ -5,6 +5,7 @@ use std::path::Path;
 use dflash_model::Kernels;
 use dflash_model::checkpoint::{TensorFile, write_safetensors};
 use dflash_model::target::{Family, Target, TargetConfig, TargetHead, TargetOptions};
+use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
 const F32: TargetOptions = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
@@ -78,6 +79,8 @@ fn every_target() -> impl Iterator<Item = Target> {
 }
 
 fn random_ids(length: i64, seed: i64) -> Tensor {
+    // The generator is the whole process's: another test must not draw in between.
+    let _alone = alone();
     tch::manual_seed(seed);
     Tensor::randint(50, [length], (Kind::Int64, Device::Cpu))
 }
