@@ -185,7 +185,7 @@ fn sets(typed: &ArgMatches, table: &str) -> Result<Vec<Entry>, Error> {
         })?;
         let key = key.trim();
         let key = key.strip_prefix(table).and_then(|key| key.strip_prefix('.')).unwrap_or(key);
-        Ok(Entry { place: Place::Set, key: key.into(), value: value::of_text(value.trim()) })
+        Ok(Entry { place: Place::Set, key: key.into(), value: Given::of_text(value.trim()) })
     };
     texts.map(entry).collect()
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use toml::de::DeTable;
 
-use super::value::Given;
+use super::value::{Given, json};
 use super::{Entry, Place};
 use crate::cli::TABLES;
 use crate::error::Error;
@@ -33,7 +33,7 @@ pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
         }
         entries.extend(content.iter().map(|(name, value)| {
             let at = name.span().start;
-            (at, name.get_ref().to_string(), Given::of(value.get_ref()))
+            (at, name.get_ref().to_string(), Given::Written(json(value.get_ref())))
         }));
     }
     // Keys come sorted by name; mistakes are better reported from the top.

@@ -3,190 +3,164 @@
 use std::any::TypeId;
 
 use clap::{Arg, ArgAction};
-use serde_json::{Map, Value};
-use toml::de::{DeInteger, DeString, DeValue};
+use serde_json::{Map, Number, Value};
+use toml::de::{DeInteger, DeValue};
 
-/// A value as it was written.
+/// A value as the user gave it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Given {
-    Flag(bool),
-    Number(String),
-    Text(String),
-    List(Vec<Given>),
-    Table(Vec<(String, Given)>),
-    /// As typed after `--set`: what it is depends on the flag.
+    /// In a run file.
+    Written(Value),
+    /// After `--set`: what it is depends on the flag.
     Typed(String),
-    /// A date.
-    Other(&'static str),
 }
 
 impl Given {
-    pub(super) fn of(value: &DeValue<'_>) -> Self {
-        match value {
-            DeValue::Boolean(flag) => Self::Flag(*flag),
-            DeValue::Integer(number) => Self::Number(decimal(number)),
-            DeValue::Float(number) => Self::Number(number.as_str().to_owned()),
-            DeValue::String(text) => Self::Text(text.to_string()),
-            DeValue::Array(values) => {
-                Self::List(values.iter().map(|value| Self::of(value.get_ref())).collect())
+    /// The value after `--set`: lists, quoted strings and booleans as in TOML, all else as after a
+    /// flag.
+    pub(super) fn of_text(text: &str) -> Self {
+        match DeValue::parse(text).map(|value| json(value.get_ref())) {
+            Ok(value @ (Value::Array(_) | Value::String(_) | Value::Bool(_))) => {
+                Self::Written(value)
             }
-            DeValue::Table(table) => {
-                let entry =
-                    |(name, value): (&toml::Spanned<DeString<'_>>, &toml::Spanned<DeValue<'_>>)| {
-                        (name.get_ref().to_string(), Self::of(value.get_ref()))
-                    };
-                Self::Table(table.iter().map(entry).collect())
-            }
-            other => Self::Other(other.type_str()),
-        }
-    }
-
-    fn kind(&self) -> &'static str {
-        match self {
-            Self::Flag(_) => "true or false",
-            Self::Number(_) => "a number",
-            Self::Text(_) | Self::Typed(_) => "a string",
-            Self::List(_) => "a list",
-            Self::Table(_) => "a table",
-            Self::Other(kind) => kind,
+            _ => Self::Typed(text.to_owned()),
         }
     }
 }
 
-/// A value after `--set`: lists and quoted strings as in TOML, all else as after a flag.
-pub(super) fn of_text(text: &str) -> Given {
-    match DeValue::parse(text).map(|value| Given::of(value.get_ref())) {
-        Ok(value @ (Given::List(_) | Given::Text(_) | Given::Flag(_))) => value,
-        _ => Given::Typed(text.to_owned()),
+/// A value of TOML as JSON, which has no dates: they become null, which TOML does not have.
+pub(super) fn json(value: &DeValue<'_>) -> Value {
+    match value {
+        DeValue::Boolean(flag) => Value::Bool(*flag),
+        DeValue::Integer(integer) => number(&decimal(integer)).unwrap_or_default(),
+        DeValue::Float(float) => number(float.as_str()).unwrap_or_else(|| float.as_str().into()),
+        DeValue::String(text) => Value::String(text.to_string()),
+        DeValue::Array(values) => values.iter().map(|value| json(value.get_ref())).collect(),
+        DeValue::Table(table) => table
+            .iter()
+            .map(|(name, value)| (name.get_ref().to_string(), json(value.get_ref())))
+            .collect(),
+        DeValue::Datetime(_) => Value::Null,
     }
 }
 
 /// TOML's hexadecimal and binary numbers as flags know them.
-fn decimal(number: &DeInteger<'_>) -> String {
-    match u64::from_str_radix(number.as_str(), number.radix()) {
+fn decimal(integer: &DeInteger<'_>) -> String {
+    match u64::from_str_radix(integer.as_str(), integer.radix()) {
         Ok(value) => value.to_string(),
-        Err(_) => number.as_str().to_owned(),
+        Err(_) => integer.as_str().to_owned(),
     }
+}
+
+fn number(text: &str) -> Option<Value> {
+    let whole = text.parse::<u64>().map(Value::from);
+    whole
+        .or_else(|_| text.parse::<i64>().map(Value::from))
+        .ok()
+        .or_else(|| Number::from_f64(text.parse().ok()?).map(Value::Number))
 }
 
 /// The value that `arg` has for `given`, or what is wrong with it.
 pub(super) fn convert(arg: &Arg, given: &Given) -> Result<Value, String> {
-    let wrong = |expected: &str| format!("is {}, but {expected} is needed", given.kind());
-    if is_flag(arg) {
-        return match given {
-            Given::Flag(flag) => Ok((*flag).into()),
-            _ => Err(wrong("true or false")),
-        };
-    }
-    if is_table(arg) {
-        return match given {
-            Given::Table(_) => json(given),
-            Given::Typed(text) | Given::Text(text) => {
-                serde_json::from_str(text).map_err(|_| wrong("a table"))
-            }
-            _ => Err(wrong("a table")),
-        };
-    }
-    if !is_list(arg) {
-        return scalar(arg, given).ok_or_else(|| wrong(expected(arg)));
-    }
-    let wrong = || wrong(&format!("{} or a list of them", expected(arg)));
     match given {
-        Given::List(values) if !values.is_empty() => values
-            .iter()
-            .map(|value| match value {
-                Given::List(_) => Err("is a list of lists".to_owned()),
-                value => scalar(arg, value).ok_or_else(|| {
-                    format!(
-                        "is {}, but {} or a list of them is needed",
-                        value.kind(),
-                        expected(arg)
-                    )
-                }),
-            })
-            .collect(),
-        Given::List(_) => Err(wrong()),
-        Given::Typed(text) | Given::Text(text) => match arg.get_value_delimiter() {
-            Some(delimiter) => text
-                .split(delimiter)
-                .map(|part| scalar(arg, &as_given(given, part)).ok_or_else(wrong))
-                .collect(),
-            None => Ok(vec![scalar(arg, given).ok_or_else(wrong)?].into()),
-        },
-        _ => Ok(vec![scalar(arg, given).ok_or_else(wrong)?].into()),
+        Given::Written(value) => written(arg, value),
+        Given::Typed(text) => typed(arg, text),
+    }
+}
+
+fn written(arg: &Arg, value: &Value) -> Result<Value, String> {
+    let one = expected(arg);
+    let expected = if is_list(arg) { format!("{one} or a list of them") } else { one.to_owned() };
+    let fitting = |value: &Value| match kind(value) {
+        kind if kind == one => Ok(value.clone()),
+        kind => Err(wrong(kind, &expected)),
+    };
+    match value {
+        Value::String(text) if is_table(arg) => table(text),
+        Value::String(text) if is_list(arg) && !is_number(arg) => Ok(parts(arg, text)),
+        Value::Array(values) if is_list(arg) && !values.is_empty() => {
+            values.iter().map(fitting).collect()
+        }
+        value if is_list(arg) => Ok(vec![fitting(value)?].into()),
+        value => fitting(value),
+    }
+}
+
+fn typed(arg: &Arg, text: &str) -> Result<Value, String> {
+    match () {
+        () if is_flag(arg) => Err(wrong("a string", "true or false")),
+        () if is_table(arg) => table(text),
+        () if is_list(arg) => Ok(parts(arg, text)),
+        () => Ok(scalar(arg, text)),
+    }
+}
+
+/// A table written as JSON.
+fn table(text: &str) -> Result<Value, String> {
+    serde_json::from_str(text).map_err(|_| wrong("a string", "a table"))
+}
+
+/// A list written as one text.
+fn parts(arg: &Arg, text: &str) -> Value {
+    match arg.get_value_delimiter() {
+        Some(delimiter) => text.split(delimiter).map(|part| scalar(arg, part)).collect(),
+        None => vec![scalar(arg, text)].into(),
+    }
+}
+
+/// What is not a number stays a text, for the refusal to quote.
+fn scalar(arg: &Arg, text: &str) -> Value {
+    let number = if is_number(arg) { number(text) } else { None };
+    number.unwrap_or_else(|| text.into())
+}
+
+fn expected(arg: &Arg) -> &'static str {
+    match () {
+        () if is_flag(arg) => "true or false",
+        () if is_table(arg) => "a table",
+        () if is_number(arg) => "a number",
+        () => "a string",
+    }
+}
+
+fn wrong(kind: &str, expected: &str) -> String {
+    format!("is {kind}, but {expected} is needed")
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "a table",
+        Value::Null => "a date",
     }
 }
 
 /// Why a value of the right kind is refused all the same.
 pub(super) fn refusal(arg: &Arg, given: &Given, error: &serde_json::Error) -> String {
-    let choices = arg.get_possible_values();
-    let reason = match choices.is_empty() {
+    let names: Vec<_> =
+        arg.get_possible_values().iter().map(|choice| choice.get_name().to_owned()).collect();
+    let reason = match names.is_empty() {
         true => error.to_string(),
-        false => {
-            let names: Vec<&str> = choices.iter().map(|choice| choice.get_name()).collect();
-            format!("possible values: {}", names.join(", "))
-        }
+        false => format!("possible values: {}", names.join(", ")),
     };
-    format!("is refused: invalid value '{}' for '{arg}': {reason}", given.text())
+    format!("is refused: invalid value '{}' for '{arg}': {reason}", text(given))
 }
 
-impl Given {
-    fn text(&self) -> String {
-        match self {
-            Self::Flag(flag) => flag.to_string(),
-            Self::Number(text) | Self::Text(text) | Self::Typed(text) => text.clone(),
-            Self::List(values) => values.iter().map(Self::text).collect::<Vec<_>>().join(","),
-            Self::Table(_) | Self::Other(_) => self.kind().to_owned(),
+fn text(given: &Given) -> String {
+    fn plain(value: &Value) -> String {
+        match value {
+            Value::String(text) => text.clone(),
+            Value::Array(values) => values.iter().map(plain).collect::<Vec<_>>().join(","),
+            value => value.to_string(),
         }
     }
-}
-
-fn expected(arg: &Arg) -> &'static str {
-    if is_number(arg) { "a number" } else { "a string" }
-}
-
-/// A part of a text is given as the whole is.
-fn as_given(whole: &Given, part: &str) -> Given {
-    match whole {
-        Given::Typed(_) => Given::Typed(part.to_owned()),
-        _ => Given::Text(part.to_owned()),
-    }
-}
-
-fn scalar(arg: &Arg, given: &Given) -> Option<Value> {
     match given {
-        // What is not a number stays a text, for the refusal to quote.
-        Given::Typed(text) if is_number(arg) => {
-            Some(number(text).unwrap_or_else(|| text[..].into()))
-        }
-        Given::Number(text) if is_number(arg) => number(text),
-        Given::Typed(text) => Some(text[..].into()),
-        Given::Text(text) if !is_number(arg) => Some(text[..].into()),
-        _ => None,
+        Given::Written(value) => plain(value),
+        Given::Typed(text) => text.clone(),
     }
-}
-
-fn number(text: &str) -> Option<Value> {
-    let whole =
-        text.parse::<u64>().map(Value::from).or_else(|_| text.parse::<i64>().map(Value::from));
-    whole.ok().or_else(|| serde_json::Number::from_f64(text.parse().ok()?).map(Value::Number))
-}
-
-/// A table's content as JSON.
-fn json(given: &Given) -> Result<Value, String> {
-    Ok(match given {
-        Given::Flag(flag) => (*flag).into(),
-        Given::Number(text) => number(text).ok_or_else(|| format!("{text} is not a number"))?,
-        Given::Text(text) | Given::Typed(text) => text[..].into(),
-        Given::List(values) => values.iter().map(json).collect::<Result<_, _>>()?,
-        Given::Table(entries) => Value::Object(
-            entries
-                .iter()
-                .map(|(key, value)| Ok((key.clone(), json(value)?)))
-                .collect::<Result<Map<_, _>, String>>()?,
-        ),
-        Given::Other(kind) => return Err(format!("holds {kind}, which JSON does not have")),
-    })
 }
 
 /// Whether the flag's value is an object.
@@ -195,17 +169,17 @@ fn is_table(arg: &Arg) -> bool {
 }
 
 /// Whether the flag takes no value.
-pub(super) fn is_flag(arg: &Arg) -> bool {
+fn is_flag(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::SetTrue)
 }
 
 /// Whether the flag takes several values.
-pub(super) fn is_list(arg: &Arg) -> bool {
+fn is_list(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::Append)
 }
 
 /// Whether the flag's values are numbers, by the type that they are parsed to.
-pub(super) fn is_number(arg: &Arg) -> bool {
+fn is_number(arg: &Arg) -> bool {
     let numbers = [
         TypeId::of::<f64>(),
         TypeId::of::<u64>(),
