@@ -10,10 +10,9 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 #[path = "../../dflash-hub/tests/it/fake_hub.rs"]
-#[allow(dead_code, reason = "other tests of the file need the rest")]
 mod fake_hub;
 
-use fake_hub::{Branch, FakeHub, Files};
+use fake_hub::{Branch, FakeHub};
 
 const WORDS: [&str; 8] = ["<unk>", "<eos>", "user", "assistant", "a", "b", "c", "<mask>"];
 
@@ -34,15 +33,9 @@ impl World {
         write_tokenizer(&target_dir);
         std::fs::create_dir(&draft_dir).unwrap();
         draft.save(&draft_dir).unwrap();
-        let branch = |repository, dir: &Path| Branch {
-            repository,
-            name: "main",
-            commit: "1".repeat(40),
-            files: files_of(dir),
-        };
         let hub = FakeHub::start(vec![
-            branch("models/some/target", &target_dir),
-            branch("models/some/draft", &draft_dir),
+            Branch::main("models/some/target", &target_dir),
+            Branch::main("models/some/draft", &draft_dir),
         ]);
         std::fs::remove_dir_all(&target_dir).unwrap();
         std::fs::remove_dir_all(&draft_dir).unwrap();
@@ -74,15 +67,6 @@ impl World {
         assert_eq!(code, Some(0), "{line}: {stderr}");
         stdout
     }
-}
-
-fn files_of(dir: &Path) -> Files {
-    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
-    entries
-        .map(|entry| {
-            (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())
-        })
-        .collect()
 }
 
 fn random_draft(target: &TargetConfig) -> Draft {

@@ -1,5 +1,8 @@
 //! `dflash train` as users run it: real processes on a small target with stored hidden states.
 
+#[path = "../../dflash-hub/tests/it/fake_hub.rs"]
+mod fake_hub;
+
 #[path = "train/ending.rs"]
 mod ending;
 #[path = "train/mishaps.rs"]
@@ -17,6 +20,7 @@ mod world;
 #[path = "train/worlds.rs"]
 mod worlds;
 
+use fake_hub::{Branch, FakeHub};
 use world::{World, losses, sorted_checkpoints};
 
 /// Relative difference allowed between sums in different orders.
@@ -271,29 +275,41 @@ fn a_run_starts_from_speculators_layout() {
 }
 
 #[test]
-fn a_run_starts_from_a_repository_of_the_hub() {
+fn target_and_draft_may_be_names_on_the_hub() {
     let world = World::new();
     let first = world.train("first", &["--max-steps", "3"]);
-    let ours = std::path::PathBuf::from(first.stdout.trim());
-    // what an earlier download leaves in the client's cache; tests have no network
-    let cache = world.path("cache");
-    let repository = cache.join("hub/models--someone--a-draft");
-    let snapshot = repository.join("snapshots").join("0".repeat(40));
-    std::fs::create_dir_all(&snapshot).unwrap();
-    std::fs::create_dir_all(repository.join("refs")).unwrap();
-    std::fs::write(repository.join("refs/main"), "0".repeat(40)).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(ours.join(file), snapshot.join(file)).unwrap();
+    let target = world.path("target");
+    let hub = FakeHub::start(vec![
+        Branch::main("models/some/target", &target),
+        Branch::main("models/some/draft", std::path::Path::new(first.stdout.trim())),
+    ]);
+    let cache = world.path("cache").to_string_lossy().into_owned();
+    let run = |save: &str, draft: &str, offline: &str| {
+        let more = ["--from-pretrained", draft, "--lr", "1e-12", "--nproc", "2"];
+        let mut arguments = world.arguments(save, &more);
+        let named = arguments.iter_mut().find(|argument| **argument == target.to_string_lossy());
+        *named.unwrap() = "some/target".into();
+        let variables = [
+            ("HF_HOME", cache.as_str()),
+            ("HF_ENDPOINT", &hub.endpoint),
+            ("HF_HUB_OFFLINE", offline),
+        ];
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        world.engine_with(&arguments, &variables)
+    };
+    let second = run("second", "some/draft", "0");
+    assert!(second.success(), "{}", second.stderr);
+    assert!(second.stderr.contains("stored weights"), "{}", second.stderr);
+    // The launcher asks, and the ranks take what it fetched.
+    let asked = hub.requests();
+    for repository in ["some/target", "some/draft"] {
+        let question = format!("GET /api/models/{repository}");
+        assert_eq!(asked.iter().filter(|&request| *request == question).count(), 1, "{asked:?}");
     }
-    let cache = cache.to_string_lossy().into_owned();
-    let offline = [("HF_HOME", cache.as_str()), ("HF_HUB_OFFLINE", "1")];
-    let start = |repo| ["--from-pretrained", repo, "--lr", "1e-12"];
-    let run = world.train_with("second", &start("someone/a-draft"), &offline);
-    assert!(run.success(), "{}", run.stderr);
-    assert!(run.stderr.contains("stored weights"), "{}", run.stderr);
-    let refused = world.train_with("third", &start("someone/else"), &offline);
-    assert_eq!(refused.code, Some(1));
-    assert!(refused.stderr.contains("the draft someone/else"), "{}", refused.stderr);
+    let third = run("third", "some/else", "1");
+    assert_eq!(third.code, Some(1));
+    assert!(third.stderr.contains("the draft some/else"), "{}", third.stderr);
+    assert!(third.stderr.contains("not in the local cache"), "{}", third.stderr);
 }
 
 #[test]

@@ -73,7 +73,7 @@ impl World {
     }
 
     /// Flags come after the defaults; a flag given again overrides.
-    fn arguments(&self, save: &str, more: &[&str]) -> Vec<String> {
+    pub(crate) fn arguments(&self, save: &str, more: &[&str]) -> Vec<String> {
         let path = |name: &str| self.path(name).to_string_lossy().into_owned();
         let defaults = [
             ("--verifier-name-or-path", path("target")),
@@ -107,18 +107,19 @@ impl World {
     }
 
     /// As [`Self::train`], with variables in the environment.
-    pub(crate) fn train_with(&self, save: &str, more: &[&str], variables: &[(&str, &str)]) -> Run {
-        Run::of(self.command(save, more).envs(variables.iter().copied()))
-    }
-
     pub(crate) fn train(&self, save: &str, more: &[&str]) -> Run {
         Run::of(&mut self.command(save, more))
     }
 
     /// The engine with these arguments.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Run {
+        self.engine_with(arguments, &[])
+    }
+
+    pub(crate) fn engine_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Run {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
-        Run::of(command.args(arguments).env("OMP_NUM_THREADS", "1"))
+        command.args(arguments).env("OMP_NUM_THREADS", "1");
+        Run::of(command.envs(variables.iter().copied()))
     }
 
     /// Writes what [`Self::train`] would pass as flags into a run file; its path.

@@ -2,16 +2,29 @@
 //!
 //! Other crates' tests include this file by its path.
 
+#![allow(dead_code, reason = "each of them needs a part of it")]
+
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
 /// Contents by path in the repository.
 pub(crate) type Files = BTreeMap<String, Vec<u8>>;
+
+/// The files in `dir`, for a repository like it.
+pub(crate) fn files_of(dir: &Path) -> Files {
+    let paths = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+    paths
+        .filter(|path| path.is_file())
+        .map(|path| (name(&path), std::fs::read(&path).unwrap()))
+        .collect()
+}
 
 /// One branch of a repository.
 #[derive(Clone)]
@@ -44,6 +57,13 @@ pub(crate) struct FakeHub {
     pub(crate) endpoint: String,
     mood: Arc<Mutex<Mood>>,
     requests: Arc<Mutex<Vec<String>>>,
+}
+
+impl Branch {
+    /// The only branch of `repository`, with the files of `dir`.
+    pub(crate) fn main(repository: &'static str, dir: &Path) -> Self {
+        Self { repository, name: "main", commit: "1".repeat(40), files: files_of(dir) }
+    }
 }
 
 impl FakeHub {
