@@ -1,6 +1,6 @@
 //! Files that are whole or absent.
 //!
-//! Everything that another process (or a later run of ours) will read is written aside under a
+//! Everything that another process (or a later run) will read is written aside under a
 //! temporary name in the same directory, fsynced, and renamed. A crash or a full disk leaves the
 //! old content or none, never half of the new.
 
@@ -230,7 +230,7 @@ impl Drop for PendingDir {
 /// the name finds all of it, also when the removal is cut short.
 ///
 /// # Errors
-/// I/O; what is left lies under a temporary name then.
+/// I/O; what is left then has a temporary name.
 pub fn remove_dir(path: &Path) -> Result<(), Error> {
     let aside = aside_name(path);
     let _pending = Pending::note(&aside);

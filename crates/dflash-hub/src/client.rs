@@ -1,4 +1,4 @@
-//! The official client, asked for exactly what is wanted.
+//! The official client, asked for exactly the files that are needed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl Session {
         let dir = self.snapshot((&repository, id.clone()), name.revision, part.files()).await?;
         let weights = part.weights(&dir);
         if !weights.is_empty() {
-            // Of the same commit, whatever is pushed meanwhile: its hash names the directory.
+            // Of the same commit, even if somebody pushes meanwhile: its hash names the directory.
             let commit = dir.file_name().and_then(|name| name.to_str());
             let label = format!("the weights of {id}");
             self.snapshot((&repository, label), commit, weights).await?;
@@ -118,13 +118,13 @@ impl Session {
 }
 
 /// Asks for the repository first: later answers do not tell it from its revision, and a host that
-/// never answers would hold us for the kernel's patience.
+/// never answers would hold us until the kernel gives up.
 async fn known<T: RepoType>(repository: &HFRepository<T>) -> Result<(), Reason> {
     match tokio::time::timeout(FIRST_ANSWER, repository.exists().send()).await {
         Err(_) => {
             Err(Reason::Unreachable(format!("no answer within {} s", FIRST_ANSWER.as_secs())))
         }
-        // To those who are not logged in the Hub says 401 for what it does not have.
+        // Without a login the Hub answers 401 for repositories that do not exist.
         Ok(Ok(false) | Err(HFError::AuthRequired { .. })) => Err(Reason::UnknownRepository),
         Ok(Err(error)) => Err(reason(error)),
         Ok(Ok(true)) => Ok(()),

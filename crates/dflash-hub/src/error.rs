@@ -40,7 +40,7 @@ pub enum Reason {
     /// Offline, and the cache holds other parts only.
     #[error("the local cache lacks its {0}")]
     NotCachedWhole(String),
-    /// The Hub says 404, or 401 to those who are not logged in.
+    /// The Hub says 404, or 401 without a login.
     #[error("the Hub has no such repository, or it is private and needs a login (HF_TOKEN)")]
     UnknownRepository,
     /// The repository has no such branch, tag or commit.

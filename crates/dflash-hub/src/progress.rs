@@ -11,7 +11,7 @@ use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
 
 use crate::error::Reason;
 
-/// Between two lines where there is no terminal to draw on.
+/// Between two lines where there is no terminal.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Follows one download through the client's events; silent when nothing is left to fetch.
@@ -63,7 +63,7 @@ impl Meter {
         Self { label, bar, is_plain, state: Mutex::new(state) }
     }
 
-    /// Says once that another process is at it.
+    /// Says once that another process is fetching it.
     pub(crate) fn wait_for_another(&self) {
         self.with_state(|state| {
             if !std::mem::replace(&mut state.waits, true) {
@@ -81,9 +81,8 @@ impl Meter {
         });
     }
 
-    /// Holds what was streamed into `dir` against the announced sizes: the client keeps whatever
-    /// the server sends, an error page too, and would serve it from then on. Such a file is
-    /// removed.
+    /// Compares what was streamed into `dir` with the announced sizes: the client keeps anything that
+    /// the server sends, even an error page, and would use it from then on. Such a file is removed.
     pub(crate) fn verify(&self, dir: &Path) -> Result<(), Reason> {
         self.with_state(|state| {
             for (file, &(_, expected, _)) in &state.streamed {

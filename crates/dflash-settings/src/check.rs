@@ -1,8 +1,8 @@
-//! What a setting that makes no sense is answered with, and the ranges that several share.
+//! The error for a setting that cannot be used, and the ranges that several settings share.
 
 use std::fmt::Display;
 
-/// A setting that cannot be honoured.
+/// A setting that cannot be used.
 ///
 /// The programs add where the value was given, if it was not typed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -10,7 +10,7 @@ use std::fmt::Display;
 pub struct Invalid {
     /// The setting: its field, and its key in a run file.
     pub key: &'static str,
-    /// What is wrong with it, and what would do.
+    /// What is wrong with it, and what would be right.
     pub reason: String,
     /// The setting that it needs and that was not given, if that is what is wrong.
     pub missing: Option<&'static str>,
@@ -23,7 +23,7 @@ impl Invalid {
     }
 }
 
-/// Counts of which 0 makes no sense.
+/// Counts that must not be 0.
 pub(crate) fn at_least_one<const N: usize>(
     counts: [(&'static str, u64); N],
 ) -> Result<(), Invalid> {
@@ -45,7 +45,7 @@ pub(crate) fn positive<const N: usize>(numbers: [(&'static str, f64); N]) -> Res
 /// Numbers from 0 to 1.
 pub(crate) fn shares<const N: usize>(numbers: [(&'static str, f64); N]) -> Result<(), Invalid> {
     match numbers.into_iter().find(|(_, share)| !(0.0..=1.0).contains(share)) {
-        Some((key, share)) => Err(Invalid::new(key, share, "a share lies in 0..1")),
+        Some((key, share)) => Err(Invalid::new(key, share, "a share is between 0 and 1")),
         None => Ok(()),
     }
 }
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_name_the_flag_the_value_and_what_would_do() {
+    fn ranges_name_the_flag_the_value_and_the_range() {
         check(at_least_one([("max_anchors", 1)]), None);
         let zero = Some("--max-anchors is 0, but it must be at least 1");
         check(at_least_one([("epochs", 3), ("max_anchors", 0)]), zero);
@@ -80,7 +80,7 @@ mod tests {
         check(shares([("decay_ratio", 1.0)]), None);
         check(
             shares([("decay_ratio", 1.1)]),
-            Some("--decay-ratio is 1.1, but a share lies in 0..1"),
+            Some("--decay-ratio is 1.1, but a share is between 0 and 1"),
         );
         let lone = needs("keep_every", "keep_last");
         assert_eq!(lone.to_string(), "--keep-every needs --keep-last");

@@ -35,7 +35,7 @@ impl ComputeSettings {
     }
 
     /// # Errors
-    /// A stage that there is not, a GPU by number.
+    /// An unknown ZeRO stage, or a GPU given by number.
     pub fn check(&self) -> Result<(), Invalid> {
         if self.zero > 1 {
             return Err(Invalid::new("zero", self.zero, "the stages are 0 and 1"));

@@ -4,11 +4,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, at_least_one};
 
-/// Captured layers of a draft where nobody says otherwise: the paper's.
+/// Default captured layers of a draft: the paper's.
 pub const DEFAULT_CAPTURES: usize = 5;
-/// Layers of a draft where nobody says otherwise: the paper's.
+/// Default layers of a draft: the paper's.
 pub const DEFAULT_LAYERS: usize = 5;
-/// Slots of a block where nobody says otherwise: the paper's.
+/// Default slots of a block: the paper's.
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 
 /// Far beyond what any draft guesses right; each anchor costs memory in proportion.
@@ -18,8 +18,8 @@ const MAX_BLOCK_SIZE: usize = 1024;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DraftSettings {
-    /// Start from the weights of this draft: a checkpoint directory of ours, z-lab's or
-    /// speculators', or a repository OWNER/NAME on the Hub. The flags below default to its values.
+    /// Start from the weights of this draft: a checkpoint directory written by dflash,
+    /// z-lab or speculators, or its name OWNER/NAME on the Hub. The flags below default to its values.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub from_pretrained: Option<String>,
     /// Layers of the draft. Default: 5.

@@ -1,7 +1,7 @@
 //! The settings of every command, each stated once.
 //!
 //! A setting is a field here: its name is the flag (in kebab-case) and the key of the run file (in
-//! snake_case), its comment the help text, and its default and range stand beside it. The programs
+//! snake_case), its comment the help text, and its default and range are beside it. The programs
 //! parse these structs from flags (feature `clap`) and run files (serde), check them, and hand them
 //! to the libraries, which take them as they are.
 

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, positive, shares};
 use crate::loss::LossTerm;
 
-/// Memory of one chunk of logits, MiB, where nobody says otherwise: what fits a CPU's caches.
+/// Default memory of one chunk of logits, MiB: what fits a CPU's caches.
 pub const DEFAULT_LOSS_CHUNK_MIB: usize = 8;
 
 /// The loss and the weights of slots.

@@ -56,7 +56,7 @@ pub struct OptimizerSettings {
 
 impl OptimizerSettings {
     /// # Errors
-    /// A number out of its range, or one that another setting makes pointless.
+    /// A number out of its range, or one without effect beside another setting.
     pub fn check(&self) -> Result<(), Invalid> {
         positive([
             ("lr", self.lr),
@@ -82,7 +82,7 @@ impl OptimizerSettings {
         }
         match self.ema_decay {
             Some(decay) if !(decay > 0.0 && decay < 1.0) => {
-                let expected = "the share of itself that an average keeps lies between 0 and 1";
+                let expected = "an average keeps a share of itself between 0 and 1";
                 Err(Invalid::new("ema_decay", decay, expected))
             }
             _ => Ok(()),

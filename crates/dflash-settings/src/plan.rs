@@ -81,7 +81,7 @@ pub struct PlanSettings {
 
 impl PlanSettings {
     /// # Errors
-    /// The first setting that makes no sense whatever target and data are.
+    /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
         at_least_one([
             ("nproc", self.nproc as u64),

@@ -101,8 +101,7 @@ impl PrepareSettings {
         ])
     }
 
-    /// Where the dataset goes; when nobody says `output/dflash_<target>_<data>`, as in DFlash's
-    /// guide.
+    /// Where the dataset goes: by default `output/dflash_<target>_<data>`, as in DFlash's guide.
     pub fn output(&self) -> PathBuf {
         self.output.clone().unwrap_or_else(|| {
             let names = self.data.iter().map(|spec| slug(spec));

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, at_least_one};
 use crate::choices::{Device, Dtype};
 
-/// Replace the answers of a data set by the target's own.
+/// Replace the answers of a dataset by the target's own.
 ///
 /// Writes one row per question, in order: question, answer, input_ids, loss_mask, finished. A
 /// stopped run leaves FILE.partial; the same command continues it.

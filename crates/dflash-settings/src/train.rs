@@ -88,7 +88,7 @@ pub struct TrainSettings {
 
 impl TrainSettings {
     /// # Errors
-    /// The first setting that makes no sense whatever target and data are.
+    /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
         at_least_one([("log_every", self.log_every)])?;
         positive([("peak_tflops", self.peak_tflops.unwrap_or(1.0))])?;

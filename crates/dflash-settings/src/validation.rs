@@ -14,7 +14,7 @@ pub struct ValidationSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub eval_every: Option<u64>,
     /// Hold out this share of the samples, from the dataset's end: loss, accuracy and expected
-    /// acceptance length are taken on them, with the same anchors every time.
+    /// acceptance length are measured on them, with the same anchors every time.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
     pub validation_ratio: f64,
     /// Prompts (JSON or JSONL) to decode with the target and the draft: their measured acceptance
@@ -62,7 +62,7 @@ impl ValidationSettings {
         if (0.0..1.0).contains(&self.validation_ratio) {
             return Ok(());
         }
-        let expected = "the share of samples held out lies in 0..1";
+        let expected = "the share of samples held out must be at least 0 and below 1";
         Err(Invalid::new("validation_ratio", self.validation_ratio, expected))
     }
 }

@@ -1,5 +1,5 @@
-//! The command line of both programs: the commands, whose settings are dflash-settings' own, and
-//! what says where further settings stand.
+//! The command line of both programs. Commands take the structs of dflash-settings as they are; the
+//! arguments added here name other places to read settings from.
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
@@ -65,7 +65,7 @@ pub enum Command {
     Eval(EvalSettings),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportSettings),
-    /// Replace the answers of a data set by the target's own.
+    /// Replace the answers of a dataset by the target's own.
     Regenerate(RegenerateSettings),
     /// Time parts of the work on random data.
     Bench(BenchSettings),
@@ -76,7 +76,7 @@ pub enum Command {
 
 impl Command {
     /// # Errors
-    /// The first setting that makes no sense, whatever it is applied to.
+    /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
         match self {
             Self::Prepare(settings) => settings.check(),
@@ -148,7 +148,7 @@ fn run_file_arguments(table: &str) -> [Arg; 3] {
     ]
 }
 
-/// The server's target may stand without its flag, in a run file's place, and flags of vLLM may
+/// The server's target may be given without its flag, in place of a run file, and flags of vLLM may
 /// follow.
 fn server_arguments() -> [Arg; 1] {
     [Arg::new(VLLM_FLAGS)
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn senseless_numbers_are_refused() {
+    fn numbers_out_of_range_are_refused() {
         let check = |more: &str, expect: Option<&str>| {
             let line = format!("dflash eval --target t --draft d --prompts p {more}");
             let refused = parse(&line).unwrap().command.check().err();

@@ -1,4 +1,4 @@
-//! From the program's arguments to a command with its settings, wherever these stand.
+//! From the program's arguments to a command with its settings, wherever they come from.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::{exit, run_file};
 pub struct CommandLine {
     /// The command, its settings checked.
     pub cli: Cli,
-    /// Where those settings stand that were not typed.
+    /// Where the settings that were not typed come from.
     pub places: Places,
     /// What the user should be told of the line.
     pub notes: Vec<String>,
@@ -25,7 +25,7 @@ pub struct CommandLine {
     pub arguments: Vec<OsString>,
 }
 
-/// Why there is no command to run.
+/// Why no command is run.
 #[derive(Debug)]
 pub(crate) enum Refusal {
     /// Not a command line, or a request for help.
@@ -63,7 +63,7 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal>
             let arguments = args[1..].to_vec();
             Ok((CommandLine { cli, places: Places::default(), notes: Vec::new(), arguments }, dump))
         }
-        // What is missing on the command line may stand elsewhere.
+        // What is missing on the command line may come from elsewhere.
         Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(error.into()),
         _ => run_file::resolve(args),
     }

@@ -9,11 +9,11 @@ use crate::command_line::CommandLine;
 use crate::error::Error;
 use crate::{libtorch, run_file};
 
-/// File name of the engine, which lies beside the front program.
+/// File name of the engine, which is installed beside the front program.
 pub const NAME: &str = "dflash-engine";
 
 /// Groups of variables that libraries read when they are loaded, so that they must be set before the
-/// engine starts. Who sets one of a group has all of it left to him.
+/// engine starts. If the user sets one of a group, the whole group is left alone.
 const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
     // Server and trainer share the cores of a machine. libgomp's threads spin long at their barriers
     // by default, which under that load made a forward pass on two threads ten times slower than on

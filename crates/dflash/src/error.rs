@@ -34,7 +34,7 @@ pub enum Error {
         /// Every place, with what was found there.
         report: Report,
     },
-    /// The engine is not where the front program lies.
+    /// The engine is not beside the front program.
     #[error("{path} is missing; install dflash and dflash-engine side by side (`make build`)")]
     NoEngine {
         /// Where the engine was expected.
@@ -67,7 +67,7 @@ pub enum Error {
         /// What is wrong with it and what would do.
         reason: String,
     },
-    /// A setting that makes no sense.
+    /// A setting that cannot be used.
     #[error("{place}{invalid}")]
     Invalid {
         /// Where it was given, if it was not typed, with a colon.
@@ -93,8 +93,8 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The program cannot tell where it lies, so it cannot find its engine.
-    #[error("cannot tell where this program lies")]
+    /// The program cannot find its own path, and so not its engine.
+    #[error("cannot find this program's own path")]
     CurrentExe {
         /// The operating system's answer.
         #[source]

@@ -18,7 +18,7 @@ use crate::signals::{OrdinaryEnd, Signals};
 pub const DONE: i32 = 0;
 /// A fault that the user can mend.
 pub const FAULT: i32 = 1;
-/// A bug of ours; the code that Rust itself uses for a panic.
+/// A bug; the code that Rust itself uses for a panic.
 pub const BUG: i32 = 101;
 
 /// Ends the process with the code that `outcome` and a received signal call for.
@@ -43,13 +43,13 @@ pub fn report(error: &anyhow::Error) {
     let mut text = format!("error: {error}\n");
     let mut last = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
-        // Many messages quote their cause already; saying it twice helps nobody.
+        // Many messages quote their cause already.
         if !last.contains(&cause) {
             text.push_str(&format!("  caused by: {cause}\n"));
         }
         last = cause;
     }
-    // A closed stderr is no reason to fail in another way.
+    // A closed stderr must not cause a second failure.
     let _ = io::stderr().write_all(text.as_bytes());
 }
 

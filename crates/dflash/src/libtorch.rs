@@ -1,6 +1,6 @@
 //! The search for libtorch: which places, in which order, and what makes one usable.
 //!
-//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`: who names a directory gets that one or an error.
+//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`: a directory named here is used, or is an error.
 //! 2. `.deps/libtorch` beside the program or in a directory above it: what `make setup` links.
 //! 3. `dflash/libtorch-2.11.0/torch` in the user's cache: what `make setup` installs.
 //! 4. The torch package of `VIRTUAL_ENV`, of `CONDA_PREFIX`, and of `python3` on the path.
@@ -214,7 +214,7 @@ pub fn has_driver() -> bool {
     Path::new(DRIVER).exists()
 }
 
-/// Whether CUDA's linear algebra lies where libtorch_cuda looks for it: in the wheels' common
+/// Whether CUDA's linear algebra is where libtorch_cuda looks for it: in the wheels' common
 /// directory, or bundled as in the C++ archives.
 fn has_cuda(root: &Path) -> bool {
     let wheels = root.join("../nvidia/cu13/lib/libcublas.so.13");

@@ -1,4 +1,4 @@
-//! What people see: log lines on stderr, as terse as asked for.
+//! Log lines on stderr, as terse as asked for.
 
 use std::io::{self, IsTerminal};
 
@@ -21,7 +21,7 @@ pub fn init(global: GlobalArgs) {
 }
 
 /// Dependencies speak at `warn` only: their `info` is about sockets and headers. The Hub's client
-/// logs an error that we report ourselves, in words of ours.
+/// logs an error that we report ourselves.
 fn level(global: GlobalArgs) -> &'static str {
     match global {
         GlobalArgs { quiet: true, .. } => "error,hf_hub=off",

@@ -1,4 +1,4 @@
-//! Where settings stand that were not typed, so that an error about one names the run file's line.
+//! Where settings come from that were not typed, so that errors can name the run file's line.
 
 use std::collections::BTreeMap;
 

@@ -31,7 +31,7 @@ use value::Given;
 const NO_SETTINGS: [&str; 6] = [SET, DUMP_CONFIG, "verbose", "quiet", "help", "version"];
 
 /// What the front has resolved, for the engine and the ranks that it starts: all have the same
-/// settings, whatever becomes of the file.
+/// settings, even if the file changes.
 const HANDOVER: &str = "DFLASH_SETTINGS";
 
 /// The content of [`HANDOVER`].
@@ -76,7 +76,7 @@ impl Entry {
     }
 }
 
-/// Whether the settings of a parsed line are not all typed.
+/// Whether some settings of a parsed line come from elsewhere.
 pub(crate) fn has_settings_elsewhere(matches: &ArgMatches) -> bool {
     let Some((_, matches)) = matches.subcommand() else { return false };
     let given = |id| matches.try_contains_id(id).unwrap_or(false);
@@ -89,8 +89,8 @@ pub(crate) fn wants_dump(matches: &ArgMatches) -> bool {
         .is_some_and(|matches| matches!(matches.try_get_one::<bool>(DUMP_CONFIG), Ok(Some(true))))
 }
 
-/// Name and value of the variable by which `line` reaches programs that are started; `None` when all
-/// of it was typed.
+/// The variable, with its value, that hands `line` to programs that are started; `None` when all of
+/// it was typed.
 pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
     if line.places == Places::default() && line.notes.is_empty() {
         return None;
@@ -103,7 +103,7 @@ pub(crate) fn handover(line: &CommandLine) -> Option<(&'static str, String)> {
     Some((HANDOVER, serde_json::to_string(&handover).expect("settings came from text")))
 }
 
-/// Only the engine takes what is handed over: a front that some script starts has its own line.
+/// Only the engine takes a handover: a front that some script starts has its own command line.
 fn handed_over() -> Option<Handover> {
     if !crate::engine::is_this_program() {
         return None;
@@ -116,7 +116,7 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
     let typed = relaxed().try_get_matches_from(&args)?;
     let Some((name, matches)) = typed.subcommand() else { unreachable!("clap asks for a command") };
     if table_of(name).is_none() {
-        // No other place could give what is missing: let clap say so.
+        // Nothing else could supply what is missing: let clap say so.
         return Err(definition().try_get_matches_from(&args).expect_err("it was refused").into());
     }
     let cli = complete(&args, name, matches)?;
@@ -147,7 +147,7 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
     Ok((line, wants_dump(&typed)))
 }
 
-/// The run file; a hidden server's target may stand in its place.
+/// The run file; a hidden server's target may take its place.
 fn run_file<'a>(name: &str, matches: &'a ArgMatches) -> Option<&'a PathBuf> {
     let path = matches.get_one::<PathBuf>(RUN_FILE)?;
     (name != "hidden-server" || vllm::is_run_file(path)).then_some(path)
@@ -195,7 +195,7 @@ fn values_of(command: &Command) -> Result<Map<String, Value>, Error> {
     let tagged = serde_json::to_value(command).map_err(|error| Error::Setting {
         place: "the command line".into(),
         key: "a path".into(),
-        reason: format!("cannot stand beside a run file: {error}"),
+        reason: format!("cannot be combined with a run file: {error}"),
     })?;
     let Value::Object(tagged) = tagged else { unreachable!("an enum with tags") };
     match tagged.into_iter().next() {

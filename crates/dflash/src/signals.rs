@@ -2,8 +2,9 @@
 //!
 //! The first signal sets the flag; the command then has [`GRACE`] to end on its own, or
 //! [`SAVE_GRACE`] (or what [`set_save_grace`] says) where SIGTERM is an [`OrdinaryEnd`] that leaves
-//! work to be saved. A second one ends the process at once. A terminal sends Ctrl-C to the whole process group while a launcher forwards
-//! it as well, so signals within [`ECHO`] of the first count as the same one.
+//! work to be saved. A second one ends the process at once. A terminal sends Ctrl-C to the whole
+//! process group while a launcher forwards it as well, so signals within [`ECHO`] of the first count
+//! as the same one.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -28,8 +29,8 @@ static SAVE_GRACE_MS: AtomicU64 = AtomicU64::new(SAVE_GRACE.as_millis() as u64);
 /// A repetition this soon after the first signal is its echo.
 pub const ECHO: Duration = Duration::from_millis(700);
 
-/// Gives this process so long to save after SIGTERM, in place of [`SAVE_GRACE`]. It counts for a
-/// signal that comes later.
+/// Sets how long this process may save after SIGTERM, in place of [`SAVE_GRACE`]; for signals that
+/// come later.
 pub fn set_save_grace(grace: Duration) {
     SAVE_GRACE_MS.store(grace.as_millis() as u64, Ordering::SeqCst);
 }
@@ -140,7 +141,7 @@ mod tests {
     use signal_hook::low_level::raise;
 
     #[test]
-    fn an_interrupt_is_no_ordinary_end_of_a_training() {
+    fn an_interrupt_is_not_an_ordinary_end_of_a_training() {
         let check = |end: OrdinaryEnd, expected: [bool; 2]| {
             assert_eq!([SIGINT, SIGTERM].map(|signal| end.is_by(signal)), expected, "{end:?}");
         };

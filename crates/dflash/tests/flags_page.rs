@@ -1,5 +1,5 @@
-//! docs/flags.md is made from the definitions: this test compares, and writes the page anew with
-//! `DFLASH_WRITE_DOCS=1 cargo test --release -p dflash --test flags_page`.
+//! docs/flags.md is made from the definitions: this test compares, and rewrites the page with
+//! `DFLASH_WRITE_DOCS=1 cargo test --release --workspace --test flags_page`.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -18,7 +18,7 @@ fn the_page_of_flags_is_that_of_the_definitions() {
     let line = found.lines().zip(page.lines()).position(|(found, line)| found != line);
     assert!(
         found == page,
-        "docs/flags.md differs from the definitions at line {}; write it anew with \
+        "docs/flags.md differs from the definitions at line {}; rewrite it with \
          DFLASH_WRITE_DOCS=1",
         line.map_or(found.lines().count().min(page.lines().count()), |at| at) + 1
     );
@@ -42,20 +42,23 @@ fn command_section(page: &mut String, before: &str, command: &Command) {
     let name = format!("{before}{}", command.get_name());
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
     write!(page, "\n## dflash {name}\n\n{about}\n").unwrap();
-    let mut heading = None;
-    let mut open = false;
-    for arg in command.get_arguments() {
-        let general = ["help", "version", "verbose", "quiet"].contains(&arg.get_id().as_str());
-        if general || arg.is_hide_set() {
-            continue;
+    let general = ["help", "version", "verbose", "quiet"];
+    let args = command
+        .get_arguments()
+        .filter(|arg| !arg.is_hide_set() && !general.contains(&arg.get_id().as_str()));
+    let mut sections: Vec<(&str, Vec<&Arg>)> = Vec::new();
+    for arg in args {
+        let heading = arg.get_help_heading().unwrap_or("flag");
+        match sections.iter_mut().find(|(known, _)| *known == heading) {
+            Some((_, args)) => args.push(arg),
+            None => sections.push((heading, vec![arg])),
         }
-        if !open || arg.get_help_heading() != heading {
-            heading = arg.get_help_heading();
-            write!(page, "\n| {} | default | |\n|---|---|---|\n", heading.unwrap_or("flag"))
-                .unwrap();
-            open = true;
+    }
+    for (heading, args) in sections {
+        write!(page, "\n| {heading} | default | |\n|---|---|---|\n").unwrap();
+        for arg in args {
+            writeln!(page, "| {} | {} | {} |", names(arg), default(arg), help(arg)).unwrap();
         }
-        writeln!(page, "| {} | {} | {} |", names(arg), default(arg), help(arg)).unwrap();
     }
     for inner in command.get_subcommands() {
         command_section(page, &format!("{name} "), inner);
@@ -86,7 +89,7 @@ fn default(arg: &Arg) -> String {
         arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
     match (values.is_empty(), arg.is_required_set()) {
         (false, _) => format!("`{}`", values.join(",")),
-        (true, true) => "needed".to_owned(),
+        (true, true) => "required".to_owned(),
         (true, false) => String::new(),
     }
 }

@@ -13,7 +13,7 @@ pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> an
     tracing::info!("loading {}", dir.display());
     let own = settings.clone();
     let load: Loader = Box::new(move || Ok(Box::new(TargetFeaturizer::load(&dir, &own)?)));
-    // Not a log line: it must be seen whatever the log level.
+    // Not a log line: it must be visible at any log level.
     serve(settings, load, stop, |ready: &Ready| eprintln!("dflash hidden-server {ready}"))?;
     Ok(())
 }

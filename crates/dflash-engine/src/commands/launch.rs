@@ -1,4 +1,4 @@
-//! The ranks of `dflash train`: settings to a launch.
+//! The ranks of `dflash train`: from settings to a launch.
 
 use std::ffi::OsString;
 use std::sync::atomic::AtomicBool;
@@ -8,13 +8,13 @@ use anyhow::Context;
 use dflash_dist::{Error, Finished, LaunchConfig, LaunchWish, launch};
 use dflash_settings::LaunchSettings;
 
-/// By which ranks that are started again find what the ones before them have saved.
+/// The flag by which restarted ranks continue from what was saved.
 const RESUME: &str = "--resume";
 
-/// The launcher kills ranks so much before its own time is over, to say which it had to kill.
+/// The launcher kills ranks this long before its own time is over, to say which it had to kill.
 const LAST_WORDS: Duration = Duration::from_millis(1500);
 
-/// What the settings wish for.
+/// What the settings ask for.
 pub(super) fn wish(settings: &LaunchSettings) -> LaunchWish {
     let needs_launcher = settings.nnodes != 1 || settings.max_restarts > 0;
     LaunchWish { nproc: settings.nproc, needs_launcher }

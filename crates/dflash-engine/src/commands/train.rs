@@ -15,7 +15,7 @@ use dflash_train::{Acceptance, Prepared, ProbeError, Served, Share};
 use super::draft::Draft;
 use super::launch;
 
-/// From SIGTERM to SIGKILL where nobody says otherwise: Slurm's KillWait, Kubernetes' grace period.
+/// Schedulers' default time from SIGTERM to SIGKILL: Slurm's KillWait, Kubernetes' grace period.
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Runs the command.
@@ -27,7 +27,7 @@ pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
     }
     let settings = &config.settings;
     let launch = match &role {
-        // what is wrong with the launch is said before anything is opened
+        // Mistakes in the launch are reported before anything is opened.
         Role::Launcher { nproc } => Some(launch::config(&settings.launch, *nproc)?),
         _ => None,
     };
@@ -43,7 +43,7 @@ pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
              before it kills, or say with --grace how long it waits"
         );
     }
-    // what is wrong with the prompts is better said once, before ranks start
+    // Mistakes in the prompts are reported once, before ranks start.
     let acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
     match (role, launch) {
         (Role::Worker(env), _) => train(&prepared, &env, acceptance, stop),

@@ -25,7 +25,7 @@ pub(super) fn read(path: &Path, table: &str) -> Result<Vec<Entry>, Error> {
         let place = place(name.span().start);
         let is_known = TABLES.iter().any(|(_, table)| *table == key);
         let Some(content) = content.get_ref().as_table().filter(|_| is_known) else {
-            let reason = format!("is not a table of a run file; settings stand under [{table}]");
+            let reason = format!("is not a table of a run file; settings belong under [{table}]");
             return Err(Error::Setting { place: place.to_string(), key, reason });
         };
         if key != table {

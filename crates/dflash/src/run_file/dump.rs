@@ -10,7 +10,7 @@ use crate::error::Error;
 /// The run file that gives the settings of `cli`.
 ///
 /// Every setting with a value is in it, defaults included, but for those that do not count because
-/// another setting was given in their stead; what has no value is listed in a comment.
+/// another setting was given instead; what has no value is listed in a comment.
 pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     let definition = definition();
     let tagged = serde_json::to_value(&cli.command).ok();
@@ -40,7 +40,7 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Whether the setting has a default and another one is given that cannot stand beside it.
+/// Whether the setting is only a default and another one that excludes it was given.
 fn gives_way(command: &Command, arg: &Arg, values: &Map<String, Value>) -> bool {
     let has_default = !arg.get_default_values().is_empty();
     let given = |other: &Arg| {

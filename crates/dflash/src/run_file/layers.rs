@@ -65,7 +65,7 @@ pub(super) fn merge(command: &Command, mut settings: Vec<Setting>) -> Result<Vec
     Ok(kept)
 }
 
-/// Whether the two cannot stand together. A value that is not there conflicts with nothing.
+/// Whether the two exclude each other. A value that is absent conflicts with nothing.
 fn conflict(command: &Command, one: &Setting, other: &Setting) -> bool {
     let names = |one: &str, other: &str| {
         argument(command, one).is_some_and(|arg| {

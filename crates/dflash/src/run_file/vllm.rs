@@ -46,12 +46,12 @@ struct VllmFlags {
     trust_remote_code: bool,
 }
 
-/// Whether what stands without a flag is a run file; else it is the target.
+/// Whether an argument without a flag is a run file; if not, it is the target.
 pub(super) fn is_run_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "toml")
 }
 
-/// The settings of a line that stand without a flag of ours, the winning ones last.
+/// The settings that a line gives without our own flags, the winning ones last.
 pub(super) fn line(matches: &ArgMatches, notes: &mut Vec<String>) -> Result<Vec<Setting>, Error> {
     let target = matches.get_one::<PathBuf>(RUN_FILE).filter(|path| !is_run_file(path));
     let words = matches.get_many::<String>(VLLM_FLAGS).unwrap_or_default();
