@@ -29,7 +29,7 @@ pub struct DraftSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
     pub block_size: Option<usize>,
     /// Captured layers: 0 = embedding output, k = after k layers. Default: five spread evenly.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "ID", num_args = 1.., value_delimiter = ','))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "ID", action = clap::ArgAction::Set, num_args = 1.., value_delimiter = ','))]
     pub target_layer_ids: Option<Vec<u32>>,
     /// Token of the slots to be predicted. Default: the tokenizer's mask token, else the first
     /// embedding row that the tokenizer does not use.

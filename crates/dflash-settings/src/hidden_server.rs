@@ -17,7 +17,7 @@ pub struct HiddenServerSettings {
     pub target: String,
     /// Layers to serve: 0 is the embedding's output, k the residual stream after k layers.
     /// The last layer's output can always be asked for. Default: five, evenly spread.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "ID", num_args = 1.., value_delimiter = ','))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "ID", action = clap::ArgAction::Set, num_args = 1.., value_delimiter = ','))]
     pub target_layer_ids: Option<Vec<u32>>,
     /// Interface to listen on; 0.0.0.0 for all.
     #[cfg_attr(feature = "clap", arg(long, default_value = "127.0.0.1"))]

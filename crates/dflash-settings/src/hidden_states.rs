@@ -12,16 +12,7 @@ use crate::choices::{OnGenerate, OnMissing};
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct HiddenStatesSettings {
     /// Hidden-state servers: `dflash hidden-server` or a stock vLLM; commas separate several.
-    #[cfg_attr(
-        feature = "clap",
-        arg(
-            long,
-            visible_alias = "endpoint",
-            value_name = "URL",
-            value_delimiter = ',',
-            default_value = "http://127.0.0.1:8000/v1"
-        )
-    )]
+    #[cfg_attr(feature = "clap", arg(long, visible_alias = "endpoint", value_name = "URL", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "http://127.0.0.1:8000/v1"))]
     pub vllm_endpoint: Vec<String>,
     /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]

@@ -13,10 +13,7 @@ pub const DEFAULT_LOSS_CHUNK_MIB: usize = 8;
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ObjectiveSettings {
     /// Loss terms `name` or `name=coefficient`, comma separated: ce, kl, rkl, jsd, tv, nla, lk.
-    #[cfg_attr(
-        feature = "clap",
-        arg(long, value_name = "TERMS", default_value = "ce", value_delimiter = ',')
-    )]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "TERMS", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "ce"))]
     pub loss: Vec<LossTerm>,
     /// Use the target's argmax as the label instead of the data's token.
     #[cfg_attr(feature = "clap", arg(long))]

@@ -125,10 +125,16 @@ pub(crate) const VLLM_FLAGS: &str = "vllm_flags";
 /// The whole command line, run files included.
 pub fn definition() -> clap::Command {
     Cli::command().mut_subcommands(|command| {
+        let command = last_wins(command);
         let Some(table) = table_of(command.get_name()) else { return command };
         let command = command.args(run_file_arguments(table));
         if table == "hidden_server" { command.args(server_arguments()) } else { command }
     })
+}
+
+/// Of a flag that is given twice the last counts, but for those that collect their values.
+fn last_wins(command: clap::Command) -> clap::Command {
+    command.args_override_self(true).mut_subcommands(last_wins)
 }
 
 fn run_file_arguments(table: &str) -> [Arg; 3] {
@@ -162,6 +168,7 @@ fn server_arguments() -> [Arg; 1] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command_line;
 
     fn parse(line: &str) -> Result<Cli, clap::Error> {
         Cli::try_parse_from(line.split_whitespace())
@@ -196,6 +203,21 @@ mod tests {
         let cli = parse("dflash prepare --data d --output o -vv").unwrap();
         assert_eq!(cli.global, GlobalArgs { verbose: 2, quiet: false });
         assert!(parse("dflash prepare --data d --output o -v -q").is_err());
+    }
+
+    #[test]
+    fn of_a_repeated_flag_the_last_counts() {
+        let line = ["dflash", "train", "--target", "t", "--data_path=a_b", "--save-path", "s"];
+        let more = ["--lr", "1", "--lr", "2", "--target-layer-ids", "1", "2", "--loss", "kl"];
+        let last = ["--data-path", "c", "--target-layer-ids", "3,4", "--loss=ce,tv", "--resume"];
+        let args = [&line[..], &more, &last, &["--resume"]].concat();
+        let (line, _) = command_line::parse(args.into_iter().map(Into::into).collect()).unwrap();
+        let Command::Train(settings) = line.cli.command else { panic!("not a training") };
+        assert_eq!((settings.optimizer.lr, settings.resume), (2.0, true));
+        assert_eq!(settings.data_path, PathBuf::from("c"));
+        assert_eq!(settings.draft.target_layer_ids, Some(vec![3, 4]));
+        let loss: Vec<String> = settings.objective.loss.iter().map(ToString::to_string).collect();
+        assert_eq!(loss, ["ce", "tv"]);
     }
 
     #[test]

@@ -53,6 +53,7 @@ pub fn read() -> CommandLine {
 
 /// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
+    let args = with_hyphens(args);
     let strict = definition().try_get_matches_from(&args);
     match strict {
         Ok(matches) if !run_file::has_settings_elsewhere(&matches) => {
@@ -67,6 +68,20 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal>
         Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(error.into()),
         _ => run_file::resolve(args),
     }
+}
+
+/// Flags as they are defined: `--max_steps`, as it is written in run files and by other trainers, is
+/// `--max-steps`. What follows `--` is somebody else's.
+fn with_hyphens(args: Vec<OsString>) -> Vec<OsString> {
+    let ours = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    let flag = |(at, arg): (usize, OsString)| match arg.to_str() {
+        Some(text) if at < ours && text.starts_with("--") => {
+            let name = text.split('=').next().unwrap_or(text);
+            format!("{}{}", name.replace('_', "-"), &text[name.len()..]).into()
+        }
+        _ => arg,
+    };
+    args.into_iter().enumerate().map(flag).collect()
 }
 
 /// The refusal of a setting, which is at `place` if it was not typed. What a typed flag lacks is

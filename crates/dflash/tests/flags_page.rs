@@ -28,7 +28,8 @@ fn page() -> String {
     let mut page = "# Flags and keys\n\nMade from the definitions in `crates/dflash-settings`; a \
         test compares.\n\nA flag `--max-steps` is the key `max_steps` of its command's table in a \
         run file and after\n`--set`. A flag wins over `--set`, that over the environment, that \
-        over the run file, and that over\nthe default.\n"
+        over the run file, and that over\nthe default. Of a flag given twice the last counts, \
+        but `--data` and `--set` collect.\n`--max_steps` is read as `--max-steps`.\n"
         .to_owned();
     let mut definition = definition();
     definition.build();

@@ -93,6 +93,8 @@ fn flags_beat_set_beats_environment_beats_file_beats_default() {
     place.check("--set lr=2e-3 --set train.lr=3e-3", "lr = 0.003");
     place.check("--set train.lr=2e-3 --lr 4e-3", "lr = 0.004");
     place.check("--lr 4e-3", "epochs = 2");
+    place.check("--max_steps 7 --max-steps=8", "max_steps = 8");
+    place.check("--target-layer-ids 1 2 --target_layer_ids 3", "target_layer_ids = [3]");
     let target = |arguments: &str, expect: &str| {
         let text = place.dump(arguments, &[("DFLASH_MODEL", "of/environment")]);
         assert!(text.contains(&format!("target = \"{expect}\"")), "{text}");

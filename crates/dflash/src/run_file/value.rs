@@ -175,7 +175,7 @@ fn is_flag(arg: &Arg) -> bool {
 
 /// Whether the flag takes several values.
 fn is_list(arg: &Arg) -> bool {
-    matches!(arg.get_action(), ArgAction::Append)
+    matches!(arg.get_action(), ArgAction::Append) || arg.get_value_delimiter().is_some()
 }
 
 /// Whether the flag's values are numbers, by the type that they are parsed to.
