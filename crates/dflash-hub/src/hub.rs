@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use dflash_console::say;
+
 use crate::client::Session;
 use crate::error::{Error, Reason};
 use crate::name::Name;
@@ -100,7 +102,7 @@ impl Hub {
         match attempt(self.offline)? {
             Err(Reason::Unreachable(why)) if !self.offline => match attempt(true)? {
                 Ok(found) => {
-                    eprintln!("the Hub cannot be reached ({why}); using {name} from the cache");
+                    say(format!("the Hub cannot be reached ({why}); using {name} from the cache"));
                     Ok(Ok(found))
                 }
                 Err(_) => Ok(Err(Reason::Unreachable(why))),

@@ -1,29 +1,23 @@
-//! How far a download is, on stderr: a bar on a terminal, a line now and then elsewhere.
+//! How far a download is, on stderr; silent when nothing is left to fetch.
 
 use std::collections::HashMap;
-use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
+use dflash_console::{Progress, Unit, say};
 use hf_hub::progress::{DownloadEvent, FileStatus, ProgressEvent, ProgressHandler};
-use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
+use indicatif::DecimalBytes;
 
 use crate::error::Reason;
 
-/// Between two lines where there is no terminal.
-const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Follows one download through the client's events; silent when nothing is left to fetch.
+/// Follows one download through the client's events.
 #[derive(Debug)]
 pub(crate) struct Meter {
     label: String,
-    bar: ProgressBar,
-    is_plain: bool,
     state: Mutex<State>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     files: usize,
     bytes: u64,
@@ -31,8 +25,8 @@ struct State {
     streamed: HashMap<String, (u64, u64, bool)>,
     /// Bytes so far of the files that come in deduplicated chunks, which are counted together.
     chunked: u64,
-    last_line: Instant,
     waits: bool,
+    progress: Option<Progress>,
 }
 
 impl State {
@@ -41,42 +35,40 @@ impl State {
         // A file in chunks is counted once more when it is whole.
         (self.chunked + streamed).min(self.bytes)
     }
+
+    fn show(&mut self, label: &str) {
+        if self.bytes == 0 {
+            return;
+        }
+        let whole = self.streamed.values().filter(|(.., whole)| *whole).count();
+        let message = format!("{whole} of {} files", self.files);
+        let (fetched, bytes) = (self.fetched(), self.bytes);
+        let start = || Progress::new(format!("fetching {label}"), Unit::Bytes, bytes);
+        let progress = self.progress.get_or_insert_with(start);
+        progress.set_total(bytes);
+        progress.update(fetched, message);
+    }
 }
 
 impl Meter {
     pub(crate) fn start(label: String) -> Self {
-        let is_plain = !std::io::stderr().is_terminal();
-        let bar = ProgressBar::new(0);
-        let template =
-            "fetching {msg} {bar:30} {bytes} of {total_bytes} ({bytes_per_sec}, {eta} left)";
-        if let Ok(style) = ProgressStyle::with_template(template) {
-            bar.set_style(style);
-        }
-        let state = State {
-            files: 0,
-            bytes: 0,
-            streamed: HashMap::new(),
-            chunked: 0,
-            last_line: Instant::now(),
-            waits: false,
-        };
-        Self { label, bar, is_plain, state: Mutex::new(state) }
+        Self { label, state: Mutex::default() }
     }
 
     /// Says once that another process is fetching it.
     pub(crate) fn wait_for_another(&self) {
         self.with_state(|state| {
             if !std::mem::replace(&mut state.waits, true) {
-                eprintln!("waiting for another process that fetches {}", self.label);
+                say(format!("waiting for another process that fetches {}", self.label));
             }
         });
     }
 
     pub(crate) fn finish(&self) {
-        self.bar.finish_and_clear();
         self.with_state(|state| {
+            state.progress = None;
             if state.bytes > 0 {
-                eprintln!("fetched {}: {}", self.label, DecimalBytes(state.bytes));
+                say(format!("fetched {}: {}", self.label, DecimalBytes(state.bytes)));
             }
         });
     }
@@ -104,22 +96,6 @@ impl Meter {
     fn with_state<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
-
-    fn show(&self, state: &mut State) {
-        if state.bytes == 0 {
-            return;
-        }
-        let done = state.streamed.values().filter(|(.., whole)| *whole).count();
-        let (label, files) = (&self.label, state.files);
-        self.bar.set_length(state.bytes);
-        self.bar.set_position(state.fetched());
-        self.bar.set_message(format!("{label} ({done} of {files} files)"));
-        if self.is_plain && state.last_line.elapsed() >= PLAIN_INTERVAL {
-            state.last_line = Instant::now();
-            let (fetched, bytes) = (DecimalBytes(state.fetched()), DecimalBytes(state.bytes));
-            eprintln!("fetching {label}: {done} of {files} files, {fetched} of {bytes}");
-        }
-    }
 }
 
 impl ProgressHandler for Meter {
@@ -142,7 +118,7 @@ impl ProgressHandler for Meter {
                 }
                 DownloadEvent::Complete => {}
             }
-            self.show(state);
+            state.show(&self.label);
         });
     }
 }

@@ -1,7 +1,6 @@
 //! From the program's arguments to a command with its settings, wherever they come from.
 
 use std::ffi::OsString;
-use std::io::Write;
 
 use clap::FromArgMatches;
 use clap::error::ErrorKind;
@@ -42,8 +41,7 @@ pub fn read() -> CommandLine {
         Ok((line, false)) => line,
         Ok((line, true)) => {
             let text = run_file::dump(&line.cli).unwrap_or_else(|error| exit::fault(error));
-            // A closed standard output is the reader's choice.
-            let _ = std::io::stdout().write_all(text.as_bytes());
+            print!("{text}");
             exit::at_once(exit::DONE)
         }
         Err(Refusal::Usage(error)) => error.exit(),

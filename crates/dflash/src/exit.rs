@@ -11,6 +11,8 @@
 use std::io::{self, Write};
 use std::panic::PanicHookInfo;
 
+use dflash_console::say;
+
 use crate::error::Error;
 use crate::signals::{OrdinaryEnd, Signals};
 
@@ -40,17 +42,16 @@ pub fn fault(error: Error) -> ! {
 
 /// Prints `error: ` and the chain of causes, one a line, to stderr.
 pub fn report(error: &anyhow::Error) {
-    let mut text = format!("error: {error}\n");
+    let mut text = format!("error: {error}");
     let mut last = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
         // Many messages quote their cause already.
         if !last.contains(&cause) {
-            text.push_str(&format!("  caused by: {cause}\n"));
+            text.push_str(&format!("\n  caused by: {cause}"));
         }
         last = cause;
     }
-    // A closed stderr must not cause a second failure.
-    let _ = io::stderr().write_all(text.as_bytes());
+    say(text);
 }
 
 /// Leaves the process without running static destructors. Standard output is flushed first, and
@@ -67,16 +68,17 @@ pub fn at_once(code: i32) -> ! {
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
         let text = panic_text(info);
-        if text.contains("Broken pipe") {
-            // `dflash eval ... | head`: the reader has seen enough.
-            at_once(DONE);
+        if text.starts_with("failed printing to stdout") {
+            // Nobody has the result: a reader that left early, or a full disk.
+            say(format!("error: {text}"));
+            at_once(FAULT);
         }
         let at = info.location().map(|at| format!(" at {}:{}", at.file(), at.line()));
-        let _ = writeln!(
-            io::stderr(),
-            "internal error{}: {text}\nThis is a bug in dflash; please report it with the command.",
+        say(format!(
+            "internal error{}: {text}\n\
+             This is a bug in dflash; please report it with the command.",
             at.unwrap_or_default()
-        );
+        ));
         at_once(BUG);
     }));
 }

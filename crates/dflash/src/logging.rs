@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal};
 
+use dflash_console::Stderr;
 use tracing_subscriber::EnvFilter;
 
 use crate::cli::GlobalArgs;
@@ -13,7 +14,7 @@ pub fn init(global: GlobalArgs) {
     // A second initialisation (tests) keeps the first subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(io::stderr)
+        .with_writer(|| Stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         .without_time()

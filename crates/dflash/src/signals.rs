@@ -6,12 +6,12 @@
 //! process group while a launcher forwards it as well, so signals within [`ECHO`] of the first count
 //! as the same one.
 
-use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dflash_console::say;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals as Incoming;
 
@@ -128,8 +128,7 @@ impl Signals {
         thread::spawn(move || {
             thread::sleep(grace);
             let seconds = grace.as_secs_f64();
-            let text = format!("interrupted; the work did not end within {seconds:.1} s{remedy}\n");
-            let _ = io::stderr().write_all(text.as_bytes());
+            say(format!("interrupted; the work did not end within {seconds:.1} s{remedy}"));
             exit::at_once(128 + signal);
         });
     }

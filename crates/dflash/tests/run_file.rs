@@ -187,6 +187,24 @@ fn what_neither_line_nor_file_gives_is_asked_for() {
 }
 
 #[test]
+fn a_lost_result_is_an_error_and_a_lost_message_is_not() {
+    let place = Place::with("");
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let dump = |more: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dflash"));
+        command.args(["train", "run.toml", "--dump-config"]).args(more.split_whitespace());
+        command.current_dir(place.0.path());
+        command
+    };
+    let output = dump("").stdout(full()).output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.starts_with("error: failed printing to stdout"), "{errors}");
+    assert_eq!(dump("").stderr(full()).output().unwrap().status.code(), Some(0));
+    assert_eq!(dump("--epochs 0").stderr(full()).output().unwrap().status.code(), Some(1));
+}
+
+#[test]
 fn every_command_reads_its_table() {
     let place = Place::new();
     place.write(

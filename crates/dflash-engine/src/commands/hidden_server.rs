@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_console::say;
 use dflash_hidden_server::{Loader, Ready, TargetFeaturizer, serve};
 use dflash_hub::{Hub, Part};
 use dflash_settings::HiddenServerSettings;
@@ -14,6 +15,6 @@ pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> an
     let own = settings.clone();
     let load: Loader = Box::new(move || Ok(Box::new(TargetFeaturizer::load(&dir, &own)?)));
     // Not a log line: it must be visible at any log level.
-    serve(settings, load, stop, |ready: &Ready| eprintln!("dflash hidden-server {ready}"))?;
+    serve(settings, load, stop, |ready: &Ready| say(format!("dflash hidden-server {ready}")))?;
     Ok(())
 }

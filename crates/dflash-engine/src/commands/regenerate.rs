@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_console::say;
 use dflash_decode::regenerate;
 use dflash_hub::{Hub, Part};
 use dflash_settings::RegenerateSettings;
@@ -11,7 +12,7 @@ use dflash_settings::RegenerateSettings;
 pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let summary = regenerate(settings, &target_dir, stop)?;
-    eprintln!(
+    say(format!(
         "{}: {} rows ({} from an earlier run), {} skipped as too long, {} tokens in {:.1} s",
         settings.output.display(),
         summary.rows,
@@ -19,6 +20,6 @@ pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyh
         summary.skipped,
         summary.tokens,
         summary.seconds
-    );
+    ));
     Ok(())
 }

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_console::say;
 use dflash_prepare::{Error, prepare};
 use dflash_settings::PrepareSettings;
 
 /// Runs the command: progress to stderr, the summary to stdout.
 pub(crate) fn run(settings: &PrepareSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     if settings.target.is_none() {
-        eprintln!("no --target given: preparing for {}", settings.target());
+        say(format!("no --target given: preparing for {}", settings.target()));
     }
     println!("{}", prepare(settings, stop)?);
     Ok(())

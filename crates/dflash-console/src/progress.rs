@@ -1,0 +1,111 @@
+//! How far a long piece of work is: a bar on a terminal, a line now and then elsewhere.
+
+use std::fmt::Display;
+use std::io::{self, IsTerminal};
+use std::time::{Duration, Instant};
+
+use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
+
+use crate::say;
+
+/// Between two lines where there is no terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// What is counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    /// Prompts, steps and other things of about equal size.
+    Items,
+    /// Bytes.
+    Bytes,
+}
+
+/// Progress through a known amount of work. The bar disappears when this is dropped.
+#[derive(Debug)]
+pub struct Progress {
+    title: String,
+    unit: Unit,
+    bar: ProgressBar,
+    started: Instant,
+    /// The last line; `None` on a terminal.
+    last_line: Option<Instant>,
+}
+
+impl Progress {
+    /// Work called `title`, `total` of `unit` to do.
+    ///
+    /// # Panics
+    /// Never: the bar's templates are constants.
+    pub fn new(title: impl Into<String>, unit: Unit, total: u64) -> Self {
+        let template = match unit {
+            Unit::Items => "{prefix} {bar:30} {pos} of {len}, {eta} left  {msg}",
+            Unit::Bytes => {
+                "{prefix} {bar:30} {decimal_bytes} of {decimal_total_bytes}, {eta} left  {msg}"
+            }
+        };
+        let style = ProgressStyle::with_template(template).expect("a well-formed template");
+        let title = title.into();
+        let is_terminal = io::stderr().is_terminal();
+        let bar = if is_terminal { ProgressBar::new(total) } else { ProgressBar::hidden() };
+        bar.set_style(style);
+        bar.set_length(total);
+        bar.set_prefix(title.clone());
+        let started = Instant::now();
+        Self { title, unit, bar, started, last_line: (!is_terminal).then_some(started) }
+    }
+
+    /// Corrects the amount of work.
+    pub fn set_total(&mut self, total: u64) {
+        self.bar.set_length(total);
+    }
+
+    /// `done` of the total is done; `message` says how it goes.
+    pub fn update(&mut self, done: u64, message: impl Display) {
+        self.bar.set_position(done);
+        self.bar.set_message(message.to_string());
+        if self.last_line.is_some_and(|at| at.elapsed() >= LINE_INTERVAL) {
+            self.last_line = Some(Instant::now());
+            say(self.line(done, &message.to_string()));
+        }
+    }
+
+    fn line(&self, done: u64, message: &str) -> String {
+        let total = self.bar.length().unwrap_or(done).max(done);
+        let amounts = match self.unit {
+            Unit::Items => format!("{done} of {total}"),
+            Unit::Bytes => format!("{} of {}", DecimalBytes(done), DecimalBytes(total)),
+        };
+        let per_unit = self.started.elapsed().as_secs_f64() / done.max(1) as f64;
+        let left = per_unit * (total - done) as f64;
+        format!("{}: {amounts}, {left:.0} s left, {message}", self.title)
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_title_amounts_and_message() {
+        let check = |unit, expect: &str| {
+            let line = Progress::new("fetching", unit, 2000).line(2000, "fine");
+            assert_eq!(line, format!("fetching: {expect}, 0 s left, fine"));
+        };
+        check(Unit::Items, "2000 of 2000");
+        check(Unit::Bytes, "2.00 kB of 2.00 kB");
+    }
+
+    #[test]
+    fn time_left_follows_from_the_pace() {
+        let mut progress = Progress::new("eval", Unit::Items, 1);
+        progress.set_total(4);
+        progress.started -= Duration::from_secs(30);
+        assert_eq!(progress.line(1, "tau 3"), "eval: 1 of 4, 90 s left, tau 3");
+    }
+}
