@@ -251,7 +251,7 @@ fn a_rank_that_stays_away_from_a_collective_ends_the_job_after_its_timeout() {
         "rank 0: all-reduce (sum) failed",
         "error: rank 0 (node 0, ",
         "exited with code 1",
-        "nothing was heard of rank 1",
+        "nothing was heard from rank 1",
     ];
     for text in expected {
         assert!(outcome.stderr.contains(text), "{text:?} is not in {}", outcome.stderr);
@@ -295,24 +295,14 @@ fn two_nodes(restarts: usize, task: &str) -> [(Option<i32>, String); 2] {
 fn after_a_death_all_ranks_are_started_again() {
     let outcome = run(&mut probe("restarts 2 launch 2 lose-first 1 kill"));
     assert!(outcome.status.success(), "{}", outcome.stderr);
-    assert_eq!(
-        outcome.stdout,
-        "rank 0 of 2: all collectives agree
-"
-    );
+    assert_eq!(outcome.stdout, "rank 0 of 2: all collectives agree\n");
 }
 
 #[test]
 fn a_death_on_one_node_starts_the_ranks_of_both_again() {
     for (code, said) in two_nodes(1, "lose-first 3 kill") {
         assert_eq!(code, Some(0), "{said}");
-        assert!(
-            said.ends_with(
-                "finished: Completed
-"
-            ),
-            "{said}"
-        );
+        assert!(said.ends_with("finished: Completed\n"), "{said}");
     }
 }
 

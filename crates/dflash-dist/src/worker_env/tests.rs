@@ -12,7 +12,11 @@ fn env(pairs: &str) -> impl Fn(&str) -> Option<String> {
 }
 
 fn read(pairs: &str) -> Result<Option<WorkerEnv>, Error> {
-    WorkerEnv::from_lookup(&env(pairs))
+    match Role::from_lookup(None, false, &env(pairs))? {
+        Role::Worker(env) => Ok(Some(env)),
+        Role::Alone => Ok(None),
+        Role::Launcher { nproc } => panic!("a launcher of {nproc}"),
+    }
 }
 
 const TORCHRUN: &str = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=head \
@@ -103,21 +107,17 @@ fn faults_name_the_variable() {
 
 #[test]
 fn roles_by_precedence() {
-    let check_wish = |wish: LaunchWish, pairs: &str, expected: &str| {
-        let role = Role::from_lookup(wish, &env(pairs)).unwrap();
-        let name = match role {
+    let check_role = |nproc, needs_launcher, pairs: &str, expected: &str| {
+        let name = match Role::from_lookup(nproc, needs_launcher, &env(pairs)).unwrap() {
             Role::Alone => "alone".to_owned(),
             Role::Worker(env) => format!("worker {}", env.rank),
             Role::Launcher { nproc } => format!("launcher of {nproc}"),
         };
-        assert_eq!(name, expected, "{wish:?} {pairs}");
+        assert_eq!(name, expected, "{nproc:?} {needs_launcher} {pairs}");
     };
-    let check = |nproc, pairs: &str, expected: &str| {
-        check_wish(LaunchWish { nproc, needs_launcher: false }, pairs, expected);
-    };
-    let check_needed = |nproc, pairs: &str, expected: &str| {
-        check_wish(LaunchWish { nproc, needs_launcher: true }, pairs, expected);
-    };
+    let check = |nproc, pairs: &str, expected: &str| check_role(nproc, false, pairs, expected);
+    let check_needed =
+        |nproc, pairs: &str, expected: &str| check_role(nproc, true, pairs, expected);
     check(None, "", "alone");
     check(Some(1), "", "alone");
     check(Some(2), "", "launcher of 2");
