@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use bytes::Bytes;
+use dflash_hidden::Metadata;
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
 use dflash_settings::{DEFAULT_CAPTURES, Dtype, HiddenServerSettings, WireDtype};
@@ -89,13 +90,15 @@ fn facts_of(
     Ok(ModelFacts {
         name: name_of(&settings.target, dir),
         root: dir.display().to_string(),
-        hidden_size: target.hidden_size() as usize,
-        num_hidden_layers: layers as u32,
-        vocab_size: target.vocab_size() as usize,
         max_model_len,
-        layer_ids,
-        dtype: settings.wire_dtype,
         device: placement_name(placement, arithmetic),
+        metadata: Metadata {
+            hidden_size: target.hidden_size() as usize,
+            num_hidden_layers: layers as u32,
+            vocab_size: target.vocab_size() as usize,
+            layer_ids,
+            dtype: settings.wire_dtype,
+        },
     })
 }
 
@@ -141,7 +144,7 @@ impl Featurizer for TargetFeaturizer {
         no_grad(|| {
             let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(self.target.device());
             let states = self.target.forward_packed(&ids_t, &prompts.document_starts, layer_ids);
-            let wire = self.facts.dtype;
+            let wire = self.facts.metadata.dtype;
             states.iter().map(|state| row_bytes(state, wire).map_err(failed)).collect()
         })
     }

@@ -12,7 +12,6 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::endpoint::transport;
 use crate::error::Error;
 use crate::fetch::joined;
 use crate::offline::{Wanted, parse_file};
@@ -40,19 +39,16 @@ struct CompletionRequest<'a> {
 struct CompletionReply {
     #[serde(default)]
     choices: Vec<Choice>,
-    #[serde(default)]
     kv_transfer_params: Option<TransferParams>,
 }
 
 #[derive(Deserialize)]
 struct Choice {
-    #[serde(default)]
     prompt_token_ids: Option<Vec<i64>>,
 }
 
 #[derive(Deserialize)]
 struct TransferParams {
-    #[serde(default)]
     hidden_states_path: Option<PathBuf>,
 }
 
@@ -67,14 +63,15 @@ pub(crate) async fn fetch(
     let body = CompletionRequest { model, prompt, max_tokens: 1, return_token_ids: true };
     let reply = call.post("/v1/completions", &body).await?;
     let url = call.endpoint.url("/v1/completions");
-    let bytes = reply.bytes().await.map_err(|error| transport(&url, error, call.timeout))?;
+    let bytes = reply.bytes().await.map_err(|error| call.transport(&url, error))?;
     let files = SharedFiles::from_reply(&bytes, prompt, call.request.sample, &url)?;
     files.wait_until_written().await?;
-    let expected = call.expected.clone();
-    let last = expected.num_hidden_layers.filter(|_| call.with_last);
+    let config = call.config;
+    let last = config.num_hidden_layers.filter(|_| call.with_last());
+    let (layer_ids, hidden_size) = (config.layer_ids.clone(), config.hidden_size);
     let (prompt, sample) = (prompt.clone(), call.request.sample);
     let read = move || {
-        let states = files.read(&expected.layer_ids, last, expected.hidden_size)?;
+        let states = files.read(&layer_ids, last, hidden_size)?;
         check(states, &prompt, sample, &files.data.display().to_string())
     };
     joined(tokio::task::spawn_blocking(read).await).map_err(Failure::Fatal)?

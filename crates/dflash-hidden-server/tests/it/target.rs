@@ -115,6 +115,7 @@ fn layers_have_a_default() {
     let settings = HiddenServerSettings { max_model_len: Some(100), ..config() };
     let model = TargetFeaturizer::load(dir.path(), &settings).unwrap();
     let facts = model.facts();
-    assert!(facts.layer_ids.len() > 2 && facts.layer_ids.iter().all(|&id| id <= 6), "{facts:?}");
-    assert_eq!((facts.max_model_len, facts.hidden_size, facts.vocab_size), (100, 32, 64));
+    let served = &facts.metadata;
+    assert!(served.layer_ids.len() > 2 && served.layer_ids.iter().all(|&id| id <= 6), "{facts:?}");
+    assert_eq!((facts.max_model_len, served.hidden_size, served.vocab_size), (100, 32, 64));
 }

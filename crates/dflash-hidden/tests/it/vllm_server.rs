@@ -157,7 +157,7 @@ fn cached_samples_keep_the_last_layer() {
     let store = tempfile::tempdir().unwrap();
     let mut config = config_for(&vllm);
     config.on_generate = OnGenerate::Cache;
-    config.source.offline_dir = Some(store.path().into());
+    config.offline_dir = Some(store.path().into());
     config.num_hidden_layers = Some(8);
     drain(&mut start(config, single_rows(0..1)).unwrap()).iter().flatten().for_each(assert_right);
     let bytes = fs::read(store.path().join("hs_0.safetensors")).unwrap();
