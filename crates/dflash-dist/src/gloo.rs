@@ -8,34 +8,24 @@ use dflash_torch_sys::{Error as TorchError, ProcessGroup, ReduceOp, Store, Work}
 use tch::{Device, Kind, Tensor};
 
 use crate::communicator::check_contiguous;
-use crate::{Communicator, Error, Pending};
+use crate::{Communicator, Error, Pending, WorkerEnv};
 
-/// Waiting goes on this much longer than gloo's own limit, so that its message, which
-/// names the peer's address, comes before ours.
+/// We wait this much longer than gloo does, so that its message, which names the peer's address,
+/// comes before ours.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// The key under which a rank says that it ends because of a peer. The launcher reads it
+/// The key under which a rank says that it ends because it lost a peer. The launcher reads it
 /// to tell the cause from its consequences.
 pub(crate) fn lost_peer_key(rank: usize) -> String {
     format!("lost-peer/{rank}")
 }
 
-/// The key under which ranks say that their work is under way, so that the launcher can tell a
-/// refused setting from a fault that another attempt may not meet.
+/// The key under which ranks say that their work is under way: a fault after that is not a refused
+/// setting, and a restart may help.
 pub(crate) const BEGAN_KEY: &str = "began";
 
-/// The key under which ranks say that another attempt would meet the same fault.
+/// The key under which ranks say that a restart would meet the same fault.
 pub(crate) const PERMANENT_KEY: &str = "permanent";
-
-/// What a [`Gloo`] is made of.
-pub(crate) struct Member {
-    pub(crate) rank: usize,
-    pub(crate) world_size: usize,
-    /// For each collective.
-    pub(crate) timeout: Duration,
-    pub(crate) group: ProcessGroup,
-    pub(crate) store: Store,
-}
 
 /// A member of a group of processes joined by gloo; made by [`connect`](crate::connect).
 #[derive(Debug)]
@@ -56,8 +46,14 @@ struct Health {
 }
 
 impl Gloo {
-    pub(crate) fn new(member: Member) -> Self {
-        let Member { rank, world_size, timeout, group, store } = member;
+    /// `timeout` is for each collective.
+    pub(crate) fn new(
+        group: ProcessGroup,
+        store: Store,
+        env: &WorkerEnv,
+        timeout: Duration,
+    ) -> Self {
+        let WorkerEnv { rank, world_size, .. } = *env;
         let health = Arc::new(Health { rank, failed: AtomicBool::new(false), store });
         let timeout = timeout.saturating_add(MARGIN);
         Self { world_size, timeout, group: Some(group), health }

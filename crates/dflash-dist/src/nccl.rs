@@ -199,7 +199,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::rendezvous::tests::{env, free_port};
+    use crate::tests::{env, free_port};
     use crate::{WorkerEnv, connect};
 
     fn options(backend: Backend, device: Device) -> ConnectOptions {

@@ -8,7 +8,6 @@ use dflash_settings::Backend;
 use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Store};
 use tch::Device;
 
-use crate::gloo::Member;
 use crate::nccl;
 use crate::wait::until;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
@@ -61,11 +60,10 @@ pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Comm
     let store = store.prefixed(&prefix).map_err(|source| meeting.failed(source))?;
     meeting.call_roll(&store)?;
     let bind = meeting.bind()?;
-    let (rank, world_size, timeout) = (env.rank, env.world_size, options.collective_timeout);
-    let config = GlooConfig { rank, size: world_size, bind, timeout };
+    let timeout = options.collective_timeout;
+    let config = GlooConfig { rank: env.rank, size: env.world_size, bind, timeout };
     let group = ProcessGroup::gloo(&store, &config).map_err(|source| meeting.failed(source))?;
-    let gloo = Gloo::new(Member { rank, world_size, timeout, group, store });
-    nccl::join_or_stage(gloo, options)
+    nccl::join_or_stage(Gloo::new(group, store, env, timeout), options)
 }
 
 /// Keys of different jobs and attempts in one store stay apart.
@@ -206,29 +204,11 @@ fn address_towards(peer: impl ToSocketAddrs) -> Option<IpAddr> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
+    use crate::tests::{env, free_port};
 
     const SHORT: Duration = Duration::from_millis(400);
-
-    pub(crate) fn free_port() -> u16 {
-        std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-    }
-
-    /// One of `world_size` processes of this machine, which meet at `master_port`.
-    pub(crate) fn env(rank: usize, world_size: usize, master_port: u16) -> WorkerEnv {
-        let master_addr = Some("127.0.0.1".to_owned());
-        let (local_rank, local_world_size, alone) = (rank, world_size, WorkerEnv::alone());
-        WorkerEnv {
-            rank,
-            local_rank,
-            world_size,
-            local_world_size,
-            master_addr,
-            master_port,
-            ..alone
-        }
-    }
 
     fn fault(env: &WorkerEnv) -> Error {
         connect(env, &ConnectOptions::cpu(SHORT)).err().expect("nobody else is there")

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::Error;
 
-/// torchrun's default port, taken where an environment names no other.
+/// torchrun's default port, for environments that name none.
 const DEFAULT_PORT: u16 = 29500;
 
 /// A worker's place among the processes of a job.
@@ -24,7 +24,7 @@ pub struct WorkerEnv {
     pub master_addr: Option<String>,
     /// The store's port.
     pub master_port: u16,
-    /// The job's name; keeps jobs apart that share a store.
+    /// The job's name; keeps jobs that share a store apart.
     pub run_id: String,
     /// How often the launcher has restarted the workers; keeps the attempts apart.
     pub restart_count: usize,
@@ -38,7 +38,7 @@ pub struct WorkerEnv {
 pub enum Role {
     /// Train alone.
     Alone,
-    /// Take a place among workers that someone has started.
+    /// Train as one of several workers, which someone has started.
     Worker(WorkerEnv),
     /// Start the workers.
     Launcher {
@@ -121,7 +121,8 @@ impl WorkerEnv {
         env.check("RANK", "LOCAL_RANK").map(Some)
     }
 
-    /// Refuses ranks outside their worlds and a job of several without a meeting place.
+    /// Refuses a rank outside its world, and a job of several processes without an address to meet
+    /// at.
     fn check(self, rank: &'static str, local_rank: &'static str) -> Result<Self, Error> {
         check_below(rank, self.rank, self.world_size, "world")?;
         check_below(local_rank, self.local_rank, self.local_world_size, "local world")?;

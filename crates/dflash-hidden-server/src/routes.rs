@@ -32,7 +32,7 @@ pub(crate) struct Shared {
     pub(crate) queue: Queue,
     pub(crate) metrics: Metrics,
     start: Instant,
-    /// One permit a request, from its admission until its last byte has gone out. So the bound
+    /// One permit per request, from its admission until its last byte has gone out. So the bound
     /// covers waiting prompts and finished rows that a slow client has not taken.
     slots: Arc<Semaphore>,
     max_queue: usize,

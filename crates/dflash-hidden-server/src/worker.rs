@@ -1,4 +1,4 @@
-//! The thread that owns the model: batches in, one record a prompt out.
+//! The thread that owns the model: batches in, one record per prompt out.
 
 use std::time::{Duration, Instant};
 

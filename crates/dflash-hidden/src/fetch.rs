@@ -37,7 +37,7 @@ pub struct Fetched {
     pub states: Option<HiddenStates>,
 }
 
-/// How a sample fared.
+/// What came of a sample.
 #[derive(Debug)]
 pub(crate) enum Outcome {
     /// It is here.
@@ -328,7 +328,7 @@ impl Fetcher {
         if !self.warned.swap(true, Ordering::Relaxed) {
             let ids = &self.config.layer_ids;
             tracing::info!(
-                "{model} is served by vLLM, which does not tell its layers; \
+                "{model} is served by vLLM, which does not say which layers it captures; \
                  eagle_aux_hidden_state_layer_ids must start with {ids:?}"
             );
         }

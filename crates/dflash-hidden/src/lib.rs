@@ -19,6 +19,8 @@ mod protocol;
 mod record;
 mod retry;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod vllm;
 mod wire;
 

@@ -1,4 +1,4 @@
-//! Stored hidden states: one safetensors file a dataset row, as speculators writes them.
+//! Stored hidden states: one safetensors file per dataset row, as speculators writes them.
 //!
 //! `hs_{row}.safetensors` holds `hidden_states` [tokens, slots, hidden] and `token_ids`; the
 //! slots are the captured layers in ascending order and usually the last layer's output. The
@@ -227,7 +227,7 @@ fn slots_of(shape: &[usize], stated: Option<&[u32]>, wanted: Wanted<'_>) -> Opti
 }
 
 /// Where `prompt` stops being a prefix of `stored`, if it does.
-fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
+pub(crate) fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
     let differs = stored.iter().zip(prompt).position(|(a, b)| a != b);
     differs.or((stored.len() < prompt.len()).then_some(stored.len()))
 }
@@ -235,7 +235,7 @@ fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::tests::sample;
+    use crate::tests::sample;
 
     const WANTED: Wanted<'static> = Wanted { layer_ids: &[2, 5], hidden_size: 4 };
 

@@ -54,7 +54,7 @@ impl Call<'_> {
     }
 }
 
-/// The records of a prompt: the captured layers, and the last one when `with_last`.
+/// The record of a prompt: the captured layers, and the last one with [`Call::with_last`].
 pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenStates, Failure> {
     let mut layer_ids = call.config.layer_ids.clone();
     if call.with_last() && !layer_ids.contains(&served.num_hidden_layers) {
@@ -79,7 +79,7 @@ pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenSt
     Ok(states)
 }
 
-/// A server that was replaced by another one while the trainer ran is caught here.
+/// Catches a server that was replaced by another while the trainer ran.
 fn check_shape(
     states: &HiddenStates,
     call: &Call<'_>,

@@ -32,7 +32,7 @@ pub struct ModelList {
     /// Always `list`.
     #[serde(default)]
     pub object: String,
-    /// One entry a model; a hidden-state server has one.
+    /// One entry per model; a hidden-state server has one.
     pub data: Vec<ModelCard>,
 }
 

@@ -57,7 +57,7 @@ impl HiddenStates {
         self.layer_bytes(id).map(AsRef::as_ref)
     }
 
-    /// As [`Self::layer`], as a shared handle.
+    /// The same as a shared handle.
     pub fn layer_bytes(&self, id: u32) -> Option<&Bytes> {
         let index = self.layer_ids.binary_search(&id).ok()?;
         self.layers.get(index)
@@ -136,7 +136,7 @@ struct RowScan {
     finite: bool,
 }
 
-/// Branch-free over the row, so that the compiler vectorises it: gigabytes a second.
+/// Branch-free over the row, so that the compiler vectorises it: gigabytes per second.
 fn scan_bf16(row: &[u8]) -> RowScan {
     const EXPONENT: u16 = 0x7f80;
     let (mut seen, mut special) = (0u16, 0u16);
@@ -160,7 +160,7 @@ fn scan_f32(row: &[u8]) -> RowScan {
     RowScan { zero: seen == 0, finite: special == 0 }
 }
 
-/// float16 rows as float32: the record knows no float16, and float32 holds it exactly.
+/// float16 rows as float32, which holds them exactly: a record has no float16.
 pub(crate) fn f16_to_f32(bytes: &[u8]) -> Vec<u8> {
     bytes
         .chunks_exact(2)
@@ -177,19 +177,9 @@ fn f32_of(quad: &[u8]) -> f32 {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    /// Rows whose every value tells its layer, row and column; all exact in bf16.
-    pub(crate) fn sample(layer_ids: &[u32], tokens: usize, hidden: usize) -> HiddenStates {
-        let layers = layer_ids.iter().map(|&id| layer(id, tokens, hidden)).collect();
-        HiddenStates::new(layer_ids.to_vec(), tokens, hidden, Dtype::Bf16, layers).unwrap()
-    }
-
-    fn layer(id: u32, tokens: usize, hidden: usize) -> Bytes {
-        let value = |index: usize| bf16::from_f32(1.0 + id as f32 + (index % 64) as f32 / 64.0);
-        (0..tokens * hidden).flat_map(|index| value(index).to_le_bytes()).collect::<Vec<_>>().into()
-    }
+    use crate::tests::sample;
 
     fn with_value(dtype: Dtype, layer: u32, value: f32) -> Result<(), Error> {
         let element = |value: f32| match dtype {

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::error::Error;
 use crate::fetch::joined;
-use crate::offline::{Wanted, parse_file};
+use crate::offline::{Wanted, first_difference, parse_file};
 use crate::own::Call;
 use crate::record::HiddenStates;
 use crate::retry::Failure;
@@ -224,6 +224,5 @@ fn check(
 }
 
 fn position_of_difference(a: &[i64], b: &[i64]) -> Option<usize> {
-    let differs = a.iter().zip(b).position(|(a, b)| a != b);
-    differs.or((a.len() != b.len()).then_some(a.len().min(b.len())))
+    first_difference(a, b).or(first_difference(b, a))
 }

@@ -5,7 +5,7 @@ use super::workers::Death;
 use super::*;
 use crate::ExitCause;
 use crate::gloo::{BEGAN_KEY, PERMANENT_KEY, lost_peer_key};
-use crate::rendezvous::tests::free_port;
+use crate::tests::free_port;
 
 /// No one asks these jobs to stop.
 static NOT_STOPPED: AtomicBool = AtomicBool::new(false);

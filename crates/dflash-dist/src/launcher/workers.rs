@@ -10,7 +10,7 @@ use super::{LaunchConfig, POLL, output, process};
 use crate::wait::until;
 use crate::{Error, ExitCause};
 
-/// After the last worker has ended, its last lines come within this.
+/// How long the last worker's last lines may take after its end.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
 /// A worker that ended other than with code 0.
