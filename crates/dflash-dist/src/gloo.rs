@@ -140,7 +140,8 @@ impl Communicator for Gloo {
 
 impl Drop for Gloo {
     fn drop(&mut self) {
-        // After a failure, dropping the group would wait for what still runs in it, up to the timeout.
+        // After a failure, dropping the group would wait for what still runs in it, up to the
+        // timeout.
         match self.group.take() {
             Some(group) if self.health.failed.load(Ordering::Relaxed) => group.abandon(),
             group => drop(group),

@@ -13,8 +13,6 @@ mod launcher;
 mod nccl;
 mod rendezvous;
 mod single;
-#[cfg(test)]
-mod tests;
 mod wait;
 mod worker_env;
 

@@ -196,39 +196,7 @@ impl Pending for OnGpu {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-    use crate::tests::{env, free_port};
-    use crate::{WorkerEnv, connect};
-
-    fn options(backend: Backend, device: Device) -> ConnectOptions {
-        ConnectOptions { backend, device, ..ConnectOptions::cpu(Duration::from_secs(20)) }
-    }
-
-    #[test]
-    fn nccl_is_not_a_choice_for_the_cpu() {
-        let alone = WorkerEnv::alone();
-        let refused = connect(&alone, &options(Backend::Nccl, Device::Cpu)).err().unwrap();
-        assert!(refused.to_string().contains("--backend nccl is not available"), "{refused}");
-        for backend in [Backend::Auto, Backend::Gloo] {
-            connect(&alone, &options(backend, Device::Cpu)).unwrap();
-        }
-    }
-
-    #[test]
-    fn without_nccl_gpu_tensors_are_staged_unless_it_was_asked_for() {
-        if find_nccl().is_ok() {
-            println!("skipped: NCCL is here");
-            return;
-        }
-        let gpu = Device::Cuda(0);
-        let join = |backend| connect(&env(0, 1, free_port()), &options(backend, gpu));
-        let staged = join(Backend::Auto).unwrap();
-        assert!(!staged.takes(gpu) && staged.takes(Device::Cpu));
-        let refused = join(Backend::Nccl).err().unwrap();
-        assert!(refused.to_string().contains("rank 0: NCCL cannot be used"), "{refused}");
-    }
 
     #[test]
     fn the_first_rank_with_a_problem_speaks_for_all() {

@@ -206,51 +206,8 @@ fn address_towards(peer: impl ToSocketAddrs) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{env, free_port};
 
     const SHORT: Duration = Duration::from_millis(400);
-
-    fn fault(env: &WorkerEnv) -> Error {
-        connect(env, &ConnectOptions::cpu(SHORT)).err().expect("nobody else is there")
-    }
-
-    #[test]
-    fn alone_needs_no_store() {
-        let communicator = connect(&WorkerEnv::alone(), &ConnectOptions::cpu(SHORT)).unwrap();
-        assert_eq!((communicator.rank(), communicator.world_size()), (0, 1));
-    }
-
-    #[test]
-    fn a_group_of_one_over_gloo() {
-        let options = ConnectOptions::cpu(Duration::from_secs(20));
-        let communicator = connect(&env(0, 1, free_port()), &options).unwrap();
-        assert_eq!(communicator.all_gather_bytes(b"").unwrap(), [Vec::<u8>::new()]);
-        communicator.barrier().unwrap();
-    }
-
-    #[test]
-    fn ranks_that_stay_away_are_named() {
-        let error = fault(&env(0, 3, free_port()));
-        let Error::RanksMissing { missing, .. } = &error else { panic!("{error}") };
-        assert_eq!(*missing, [1, 2]);
-    }
-
-    #[test]
-    fn a_store_that_is_not_there_is_named() {
-        let port = free_port();
-        let message = fault(&env(1, 2, port)).to_string();
-        let expected = format!("rank 1: nothing answers at 127.0.0.1:{port}");
-        assert!(message.contains(&expected), "{message}");
-    }
-
-    #[test]
-    fn a_taken_port_says_which_variable_to_set() {
-        let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let error = fault(&env(0, 2, port));
-        assert!(matches!(error, Error::Listen { .. }), "{error}");
-        assert!(error.to_string().contains("set MASTER_PORT"), "{error}");
-    }
 
     #[test]
     fn the_loopback_is_not_an_address_for_others() {

@@ -1,7 +1,6 @@
 //! One sample: from storage if it is there, else from a server, with retries, or left out.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use dflash_settings::{OnGenerate, OnMissing};
@@ -56,7 +55,8 @@ pub(crate) struct Fetcher {
     pool: Pool,
     files: Option<OfflineFiles>,
     counters: Mutex<Counters>,
-    warned: AtomicBool,
+    /// That vLLM does not say which layers it captures.
+    told: Once,
 }
 
 /// How far the attempts at one sample have come.
@@ -89,7 +89,7 @@ impl Fetcher {
             files: config.offline_dir.clone().map(OfflineFiles::new),
             config,
             counters: Mutex::default(),
-            warned: AtomicBool::new(false),
+            told: Once::new(),
         })
     }
 
@@ -153,7 +153,7 @@ impl Fetcher {
     }
 
     /// One sample, checked and counted.
-    pub(crate) async fn fetch(self: Arc<Self>, request: Request) -> Result<Outcome, Error> {
+    pub(crate) async fn fetch(&self, request: Request) -> Result<Outcome, Error> {
         let outcome = match self.stored(&request).await? {
             Stored::Found(states) => {
                 self.counters().stored += 1;
@@ -171,18 +171,12 @@ impl Fetcher {
         Ok(outcome)
     }
 
-    async fn stored(self: &Arc<Self>, request: &Request) -> Result<Stored, Error> {
-        if self.files.is_none() {
-            return Ok(Stored::Absent);
-        }
-        let (fetcher, request) = (Arc::clone(self), request.clone());
-        blocking(move || fetcher.read_stored(&request)).await
-    }
-
-    fn read_stored(&self, request: &Request) -> Result<Stored, Error> {
-        let Some(files) = &self.files else { return Ok(Stored::Absent) };
-        let StreamConfig { layer_ids, hidden_size, .. } = &self.config;
-        match files.read(request, Wanted { layer_ids, hidden_size: *hidden_size }) {
+    async fn stored(&self, request: &Request) -> Result<Stored, Error> {
+        let Some(files) = self.files.clone() else { return Ok(Stored::Absent) };
+        let (request, layer_ids) = (request.clone(), self.config.layer_ids.clone());
+        let hidden_size = self.config.hidden_size;
+        let read = move || files.read(&request, Wanted { layer_ids: &layer_ids, hidden_size });
+        match blocking(read).await {
             // As good as absent: another program that was killed may have cut it short.
             Err(
                 error @ (Error::BadFile { .. } | Error::ZeroRow { .. } | Error::NonFinite { .. }),
@@ -191,11 +185,7 @@ impl Fetcher {
         }
     }
 
-    async fn missing(
-        self: &Arc<Self>,
-        request: Request,
-        stale: Option<Error>,
-    ) -> Result<Outcome, Error> {
+    async fn missing(&self, request: Request, stale: Option<Error>) -> Result<Outcome, Error> {
         let reason = stale.map_or_else(|| "not stored".to_owned(), |error| error.chain());
         match self.config.on_missing {
             OnMissing::Generate => return self.generate(request).await,
@@ -204,7 +194,7 @@ impl Fetcher {
                 tracing::warn!("leaving out sample {}: {reason}", request.sample);
             }
             OnMissing::Raise => {
-                let dir = self.files.as_ref().map(|files| files.dir().into()).unwrap_or_default();
+                let dir = self.config.offline_dir.clone().unwrap_or_default();
                 return Err(Error::Missing { sample: request.sample, dir, reason });
             }
         }
@@ -212,7 +202,7 @@ impl Fetcher {
         Ok(Outcome::NotStored)
     }
 
-    async fn generate(self: &Arc<Self>, request: Request) -> Result<Outcome, Error> {
+    async fn generate(&self, request: Request) -> Result<Outcome, Error> {
         let states = match self.ask(&request).await? {
             Outcome::Have(states) => states,
             outcome => return Ok(outcome),
@@ -225,12 +215,9 @@ impl Fetcher {
         Ok(Outcome::Have(states.select(&self.config.layer_ids).unwrap_or(states)))
     }
 
-    async fn store(self: &Arc<Self>, request: Request, states: HiddenStates) -> Result<(), Error> {
-        let fetcher = Arc::clone(self);
-        let write = move || match &fetcher.files {
-            Some(files) => files.write(request.sample, &request.input_ids, &states),
-            None => Ok(()),
-        };
+    async fn store(&self, request: Request, states: HiddenStates) -> Result<(), Error> {
+        let Some(files) = self.files.clone() else { return Ok(()) };
+        let write = move || files.write(request.sample, &request.input_ids, &states);
         blocking(write).await?;
         self.counters().cached += 1;
         Ok(())
@@ -269,7 +256,7 @@ impl Fetcher {
             match endpoint.probe(&self.client, &self.config).await? {
                 Kind::Own(served) => own::fetch(&call, served).await,
                 Kind::Vllm { model, max_model_len } => {
-                    self.warn_once_about_layers(model);
+                    self.tell_once_about_layers(model);
                     vllm::fetch(&call, model, *max_model_len).await
                 }
             }
@@ -324,14 +311,14 @@ impl Fetcher {
         Ok(Next::AskAgain(pause))
     }
 
-    fn warn_once_about_layers(&self, model: &str) {
-        if !self.warned.swap(true, Ordering::Relaxed) {
-            let ids = &self.config.layer_ids;
+    fn tell_once_about_layers(&self, model: &str) {
+        let ids = &self.config.layer_ids;
+        self.told.call_once(|| {
             tracing::info!(
                 "{model} is served by vLLM, which does not say which layers it captures; \
                  eagle_aux_hidden_state_layer_ids must start with {ids:?}"
             );
-        }
+        });
     }
 }
 

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
@@ -38,7 +38,7 @@ pub(crate) enum Stored {
     Stale(Error),
 }
 
-/// What a file must hold to be the sample.
+/// What a file must hold.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted<'a> {
     pub(crate) layer_ids: &'a [u32],
@@ -49,11 +49,6 @@ impl OfflineFiles {
     /// Files in `dir`, which need not exist yet.
     pub fn new(dir: PathBuf) -> Self {
         Self { dir }
-    }
-
-    /// The directory.
-    pub fn dir(&self) -> &Path {
-        &self.dir
     }
 
     /// The file of dataset row `sample`.
@@ -120,7 +115,7 @@ impl OfflineFiles {
             safetensors::serialize(tensors, Some(metadata))
         })()
         .map_err(|error| bad_file(&path, error.to_string()))?;
-        Ok(dflash_files::write_atomic(&path, |out| out.write_all(&bytes))?)
+        Ok(dflash_files::write_bytes(&path, &bytes)?)
     }
 }
 

@@ -1,11 +1,10 @@
-//! Settings and failures; `tests/processes.rs` is about real processes.
+//! Endpoints and failures; `tests/it` is about what comes of them.
 
 use super::launch_store::AttemptStore;
 use super::workers::Death;
 use super::*;
 use crate::ExitCause;
 use crate::gloo::{BEGAN_KEY, PERMANENT_KEY, lost_peer_key};
-use crate::tests::free_port;
 
 /// No one asks these jobs to stop.
 static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
@@ -21,32 +20,6 @@ pub(super) fn attempt_store(attempt: usize) -> AttemptStore {
 
 fn death(rank: usize, cause: ExitCause) -> Death {
     Death { rank, pid: 100, cause }
-}
-
-#[test]
-fn contradictions_name_the_flag() {
-    let check = |change: &dyn Fn(&mut LaunchConfig), expected: &str| {
-        let mut config = config();
-        change(&mut config);
-        let message = launch(&config, &AtomicBool::new(false)).unwrap_err().to_string();
-        assert!(message.contains(expected), "{message}");
-    };
-    check(&|config| config.nproc = 0, "--nproc is 0");
-    check(&|config| config.nnodes = 0, "--nnodes is 0");
-    check(&|config| config.node_rank = 1, "--node-rank is 1");
-    check(&|config| config.nnodes = 2, "--rdzv-endpoint is missing; --nnodes 2 needs it");
-    check(
-        &|config| (config.nnodes, config.node_rank) = (2, 2),
-        "--node-rank is 2, expected 0 to 1 (--nnodes is 2)",
-    );
-    check(
-        &|config| {
-            config.nnodes = 2;
-            config.rdzv_endpoint = Some("head".to_owned());
-        },
-        "--rdzv-endpoint is head",
-    );
-    check(&|config| config.program = "/no/such/program".into(), "cannot start rank 0");
 }
 
 #[test]
@@ -131,17 +104,4 @@ fn a_failure_survives_the_store() {
     let expected = "node 1 reports: --node-rank is missing; --nnodes 2 needs it on every node";
     assert_eq!(read.error.to_string(), expected);
     assert_eq!(read.after(2).to_string(), format!("{expected} (after 2 restart(s))"));
-}
-
-#[test]
-fn nodes_that_do_not_come_are_named() {
-    let check = |node_rank, nnodes, expected: &dyn Fn(&str) -> String| {
-        let endpoint = format!("127.0.0.1:{}", free_port());
-        let (join_timeout, rdzv_endpoint) = (Duration::from_millis(300), Some(endpoint.clone()));
-        let config = LaunchConfig { nnodes, node_rank, join_timeout, rdzv_endpoint, ..config() };
-        let message = launch(&config, &NOT_STOPPED).unwrap_err().to_string();
-        assert!(message.starts_with(&expected(&endpoint)), "{message}");
-    };
-    check(1, 2, &|endpoint| format!("nothing answers at --rdzv-endpoint {endpoint} after 0 s"));
-    check(0, 3, &|_| "2 of 3 nodes did not join within 0 s: node 1, 2".to_owned());
 }

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::free_port;
+
 const PROBE: &str = env!("CARGO_BIN_EXE_dist-probe");
 
 /// The promise: after a death or a signal all processes are gone within this.
@@ -95,10 +97,6 @@ fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
         assert!(Instant::now() < deadline, "the launcher did not end");
         std::thread::sleep(Duration::from_millis(10));
     }
-}
-
-fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// What the launcher wrote on standard error, once it has ended.
