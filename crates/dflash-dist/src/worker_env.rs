@@ -115,7 +115,7 @@ impl WorkerEnv {
             master_port: parsed(lookup, "MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
             run_id: non_empty(lookup, "TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".to_owned()),
             restart_count: parsed(lookup, "TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
-            // torch compares with Python's str(True) and takes all else for false.
+            // torch compares with Python's str(True) and takes everything else as false.
             use_agent_store: lookup("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True"),
         };
         env.check("RANK", "LOCAL_RANK").map(Some)

@@ -32,7 +32,7 @@ impl ModelFacts {
 pub struct PackedPrompts {
     /// All tokens.
     pub input_ids: Vec<i64>,
-    /// First token of each prompt, and last the number of tokens.
+    /// First token of each prompt, then the number of tokens.
     pub document_starts: Vec<i64>,
 }
 
@@ -53,7 +53,7 @@ pub trait Featurizer {
     /// What the model is.
     fn facts(&self) -> &ModelFacts;
 
-    /// Runs `prompts`, each attending to itself only.
+    /// Runs `prompts`, each of which attends only to itself.
     ///
     /// Returns for each of `layer_ids` (ascending) the rows of all tokens, row-major
     /// `[tokens, hidden_size]` in the dtype of [`Metadata`], little-endian. Layers beyond the

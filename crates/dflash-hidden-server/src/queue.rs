@@ -25,7 +25,7 @@ pub(crate) struct Batch {
     pub(crate) cancelled: u64,
 }
 
-/// The queue. Its length is bounded by who pushes: every request holds a slot.
+/// The queue. Its callers bound its length: every request holds a slot.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
     state: Mutex<State>,

@@ -108,7 +108,7 @@ fn check_shape(
     Ok(())
 }
 
-/// The whole body in one buffer, allocated once where the server announces its length.
+/// The whole body in one buffer, allocated once if the server announces its length.
 async fn read_body(
     call: &Call<'_>,
     mut reply: Response,

@@ -42,9 +42,9 @@ pub struct StreamConfig {
     pub layer_ids: Vec<u32>,
     /// The target's hidden size; a server of another one is refused.
     pub hidden_size: usize,
-    /// Rows of the target's embedding, compared with the server's where given.
+    /// Rows of the target's embedding, compared with the server's if given.
     pub vocab_size: Option<usize>,
-    /// The target's layers, compared with the server's where given.
+    /// The target's layers, compared with the server's if given.
     pub num_hidden_layers: Option<u32>,
     /// What to do about samples that are not stored.
     pub on_missing: OnMissing,

@@ -155,7 +155,7 @@ impl SharedFiles {
         }
     }
 
-    /// The wanted layers, with the last one too where the server has captured it.
+    /// The wanted layers, and the last one if the server has captured it.
     fn read(
         &self,
         layer_ids: &[u32],

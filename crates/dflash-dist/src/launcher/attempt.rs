@@ -12,7 +12,7 @@ use crate::Error;
 
 /// How long to watch for further deaths after the first: a rank that ends in an orderly way
 /// closes its connections first, so that a peer may well be gone before it is.
-const HEARING: Duration = Duration::from_millis(600);
+const FURTHER_DEATHS: Duration = Duration::from_millis(600);
 
 /// How long to wait for the cause of a lost peer, if it is on another node.
 const CAUSE_ELSEWHERE: Duration = Duration::from_secs(2);
@@ -67,24 +67,24 @@ impl Attempt<'_> {
         Ok(ended)
     }
 
-    /// Waits for the attempt's end, one way or another.
+    /// Waits for the end of the attempt, whatever it is.
     fn follow(&self, workers: &mut Workers, nodes: &mut Nodes) -> End {
-        let mut hearing_ends: Option<Instant> = None;
+        let mut watched_until: Option<Instant> = None;
         loop {
             workers.poll();
             if self.signals.any() {
                 return End::Asked;
             }
             let deaths = workers.deaths();
-            let heard = hearing_ends.is_some_and(|end| Instant::now() >= end);
-            if !deaths.is_empty() && (heard || workers.all_ended()) {
+            let watched = watched_until.is_some_and(|end| Instant::now() >= end);
+            if !deaths.is_empty() && (watched || workers.all_ended()) {
                 return End::Deaths(deaths);
             }
             if workers.all_ended() {
                 return End::AllDone;
             }
             if !deaths.is_empty() {
-                hearing_ends.get_or_insert_with(|| Instant::now() + HEARING);
+                watched_until.get_or_insert_with(|| Instant::now() + FURTHER_DEATHS);
             } else if let Some(failure) = nodes.news() {
                 return End::Elsewhere(failure);
             }

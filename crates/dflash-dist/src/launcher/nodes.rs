@@ -158,7 +158,7 @@ impl Nodes {
         self.missing(what).is_none_or(|nodes| nodes.is_empty())
     }
 
-    /// The nodes that have not set `what` for this attempt; `None` where the store is gone.
+    /// The nodes that have not set `what` for this attempt; `None` if the store is gone.
     fn missing(&self, what: &str) -> Option<Vec<usize>> {
         if self.store.is_none() {
             return Some(Vec::new());

@@ -3,7 +3,7 @@
 use super::{Lookup, WorkerEnv, non_empty, parsed};
 use crate::Error;
 
-/// Derived ports lie above the well-known ones and below the ephemeral range.
+/// Derived ports are above the well-known ones and below the ephemeral range.
 const FIRST_PORT: u64 = 15_000;
 const PORTS: u64 = 15_000;
 

@@ -64,7 +64,7 @@ fn place() -> Result<WorkerEnv, Error> {
 }
 
 fn config(nproc: &str, task: &[&str]) -> LaunchConfig {
-    let program = std::env::current_exe().expect("the own program's path");
+    let program = std::env::current_exe().expect("this program's own path");
     let args = task.iter().map(OsString::from).collect();
     LaunchConfig::new(program, args, number(nproc))
 }
@@ -216,7 +216,7 @@ fn linger_alone() -> ! {
     }
 }
 
-/// One rank ends in the way it is told while the others wait for it.
+/// One rank ends as `how` says while the others wait for it.
 fn lose(group: &dyn Communicator, rank: &str, how: &str) -> Result<(), Error> {
     group.barrier()?;
     let mut tensor = filled(8, 1);

@@ -129,12 +129,12 @@ pub(crate) fn prompt(sample: u64) -> Request {
     Request { sample, input_ids: (0..length).map(|t| sample as i64 + t).collect() }
 }
 
-/// One row a sample.
+/// One row per sample.
 pub(crate) fn single_rows(samples: std::ops::Range<u64>) -> Vec<Vec<Request>> {
     samples.map(|sample| vec![prompt(sample)]).collect()
 }
 
-/// A row that is nothing to the trainer but its samples.
+/// A row with nothing but its samples.
 pub(crate) fn wanted(requests: Vec<Request>) -> Result<WantedRow<()>, Error> {
     Ok(WantedRow { row: (), requests })
 }
