@@ -52,7 +52,7 @@ impl OfflineFiles {
     }
 
     /// The file of dataset row `sample`.
-    pub fn path(&self, sample: u64) -> PathBuf {
+    fn path(&self, sample: u64) -> PathBuf {
         self.dir.join(format!("hs_{sample}.safetensors"))
     }
 
@@ -230,7 +230,7 @@ pub(crate) fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::sample;
+    use crate::tests::{f32s, sample};
 
     const WANTED: Wanted<'static> = Wanted { layer_ids: &[2, 5], hidden_size: 4 };
 
@@ -310,6 +310,6 @@ mod tests {
         let ids = TensorView::new(StoredDtype::I64, vec![1], &ids).unwrap();
         let tensors = [("hidden_states", rows), ("token_ids", ids)];
         fs::write(files.path(7), safetensors::serialize(tensors, None).unwrap()).unwrap();
-        assert_eq!(found(&files, &[10]).layer_f32(5).unwrap(), [5.0, 6.0, 7.0, 8.0]);
+        assert_eq!(f32s(found(&files, &[10]).layer(5).unwrap()), [5.0, 6.0, 7.0, 8.0]);
     }
 }

@@ -1,7 +1,7 @@
 //! The record: one prompt's rows for each captured layer, shared and never copied.
 
 use bytes::Bytes;
-use half::{bf16, f16};
+use half::f16;
 
 pub use dflash_settings::WireDtype as Dtype;
 
@@ -61,15 +61,6 @@ impl HiddenStates {
     pub fn layer_bytes(&self, id: u32) -> Option<&Bytes> {
         let index = self.layer_ids.binary_search(&id).ok()?;
         self.layers.get(index)
-    }
-
-    /// One layer as float32, for comparisons and tests.
-    pub fn layer_f32(&self, id: u32) -> Option<Vec<f32>> {
-        let bytes = self.layer(id)?;
-        Some(match self.dtype {
-            Dtype::Bf16 => bytes.chunks_exact(2).map(|b| f32::from(bf16_of(b))).collect(),
-            Dtype::F32 => bytes.chunks_exact(4).map(f32_of).collect(),
-        })
     }
 
     /// Bytes of all layers.
@@ -168,18 +159,12 @@ pub(crate) fn f16_to_f32(bytes: &[u8]) -> Vec<u8> {
         .collect()
 }
 
-fn bf16_of(pair: &[u8]) -> bf16 {
-    bf16::from_le_bytes([pair[0], pair[1]])
-}
-
-fn f32_of(quad: &[u8]) -> f32 {
-    f32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]])
-}
-
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
-    use crate::tests::sample;
+    use crate::tests::{f32s, sample};
 
     fn with_value(dtype: Dtype, layer: u32, value: f32) -> Result<(), Error> {
         let element = |value: f32| match dtype {
@@ -234,7 +219,9 @@ mod tests {
     fn float16_becomes_float32_exactly() {
         let bytes: Vec<u8> =
             [0.1f32, -2.5, 6e-8].iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect();
-        let wide: Vec<f32> = f16_to_f32(&bytes).chunks_exact(4).map(f32_of).collect();
-        assert_eq!(wide, [0.1f32, -2.5, 6e-8].map(|v| f16::from_f32(v).to_f32()));
+        assert_eq!(
+            f32s(&f16_to_f32(&bytes)),
+            [0.1f32, -2.5, 6e-8].map(|v| f16::from_f32(v).to_f32())
+        );
     }
 }

@@ -14,3 +14,8 @@ pub(crate) fn sample(layer_ids: &[u32], tokens: usize, hidden: usize) -> HiddenS
     let layers = layer_ids.iter().map(layer).collect();
     HiddenStates::new(layer_ids.to_vec(), tokens, hidden, Dtype::Bf16, layers).unwrap()
 }
+
+/// Little-endian float32 values.
+pub(crate) fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
+}

@@ -3,12 +3,11 @@
 //! vLLM runs the prompt, replies, and writes the file afterwards, holding an exclusive flock on
 //! `<file>.lock` until it is whole. The client waits for the lock, reads, and deletes both.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -110,7 +109,7 @@ impl SharedFiles {
     fn from_reply(body: &[u8], prompt: &[i64], sample: u64, url: &str) -> Result<Self, Failure> {
         let origin = || url.to_owned();
         let reply: CompletionReply = serde_json::from_slice(body).map_err(|_| {
-            let found = "its completions are not those of a completion server".into();
+            let found = "it does not reply to a prompt as vLLM does".into();
             Failure::Fatal(Error::UnknownServer { url: origin(), found })
         })?;
         let path = reply.kv_transfer_params.and_then(|params| params.hidden_states_path);
@@ -132,19 +131,21 @@ impl SharedFiles {
         }
     }
 
+    fn unreadable(&self, source: io::Error) -> Failure {
+        Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
+    }
+
     /// Waits for vLLM's exclusive lock to go.
     async fn wait_until_written(&self) -> Result<(), Failure> {
         let start = Instant::now();
         loop {
-            let state = lock_state(&self.lock, &self.data).map_err(|source| {
-                Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
-            })?;
+            let state = lock_state(&self.lock, &self.data);
+            let state = state.map_err(|source| self.unreadable(source))?;
             let waited = start.elapsed();
             match state {
                 LockState::Written => return Ok(()),
                 LockState::Absent if waited > APPEARS_WITHIN => {
-                    let (path, source) = (self.data.clone(), io::ErrorKind::NotFound.into());
-                    return Err(Failure::Fatal(Error::SharedFile { path, source }));
+                    return Err(self.unreadable(io::ErrorKind::NotFound.into()));
                 }
                 LockState::Held if waited > WRITTEN_WITHIN => {
                     let (path, after) = (self.lock.clone(), WRITTEN_WITHIN);
@@ -162,9 +163,7 @@ impl SharedFiles {
         last: Option<u32>,
         hidden_size: usize,
     ) -> Result<(Vec<i64>, HiddenStates), Failure> {
-        let bytes = fs::read(&self.data).map_err(|source| {
-            Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
-        })?;
+        let bytes = fs::read(&self.data).map_err(|source| self.unreadable(source))?;
         let parse =
             |layer_ids: &[u32]| parse_file(&self.data, &bytes, Wanted { layer_ids, hidden_size });
         let last = last.filter(|last| !layer_ids.contains(last));
@@ -195,12 +194,12 @@ fn lock_state(lock: &Path, data: &Path) -> io::Result<LockState> {
         }
         Err(error) => return Err(error),
     };
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
+    match file.try_lock_shared() {
         // Free before the data is there: vLLM has made the file and not locked it yet.
         Ok(()) if data.exists() => Ok(LockState::Written),
         Ok(()) => Ok(LockState::Absent),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(LockState::Held),
-        Err(error) => Err(error.into()),
+        Err(TryLockError::WouldBlock) => Ok(LockState::Held),
+        Err(TryLockError::Error(error)) => Err(error),
     }
 }
 

@@ -12,7 +12,6 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use dflash_hidden::{HiddenStates, StreamConfig};
 use dflash_settings::OnGenerate;
-use rustix::fs::{FlockOperation, flock};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -95,7 +94,7 @@ fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
         fs::write(path, file_bytes(&ids, &(quirks.states)(&ids))).unwrap();
     } else if quirks.names_a_file && quirks.shares_storage {
         let lock = File::create(path.with_extension("safetensors.lock")).unwrap();
-        flock(&lock, FlockOperation::LockExclusive).unwrap();
+        lock.lock().unwrap();
         let (quirks, path) = (quirks.clone(), path.to_path_buf());
         std::thread::spawn(move || {
             std::thread::sleep(quirks.writing);
