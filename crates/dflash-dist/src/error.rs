@@ -1,251 +1,108 @@
 //! What can go wrong between processes.
 
-use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
+use std::{fmt, io};
 
 use dflash_torch_sys::Error as TorchError;
 
-/// Errors name the rank and the operation, the variable, or the process that died.
+/// Errors name the rank and the operation, the variable, the flag, or the process that died.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Error {
-    /// A launcher's variable has a value that cannot be.
     #[error("the environment variable {name} is {value:?}, expected {expected}")]
-    BadVariable {
-        /// The variable.
-        name: &'static str,
-        /// What it holds.
-        value: String,
-        /// What would do.
-        expected: String,
-    },
-    /// A launcher set some of its variables, but not this one.
+    BadVariable { name: &'static str, value: String, expected: String },
     #[error(
         "{present} is set but {missing} is not; start with `--nproc`, torchrun or srun, or set both"
     )]
-    MissingVariable {
-        /// The one that is there.
-        present: &'static str,
-        /// The one to set.
-        missing: &'static str,
-    },
-    /// Rank 0 cannot listen on the rendezvous port.
+    MissingVariable { present: &'static str, missing: &'static str },
     #[error("cannot listen on port {port} for the rendezvous; {remedy}")]
-    Listen {
-        /// The port.
-        port: u16,
-        /// Which setting chooses another.
-        remedy: &'static str,
-        /// c10d's answer.
-        #[source]
-        source: TorchError,
-    },
-    /// The rendezvous store was not reached.
-    #[error("rank {rank}: nothing answers at {host}:{port} after {} s; is rank 0 running, and are MASTER_ADDR and MASTER_PORT right?", .waited.as_secs())]
-    Unreachable {
-        /// The process that tried.
-        rank: usize,
-        /// MASTER_ADDR.
-        host: String,
-        /// MASTER_PORT.
-        port: u16,
-        /// How long it tried.
-        waited: Duration,
-    },
-    /// Some ranks did not come to the rendezvous.
-    #[error("rank {rank}: {} of {world_size} ranks did not reach the rendezvous within {} s: {}", .missing.len(), .waited.as_secs(), list(.missing))]
-    RanksMissing {
-        /// The process that waited.
-        rank: usize,
-        /// The ranks that are missing.
-        missing: Vec<usize>,
-        /// How many there should be.
-        world_size: usize,
-        /// How long it waited.
-        waited: Duration,
-    },
-    /// A rendezvous step failed.
+    Listen { port: u16, remedy: &'static str, source: TorchError },
+    #[error(
+        "rank {rank}: nothing answers at {host}:{port} after {} s; is rank 0 running, and are \
+         MASTER_ADDR and MASTER_PORT right?", .waited.as_secs()
+    )]
+    Unreachable { rank: usize, host: String, port: u16, waited: Duration },
+    #[error(
+        "rank {rank}: {} of {world_size} ranks did not reach the rendezvous within {} s: {}",
+        .missing.len(), .waited.as_secs(), list(.missing)
+    )]
+    RanksMissing { rank: usize, missing: Vec<usize>, world_size: usize, waited: Duration },
     #[error("rank {rank}: the rendezvous at {host}:{port} failed")]
-    Rendezvous {
-        /// The process.
-        rank: usize,
-        /// MASTER_ADDR.
-        host: String,
-        /// MASTER_PORT.
-        port: u16,
-        /// c10d's answer.
-        #[source]
-        source: TorchError,
-    },
-    /// No address of this machine is known under which other nodes can reach it.
+    Rendezvous { rank: usize, host: String, port: u16, source: TorchError },
     #[error(
-        "rank {rank}: this job spans nodes, but this machine has no address that others can reach; set GLOO_SOCKET_IFNAME to its network interface"
+        "rank {rank}: this job spans nodes, but this machine has no address that others can reach; \
+         set GLOO_SOCKET_IFNAME to its network interface"
     )]
-    NoAddress {
-        /// The process.
-        rank: usize,
-    },
-    /// A collective failed, most often because a peer died.
+    NoAddress { rank: usize },
+    /// Most often because a peer died.
     #[error("rank {rank}: {operation} failed")]
-    Collective {
-        /// The process that saw it.
-        rank: usize,
-        /// The collective.
-        operation: &'static str,
-        /// gloo's answer.
-        #[source]
-        source: TorchError,
-    },
-    /// A tensor was handed to a collective that only takes contiguous ones.
+    Collective { rank: usize, operation: &'static str, source: TorchError },
     #[error(
-        "rank {rank}: {operation} needs a contiguous tensor, got strides {strides:?} for shape {shape:?}"
+        "rank {rank}: {operation} needs a contiguous tensor, got strides {strides:?} for shape \
+         {shape:?}"
     )]
-    NotContiguous {
-        /// The process.
-        rank: usize,
-        /// The collective.
-        operation: &'static str,
-        /// The tensor's shape.
-        shape: Vec<i64>,
-        /// Its strides, in elements.
-        strides: Vec<i64>,
-    },
-    /// NCCL was asked for, and a rank cannot use it.
+    NotContiguous { rank: usize, operation: &'static str, shape: Vec<i64>, strides: Vec<i64> },
     #[error(
-        "--backend nccl is not available: {reason}; --backend auto sends GPU tensors over the host where NCCL is missing"
+        "--backend nccl is not available: {reason}; --backend auto sends GPU tensors through the \
+         host where NCCL is missing"
     )]
-    NoNccl {
-        /// Whose, and why.
-        reason: String,
-    },
-    /// The launcher's settings contradict one another.
+    NoNccl { reason: String },
     #[error("{flag} is {value}, expected {expected}")]
-    BadLaunch {
-        /// The flag.
-        flag: &'static str,
-        /// What it holds.
-        value: String,
-        /// What would do.
-        expected: String,
-    },
-    /// A job of several nodes lacks a setting.
+    BadLaunch { flag: &'static str, value: String, expected: String },
     #[error("{flag} is missing; --nnodes {nnodes} needs it on every node")]
-    MissingFlag {
-        /// The flag.
-        flag: &'static str,
-        /// Nodes of the job.
-        nnodes: usize,
-    },
-    /// Node 0's launcher was not reached.
-    #[error("nothing answers at --rdzv-endpoint {endpoint} after {} s ({source}); is the launcher of --node-rank 0 running on that host, and can this machine reach its port?", .waited.as_secs())]
-    NoEndpoint {
-        /// The endpoint.
-        endpoint: String,
-        /// How long it was tried.
-        waited: Duration,
-        /// The last attempt's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// What answers at the endpoint does not behave as node 0's launcher.
-    #[error("the rendezvous at {host}:{port} failed; is that the launcher of --node-rank 0?")]
-    Endpoint {
-        /// Its host.
-        host: String,
-        /// Its port.
-        port: u16,
-        /// c10d's answer.
-        #[source]
-        source: TorchError,
-    },
-    /// Some nodes did not come.
-    #[error("{} of {nnodes} nodes did not join within {} s: node {}; start `dflash train` with --node-rank {} there", .missing.len(), .waited.as_secs(), list(.missing), list(.missing))]
-    NodesMissing {
-        /// The nodes that are missing.
-        missing: Vec<usize>,
-        /// How many there should be.
-        nnodes: usize,
-        /// How long they were waited for.
-        waited: Duration,
-    },
-    /// Two launchers say that they are the same node.
+    MissingFlag { flag: &'static str, nnodes: usize },
     #[error(
-        "--node-rank {node} has already joined; give every machine its own, and wait until an earlier launcher has ended"
+        "nothing answers at --rdzv-endpoint {endpoint} after {} s ({source}); is the launcher of \
+         --node-rank 0 running on that host, and can this machine reach its port?",
+        .waited.as_secs()
     )]
-    NodeTaken {
-        /// The node.
-        node: usize,
-    },
-    /// Launchers were started with different settings.
+    NoEndpoint { endpoint: String, waited: Duration, source: io::Error },
+    #[error("the rendezvous at {host}:{port} failed; is that the launcher of --node-rank 0?")]
+    Endpoint { host: String, port: u16, source: TorchError },
+    #[error(
+        "{} of {nnodes} nodes did not join within {} s: node {}; start `dflash train` with \
+         --node-rank {} there",
+        .missing.len(), .waited.as_secs(), list(.missing), list(.missing)
+    )]
+    NodesMissing { missing: Vec<usize>, nnodes: usize, waited: Duration },
+    #[error(
+        "--node-rank {node} has already joined; give every machine its own, and wait until an \
+         earlier launcher has ended"
+    )]
+    NodeTaken { node: usize },
     #[error("node {node} was started with {own}, but node 0 with {first}; they must be the same")]
-    NodesDiffer {
-        /// This node.
-        node: usize,
-        /// Its settings.
-        own: String,
-        /// Node 0's.
-        first: String,
-    },
-    /// A worker could not be started.
+    NodesDiffer { node: usize, own: String, first: String },
     #[error("cannot start rank {rank} ({program})")]
-    Spawn {
-        /// The worker.
-        rank: usize,
-        /// What was to be run.
-        program: PathBuf,
-        /// The operating system's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A signal handler could not be installed.
+    Spawn { rank: usize, program: PathBuf, source: io::Error },
     #[error("cannot watch for signals")]
     Signals(#[source] io::Error),
-    /// A worker ended the job by dying.
-    #[error("rank {rank} (node {node}, {host}, process {pid}) {cause}{}; the other ranks were stopped", detail(.lost_peer, .silent))]
+    /// The worker whose death ended the job.
+    #[error(
+        "rank {rank} (node {node}, {host}, process {pid}) {cause}{}; the other ranks were stopped",
+        detail(.lost_peer, .silent)
+    )]
     WorkerDied {
-        /// The worker that died first.
         rank: usize,
-        /// Its node.
         node: usize,
-        /// That machine's name.
         host: String,
-        /// Its process id.
         pid: u32,
-        /// How.
         cause: ExitCause,
-        /// What the worker reported about a lost peer, where that is why it ended.
+        /// What the worker reported about a lost peer, if that is why it ended.
         lost_peer: Option<String>,
         /// The ranks that may be that peer: they had neither ended here nor reported anything.
         silent: Vec<usize>,
     },
-    /// Another node's launcher named the cause.
     #[error("node {node} reports: {report}")]
-    OtherNode {
-        /// The node.
-        node: usize,
-        /// Its error.
-        report: String,
-    },
-    /// All ranks were started again in vain.
+    OtherNode { node: usize, report: String },
+    /// No restart helped; `source` ended the last attempt.
     #[error("{source} (after {restarts} restart(s))")]
-    GivenUp {
-        /// How often.
-        restarts: usize,
-        /// What ended the last attempt.
-        #[source]
-        source: Box<Error>,
-    },
-    /// Workers did not end after SIGTERM.
+    GivenUp { restarts: usize, source: Box<Error> },
     #[error(
-        "rank {} did not end within {:.1} s of SIGTERM and was killed; what was not saved by then is lost",
-        list(.ranks), .after.as_secs_f64()
+        "rank {} did not end within {:.1} s of SIGTERM and was killed; what was not saved by then \
+         is lost", list(.ranks), .after.as_secs_f64()
     )]
-    NotStopped {
-        /// The ranks that were killed.
-        ranks: Vec<usize>,
-        /// The time they had.
-        after: Duration,
-    },
+    NotStopped { ranks: Vec<usize>, after: Duration },
 }
 
 /// How a process ended when it should not have.
@@ -257,17 +114,15 @@ pub enum ExitCause {
     Signal(i32),
 }
 
-impl std::fmt::Display for ExitCause {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for ExitCause {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Code(code) => write!(formatter, "exited with code {code}"),
             Self::Signal(signal) => {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("unknown");
-                write!(formatter, "was killed by signal {signal} ({name})")?;
-                // What a kill out of nowhere nearly always is.
-                let hint =
-                    if signal == libc::SIGKILL { ", perhaps for lack of memory" } else { "" };
-                formatter.write_str(hint)
+                // The kernel's out-of-memory killer is nearly always who sends SIGKILL.
+                let hint = if signal == libc::SIGKILL { ", perhaps out of memory" } else { "" };
+                write!(formatter, "was killed by signal {signal} ({name}){hint}")
             }
         }
     }
@@ -281,7 +136,7 @@ fn detail(lost_peer: &Option<String>, silent: &[usize]) -> String {
     let Some(report) = lost_peer else { return String::new() };
     let suspects = match silent {
         [] => String::new(),
-        ranks => format!("; nothing was heard of rank {}", list(ranks)),
+        ranks => format!("; nothing was heard from rank {}", list(ranks)),
     };
     format!(" after losing a peer ({report}){suspects}")
 }
@@ -296,31 +151,16 @@ mod tests {
             let (lost_peer, silent) = (lost_peer.map(str::to_owned), silent.to_vec());
             let (rank, node, host, pid) = (3, 1, "gpu-b".to_owned(), 42);
             let error = Error::WorkerDied { rank, node, host, pid, cause, lost_peer, silent };
-            assert_eq!(error.to_string(), format!("rank 3 (node 1, gpu-b, process 42) {expected}"));
+            let expected = format!(
+                "rank 3 (node 1, gpu-b, process 42) {expected}; the other ranks were stopped"
+            );
+            assert_eq!(error.to_string(), expected);
         };
-        check(ExitCause::Code(3), None, &[], "exited with code 3; the other ranks were stopped");
-        check(
-            ExitCause::Signal(libc::SIGKILL),
-            None,
-            &[],
-            "was killed by signal 9 (SIGKILL), perhaps for lack of memory; \
-             the other ranks were stopped",
-        );
-        check(
-            ExitCause::Code(1),
-            Some("barrier failed"),
-            &[0, 2],
-            "exited with code 1 after losing a peer (barrier failed); \
-             nothing was heard of rank 0, 2; the other ranks were stopped",
-        );
-    }
-
-    #[test]
-    fn missing_ranks_are_listed() {
-        let waited = Duration::from_secs(60);
-        let error =
-            Error::RanksMissing { rank: 0, missing: vec![2, 3], world_size: 4, waited }.to_string();
-        let expected = "rank 0: 2 of 4 ranks did not reach the rendezvous within 60 s: 2, 3";
-        assert_eq!(error, expected);
+        check(ExitCause::Code(3), None, &[], "exited with code 3");
+        let killed = "was killed by signal 9 (SIGKILL), perhaps out of memory";
+        check(ExitCause::Signal(libc::SIGKILL), None, &[], killed);
+        let lost = "exited with code 1 after losing a peer (barrier failed); \
+                    nothing was heard from rank 0, 2";
+        check(ExitCause::Code(1), Some("barrier failed"), &[0, 2], lost);
     }
 }

@@ -7,34 +7,25 @@ use std::time::Duration;
 use dflash_torch_sys::{Error as TorchError, ProcessGroup, ReduceOp, Store, Work};
 use tch::{Device, Kind, Tensor};
 
-use crate::{Communicator, Error, Pending};
+use crate::communicator::check_contiguous;
+use crate::{Communicator, Error, Pending, WorkerEnv};
 
-/// Waiting goes on this much longer than gloo's own limit, so that its message, which
-/// names the peer's address, comes before ours.
+/// We wait this much longer than gloo does, so that its message, which names the peer's address,
+/// comes before ours.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// The key under which a rank says that it ends because of a peer. The launcher reads it
+/// The key under which a rank says that it ends because it lost a peer. The launcher reads it
 /// to tell the cause from its consequences.
 pub(crate) fn lost_peer_key(rank: usize) -> String {
     format!("lost-peer/{rank}")
 }
 
-/// The key under which ranks say that their work is under way, so that the launcher can tell a
-/// refused setting from a fault that another attempt may not meet.
+/// The key under which ranks say that their work is under way: a fault after that is not a refused
+/// setting, and a restart may help.
 pub(crate) const BEGAN_KEY: &str = "began";
 
-/// The key under which ranks say that another attempt would meet the same fault.
+/// The key under which ranks say that a restart would meet the same fault.
 pub(crate) const PERMANENT_KEY: &str = "permanent";
-
-/// What a [`Gloo`] is made of.
-pub(crate) struct Member {
-    pub(crate) rank: usize,
-    pub(crate) world_size: usize,
-    /// For each collective.
-    pub(crate) timeout: Duration,
-    pub(crate) group: ProcessGroup,
-    pub(crate) store: Store,
-}
 
 /// A member of a group of processes joined by gloo; made by [`connect`](crate::connect).
 #[derive(Debug)]
@@ -55,42 +46,30 @@ struct Health {
 }
 
 impl Gloo {
-    pub(crate) fn new(member: Member) -> Self {
-        let Member { rank, world_size, timeout, group, store } = member;
+    /// `timeout` is for each collective.
+    pub(crate) fn new(
+        group: ProcessGroup,
+        store: Store,
+        env: &WorkerEnv,
+        timeout: Duration,
+    ) -> Self {
+        let WorkerEnv { rank, world_size, .. } = *env;
         let health = Arc::new(Health { rank, failed: AtomicBool::new(false), store });
         let timeout = timeout.saturating_add(MARGIN);
         Self { world_size, timeout, group: Some(group), health }
     }
 
-    fn group(&self) -> &ProcessGroup {
-        self.group.as_ref().expect("there until dropped")
-    }
-
-    fn started(
+    fn start(
         &self,
         operation: &'static str,
-        work: Result<Work, TorchError>,
+        tensors: &[&Tensor],
+        start: impl FnOnce(&ProcessGroup) -> Result<Work, TorchError>,
     ) -> Result<InFlight, Error> {
-        let work = work.map_err(|source| self.health.note(operation, source))?;
+        check_contiguous(self.rank(), operation, tensors)?;
+        let group = self.group.as_ref().expect("there until dropped");
+        let work = start(group).map_err(|source| self.health.note(operation, source))?;
         let (timeout, health) = (self.timeout, Arc::clone(&self.health));
         Ok(InFlight { operation, work, timeout, health })
-    }
-
-    fn finished(
-        &self,
-        operation: &'static str,
-        work: Result<Work, TorchError>,
-    ) -> Result<(), Error> {
-        self.started(operation, work)?.finish()
-    }
-
-    /// gloo reads a tensor's memory from its start to its end whatever its strides.
-    fn check_contiguous(&self, operation: &'static str, tensor: &Tensor) -> Result<(), Error> {
-        if tensor.is_contiguous() {
-            return Ok(());
-        }
-        let (shape, strides) = (tensor.size(), tensor.stride());
-        Err(Error::NotContiguous { rank: self.health.rank, operation, shape, strides })
     }
 
     /// The lengths of all ranks' bytes.
@@ -117,37 +96,18 @@ impl Communicator for Gloo {
         self.world_size
     }
 
-    fn all_reduce_sum(&self, tensor: &mut Tensor) -> Result<(), Error> {
-        self.check_contiguous("all-reduce (sum)", tensor)?;
-        self.finished("all-reduce (sum)", self.group().all_reduce(tensor, ReduceOp::Sum))
-    }
-
-    fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), Error> {
-        self.check_contiguous("all-reduce (max)", tensor)?;
-        self.finished("all-reduce (max)", self.group().all_reduce(tensor, ReduceOp::Max))
-    }
-
     fn start_all_reduce_sum(&self, tensor: &Tensor) -> Result<Box<dyn Pending>, Error> {
-        self.check_contiguous("all-reduce (sum)", tensor)?;
-        let work = self.group().all_reduce(tensor, ReduceOp::Sum);
-        Ok(Box::new(self.started("all-reduce (sum)", work)?))
+        let start = |group: &ProcessGroup| group.all_reduce(tensor, ReduceOp::Sum);
+        Ok(Box::new(self.start("all-reduce (sum)", &[tensor], start)?))
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
-        self.check_contiguous("broadcast", tensor)?;
-        self.finished("broadcast", self.group().broadcast(tensor, root))
-    }
-
-    fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
-        self.check_contiguous("reduce-scatter", output)?;
-        self.check_contiguous("reduce-scatter", input)?;
-        self.finished("reduce-scatter", self.group().reduce_scatter(output, input))
+        self.start("broadcast", &[tensor], |group| group.broadcast(tensor, root))?.finish()
     }
 
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
-        self.check_contiguous("all-gather", output)?;
-        self.check_contiguous("all-gather", input)?;
-        self.finished("all-gather", self.group().all_gather(output, input))
+        let start = |group: &ProcessGroup| group.all_gather(output, input);
+        self.start("all-gather", &[output, input], start)?.finish()
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
@@ -165,11 +125,11 @@ impl Communicator for Gloo {
     }
 
     fn barrier(&self) -> Result<(), Error> {
-        self.finished("barrier", self.group().barrier())
+        self.start("barrier", &[], ProcessGroup::barrier)?.finish()
     }
 
     fn announce_work(&self) {
-        // For the launcher alone; without it a restart is not tried.
+        // Only the launcher reads it; without it a restart is not tried.
         let _ = self.health.store.set(BEGAN_KEY, b"");
     }
 
@@ -180,8 +140,8 @@ impl Communicator for Gloo {
 
 impl Drop for Gloo {
     fn drop(&mut self) {
-        // After a failure, what still runs in the group would hold the process up until
-        // its timeout.
+        // After a failure, dropping the group would wait for what still runs in it, up to the
+        // timeout.
         match self.group.take() {
             Some(group) if self.health.failed.load(Ordering::Relaxed) => group.abandon(),
             group => drop(group),

@@ -1,11 +1,10 @@
-//! Starts the workers of one machine, passes signals on, ends the job when one dies, and where
-//! restarts are allowed begins it again.
+//! Starts the workers of one machine, passes signals on, ends the job when one dies, and starts it
+//! again if restarts are allowed.
 //!
 //! The launcher of node 0 holds the rendezvous store itself, as torchrun's agent does, so no port
 //! is guessed and the store outlives any rank. Three things keep workers from staying behind:
-//! each is killed by the kernel when the launcher dies ([`process`]), each is killed when
-//! `Workers` is dropped, and each ends by itself when a collective fails. Launchers of several
-//! nodes agree over the store on when an attempt begins and on what ended it ([`nodes`]).
+//! the kernel kills each when the launcher dies ([`process`]), each is killed when `Workers` is
+//! dropped, and each ends by itself when a collective fails.
 
 mod attempt;
 mod config;
@@ -45,17 +44,14 @@ pub enum Finished {
 /// error with `[rank N]` before each line. SIGINT, SIGTERM and `stop` are passed on to the
 /// workers, which have process groups of their own, so that the terminal's Ctrl-C reaches
 /// them once. Call it on a thread that outlives the call, such as the main one: to the
-/// kernel the workers' parent is that thread.
+/// kernel that thread is the workers' parent.
 ///
 /// After a death all ranks, those of other nodes too, are started again with
-/// [`LaunchConfig::restart_args`], up to [`LaunchConfig::max_restarts`] times; not where starting
-/// again cannot help, because a rank refused its settings before the work began.
+/// [`LaunchConfig::restart_args`], up to [`LaunchConfig::max_restarts`] times; not if a restart
+/// cannot help, because a rank refused its settings before the work began.
 ///
 /// # Errors
-/// [`Error::WorkerDied`] or [`Error::OtherNode`] names the rank whose death ended the job;
-/// [`Error::NotStopped`] ranks that had to be killed after SIGTERM; [`Error::Spawn`],
-/// [`Error::Listen`], [`Error::BadLaunch`], [`Error::NoEndpoint`] and [`Error::NodesMissing`] why
-/// it did not begin.
+/// What ended the job, or why it did not begin.
 pub fn launch(config: &LaunchConfig, stop: &AtomicBool) -> Result<Finished, Error> {
     config.check()?;
     let signals = Signals::watch(stop)?;

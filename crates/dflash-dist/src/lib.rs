@@ -13,6 +13,7 @@ mod launcher;
 mod nccl;
 mod rendezvous;
 mod single;
+mod wait;
 mod worker_env;
 
 pub use communicator::{Communicator, Pending};
@@ -20,6 +21,6 @@ pub use error::{Error, ExitCause};
 pub use gloo::Gloo;
 pub use launcher::{Finished, LaunchConfig, launch};
 pub use nccl::Nccl;
-pub use rendezvous::{ConnectOptions, connect, connect_with};
+pub use rendezvous::{ConnectOptions, connect};
 pub use single::Single;
-pub use worker_env::{LaunchWish, Role, WorkerEnv};
+pub use worker_env::{Role, WorkerEnv};

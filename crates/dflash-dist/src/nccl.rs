@@ -1,17 +1,20 @@
 //! Collectives between GPU processes: tensors on the GPU over NCCL, those on the CPU over gloo.
 //!
-//! NCCL is used where every rank can use it and a sum over all ranks comes out right; else GPU
-//! tensors go over the host, and rank 0 says why. It has no timeout: a peer that hangs is found by
-//! the gloo collective that every step holds as well, one that dies by the launcher.
+//! NCCL is used if every rank can use it and a sum over all ranks comes out right; else GPU
+//! tensors go through the host, and rank 0 says why. It has no timeout: a peer that hangs is found
+//! by the gloo collective that is part of every step, one that dies by the launcher.
 
 use dflash_settings::Backend;
-use dflash_torch_sys::{ID_BYTES, NcclGroup, NcclWork, ReduceOp, find_nccl, nccl_id};
+use dflash_torch_sys::{
+    Error as TorchError, ID_BYTES, NcclGroup, NcclWork, ReduceOp, find_nccl, nccl_id,
+};
 use tch::{Device, Kind, Tensor};
 
+use crate::communicator::check_contiguous;
 use crate::rendezvous::ConnectOptions;
 use crate::{Communicator, Error, Gloo, Pending};
 
-/// Elements of the sum by which a group is tried.
+/// Elements of the sum that a group is tried with.
 const TRIAL: i64 = 1024;
 
 /// A member of a group of GPU processes.
@@ -21,17 +24,15 @@ pub struct Nccl {
     device: Device,
 }
 
-/// Refuses what no machine could do.
+/// Refuses NCCL for what is not on a GPU.
 pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
-    match (options.backend, options.device) {
-        (Backend::Nccl, Device::Cuda(_)) | (Backend::Auto | Backend::Gloo, _) => Ok(()),
-        (Backend::Nccl, _) => Err(Error::NoNccl {
-            reason: "it carries tensors of GPUs, and this is the CPU".to_owned(),
-        }),
+    if options.backend != Backend::Nccl || matches!(options.device, Device::Cuda(_)) {
+        return Ok(());
     }
+    Err(Error::NoNccl { reason: "it carries GPU tensors, and this run is on the CPU".to_owned() })
 }
 
-/// The group with NCCL for the GPU tensors, where it is wanted and works.
+/// The group, with NCCL for GPU tensors if that is wanted and works.
 pub(crate) fn join_or_stage(
     gloo: Gloo,
     options: &ConnectOptions,
@@ -45,15 +46,15 @@ pub(crate) fn join_or_stage(
         Err(reason) if options.backend == Backend::Nccl => Err(Error::NoNccl { reason }),
         Err(reason) => {
             if gloo.rank() == 0 {
-                tracing::warn!("gradients go over the host (gloo), which is slower: {reason}");
+                tracing::warn!("gradients go through the host (gloo), which is slower: {reason}");
             }
             Ok(Box::new(gloo))
         }
     }
 }
 
-/// Joins and tries the group; the inner error says for all ranks why not. Before each thing that
-/// waits for peers all agree that all will come.
+/// Joins and tries the group; the inner error, the same on all ranks, says why it does not work.
+/// Before each call that waits for peers, all ranks agree that all will make it.
 fn join(gloo: &Gloo, ordinal: usize) -> Result<Result<NcclGroup, String>, Error> {
     let place = (gloo.rank(), gloo.world_size());
     let found = find_nccl().and_then(|()| if place.0 == 0 { nccl_id() } else { Ok([0; ID_BYTES]) });
@@ -106,32 +107,17 @@ impl Nccl {
         tensor.device() == self.device
     }
 
-    fn started(
+    fn start(
         &self,
         operation: &'static str,
-        work: Result<NcclWork, dflash_torch_sys::Error>,
+        tensors: &[&Tensor],
+        start: impl FnOnce(&NcclGroup) -> Result<NcclWork, TorchError>,
     ) -> Result<OnGpu, Error> {
         let rank = self.gloo.rank();
+        check_contiguous(rank, operation, tensors)?;
+        let work = start(&self.group);
         let work = work.map_err(|source| Error::Collective { rank, operation, source })?;
         Ok(OnGpu { rank, operation, work })
-    }
-
-    fn contiguous(&self, operation: &'static str, tensor: &Tensor) -> Result<(), Error> {
-        if tensor.is_contiguous() {
-            return Ok(());
-        }
-        let (shape, strides) = (tensor.size(), tensor.stride());
-        Err(Error::NotContiguous { rank: self.gloo.rank(), operation, shape, strides })
-    }
-
-    fn reduce(
-        &self,
-        operation: &'static str,
-        tensor: &Tensor,
-        op: ReduceOp,
-    ) -> Result<OnGpu, Error> {
-        self.contiguous(operation, tensor)?;
-        self.started(operation, self.group.all_reduce(tensor, op))
     }
 }
 
@@ -148,52 +134,27 @@ impl Communicator for Nccl {
         device == self.device || device == Device::Cpu
     }
 
-    fn all_reduce_sum(&self, tensor: &mut Tensor) -> Result<(), Error> {
-        if self.is_ours(tensor) {
-            return self.reduce("all-reduce (sum)", tensor, ReduceOp::Sum)?.finish();
-        }
-        self.gloo.all_reduce_sum(tensor)
-    }
-
-    fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), Error> {
-        if self.is_ours(tensor) {
-            return self.reduce("all-reduce (max)", tensor, ReduceOp::Max)?.finish();
-        }
-        self.gloo.all_reduce_max(tensor)
-    }
-
     fn start_all_reduce_sum(&self, tensor: &Tensor) -> Result<Box<dyn Pending>, Error> {
-        if self.is_ours(tensor) {
-            return Ok(Box::new(self.reduce("all-reduce (sum)", tensor, ReduceOp::Sum)?));
+        if !self.is_ours(tensor) {
+            return self.gloo.start_all_reduce_sum(tensor);
         }
-        self.gloo.start_all_reduce_sum(tensor)
+        let start = |group: &NcclGroup| group.all_reduce(tensor, ReduceOp::Sum);
+        Ok(Box::new(self.start("all-reduce (sum)", &[tensor], start)?))
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
-        if self.is_ours(tensor) {
-            self.contiguous("broadcast", tensor)?;
-            return self.started("broadcast", self.group.broadcast(tensor, root))?.finish();
+        if !self.is_ours(tensor) {
+            return self.gloo.broadcast(tensor, root);
         }
-        self.gloo.broadcast(tensor, root)
-    }
-
-    fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
-        if self.is_ours(input) {
-            self.contiguous("reduce-scatter", output)?;
-            self.contiguous("reduce-scatter", input)?;
-            let work = self.group.reduce_scatter(output, input);
-            return self.started("reduce-scatter", work)?.finish();
-        }
-        self.gloo.reduce_scatter_sum(output, input)
+        self.start("broadcast", &[tensor], |group| group.broadcast(tensor, root))?.finish()
     }
 
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
-        if self.is_ours(input) {
-            self.contiguous("all-gather", output)?;
-            self.contiguous("all-gather", input)?;
-            return self.started("all-gather", self.group.all_gather(output, input))?.finish();
+        if !self.is_ours(input) {
+            return self.gloo.all_gather(output, input);
         }
-        self.gloo.all_gather(output, input)
+        let start = |group: &NcclGroup| group.all_gather(output, input);
+        self.start("all-gather", &[output, input], start)?.finish()
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
@@ -235,44 +196,7 @@ impl Pending for OnGpu {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-    use crate::{WorkerEnv, connect_with};
-
-    fn options(backend: Backend, device: Device) -> ConnectOptions {
-        ConnectOptions { backend, device, ..ConnectOptions::cpu(Duration::from_secs(20)) }
-    }
-
-    fn alone_over_gloo() -> WorkerEnv {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let master_port = listener.local_addr().unwrap().port();
-        let master_addr = Some("127.0.0.1".to_owned());
-        WorkerEnv { master_addr, master_port, ..WorkerEnv::alone() }
-    }
-
-    #[test]
-    fn nccl_is_no_choice_for_the_cpu() {
-        let alone = WorkerEnv::alone();
-        let refused = connect_with(&alone, &options(Backend::Nccl, Device::Cpu)).err().unwrap();
-        assert!(refused.to_string().contains("--backend nccl is not available"), "{refused}");
-        for backend in [Backend::Auto, Backend::Gloo] {
-            connect_with(&alone, &options(backend, Device::Cpu)).unwrap();
-        }
-    }
-
-    #[test]
-    fn without_nccl_gpu_tensors_are_staged_unless_it_was_asked_for() {
-        if find_nccl().is_ok() {
-            println!("skipped: NCCL is here");
-            return;
-        }
-        let gpu = Device::Cuda(0);
-        let staged = connect_with(&alone_over_gloo(), &options(Backend::Auto, gpu)).unwrap();
-        assert!(!staged.takes(gpu) && staged.takes(Device::Cpu));
-        let refused = connect_with(&alone_over_gloo(), &options(Backend::Nccl, gpu)).err().unwrap();
-        assert!(refused.to_string().contains("rank 0: NCCL cannot be used"), "{refused}");
-    }
 
     #[test]
     fn the_first_rank_with_a_problem_speaks_for_all() {

@@ -4,13 +4,12 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
+use dflash_settings::Backend;
 use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Store};
 use tch::Device;
 
-use crate::gloo::Member;
-use dflash_settings::Backend;
-
 use crate::nccl;
+use crate::wait::until;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
 
 /// Between two looks at who has come, or two attempts to reach the store.
@@ -23,7 +22,7 @@ const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 /// The interface that the user chose for gloo, as torch reads it.
 const INTERFACE_VARIABLE: &str = "GLOO_SOCKET_IFNAME";
 
-/// How long to wait for others.
+/// How long to wait for others, and what carries the tensors.
 #[derive(Debug, Clone, Copy)]
 pub struct ConnectOptions {
     /// For all ranks to come to the rendezvous.
@@ -32,7 +31,7 @@ pub struct ConnectOptions {
     pub collective_timeout: Duration,
     /// Where this process computes.
     pub device: Device,
-    /// What carries tensors that lie on a GPU.
+    /// What carries tensors that are on a GPU.
     pub backend: Backend,
 }
 
@@ -45,25 +44,14 @@ impl ConnectOptions {
 }
 
 /// Takes this process's place in the group that `env` describes; returns when all ranks
-/// are connected. `timeout` bounds the meeting and later each collective.
+/// are connected.
 ///
 /// # Errors
-/// As [`connect_with`].
-pub fn connect(env: &WorkerEnv, timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
-    connect_with(env, &ConnectOptions::cpu(timeout))
-}
-
-/// [`connect`] with a timeout each for the meeting and the collectives.
-///
-/// # Errors
-/// [`Error::Listen`] where rank 0's port is taken, [`Error::Unreachable`] where the store
-/// does not answer, [`Error::RanksMissing`] where ranks stay away, [`Error::NoAddress`],
-/// [`Error::NoNccl`] where NCCL was asked for and is not available,
-/// and [`Error::Rendezvous`] for all else.
-pub fn connect_with(
-    env: &WorkerEnv,
-    options: &ConnectOptions,
-) -> Result<Box<dyn Communicator>, Error> {
+/// [`Error::Listen`] when rank 0's port is taken, [`Error::Unreachable`] when the store
+/// does not answer, [`Error::RanksMissing`] when ranks stay away, [`Error::NoAddress`],
+/// [`Error::NoNccl`] when NCCL was asked for and is not available,
+/// and [`Error::Rendezvous`] for everything else.
+pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Communicator>, Error> {
     nccl::check(options)?;
     let Some(host) = &env.master_addr else { return Ok(Box::new(Single)) };
     let meeting = Meeting { env, host, limit: options.join_timeout, start: Instant::now() };
@@ -72,11 +60,10 @@ pub fn connect_with(
     let store = store.prefixed(&prefix).map_err(|source| meeting.failed(source))?;
     meeting.call_roll(&store)?;
     let bind = meeting.bind()?;
-    let (rank, world_size, timeout) = (env.rank, env.world_size, options.collective_timeout);
-    let config = GlooConfig { rank, size: world_size, bind, timeout };
+    let timeout = options.collective_timeout;
+    let config = GlooConfig { rank: env.rank, size: env.world_size, bind, timeout };
     let group = ProcessGroup::gloo(&store, &config).map_err(|source| meeting.failed(source))?;
-    let gloo = Gloo::new(Member { rank, world_size, timeout, group, store });
-    nccl::join_or_stage(gloo, options)
+    nccl::join_or_stage(Gloo::new(group, store, env, timeout), options)
 }
 
 /// Keys of different jobs and attempts in one store stay apart.
@@ -84,10 +71,10 @@ pub(crate) fn store_prefix(run_id: &str, restart_count: usize) -> String {
     format!("dflash/{run_id}/{restart_count}")
 }
 
-/// Opens the store where the others look for it: on the address that `host` names, so at the
-/// loopback where it names that. On all interfaces where no address of `host` is this machine's own
-/// (those of a gateway or a container's host are not), or where a name stands for the loopback
-/// here: many distributions map a machine's own name there, and other machines do not.
+/// Opens the store where the others look for it: on the address that `host` names, the loopback
+/// included. On all interfaces if no address of `host` is this machine's own (those of a gateway or
+/// a container's host are not), or if a name resolves to the loopback here: many distributions map
+/// a machine's own name there, and other machines do not.
 pub(crate) fn serve(host: &str, port: u16, limit: Duration) -> Result<Store, TorchError> {
     let reachable = |address: &SocketAddr| !address.ip().is_loopback() || names_loopback(host);
     for address in (host, port).to_socket_addrs().into_iter().flatten().filter(reachable) {
@@ -122,18 +109,14 @@ impl Meeting<'_> {
         Store::connect(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
-    /// Tries until someone listens. c10d would retry as well, but slowly, and it writes
-    /// its attempts to the terminal.
+    /// Tries until someone listens. c10d would retry too, but slowly, and it writes its attempts to
+    /// the terminal.
     fn await_listener(&self) -> Result<(), Error> {
-        while !self.is_listening() {
-            if self.is_over() {
-                let (rank, port) = (self.env.rank, self.env.master_port);
-                let host = self.host.to_owned();
-                return Err(Error::Unreachable { rank, host, port, waited: self.limit });
-            }
-            std::thread::sleep(POLL);
-        }
-        Ok(())
+        let listening = || self.is_listening().then_some(());
+        until((self.start, self.limit), POLL, listening).ok_or_else(|| {
+            let (rank, port) = (self.env.rank, self.env.master_port);
+            Error::Unreachable { rank, host: self.host.to_owned(), port, waited: self.limit }
+        })
     }
 
     fn is_listening(&self) -> bool {
@@ -147,14 +130,14 @@ impl Meeting<'_> {
     /// Signs in and waits for all others, so that who is missing can be named.
     fn call_roll(&self, store: &Store) -> Result<(), Error> {
         store.set(&present_key(self.env.rank), b"").map_err(|source| self.failed(source))?;
-        let mut missing: Vec<usize> = (0..self.env.world_size).collect();
+        let (rank, world_size) = (self.env.rank, self.env.world_size);
+        let mut missing: Vec<usize> = (0..world_size).collect();
         loop {
             missing = self.still_missing(store, &missing)?;
             if missing.is_empty() {
                 return Ok(());
             }
-            if self.is_over() {
-                let (rank, world_size) = (self.env.rank, self.env.world_size);
+            if self.start.elapsed() >= self.limit {
                 return Err(Error::RanksMissing { rank, missing, world_size, waited: self.limit });
             }
             std::thread::sleep(POLL);
@@ -171,9 +154,9 @@ impl Meeting<'_> {
         Ok(missing)
     }
 
-    /// Where gloo listens: the user's interface, the first if there are several; on one
-    /// machine, also where several launchers meet at its loopback, the loopback, which needs no
-    /// network; else the address from which this machine reaches rank 0's.
+    /// Where gloo listens: the user's interface, the first if there are several; else on one
+    /// machine, which is also where several launchers meet at the loopback, the loopback, which
+    /// needs no network; else the address from which this machine reaches rank 0.
     fn bind(&self) -> Result<Bind, Error> {
         if let Some(name) = chosen_interface() {
             return Ok(Bind::Interface(name));
@@ -185,10 +168,6 @@ impl Meeting<'_> {
             .or_else(|| address_towards(ELSEWHERE))
             .map(Bind::Address)
             .ok_or(Error::NoAddress { rank: self.env.rank })
-    }
-
-    fn is_over(&self) -> bool {
-        self.start.elapsed() >= self.limit
     }
 
     fn failed(&self, source: TorchError) -> Error {
@@ -206,14 +185,14 @@ fn chosen_interface() -> Option<String> {
     names.split(',').map(str::trim).find(|name| !name.is_empty()).map(str::to_owned)
 }
 
-/// Whether the user wrote the loopback itself, which only one machine can meet at. A host name that
+/// Whether the user wrote the loopback itself, where only one machine can meet. A host name that
 /// resolves to it does not count: many distributions map a machine's own name there.
 fn names_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
-/// The local address of the route to `peer`, unless it is one that only this machine
-/// knows: many distributions map the own host name to the loopback.
+/// The local address of the route to `peer`, unless that is the loopback, which others cannot
+/// reach.
 fn address_towards(peer: impl ToSocketAddrs) -> Option<IpAddr> {
     let peer = peer.to_socket_addrs().ok()?.next()?;
     let any: IpAddr = if peer.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() };
@@ -230,63 +209,8 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(400);
 
-    fn env(rank: usize, world_size: usize, port: u16) -> WorkerEnv {
-        let master_addr = Some("127.0.0.1".to_owned());
-        let (local_rank, local_world_size) = (rank, world_size);
-        let place =
-            WorkerEnv { rank, local_rank, world_size, local_world_size, ..WorkerEnv::alone() };
-        WorkerEnv { master_addr, master_port: port, ..place }
-    }
-
-    fn free_port() -> u16 {
-        std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-    }
-
-    fn fault(env: &WorkerEnv) -> Error {
-        connect(env, SHORT).err().expect("nobody else is there")
-    }
-
     #[test]
-    fn alone_needs_no_store() {
-        let communicator = connect(&WorkerEnv::alone(), SHORT).unwrap();
-        assert_eq!((communicator.rank(), communicator.world_size()), (0, 1));
-    }
-
-    #[test]
-    fn a_group_of_one_over_gloo() {
-        let communicator = connect(&env(0, 1, free_port()), Duration::from_secs(20)).unwrap();
-        assert_eq!(communicator.all_gather_bytes(b"").unwrap(), [Vec::<u8>::new()]);
-        communicator.barrier().unwrap();
-    }
-
-    #[test]
-    fn ranks_that_stay_away_are_named() {
-        let error = fault(&env(0, 3, free_port()));
-        assert!(
-            matches!(&error, Error::RanksMissing { missing, .. } if *missing == [1, 2]),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_store_that_is_not_there_is_named() {
-        let port = free_port();
-        let message = fault(&env(1, 2, port)).to_string();
-        assert!(message.contains(&format!("127.0.0.1:{port}")), "{message}");
-        assert!(message.contains("rank 1"), "{message}");
-    }
-
-    #[test]
-    fn a_taken_port_says_which_variable_to_set() {
-        let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let error = fault(&env(0, 2, port));
-        assert!(matches!(error, Error::Listen { .. }), "{error}");
-        assert!(error.to_string().contains("set MASTER_PORT"), "{error}");
-    }
-
-    #[test]
-    fn the_loopback_is_no_address_for_others() {
+    fn the_loopback_is_not_an_address_for_others() {
         assert_eq!(address_towards(("127.0.0.1", 1)), None);
     }
 

@@ -21,14 +21,6 @@ impl Communicator for Single {
         true
     }
 
-    fn all_reduce_sum(&self, _: &mut Tensor) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn all_reduce_max(&self, _: &mut Tensor) -> Result<(), Error> {
-        Ok(())
-    }
-
     fn start_all_reduce_sum(&self, _: &Tensor) -> Result<Box<dyn Pending>, Error> {
         Ok(Box::new(Done))
     }
@@ -37,13 +29,8 @@ impl Communicator for Single {
         Ok(())
     }
 
-    fn reduce_scatter_sum(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
-        copy(output, input);
-        Ok(())
-    }
-
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
-        copy(output, input);
+        tch::no_grad(|| output.view(-1).copy_(&input.reshape(-1)));
         Ok(())
     }
 
@@ -68,34 +55,20 @@ impl Pending for Done {
     }
 }
 
-fn copy(output: &mut Tensor, input: &Tensor) {
-    tch::no_grad(|| output.view(-1).copy_(&input.reshape(-1)));
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn reductions_leave_the_tensor_as_it_is() {
-        let mut tensor = Tensor::from_slice(&[1.5f32, -2.0]);
+    fn one_process_keeps_and_gathers_what_it_has() {
+        let mut tensor = Tensor::from_slice(&[1i64, 2, 3, 4]).view([2, 2]);
         Single.all_reduce_sum(&mut tensor).unwrap();
-        Single.all_reduce_max(&mut tensor).unwrap();
         Single.broadcast(&mut tensor, 0).unwrap();
         Single.start_all_reduce_sum(&tensor).unwrap().wait().unwrap();
-        assert_eq!(Vec::<f32>::try_from(&tensor).unwrap(), [1.5, -2.0]);
-        assert_eq!((Single.rank(), Single.world_size()), (0, 1));
-    }
-
-    #[test]
-    fn scattering_and_gathering_copy() {
-        let input = Tensor::from_slice(&[1i64, 2, 3, 4]).view([2, 2]);
         let mut output = Tensor::zeros([4], (tch::Kind::Int64, tch::Device::Cpu));
-        Single.reduce_scatter_sum(&mut output, &input).unwrap();
-        assert_eq!(Vec::<i64>::try_from(&output).unwrap(), [1, 2, 3, 4]);
-        let _ = output.zero_();
-        Single.all_gather(&mut output, &input).unwrap();
+        Single.all_gather(&mut output, &tensor).unwrap();
         assert_eq!(Vec::<i64>::try_from(&output).unwrap(), [1, 2, 3, 4]);
         assert_eq!(Single.all_gather_bytes(b"state").unwrap(), [b"state".to_vec()]);
+        assert_eq!((Single.rank(), Single.world_size()), (0, 1));
     }
 }

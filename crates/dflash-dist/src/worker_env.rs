@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use crate::Error;
 
-/// torchrun's default port, taken where an environment names no other.
+/// torchrun's default port, for environments that name none.
 const DEFAULT_PORT: u16 = 29500;
 
 /// A worker's place among the processes of a job.
@@ -24,9 +24,9 @@ pub struct WorkerEnv {
     pub master_addr: Option<String>,
     /// The store's port.
     pub master_port: u16,
-    /// The job's name; keeps jobs apart that share a store.
+    /// The job's name; keeps jobs that share a store apart.
     pub run_id: String,
-    /// How often the launcher has started the workers anew; keeps the attempts apart.
+    /// How often the launcher has restarted the workers; keeps the attempts apart.
     pub restart_count: usize,
     /// The launcher holds the store and every worker is a client of it. Otherwise rank 0
     /// opens it.
@@ -38,7 +38,7 @@ pub struct WorkerEnv {
 pub enum Role {
     /// Train alone.
     Alone,
-    /// Take a place among workers that someone has started.
+    /// Train as one of several workers, which someone has started.
     Worker(WorkerEnv),
     /// Start the workers.
     Launcher {
@@ -47,33 +47,32 @@ pub enum Role {
     },
 }
 
-/// What the command line asks for.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct LaunchWish {
-    /// Ranks on this machine.
-    pub nproc: Option<usize>,
-    /// Even one rank needs a launcher: there are other nodes, or it is to be started again when it
-    /// dies.
-    pub needs_launcher: bool,
-}
-
 impl Role {
     /// torchrun's variables make a worker, then the flags a launcher, then Slurm's variables a
     /// worker. The flags beat Slurm, since a batch script has Slurm's variables too but is one
     /// process; with several nodes `srun` starts one launcher on each.
     ///
+    /// `nproc` is the number of ranks that was asked for on this machine. With `needs_launcher`
+    /// even one rank has a launcher: there are other nodes, or it restarts the rank when it dies.
+    ///
     /// # Errors
-    /// As [`WorkerEnv::from_env`].
-    pub fn from_env(wish: LaunchWish) -> Result<Self, Error> {
-        Self::from_lookup(wish, &process_variable)
+    /// [`Error::BadVariable`] and [`Error::MissingVariable`] name the variable.
+    pub fn from_env(nproc: Option<usize>, needs_launcher: bool) -> Result<Self, Error> {
+        let variable =
+            |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        Self::from_lookup(nproc, needs_launcher, &variable)
     }
 
-    fn from_lookup(wish: LaunchWish, lookup: &Lookup<'_>) -> Result<Self, Error> {
+    fn from_lookup(
+        nproc: Option<usize>,
+        needs_launcher: bool,
+        lookup: &Lookup<'_>,
+    ) -> Result<Self, Error> {
         if let Some(env) = WorkerEnv::from_torchrun(lookup)? {
             return Ok(Self::Worker(env));
         }
-        match wish.nproc {
-            nproc if wish.needs_launcher => Ok(Self::Launcher { nproc: nproc.unwrap_or(1) }),
+        match nproc {
+            nproc if needs_launcher => Ok(Self::Launcher { nproc: nproc.unwrap_or(1) }),
             Some(1) => Ok(Self::Alone),
             Some(nproc) => Ok(Self::Launcher { nproc }),
             None => Ok(slurm::worker_env(lookup)?.map_or(Self::Alone, Self::Worker)),
@@ -82,15 +81,6 @@ impl Role {
 }
 
 impl WorkerEnv {
-    /// Reads torchrun's variables, else Slurm's; `None` where neither says that this is a
-    /// worker.
-    ///
-    /// # Errors
-    /// [`Error::BadVariable`] and [`Error::MissingVariable`] name the variable.
-    pub fn from_env() -> Result<Option<Self>, Error> {
-        Self::from_lookup(&process_variable)
-    }
-
     /// A job of this process alone.
     pub fn alone() -> Self {
         Self {
@@ -111,16 +101,11 @@ impl WorkerEnv {
         self.local_world_size == self.world_size
     }
 
-    fn from_lookup(lookup: &Lookup<'_>) -> Result<Option<Self>, Error> {
-        match Self::from_torchrun(lookup)? {
-            Some(env) => Ok(Some(env)),
-            None => slurm::worker_env(lookup),
-        }
-    }
-
     fn from_torchrun(lookup: &Lookup<'_>) -> Result<Option<Self>, Error> {
         let Some(rank) = parsed(lookup, "RANK")? else { return Ok(None) };
-        let world_size = parsed(lookup, "WORLD_SIZE")?.ok_or(missing("RANK", "WORLD_SIZE"))?;
+        let world_size = parsed(lookup, "WORLD_SIZE")?;
+        let world_size =
+            world_size.ok_or(Error::MissingVariable { present: "RANK", missing: "WORLD_SIZE" })?;
         let env = Self {
             rank,
             world_size,
@@ -130,18 +115,19 @@ impl WorkerEnv {
             master_port: parsed(lookup, "MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
             run_id: non_empty(lookup, "TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".to_owned()),
             restart_count: parsed(lookup, "TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
-            // torch compares with Python's str(True) and takes all else for false.
+            // torch compares with Python's str(True) and takes everything else as false.
             use_agent_store: lookup("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True"),
         };
         env.check("RANK", "LOCAL_RANK").map(Some)
     }
 
-    /// Refuses ranks outside their worlds and a job of several without a meeting place.
+    /// Refuses a rank outside its world, and a job of several processes without an address to meet
+    /// at.
     fn check(self, rank: &'static str, local_rank: &'static str) -> Result<Self, Error> {
         check_below(rank, self.rank, self.world_size, "world")?;
         check_below(local_rank, self.local_rank, self.local_world_size, "local world")?;
         if self.world_size > 1 && self.master_addr.is_none() {
-            return Err(missing(rank, "MASTER_ADDR"));
+            return Err(Error::MissingVariable { present: rank, missing: "MASTER_ADDR" });
         }
         Ok(self)
     }
@@ -150,23 +136,15 @@ impl WorkerEnv {
 /// Reads a variable; a parameter so that tests need not change the process's own.
 type Lookup<'a> = dyn Fn(&str) -> Option<String> + 'a;
 
-fn process_variable(name: &str) -> Option<String> {
-    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-}
-
 fn non_empty(lookup: &Lookup<'_>, name: &str) -> Option<String> {
     lookup(name).filter(|value| !value.is_empty())
 }
 
 fn parsed<T: FromStr>(lookup: &Lookup<'_>, name: &'static str) -> Result<Option<T>, Error> {
     let Some(value) = lookup(name) else { return Ok(None) };
-    match value.trim().parse() {
-        Ok(number) => Ok(Some(number)),
-        Err(_) => {
-            let expected = if name == "MASTER_PORT" { "a port" } else { "a number from 0" };
-            Err(Error::BadVariable { name, value, expected: expected.to_owned() })
-        }
-    }
+    let expected = if name == "MASTER_PORT" { "a port" } else { "a number from 0" };
+    let number = value.trim().parse().map_err(|_| expected.to_owned());
+    number.map(Some).map_err(|expected| Error::BadVariable { name, value, expected })
 }
 
 fn check_below(name: &'static str, rank: usize, size: usize, world: &str) -> Result<(), Error> {
@@ -175,10 +153,6 @@ fn check_below(name: &'static str, rank: usize, size: usize, world: &str) -> Res
     }
     let expected = format!("a number below the {world} size {size}");
     Err(Error::BadVariable { name, value: rank.to_string(), expected })
-}
-
-fn missing(present: &'static str, missing: &'static str) -> Error {
-    Error::MissingVariable { present, missing }
 }
 
 #[cfg(test)]

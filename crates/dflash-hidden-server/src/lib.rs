@@ -3,7 +3,7 @@
 //! `POST /v1/hidden_states` takes a prompt as token ids and streams an Arrow IPC reply
 //! (`dflash_hidden`). Requests wait in a bounded queue; one thread owns the model and runs what
 //! waits in batches up to a token budget; the HTTP side never touches the model. `GET /v1/models`
-//! tells a client what it can expect, `/health` and `/metrics` tell people.
+//! tells a client what it can expect; `/health` and `/metrics` are for people.
 
 mod error;
 mod featurizer;

@@ -18,14 +18,14 @@ pub(crate) struct Job {
     pub(crate) reply: oneshot::Sender<Result<HiddenStates, Error>>,
 }
 
-/// What one forward pass should run, and what fell out on the way.
+/// What one forward pass should run, and how many jobs were dropped on the way.
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub(crate) jobs: Vec<Job>,
     pub(crate) cancelled: u64,
 }
 
-/// The queue. Its length is bounded by who pushes: every request holds a slot.
+/// The queue. Its callers bound its length: every request holds a slot.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
     state: Mutex<State>,
@@ -135,7 +135,7 @@ mod tests {
         for _ in 0..10_000 {
             drop(push(&queue, 1));
         }
-        assert!(queue.waiting() < 100, "{} corpses", queue.waiting());
+        assert!(queue.waiting() < 100, "{} are left", queue.waiting());
     }
 
     #[test]

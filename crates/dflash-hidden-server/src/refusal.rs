@@ -3,7 +3,7 @@
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use dflash_hidden::{ErrorBody, ErrorDetail};
+use serde_json::json;
 
 /// A refused request; the message goes to the client.
 #[derive(Debug, thiserror::Error)]
@@ -91,12 +91,9 @@ impl IntoResponse for Refusal {
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        let detail = ErrorDetail {
-            message: self.to_string(),
-            kind: kind.into(),
-            param: self.param().map(Into::into),
-        };
-        let mut response = (self.status(), Json(ErrorBody { error: detail })).into_response();
+        // In the shape that OpenAI-compatible clients read.
+        let error = json!({"message": self.to_string(), "type": kind, "param": self.param()});
+        let mut response = (self.status(), Json(json!({"error": error}))).into_response();
         if matches!(self, Self::Full { .. } | Self::Loading) {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{Request, State};
@@ -10,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
-use dflash_hidden::{ARROW_STREAM, ModelCard, ModelList, StatesRequest, encode_stream};
+use dflash_hidden::{ARROW_STREAM, Metadata, ModelCard, ModelList, StatesRequest, encode_stream};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -30,7 +31,8 @@ pub(crate) struct Shared {
     pub(crate) facts: OnceLock<ModelFacts>,
     pub(crate) queue: Queue,
     pub(crate) metrics: Metrics,
-    /// One permit a request, from its admission until its last byte has gone out. So the bound
+    start: Instant,
+    /// One permit per request, from its admission until its last byte has gone out. So the bound
     /// covers waiting prompts and finished rows that a slow client has not taken.
     slots: Arc<Semaphore>,
     max_queue: usize,
@@ -41,7 +43,8 @@ impl Shared {
         Self {
             facts: OnceLock::new(),
             queue: Queue::default(),
-            metrics: Metrics::new(),
+            metrics: Metrics::default(),
+            start: Instant::now(),
             slots: Arc::new(Semaphore::new(max_queue)),
             max_queue,
         }
@@ -79,7 +82,7 @@ async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
     Ok(Json(json!({
         "status": "ok",
         "model": facts.name,
-        "layer_ids": facts.layer_ids,
+        "layer_ids": facts.metadata.layer_ids,
         "in_use": shared.in_use(),
         "waiting": shared.queue.waiting(),
         "max_queue": shared.max_queue,
@@ -90,19 +93,20 @@ async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
         "put_off": metrics.put_off.get(),
         "cancelled": metrics.cancelled.get(),
         "failed": metrics.failed.get(),
-        "uptime_s": metrics.uptime().as_secs(),
+        "uptime_s": shared.start.elapsed().as_secs(),
     })))
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
-    let text = shared.metrics.prometheus(shared.in_use(), shared.queue.waiting());
+    let (in_use, waiting) = (shared.in_use(), shared.queue.waiting());
+    let text = shared.metrics.prometheus(in_use, waiting, shared.start.elapsed());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
 async fn models(State(shared): State<Arc<Shared>>) -> Result<Json<ModelList>, Refusal> {
     let facts = shared.loaded()?;
     let (id, root) = (facts.name.clone(), facts.root.clone());
-    Ok(Json(ModelList::of(ModelCard::new(id, root, facts.max_model_len, facts.metadata()))))
+    Ok(Json(ModelList::of(ModelCard::new(id, root, facts.max_model_len, facts.metadata.clone()))))
 }
 
 async fn hidden_states(
@@ -181,7 +185,7 @@ fn validate(request: StatesRequest, facts: &ModelFacts) -> Result<(Vec<i64>, Vec
 }
 
 fn check_prompt(field: &'static str, ids: &[i64], facts: &ModelFacts) -> Result<(), Refusal> {
-    let (tokens, limit, vocab_size) = (ids.len(), facts.max_model_len, facts.vocab_size);
+    let (tokens, limit, vocab_size) = (ids.len(), facts.max_model_len, facts.metadata.vocab_size);
     if tokens == 0 {
         return Err(Refusal::EmptyPrompt { field });
     }
@@ -199,18 +203,18 @@ fn check_prompt(field: &'static str, ids: &[i64], facts: &ModelFacts) -> Result<
 }
 
 fn check_layers(asked: Option<Vec<u32>>, facts: &ModelFacts) -> Result<Vec<u32>, Refusal> {
-    let Some(mut ids) = asked else { return Ok(facts.layer_ids.clone()) };
+    let Metadata { layer_ids, num_hidden_layers, .. } = &facts.metadata;
+    let Some(mut ids) = asked else { return Ok(layer_ids.clone()) };
     ids.sort_unstable();
     ids.dedup();
     if ids.is_empty() {
         return Err(Refusal::NoLayers);
     }
     match ids.iter().find(|&&id| !facts.serves(id)) {
-        Some(&id) => Err(Refusal::LayerNotCaptured {
-            id,
-            served: facts.layer_ids.clone(),
-            last: facts.num_hidden_layers,
-        }),
+        Some(&id) => {
+            let (served, last) = (layer_ids.clone(), *num_hidden_layers);
+            Err(Refusal::LayerNotCaptured { id, served, last })
+        }
         None => Ok(ids),
     }
 }

@@ -1,7 +1,7 @@
 //! The life of a server: listen, load, serve, stop.
 //!
-//! It listens before it loads, because a taken port should be known in a moment and a large model
-//! takes minutes; meanwhile it answers 503. The model lives on its own thread.
+//! It listens before it loads, because a large model takes minutes and a taken port should be
+//! reported at once; meanwhile it answers 503. The model has a thread of its own.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::Path;
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use axum::serve::ListenerExt;
+use dflash_hidden::Metadata;
 use dflash_settings::HiddenServerSettings;
 use tokio::sync::{oneshot, watch};
 
@@ -24,18 +25,18 @@ use crate::worker;
 const STOP_POLL: Duration = Duration::from_millis(25);
 /// How long replies may take to go out after the stop; then connections are cut.
 const REPLY_GRACE: Duration = Duration::from_secs(2);
-/// How long the batch that is running may take after that.
+/// How long the running batch may take after that.
 const BATCH_GRACE: Duration = Duration::from_secs(1);
 
-/// Loads the model on the thread where it will live.
+/// Loads the model on the thread that will run it.
 pub type Loader = Box<dyn FnOnce() -> Result<Box<dyn Featurizer>, Error> + Send>;
 
 /// A server that takes prompts.
 #[derive(Debug, Clone)]
 pub struct Ready {
-    /// Where.
+    /// Where it listens.
     pub address: SocketAddr,
-    /// For what.
+    /// What it serves.
     pub facts: ModelFacts,
 }
 
@@ -43,16 +44,14 @@ impl fmt::Display for Ready {
     /// One line for people.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { address, facts } = self;
-        let ids: Vec<String> = facts.layer_ids.iter().map(u32::to_string).collect();
+        let Metadata { num_hidden_layers, hidden_size, layer_ids, dtype, .. } = &facts.metadata;
+        let ids: Vec<String> = layer_ids.iter().map(u32::to_string).collect();
         write!(
             out,
-            "ready on http://{address}: {}, layers {} of {}, hidden size {}, {} on the wire, \
-             prompts up to {} tokens, on {}",
+            "ready on http://{address}: {}, layers {} of {num_hidden_layers}, hidden size \
+             {hidden_size}, {dtype} on the wire, prompts up to {} tokens, on {}",
             facts.name,
             ids.join(" "),
-            facts.num_hidden_layers,
-            facts.hidden_size,
-            facts.dtype,
             facts.max_model_len,
             facts.device,
         )

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use bytes::Bytes;
+use dflash_hidden::Metadata;
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
 use dflash_settings::{DEFAULT_CAPTURES, Dtype, HiddenServerSettings, WireDtype};
@@ -30,33 +31,25 @@ impl TargetFeaturizer {
         if let Some(threads) = settings.threads {
             tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
         }
-        let (device, kind) = place(settings.device, settings.dtype, 0)?;
-        let arithmetic = arithmetic((device, kind), settings.dtype, dir);
-        if arithmetic.bf16_products {
+        let (device, dtype) = place(settings.device, settings.dtype, 0)?;
+        let in_bf16 = multiplies_in_bf16(device, settings.dtype, dir);
+        if in_bf16 {
             multiply_in_bf16()?;
         }
-        let placement = TargetOptions { device, dtype: arithmetic.kind };
-        let target = Target::load(dir, &placement)?;
-        let facts = facts_of(&target, dir, settings, (&placement, arithmetic))?;
+        let target = Target::load(dir, &TargetOptions { device, dtype })?;
+        let facts = facts_of(&target, dir, settings, device_name(device, dtype, in_bf16))?;
         Ok(Self { target, facts })
     }
 }
 
-/// How a target computes.
-#[derive(Debug, Clone, Copy)]
-struct Arithmetic {
-    kind: Kind,
-    /// Whether float32 matrices are multiplied in bf16.
-    bf16_products: bool,
-}
-
-/// The rows travel as bf16, and servers run targets in their checkpoint's type. Where the CPU
-/// multiplies bf16 in hardware only the products do so there: that is several times faster than
+/// Whether float32 matrices are multiplied in bf16.
+///
+/// The rows travel as bf16, and servers run targets in their checkpoint's type. If the CPU
+/// multiplies bf16 in hardware, only the products do so there: that is several times faster than
 /// float32, and the rest stays in float32, for which there are kernels. Elsewhere bf16 is emulated.
-fn arithmetic((device, kind): (Device, Kind), asked: Dtype, dir: &Path) -> Arithmetic {
+fn multiplies_in_bf16(device: Device, asked: Dtype, dir: &Path) -> bool {
     let by_checkpoint = asked == Dtype::Auto && device == Device::Cpu;
-    let bf16_products = by_checkpoint && cpu_multiplies_bf16() && checkpoint_is_bf16(dir);
-    Arithmetic { kind, bf16_products }
+    by_checkpoint && cpu_multiplies_bf16() && checkpoint_is_bf16(dir)
 }
 
 /// What config.json says. A file that cannot be read is reported by the loader, not here.
@@ -72,7 +65,7 @@ fn facts_of(
     target: &Target,
     dir: &Path,
     settings: &HiddenServerSettings,
-    (placement, arithmetic): (&TargetOptions, Arithmetic),
+    device: String,
 ) -> Result<ModelFacts, Error> {
     let layers = target.num_layers();
     let mut layer_ids = settings
@@ -89,32 +82,34 @@ fn facts_of(
     Ok(ModelFacts {
         name: name_of(&settings.target, dir),
         root: dir.display().to_string(),
-        hidden_size: target.hidden_size() as usize,
-        num_hidden_layers: layers as u32,
-        vocab_size: target.vocab_size() as usize,
         max_model_len,
-        layer_ids,
-        dtype: settings.wire_dtype,
-        device: placement_name(placement, arithmetic),
+        device,
+        metadata: Metadata {
+            hidden_size: target.hidden_size() as usize,
+            num_hidden_layers: layers as u32,
+            vocab_size: target.vocab_size() as usize,
+            layer_ids,
+            dtype: settings.wire_dtype,
+        },
     })
 }
 
-fn placement_name(placement: &TargetOptions, arithmetic: Arithmetic) -> String {
-    let device = match placement.device {
+fn device_name(device: Device, dtype: Kind, in_bf16: bool) -> String {
+    let device = match device {
         Device::Cpu => format!("the CPU ({} threads)", tch::get_num_threads()),
         Device::Cuda(index) => format!("cuda:{index}"),
         other => format!("{other:?}"),
     };
-    let kind = match placement.dtype {
+    let kind = match dtype {
         Kind::BFloat16 => "bfloat16",
-        Kind::Float if arithmetic.bf16_products => "float32 with bfloat16 products",
+        Kind::Float if in_bf16 => "float32 with bfloat16 products",
         Kind::Float => "float32",
         _ => "another type",
     };
     format!("{device} in {kind}")
 }
 
-/// A repository's name on the Hub; else the directory's own, also where the user wrote `.` or a
+/// A repository's name on the Hub; else the directory's own, even if the user wrote `.` or a
 /// trailing slash.
 fn name_of(target: &str, dir: &Path) -> String {
     if Path::new(target) != dir {
@@ -141,7 +136,7 @@ impl Featurizer for TargetFeaturizer {
         no_grad(|| {
             let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(self.target.device());
             let states = self.target.forward_packed(&ids_t, &prompts.document_starts, layer_ids);
-            let wire = self.facts.dtype;
+            let wire = self.facts.metadata.dtype;
             states.iter().map(|state| row_bytes(state, wire).map_err(failed)).collect()
         })
     }
@@ -182,31 +177,24 @@ mod tests {
     }
 
     #[test]
-    fn only_bf16_checkpoints_are_multiplied_in_bf16() {
+    fn only_bf16_checkpoints_are_multiplied_in_bf16_unless_a_type_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
         let check = |config: &str, bf16: bool| {
             std::fs::write(dir.path().join("config.json"), config).unwrap();
             assert_eq!(checkpoint_is_bf16(dir.path()), bf16, "{config}");
-            let found = arithmetic((Device::Cpu, Kind::Float), Dtype::Auto, dir.path());
-            assert_eq!(found.kind, Kind::Float, "{config}");
-            assert_eq!(found.bf16_products, bf16 && cpu_multiplies_bf16(), "{config}");
+            let found = multiplies_in_bf16(Device::Cpu, Dtype::Auto, dir.path());
+            assert_eq!(found, bf16 && cpu_multiplies_bf16(), "{config}");
+            for device in [Device::Cpu, Device::Cuda(0)] {
+                for asked in [Dtype::Float32, Dtype::Bfloat16] {
+                    assert!(!multiplies_in_bf16(device, asked, dir.path()), "{asked:?}");
+                }
+            }
         };
         check(r#"{"dtype": "bfloat16"}"#, true);
         check(r#"{"torch_dtype": "bfloat16"}"#, true);
         check(r#"{"dtype": "float32", "torch_dtype": "bfloat16"}"#, false);
         check("{}", false);
         check("no json", false);
-    }
-
-    #[test]
-    fn a_kind_that_is_asked_for_is_exact() {
-        for device in [Device::Cpu, Device::Cuda(0)] {
-            for (kind, asked) in [(Kind::Float, Dtype::Float32), (Kind::BFloat16, Dtype::Bfloat16)]
-            {
-                let found = arithmetic((device, kind), asked, Path::new("absent"));
-                assert_eq!((found.kind, found.bf16_products), (kind, false));
-            }
-        }
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! The thread that owns the model: batches in, one record a prompt out.
+//! The thread that owns the model: batches in, one record per prompt out.
 
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use dflash_hidden::HiddenStates;
+use dflash_hidden::{HiddenStates, Metadata};
 
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
@@ -39,16 +39,18 @@ fn run_batch(model: &mut dyn Featurizer, jobs: Vec<Job>, metrics: &Metrics) {
     metrics.busy_nanos.add(start.elapsed().as_nanos() as u64);
     match features {
         Ok(layers) => answer(model.facts(), jobs, &Layers { layer_ids, layers }, metrics),
-        Err(error) if jobs.len() == 1 => {
-            tracing::error!("{error}");
-            metrics.failed.add(1);
-            jobs.into_iter().for_each(|job| drop(job.reply.send(Err(again(&error)))));
-        }
-        // One prompt may be too much for the memory that is left; the others are not to suffer.
-        Err(error) => {
-            tracing::warn!("{error}; running its {} prompts one by one", jobs.len());
-            jobs.into_iter().for_each(|job| run_batch(model, vec![job], metrics));
-        }
+        Err(error) => match <[Job; 1]>::try_from(jobs) {
+            Ok([job]) => {
+                tracing::error!("{error}");
+                metrics.failed.add(1);
+                drop(job.reply.send(Err(error)));
+            }
+            // One prompt may need more memory than is left; that must not fail the others.
+            Err(jobs) => {
+                tracing::warn!("{error}; running its {} prompts one by one", jobs.len());
+                jobs.into_iter().for_each(|job| run_batch(model, vec![job], metrics));
+            }
+        },
     }
 }
 
@@ -69,14 +71,14 @@ struct Layers {
 impl Layers {
     /// The rows of one prompt, which starts at row `start`. Shares the batch's memory.
     fn record(&self, facts: &ModelFacts, job: &Job, start: usize) -> Result<HiddenStates, Error> {
-        let row = facts.hidden_size * facts.dtype.size();
+        let Metadata { hidden_size, dtype, .. } = facts.metadata;
+        let row = hidden_size * dtype.size();
         let (begin, end) = (start * row, (start + job.input_ids.len()) * row);
         let all = self.layer_ids.iter().zip(&self.layers);
         let wanted = all.filter(|(id, _)| job.layer_ids.contains(id));
         let layers = wanted.map(|(_, bytes)| bytes.slice(begin..end)).collect();
-        let ids = job.layer_ids.clone();
-        let tokens = job.input_ids.len();
-        Ok(HiddenStates::new(ids, tokens, facts.hidden_size, facts.dtype, layers)?)
+        let (ids, tokens) = (job.layer_ids.clone(), job.input_ids.len());
+        Ok(HiddenStates::new(ids, tokens, hidden_size, dtype, layers)?)
     }
 }
 
@@ -88,20 +90,12 @@ fn answer(facts: &ModelFacts, jobs: Vec<Job>, layers: &Layers, metrics: &Metrics
         metrics.prompts.add(1);
         metrics.tokens.add(job.input_ids.len() as u64);
         metrics.bytes.add(record.as_ref().map_or(0, |record| record.byte_len() as u64));
-        // A client that left meanwhile has no use for it.
+        // A client that has left has no use for it.
         let _ = job.reply.send(record);
     }
 }
 
-/// The same failure for another prompt of its batch; errors of the system cannot be cloned.
-fn again(error: &Error) -> Error {
-    match error {
-        Error::Batch { tokens, reason } => Error::Batch { tokens: *tokens, reason: reason.clone() },
-        other => Error::Batch { tokens: 0, reason: other.to_string() },
-    }
-}
-
-/// A line now and then, so that somebody who looks sees that it works.
+/// Logs a line now and then, to show that the server is at work.
 struct Report {
     last: Instant,
     prompts: u64,

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use dflash_hidden::{Error, Request, SourceConfig, Stream, StreamConfig, WantedRow};
+use dflash_hidden::{Error, Request, Stream, StreamConfig, WantedRow};
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -26,8 +26,7 @@ fn run(args: &[String]) -> Result<(), Error> {
     };
     let (samples, tokens) = (number(3, 200), number(4, 216));
     let layer_ids = args[1].split(',').filter_map(|id| id.parse().ok()).collect();
-    let source = SourceConfig { endpoints: vec![args[0].clone()], offline_dir: None };
-    let mut config = StreamConfig::new(source, layer_ids, number(2, 256));
+    let mut config = StreamConfig::new(vec![args[0].clone()], layer_ids, number(2, 256));
     config.max_in_flight = number(5, 8);
     // Every prompt differs from its first token on, so that no server can reuse a prefix.
     let row = move |sample: usize| {

@@ -1,10 +1,7 @@
-//! What happened on the way, for the progress line and the metrics file.
+//! What happened on the way, for the metrics file.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
-
-/// A snapshot of a stream's counters since its start.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+/// What a stream has counted since its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
     /// Requests sent to servers.
     pub requests: u64,
@@ -28,63 +25,4 @@ pub struct Counters {
     pub invalid: u64,
     /// Samples written for later (`--on-generate cache`).
     pub cached: u64,
-    /// How long the trainer waited for rows.
-    pub wait: Duration,
-}
-
-impl Counters {
-    /// Samples that the trainer did not get, for whatever reason.
-    pub fn skipped(&self) -> u64 {
-        self.missing + self.rejected + self.invalid
-    }
-}
-
-/// The running counters, shared by all requests.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    pub(crate) requests: Count,
-    pub(crate) retries: Count,
-    pub(crate) busy: Count,
-    pub(crate) bytes: Count,
-    pub(crate) generated: Count,
-    pub(crate) stored: Count,
-    pub(crate) stale: Count,
-    pub(crate) missing: Count,
-    pub(crate) rejected: Count,
-    pub(crate) invalid: Count,
-    pub(crate) cached: Count,
-    pub(crate) wait_nanos: Count,
-}
-
-impl Tally {
-    pub(crate) fn snapshot(&self) -> Counters {
-        Counters {
-            requests: self.requests.get(),
-            retries: self.retries.get(),
-            busy: self.busy.get(),
-            bytes: self.bytes.get(),
-            generated: self.generated.get(),
-            stored: self.stored.get(),
-            stale: self.stale.get(),
-            missing: self.missing.get(),
-            rejected: self.rejected.get(),
-            invalid: self.invalid.get(),
-            cached: self.cached.get(),
-            wait: Duration::from_nanos(self.wait_nanos.get()),
-        }
-    }
-}
-
-/// A counter that many tasks add to.
-#[derive(Debug, Default)]
-pub(crate) struct Count(AtomicU64);
-
-impl Count {
-    pub(crate) fn add(&self, amount: u64) {
-        self.0.fetch_add(amount, Ordering::Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
 }

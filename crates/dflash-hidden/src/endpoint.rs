@@ -12,18 +12,10 @@ use crate::error::Error;
 use crate::protocol::{Metadata, ModelList, OWNER, error_message};
 use crate::record::Dtype;
 use crate::retry::{Failure, RetryPolicy};
+use crate::stream::StreamConfig;
 
 /// A model list is a few hundred bytes; a server that needs longer is not serving.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// What the trainer's target is, to be compared with what a server runs.
-#[derive(Debug, Clone)]
-pub(crate) struct Expected {
-    pub(crate) layer_ids: Vec<u32>,
-    pub(crate) hidden_size: usize,
-    pub(crate) vocab_size: Option<usize>,
-    pub(crate) num_hidden_layers: Option<u32>,
-}
 
 /// What answers at an endpoint.
 #[derive(Debug, Clone)]
@@ -35,7 +27,7 @@ pub(crate) enum Kind {
 }
 
 /// One server.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Endpoint {
     base: String,
     kind: OnceCell<Kind>,
@@ -81,12 +73,7 @@ impl Endpoint {
         if reqwest::Url::parse(&base).is_err() {
             return Err(bad("it is not a valid host and port"));
         }
-        Ok(Self {
-            base,
-            kind: OnceCell::new(),
-            outstanding: AtomicU64::new(0),
-            health: Mutex::default(),
-        })
+        Ok(Self { base, ..Self::default() })
     }
 
     /// The URL of `path`, which starts with a slash.
@@ -107,7 +94,7 @@ impl Endpoint {
     }
 
     /// Keeps new samples away for a while that grows with every failure in a row. The first one
-    /// is told, so that nobody wonders why nothing moves.
+    /// is logged, so that nobody wonders why nothing moves.
     pub(crate) fn mark_down(&self, policy: &RetryPolicy, error: &Error) {
         let mut health = self.health();
         health.failures += 1;
@@ -130,12 +117,12 @@ impl Endpoint {
     pub(crate) async fn probe(
         &self,
         client: &Client,
-        expected: &Expected,
+        config: &StreamConfig,
     ) -> Result<&Kind, Failure> {
-        self.kind.get_or_try_init(|| self.ask_models(client, expected)).await
+        self.kind.get_or_try_init(|| self.ask_models(client, config)).await
     }
 
-    async fn ask_models(&self, client: &Client, expected: &Expected) -> Result<Kind, Failure> {
+    async fn ask_models(&self, client: &Client, config: &StreamConfig) -> Result<Kind, Failure> {
         let url = self.url("/v1/models");
         let reply = client.get(&url).timeout(PROBE_TIMEOUT).send().await;
         let reply = reply.map_err(|error| transport(&url, error, PROBE_TIMEOUT))?;
@@ -156,7 +143,7 @@ impl Endpoint {
         let card = card.ok_or_else(|| unknown("it lists no model".into()))?;
         match (card.owned_by.as_str(), card.metadata) {
             (OWNER, Some(metadata)) => {
-                self.check(&card.id, &metadata, expected).map_err(Failure::Fatal)?;
+                self.check(&card.id, &metadata, config).map_err(Failure::Fatal)?;
                 Ok(Kind::Own(metadata))
             }
             ("vllm", _) => Ok(Kind::Vllm { model: card.id, max_model_len: card.max_model_len }),
@@ -164,26 +151,26 @@ impl Endpoint {
         }
     }
 
-    fn check(&self, model: &str, served: &Metadata, expected: &Expected) -> Result<(), Error> {
+    fn check(&self, model: &str, served: &Metadata, config: &StreamConfig) -> Result<(), Error> {
         let compare = |key, expected: usize, got: usize| {
             let (url, model) = (self.base.clone(), model.to_owned());
             let mismatch = Error::ModelMismatch { url, model, key, expected, got };
             if expected == got { Ok(()) } else { Err(mismatch) }
         };
-        compare("hidden_size", expected.hidden_size, served.hidden_size)?;
-        if let Some(vocab_size) = expected.vocab_size {
+        compare("hidden_size", config.hidden_size, served.hidden_size)?;
+        if let Some(vocab_size) = config.vocab_size {
             compare("vocab_size", vocab_size, served.vocab_size)?;
         }
-        if let Some(layers) = expected.num_hidden_layers {
+        if let Some(layers) = config.num_hidden_layers {
             compare("num_hidden_layers", layers as usize, served.num_hidden_layers as usize)?;
         }
         let has = |id: &u32| served.layer_ids.contains(id) || *id == served.num_hidden_layers;
-        if expected.layer_ids.iter().all(has) {
+        if config.layer_ids.iter().all(has) {
             return Ok(());
         }
         Err(Error::LayerMismatch {
             url: self.base.clone(),
-            wanted: expected.layer_ids.clone(),
+            wanted: config.layer_ids.clone(),
             served: served.layer_ids.clone(),
         })
     }
@@ -259,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_says_why() {
+    fn what_is_not_an_endpoint_says_why() {
         let check = |text: &str, reason: &str| {
             let message = Endpoint::parse(text).unwrap_err().to_string();
             assert!(message.contains(text) && message.contains(reason), "{message}");

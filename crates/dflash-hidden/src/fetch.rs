@@ -1,8 +1,6 @@
 //! One sample: from storage if it is there, else from a server, with retries, or left out.
 
-use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use dflash_settings::{OnGenerate, OnMissing};
@@ -10,13 +8,13 @@ use reqwest::Client;
 use tokio::task::JoinError;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::counters::Tally;
-use crate::endpoint::{Endpoint, Expected, Kind, Pool};
+use crate::counters::Counters;
+use crate::endpoint::{Endpoint, Kind, Pool};
 use crate::error::Error;
 use crate::offline::{OfflineFiles, Stored, Wanted};
 use crate::own::Call;
 use crate::record::HiddenStates;
-use crate::retry::{Failure, RetryPolicy};
+use crate::retry::Failure;
 use crate::stream::StreamConfig;
 use crate::{own, vllm};
 
@@ -38,16 +36,7 @@ pub struct Fetched {
     pub states: Option<HiddenStates>,
 }
 
-/// Where samples come from.
-#[derive(Debug, Clone, Default)]
-pub struct SourceConfig {
-    /// Servers, each `host:port` or a URL with or without `/v1`; commas separate several.
-    pub endpoints: Vec<String>,
-    /// Directory of stored samples: consulted first, and written to by [`OnGenerate::Cache`].
-    pub offline_dir: Option<PathBuf>,
-}
-
-/// How a sample fared.
+/// What came of a sample.
 #[derive(Debug)]
 pub(crate) enum Outcome {
     /// It is here.
@@ -61,15 +50,13 @@ pub(crate) enum Outcome {
 /// Everything that all samples of a stream share.
 #[derive(Debug)]
 pub(crate) struct Fetcher {
+    pub(crate) config: StreamConfig,
     client: Client,
     pool: Pool,
-    expected: Expected,
     files: Option<OfflineFiles>,
-    on_missing: OnMissing,
-    on_generate: OnGenerate,
-    pub(crate) policy: RetryPolicy,
-    pub(crate) tally: Tally,
-    warned: AtomicBool,
+    counters: Mutex<Counters>,
+    /// That vLLM does not say which layers it captures.
+    told: Once,
 }
 
 /// How far the attempts at one sample have come.
@@ -86,46 +73,42 @@ enum Next {
 }
 
 impl Fetcher {
-    pub(crate) fn new(config: &StreamConfig) -> Result<Self, Error> {
-        let pool = Pool::parse(&config.source.endpoints)?;
+    pub(crate) fn new(config: StreamConfig) -> Result<Self, Error> {
+        let pool = Pool::parse(&config.endpoints)?;
         if pool.endpoints().is_empty() && config.on_missing == OnMissing::Generate {
             return Err(Error::NoEndpoint);
         }
         // Hidden states stay inside the cluster: a proxy for web pages must not see them.
-        // Nothing here speaks TLS, but a client that can would fail where a machine has no
+        // Nothing here speaks TLS, but a client that can would fail on a machine without
         // certificates.
         let client = Client::builder().no_proxy().tls_certs_only([]);
         let client = client.connect_timeout(Duration::from_secs(3));
-        let expected = Expected {
-            layer_ids: config.layer_ids.clone(),
-            hidden_size: config.hidden_size,
-            vocab_size: config.vocab_size,
-            num_hidden_layers: config.num_hidden_layers,
-        };
         Ok(Self {
             client: client.build().map_err(Error::Client)?,
             pool,
-            expected,
-            files: config.source.offline_dir.clone().map(OfflineFiles::new),
-            on_missing: config.on_missing,
-            on_generate: config.on_generate,
-            policy: config.retry.clone(),
-            tally: Tally::default(),
-            warned: AtomicBool::new(false),
+            files: config.offline_dir.clone().map(OfflineFiles::new),
+            config,
+            counters: Mutex::default(),
+            told: Once::new(),
         })
+    }
+
+    /// What has happened so far.
+    pub(crate) fn counters(&self) -> MutexGuard<'_, Counters> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Expected bytes of a prompt's states.
     pub(crate) fn bytes_of(&self, request: &Request) -> usize {
-        let row = self.expected.hidden_size * self.pool.element_size();
-        request.input_ids.len() * self.expected.layer_ids.len() * row
+        let row = self.config.hidden_size * self.pool.element_size();
+        request.input_ids.len() * self.config.layer_ids.len() * row
     }
 
     /// Asks every server what it is, before the first sample. With samples in storage a server
     /// may not be needed at all; it is then asked when the first one is missing.
     pub(crate) async fn preflight(&self) -> Result<(), Error> {
         let stored = self.files.as_ref().is_some_and(OfflineFiles::has_any);
-        if self.on_missing != OnMissing::Generate || stored {
+        if self.config.on_missing != OnMissing::Generate || stored {
             return Ok(());
         }
         let probes = self.pool.endpoints().iter().map(|endpoint| self.wait_for(endpoint));
@@ -147,60 +130,54 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Gives a starting server its time: little to listen, as long as it takes to load.
+    /// Gives a starting server time: little to listen, as long as it takes to load.
     async fn wait_for(&self, endpoint: &Endpoint) -> Result<(), Failure> {
         let start = Instant::now();
         let mut failed = 0;
         loop {
-            let failure = match endpoint.probe(&self.client, &self.expected).await {
+            let failure = match endpoint.probe(&self.client, &self.config).await {
                 Ok(_) => return Ok(()),
                 Err(failure) => failure,
             };
             failed += 1;
             let patience = match failure {
-                Failure::Busy { .. } => self.policy.deadline,
-                Failure::Transient(Error::Unreachable { .. }) => self.policy.startup,
+                Failure::Busy { .. } => self.config.retry.deadline,
+                Failure::Transient(Error::Unreachable { .. }) => self.config.retry.startup,
                 _ => Duration::ZERO,
             };
             if start.elapsed() >= patience {
                 return Err(failure);
             }
-            sleep(self.policy.pause(failed).min(Duration::from_secs(1))).await;
+            sleep(self.config.retry.pause(failed).min(Duration::from_secs(1))).await;
         }
     }
 
     /// One sample, checked and counted.
-    pub(crate) async fn fetch(self: Arc<Self>, request: Request) -> Result<Outcome, Error> {
+    pub(crate) async fn fetch(&self, request: Request) -> Result<Outcome, Error> {
         let outcome = match self.stored(&request).await? {
             Stored::Found(states) => {
-                self.tally.stored.add(1);
+                self.counters().stored += 1;
                 Outcome::Have(states)
             }
             Stored::Absent => self.missing(request, None).await?,
             Stored::Stale(reason) => {
-                self.tally.stale.add(1);
+                self.counters().stale += 1;
                 self.missing(request, Some(reason)).await?
             }
         };
         if let Outcome::Have(states) = &outcome {
-            self.tally.bytes.add(states.byte_len() as u64);
+            self.counters().bytes += states.byte_len() as u64;
         }
         Ok(outcome)
     }
 
-    async fn stored(self: &Arc<Self>, request: &Request) -> Result<Stored, Error> {
-        if self.files.is_none() {
-            return Ok(Stored::Absent);
-        }
-        let (fetcher, request) = (Arc::clone(self), request.clone());
-        blocking(move || fetcher.read_stored(&request)).await
-    }
-
-    fn read_stored(&self, request: &Request) -> Result<Stored, Error> {
-        let Some(files) = &self.files else { return Ok(Stored::Absent) };
-        let Expected { layer_ids, hidden_size, .. } = &self.expected;
-        match files.read(request, Wanted { layer_ids, hidden_size: *hidden_size }) {
-            // As good as absent: a run that was killed by another program may have cut it.
+    async fn stored(&self, request: &Request) -> Result<Stored, Error> {
+        let Some(files) = self.files.clone() else { return Ok(Stored::Absent) };
+        let (request, layer_ids) = (request.clone(), self.config.layer_ids.clone());
+        let hidden_size = self.config.hidden_size;
+        let read = move || files.read(&request, Wanted { layer_ids: &layer_ids, hidden_size });
+        match blocking(read).await {
+            // As good as absent: another program that was killed may have cut it short.
             Err(
                 error @ (Error::BadFile { .. } | Error::ZeroRow { .. } | Error::NonFinite { .. }),
             ) => Ok(Stored::Stale(error)),
@@ -208,48 +185,41 @@ impl Fetcher {
         }
     }
 
-    async fn missing(
-        self: &Arc<Self>,
-        request: Request,
-        stale: Option<Error>,
-    ) -> Result<Outcome, Error> {
+    async fn missing(&self, request: Request, stale: Option<Error>) -> Result<Outcome, Error> {
         let reason = stale.map_or_else(|| "not stored".to_owned(), |error| error.chain());
-        match self.on_missing {
+        match self.config.on_missing {
             OnMissing::Generate => return self.generate(request).await,
             OnMissing::Skip => {}
             OnMissing::Warn => {
                 tracing::warn!("leaving out sample {}: {reason}", request.sample);
             }
             OnMissing::Raise => {
-                let dir = self.files.as_ref().map(|files| files.dir().into()).unwrap_or_default();
+                let dir = self.config.offline_dir.clone().unwrap_or_default();
                 return Err(Error::Missing { sample: request.sample, dir, reason });
             }
         }
-        self.tally.missing.add(1);
+        self.counters().missing += 1;
         Ok(Outcome::NotStored)
     }
 
-    async fn generate(self: &Arc<Self>, request: Request) -> Result<Outcome, Error> {
+    async fn generate(&self, request: Request) -> Result<Outcome, Error> {
         let states = match self.ask(&request).await? {
             Outcome::Have(states) => states,
             outcome => return Ok(outcome),
         };
-        self.tally.generated.add(1);
-        if self.on_generate == OnGenerate::Cache {
+        self.counters().generated += 1;
+        if self.config.on_generate == OnGenerate::Cache {
             self.store(request, states.clone()).await?;
         }
-        // The server may have sent the last layer as well; every source has checked the rest.
-        Ok(Outcome::Have(states.select(&self.expected.layer_ids).unwrap_or(states)))
+        // The server may have sent the last layer too; every source has checked the rest.
+        Ok(Outcome::Have(states.select(&self.config.layer_ids).unwrap_or(states)))
     }
 
-    async fn store(self: &Arc<Self>, request: Request, states: HiddenStates) -> Result<(), Error> {
-        let fetcher = Arc::clone(self);
-        let write = move || match &fetcher.files {
-            Some(files) => files.write(request.sample, &request.input_ids, &states),
-            None => Ok(()),
-        };
+    async fn store(&self, request: Request, states: HiddenStates) -> Result<(), Error> {
+        let Some(files) = self.files.clone() else { return Ok(()) };
+        let write = move || files.write(request.sample, &request.input_ids, &states);
         blocking(write).await?;
-        self.tally.cached.add(1);
+        self.counters().cached += 1;
         Ok(())
     }
 
@@ -259,7 +229,7 @@ impl Fetcher {
         loop {
             let endpoint = self.pool.pick().ok_or(Error::NoEndpoint)?;
             attempts.made += 1;
-            self.tally.requests.add(1);
+            self.counters().requests += 1;
             let failure = match self.ask_once(endpoint, request).await {
                 Ok(states) => {
                     endpoint.mark_up();
@@ -279,21 +249,14 @@ impl Fetcher {
         endpoint: &Endpoint,
         request: &Request,
     ) -> Result<HiddenStates, Failure> {
-        let after = self.policy.request_timeout;
-        let call = Call {
-            client: &self.client,
-            endpoint,
-            expected: &self.expected,
-            request,
-            with_last: self.on_generate == OnGenerate::Cache,
-            timeout: after,
-        };
+        let after = self.config.retry.request_timeout;
+        let call = Call { client: &self.client, endpoint, config: &self.config, request };
         let _lease = endpoint.lease(self.bytes_of(request));
         let exchange = async {
-            match endpoint.probe(&self.client, &self.expected).await? {
+            match endpoint.probe(&self.client, &self.config).await? {
                 Kind::Own(served) => own::fetch(&call, served).await,
                 Kind::Vllm { model, max_model_len } => {
-                    self.warn_once_about_layers(model);
+                    self.tell_once_about_layers(model);
                     vllm::fetch(&call, model, *max_model_len).await
                 }
             }
@@ -310,64 +273,52 @@ impl Fetcher {
         attempts: &mut Attempts,
         sample: u64,
     ) -> Result<Next, Error> {
-        let mut pause = self.policy.pause(attempts.made);
+        let mut pause = self.config.retry.pause(attempts.made);
         let error = match failure {
             Failure::Fatal(error) => return Err(error),
             Failure::Rejected(error) => {
-                self.tally.rejected.add(1);
+                self.counters().rejected += 1;
                 return Ok(Next::LeaveOut(error));
             }
             Failure::Invalid(error) => {
                 attempts.invalid += 1;
-                if attempts.invalid >= self.policy.invalid_attempts {
-                    self.tally.invalid.add(1);
+                if attempts.invalid >= self.config.retry.invalid_attempts {
+                    self.counters().invalid += 1;
                     return Ok(Next::LeaveOut(error));
                 }
                 error
             }
             Failure::Busy { after, error } => {
-                self.tally.busy.add(1);
+                self.counters().busy += 1;
                 pause =
                     after.map_or(pause, |after| after.mul_f64(1.0 + pause.as_secs_f64().min(0.5)));
                 error
             }
             Failure::Transient(error) => {
-                endpoint.mark_down(&self.policy, &error);
+                endpoint.mark_down(&self.config.retry, &error);
                 if self.pool.any_up() {
                     pause = Duration::ZERO;
                 }
                 error
             }
         };
-        self.tally.retries.add(1);
-        if attempts.start.elapsed() + pause > self.policy.deadline {
-            let (attempts, after) = (attempts.made, self.policy.deadline);
-            return Err(Error::GaveUp { sample, attempts, after, last: Box::new(error) });
+        self.counters().retries += 1;
+        if attempts.start.elapsed() + pause > self.config.retry.deadline {
+            let (attempts, after) = (attempts.made, self.config.retry.deadline);
+            return Err(Error::GaveUp { sample, attempts, after, source: Box::new(error) });
         }
         tracing::debug!("sample {sample}, attempt {}: {}", attempts.made, error.chain());
         Ok(Next::AskAgain(pause))
     }
 
-    fn warn_once_about_layers(&self, model: &str) {
-        if !self.warned.swap(true, Ordering::Relaxed) {
-            let ids = &self.expected.layer_ids;
+    fn tell_once_about_layers(&self, model: &str) {
+        let ids = &self.config.layer_ids;
+        self.told.call_once(|| {
             tracing::info!(
-                "{model} is served by vLLM, which does not tell its layers; \
+                "{model} is served by vLLM, which does not say which layers it captures; \
                  eagle_aux_hidden_state_layer_ids must start with {ids:?}"
             );
-        }
-    }
-}
-
-impl Failure {
-    fn into_error(self) -> Error {
-        match self {
-            Self::Busy { error, .. }
-            | Self::Transient(error)
-            | Self::Rejected(error)
-            | Self::Invalid(error)
-            | Self::Fatal(error) => error,
-        }
+        });
     }
 }
 
@@ -378,8 +329,8 @@ async fn blocking<T: Send + 'static>(
     joined(tokio::task::spawn_blocking(work).await)?
 }
 
-/// What a task came to. Its panic goes on here; one that the end of the stream cancelled before it
-/// began was interrupted.
+/// The result of a task. Its panic goes on here; a task that the end of the stream cancelled was
+/// interrupted.
 pub(crate) fn joined<T>(outcome: Result<T, JoinError>) -> Result<T, Error> {
     outcome.map_err(|error| match error.try_into_panic() {
         Ok(panic) => std::panic::resume_unwind(panic),

@@ -19,14 +19,16 @@ mod protocol;
 mod record;
 mod retry;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod vllm;
 mod wire;
 
 pub use counters::Counters;
 pub use error::Error;
-pub use fetch::{Fetched, Request, SourceConfig};
+pub use fetch::{Fetched, Request};
 pub use offline::OfflineFiles;
-pub use protocol::{ErrorBody, ErrorDetail, Metadata, ModelCard, ModelList, StatesRequest};
+pub use protocol::{Metadata, ModelCard, ModelList, StatesRequest};
 pub use record::{Dtype, HiddenStates};
 pub use retry::RetryPolicy;
 pub use stream::{FetchedRow, Stream, StreamConfig, WantedRow};

@@ -1,4 +1,4 @@
-//! Stored hidden states: one safetensors file a dataset row, as speculators writes them.
+//! Stored hidden states: one safetensors file per dataset row, as speculators writes them.
 //!
 //! `hs_{row}.safetensors` holds `hidden_states` [tokens, slots, hidden] and `token_ids`; the
 //! slots are the captured layers in ascending order and usually the last layer's output. The
@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
@@ -38,7 +38,7 @@ pub(crate) enum Stored {
     Stale(Error),
 }
 
-/// What a file must hold to be the sample.
+/// What a file must hold.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted<'a> {
     pub(crate) layer_ids: &'a [u32],
@@ -51,13 +51,8 @@ impl OfflineFiles {
         Self { dir }
     }
 
-    /// The directory.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
     /// The file of dataset row `sample`.
-    pub fn path(&self, sample: u64) -> PathBuf {
+    fn path(&self, sample: u64) -> PathBuf {
         self.dir.join(format!("hs_{sample}.safetensors"))
     }
 
@@ -120,7 +115,7 @@ impl OfflineFiles {
             safetensors::serialize(tensors, Some(metadata))
         })()
         .map_err(|error| bad_file(&path, error.to_string()))?;
-        Ok(dflash_files::write_atomic(&path, |out| out.write_all(&bytes))?)
+        Ok(dflash_files::write_bytes(&path, &bytes)?)
     }
 }
 
@@ -227,7 +222,7 @@ fn slots_of(shape: &[usize], stated: Option<&[u32]>, wanted: Wanted<'_>) -> Opti
 }
 
 /// Where `prompt` stops being a prefix of `stored`, if it does.
-fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
+pub(crate) fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
     let differs = stored.iter().zip(prompt).position(|(a, b)| a != b);
     differs.or((stored.len() < prompt.len()).then_some(stored.len()))
 }
@@ -235,7 +230,7 @@ fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::tests::sample;
+    use crate::tests::{f32s, sample};
 
     const WANTED: Wanted<'static> = Wanted { layer_ids: &[2, 5], hidden_size: 4 };
 
@@ -315,6 +310,6 @@ mod tests {
         let ids = TensorView::new(StoredDtype::I64, vec![1], &ids).unwrap();
         let tensors = [("hidden_states", rows), ("token_ids", ids)];
         fs::write(files.path(7), safetensors::serialize(tensors, None).unwrap()).unwrap();
-        assert_eq!(found(&files, &[10]).layer_f32(5).unwrap(), [5.0, 6.0, 7.0, 8.0]);
+        assert_eq!(f32s(found(&files, &[10]).layer(5).unwrap()), [5.0, 6.0, 7.0, 8.0]);
     }
 }

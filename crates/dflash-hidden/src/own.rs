@@ -3,15 +3,17 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use dflash_settings::OnGenerate;
 use reqwest::header::RETRY_AFTER;
 use reqwest::{Client, Response, StatusCode};
 
-use crate::endpoint::{Endpoint, Expected, transport};
+use crate::endpoint::{Endpoint, transport};
 use crate::error::Error;
 use crate::fetch::Request;
 use crate::protocol::{Metadata, StatesRequest, error_message};
 use crate::record::HiddenStates;
 use crate::retry::Failure;
+use crate::stream::StreamConfig;
 use crate::wire::decode_stream;
 
 /// Room for the stream's header and padding beside the rows.
@@ -21,15 +23,21 @@ const STREAM_OVERHEAD: usize = 1 << 20;
 pub(crate) struct Call<'a> {
     pub(crate) client: &'a Client,
     pub(crate) endpoint: &'a Endpoint,
-    pub(crate) expected: &'a Expected,
+    pub(crate) config: &'a StreamConfig,
     pub(crate) request: &'a Request,
-    /// Also bring the last layer's output, for files that others read too.
-    pub(crate) with_last: bool,
-    /// For error messages; the caller enforces it.
-    pub(crate) timeout: Duration,
 }
 
 impl Call<'_> {
+    /// Whether to bring the last layer's output too, which other readers of stored files expect.
+    pub(crate) fn with_last(&self) -> bool {
+        self.config.on_generate == OnGenerate::Cache
+    }
+
+    /// A failed exchange with `url`.
+    pub(crate) fn transport(&self, url: &str, source: reqwest::Error) -> Failure {
+        transport(url, source, self.config.retry.request_timeout)
+    }
+
     /// Posts `body` to `path` and hands back a successful reply.
     pub(crate) async fn post(
         &self,
@@ -38,7 +46,7 @@ impl Call<'_> {
     ) -> Result<Response, Failure> {
         let url = self.endpoint.url(path);
         let sent = self.client.post(&url).json(body).send().await;
-        let reply = sent.map_err(|error| transport(&url, error, self.timeout))?;
+        let reply = sent.map_err(|error| self.transport(&url, error))?;
         if reply.status().is_success() {
             return Ok(reply);
         }
@@ -46,10 +54,10 @@ impl Call<'_> {
     }
 }
 
-/// The records of a prompt: the captured layers, and the last one when `with_last`.
+/// The record of a prompt: the captured layers, and the last one with [`Call::with_last`].
 pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenStates, Failure> {
-    let mut layer_ids = call.expected.layer_ids.clone();
-    if call.with_last && !layer_ids.contains(&served.num_hidden_layers) {
+    let mut layer_ids = call.config.layer_ids.clone();
+    if call.with_last() && !layer_ids.contains(&served.num_hidden_layers) {
         layer_ids.push(served.num_hidden_layers);
     }
     let body = StatesRequest {
@@ -61,7 +69,7 @@ pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenSt
     let url = call.endpoint.url("/v1/hidden_states");
     let rows = layer_ids.len() * call.request.input_ids.len();
     let limit = rows * served.hidden_size * served.dtype.size() + STREAM_OVERHEAD;
-    let body = read_body(reply, limit, &url, call.timeout).await?;
+    let body = read_body(call, reply, limit, &url).await?;
     let states = decode_stream(body, &url).map_err(|error| match error {
         Error::BrokenStream { .. } => Failure::Transient(error),
         _ => Failure::Fatal(error),
@@ -71,7 +79,7 @@ pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenSt
     Ok(states)
 }
 
-/// A server that was replaced by another one while the trainer ran is caught here.
+/// Catches a server that was replaced by another while the trainer ran.
 fn check_shape(
     states: &HiddenStates,
     call: &Call<'_>,
@@ -83,12 +91,12 @@ fn check_shape(
         let (wanted, served) = (wanted.to_vec(), states.layer_ids.clone());
         return Err(Failure::Fatal(Error::LayerMismatch { url, wanted, served }));
     }
-    if states.hidden_size != call.expected.hidden_size {
+    if states.hidden_size != call.config.hidden_size {
         return Err(Failure::Fatal(Error::ModelMismatch {
             url,
             model: "a model".into(),
             key: "hidden_size",
-            expected: call.expected.hidden_size,
+            expected: call.config.hidden_size,
             got: states.hidden_size,
         }));
     }
@@ -100,16 +108,16 @@ fn check_shape(
     Ok(())
 }
 
-/// The whole body in one buffer, allocated once where the server announces its length.
+/// The whole body in one buffer, allocated once if the server announces its length.
 async fn read_body(
+    call: &Call<'_>,
     mut reply: Response,
     limit: usize,
     url: &str,
-    timeout: Duration,
 ) -> Result<Bytes, Failure> {
     let announced = usize::try_from(reply.content_length().unwrap_or(0)).unwrap_or(usize::MAX);
     let mut body = BytesMut::with_capacity(announced.min(limit));
-    while let Some(chunk) = reply.chunk().await.map_err(|error| transport(url, error, timeout))? {
+    while let Some(chunk) = reply.chunk().await.map_err(|error| call.transport(url, error))? {
         body.extend_from_slice(&chunk);
         if body.len().max(announced) > limit {
             let found = format!("it sends more than {limit} bytes for this prompt");

@@ -1,6 +1,7 @@
 //! The JSON around the rows: requests, the model list, errors. Client and server share it.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::record::Dtype;
 
@@ -12,16 +13,16 @@ pub(crate) const OWNER: &str = "dflash";
 #[serde(deny_unknown_fields)]
 pub struct StatesRequest {
     /// Served model's id; checked when given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// The prompt as token ids.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub input_ids: Option<Vec<i64>>,
     /// The same under the name that completion servers use.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt: Option<Vec<i64>>,
     /// The layers to send; all captured ones when absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub layer_ids: Option<Vec<u32>>,
 }
 
@@ -31,7 +32,7 @@ pub struct ModelList {
     /// Always `list`.
     #[serde(default)]
     pub object: String,
-    /// One entry a model; a hidden-state server has one.
+    /// One entry per model; a hidden-state server has one.
     pub data: Vec<ModelCard>,
 }
 
@@ -47,13 +48,13 @@ pub struct ModelCard {
     #[serde(default)]
     pub owned_by: String,
     /// The model's directory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub root: Option<String>,
     /// Longest context in tokens.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_model_len: Option<usize>,
     /// What our server adds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Metadata>,
 }
 
@@ -93,30 +94,12 @@ impl ModelList {
     }
 }
 
-/// Body of every error reply, in the shape that OpenAI-compatible clients read.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct ErrorBody {
-    /// What went wrong.
-    pub error: ErrorDetail,
-}
-
-/// See [`ErrorBody`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct ErrorDetail {
-    /// For people.
-    pub message: String,
-    /// For programs, such as `invalid_request_error`.
-    #[serde(rename = "type", default)]
-    pub kind: String,
-    /// The request's field, where one is at fault.
-    #[serde(default)]
-    pub param: Option<String>,
-}
-
-/// The message inside an error reply, or the start of whatever the server sent instead.
+/// The message inside an error reply, which OpenAI-compatible servers put at `error.message`, or the
+/// start of whatever the server sent instead.
 pub(crate) fn error_message(body: &[u8]) -> String {
-    if let Ok(body) = serde_json::from_slice::<ErrorBody>(body) {
-        return body.error.message;
+    let reply: Value = serde_json::from_slice(body).unwrap_or_default();
+    if let Some(message) = reply["error"]["message"].as_str() {
+        return message.to_owned();
     }
     let text = String::from_utf8_lossy(body);
     text.trim().chars().take(200).collect()

@@ -1,7 +1,7 @@
 //! The record: one prompt's rows for each captured layer, shared and never copied.
 
 use bytes::Bytes;
-use half::{bf16, f16};
+use half::f16;
 
 pub use dflash_settings::WireDtype as Dtype;
 
@@ -57,19 +57,10 @@ impl HiddenStates {
         self.layer_bytes(id).map(AsRef::as_ref)
     }
 
-    /// As [`Self::layer`], as a shared handle.
+    /// The same as a shared handle.
     pub fn layer_bytes(&self, id: u32) -> Option<&Bytes> {
         let index = self.layer_ids.binary_search(&id).ok()?;
         self.layers.get(index)
-    }
-
-    /// One layer as float32, for comparisons and tests.
-    pub fn layer_f32(&self, id: u32) -> Option<Vec<f32>> {
-        let bytes = self.layer(id)?;
-        Some(match self.dtype {
-            Dtype::Bf16 => bytes.chunks_exact(2).map(|b| f32::from(bf16_of(b))).collect(),
-            Dtype::F32 => bytes.chunks_exact(4).map(f32_of).collect(),
-        })
     }
 
     /// Bytes of all layers.
@@ -136,7 +127,7 @@ struct RowScan {
     finite: bool,
 }
 
-/// Branch-free over the row, so that the compiler vectorises it: gigabytes a second.
+/// Branch-free over the row, so that the compiler vectorises it: gigabytes per second.
 fn scan_bf16(row: &[u8]) -> RowScan {
     const EXPONENT: u16 = 0x7f80;
     let (mut seen, mut special) = (0u16, 0u16);
@@ -160,7 +151,7 @@ fn scan_f32(row: &[u8]) -> RowScan {
     RowScan { zero: seen == 0, finite: special == 0 }
 }
 
-/// float16 rows as float32: the record knows no float16, and float32 holds it exactly.
+/// float16 rows as float32, which holds them exactly: a record has no float16.
 pub(crate) fn f16_to_f32(bytes: &[u8]) -> Vec<u8> {
     bytes
         .chunks_exact(2)
@@ -168,28 +159,12 @@ pub(crate) fn f16_to_f32(bytes: &[u8]) -> Vec<u8> {
         .collect()
 }
 
-fn bf16_of(pair: &[u8]) -> bf16 {
-    bf16::from_le_bytes([pair[0], pair[1]])
-}
-
-fn f32_of(quad: &[u8]) -> f32 {
-    f32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]])
-}
-
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
+    use half::bf16;
+
     use super::*;
-
-    /// Rows whose every value tells its layer, row and column; all exact in bf16.
-    pub(crate) fn sample(layer_ids: &[u32], tokens: usize, hidden: usize) -> HiddenStates {
-        let layers = layer_ids.iter().map(|&id| layer(id, tokens, hidden)).collect();
-        HiddenStates::new(layer_ids.to_vec(), tokens, hidden, Dtype::Bf16, layers).unwrap()
-    }
-
-    fn layer(id: u32, tokens: usize, hidden: usize) -> Bytes {
-        let value = |index: usize| bf16::from_f32(1.0 + id as f32 + (index % 64) as f32 / 64.0);
-        (0..tokens * hidden).flat_map(|index| value(index).to_le_bytes()).collect::<Vec<_>>().into()
-    }
+    use crate::tests::{f32s, sample};
 
     fn with_value(dtype: Dtype, layer: u32, value: f32) -> Result<(), Error> {
         let element = |value: f32| match dtype {
@@ -244,7 +219,9 @@ pub(crate) mod tests {
     fn float16_becomes_float32_exactly() {
         let bytes: Vec<u8> =
             [0.1f32, -2.5, 6e-8].iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect();
-        let wide: Vec<f32> = f16_to_f32(&bytes).chunks_exact(4).map(f32_of).collect();
-        assert_eq!(wide, [0.1f32, -2.5, 6e-8].map(|v| f16::from_f32(v).to_f32()));
+        assert_eq!(
+            f32s(&f16_to_f32(&bytes)),
+            [0.1f32, -2.5, 6e-8].map(|v| f16::from_f32(v).to_f32())
+        );
     }
 }

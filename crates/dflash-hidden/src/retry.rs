@@ -69,6 +69,18 @@ pub(crate) enum Failure {
     Fatal(Error),
 }
 
+impl Failure {
+    pub(crate) fn into_error(self) -> Error {
+        match self {
+            Self::Busy { error, .. }
+            | Self::Transient(error)
+            | Self::Rejected(error)
+            | Self::Invalid(error)
+            | Self::Fatal(error) => error,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

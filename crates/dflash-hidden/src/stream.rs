@@ -3,14 +3,15 @@
 //! The trainer is synchronous and must see the same rows in the same order whatever the network
 //! does, or runs could not be repeated. So requests run concurrently, results wait for their
 //! turn, and a window bounds the bytes that are requested or waiting: that is the back-pressure.
-//! What a row is to the trainer travels with it, so that nobody has to make it a second time; an
-//! error of whoever makes the rows comes out in the place of the row that it cost.
+//! The trainer's own row travels with its samples, so that nobody has to make it twice; an error
+//! in making a row comes out in its place.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dflash_settings::{OnGenerate, OnMissing};
 use tokio::runtime::Runtime;
@@ -19,7 +20,7 @@ use tokio::task::JoinHandle;
 
 use crate::counters::Counters;
 use crate::error::Error;
-use crate::fetch::{Fetched, Fetcher, Outcome, Request, SourceConfig, joined};
+use crate::fetch::{Fetched, Fetcher, Outcome, Request, joined};
 use crate::record::HiddenStates;
 use crate::retry::RetryPolicy;
 
@@ -33,19 +34,21 @@ const WINDOW_UNIT: usize = 4096;
 /// What to fetch, from where, and how far ahead.
 #[derive(Debug, Clone)]
 pub struct StreamConfig {
-    /// Servers and stored files.
-    pub source: SourceConfig,
+    /// Servers, each `host:port` or a URL with or without `/v1`; commas separate several.
+    pub endpoints: Vec<String>,
+    /// Directory of stored samples: looked at first, and written to by [`OnGenerate::Cache`].
+    pub offline_dir: Option<PathBuf>,
     /// The captures the draft needs, ascending.
     pub layer_ids: Vec<u32>,
     /// The target's hidden size; a server of another one is refused.
     pub hidden_size: usize,
-    /// Rows of the target's embedding, compared with the server's where given.
+    /// Rows of the target's embedding, compared with the server's if given.
     pub vocab_size: Option<usize>,
-    /// The target's layers, compared with the server's where given.
+    /// The target's layers, compared with the server's if given.
     pub num_hidden_layers: Option<u32>,
-    /// About samples that are not stored.
+    /// What to do about samples that are not stored.
     pub on_missing: OnMissing,
-    /// About samples that were generated.
+    /// What to do with samples that were generated.
     pub on_generate: OnGenerate,
     /// Bytes of hidden states that may be requested or waiting. A larger row goes alone.
     pub window_bytes: usize,
@@ -59,9 +62,10 @@ pub struct StreamConfig {
 
 impl StreamConfig {
     /// A stream of generated samples with a window of 256 MiB and 16 requests in flight.
-    pub fn new(source: SourceConfig, layer_ids: Vec<u32>, hidden_size: usize) -> Self {
+    pub fn new(endpoints: Vec<String>, layer_ids: Vec<u32>, hidden_size: usize) -> Self {
         Self {
-            source,
+            endpoints,
+            offline_dir: None,
             layer_ids,
             hidden_size,
             vocab_size: None,
@@ -94,8 +98,8 @@ pub struct FetchedRow<T> {
     pub samples: Vec<Fetched>,
 }
 
-/// Rows of type `T` on their way; what makes them may fail with an `E`. Dropping it ends its
-/// threads, also when a server hangs.
+/// Rows of type `T` on their way; making one may fail with an `E`. Dropping it ends its threads,
+/// also when a server hangs.
 #[derive(Debug)]
 pub struct Stream<T, E> {
     /// Always there until the drop.
@@ -103,7 +107,6 @@ pub struct Stream<T, E> {
     rows: mpsc::UnboundedReceiver<Result<Pending<T>, E>>,
     current: Option<Pending<T>>,
     fetcher: Arc<Fetcher>,
-    stop: Arc<AtomicBool>,
     failures_in_a_row: u32,
     failed: bool,
 }
@@ -129,14 +132,14 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
         config: StreamConfig,
         rows: impl Iterator<Item = Result<WantedRow<T>, E>> + Send + 'static,
     ) -> Result<Self, Error> {
-        let fetcher = Arc::new(Fetcher::new(&config)?);
+        let fetcher = Arc::new(Fetcher::new(config)?);
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("hidden-states")
             .enable_all()
             .build()
             .map_err(Error::Runtime)?;
-        let checked = runtime.block_on(unless_stopped(&config.stop, fetcher.preflight()));
+        let checked = runtime.block_on(unless_stopped(&fetcher.config.stop, fetcher.preflight()));
         if let Err(error) = checked.unwrap_or(Err(Error::Interrupted)) {
             runtime.shutdown_background();
             return Err(error);
@@ -147,17 +150,9 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
             .spawn(move || feed(rows, &sender))
             .map_err(Error::Runtime)?;
         let (pending, rows) = mpsc::unbounded_channel();
-        let stop = Arc::clone(&config.stop);
-        runtime.spawn(prefetch(config, Arc::clone(&fetcher), receiver, pending));
-        Ok(Self {
-            runtime: Some(runtime),
-            rows,
-            current: None,
-            fetcher,
-            stop,
-            failures_in_a_row: 0,
-            failed: false,
-        })
+        runtime.spawn(prefetch(Arc::clone(&fetcher), receiver, pending));
+        let (runtime, current) = (Some(runtime), None);
+        Ok(Self { runtime, rows, current, fetcher, failures_in_a_row: 0, failed: false })
     }
 
     /// The next row; `None` after the last row, and after an error.
@@ -167,11 +162,9 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
     #[allow(clippy::should_implement_trait, reason = "a row can fail without ending the iterator")]
     pub fn next_row(&mut self) -> Option<Result<FetchedRow<T>, E>> {
         let runtime = self.runtime.take().filter(|_| !self.failed)?;
-        let start = Instant::now();
-        let stop = Arc::clone(&self.stop);
+        let stop = Arc::clone(&self.fetcher.config.stop);
         let row = runtime.block_on(unless_stopped(&stop, self.advance()));
         self.runtime = Some(runtime);
-        self.fetcher.tally.wait_nanos.add(start.elapsed().as_nanos() as u64);
         let row = row.unwrap_or_else(|| Some(Err(Error::Interrupted.into())));
         self.failed = matches!(row, Some(Err(_)));
         row
@@ -179,7 +172,7 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
 
     /// What has happened so far.
     pub fn counters(&self) -> Counters {
-        self.fetcher.tally.snapshot()
+        *self.fetcher.counters()
     }
 
     /// Cancel-safe: what has been received stays in `current`.
@@ -214,8 +207,8 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
             Outcome::Failed(reason) => {
                 self.failures_in_a_row += 1;
                 let count = self.failures_in_a_row;
-                if count >= self.fetcher.policy.failures_in_a_row {
-                    return Err(Error::TooManyFailures { count, last: Box::new(reason) });
+                if count >= self.fetcher.config.retry.failures_in_a_row {
+                    return Err(Error::TooManyFailures { count, source: Box::new(reason) });
                 }
                 tracing::warn!("leaving out sample {sample}: {}", reason.chain());
                 Ok(None)
@@ -247,11 +240,11 @@ fn feed<T, E>(rows: impl Iterator<Item = Made<T, E>>, sender: &mpsc::Sender<Made
 
 /// Starts requests in order as window and concurrency allow.
 async fn prefetch<T, E>(
-    config: StreamConfig,
     fetcher: Arc<Fetcher>,
     mut rows: mpsc::Receiver<Made<T, E>>,
     pending: mpsc::UnboundedSender<Result<Pending<T>, E>>,
 ) {
+    let config = &fetcher.config;
     let units = (config.window_bytes / WINDOW_UNIT).clamp(1, Semaphore::MAX_PERMITS.min(1 << 30));
     let window = Arc::new(Semaphore::new(units));
     let slots = Arc::new(Semaphore::new(config.max_in_flight.max(1)));
@@ -259,7 +252,7 @@ async fn prefetch<T, E>(
         let WantedRow { row, requests } = match made {
             Ok(wanted) => wanted,
             Err(error) => {
-                // a stream that is gone needs no reason
+                // Nobody needs the reason if the stream is gone.
                 let _ = pending.send(Err(error));
                 return;
             }

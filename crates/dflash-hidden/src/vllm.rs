@@ -3,19 +3,17 @@
 //! vLLM runs the prompt, replies, and writes the file afterwards, holding an exclusive flock on
 //! `<file>.lock` until it is whole. The client waits for the lock, reads, and deletes both.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::endpoint::transport;
 use crate::error::Error;
 use crate::fetch::joined;
-use crate::offline::{Wanted, parse_file};
+use crate::offline::{Wanted, first_difference, parse_file};
 use crate::own::Call;
 use crate::record::HiddenStates;
 use crate::retry::Failure;
@@ -40,19 +38,16 @@ struct CompletionRequest<'a> {
 struct CompletionReply {
     #[serde(default)]
     choices: Vec<Choice>,
-    #[serde(default)]
     kv_transfer_params: Option<TransferParams>,
 }
 
 #[derive(Deserialize)]
 struct Choice {
-    #[serde(default)]
     prompt_token_ids: Option<Vec<i64>>,
 }
 
 #[derive(Deserialize)]
 struct TransferParams {
-    #[serde(default)]
     hidden_states_path: Option<PathBuf>,
 }
 
@@ -67,14 +62,15 @@ pub(crate) async fn fetch(
     let body = CompletionRequest { model, prompt, max_tokens: 1, return_token_ids: true };
     let reply = call.post("/v1/completions", &body).await?;
     let url = call.endpoint.url("/v1/completions");
-    let bytes = reply.bytes().await.map_err(|error| transport(&url, error, call.timeout))?;
+    let bytes = reply.bytes().await.map_err(|error| call.transport(&url, error))?;
     let files = SharedFiles::from_reply(&bytes, prompt, call.request.sample, &url)?;
     files.wait_until_written().await?;
-    let expected = call.expected.clone();
-    let last = expected.num_hidden_layers.filter(|_| call.with_last);
+    let config = call.config;
+    let last = config.num_hidden_layers.filter(|_| call.with_last());
+    let (layer_ids, hidden_size) = (config.layer_ids.clone(), config.hidden_size);
     let (prompt, sample) = (prompt.clone(), call.request.sample);
     let read = move || {
-        let states = files.read(&expected.layer_ids, last, expected.hidden_size)?;
+        let states = files.read(&layer_ids, last, hidden_size)?;
         check(states, &prompt, sample, &files.data.display().to_string())
     };
     joined(tokio::task::spawn_blocking(read).await).map_err(Failure::Fatal)?
@@ -113,7 +109,7 @@ impl SharedFiles {
     fn from_reply(body: &[u8], prompt: &[i64], sample: u64, url: &str) -> Result<Self, Failure> {
         let origin = || url.to_owned();
         let reply: CompletionReply = serde_json::from_slice(body).map_err(|_| {
-            let found = "its completions are not those of a completion server".into();
+            let found = "it does not reply to a prompt as vLLM does".into();
             Failure::Fatal(Error::UnknownServer { url: origin(), found })
         })?;
         let path = reply.kv_transfer_params.and_then(|params| params.hidden_states_path);
@@ -135,19 +131,21 @@ impl SharedFiles {
         }
     }
 
+    fn unreadable(&self, source: io::Error) -> Failure {
+        Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
+    }
+
     /// Waits for vLLM's exclusive lock to go.
     async fn wait_until_written(&self) -> Result<(), Failure> {
         let start = Instant::now();
         loop {
-            let state = lock_state(&self.lock, &self.data).map_err(|source| {
-                Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
-            })?;
+            let state = lock_state(&self.lock, &self.data);
+            let state = state.map_err(|source| self.unreadable(source))?;
             let waited = start.elapsed();
             match state {
                 LockState::Written => return Ok(()),
                 LockState::Absent if waited > APPEARS_WITHIN => {
-                    let (path, source) = (self.data.clone(), io::ErrorKind::NotFound.into());
-                    return Err(Failure::Fatal(Error::SharedFile { path, source }));
+                    return Err(self.unreadable(io::ErrorKind::NotFound.into()));
                 }
                 LockState::Held if waited > WRITTEN_WITHIN => {
                     let (path, after) = (self.lock.clone(), WRITTEN_WITHIN);
@@ -158,16 +156,14 @@ impl SharedFiles {
         }
     }
 
-    /// The wanted layers, with the last one too where the server has captured it.
+    /// The wanted layers, and the last one if the server has captured it.
     fn read(
         &self,
         layer_ids: &[u32],
         last: Option<u32>,
         hidden_size: usize,
     ) -> Result<(Vec<i64>, HiddenStates), Failure> {
-        let bytes = fs::read(&self.data).map_err(|source| {
-            Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
-        })?;
+        let bytes = fs::read(&self.data).map_err(|source| self.unreadable(source))?;
         let parse =
             |layer_ids: &[u32]| parse_file(&self.data, &bytes, Wanted { layer_ids, hidden_size });
         let last = last.filter(|last| !layer_ids.contains(last));
@@ -198,12 +194,12 @@ fn lock_state(lock: &Path, data: &Path) -> io::Result<LockState> {
         }
         Err(error) => return Err(error),
     };
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
+    match file.try_lock_shared() {
         // Free before the data is there: vLLM has made the file and not locked it yet.
         Ok(()) if data.exists() => Ok(LockState::Written),
         Ok(()) => Ok(LockState::Absent),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(LockState::Held),
-        Err(error) => Err(error.into()),
+        Err(TryLockError::WouldBlock) => Ok(LockState::Held),
+        Err(TryLockError::Error(error)) => Err(error),
     }
 }
 
@@ -227,6 +223,5 @@ fn check(
 }
 
 fn position_of_difference(a: &[i64], b: &[i64]) -> Option<usize> {
-    let differs = a.iter().zip(b).position(|(a, b)| a != b);
-    differs.or((a.len() != b.len()).then_some(a.len().min(b.len())))
+    first_difference(a, b).or(first_difference(b, a))
 }

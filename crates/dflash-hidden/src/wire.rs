@@ -1,4 +1,4 @@
-//! The body of a reply: an Arrow IPC stream with one column a layer, one row a token.
+//! The body of a reply: an Arrow IPC stream with one column per layer, one row per token.
 //!
 //! Columns are `FixedSizeBinary(hidden_size * element size)` named `layer_{id}`; the schema's
 //! metadata holds `dtype`, `layer_ids` (a JSON list), `hidden_size` and `model`. Any Arrow reader
@@ -60,7 +60,7 @@ pub fn encode_stream(states: &HiddenStates, model: &str) -> Result<Vec<Bytes>, E
 /// batch, as ours does; several batches are joined, which copies once.
 ///
 /// # Errors
-/// [`Error::BrokenStream`] for anything cut short or no Arrow stream, [`Error::Incomplete`] and
+/// [`Error::BrokenStream`] for what is cut short or not an Arrow stream, [`Error::Incomplete`] and
 /// [`Error::Shape`] for an Arrow stream of other content; each names `origin`.
 pub fn decode_stream(body: Bytes, origin: &str) -> Result<HiddenStates, Error> {
     let broken = |source| Error::BrokenStream { origin: origin.to_owned(), source };
@@ -206,7 +206,7 @@ mod tests {
     use arrow::array::FixedSizeBinaryArray;
 
     use super::*;
-    use crate::record::tests::sample;
+    use crate::tests::sample;
 
     fn joined(chunks: &[Bytes]) -> Bytes {
         chunks.concat().into()

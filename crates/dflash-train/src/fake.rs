@@ -72,10 +72,6 @@ impl Communicator for Beside {
         Ok(())
     }
 
-    fn all_reduce_max(&self, tensor: &mut Tensor) -> Result<(), dflash_dist::Error> {
-        Single.all_reduce_max(tensor)
-    }
-
     fn start_all_reduce_sum(
         &self,
         tensor: &Tensor,
@@ -90,14 +86,6 @@ impl Communicator for Beside {
             let _ = tensor.fill_(value);
         }
         Ok(())
-    }
-
-    fn reduce_scatter_sum(
-        &self,
-        output: &mut Tensor,
-        input: &Tensor,
-    ) -> Result<(), dflash_dist::Error> {
-        Single.reduce_scatter_sum(output, input)
     }
 
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), dflash_dist::Error> {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dflash_data::Dataset;
-use dflash_hidden::{SourceConfig, StreamConfig};
+use dflash_hidden::StreamConfig;
 use dflash_model::draft::DraftConfig;
 use dflash_model::place;
 use dflash_model::target::TargetConfig;
@@ -82,14 +82,12 @@ impl<'a> Prepared<'a> {
 
     fn stream_config(&self) -> StreamConfig {
         let (hidden, target) = (&self.config.settings.hidden_states, &self.target);
-        let source = SourceConfig {
-            endpoints: hidden.vllm_endpoint.clone(),
-            offline_dir: hidden.hidden_states_path.clone(),
-        };
         let own = &self.draft.target_layer_ids;
         let teacher = self.teacher_layer().filter(|layer| !own.contains(layer));
         let layer_ids = own.iter().copied().chain(teacher).collect();
+        let endpoints = hidden.vllm_endpoint.clone();
         StreamConfig {
+            offline_dir: hidden.hidden_states_path.clone(),
             vocab_size: Some(target.vocab_size as usize),
             num_hidden_layers: Some(target.num_hidden_layers as u32),
             on_missing: hidden.on_missing,
@@ -97,7 +95,7 @@ impl<'a> Prepared<'a> {
             window_bytes: hidden.window_bytes(),
             max_in_flight: hidden.max_in_flight,
             stop: Arc::clone(&self.config.stop),
-            ..StreamConfig::new(source, layer_ids, target.hidden_size as usize)
+            ..StreamConfig::new(endpoints, layer_ids, target.hidden_size as usize)
         }
     }
 }

@@ -8,7 +8,7 @@ mod worker;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect_with};
+use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
 use dflash_model::place;
 use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights};
 use dflash_settings::MatmulPrecision;
@@ -52,7 +52,7 @@ impl Prepared<'_> {
             device: device.0,
             backend: config.launch.backend,
         };
-        let communicator = connect_with(env, &options)?;
+        let communicator = connect(env, &options)?;
         if config.compute.matmul_precision == MatmulPrecision::Bfloat16 {
             dflash_torch_sys::multiply_in_bf16()?;
         }

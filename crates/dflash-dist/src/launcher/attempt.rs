@@ -10,14 +10,14 @@ use super::workers::{Death, Workers};
 use super::{Finished, LaunchConfig, POLL};
 use crate::Error;
 
-/// How long others that fail are heard after the first: a rank that ends in an orderly way
+/// How long to watch for further deaths after the first: a rank that ends in an orderly way
 /// closes its connections first, so that a peer may well be gone before it is.
-const HEARING: Duration = Duration::from_millis(600);
+const FURTHER_DEATHS: Duration = Duration::from_millis(600);
 
-/// How long the cause of a peer's loss is waited for, if it lies on another node.
+/// How long to wait for the cause of a lost peer, if it is on another node.
 const CAUSE_ELSEWHERE: Duration = Duration::from_secs(2);
 
-/// Ranks leave their last barrier together, so their launchers end within this of one another.
+/// Ranks leave their last barrier together, so their launchers end within this time of each other.
 const LAST_TO_END: Duration = Duration::from_secs(30);
 
 /// The same after a signal, when there is less time.
@@ -67,24 +67,24 @@ impl Attempt<'_> {
         Ok(ended)
     }
 
-    /// Waits for the attempt's end, one way or another.
+    /// Waits for the end of the attempt, whatever it is.
     fn follow(&self, workers: &mut Workers, nodes: &mut Nodes) -> End {
-        let mut hearing_ends: Option<Instant> = None;
+        let mut watched_until: Option<Instant> = None;
         loop {
             workers.poll();
             if self.signals.any() {
                 return End::Asked;
             }
             let deaths = workers.deaths();
-            let heard = hearing_ends.is_some_and(|end| Instant::now() >= end);
-            if !deaths.is_empty() && (heard || workers.all_ended()) {
+            let watched = watched_until.is_some_and(|end| Instant::now() >= end);
+            if !deaths.is_empty() && (watched || workers.all_ended()) {
                 return End::Deaths(deaths);
             }
             if workers.all_ended() {
                 return End::AllDone;
             }
             if !deaths.is_empty() {
-                hearing_ends.get_or_insert_with(|| Instant::now() + HEARING);
+                watched_until.get_or_insert_with(|| Instant::now() + FURTHER_DEATHS);
             } else if let Some(failure) = nodes.news() {
                 return End::Elsewhere(failure);
             }
@@ -92,21 +92,21 @@ impl Attempt<'_> {
         }
     }
 
-    /// Passes the signal on and waits for what it brings. After SIGTERM the job's success is that
-    /// all have saved, so whoever could not is a fault.
+    /// Passes the signal on and waits for the workers to end. SIGTERM tells them to save, so after
+    /// it a worker that could not is a fault.
     fn stop(&self, workers: &mut Workers, nodes: &Nodes) -> Result<Ended, Error> {
         let signal = self.signals.to_pass_on();
         workers.signal(signal);
         let terminated = signal == libc::SIGTERM;
         let grace = if terminated { self.config.save_grace } else { self.config.grace };
         let killed = workers.finish(grace);
-        let unorderly: Vec<Death> = workers
+        let disorderly: Vec<Death> = workers
             .deaths()
             .into_iter()
             .filter(|death| terminated && !failure::is_orderly(death, signal))
             .collect();
-        if !unorderly.is_empty() {
-            let failure = failure::of_deaths(&unorderly, self.config, &self.store);
+        if !disorderly.is_empty() {
+            let failure = failure::of_deaths(&disorderly, self.config, &self.store);
             return Err(nodes.agree(failure).after(self.store.attempt));
         }
         if terminated && !killed.is_empty() {
@@ -123,7 +123,7 @@ impl Attempt<'_> {
         let mut failure = failure::of_deaths(deaths, self.config, &self.store);
         workers.signal(libc::SIGTERM);
         if failure.is_cause {
-            // The other nodes hear of it before our own ranks have ended.
+            // The other nodes learn of it before our own ranks have ended.
             failure = nodes.agree(failure);
             workers.finish(self.config.grace);
             return failure;

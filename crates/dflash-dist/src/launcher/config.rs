@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::Error;
 
-/// From asking to killing after a death or Ctrl-C. With the hearing of other deaths and the last
-/// lines it keeps the end within the five seconds that we promise.
+/// From asking to killing after a death or Ctrl-C. Together with the wait for other deaths and for
+/// the last lines it is less than the five seconds that we promise.
 const GRACE: Duration = Duration::from_secs(3);
 
 /// From SIGTERM to killing: ranks save what they have, and a small job ends within 20 s.
@@ -21,8 +21,8 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 pub struct LaunchConfig {
     /// The worker program.
     pub program: PathBuf,
-    /// Its arguments, the same for all ranks; a worker is told from the launcher by its
-    /// environment (see [`Role`](crate::Role)).
+    /// Its arguments, the same for all ranks; its environment tells it that it is a worker (see
+    /// [`Role`](crate::Role)).
     pub args: Vec<OsString>,
     /// More arguments for ranks that are started again.
     pub restart_args: Vec<OsString>,
@@ -34,16 +34,15 @@ pub struct LaunchConfig {
     pub nnodes: usize,
     /// This machine among them, 0-based.
     pub node_rank: usize,
-    /// `host:port` of node 0, where its launcher opens the store; required for more than
-    /// one node, unused for one.
+    /// `host:port` of node 0, where its launcher opens the store; only for several nodes.
     pub rdzv_endpoint: Option<String>,
     /// How often all ranks are started again after a death.
     pub max_restarts: usize,
     /// How long the nodes wait for one another.
     pub join_timeout: Duration,
-    /// From the passing on of SIGINT, or the death of a rank, to the killing of what still runs.
+    /// How long ranks may run after SIGINT was passed on or a rank died; then they are killed.
     pub grace: Duration,
-    /// From the passing on of SIGTERM, after which ranks save, to the killing.
+    /// The same after SIGTERM, when ranks save.
     pub save_grace: Duration,
 }
 

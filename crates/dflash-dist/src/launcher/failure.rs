@@ -5,8 +5,8 @@ use super::launch_store::AttemptStore;
 use super::workers::Death;
 use crate::{Error, ExitCause};
 
-/// Exit codes by which a rank says that starting it again cannot help: its settings, or its command
-/// line.
+/// Exit codes that say that starting a rank again cannot help: its settings or its command line are
+/// wrong.
 const REFUSALS: [i32; 2] = [1, 2];
 
 /// Exit codes of a rank that was asked to end (SIGINT, SIGTERM) and could not save in time.
@@ -18,9 +18,9 @@ pub(super) struct Failure {
     pub(super) error: Error,
     /// Whether another attempt may end better.
     pub(super) may_pass: bool,
-    /// Whether it is the cause itself; else a peer was lost, and who lost it may be known elsewhere.
+    /// Whether it is the cause itself; else a peer was lost, and another node may know why.
     pub(super) is_cause: bool,
-    /// The node that reported it, where that is another one.
+    /// The node that reported it, if it was not this one.
     from: Option<usize>,
 }
 
@@ -59,8 +59,8 @@ impl Failure {
     }
 }
 
-/// Names the death that ended the attempt: one by a signal, which no peer's end causes, else the
-/// first that no lost peer explains, else the first.
+/// Names the death that ended the attempt: one by a signal, which the end of a peer does not cause,
+/// else the first that no lost peer explains, else the first.
 pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Failure {
     let cause = deaths
         .iter()
@@ -85,8 +85,8 @@ pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, store: &Attempt
     Failure { error, may_pass, is_cause, from: None }
 }
 
-/// The ranks that have neither ended here nor said that they lost a peer: where all others wait in
-/// a collective, the one that hangs.
+/// The ranks that have neither ended here nor said that they lost a peer: if all others wait in a
+/// collective, the one that hangs.
 fn silent(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Vec<usize> {
     (0..config.world_size())
         .filter(|rank| deaths.iter().all(|death| death.rank != *rank))

@@ -1,8 +1,8 @@
 //! How the launchers of several nodes agree, over the store of node 0: on when an attempt begins,
-//! on what ended it, and on that all are done.
+//! what ended it, and when all are done.
 //!
-//! Every node writes keys of its own, but for the failure of an attempt: the first to count itself
-//! there writes it, and all take it as theirs. A launcher alone agrees with itself.
+//! Every node writes keys of its own, except for the failure of an attempt: the first to claim it
+//! writes it, and all take it as theirs. A launcher alone agrees with itself.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use dflash_torch_sys::Store;
 
 use super::failure::Failure;
-use super::launch_store::{LaunchStore, within};
+use super::launch_store::{LaunchStore, read, within};
 use super::signals::Signals;
 use super::{LaunchConfig, POLL};
 use crate::Error;
+use crate::wait::until;
 
 /// Between two looks at what other nodes say.
 const LOOK: Duration = Duration::from_millis(250);
@@ -30,52 +31,48 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    /// Signs in; refuses a second launcher of the same node and one with other settings than
+    /// Signs in; refuses a second launcher of the same node, and one with other settings than
     /// node 0's.
-    pub(super) fn join(config: &LaunchConfig, store: &LaunchStore) -> Result<Self, Error> {
+    pub(super) fn join(config: &LaunchConfig, launch: &LaunchStore) -> Result<Self, Error> {
         let LaunchConfig { nnodes, node_rank, join_timeout, .. } = *config;
-        let prefixed = |store: &LaunchStore| {
-            let prefix = format!("dflash/{}/launchers", store.run_id);
-            store.store.prefixed(&prefix).map(Arc::new)
-        };
-        let (host, port) = (store.host.clone(), store.port);
-        let failed = |source| Error::Endpoint { host, port, source };
-        let store = (nnodes > 1).then(|| prefixed(store)).transpose().map_err(failed)?;
+        let mut store = None;
+        if nnodes > 1 {
+            let prefixed = launch.store.prefixed(&format!("dflash/{}/launchers", launch.run_id));
+            let (host, port) = (launch.host.clone(), launch.port);
+            let failed = |source| Error::Endpoint { host, port, source };
+            store = Some(Arc::new(prefixed.map_err(failed)?));
+        }
         let looked = Instant::now();
         let nodes = Self { node_rank, nnodes, join_timeout, store, attempt: 0, looked };
         nodes.sign_in(config).map(|()| nodes)
     }
 
     fn sign_in(&self, config: &LaunchConfig) -> Result<(), Error> {
+        let node = self.node_rank;
         if self.store.is_none() {
             return Ok(());
         }
-        let key = format!("claims/{}", self.node_rank);
+        let key = format!("claims/{node}");
         if self.ask(move |store| store.add(&key, 1).ok()).is_some_and(|claims| claims > 1) {
-            return Err(Error::NodeTaken { node: self.node_rank });
+            return Err(Error::NodeTaken { node });
         }
-        let own = format!(
-            "--nnodes {} --nproc {} --max-restarts {}",
-            config.nnodes, config.nproc, config.max_restarts
-        );
-        if self.node_rank == 0 {
+        let LaunchConfig { nnodes, nproc, max_restarts, .. } = config;
+        let own = format!("--nnodes {nnodes} --nproc {nproc} --max-restarts {max_restarts}");
+        if node == 0 {
             self.set("settings", &own);
             return Ok(());
         }
         // Written as soon as node 0's store is open; the store waits for it.
         let first = self.ask(|store| store.get("settings").ok()).unwrap_or_default();
         let first = String::from_utf8_lossy(&first).into_owned();
-        if first == own {
-            return Ok(());
-        }
-        Err(Error::NodesDiffer { node: self.node_rank, own, first })
+        if first == own { Ok(()) } else { Err(Error::NodesDiffer { node, own, first }) }
     }
 
-    /// Waits until all nodes are ready for an attempt; false where a signal came first.
+    /// Waits until all nodes are ready for an attempt; false if a signal came first.
     pub(super) fn gather(&mut self, attempt: usize, signals: &Signals) -> Result<bool, Error> {
         self.attempt = attempt;
         self.set(&self.own_key("ready"), "");
-        let deadline = Instant::now() + self.join_timeout;
+        let start = Instant::now();
         loop {
             // Without an answer it is node 0, which holds the store, that is gone.
             let missing = self.missing("ready").unwrap_or_else(|| vec![0]);
@@ -85,7 +82,7 @@ impl Nodes {
             if signals.any() {
                 return Ok(false);
             }
-            if Instant::now() >= deadline {
+            if start.elapsed() >= self.join_timeout {
                 let (nnodes, waited) = (self.nnodes, self.join_timeout);
                 return Err(Error::NodesMissing { missing, nnodes, waited });
             }
@@ -123,28 +120,19 @@ impl Nodes {
 
     /// Waits for what another node says about the end of the attempt.
     pub(super) fn await_failure(&self, limit: Duration) -> Option<Failure> {
-        let deadline = Instant::now() + limit;
-        while self.store.is_some() && Instant::now() < deadline {
-            if let Some(failure) = self.failure() {
-                return Some(failure);
-            }
-            std::thread::sleep(5 * POLL);
-        }
-        None
+        self.store.as_ref()?;
+        until((Instant::now(), limit), 5 * POLL, || self.failure())
     }
 
     /// Says that all is well here, and waits for the others to say so; `Some` is what went wrong
-    /// there. Without an answer within `limit` the own end stands.
+    /// there. Without an answer within `limit` this node's end is taken as the job's.
     pub(super) fn all_done(&self, limit: Duration) -> Option<Failure> {
         self.set(&self.own_key("done"), "");
-        let deadline = Instant::now() + limit;
-        while self.missing("done").is_some_and(|nodes| !nodes.is_empty())
-            && Instant::now() < deadline
-        {
-            if let Some(failure) = self.failure() {
-                return Some(failure);
-            }
-            std::thread::sleep(5 * POLL);
+        let failure = until((Instant::now(), limit), 5 * POLL, || {
+            if self.all_have("done") { Some(None) } else { self.failure().map(Some) }
+        });
+        if let Some(Some(failure)) = failure {
+            return Some(failure);
         }
         self.leave_last("left");
         None
@@ -154,36 +142,36 @@ impl Nodes {
     /// seen what they look for, each of which says so under `what`.
     fn leave_last(&self, what: &str) {
         self.set(&self.own_key(what), "");
-        let deadline = Instant::now() + Duration::from_secs(2);
-        while self.node_rank == 0
-            && Instant::now() < deadline
-            && self.missing(what).is_some_and(|nodes| !nodes.is_empty())
-        {
-            std::thread::sleep(POLL);
+        if self.node_rank == 0 {
+            let start = (Instant::now(), Duration::from_secs(2));
+            until(start, POLL, || self.all_have(what).then_some(()));
         }
     }
 
     fn failure(&self) -> Option<Failure> {
-        let key = self.key("failed");
-        let report = self.ask(move |store| match store.contains(&key) {
-            Ok(true) => store.get(&key).ok(),
-            _ => None,
-        })?;
-        Some(Failure::from_report(&String::from_utf8_lossy(&report)))
+        let report = read(self.store.as_ref()?, self.key("failed"))?;
+        Some(Failure::from_report(&report))
     }
 
-    /// The nodes that have not set `what` for this attempt; `None` where the store is gone.
+    /// Whether all nodes have set `what` for this attempt, or the store is gone.
+    fn all_have(&self, what: &str) -> bool {
+        self.missing(what).is_none_or(|nodes| nodes.is_empty())
+    }
+
+    /// The nodes that have not set `what` for this attempt; `None` if the store is gone.
     fn missing(&self, what: &str) -> Option<Vec<usize>> {
         if self.store.is_none() {
             return Some(Vec::new());
         }
-        let keys: Vec<String> =
-            (0..self.nnodes).map(|node| format!("{}/{node}", self.key(what))).collect();
+        let (nnodes, key) = (self.nnodes, self.key(what));
         self.ask(move |store| {
-            let present: Result<Vec<bool>, _> =
-                keys.iter().map(|key| store.contains(key)).collect();
-            let present = present.ok()?.into_iter().enumerate();
-            Some(present.filter(|(_, present)| !present).map(|(node, _)| node).collect())
+            let mut missing = Vec::new();
+            for node in 0..nnodes {
+                if !store.contains(&format!("{key}/{node}")).ok()? {
+                    missing.push(node);
+                }
+            }
+            Some(missing)
         })
     }
 

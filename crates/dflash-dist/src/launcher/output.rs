@@ -2,27 +2,13 @@
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-/// A thread that copies one rank's lines.
-pub(super) struct Forwarder(JoinHandle<()>);
-
-impl Forwarder {
-    /// Copies `source` to our standard error to its end, `[rank N] ` before each line.
-    pub(super) fn start(rank: usize, source: impl Read + Send + 'static) -> Self {
-        Self(std::thread::spawn(move || {
-            // A standard error that is gone leaves nobody to tell.
-            let _ = copy_marked(rank, BufReader::new(source), &mut io::stderr());
-        }))
-    }
-
-    /// Waits for the source's end, but not past `deadline`: a process that a worker left
-    /// behind may hold it open.
-    pub(super) fn finish(self, deadline: Instant) {
-        while !self.0.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
+/// Copies `source` to our standard error to its end, `[rank N] ` before each line.
+pub(super) fn forward(rank: usize, source: impl Read + Send + 'static) -> JoinHandle<()> {
+    std::thread::spawn(move || {
+        // If our standard error is gone, there is nobody to tell.
+        let _ = copy_marked(rank, BufReader::new(source), &mut io::stderr());
+    })
 }
 
 /// One write for each line, so that those of different ranks do not mix.

@@ -26,7 +26,7 @@ impl<'a> Signals<'a> {
         Ok(signals)
     }
 
-    /// Whether the job is to end.
+    /// Whether the job should end.
     pub(super) fn any(&self) -> bool {
         [self.stop, &self.interrupted, &self.terminated]
             .iter()

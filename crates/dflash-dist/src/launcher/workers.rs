@@ -2,14 +2,15 @@
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::launch_store::AttemptStore;
-use super::output::Forwarder;
-use super::{LaunchConfig, POLL, process};
+use super::{LaunchConfig, POLL, output, process};
+use crate::wait::until;
 use crate::{Error, ExitCause};
 
-/// After the last worker has ended, its last lines come within this.
+/// How long the last worker's last lines may take after its end.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
 /// A worker that ended other than with code 0.
@@ -25,7 +26,8 @@ pub(super) struct Workers {
     running: Vec<Worker>,
     /// In the order in which they were seen to end.
     deaths: Vec<Death>,
-    forwarders: Vec<Forwarder>,
+    /// Threads that copy what workers write.
+    forwarders: Vec<JoinHandle<()>>,
 }
 
 struct Worker {
@@ -49,8 +51,8 @@ impl Workers {
     }
 
     fn adopt(&mut self, rank: usize, mut child: Child) {
-        let stdout = child.stdout.take().map(|pipe| Forwarder::start(rank, pipe));
-        let stderr = child.stderr.take().map(|pipe| Forwarder::start(rank, pipe));
+        let stdout = child.stdout.take().map(|pipe| output::forward(rank, pipe));
+        let stderr = child.stderr.take().map(|pipe| output::forward(rank, pipe));
         self.forwarders.extend(stdout.into_iter().chain(stderr));
         self.running.push(Worker { rank, child });
     }
@@ -64,7 +66,7 @@ impl Workers {
                 deaths.extend(death(worker, status));
                 false
             }
-            // Only a child that is not ours can fail, and then there is none to wait for.
+            // Only for a process that is not our child; then there is nothing to wait for.
             Err(_) => false,
         });
     }
@@ -87,17 +89,15 @@ impl Workers {
     /// Waits up to `grace` for the rest, kills what is left, and waits for the last lines. Returns
     /// the ranks that were killed.
     pub(super) fn finish(&mut self, grace: Duration) -> Vec<usize> {
-        let deadline = Instant::now() + grace;
-        while !self.all_ended() && Instant::now() < deadline {
-            std::thread::sleep(POLL);
+        until((Instant::now(), grace), POLL, || {
             self.poll();
-        }
+            self.all_ended().then_some(())
+        });
         let killed = self.running.iter().map(|worker| worker.rank).collect();
         self.kill();
-        let deadline = Instant::now() + LAST_LINES;
-        for forwarder in self.forwarders.drain(..) {
-            forwarder.finish(deadline);
-        }
+        // A process that a worker left behind may hold its streams open.
+        let copied = || self.forwarders.iter().all(JoinHandle::is_finished).then_some(());
+        until((Instant::now(), LAST_LINES), Duration::from_millis(5), copied);
         killed
     }
 
@@ -132,8 +132,9 @@ fn command(config: &LaunchConfig, store: &AttemptStore, local_rank: usize) -> Co
         command.args(&config.restart_args);
     }
     command.envs(variables(config, store, local_rank));
-    command.envs(defaults(config.nproc).into_iter().filter(|(name, _)| is_unset(name)));
-    command.envs(config.env.iter().map(|(name, value)| (name, value)));
+    let is_unset = |(name, _): &(&str, String)| std::env::var_os(name).is_none();
+    command.envs(defaults(config.nproc).into_iter().filter(is_unset));
+    command.envs(config.env.iter().cloned());
     // Rank 0 keeps our terminal, for its progress bar and its results.
     if config.node_rank > 0 || local_rank > 0 {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -156,9 +157,9 @@ fn variables(
         ("LOCAL_WORLD_SIZE", config.nproc.to_string()),
         ("GROUP_RANK", config.node_rank.to_string()),
         ("GROUP_WORLD_SIZE", config.nnodes.to_string()),
-        ("MASTER_ADDR", store.host.clone()),
-        ("MASTER_PORT", store.port.to_string()),
-        ("TORCHELASTIC_RUN_ID", store.run_id.clone()),
+        ("MASTER_ADDR", store.launch.host.clone()),
+        ("MASTER_PORT", store.launch.port.to_string()),
+        ("TORCHELASTIC_RUN_ID", store.launch.run_id.clone()),
         ("TORCHELASTIC_RESTART_COUNT", store.attempt.to_string()),
         ("TORCHELASTIC_MAX_RESTARTS", config.max_restarts.to_string()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
@@ -169,17 +170,13 @@ fn variables(
 fn defaults(nproc: usize) -> [(&'static str, String); 2] {
     [
         ("OMP_NUM_THREADS", threads_each(nproc).to_string()),
-        // c10d warns of every address that has no name; the errors that matter it throws.
+        // c10d warns of every address that has no name; errors that matter are thrown.
         ("TORCH_CPP_LOG_LEVEL", "ERROR".to_owned()),
     ]
 }
 
-fn is_unset(name: &str) -> bool {
-    std::env::var_os(name).is_none()
-}
-
-/// An equal share of the machine's cores: without it each worker would start a thread for
-/// every core.
+/// An equal share of the machine's cores; otherwise each worker would start a thread for every
+/// core.
 fn threads_each(nproc: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     (cores / nproc).max(1)
@@ -187,34 +184,38 @@ fn threads_each(nproc: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::attempt_store;
     use super::*;
 
     #[test]
     fn the_second_node_s_workers_have_the_upper_ranks() {
         let mut config = LaunchConfig::new("worker".into(), Vec::new(), 4);
         (config.nnodes, config.node_rank) = (2, 1);
-        let variables = variables(&config, &AttemptStore::without_store("head", 1234, 2), 3);
-        let value = |name| &variables.iter().find(|(key, _)| *key == name).unwrap().1;
-        assert_eq!((value("RANK").as_str(), value("LOCAL_RANK").as_str()), ("7", "3"));
-        assert_eq!((value("WORLD_SIZE").as_str(), value("LOCAL_WORLD_SIZE").as_str()), ("8", "4"));
-        assert_eq!(
-            (value("MASTER_ADDR").as_str(), value("MASTER_PORT").as_str()),
-            ("head", "1234")
-        );
-        assert_eq!(value("TORCHELASTIC_RESTART_COUNT").as_str(), "2");
+        let store = attempt_store(2);
+        let variables = variables(&config, &store, 3);
+        let check = |name, expected: &str| {
+            let (_, value) = variables.iter().find(|(key, _)| *key == name).unwrap();
+            assert_eq!(value, expected, "{name}");
+        };
+        check("RANK", "7");
+        check("LOCAL_RANK", "3");
+        check("WORLD_SIZE", "8");
+        check("LOCAL_WORLD_SIZE", "4");
+        check("MASTER_ADDR", "127.0.0.1");
+        check("MASTER_PORT", &store.launch.port.to_string());
+        check("TORCHELASTIC_RESTART_COUNT", "2");
     }
 
     #[test]
     fn only_a_restarted_worker_gets_the_arguments_of_a_restart() {
         let mut config = LaunchConfig::new("worker".into(), vec!["train".into()], 2);
         config.restart_args = vec!["--resume".into()];
-        let arguments = |attempt| -> Vec<String> {
-            let store = AttemptStore::without_store("head", 1234, attempt);
-            let command = command(&config, &store, 0);
-            command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect()
+        let check = |attempt, expected: &[&str]| {
+            let command = command(&config, &attempt_store(attempt), 0);
+            assert_eq!(command.get_args().collect::<Vec<_>>(), expected);
         };
-        assert_eq!(arguments(0), ["train"]);
-        assert_eq!(arguments(1), ["train", "--resume"]);
+        check(0, &["train"]);
+        check(1, &["train", "--resume"]);
     }
 
     #[test]

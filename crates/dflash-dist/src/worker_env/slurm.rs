@@ -3,7 +3,7 @@
 use super::{Lookup, WorkerEnv, non_empty, parsed};
 use crate::Error;
 
-/// Derived ports lie above the well-known ones and below the ephemeral range.
+/// Derived ports are above the well-known ones and below the ephemeral range.
 const FIRST_PORT: u64 = 15_000;
 const PORTS: u64 = 15_000;
 
@@ -37,7 +37,7 @@ pub(super) fn worker_env(lookup: &Lookup<'_>) -> Result<Option<WorkerEnv>, Error
     env.check("SLURM_PROCID", "SLURM_LOCALID").map(Some)
 }
 
-/// Jobs that share a node get ports of their own, the same in all tasks of a job.
+/// Jobs that share a node get different ports; all tasks of a job get the same.
 fn port_of(job: Option<u64>) -> u16 {
     let offset = job.map_or(0, |job| job % PORTS);
     u16::try_from(FIRST_PORT + offset).expect("the range fits in 16 bits")

@@ -11,8 +11,9 @@ fn env(pairs: &str) -> impl Fn(&str) -> Option<String> {
     move |name| pairs.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone())
 }
 
-fn read(pairs: &str) -> Result<Option<WorkerEnv>, Error> {
-    WorkerEnv::from_lookup(&env(pairs))
+/// What a variable-only start makes of the environment.
+fn read(pairs: &str) -> Result<Role, Error> {
+    Role::from_lookup(None, false, &env(pairs))
 }
 
 const TORCHRUN: &str = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=head \
@@ -23,64 +24,39 @@ const SLURM: &str = "SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4 SLURM_NODEID=
     SLURM_NODELIST=node[01-02] SLURM_TASKS_PER_NODE=2(x2) SLURM_JOB_ID=77";
 
 #[test]
-fn torchrun_s_variables_are_read() {
-    let expected = WorkerEnv {
-        rank: 3,
-        local_rank: 1,
-        world_size: 4,
-        local_world_size: 2,
-        master_addr: Some("head".to_owned()),
-        master_port: 1234,
-        run_id: "job".to_owned(),
-        restart_count: 2,
-        use_agent_store: true,
+fn variables_give_a_worker_its_place() {
+    let check = |pairs: &str, expected: &str| {
+        let Role::Worker(env) = read(pairs).unwrap() else { panic!("{pairs}: not a worker") };
+        let WorkerEnv { rank, world_size, local_rank, local_world_size, .. } = env;
+        let host = env.master_addr.as_deref().unwrap_or("nowhere");
+        let store = if env.use_agent_store { "the agent's" } else { "our own" };
+        let found = format!(
+            "{rank} of {world_size}, {local_rank} of {local_world_size} here, {host}:{}, {} {}, \
+             {store}",
+            env.master_port, env.run_id, env.restart_count
+        );
+        assert_eq!(found, expected, "{pairs}");
     };
-    assert!(!expected.is_single_node());
-    assert_eq!(read(TORCHRUN).unwrap(), Some(expected));
+    check(TORCHRUN, "3 of 4, 1 of 2 here, head:1234, job 2, the agent's");
+    let four = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=5";
+    check(four, "1 of 2, 1 of 2 here, localhost:5, none 0, our own");
+    // Only Python's True means an agent's store.
+    let one = "0 of 1, 0 of 1 here, nowhere:29500, none 0";
+    for (value, store) in [("True", "the agent's"), ("False", "our own"), ("1", "our own")] {
+        let pairs = format!("RANK=0 WORLD_SIZE=1 TORCHELASTIC_USE_AGENT_STORE={value}");
+        check(&pairs, &format!("{one}, {store}"));
+    }
+    check(SLURM, "3 of 4, 1 of 2 here, node01:15077, slurm-77 0, our own");
+    let explicit = format!("{SLURM} MASTER_ADDR=10.0.0.1 MASTER_PORT=99 SLURM_STEP_NUM_TASKS=4");
+    check(&explicit, "3 of 4, 1 of 2 here, 10.0.0.1:99, slurm-77 0, our own");
 }
 
 #[test]
-fn the_four_usual_variables_are_enough() {
-    let env = read("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=5").unwrap().unwrap();
-    assert_eq!((env.local_rank, env.local_world_size), (1, 2));
-    assert!(env.is_single_node() && !env.use_agent_store);
-}
-
-#[test]
-fn only_python_s_true_means_an_agent_store() {
-    let check = |value: &str, expected: bool| {
-        let text = format!("RANK=0 WORLD_SIZE=1 TORCHELASTIC_USE_AGENT_STORE={value}");
-        assert_eq!(read(&text).unwrap().unwrap().use_agent_store, expected, "{value}");
-    };
-    check("True", true);
-    check("False", false);
-    check("1", false);
-}
-
-#[test]
-fn slurm_s_variables_are_read() {
-    let env = read(SLURM).unwrap().unwrap();
-    assert_eq!((env.rank, env.local_rank), (3, 1));
-    assert_eq!((env.world_size, env.local_world_size), (4, 2));
-    assert_eq!(env.master_addr.as_deref(), Some("node01"));
-    assert_eq!((env.master_port, env.run_id.as_str()), (15_077, "slurm-77"));
-    assert!(!env.use_agent_store);
-}
-
-#[test]
-fn explicit_endpoints_and_steps_beat_slurm_s_job() {
-    let text = format!("{SLURM} MASTER_ADDR=10.0.0.1 MASTER_PORT=99 SLURM_STEP_NUM_TASKS=4");
-    let env = read(&text).unwrap().unwrap();
-    assert_eq!((env.master_addr.as_deref(), env.master_port), (Some("10.0.0.1"), 99));
-    let step = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1 SLURM_NODELIST=n";
-    assert_eq!(read(step).unwrap(), None);
-}
-
-#[test]
-fn no_variables_mean_no_worker() {
-    assert_eq!(read("").unwrap(), None);
-    assert_eq!(read("WORLD_SIZE=2 MASTER_ADDR=head").unwrap(), None);
-    assert_eq!(read("SLURM_PROCID=0 SLURM_NTASKS=1").unwrap(), None);
+fn a_worker_knows_whether_all_are_on_its_machine() {
+    for (local_world_size, expected) in [(2, false), (4, true)] {
+        let env = WorkerEnv { world_size: 4, local_world_size, ..WorkerEnv::alone() };
+        assert_eq!(env.is_single_node(), expected);
+    }
 }
 
 #[test]
@@ -103,22 +79,23 @@ fn faults_name_the_variable() {
 
 #[test]
 fn roles_by_precedence() {
-    let check_wish = |wish: LaunchWish, pairs: &str, expected: &str| {
-        let role = Role::from_lookup(wish, &env(pairs)).unwrap();
-        let name = match role {
+    let check_role = |nproc, needs_launcher, pairs: &str, expected: &str| {
+        let name = match Role::from_lookup(nproc, needs_launcher, &env(pairs)).unwrap() {
             Role::Alone => "alone".to_owned(),
             Role::Worker(env) => format!("worker {}", env.rank),
             Role::Launcher { nproc } => format!("launcher of {nproc}"),
         };
-        assert_eq!(name, expected, "{wish:?} {pairs}");
+        assert_eq!(name, expected, "{nproc:?} {needs_launcher} {pairs}");
     };
-    let check = |nproc, pairs: &str, expected: &str| {
-        check_wish(LaunchWish { nproc, needs_launcher: false }, pairs, expected);
-    };
-    let check_needed = |nproc, pairs: &str, expected: &str| {
-        check_wish(LaunchWish { nproc, needs_launcher: true }, pairs, expected);
-    };
+    let check = |nproc, pairs: &str, expected: &str| check_role(nproc, false, pairs, expected);
+    let check_needed =
+        |nproc, pairs: &str, expected: &str| check_role(nproc, true, pairs, expected);
     check(None, "", "alone");
+    check(None, "WORLD_SIZE=2 MASTER_ADDR=head", "alone");
+    check(None, "SLURM_PROCID=0 SLURM_NTASKS=1", "alone");
+    // A step may have fewer tasks than its job.
+    let step = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1 SLURM_NODELIST=n";
+    check(None, step, "alone");
     check(Some(1), "", "alone");
     check(Some(2), "", "launcher of 2");
     check(Some(2), TORCHRUN, "worker 3");

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::Context;
-use dflash_dist::{Error, Finished, LaunchConfig, LaunchWish, launch};
+use dflash_dist::{Error, Finished, LaunchConfig, Role, launch};
 use dflash_settings::LaunchSettings;
 
 /// The flag by which restarted ranks continue from what was saved.
@@ -14,10 +14,10 @@ const RESUME: &str = "--resume";
 /// The launcher kills ranks this long before its own time is over, to say which it had to kill.
 const LAST_WORDS: Duration = Duration::from_millis(1500);
 
-/// What the settings ask for.
-pub(super) fn wish(settings: &LaunchSettings) -> LaunchWish {
+/// Whether this process trains, alone or as a rank, or starts ranks.
+pub(super) fn role(settings: &LaunchSettings) -> Result<Role, Error> {
     let needs_launcher = settings.nnodes != 1 || settings.max_restarts > 0;
-    LaunchWish { nproc: settings.nproc, needs_launcher }
+    Role::from_env(settings.nproc, needs_launcher)
 }
 
 /// The launch of `nproc` ranks on this machine.

@@ -20,7 +20,7 @@ const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Runs the command.
 pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let role = Role::from_env(launch::wish(&settings.launch))?;
+    let role = launch::role(&settings.launch)?;
     let mut config = resolve(settings, stop)?;
     if let Role::Worker(env) = &role {
         config.progress &= env.rank == 0;

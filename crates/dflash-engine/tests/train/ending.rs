@@ -245,7 +245,7 @@ fn a_rank_that_hangs_ends_the_job_after_the_collective_timeout() {
     let run = run.end();
     assert!(stopped.elapsed() < Duration::from_secs(2) + 2 * DEATH, "{:?}", stopped.elapsed());
     assert_eq!(run.code, Some(1), "{}", run.stderr);
-    assert!(run.stderr.contains("nothing was heard of rank 1"), "{}", run.stderr);
+    assert!(run.stderr.contains("nothing was heard from rank 1"), "{}", run.stderr);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use dflash_hidden::{Dtype, HiddenStates};
+use dflash_hidden::{Dtype, HiddenStates, Metadata};
 use dflash_hidden_server::{Error, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, serve};
 use dflash_settings::{Device, Dtype as ComputeDtype, HiddenServerSettings};
 use dflash_test_support::eventually;
@@ -21,13 +21,15 @@ pub(crate) fn facts() -> ModelFacts {
     ModelFacts {
         name: "double".into(),
         root: "/models/double".into(),
-        hidden_size: HIDDEN,
-        num_hidden_layers: 8,
-        vocab_size: 100,
         max_model_len: 64,
-        layer_ids: LAYERS.to_vec(),
-        dtype: Dtype::Bf16,
         device: "paper".into(),
+        metadata: Metadata {
+            hidden_size: HIDDEN,
+            num_hidden_layers: 8,
+            vocab_size: 100,
+            layer_ids: LAYERS.to_vec(),
+            dtype: Dtype::Bf16,
+        },
     }
 }
 

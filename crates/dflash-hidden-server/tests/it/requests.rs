@@ -63,7 +63,7 @@ async fn bad_requests_are_told_what_is_wrong() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_that_are_no_request_are_told_where() {
+async fn bodies_that_are_not_requests_are_told_where() {
     let server = Running::start(config());
     for (body, reason) in [
         ("", "EOF"),

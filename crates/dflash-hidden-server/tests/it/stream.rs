@@ -1,13 +1,12 @@
 //! The trainer's stream against the server.
 
-use dflash_hidden::{Error, Request, SourceConfig, Stream, StreamConfig, WantedRow};
+use dflash_hidden::{Error, Request, Stream, StreamConfig, WantedRow};
 
 use crate::double::{HIDDEN, Running, config, expected};
 
 fn stream_config(server: &Running, layer_ids: &[u32], hidden_size: usize) -> StreamConfig {
     let endpoints = vec![format!("http://{}/v1", server.address)];
-    let source = SourceConfig { endpoints, offline_dir: None };
-    StreamConfig::new(source, layer_ids.to_vec(), hidden_size)
+    StreamConfig::new(endpoints, layer_ids.to_vec(), hidden_size)
 }
 
 fn request(sample: u64) -> Request {

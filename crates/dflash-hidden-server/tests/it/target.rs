@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dflash_hidden::Dtype;
+use dflash_hidden::{Dtype, HiddenStates};
 use dflash_hidden_server::{Error, Featurizer, Loader, PackedPrompts, TargetFeaturizer};
 use dflash_model::target::{Target, TargetConfig};
 use dflash_settings::HiddenServerSettings;
@@ -41,6 +41,19 @@ fn alone(target: &Target, ids: &[i64], layer: u32) -> Vec<f32> {
     Vec::<f32>::try_from(states[0].flatten(0, -1)).unwrap()
 }
 
+/// One layer of a record as float32. A bf16 is the upper half of one.
+fn values(states: &HiddenStates, layer: u32) -> Vec<f32> {
+    let bytes = states.layer(layer).unwrap();
+    match states.dtype {
+        Dtype::F32 => f32s(bytes),
+        Dtype::Bf16 => f32s(&bytes.chunks(2).flat_map(|b| [0, 0, b[0], b[1]]).collect::<Vec<_>>()),
+    }
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
+}
+
 fn assert_close(got: &[f32], expected: &[f32], tolerance: f32) {
     assert_eq!(got.len(), expected.len());
     let scale = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
@@ -59,12 +72,12 @@ async fn served_rows_are_the_target_s() {
         let got = states(server.prompt(&ids).await).await;
         assert_eq!((got.layer_ids.as_slice(), got.dtype), ([0, 2, 5].as_slice(), wire));
         for layer in [0, 2, 5] {
-            let rows = got.layer_f32(layer).unwrap();
+            let rows = values(&got, layer);
             assert_close(&rows, &alone(&target, &ids, layer), tolerance);
         }
         let last = json!({"input_ids": ids, "layer_ids": [6]}).to_string();
         let last = states(server.post(last).await).await;
-        assert_close(&last.layer_f32(6).unwrap(), &alone(&target, &ids, 6), tolerance);
+        assert_close(&values(&last, 6), &alone(&target, &ids, 6), tolerance);
         let (status, _) = refusal(server.prompt(&[VOCAB]).await).await;
         assert_eq!(status, 400);
     }
@@ -80,10 +93,7 @@ fn prompts_in_one_batch_do_not_see_each_other() {
     assert_eq!(packed.document_starts, [0, 9, 10, 30]);
     let rows = model.features(&packed, &[2, 5]).unwrap();
     for (layer, rows) in [2, 5].into_iter().zip(&rows) {
-        let rows: Vec<f32> = rows
-            .chunks_exact(4)
-            .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
-            .collect();
+        let rows = f32s(rows);
         let expected: Vec<f32> =
             prompts.iter().flat_map(|ids| alone(&target, ids, layer)).collect();
         assert_close(&rows, &expected, 1e-5);
@@ -115,6 +125,7 @@ fn layers_have_a_default() {
     let settings = HiddenServerSettings { max_model_len: Some(100), ..config() };
     let model = TargetFeaturizer::load(dir.path(), &settings).unwrap();
     let facts = model.facts();
-    assert!(facts.layer_ids.len() > 2 && facts.layer_ids.iter().all(|&id| id <= 6), "{facts:?}");
-    assert_eq!((facts.max_model_len, facts.hidden_size, facts.vocab_size), (100, 32, 64));
+    let served = &facts.metadata;
+    assert!(served.layer_ids.len() > 2 && served.layer_ids.iter().all(|&id| id <= 6), "{facts:?}");
+    assert_eq!((facts.max_model_len, served.hidden_size, served.vocab_size), (100, 32, 64));
 }

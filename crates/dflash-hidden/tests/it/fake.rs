@@ -13,7 +13,7 @@ use axum::{Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
     Dtype, Error, Fetched, HiddenStates, Metadata, ModelCard, ModelList, Request, RetryPolicy,
-    SourceConfig, StatesRequest, Stream, StreamConfig, WantedRow, encode_stream,
+    StatesRequest, Stream, StreamConfig, WantedRow, encode_stream,
 };
 use tokio::sync::oneshot;
 
@@ -112,10 +112,7 @@ pub(crate) fn status(code: u16, message: &str) -> Response {
 
 /// A stream's settings for tests: fast to retry, fast to give up.
 pub(crate) fn config(endpoints: &[&str]) -> StreamConfig {
-    let source = SourceConfig {
-        endpoints: endpoints.iter().map(ToString::to_string).collect(),
-        offline_dir: None,
-    };
+    let endpoints = endpoints.iter().map(ToString::to_string).collect();
     let retry = RetryPolicy {
         request_timeout: Duration::from_secs(10),
         deadline: Duration::from_secs(10),
@@ -124,7 +121,7 @@ pub(crate) fn config(endpoints: &[&str]) -> StreamConfig {
         longest_pause: Duration::from_millis(40),
         ..RetryPolicy::default()
     };
-    StreamConfig { retry, ..StreamConfig::new(source, LAYERS.to_vec(), HIDDEN) }
+    StreamConfig { retry, ..StreamConfig::new(endpoints, LAYERS.to_vec(), HIDDEN) }
 }
 
 pub(crate) fn prompt(sample: u64) -> Request {
@@ -132,12 +129,12 @@ pub(crate) fn prompt(sample: u64) -> Request {
     Request { sample, input_ids: (0..length).map(|t| sample as i64 + t).collect() }
 }
 
-/// One row a sample.
+/// One row per sample.
 pub(crate) fn single_rows(samples: std::ops::Range<u64>) -> Vec<Vec<Request>> {
     samples.map(|sample| vec![prompt(sample)]).collect()
 }
 
-/// A row that is nothing to the trainer but its samples.
+/// A row with nothing but its samples.
 pub(crate) fn wanted(requests: Vec<Request>) -> Result<WantedRow<()>, Error> {
     Ok(WantedRow { row: (), requests })
 }

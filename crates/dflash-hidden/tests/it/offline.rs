@@ -18,7 +18,7 @@ fn half_stored(dir: &Path, endpoints: &[&str], on_missing: OnMissing) -> StreamC
         files.write(sample, &ids, &states_of(&ids, &[2, 5, 8])).unwrap();
     }
     let mut config = config(endpoints);
-    config.source.offline_dir = Some(dir.into());
+    config.offline_dir = Some(dir.into());
     config.on_missing = on_missing;
     config
 }
@@ -69,7 +69,7 @@ fn cached_samples_serve_the_next_run_and_other_software() {
     let (server, requests) = own_server(async |_, request| good(&request));
     for run in 0..2 {
         let mut config = config(&[&server.url]);
-        config.source.offline_dir = Some(store.clone());
+        config.offline_dir = Some(store.clone());
         config.on_generate = OnGenerate::Cache;
         let mut stream = start(config, single_rows(0..4)).unwrap();
         drain(&mut stream).iter().flatten().for_each(assert_right);
@@ -118,7 +118,7 @@ fn a_cache_that_cannot_be_written_is_an_error() {
     std::fs::write(&occupied, b"a file").unwrap();
     let (server, _) = own_server(async |_, request| good(&request));
     let mut config = config(&[&server.url]);
-    config.source.offline_dir = Some(occupied.join("hidden_states"));
+    config.offline_dir = Some(occupied.join("hidden_states"));
     config.on_generate = OnGenerate::Cache;
     let error = start(config, single_rows(0..1)).unwrap().next_row().unwrap().unwrap_err();
     assert!(error.to_string().contains("occupied"), "{error}");

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dflash_hidden::{Error, Request, StatesRequest, Stream, WantedRow};
 use dflash_test_support::{ChaCha8Rng, Rng, eventually, random};
@@ -122,26 +122,6 @@ fn a_row_larger_than_the_window_goes_alone() {
     let rows: Vec<_> = (0..4).map(|row| (row * 20..row * 20 + 20).map(prompt).collect()).collect();
     let fetched = drain(&mut start(config, rows).unwrap());
     assert_eq!(fetched.iter().flatten().count(), 80);
-}
-
-#[test]
-fn waiting_is_measured() {
-    let (release, released) = tokio::sync::watch::channel(false);
-    let (server, _) = own_server(move |_, request| {
-        let mut released = released.clone();
-        async move {
-            released.wait_for(|released| *released).await.unwrap();
-            // Only now, so that all of it is waited for.
-            tokio::time::sleep(Duration::from_millis(60)).await;
-            good(&request)
-        }
-    });
-    let mut stream = start(config(&[&server.url]), single_rows(0..1)).unwrap();
-    let asked = Instant::now();
-    release.send(true).unwrap();
-    drain(&mut stream);
-    let (wait, took) = (stream.counters().wait, asked.elapsed());
-    assert!(took / 2 < wait && wait < took, "{wait:?} of {took:?}");
 }
 
 #[test]

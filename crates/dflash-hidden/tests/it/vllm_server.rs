@@ -12,7 +12,6 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use dflash_hidden::{HiddenStates, StreamConfig};
 use dflash_settings::OnGenerate;
-use rustix::fs::{FlockOperation, flock};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -95,7 +94,7 @@ fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
         fs::write(path, file_bytes(&ids, &(quirks.states)(&ids))).unwrap();
     } else if quirks.names_a_file && quirks.shares_storage {
         let lock = File::create(path.with_extension("safetensors.lock")).unwrap();
-        flock(&lock, FlockOperation::LockExclusive).unwrap();
+        lock.lock().unwrap();
         let (quirks, path) = (quirks.clone(), path.to_path_buf());
         std::thread::spawn(move || {
             std::thread::sleep(quirks.writing);
@@ -157,7 +156,7 @@ fn cached_samples_keep_the_last_layer() {
     let store = tempfile::tempdir().unwrap();
     let mut config = config_for(&vllm);
     config.on_generate = OnGenerate::Cache;
-    config.source.offline_dir = Some(store.path().into());
+    config.offline_dir = Some(store.path().into());
     config.num_hidden_layers = Some(8);
     drain(&mut start(config, single_rows(0..1)).unwrap()).iter().flatten().for_each(assert_right);
     let bytes = fs::read(store.path().join("hs_0.safetensors")).unwrap();

@@ -231,19 +231,7 @@ impl Communicator for Counting {
         Ok(())
     }
 
-    fn all_reduce_sum(&self, _: &mut Tensor) -> Result<(), dflash_dist::Error> {
-        unreachable!()
-    }
-
-    fn all_reduce_max(&self, _: &mut Tensor) -> Result<(), dflash_dist::Error> {
-        unreachable!()
-    }
-
     fn start_all_reduce_sum(&self, _: &Tensor) -> Result<Box<dyn Pending>, dflash_dist::Error> {
-        unreachable!()
-    }
-
-    fn reduce_scatter_sum(&self, _: &mut Tensor, _: &Tensor) -> Result<(), dflash_dist::Error> {
         unreachable!()
     }
 

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::free_port;
+
 const PROBE: &str = env!("CARGO_BIN_EXE_dist-probe");
 
 /// The promise: after a death or a signal all processes are gone within this.
@@ -95,10 +97,6 @@ fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
         assert!(Instant::now() < deadline, "the launcher did not end");
         std::thread::sleep(Duration::from_millis(10));
     }
-}
-
-fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// What the launcher wrote on standard error, once it has ended.
@@ -251,7 +249,7 @@ fn a_rank_that_stays_away_from_a_collective_ends_the_job_after_its_timeout() {
         "rank 0: all-reduce (sum) failed",
         "error: rank 0 (node 0, ",
         "exited with code 1",
-        "nothing was heard of rank 1",
+        "nothing was heard from rank 1",
     ];
     for text in expected {
         assert!(outcome.stderr.contains(text), "{text:?} is not in {}", outcome.stderr);
@@ -295,24 +293,14 @@ fn two_nodes(restarts: usize, task: &str) -> [(Option<i32>, String); 2] {
 fn after_a_death_all_ranks_are_started_again() {
     let outcome = run(&mut probe("restarts 2 launch 2 lose-first 1 kill"));
     assert!(outcome.status.success(), "{}", outcome.stderr);
-    assert_eq!(
-        outcome.stdout,
-        "rank 0 of 2: all collectives agree
-"
-    );
+    assert_eq!(outcome.stdout, "rank 0 of 2: all collectives agree\n");
 }
 
 #[test]
 fn a_death_on_one_node_starts_the_ranks_of_both_again() {
     for (code, said) in two_nodes(1, "lose-first 3 kill") {
         assert_eq!(code, Some(0), "{said}");
-        assert!(
-            said.ends_with(
-                "finished: Completed
-"
-            ),
-            "{said}"
-        );
+        assert!(said.ends_with("finished: Completed\n"), "{said}");
     }
 }
 
