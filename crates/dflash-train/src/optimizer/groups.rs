@@ -3,15 +3,14 @@
 use std::ops::Range;
 
 use dflash_model::draft::Parameter;
-use serde::Serialize;
 use tch::Tensor;
 
 /// Decoupled weight decay by group, as a share of the group's learning rate.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct WeightDecay {
     /// Of matrices.
     pub matrices: f64,
-    /// Of norms' weights, which stand at 1 and have no reason to shrink to 0.
+    /// Of norms' weights, which start at 1 and have no reason to shrink to 0.
     pub norms: f64,
 }
 

@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dflash_dist::Communicator;
-use dflash_run::{Checkpoint, Position, RunDir, SavePath};
+use dflash_run::{Checkpoint, MetricLine, Position, RunDir, SavePath};
 
 use super::Outcome;
-use crate::metrics::{Meter, Progress};
+use crate::metrics::{Meter, counted};
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
 use crate::rows::Rows;
@@ -93,7 +93,8 @@ impl Worker<'_, '_> {
                 None
             });
             let batch = loaded.and_then(|loaded| {
-                sums.count(&loaded);
+                sums.tokens += loaded.row.input_ids.len() as f64;
+                sums.skipped += loaded.skipped as f64;
                 step.batch(&loaded)
             });
             sums.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
@@ -102,7 +103,7 @@ impl Worker<'_, '_> {
         if config.stop.load(Ordering::Relaxed) {
             vote = vote.max(Vote::Stop);
         }
-        sums.count_stream(&rows.counters());
+        sums.stream = counted(&rows.counters());
         let result = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
         result.vote.settle(failure)?;
         self.had_slots |= result.effect != Effect::Empty;
@@ -145,7 +146,7 @@ impl Worker<'_, '_> {
         let (step, count) = (self.position.step, self.position.bad_in_a_row);
         let diverged = count >= settings.optimizer.max_bad_steps;
         if diverged || step.is_multiple_of(settings.log_every) {
-            meter.log(self.progress(), norm)?;
+            meter.log(self.line(norm))?;
         }
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
         let due = settings.checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
@@ -195,28 +196,30 @@ impl Worker<'_, '_> {
 
     fn meter(&self) -> Result<Meter, Error> {
         let config = self.prepared.config;
-        let epsilon = self.trainer.objective.denominator.epsilon();
-        let mut meter = if self.communicator.rank() == 0 {
-            let at = (self.position.step, self.total);
-            Meter::open(RunDir::at(&config.settings.save_path), at, config.progress, epsilon)?
-        } else {
-            Meter::silent(epsilon)
-        };
         let device = self.trainer.draft.device();
-        let peak = machine::peak_of(device, config.settings.peak_tflops);
-        meter.measure(device, peak.map(|peak| peak * self.communicator.world_size() as f64));
+        let ranks = self.communicator.world_size() as f64;
+        let peak = machine::peak_of(device, config.settings.peak_tflops).map(|peak| peak * ranks);
+        let epsilon = self.trainer.objective.denominator.epsilon();
+        let mut meter = Meter::silent(device, peak, epsilon);
+        if self.communicator.rank() == 0 {
+            let run = RunDir::at(&config.settings.save_path);
+            meter.open(run, (self.position.step, self.total), config.progress)?;
+        }
         Ok(meter)
     }
 
-    fn progress(&self) -> Progress {
-        Progress {
-            step: self.position.step,
-            total: self.total,
-            epoch: self.order.progress(self.position.rows),
-            lr: self.rate(self.position.step.saturating_sub(1)),
-            skipped_samples: self.position.skipped_samples,
-            bad_steps: self.position.bad_steps,
+    /// The metric line of this moment, as far as the meter does not know it.
+    fn line(&self, gradient_norm: f64) -> MetricLine {
+        let position = &self.position;
+        MetricLine {
+            step: position.step,
+            epoch: Some(self.order.progress(position.rows)),
+            lr: Some(self.rate(position.step.saturating_sub(1))),
+            gradient_norm: Some(gradient_norm),
+            skipped_samples: position.skipped_samples,
+            bad_steps: position.bad_steps,
             ema_decay: self.prepared.config.settings.optimizer.ema_decay,
+            ..MetricLine::default()
         }
     }
 
@@ -255,7 +258,7 @@ impl Worker<'_, '_> {
     /// trained is saved first.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
         let saved = if self.position.step > self.begun_at {
-            meter.log(self.progress(), f64::NAN).and_then(|()| self.save(meter)).map(|_| ())
+            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter)).map(|_| ())
         } else {
             Ok(())
         };
@@ -273,7 +276,7 @@ impl Worker<'_, '_> {
     }
 
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
-        meter.log(self.progress(), f64::NAN)?;
+        meter.log(self.line(f64::NAN))?;
         let checkpoint = self.save(meter)?;
         meter.close();
         self.communicator.barrier()?;
