@@ -165,6 +165,18 @@ impl Line for ValidationLine {
     }
 }
 
+impl StreamCounters {
+    /// All counts, so that ranks can add them up.
+    pub fn counts(&mut self) -> [&mut u64; 11] {
+        let Self { requests, retries, busy, generated, stored, stale, .. } = self;
+        let Self { missing, rejected, invalid, cached, bytes, .. } = self;
+        [
+            requests, retries, busy, generated, stored, stale, missing, rejected, invalid, cached,
+            bytes,
+        ]
+    }
+}
+
 impl<T: Line> Lines<T> {
     /// The lines in `text`, the content of their file if there is one.
     pub(crate) fn parse(text: Option<&str>) -> Self {

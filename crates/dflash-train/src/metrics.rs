@@ -34,7 +34,7 @@ struct Interval {
     flops: f64,
     wait: Duration,
     /// What the streams have counted so far.
-    stream: [f64; 11],
+    stream: StreamCounters,
 }
 
 struct Outputs {
@@ -46,7 +46,7 @@ struct Outputs {
 }
 
 impl Interval {
-    fn begin(stream: [f64; 11]) -> Self {
+    fn begin(stream: StreamCounters) -> Self {
         let (since, wait) = (Instant::now(), Duration::ZERO);
         Self { since, statistics: None, steps: 0, tokens: 0.0, flops: 0.0, wait, stream }
     }
@@ -55,7 +55,7 @@ impl Interval {
 impl Meter {
     /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
     pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
-        let interval = Interval::begin([0.0; 11]);
+        let interval = Interval::begin(StreamCounters::default());
         Self { device, peak_tflops, epsilon, interval, outputs: None }
     }
 
@@ -120,7 +120,7 @@ impl Meter {
             interval_s: Some(seconds),
             eta_s: Some(seconds / steps.max(1) as f64 * left as f64),
             peak_memory_mib: machine::peak_memory_mib(self.device),
-            stream: Some(counters(stream)),
+            stream: Some(stream),
             figures: figures(report),
             ..line
         })
@@ -225,43 +225,20 @@ pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
     }
 }
 
-/// What a stream has counted, as numbers that ranks add up.
-pub(crate) fn counted(by: &Counters) -> [f64; 11] {
-    let samples = [by.generated, by.stored, by.stale, by.missing, by.rejected, by.invalid];
-    let [generated, stored, stale, missing, rejected, invalid] = samples;
-    [
-        by.requests,
-        by.retries,
-        by.busy,
-        generated,
-        stored,
-        stale,
-        missing,
-        rejected,
-        invalid,
-        by.cached,
-        by.bytes,
-    ]
-    .map(|count| count as f64)
-}
-
-/// The sums of what [`counted`] returns, as a line has them.
-fn counters(sums: [f64; 11]) -> StreamCounters {
-    let sums = sums.map(|sum| sum as u64);
-    let [requests, retries, busy, generated, stored, stale, missing, rejected, .., bytes] = sums;
-    let [.., invalid, cached, _] = sums;
+/// What a stream has counted, as a line has it.
+pub(crate) fn counted(by: &Counters) -> StreamCounters {
     StreamCounters {
-        requests,
-        retries,
-        busy,
-        generated,
-        stored,
-        stale,
-        missing,
-        rejected,
-        invalid,
-        cached,
-        bytes,
+        requests: by.requests,
+        retries: by.retries,
+        busy: by.busy,
+        generated: by.generated,
+        stored: by.stored,
+        stale: by.stale,
+        missing: by.missing,
+        rejected: by.rejected,
+        invalid: by.invalid,
+        cached: by.cached,
+        bytes: by.bytes,
     }
 }
 

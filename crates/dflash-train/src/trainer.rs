@@ -3,6 +3,7 @@
 use dflash_dist::{Communicator, Pending};
 use dflash_model::draft::{Draft, DraftViews, Keep};
 use dflash_model::objective::{Objective, Statistics};
+use dflash_run::StreamCounters;
 use tch::{Device, Tensor};
 
 use crate::Error;
@@ -40,8 +41,8 @@ pub(crate) struct StepSums {
     pub(crate) skipped: f64,
     /// Arithmetic that the rows needed.
     pub(crate) flops: f64,
-    /// What the streams have counted so far, as [`crate::metrics::counted`] orders it.
-    pub(crate) stream: [f64; 11],
+    /// What the streams have counted so far, also between the steps: they fetch ahead.
+    pub(crate) stream: StreamCounters,
 }
 
 /// What a step did to the parameters.
@@ -163,9 +164,11 @@ impl Step<'_> {
         // On the host and with a timeout, so that a rank that hangs is found before the GPU waits
         // for it.
         let StepSums { tokens, skipped, flops, stream } = &mut sums;
-        let mut numbers: Vec<_> = [tokens, skipped, flops].into_iter().chain(stream).collect();
+        let mut counts = stream.counts().map(|count| *count as f64);
+        let mut numbers: Vec<_> = [tokens, skipped, flops].into_iter().chain(&mut counts).collect();
         let vector = self.statistics.sums_mut();
         let vote = add_up(self.communicator, vote, &mut numbers, Some(vector))?;
+        stream.counts().into_iter().zip(counts).for_each(|(count, sum)| *count = sum as u64);
         for reduction in std::mem::take(&mut self.reductions) {
             reduction.wait()?;
         }

@@ -49,21 +49,9 @@ pub struct Memory {
 impl Memory {
     /// Sum of all parts that lie where the rank computes: on a `gpu` the window is elsewhere.
     pub fn total(&self, gpu: bool) -> f64 {
-        let Self {
-            masters,
-            moments,
-            average,
-            gradients,
-            copy,
-            frozen,
-            activations,
-            logits,
-            window,
-            process,
-        } = self;
-        let state = masters + moments + average + gradients + copy;
-        let window = if gpu { 0.0 } else { *window };
-        state + frozen + activations + logits + window + process
+        let state = self.masters + self.moments + self.average + self.gradients + self.copy;
+        let window = if gpu { 0.0 } else { self.window };
+        state + self.frozen + self.activations + self.logits + window + self.process
     }
 }
 

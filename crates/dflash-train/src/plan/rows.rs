@@ -60,10 +60,8 @@ impl Epoch {
         vocabulary: i64,
     ) -> Result<Self, Error> {
         let (samples, mut lengths) = open(planned.settings, vocabulary)?;
-        lengths.truncate(split_index(
-            lengths.len(),
-            1.0 - planned.settings.validation.validation_ratio,
-        ));
+        let trained = 1.0 - planned.settings.validation.validation_ratio;
+        lengths.truncate(split_index(lengths.len(), trained));
         let RowSettings { total_seq_len, seed, .. } = planned.settings.rows;
         let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
         let blocks = block_maker(planned, vocabulary);
