@@ -34,7 +34,7 @@ pub struct AcceptanceFigures {
     pub acceptance_by_slot: Vec<Option<f64>>,
 }
 
-/// How a slot of a block fared.
+/// How often a slot of a block was reached and accepted.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SlotCounts {
     /// The slot, 1 for the first proposal.

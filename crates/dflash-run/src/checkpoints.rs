@@ -61,7 +61,7 @@ impl Checkpoint {
         Error::DamagedCheckpoint { path: self.dir, before, source: source.into() }
     }
 
-    /// Whether we would give it this name: `step-7` is somebody else's.
+    /// Whether a run gave it this name: `step-7` is someone else's.
     pub(crate) fn has_our_name(&self) -> bool {
         self.dir.parent().is_some_and(|run| Self::at(run, self.step) == *self)
     }

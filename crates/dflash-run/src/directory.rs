@@ -12,7 +12,7 @@ use crate::lines::{Line, Lines};
 use crate::provenance::Provenance;
 use crate::save_path::is_negligible;
 
-/// A run's directory, which may be absent, someone else's, or written to at the moment.
+/// A run's directory, which may be absent, someone else's, or in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunDir(PathBuf);
 
@@ -35,17 +35,11 @@ impl RunDir {
     }
 
     /// The lines of one kind; none where the file is not there.
-    ///
-    /// # Errors
-    /// An unreadable file.
     pub fn lines<T: Line>(&self) -> Result<Lines<T>, Error> {
         Ok(Lines::parse(self.text(T::FILE)?.as_deref()))
     }
 
     /// Adds a line to its file.
-    ///
-    /// # Errors
-    /// A full disk.
     pub fn append<T: Line>(&self, line: &T) -> Result<(), Error> {
         let path = self.0.join(T::FILE);
         let text = serde_json::to_string(line).expect("a line prints") + "\n";
@@ -58,9 +52,6 @@ impl RunDir {
 
     /// Drops the lines of steps after `step`, which a resumed run will write again, and what is not
     /// a line of ours.
-    ///
-    /// # Errors
-    /// A full disk.
     pub fn keep_until<T: Line>(&self, step: u64) -> Result<(), Error> {
         let Some(bytes) = self.read(T::FILE)? else { return Ok(()) };
         let lines = bytes.split(|&byte| byte == b'\n');
@@ -70,9 +61,6 @@ impl RunDir {
     }
 
     /// What made the run; `None` where run.json is missing or broken.
-    ///
-    /// # Errors
-    /// An unreadable file.
     pub fn provenance(&self) -> Result<Option<Provenance>, Error> {
         Ok(self.text(Self::PROVENANCE)?.and_then(|text| serde_json::from_str(&text).ok()))
     }
@@ -83,9 +71,6 @@ impl RunDir {
     }
 
     /// Writes how the run was started. A resumed run keeps a list of the starts before it.
-    ///
-    /// # Errors
-    /// A full disk.
     pub fn record(&self, mut provenance: Provenance) -> Result<(), Error> {
         if provenance.resumed_at_step > 0 {
             // A run must not fail for its own records: broken ones say nothing.
@@ -97,17 +82,11 @@ impl RunDir {
     }
 
     /// Complete checkpoints, ascending.
-    ///
-    /// # Errors
-    /// An unreadable directory.
     pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, Error> {
         checkpoints::complete(&self.0)
     }
 
-    /// The best step by measured acceptance, where someone measured.
-    ///
-    /// # Errors
-    /// An unreadable record.
+    /// The step with the highest measured acceptance length, if one was measured.
     pub fn best(&self) -> Result<Option<Best>, Error> {
         let Some(text) = self.text(Self::BEST)? else { return Ok(None) };
         let path = self.0.join(Self::BEST);
@@ -158,7 +137,7 @@ fn step_of(line: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Value>(line).ok()?["step"].as_u64()
 }
 
-/// What lies in the directory `path`, if it is there.
+/// The names in the directory `path`, if it is there.
 pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
     let entries = match std::fs::read_dir(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),

@@ -157,7 +157,7 @@ impl Line for MetricLine {
 impl Line for ValidationLine {
     const FILE: &'static str = "validation.jsonl";
     const GROUP: &'static str = "validation";
-    /// It stands for minutes of work, and says that they need not be repeated.
+    /// A line is minutes of work, which a resumed run does not repeat.
     const DURABLE: bool = true;
 
     fn step(&self) -> u64 {

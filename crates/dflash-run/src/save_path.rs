@@ -1,4 +1,4 @@
-//! The hold on a run's directory: one process writes, sweeps and prunes.
+//! The lock on a run's directory: one process writes, sweeps and prunes.
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -9,10 +9,10 @@ use crate::checkpoints::{Best, Checkpoint, PREFIX};
 use crate::directory::names;
 use crate::{Error, Line, MetricLine, RunDir, ValidationLine};
 
-/// Held locked by rank 0 while the run lives; the kernel lets go of it when the process dies.
+/// Locked by rank 0 for the whole run; the kernel unlocks it when the process dies.
 const LOCK: &str = ".lock";
 
-/// A run's directory that this process alone writes to, while it lives.
+/// A run's directory that this process alone may write to, until this is dropped.
 #[derive(Debug)]
 pub struct SavePath {
     run: RunDir,
@@ -31,7 +31,7 @@ impl SavePath {
             File::create(&lock_path).map_err(dflash_files::Error::io("create", &lock_path))?;
         match lock.try_lock() {
             Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
-            // Some network file systems have no locks; then two runs are the user's to avoid.
+            // Some network file systems have no locks; there the user must see to it.
             Ok(()) | Err(TryLockError::Error(_)) => (),
         }
         let claimed = Self { run: RunDir::at(path), _lock: lock };
@@ -74,9 +74,6 @@ impl SavePath {
     }
 
     /// Notes what was measured of the checkpoint of `step`; returns whether it is the best.
-    ///
-    /// # Errors
-    /// An unreadable record, a full disk.
     pub fn note_acceptance(&self, step: u64, acceptance_length: f64) -> Result<bool, Error> {
         if self.run.best()?.is_some_and(|best| best.acceptance_length >= acceptance_length) {
             return Ok(false);

@@ -1,4 +1,4 @@
-//! Where a run stands: `trainer/state.json` in each checkpoint.
+//! The position of a run: `trainer/state.json` in each checkpoint.
 
 use std::path::Path;
 
@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Checkpoint, Error};
 
-/// Where a run stands. What runs of earlier releases did not write has its default.
+/// How far a run has come. What runs of earlier releases did not write has its default.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Position {
     pub step: u64,
     pub rows: u64,
@@ -45,13 +45,13 @@ pub enum ServedWeights {
     Averaged,
 }
 
-/// Content of `trainer/state.json`.
+/// Content of `trainer/state.json`: how far the run had come.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// Where the run stood.
     #[serde(flatten)]
     pub position: Position,
-    /// CRC-32 of `trainer/state.safetensors`; older checkpoints have none.
+    /// Older checkpoints have none.
     #[serde(default)]
     pub tensors_crc32: Option<u32>,
 }
@@ -72,9 +72,6 @@ impl ServedWeights {
 
 impl State {
     /// Reads the state of the checkpoint in `dir`.
-    ///
-    /// # Errors
-    /// A file that cannot be read or does not parse.
     pub fn load(dir: &Path) -> Result<Self, Error> {
         let path = dir.join(Checkpoint::STATE);
         let bytes = std::fs::read(&path).map_err(dflash_files::Error::io("read", &path))?;
@@ -82,9 +79,6 @@ impl State {
     }
 
     /// Writes the state into the checkpoint in `dir`, which has its folder already.
-    ///
-    /// # Errors
-    /// A full disk.
     pub fn save(&self, dir: &Path) -> Result<(), Error> {
         let state = serde_json::to_vec_pretty(self).expect("a position prints");
         Ok(dflash_files::write_bytes(&dir.join(Checkpoint::STATE), &state)?)

@@ -15,7 +15,7 @@ use dflash_settings::{DEFAULT_LOSS_CHUNK_MIB, Dtype, Invalid, TrainStepSettings}
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::batch::{Batch, BatchMaker, BlockMaker};
+use crate::batch::{Batch, BatchMaker};
 use crate::config::DraftShape;
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
@@ -124,21 +124,10 @@ fn trainer(
         chunk_bytes: DEFAULT_LOSS_CHUNK_MIB << 20,
         kernels: Kernels::Fast,
     };
-    let anchors = settings.anchors;
-    let blocks = BlockMaker {
-        anchors: AnchorOptions {
-            per_document: anchors,
-            per_row: anchors,
-            seed: settings.seed,
-            epoch: 0,
-        },
-        vocabulary: None,
-        head_rows: head.lm_head_vh.size()[0] as usize,
-        teacher: false,
-    };
-    let lm_head_vh = head.lm_head_vh.shallow_clone();
-    let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: None };
-    let fresh = setup::fresh(config, settings.seed, device);
+    let (anchors, seed) = (settings.anchors, settings.seed);
+    let anchors = AnchorOptions { per_document: anchors, per_row: anchors, seed, epoch: 0 };
+    let batches = BatchMaker::new(head, anchors, None, None);
+    let fresh = setup::fresh(config, seed, device);
     let shards = Shards::whole(fresh.layout().elements());
     let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
     Ok(Trainer::new(parameters, (objective, batches)))

@@ -1,10 +1,5 @@
-//! Checkpoints: a draft that can be served as it stands, and beside it all that a resumed run
-//! needs, whatever its world size.
-//!
-//! `step-000123/` holds config.json and model.safetensors in z-lab's layout, and `trainer/` the
-//! float32 masters, the optimizer's state, the averaged weights if there are any, and the position.
-//! It is written under another name, fsynced and renamed, so a directory of that name is always
-//! complete.
+//! Checkpoints: a draft that can be served as it is, and beside it all that a resumed run needs,
+//! whatever its world size. docs/formats.md describes the files.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -90,8 +85,8 @@ impl PendingCheckpoint {
         Ok(Self { state, dir })
     }
 
-    /// Writes what is beside the state. The model comes from the state's file, where all of it lies
-    /// together whatever ranks held it.
+    /// Writes all but the state. The model comes from the state's file, which has the whole of it
+    /// whatever ranks held it.
     fn finish(self, trainer: &Trainer, position: &Position) -> Result<(), Error> {
         let dir = self.dir.path();
         let tensors_crc32 = Some(self.state.finish()?);

@@ -1,4 +1,4 @@
-//! What a run shows of itself: a progress bar, JSON lines and TensorBoard events.
+//! What a run shows: a progress bar, JSON lines and TensorBoard events.
 
 use std::time::{Duration, Instant};
 

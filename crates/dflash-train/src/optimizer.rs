@@ -62,7 +62,7 @@ pub struct Optimizer {
 pub(crate) enum Extent {
     /// Element by element the whole share.
     Share,
-    /// The share's norms alone, one behind the other.
+    /// The share's norms alone, one after the other.
     Norms,
 }
 

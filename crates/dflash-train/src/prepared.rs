@@ -1,4 +1,4 @@
-//! A run with everything opened that its settings name, before anything is written or computed.
+//! A run with all that its settings name opened, before anything is written or computed.
 
 use std::sync::Arc;
 

@@ -11,7 +11,7 @@ use dflash_settings::{Invalid, ObjectiveSettings, RowSettings};
 use tch::{Device, Kind, Tensor};
 
 use crate::Error;
-use crate::batch::{BatchMaker, BlockMaker};
+use crate::batch::BatchMaker;
 use crate::config::{DraftShape, TrainConfig};
 use crate::masters::Masters;
 use crate::optimizer::{Algorithm, OptimizerConfig};
@@ -63,20 +63,8 @@ pub(crate) fn trainer(
     let head = TargetHead::load(&config.target_dir, device, kind)?;
     let rows = head.embedding_vh.size()[0] as usize;
     let vocabulary = vocabulary(prepared, rows)?;
-    let lm_head_vh = match &vocabulary {
-        Some(vocabulary) => {
-            let rows = Tensor::from_slice(vocabulary.selected()).to_device(device);
-            head.lm_head_vh.index_select(0, &rows)
-        }
-        None => head.lm_head_vh.shallow_clone(),
-    };
-    let blocks = BlockMaker {
-        anchors: anchors(&config.settings.rows),
-        vocabulary,
-        head_rows: lm_head_vh.size()[0] as usize,
-        teacher: config.settings.objective.needs_teacher(),
-    };
-    let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: prepared.teacher_layer() };
+    let anchors = anchors(&config.settings.rows);
+    let batches = BatchMaker::new(head, anchors, vocabulary, prepared.teacher_layer());
     let fresh = match prepared.resume {
         // the checkpoint fills it
         Some(_) => Draft::zeros(prepared.draft.clone(), device),

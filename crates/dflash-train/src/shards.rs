@@ -65,7 +65,7 @@ impl Shards {
         flat.narrow(0, own.start, own.end - own.start)
     }
 
-    /// The shares of a buffer that holds only the norms, one behind the other.
+    /// The shares of a buffer that holds only the norms, one after the other.
     pub(crate) fn of_norms(&self, layout: &DraftLayout) -> Self {
         let mut end = 0;
         let norms = |range| {

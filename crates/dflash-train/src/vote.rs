@@ -53,7 +53,7 @@ impl Vote {
         self >= Self::Abandon
     }
 
-    /// What follows from the ranks' common vote for one that met `own`.
+    /// What the ranks' common vote means for one that met the error `own`.
     pub(crate) fn settle(self, own: Option<Error>) -> Result<(), Halt> {
         match self {
             Self::Continue | Self::Stop => Ok(()),

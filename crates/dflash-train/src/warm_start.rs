@@ -64,7 +64,7 @@ impl WarmStart {
             notes.push(format!("of its {had} layers the first {has} are kept"));
         }
         if had < has {
-            notes.push(format!("it has {had} layers: layers {had} to {} start afresh", has - 1));
+            notes.push(format!("it has {had} layers: layers {had} to {} start fresh", has - 1));
         }
         if stored.block_size != wanted.block_size {
             notes.push(format!(

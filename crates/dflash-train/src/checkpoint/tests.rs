@@ -15,7 +15,7 @@ use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::*;
-use crate::batch::{BatchMaker, BlockMaker};
+use crate::batch::BatchMaker;
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
@@ -78,14 +78,8 @@ fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
         norm_eps: 1e-6,
         lm_head_vh: cpu([96, hidden]),
     };
-    let blocks = BlockMaker {
-        anchors: AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 },
-        vocabulary: None,
-        head_rows: 96,
-        teacher: false,
-    };
-    let lm_head_vh = head.lm_head_vh.shallow_clone();
-    let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: None };
+    let anchors = AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 };
+    let batches = BatchMaker::new(head, anchors, None, None);
     Trainer::new((draft, masters), (objective, batches))
 }
 

@@ -10,7 +10,7 @@ fn parameter(shape: &[i64], offset: i64) -> Parameter {
     Parameter { name: String::new(), shape: shape.to_vec(), offset }
 }
 
-/// A matrix of four elements and, behind a gap, a norm of two.
+/// A matrix of four elements and, after a gap, a norm of two.
 fn parameters() -> [Parameter; 2] {
     [parameter(&[2, 2], 0), parameter(&[2], 16)]
 }
@@ -74,7 +74,7 @@ fn with_muon_norms_move_as_with_adamw() {
 #[test]
 fn matrices_side_by_side_are_made_orthogonal_one_by_one() {
     let _draws = seeded(tch::manual_seed);
-    // as q, k and v lie: no gap between them
+    // as q, k and v are: no gap between them
     let side_by_side = [parameter(&[4, 3], 0), parameter(&[2, 3], 12)];
     let gradient = Tensor::randn([18], (Kind::Float, Device::Cpu));
     let algorithm = Algorithm::Muon(MuonConfig::default());

@@ -13,7 +13,7 @@ use crate::order::Packing;
 use crate::rows::{Samples, TargetSamples, pack};
 use crate::{Error, setup};
 
-/// Rows that are looked at, spread over the epoch.
+/// Rows that are sampled, spread over the epoch.
 const SAMPLED: usize = 32;
 
 /// What a packed row is made of, on average.
@@ -21,7 +21,7 @@ const SAMPLED: usize = 32;
 pub struct RowShape {
     /// Tokens.
     pub tokens: f64,
-    /// Anchors, hence blocks.
+    /// Anchors, which are as many as blocks.
     pub anchors: f64,
     /// Slots of all blocks.
     pub slots: f64,
@@ -87,8 +87,7 @@ impl Epoch {
     }
 }
 
-/// The samples and their lengths. Documents that are described count more than a dataset, which a run
-/// file may name.
+/// The samples and their lengths. Described documents go before a dataset, which a run file may name.
 fn open(
     settings: &PlanSettings,
     embedding_rows: i64,

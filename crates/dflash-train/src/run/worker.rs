@@ -51,7 +51,7 @@ impl Worker<'_, '_> {
     }
 
     fn steps(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(), Halt> {
-        // The checkpoint of a run that ended in a validation comes without it.
+        // A run that ended in a validation left the checkpoint without its line.
         self.validate(meter)?;
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
@@ -60,7 +60,7 @@ impl Worker<'_, '_> {
                 self.communicator.announce_work();
             }
             self.keep(epoch, norm, meter)?;
-            // Ranks that were not told to stop themselves would measure to the end.
+            // Ranks that were not told to stop would validate to the end.
             if vote == Vote::Stop {
                 return Err(Halt::Stopped);
             }
@@ -140,7 +140,7 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// Logs and saves what is due after a step of `epoch`, and ends a run that makes no sense.
+    /// Logs and saves what is due after a step of `epoch`, and ends a run that learns nothing.
     fn keep(&mut self, epoch: u64, norm: f64, meter: &mut Meter) -> Result<(), Error> {
         let settings = &self.prepared.config.settings;
         let (step, count) = (self.position.step, self.position.bad_in_a_row);
@@ -170,14 +170,14 @@ impl Worker<'_, '_> {
         Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
     }
 
-    /// Measures what there is to measure, if it is time and has not been done.
+    /// Validates if it is time and has not been done.
     fn validate(&mut self, meter: &mut Meter) -> Result<(), Halt> {
         let (step, total) = (self.position.step, self.total);
         let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
             return Ok(());
         };
         if validation.measures() {
-            // the best checkpoint must be there to be named
+            // best.json names a checkpoint that is there
             self.save(meter)?;
         }
         let begun = Instant::now();
@@ -223,7 +223,7 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// All ranks bring their state, rank 0 writes. Returns where the checkpoint lies.
+    /// All ranks bring their state, rank 0 writes. Returns the checkpoint's directory.
     fn save(&mut self, meter: &mut Meter) -> Result<PathBuf, Error> {
         let begun = Instant::now();
         let path = self.write(meter)?;
@@ -238,14 +238,13 @@ impl Worker<'_, '_> {
             return Ok(Checkpoint::at(dir, step).dir);
         }
         let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
-        // A rank that ended while rank 0 still writes would leave it only moments.
+        // A rank that ends while rank 0 still writes would leave it only moments.
         self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
         self.prune(meter);
         Ok(path)
     }
 
-    /// Removes the checkpoints that need not stay.
     fn prune(&self, meter: &Meter) {
         let Some(save_path) = &self.save_path else { return };
         // Room on the disk is not worth ending a run that trains well.
@@ -265,7 +264,7 @@ impl Worker<'_, '_> {
         meter.close();
         let Some(error) = own else {
             saved?;
-            // The rank at fault ends without this: so the others are known to have lost a peer.
+            // The rank at fault does not come: so the launcher sees that this one lost a peer.
             self.communicator.barrier()?;
             return self.finish(meter, false);
         };
