@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use dflash_data::Dataset;
 use dflash_dist::{Communicator, Pending, Single};
 use dflash_hidden::{Counters, HiddenStates};
+use dflash_model::draft::{DraftConfig, LayerKind};
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions};
 use dflash_test_support::alone;
@@ -18,6 +19,29 @@ use crate::rows::{LoadedRow, RowSource, Rows, Samples, TargetSamples, pack};
 use crate::world::{World, bytes_of};
 use crate::{Error, Outcome, Prepared};
 
+/// The configuration of a small draft.
+pub(crate) fn draft_config(hidden_size: i64, layers: usize) -> DraftConfig {
+    DraftConfig {
+        hidden_size,
+        intermediate_size: 4 * hidden_size,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: hidden_size / 4,
+        rms_norm_eps: 1e-6,
+        rope_theta: 10_000.0,
+        layers: vec![LayerKind::Full; layers],
+        sliding_window: None,
+        block_size: 4,
+        mask_token_id: 95,
+        target_layer_ids: vec![1, 2],
+        num_target_layers: Some(4),
+        vocab_size: 96,
+        max_position_embeddings: 256,
+        initializer_range: 0.02,
+        eos_token_id: None,
+    }
+}
+
 /// Rank 0 beside others that a test speaks for; notes what is announced to the launcher.
 #[derive(Debug, Default)]
 pub(crate) struct Beside {
@@ -25,8 +49,10 @@ pub(crate) struct Beside {
     pub(crate) alike: usize,
     /// The sum from which on another rank votes that it failed, counted from 1.
     pub(crate) fails_at: Option<u64>,
-    /// What is broadcast, whatever this rank's own number is.
+    /// What is broadcast, whatever this rank's own number is; else another rank's is its number.
     pub(crate) broadcasts: Option<f64>,
+    /// Broadcasts so far.
+    pub(crate) broadcast: AtomicU64,
     pub(crate) sums: AtomicU64,
     pub(crate) worked: AtomicU64,
     pub(crate) permanent: AtomicU64,
@@ -64,8 +90,8 @@ impl Communicator for Beside {
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), dflash_dist::Error> {
-        assert_eq!(root, 0);
-        if let Some(value) = self.broadcasts {
+        self.broadcast.fetch_add(1, Relaxed);
+        if let Some(value) = self.broadcasts.or((root > 0).then_some(root as f64)) {
             let _ = tensor.fill_(value);
         }
         Ok(())

@@ -145,7 +145,8 @@ fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabu
     if let Some(found) = stored.as_ref().map(DraftVocabulary::target_size)
         && found != rows
     {
-        let (key, found, expected) = ("number of tokens", found.to_string(), rows.to_string());
+        let (key, found, expected) =
+            ("number of target tokens", found.to_string(), rows.to_string());
         return Err(Error::ForeignDraft { path: dir.into(), key, found, expected });
     }
     let size = stored.as_ref().map_or(rows, |stored| stored.selected().len());

@@ -96,11 +96,6 @@ impl Trainer {
         Step { trainer: self, communicator, statistics, reductions: Vec::new() }
     }
 
-    /// The draft as its checkpoint serves it. All ranks call it.
-    pub(crate) fn served(&self, communicator: &dyn Communicator) -> Result<Draft, Error> {
-        self.masters.served(&self.draft, communicator)
-    }
-
     /// The figures of `draft` on one row, without gradients; `None` when there is nothing to learn.
     pub(crate) fn validate(&self, draft: &Draft, row: &LoadedRow) -> Option<Statistics> {
         let batch = self.batches.make(draft, row)?;

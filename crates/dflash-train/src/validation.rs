@@ -122,7 +122,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         communicator: &dyn Communicator,
     ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
-        let draft = trainer.served(communicator)?;
+        let draft = trainer.masters.served(&trainer.draft, communicator)?;
         let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.has_rows {
             line.rows = Some(self.teacher_forced(trainer, &draft, communicator)?);

@@ -2,34 +2,17 @@
 
 use dflash_dist::Single;
 use dflash_model::checkpoint::TensorWriter;
-use dflash_model::draft::{DraftConfig, LayerKind};
+use dflash_model::draft::DraftConfig;
 use tch::Device;
 
 use super::*;
+use crate::fake::draft_config;
 use crate::optimizer::{Algorithm, MuonConfig, WeightDecay};
 
 const RATE: f64 = 1e-3;
 
 fn config() -> DraftConfig {
-    DraftConfig {
-        hidden_size: 32,
-        intermediate_size: 64,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 8,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        layers: vec![LayerKind::Full; 3],
-        sliding_window: None,
-        block_size: 4,
-        mask_token_id: 95,
-        target_layer_ids: vec![1, 2],
-        num_target_layers: Some(4),
-        vocab_size: 96,
-        max_position_embeddings: 256,
-        initializer_range: 0.02,
-        eos_token_id: None,
-    }
+    DraftConfig { intermediate_size: 64, ..draft_config(32, 3) }
 }
 
 fn muon() -> OptimizerConfig {
