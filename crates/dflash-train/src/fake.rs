@@ -49,10 +49,10 @@ pub(crate) struct Beside {
     pub(crate) alike: usize,
     /// The sum from which on another rank votes that it failed, counted from 1.
     pub(crate) fails_at: Option<u64>,
-    /// What is broadcast, whatever this rank's own number is; else another rank's is its number.
-    pub(crate) broadcasts: Option<f64>,
-    /// Broadcasts so far.
-    pub(crate) broadcast: AtomicU64,
+    /// What every rank broadcasts; without it this rank its own value, and others their number.
+    pub(crate) broadcast_value: Option<f64>,
+    /// How often each call came so far.
+    pub(crate) broadcasts: AtomicU64,
     pub(crate) sums: AtomicU64,
     pub(crate) worked: AtomicU64,
     pub(crate) permanent: AtomicU64,
@@ -90,8 +90,8 @@ impl Communicator for Beside {
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), dflash_dist::Error> {
-        self.broadcast.fetch_add(1, Relaxed);
-        if let Some(value) = self.broadcasts.or((root > 0).then_some(root as f64)) {
+        self.broadcasts.fetch_add(1, Relaxed);
+        if let Some(value) = self.broadcast_value.or((root > 0).then_some(root as f64)) {
             let _ = tensor.fill_(value);
         }
         Ok(())

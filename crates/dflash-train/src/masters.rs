@@ -1,8 +1,8 @@
-//! The float32 side of the parameters: one rank's share of the masters, the optimizer's state and
-//! the averaged weights.
+//! What is kept in float32 of the parameters: one rank's share of the masters, the optimizer's state
+//! and the averaged weights.
 //!
-//! The draft computes with a buffer of its own kind. In float32 the masters are a part of that very
-//! buffer; in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
+//! The draft computes with a buffer of its own kind. In float32 the masters are a part of that buffer;
+//! in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
 
 use dflash_dist::Communicator;
 use dflash_model::checkpoint::{Entry, TensorFile};
@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use crate::Error;
 use crate::checkpoint::MASTERS;
-use crate::optimizer::{Average, Extent, Groups, Optimizer, OptimizerConfig, StateTensor};
+use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor};
 use crate::shards::Shards;
 
 /// Name of the averaged weights in a checkpoint.
@@ -26,6 +26,25 @@ pub(crate) struct Masters {
     pub(crate) weights: Tensor,
     pub(crate) optimizer: Optimizer,
     pub(crate) average: Option<Average>,
+}
+
+/// An exponential moving average of the share's weights.
+#[derive(Debug)]
+pub(crate) struct Average {
+    decay: f64,
+    weights: Tensor,
+}
+
+impl Average {
+    /// Begins at `masters`, so that no start at zero has to be corrected for.
+    fn new(decay: f64, masters: &Tensor) -> Self {
+        Self { decay, weights: masters.copy() }
+    }
+
+    /// `average = decay * average + (1 - decay) * masters`, after a step was taken.
+    fn update(&mut self, masters: &Tensor) {
+        let _ = self.weights.lerp_(masters, 1.0 - self.decay);
+    }
 }
 
 impl Masters {

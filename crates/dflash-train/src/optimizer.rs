@@ -5,7 +5,6 @@
 //! treated how.
 
 mod adamw;
-mod average;
 mod groups;
 mod muon;
 
@@ -15,7 +14,6 @@ use tch::{Kind, Tensor};
 
 pub use adamw::AdamWConfig;
 use adamw::Moments;
-pub use average::Average;
 use groups::shrink;
 pub use groups::{Groups, Piece, WeightDecay};
 use muon::Muon;

@@ -87,7 +87,7 @@ impl Length {
             Self::Epochs(_) => ("epochs", epochs.to_string()),
             Self::Rows(_) => ("max_steps", format!("good for {epochs} passes")),
         };
-        let expected = format!("more than {MAX_EPOCHS} passes over the data are surely a mistake");
+        let expected = format!("more than {MAX_EPOCHS} passes over the data must be a mistake");
         Err(Invalid::new(key, found, expected).into())
     }
 }

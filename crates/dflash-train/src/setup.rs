@@ -162,16 +162,11 @@ fn selected_vocabulary(
     dataset: &Dataset,
     rows: usize,
 ) -> Result<Option<DraftVocabulary>, Error> {
-    match config.draft.vocab_size {
-        None => Ok(None),
-        Some(size) if size == rows => Ok(None),
-        Some(size) if size > rows => {
-            let expected = format!("the target's embedding has {rows} rows");
-            Err(Invalid::new("draft_vocab_size", size, expected).into())
-        }
-        Some(size) => {
-            let selected = select_vocabulary(&dataset.token_frequencies()?, size, rows);
-            Ok(Some(DraftVocabulary::new(selected, rows)))
-        }
+    let Some(size) = config.draft.vocab_size.filter(|&size| size != rows) else { return Ok(None) };
+    if size > rows {
+        let expected = format!("the target's embedding has {rows} rows");
+        return Err(Invalid::new("draft_vocab_size", size, expected).into());
     }
+    let selected = select_vocabulary(&dataset.token_frequencies()?, size, rows);
+    Ok(Some(DraftVocabulary::new(selected, rows)))
 }

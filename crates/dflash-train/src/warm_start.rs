@@ -61,7 +61,7 @@ impl WarmStart {
         let precision = if self.masters().is_file() { "float32 weights" } else { "stored weights" };
         let mut notes = vec![format!("starting from the {precision} of {}", self.dir.display())];
         if had > has {
-            notes.push(format!("of its {had} layers the first {has} are kept"));
+            notes.push(format!("the first {has} of its {had} layers are kept"));
         }
         if had < has {
             notes.push(format!("it has {had} layers: layers {had} to {} start fresh", has - 1));

@@ -188,7 +188,7 @@ fn a_rank_that_cannot_write_takes_part_to_the_end() {
     let exchanged = |save_path: &Path| {
         let peers = Beside { alike: 1, ..Beside::default() };
         let saved = save(&trainer, &position(2), save_path, &peers);
-        (saved, peers.broadcast.into_inner())
+        (saved, peers.broadcasts.into_inner())
     };
     let (saved, expected) = exchanged(&dir.path().join("good"));
     let state = TensorFile::open(&saved.unwrap().join(Checkpoint::TENSORS)).unwrap();

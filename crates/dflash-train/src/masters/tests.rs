@@ -136,3 +136,16 @@ fn what_one_rank_wrote_others_take_their_shares_of() {
         }
     });
 }
+
+#[test]
+fn the_average_follows_by_its_share() {
+    let masters = Tensor::from_slice(&[1.0f32, -4.0]);
+    let mut average = Average::new(0.75, &masters);
+    let mut masters = masters;
+    for next in [[2.0f32, -4.0], [4.0, 0.0]] {
+        masters.copy_(&Tensor::from_slice(&next));
+        average.update(&masters);
+    }
+    // by hand: 0.75 * 1 + 0.25 * 2 = 1.25; 0.75 * 1.25 + 0.25 * 4 = 1.9375; and -4 -> -4 -> -3
+    assert_eq!(Vec::<f32>::try_from(&average.weights).unwrap(), [1.9375, -3.0]);
+}

@@ -154,6 +154,16 @@ fn a_stop_while_waiting_for_rows_keeps_the_steps_before_it() {
 }
 
 #[test]
+fn a_stop_between_rows_counts_the_step_that_it_met() {
+    let world = World::new();
+    let config = world.config("out");
+    config.stop.store(true, Relaxed);
+    let outcome = world.train_on(&config, &world.rows(), &Single).unwrap();
+    assert_eq!((outcome.step, outcome.completed), (1, false));
+    assert_eq!(world.saved("out"), [1]);
+}
+
+#[test]
 fn metrics_have_what_the_streams_of_all_ranks_counted() {
     let world = World::new();
     let config = world.config("out");
@@ -192,7 +202,7 @@ fn all_ranks_clip_by_the_norm_of_rank_0() {
     let own = world.train(&one("own")).unwrap();
     let norm = world.lines("own", "metrics.jsonl")[0]["gradient_norm"].as_f64().unwrap();
     let told = |save: &str, norm: f64| {
-        let rank_0 = Beside { broadcasts: Some(norm), ..Beside::default() };
+        let rank_0 = Beside { broadcast_value: Some(norm), ..Beside::default() };
         world.train_on(&one(save), &world.rows(), &rank_0).unwrap().checkpoint
     };
     assert_eq!(World::state(&told("same", norm)), World::state(&own.checkpoint));

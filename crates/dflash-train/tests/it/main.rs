@@ -5,11 +5,11 @@ mod validation;
 mod world;
 
 use std::path::Path;
-use std::sync::atomic::Ordering::Relaxed;
 
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_model::checkpoint::TensorFile;
 use dflash_model::draft::Draft;
+use dflash_run::Checkpoint;
 use dflash_settings::{Dtype, OnMissing};
 use tch::{Device, Kind, Tensor};
 
@@ -21,7 +21,7 @@ fn load(checkpoint: &Path) -> Draft {
 
 /// A part of the stored state, flat.
 fn stored(checkpoint: &Path, name: &str) -> Tensor {
-    let file = TensorFile::open(&checkpoint.join("trainer/state.safetensors")).unwrap();
+    let file = TensorFile::open(&checkpoint.join(Checkpoint::TENSORS)).unwrap();
     file.any_tensor(name).unwrap()
 }
 
@@ -59,16 +59,6 @@ fn states_that_go_missing_end_the_run_with_all_that_was_trained() {
         world.train(&with(config(&name), |settings| settings.resume = trained.is_some())).unwrap();
         assert_eq!(world.losses(&name), world.losses("whole"));
     }
-}
-
-#[test]
-fn a_stop_between_rows_counts_the_step_that_it_met() {
-    let world = World::new();
-    let config = world.config("out");
-    config.stop.store(true, Relaxed);
-    let outcome = world.train(&config).unwrap();
-    assert_eq!((outcome.step, outcome.completed), (1, false));
-    assert_eq!(world.saved("out"), [1]);
 }
 
 #[test]
@@ -120,11 +110,9 @@ fn a_step_without_anything_to_learn_moves_nothing() {
         let name = format!("step-{step:06}");
         let _ = std::fs::remove_dir_all(&to);
         std::fs::create_dir_all(to.join(&name).join("trainer")).unwrap();
-        for file in ["config.json", "model.safetensors", "trainer/state.json"] {
+        for file in ["config.json", "model.safetensors", Checkpoint::STATE, Checkpoint::TENSORS] {
             std::fs::copy(from.join(&name).join(file), to.join(&name).join(file)).unwrap();
         }
-        let state = "trainer/state.safetensors";
-        std::fs::copy(from.join(&name).join(state), to.join(&name).join(state)).unwrap();
         let on = world.train(&resumed(&config("part"))).unwrap();
         assert_eq!(World::state(&on.checkpoint), World::state(&whole.checkpoint), "{step}");
     }
