@@ -67,20 +67,13 @@ impl Checkpoint {
     }
 }
 
-/// Complete checkpoints of a run's directory, ascending.
-pub(crate) fn complete(run: &Path) -> Result<Vec<Checkpoint>, Error> {
-    let mut checkpoints = named(run)?;
-    checkpoints.retain(Checkpoint::is_complete);
-    Ok(checkpoints)
-}
-
 /// The checkpoint that the run would go on from.
 ///
 /// # Errors
 /// An unreadable directory, or a newer checkpoint that is not complete: since it had its name only
 /// when it was whole, someone removed something, and should know what the run goes back to.
 pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
-    let latest = complete(run)?.pop();
+    let latest = named(run)?.into_iter().rfind(Checkpoint::is_complete);
     // Another run may be writing: only what lacks something now is damaged.
     let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
     match torn {
@@ -93,7 +86,7 @@ pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
 }
 
 /// What in `run` is named as a checkpoint, ascending.
-fn named(run: &Path) -> Result<Vec<Checkpoint>, Error> {
+pub(crate) fn named(run: &Path) -> Result<Vec<Checkpoint>, Error> {
     let checkpoint = |name: String| {
         let step = name.strip_prefix(PREFIX)?.parse().ok()?;
         Some(Checkpoint { step, dir: run.join(name) })
@@ -118,6 +111,7 @@ fn bytes_below(dir: &Path) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::RunDir;
 
     fn with(names: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -132,7 +126,7 @@ mod tests {
     fn a_run_goes_on_from_its_newest_checkpoint() {
         let dir = with(&["step-000002", "step-000010", "step-000009.tmp", "steps"]);
         let steps = |found: Vec<Checkpoint>| found.iter().map(|it| it.step).collect::<Vec<_>>();
-        assert_eq!(steps(complete(dir.path()).unwrap()), [2, 10]);
+        assert_eq!(steps(RunDir::at(dir.path()).checkpoints().unwrap()), [2, 10]);
         assert_eq!(to_resume(dir.path()).unwrap().unwrap().step, 10);
         assert!(to_resume(&dir.path().join("absent")).unwrap().is_none());
         assert_eq!(Checkpoint::at(dir.path(), 10).bytes(), 2);

@@ -83,7 +83,9 @@ impl RunDir {
 
     /// Complete checkpoints, ascending.
     pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, Error> {
-        checkpoints::complete(&self.0)
+        let mut checkpoints = checkpoints::named(&self.0)?;
+        checkpoints.retain(Checkpoint::is_complete);
+        Ok(checkpoints)
     }
 
     /// The step with the highest measured acceptance length, if one was measured.

@@ -44,6 +44,7 @@ mod warm_start;
 #[path = "../tests/it/world.rs"]
 mod world;
 
+// The world of tests/it, which the unit tests take too, knows this crate by its name.
 #[cfg(test)]
 extern crate self as dflash_train;
 

@@ -64,7 +64,13 @@ impl Epoch {
         lengths.truncate(split_index(lengths.len(), trained));
         let RowSettings { total_seq_len, seed, .. } = planned.settings.rows;
         let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
-        let blocks = block_maker(planned, vocabulary);
+        let blocks = BlockMaker {
+            anchors: setup::anchors(&planned.settings.rows),
+            // which tokens a pruned one lacks is not known yet
+            vocabulary: None,
+            head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
+            teacher: planned.settings.objective.needs_teacher(),
+        };
         let stride = rows.len().div_ceil(SAMPLED).max(1);
         let shape =
             |row: &Vec<u32>| Ok(shape(&blocks, draft, &pack(&*samples, row, total_seq_len)?));
@@ -102,16 +108,6 @@ fn open(
     }
     let lengths = dataset.lengths().to_vec();
     Ok((Box::new(TargetSamples { dataset, embedding_rows }), lengths))
-}
-
-/// The run's blocks; which tokens a pruned vocabulary lacks is not known yet.
-fn block_maker(planned: &Planned<'_>, vocabulary: i64) -> BlockMaker {
-    BlockMaker {
-        anchors: setup::anchors(&planned.settings.rows),
-        vocabulary: None,
-        head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
-        teacher: planned.settings.objective.needs_teacher(),
-    }
 }
 
 fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape {
