@@ -9,11 +9,12 @@ use dflash_data::Sample;
 use dflash_model::draft::Parameter;
 use dflash_model::target::Target;
 use dflash_prepare::{Refusal, conversation_rows};
+use dflash_settings::SchedulerType;
 use dflash_text::{ChatTokenizer, Conversation, SegmentCache};
 use dflash_train::optimizer::{
     AdamWConfig, Groups, Optimizer, OptimizerConfig, WeightDecay, gradient_norm,
 };
-use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
+use dflash_train::schedule::{Schedule, Warmup};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -32,8 +33,12 @@ const BETA2: f64 = 0.98;
 const WEIGHT_DECAY: f64 = 0.05;
 /// Gradients longer than this are scaled down.
 const MAX_NORM: f64 = 1.0;
-const SCHEDULE: Schedule =
-    Schedule { kind: ScheduleKind::Cosine, warmup: Warmup::Ratio(0.05), minimum: 0.1 };
+const SCHEDULE: Schedule = Schedule {
+    kind: SchedulerType::Cosine,
+    warmup: Warmup::Ratio(0.05),
+    decay_ratio: 0.0,
+    minimum: 0.1,
+};
 
 /// How long and on how much to train.
 #[derive(Debug, Clone, Copy)]

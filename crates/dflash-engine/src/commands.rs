@@ -40,9 +40,7 @@ pub(crate) fn about(error: &anyhow::Error) -> Option<String> {
     use dflash_train::Error as Train;
     let key = match error.downcast_ref() {
         Some(Train::Setting(invalid)) => invalid.key,
-        Some(
-            Train::ForeignDraft { .. } | Train::BadWeights { .. } | Train::ForeignVocabulary { .. },
-        ) => "from_pretrained",
+        Some(Train::ForeignDraft { .. } | Train::BadWeights { .. }) => "from_pretrained",
         _ => match error.downcast_ref() {
             Some(dflash_dist::Error::BadLaunch { flag, .. }) => flag,
             _ => error.downcast_ref::<Invalid>()?.key,

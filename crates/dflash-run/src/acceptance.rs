@@ -2,9 +2,8 @@
 //!
 //! The convention is the published one: a verify step drafts B-1 tokens and yields the accepted
 //! ones plus one of the target's own, so its acceptance length (tau) is `1 + accepted`. A step is
-//! counted as it was verified, also when the answer ends (by an end token or the length limit)
-//! inside the block: the reference loop and vLLM's counters do the same, since they count before
-//! they cut.
+//! counted as it was verified, even if the answer ends inside the block: the reference loop and
+//! vLLM's counters do the same, since they count before they cut.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,21 +19,18 @@ pub struct Acceptance {
 }
 
 /// What the counts mean, measured by real decoding.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AcceptanceFigures {
-    /// Mean tokens per verify step over all steps (micro; vLLM's `1 + accepted / drafts`).
     #[serde(alias = "tau_per_step")]
     pub acceptance_length: f64,
-    /// Mean over answers of their mean tokens per step (macro; the paper's).
     #[serde(alias = "tau_per_response")]
     pub acceptance_length_per_response: f64,
-    /// Share of all steps in which each slot of a block was accepted, as vLLM reports it; the
-    /// anchor's slot has none.
     #[serde(default)]
     pub acceptance_by_slot: Vec<Option<f64>>,
 }
 
-/// How a slot of a block fared.
+/// How often a slot of a block was reached and accepted.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SlotCounts {
     /// The slot, 1 for the first proposal.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::directory::names;
 
 /// What every name of a checkpoint begins with.
 pub(crate) const PREFIX: &str = "step-";
@@ -16,26 +17,25 @@ const CONFIG: &str = "config.json";
 pub struct Checkpoint {
     /// Optimizer steps taken.
     pub step: u64,
-    /// Where it lies.
+    /// Its directory.
     pub dir: PathBuf,
 }
 
-/// Content of `best.json`: the step that reached most, where acceptance is measured.
+/// Content of `best.json`: the step with the highest measured acceptance length.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// Its optimizer steps.
     pub step: u64,
-    /// Mean tokens per verify step, measured.
     #[serde(alias = "tau_per_step")]
     pub acceptance_length: f64,
 }
 
 impl Checkpoint {
-    /// The folder of what `--resume` needs, below its directory.
+    /// The folder of what `--resume` needs.
     pub const TRAINER: &str = "trainer";
-    /// The position in there.
+    /// The run's position.
     pub const STATE: &str = "trainer/state.json";
-    /// The float32 state in there.
+    /// The float32 state.
     pub const TENSORS: &str = "trainer/state.safetensors";
 
     /// The checkpoint of `step` in a run's directory, there or not.
@@ -43,17 +43,17 @@ impl Checkpoint {
         Self { step, dir: run.join(format!("{PREFIX}{step:06}")) }
     }
 
-    /// Whether it has what engines load: without that, something was taken away.
+    /// Whether it has what engines load first, which every checkpoint is written with.
     pub fn is_complete(&self) -> bool {
         self.dir.join(CONFIG).is_file()
     }
 
-    /// Bytes of its files, the trainer's state included; of one that is being removed what is left.
+    /// Bytes of its files, the trainer's state included, as far as they can be read.
     pub fn bytes(&self) -> u64 {
         bytes_below(&self.dir)
     }
 
-    /// Says what to do about this checkpoint, which does not load because of `source`.
+    /// The error of this checkpoint, which does not load because of `source`, and what to do.
     pub fn damaged(self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
         let others = self.dir.parent().and_then(|run| named(run).ok()).unwrap_or_default();
         let before = others.iter().rfind(|other| other.is_complete() && other.step < self.step);
@@ -61,26 +61,19 @@ impl Checkpoint {
         Error::DamagedCheckpoint { path: self.dir, before, source: source.into() }
     }
 
-    /// Whether we would give it this name: `step-7` is somebody else's.
+    /// Whether a run gave it this name: `step-7` is someone else's.
     pub(crate) fn has_our_name(&self) -> bool {
         self.dir.parent().is_some_and(|run| Self::at(run, self.step) == *self)
     }
 }
 
-/// Complete checkpoints of a run's directory, ascending.
-pub(crate) fn complete(run: &Path) -> Result<Vec<Checkpoint>, Error> {
-    let mut checkpoints = named(run)?;
-    checkpoints.retain(Checkpoint::is_complete);
-    Ok(checkpoints)
-}
-
 /// The checkpoint that the run would go on from.
 ///
 /// # Errors
-/// An unreadable directory, or a newer one that is not complete: since a checkpoint gets its name
-/// when it is whole, someone took something away, and should know what the run goes back to.
+/// An unreadable directory, or a newer checkpoint that is not complete: since it had its name only
+/// when it was whole, someone removed something, and should know what the run goes back to.
 pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
-    let latest = complete(run)?.pop();
+    let latest = named(run)?.into_iter().rfind(Checkpoint::is_complete);
     // Another run may be writing: only what lacks something now is damaged.
     let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
     match torn {
@@ -93,18 +86,12 @@ pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
 }
 
 /// What in `run` is named as a checkpoint, ascending.
-fn named(run: &Path) -> Result<Vec<Checkpoint>, Error> {
-    let entries = match std::fs::read_dir(run) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(dflash_files::Error::io("read", run))?,
+pub(crate) fn named(run: &Path) -> Result<Vec<Checkpoint>, Error> {
+    let checkpoint = |name: String| {
+        let step = name.strip_prefix(PREFIX)?.parse().ok()?;
+        Some(Checkpoint { step, dir: run.join(name) })
     };
-    let mut found = Vec::new();
-    for entry in entries {
-        let dir = entry.map_err(dflash_files::Error::io("read", run))?.path();
-        let name = dir.file_name().and_then(|name| name.to_str());
-        let step = name.and_then(|name| name.strip_prefix(PREFIX)?.parse().ok());
-        found.extend(step.map(|step| Checkpoint { step, dir }));
-    }
+    let mut found: Vec<Checkpoint> = names(run)?.into_iter().filter_map(checkpoint).collect();
     found.sort();
     Ok(found)
 }
@@ -124,6 +111,7 @@ fn bytes_below(dir: &Path) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::RunDir;
 
     fn with(names: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -138,7 +126,7 @@ mod tests {
     fn a_run_goes_on_from_its_newest_checkpoint() {
         let dir = with(&["step-000002", "step-000010", "step-000009.tmp", "steps"]);
         let steps = |found: Vec<Checkpoint>| found.iter().map(|it| it.step).collect::<Vec<_>>();
-        assert_eq!(steps(complete(dir.path()).unwrap()), [2, 10]);
+        assert_eq!(steps(RunDir::at(dir.path()).checkpoints().unwrap()), [2, 10]);
         assert_eq!(to_resume(dir.path()).unwrap().unwrap().step, 10);
         assert!(to_resume(&dir.path().join("absent")).unwrap().is_none());
         assert_eq!(Checkpoint::at(dir.path(), 10).bytes(), 2);

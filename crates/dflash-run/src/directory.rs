@@ -1,14 +1,18 @@
 //! The directory itself: the names of its files, and reading them while a run may be writing.
 
-use std::io::ErrorKind;
+use std::fs::File;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use crate::checkpoints::{self, Best, Checkpoint};
-use crate::lines::{self, Line, Lines};
-use crate::provenance::Provenance;
-use crate::{Error, save_path};
+use serde_json::Value;
 
-/// A run's directory, which may be absent, someone else's, or written to at the moment.
+use crate::Error;
+use crate::checkpoints::{self, Best, Checkpoint};
+use crate::lines::{Line, Lines};
+use crate::provenance::Provenance;
+use crate::save_path::is_negligible;
+
+/// A run's directory, which may be absent, someone else's, or in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunDir(PathBuf);
 
@@ -25,39 +29,38 @@ impl RunDir {
         Self(path.into())
     }
 
-    /// Where it lies.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
     /// The lines of one kind; none where the file is not there.
-    ///
-    /// # Errors
-    /// An unreadable file.
     pub fn lines<T: Line>(&self) -> Result<Lines<T>, Error> {
         Ok(Lines::parse(self.text(T::FILE)?.as_deref()))
     }
 
     /// Adds a line to its file.
-    ///
-    /// # Errors
-    /// A full disk.
     pub fn append<T: Line>(&self, line: &T) -> Result<(), Error> {
-        lines::append(&self.0.join(T::FILE), line)
+        let path = self.0.join(T::FILE);
+        let text = serde_json::to_string(line).expect("a line prints") + "\n";
+        let file = File::options().create(true).append(true).open(&path);
+        let mut file = file.map_err(dflash_files::Error::io("open", &path))?;
+        let written = file.write_all(text.as_bytes());
+        let written = written.and_then(|()| if T::DURABLE { file.sync_all() } else { Ok(()) });
+        Ok(written.map_err(dflash_files::Error::io("write", path))?)
     }
 
-    /// Drops the lines of one kind of steps after `step`, which a resumed run will write again.
-    ///
-    /// # Errors
-    /// A full disk.
+    /// Drops the lines of steps after `step`, which a resumed run will write again, and what is not
+    /// a line of ours.
     pub fn keep_until<T: Line>(&self, step: u64) -> Result<(), Error> {
-        lines::keep_until(&self.0.join(T::FILE), step)
+        let Some(bytes) = self.read(T::FILE)? else { return Ok(()) };
+        let lines = bytes.split(|&byte| byte == b'\n');
+        let kept = lines.filter(|line| step_of(line).is_some_and(|stored| stored <= step));
+        let kept: Vec<u8> = kept.flat_map(|line| [line, b"\n"].concat()).collect();
+        Ok(dflash_files::write_bytes(&self.0.join(T::FILE), &kept)?)
     }
 
     /// What made the run; `None` where run.json is missing or broken.
-    ///
-    /// # Errors
-    /// An unreadable file.
     pub fn provenance(&self) -> Result<Option<Provenance>, Error> {
         Ok(self.text(Self::PROVENANCE)?.and_then(|text| serde_json::from_str(&text).ok()))
     }
@@ -67,11 +70,7 @@ impl RunDir {
         self.0.join(Self::PROVENANCE).is_file()
     }
 
-    /// Writes how the run was started. What earlier starts said stays in a list, unless the run
-    /// begins anew.
-    ///
-    /// # Errors
-    /// A full disk.
+    /// Writes how the run was started. A resumed run keeps a list of the starts before it.
     pub fn record(&self, mut provenance: Provenance) -> Result<(), Error> {
         if provenance.resumed_at_step > 0 {
             // A run must not fail for its own records: broken ones say nothing.
@@ -83,17 +82,13 @@ impl RunDir {
     }
 
     /// Complete checkpoints, ascending.
-    ///
-    /// # Errors
-    /// An unreadable directory.
     pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, Error> {
-        checkpoints::complete(&self.0)
+        let mut checkpoints = checkpoints::named(&self.0)?;
+        checkpoints.retain(Checkpoint::is_complete);
+        Ok(checkpoints)
     }
 
-    /// The best step by measured acceptance, where someone measured.
-    ///
-    /// # Errors
-    /// An unreadable record.
+    /// The step with the highest measured acceptance length, if one was measured.
     pub fn best(&self) -> Result<Option<Best>, Error> {
         let Some(text) = self.text(Self::BEST)? else { return Ok(None) };
         let path = self.0.join(Self::BEST);
@@ -103,8 +98,8 @@ impl RunDir {
     /// The checkpoint that a run begins from, if any.
     ///
     /// # Errors
-    /// Checkpoints of an earlier run without `resume`, something that is not a run's, a newest
-    /// checkpoint that is damaged.
+    /// Checkpoints of an earlier run without `resume`, files that no run wrote, a newest checkpoint
+    /// that is damaged.
     pub fn start(&self, resume: bool) -> Result<Option<Checkpoint>, Error> {
         match checkpoints::to_resume(&self.0)? {
             Some(Checkpoint { step, .. }) if !resume => {
@@ -114,27 +109,45 @@ impl RunDir {
             None => {}
         }
         // A run that ended before its first checkpoint leaves its provenance, and may begin again.
-        if dflash_files::is_absent_or_empty(&self.0)? || self.has_provenance() {
+        if self.has_provenance() {
             return Ok(None);
         }
-        let names = save_path::names(&self.0)?.into_iter();
-        let foreign = names.filter(|name| !save_path::is_negligible(name)).min();
+        let foreign = names(&self.0)?.into_iter().filter(|name| !is_negligible(name)).min();
         foreign.map_or(Ok(None), |found| Err(Error::Foreign { path: self.0.clone(), found }))
     }
 
     /// A file's text with what is not UTF-8 replaced; `None` when there is no such file.
     fn text(&self, name: &str) -> Result<Option<String>, Error> {
+        Ok(self.read(name)?.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    fn read(&self, name: &str) -> Result<Option<Vec<u8>>, Error> {
         let path = self.0.join(name);
         match std::fs::read(&path) {
-            Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
             Err(error)
                 if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) =>
             {
                 Ok(None)
             }
-            Err(error) => Err(dflash_files::Error::io("read", path)(error).into()),
+            bytes => Ok(Some(bytes.map_err(dflash_files::Error::io("read", path))?)),
         }
     }
+}
+
+/// The step of a line whatever else it says; `None` where a full disk cut it off.
+fn step_of(line: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<Value>(line).ok()?["step"].as_u64()
+}
+
+/// The names in the directory `path`, if it is there.
+pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
+    let entries = match std::fs::read_dir(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(dflash_files::Error::io("read", path))?,
+    };
+    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    let names: std::io::Result<_> = names.collect();
+    Ok(names.map_err(dflash_files::Error::io("read", path))?)
 }
 
 #[cfg(test)]

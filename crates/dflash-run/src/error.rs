@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 /// Errors name the path and the remedy.
+#[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file cannot be read or written.
@@ -11,38 +12,23 @@ pub enum Error {
     /// A file does not parse.
     #[error("{path}: {source}")]
     Json {
-        /// The file.
         path: PathBuf,
-        /// The parser's answer.
         #[source]
         source: serde_json::Error,
     },
-    /// The directory holds something that is not ours.
+    /// The directory holds something that no run wrote.
     #[error("{path} holds {found}, which no training run wrote; name another --save-path")]
-    Foreign {
-        /// The directory.
-        path: PathBuf,
-        /// What lies there.
-        found: String,
-    },
+    Foreign { path: PathBuf, found: String },
     /// The directory holds an earlier run.
     #[error(
         "{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path"
     )]
-    EarlierRun {
-        /// The directory.
-        path: PathBuf,
-        /// Its last complete step.
-        step: u64,
-    },
+    EarlierRun { path: PathBuf, step: u64 },
     /// Another process trains into the directory.
     #[error(
         "another run is writing to {path}; wait until it has ended, or name another --save-path"
     )]
-    InUse {
-        /// The directory.
-        path: PathBuf,
-    },
+    InUse { path: PathBuf },
     /// A checkpoint that is not as it was written.
     #[error(
         "cannot resume {}, which is damaged; remove it to go on from {}",
@@ -50,18 +36,12 @@ pub enum Error {
         .before.map_or_else(|| "the start".to_owned(), |step| format!("step {step}"))
     )]
     DamagedCheckpoint {
-        /// Its directory.
         path: PathBuf,
-        /// The complete checkpoint before it.
         before: Option<u64>,
-        /// What is wrong with it.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A checkpoint lacks a file.
     #[error("{path} is missing")]
-    Missing {
-        /// The file.
-        path: PathBuf,
-    },
+    Missing { path: PathBuf },
 }

@@ -16,7 +16,7 @@ use crate::{Error, Line, RunDir};
 /// What TensorBoard expects in the first event of a file.
 const FILE_VERSION: &str = "brain.Event:2";
 
-/// A file of events in the making. Every line is with the operating system when it is written.
+/// An open file of events. Every line is handed to the operating system at once.
 #[derive(Debug)]
 pub struct Events {
     path: PathBuf,
@@ -53,9 +53,6 @@ struct Scalar {
 
 impl Events {
     /// Begins a file in the run's directory. Each start of a run has its own.
-    ///
-    /// # Errors
-    /// A directory or file that cannot be created.
     pub fn create(run: &RunDir) -> Result<Self, Error> {
         let dir = run.path().join(RunDir::EVENTS);
         std::fs::create_dir_all(&dir).map_err(dflash_files::Error::io("create", &dir))?;
@@ -70,9 +67,6 @@ impl Events {
     }
 
     /// Writes the numbers of a line.
-    ///
-    /// # Errors
-    /// A full disk.
     pub fn add<T: Line>(&mut self, line: &T) -> Result<(), Error> {
         let value = line
             .scalars()

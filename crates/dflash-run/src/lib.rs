@@ -2,7 +2,7 @@
 //! them. `train` writes through this crate, and whoever reads a run reads through it.
 //!
 //! - [`RunDir`] names the files and reads them, also while the run is in progress; [`SavePath`] is
-//!   the hold of the one process that writes, which sweeps, prunes and notes the best step;
+//!   the lock of the one process that writes, which sweeps, prunes and notes the best step;
 //! - [`MetricLine`] and [`ValidationLine`] are the lines of the two JSONL files, [`Provenance`] is
 //!   `run.json`;
 //! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it

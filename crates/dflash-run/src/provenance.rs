@@ -4,36 +4,27 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// Content of `run.json`: the last start, and what is known of those before.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Provenance {
-    /// Our version.
     pub dflash: Option<String>,
-    /// libtorch's version.
     pub libtorch: Option<String>,
-    /// Ranks.
     pub world_size: Option<usize>,
-    /// Step of the checkpoint that the run went on from; 0 at its beginning.
     pub resumed_at_step: u64,
-    /// The starts before this one, oldest first.
     pub earlier_starts: Vec<Start>,
-    /// Content of the dataset.
     pub dataset: Option<String>,
-    /// All settings, with the command line under `command`.
     pub config: Value,
 }
 
 /// A start of the run before the last.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Start {
-    /// Our version.
     pub dflash: Option<String>,
-    /// Ranks.
     pub world_size: Option<usize>,
-    /// Step of the checkpoint that it went on from.
     pub resumed_at_step: u64,
-    /// Its command line.
     pub command: Option<Vec<String>>,
 }
 
@@ -90,6 +81,6 @@ mod tests {
         run.record(start(12, "d")).unwrap();
         assert!(commands().is_empty(), "broken records say nothing");
         run.record(start(0, "e")).unwrap();
-        assert!(commands().is_empty(), "a run that begins anew has no past");
+        assert!(commands().is_empty(), "a new run has no past");
     }
 }

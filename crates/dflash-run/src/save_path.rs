@@ -1,18 +1,18 @@
-//! The hold on a run's directory: one process writes, sweeps and prunes.
+//! The lock on a run's directory: one process writes, sweeps and prunes.
 
-use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::path::Path;
 
 use dflash_settings::CheckpointSettings;
 
 use crate::checkpoints::{Best, Checkpoint, PREFIX};
+use crate::directory::names;
 use crate::{Error, Line, MetricLine, RunDir, ValidationLine};
 
-/// Held locked by rank 0 while the run lives; the kernel lets go of it when the process dies.
+/// Locked by rank 0 for the whole run; the kernel unlocks it when the process dies.
 const LOCK: &str = ".lock";
 
-/// A run's directory that this process alone writes to, while it lives.
+/// A run's directory that this process alone may write to, until this is dropped.
 #[derive(Debug)]
 pub struct SavePath {
     run: RunDir,
@@ -20,8 +20,7 @@ pub struct SavePath {
 }
 
 impl SavePath {
-    /// Creates the directory, takes it for this run, and removes what killed runs have left half
-    /// written or half removed.
+    /// Creates the directory, takes it for this run, and removes what killed runs left behind.
     ///
     /// # Errors
     /// [`Error::InUse`] where another run is alive in it.
@@ -32,7 +31,7 @@ impl SavePath {
             File::create(&lock_path).map_err(dflash_files::Error::io("create", &lock_path))?;
         match lock.try_lock() {
             Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
-            // Some network file systems have no locks; then two runs are the user's to avoid.
+            // Some network file systems have no locks; there the user must see to it.
             Ok(()) | Err(TryLockError::Error(_)) => (),
         }
         let claimed = Self { run: RunDir::at(path), _lock: lock };
@@ -44,34 +43,29 @@ impl SavePath {
     fn sweep(&self) -> Result<(), Error> {
         for name in names(self.run.path())?.iter().filter(|name| is_leftover(name)) {
             let path = self.run.path().join(name);
-            let is_dir = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
-            let removed =
-                if is_dir { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+            let removed = match is_real_dir(&path) {
+                true => std::fs::remove_dir_all(&path),
+                false => std::fs::remove_file(&path),
+            };
             removed.map_err(dflash_files::Error::io("remove", &path))?;
         }
         Ok(())
     }
 
-    /// Removes the checkpoints that need not stay. Each goes out of its name first, so that a name
-    /// that exists is complete at any moment. Returns the steps that went.
+    /// Removes the checkpoints that need not stay; returns their steps. Each is renamed first, so
+    /// that a name that exists is complete at any moment.
     ///
     /// # Errors
-    /// An unreadable record of the best, a directory that cannot be removed.
+    /// An unreadable record of the best step, a directory that cannot be removed.
     pub fn prune(&self, retention: &CheckpointSettings) -> Result<Vec<u64>, Error> {
         let Some(keep_last) = retention.keep_last else { return Ok(Vec::new()) };
         let mut checkpoints = self.run.checkpoints()?;
-        checkpoints.retain(|checkpoint| {
-            let is_dir = checkpoint.dir.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
-            is_dir && checkpoint.has_our_name()
-        });
+        checkpoints.retain(|checkpoint| checkpoint.has_our_name() && is_real_dir(&checkpoint.dir));
+        checkpoints.truncate(checkpoints.len().saturating_sub(keep_last.max(1) as usize));
         let best = self.run.best()?.map(|best| best.step);
-        let newest: BTreeSet<u64> =
-            checkpoints.iter().rev().take(keep_last.max(1) as usize).map(|it| it.step).collect();
         checkpoints.retain(|&Checkpoint { step, .. }| {
-            let stays = newest.contains(&step)
-                || best == Some(step)
-                || retention.keep_every.is_some_and(|every| step.is_multiple_of(every));
-            !stays
+            let is_kept = retention.keep_every.is_some_and(|every| step.is_multiple_of(every));
+            !is_kept && best != Some(step)
         });
         for checkpoint in &checkpoints {
             dflash_files::remove_dir(&checkpoint.dir)?;
@@ -79,10 +73,7 @@ impl SavePath {
         Ok(checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect())
     }
 
-    /// Notes what the checkpoint of `step` reached; returns whether it is the best.
-    ///
-    /// # Errors
-    /// An unreadable record, a full disk.
+    /// Notes what was measured of the checkpoint of `step`; returns whether it is the best.
     pub fn note_acceptance(&self, step: u64, acceptance_length: f64) -> Result<bool, Error> {
         if self.run.best()?.is_some_and(|best| best.acceptance_length >= acceptance_length) {
             return Ok(false);
@@ -93,7 +84,12 @@ impl SavePath {
     }
 }
 
-/// What a run that ended before its first record may leave: nothing that is worth a refusal.
+/// Whether `path` is a directory itself, and not a link to one.
+fn is_real_dir(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir())
+}
+
+/// What a run that ended before its first record may leave.
 pub(crate) fn is_negligible(name: &str) -> bool {
     name == LOCK || is_leftover(name)
 }
@@ -107,14 +103,6 @@ fn is_leftover(name: &str) -> bool {
     let files = [RunDir::PROVENANCE, RunDir::BEST, MetricLine::FILE, ValidationLine::FILE];
     let is_ours = kept.starts_with(PREFIX) || files.contains(&kept);
     is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
-}
-
-pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
-    let entries = std::fs::read_dir(path).map_err(dflash_files::Error::io("read", path))?;
-    let names = entries
-        .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
-        .collect::<Result<Vec<String>, std::io::Error>>();
-    Ok(names.map_err(dflash_files::Error::io("read", path))?)
 }
 
 #[cfg(test)]
@@ -142,6 +130,10 @@ mod tests {
     const FIVE: [&str; 5] =
         ["step-000010", "step-000020", "step-000030", "step-000040", "step-000050"];
 
+    fn keep(keep_last: Option<u64>, keep_every: Option<u64>) -> CheckpointSettings {
+        CheckpointSettings { keep_last, keep_every, ..CheckpointSettings::default() }
+    }
+
     fn check(retention: CheckpointSettings, best: Option<&str>, expected: &[&str]) {
         let (dir, claimed) = with(&FIVE);
         if let Some(best) = best {
@@ -155,11 +147,6 @@ mod tests {
 
     #[test]
     fn only_what_need_not_stay_goes() {
-        let keep = |keep_last, keep_every| CheckpointSettings {
-            keep_last,
-            keep_every,
-            ..CheckpointSettings::default()
-        };
         check(keep(None, None), None, &FIVE);
         check(keep(None, Some(7)), None, &FIVE);
         check(keep(Some(9), None), None, &FIVE);
@@ -174,25 +161,19 @@ mod tests {
     fn a_best_file_that_cannot_be_read_costs_no_checkpoint() {
         let (dir, claimed) = with(&FIVE);
         std::fs::write(dir.path().join(RunDir::BEST), "{").unwrap();
-        let refused = claimed
-            .prune(&CheckpointSettings { keep_last: Some(1), ..CheckpointSettings::default() });
+        let refused = claimed.prune(&keep(Some(1), None));
         assert!(refused.unwrap_err().to_string().contains(RunDir::BEST));
         assert_eq!(left(&dir).len(), 6);
     }
 
     #[test]
-    fn what_is_no_checkpoint_of_ours_stays() {
+    fn what_is_not_a_checkpoint_of_ours_stays() {
         let foreign = ["step-1", "step-+00004", "step-000002-copy", "notes", "step-000001"];
         let (dir, claimed) = with(&[&foreign[..4], &FIVE[4..]].concat());
         std::fs::create_dir(dir.path().join(foreign[4])).unwrap();
         std::os::unix::fs::symlink(dir.path().join("notes"), dir.path().join("step-000003"))
             .unwrap();
-        assert_eq!(
-            claimed
-                .prune(&CheckpointSettings { keep_last: Some(1), ..CheckpointSettings::default() })
-                .unwrap(),
-            [0u64; 0]
-        );
+        assert!(claimed.prune(&keep(Some(1), None)).unwrap().is_empty());
         assert_eq!(left(&dir).len(), 7);
     }
 

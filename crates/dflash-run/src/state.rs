@@ -1,4 +1,4 @@
-//! Where a run stands: `trainer/state.json` in each checkpoint.
+//! The position of a run: `trainer/state.json` in each checkpoint.
 
 use std::path::Path;
 
@@ -6,48 +6,35 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Checkpoint, Error};
 
-/// Where a run stands.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// How far a run has come. What runs of earlier releases did not write has its default.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Position {
-    /// Optimizer steps taken.
     pub step: u64,
-    /// Packed rows of the sequence that are done.
     pub rows: u64,
-    /// Steps whose gradient was not finite.
     pub bad_steps: u64,
-    /// The last of them, as many as came in a row.
     #[serde(default)]
     pub bad_in_a_row: u64,
-    /// Steps that had nothing to learn from; runs before this was counted took them.
     #[serde(default)]
     pub empty_steps: u64,
-    /// Samples left out.
     #[serde(alias = "skipped")]
     pub skipped_samples: u64,
-    /// Tokens trained on.
     pub tokens: u64,
-    /// Content of the dataset.
     pub dataset: String,
-    /// Seed of order and anchors.
     pub seed: u64,
-    /// Tokens of a packed row.
     pub total_seq_len: usize,
-    /// Samples that are trained on, from the dataset's start; `None` in runs before there was
-    /// validation: all.
+    /// `None` in runs from before there was validation, which train on all samples.
     #[serde(default)]
     pub trained_samples: Option<usize>,
-    /// Name of the optimizer; what an older checkpoint does not say was AdamW.
     #[serde(default = "adamw")]
     pub optimizer: String,
-    /// Share that the averaged weights keep at a step, where there are such.
     #[serde(default)]
     pub ema_decay: Option<f64>,
-    /// What model.safetensors of the checkpoint holds.
     #[serde(default)]
     pub served_weights: ServedWeights,
 }
 
-/// Weights of a checkpoint that engines load.
+/// Which weights engines load from a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ServedWeights {
@@ -58,13 +45,13 @@ pub enum ServedWeights {
     Averaged,
 }
 
-/// Content of `trainer/state.json`.
+/// Content of `trainer/state.json`: how far the run had come.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// Where the run stood.
     #[serde(flatten)]
     pub position: Position,
-    /// CRC-32 of `trainer/state.safetensors`; older checkpoints have none.
+    /// Older checkpoints have none.
     #[serde(default)]
     pub tensors_crc32: Option<u32>,
 }
@@ -85,19 +72,13 @@ impl ServedWeights {
 
 impl State {
     /// Reads the state of the checkpoint in `dir`.
-    ///
-    /// # Errors
-    /// A file that cannot be read or does not parse.
     pub fn load(dir: &Path) -> Result<Self, Error> {
         let path = dir.join(Checkpoint::STATE);
         let bytes = std::fs::read(&path).map_err(dflash_files::Error::io("read", &path))?;
         serde_json::from_slice(&bytes).map_err(|source| Error::Json { path, source })
     }
 
-    /// Writes the state into the checkpoint in `dir`, whose folder for it is there.
-    ///
-    /// # Errors
-    /// A full disk.
+    /// Writes the state into the checkpoint in `dir`, which has its folder already.
     pub fn save(&self, dir: &Path) -> Result<(), Error> {
         let state = serde_json::to_vec_pretty(self).expect("a position prints");
         Ok(dflash_files::write_bytes(&dir.join(Checkpoint::STATE), &state)?)

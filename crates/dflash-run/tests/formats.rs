@@ -1,8 +1,8 @@
 //! docs/formats.md names the keys that are written, all of them and in their order.
 
 use dflash_run::{
-    AcceptanceFigures, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position, Provenance,
-    ServedWeights, Start, State, StreamCounters, TeacherForced, ValidationLine,
+    AcceptanceFigures, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position, Provenance, Start,
+    State, StreamCounters, TeacherForced, ValidationLine,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -52,23 +52,7 @@ fn every_key_is_documented() {
     let earlier_starts = vec![Start::default()];
     check("run.json", &Provenance { earlier_starts, ..Provenance::default() });
     check("best.json", &Best { step: 1, acceptance_length: 1.0 });
-    let position = Position {
-        step: 1,
-        rows: 1,
-        bad_steps: 0,
-        bad_in_a_row: 0,
-        empty_steps: 0,
-        skipped_samples: 0,
-        tokens: 1,
-        dataset: String::new(),
-        seed: 0,
-        total_seq_len: 1,
-        trained_samples: None,
-        optimizer: String::new(),
-        ema_decay: None,
-        served_weights: ServedWeights::Last,
-    };
-    check("trainer/state.json", &State { position, tensors_crc32: None });
+    check("trainer/state.json", &State { position: Position::default(), tensors_crc32: None });
 }
 
 #[test]

@@ -15,12 +15,12 @@ use tch::{Device, Kind, Tensor};
 
 use crate::rows::LoadedRow;
 
-/// What decides the blocks of rows, the same for all rows.
+/// What decides the blocks of a row, the same for all rows.
 #[derive(Clone, Debug)]
 pub(crate) struct BlockMaker {
     /// How anchors are drawn; the row brings its own epoch.
     pub(crate) anchors: AnchorOptions,
-    /// The tokens that the draft can say, where these are not all.
+    /// The tokens that the draft can propose, where these are not all.
     pub(crate) vocabulary: Option<DraftVocabulary>,
     /// Rows of the lm_head that the draft predicts with.
     pub(crate) head_rows: usize,
@@ -28,7 +28,7 @@ pub(crate) struct BlockMaker {
     pub(crate) teacher: bool,
 }
 
-/// What of a packed row is trained.
+/// The part of a packed row that is trained.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     pub(crate) plan: BlockPlan,
@@ -64,7 +64,6 @@ impl BlockMaker {
         self.at(draft, row, &sample_anchors(row, &AnchorOptions { epoch, ..self.anchors }))
     }
 
-    /// The blocks of a row at `anchors`.
     pub(crate) fn at(&self, draft: &DraftConfig, row: &PackedRow, anchors: &[usize]) -> Blocks {
         let labelled = LabelledRow {
             input_ids: &row.input_ids,
@@ -86,6 +85,24 @@ impl BlockMaker {
 }
 
 impl BatchMaker {
+    pub(crate) fn new(
+        head: TargetHead,
+        anchors: AnchorOptions,
+        vocabulary: Option<DraftVocabulary>,
+        teacher_layer: Option<u32>,
+    ) -> Self {
+        let lm_head_vh = match &vocabulary {
+            Some(vocabulary) => {
+                let rows = Tensor::from_slice(vocabulary.selected());
+                head.lm_head_vh.index_select(0, &rows.to_device(head.lm_head_vh.device()))
+            }
+            None => head.lm_head_vh.shallow_clone(),
+        };
+        let (head_rows, teacher) = (lm_head_vh.size()[0] as usize, teacher_layer.is_some());
+        let blocks = BlockMaker { anchors, vocabulary, head_rows, teacher };
+        Self { blocks, head, lm_head_vh, teacher_layer }
+    }
+
     /// `None` when the row has no slot to learn from.
     pub(crate) fn make(&self, draft: &Draft, loaded: &LoadedRow) -> Option<Batch> {
         let LoadedRow { epoch, row, states, skipped: _ } = loaded;

@@ -1,14 +1,13 @@
-//! Times optimizer steps on random states, the way the peers' step benchmarks do.
+//! Times optimizer steps on random hidden states, as other trainers' step benchmarks do.
 //!
 //! A step is everything that training does with a row once its hidden states are there: planning
-//! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not in it.
+//! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not included.
 
 use std::path::Path;
 use std::time::Instant;
 
 use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
-use dflash_model::draft::DraftConfig;
 use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_model::target::{TargetConfig, TargetHead, default_layer_ids};
 use dflash_model::{Kernels, place};
@@ -16,7 +15,7 @@ use dflash_settings::{DEFAULT_LOSS_CHUNK_MIB, Dtype, Invalid, TrainStepSettings}
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::batch::{Batch, BatchMaker, BlockMaker};
+use crate::batch::{Batch, BatchMaker};
 use crate::config::DraftShape;
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
@@ -25,7 +24,7 @@ use crate::trainer::{StepSums, Trainer};
 use crate::vote::Vote;
 use crate::{Error, machine, setup};
 
-/// What came out; the first keys are those of the peers' scripts.
+/// The result; its first keys are those of other trainers' scripts.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
     /// Median wall time of a step, milliseconds.
@@ -46,121 +45,92 @@ pub struct StepReport {
     pub device: String,
 }
 
-/// Learning rate and slot decay of the peers' benchmark.
+/// Learning rate and slot decay of their benchmarks.
 const RATE: f64 = 6e-4;
 const GAMMA: f64 = 7.0;
 
-/// The benchmark: its settings, and where the target lies.
-struct StepBench<'a> {
-    settings: &'a TrainStepSettings,
-    target: &'a Path,
-}
-
-/// Runs the benchmark on the dimensions, the embedding and the lm_head of the target in `target`.
+/// Runs the benchmark on the dimensions, the embedding and the lm_head of the target in `target_dir`.
 ///
 /// # Errors
 /// An unreadable target, or a shape that does not fit.
-pub fn train_step(settings: &TrainStepSettings, target: &Path) -> Result<StepReport, Error> {
-    StepBench { settings, target }.run()
+pub fn train_step(settings: &TrainStepSettings, target_dir: &Path) -> Result<StepReport, Error> {
+    let TrainStepSettings { tokens, docs, anchors, .. } = *settings;
+    let room = tokens.saturating_sub(docs);
+    if anchors > room {
+        let expected = format!("{tokens} tokens in {docs} documents have room for {room}");
+        return Err(Invalid::new("anchors", anchors, expected).into());
+    }
+    let (device, kind) = place(settings.device, Dtype::Auto, 0)?;
+    tch::no_grad(|| {
+        let row = RandomRow::new(settings);
+        let mut trainer = trainer(settings, target_dir, (device, kind))?;
+        let config = trainer.draft.config();
+        let shape = [tokens as i64, config.captures() * config.hidden_size];
+        let features_tk = Tensor::randn(shape, (kind, device));
+        let mut times = Vec::with_capacity(settings.steps);
+        let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
+        for step in 0..settings.warmup + settings.steps {
+            synchronize(device);
+            let begun = Instant::now();
+            let batch = row.batch(&trainer, &features_tk);
+            (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
+            let mut open = trainer.begin(&Single);
+            open.add(Some(batch), true)?;
+            let result = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
+            synchronize(device);
+            if step >= settings.warmup {
+                times.push(begun.elapsed().as_secs_f64());
+            }
+            loss = result.statistics.report(0.0).loss;
+        }
+        Ok(report(&trainer, (loss, slots, flops), median(times)))
+    })
 }
 
-impl StepBench<'_> {
-    fn run(&self) -> Result<StepReport, Error> {
-        self.check()?;
-        let (device, kind) = place(self.settings.device, Dtype::Auto, 0)?;
-        tch::no_grad(|| {
-            let row = RandomRow::new(self.settings);
-            let mut trainer = self.trainer(device, kind)?;
-            let features_tk = Tensor::randn(
-                [
-                    self.settings.tokens as i64,
-                    trainer.draft.config().captures() * trainer.draft.config().hidden_size,
-                ],
-                (kind, device),
-            );
-            let mut times = Vec::with_capacity(self.settings.steps);
-            let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
-            for step in 0..self.settings.warmup + self.settings.steps {
-                synchronize(device);
-                let begun = Instant::now();
-                let batch = row.batch(&trainer, &features_tk);
-                (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
-                let mut open = trainer.begin(&Single);
-                open.add(Some(batch), true)?;
-                let result = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
-                synchronize(device);
-                if step >= self.settings.warmup {
-                    times.push(begun.elapsed().as_secs_f64());
-                }
-                loss = result.statistics.report(0.0).loss;
-            }
-            Ok(report(&trainer, (loss, slots, flops), median(times)))
-        })
+/// As many captured layers as are asked for; only their number matters.
+fn layer_ids(captures: usize, layers: usize) -> Result<Vec<u32>, Error> {
+    let usual = default_layer_ids(layers, captures);
+    if usual.len() == captures {
+        return Ok(usual);
     }
+    if captures > layers + 1 {
+        let expected = format!("the target has {layers} layers and its embedding to capture");
+        return Err(Invalid::new("captures", captures, expected).into());
+    }
+    Ok((0..captures as u32).collect())
+}
 
-    fn check(&self) -> Result<(), Error> {
-        let room = self.settings.tokens.saturating_sub(self.settings.docs);
-        if self.settings.anchors > room {
-            let expected = format!(
-                "{} tokens in {} documents have room for {room}",
-                self.settings.tokens, self.settings.docs
-            );
-            return Err(Invalid::new("anchors", self.settings.anchors, expected).into());
-        }
-        Ok(())
-    }
-
-    /// As many captured layers as are asked for, which matter by their number alone.
-    fn layer_ids(&self, layers: usize) -> Result<Vec<u32>, Error> {
-        let usual = default_layer_ids(layers, self.settings.captures);
-        if usual.len() == self.settings.captures {
-            return Ok(usual);
-        }
-        if self.settings.captures > layers + 1 {
-            let expected = format!("the target has {layers} layers and its embedding to capture");
-            return Err(Invalid::new("captures", self.settings.captures, expected).into());
-        }
-        Ok((0..self.settings.captures as u32).collect())
-    }
-
-    fn trainer(&self, device: Device, kind: Kind) -> Result<Trainer, Error> {
-        let target = TargetConfig::load(self.target)?;
-        let shape = DraftShape {
-            num_layers: self.settings.layers,
-            block_size: self.settings.block,
-            target_layer_ids: self.layer_ids(target.num_hidden_layers)?,
-            mask_token_id: target.vocab_size - 1,
-            sliding_window: None,
-            vocab_size: None,
-        };
-        let config: DraftConfig = setup::draft_config(&target, &shape)?;
-        let head = TargetHead::load(self.target, device, kind)?;
-        let objective = Objective {
-            terms: vec![(ElementLoss::CrossEntropy, 1.0)],
-            weighting: Weighting::Decay { gamma: GAMMA },
-            denominator: Denominator::Weights,
-            labels: LabelSource::Data,
-            chunk_bytes: DEFAULT_LOSS_CHUNK_MIB << 20,
-            kernels: Kernels::Fast,
-        };
-        let blocks = BlockMaker {
-            anchors: AnchorOptions {
-                per_document: self.settings.anchors,
-                per_row: self.settings.anchors,
-                seed: self.settings.seed,
-                epoch: 0,
-            },
-            vocabulary: None,
-            head_rows: head.lm_head_vh.size()[0] as usize,
-            teacher: false,
-        };
-        let lm_head_vh = head.lm_head_vh.shallow_clone();
-        let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: None };
-        let fresh = setup::fresh(config, self.settings.seed, device);
-        let shards = Shards::whole(fresh.layout().elements());
-        let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
-        Ok(Trainer::new(parameters, (objective, batches)))
-    }
+fn trainer(
+    settings: &TrainStepSettings,
+    target_dir: &Path,
+    (device, kind): (Device, Kind),
+) -> Result<Trainer, Error> {
+    let target = TargetConfig::load(target_dir)?;
+    let shape = DraftShape {
+        num_layers: settings.layers,
+        block_size: settings.block,
+        target_layer_ids: layer_ids(settings.captures, target.num_hidden_layers)?,
+        mask_token_id: target.vocab_size - 1,
+        sliding_window: None,
+        vocab_size: None,
+    };
+    let config = setup::draft_config(&target, &shape)?;
+    let head = TargetHead::load(target_dir, device, kind)?;
+    let objective = Objective {
+        terms: vec![(ElementLoss::CrossEntropy, 1.0)],
+        weighting: Weighting::Decay { gamma: GAMMA },
+        denominator: Denominator::Weights,
+        labels: LabelSource::Data,
+        chunk_bytes: DEFAULT_LOSS_CHUNK_MIB << 20,
+        kernels: Kernels::Fast,
+    };
+    let (anchors, seed) = (settings.anchors, settings.seed);
+    let anchors = AnchorOptions { per_document: anchors, per_row: anchors, seed, epoch: 0 };
+    let batches = BatchMaker::new(head, anchors, None, None);
+    let fresh = setup::fresh(config, seed, device);
+    let shards = Shards::whole(fresh.layout().elements());
+    let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
+    Ok(Trainer::new(parameters, (objective, batches)))
 }
 
 fn median(mut times: Vec<f64>) -> f64 {
@@ -187,14 +157,14 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
     }
 }
 
-/// Waits until the device has done what it was given.
+/// Waits until the device is done.
 fn synchronize(device: Device) {
     if let Device::Cuda(index) = device {
         tch::Cuda::synchronize(index as i64);
     }
 }
 
-/// A row of random tokens, all supervised, with random anchors.
+/// Random tokens, all supervised, with random anchors.
 struct RandomRow {
     row: PackedRow,
     anchors: Vec<usize>,

@@ -1,10 +1,5 @@
-//! Checkpoints: a draft that can be served as it stands, and beside it all that a resumed run
-//! needs, whatever its world size.
-//!
-//! `step-000123/` holds config.json and model.safetensors in z-lab's layout, and `trainer/` the
-//! float32 masters, the optimizer's state, the averaged weights if there are any, and the position.
-//! It is written under another name, fsynced and renamed, so a directory of that name is always
-//! complete.
+//! Checkpoints: a draft that can be served as it is, and beside it all that a resumed run needs,
+//! whatever its world size. docs/formats.md describes the files.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -90,8 +85,8 @@ impl PendingCheckpoint {
         Ok(Self { state, dir })
     }
 
-    /// Writes what is beside the state. The model comes from the state's file, where all of it lies
-    /// together whatever ranks held it.
+    /// Writes all but the state. The model comes from the state's file, which has the whole of it
+    /// whatever ranks held it.
     fn finish(self, trainer: &Trainer, position: &Position) -> Result<(), Error> {
         let dir = self.dir.path();
         let tensors_crc32 = Some(self.state.finish()?);
@@ -105,11 +100,8 @@ impl PendingCheckpoint {
     }
 }
 
-/// Puts a checkpoint into `trainer`, whatever ranks wrote it. Returns where its run stood; `current`
-/// is where this run would begin, with its settings.
-///
-/// # Errors
-/// A checkpoint that other settings made, or that is damaged.
+/// Puts a checkpoint into `trainer`, whatever ranks wrote it. Returns its position; `current` is where
+/// this run would begin, with its settings.
 pub(crate) fn resume(
     trainer: &mut Trainer,
     checkpoint: &Checkpoint,
@@ -128,9 +120,18 @@ fn restore(
 ) -> Result<Position, Error> {
     let state = State::load(dir)?;
     let stored = &state.position;
-    check_resumable(dir, stored, current)?;
-    check_same_draft(dir, trainer.draft.config())?;
-    check_same_vocabulary(dir, trainer.batches.blocks.vocabulary.as_ref())?;
+    let vocabulary = DraftVocabulary::load(dir)?;
+    let found = lasting(stored, &DraftConfig::load(dir)?, vocabulary.as_ref());
+    // runs from before there was validation do not say how many samples they train on
+    let trained_samples = stored.trained_samples.and(current.trained_samples);
+    let current = Position { trained_samples, ..current.clone() };
+    let vocabulary = trainer.batches.blocks.vocabulary.as_ref();
+    let expected = lasting(&current, trainer.draft.config(), vocabulary);
+    for ((key, found), (_, expected)) in found.into_iter().zip(expected) {
+        if found != expected {
+            return Err(Error::ResumeMismatch { path: dir.clone(), key, found, expected });
+        }
+    }
     let path = dir.join(Checkpoint::TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);
@@ -141,63 +142,33 @@ fn restore(
     Ok(state.position)
 }
 
-/// Refuses where a setting differs: `found` in the checkpoint, `expected` in this run.
-fn same(dir: &Path, key: &'static str, found: String, expected: String) -> Result<(), Error> {
-    if found == expected {
-        return Ok(());
-    }
-    Err(Error::ResumeMismatch { path: dir.into(), key, found, expected })
-}
-
-/// Refuses a checkpoint that other settings of the run made.
-fn check_resumable(dir: &Path, stored: &Position, current: &Position) -> Result<(), Error> {
-    let key = "a dataset (--data-path) of fingerprint";
-    same(dir, key, stored.dataset.clone(), current.dataset.clone())?;
-    same(dir, "--seed", stored.seed.to_string(), current.seed.to_string())?;
-    let (found, expected) = (stored.total_seq_len, current.total_seq_len);
-    same(dir, "--total-seq-len", found.to_string(), expected.to_string())?;
-    if stored.trained_samples.is_some() {
-        let text = |samples: Option<usize>| samples.unwrap_or_default().to_string();
-        let key = "--validation-ratio leaving so many samples:";
-        same(dir, key, text(stored.trained_samples), text(current.trained_samples))?;
-    }
-    same(dir, "--optimizer", stored.optimizer.clone(), current.optimizer.clone())?;
-    let ema = |decay: Option<f64>| or_off(decay.as_ref());
-    same(dir, "--ema-decay", ema(stored.ema_decay), ema(current.ema_decay))
-}
-
-fn check_same_draft(dir: &Path, draft: &DraftConfig) -> Result<(), Error> {
-    let stored = DraftConfig::load(dir)?;
-    for ((key, found), (_, expected)) in
-        draft_settings(&stored).into_iter().zip(draft_settings(draft))
-    {
-        same(dir, key, found, expected)?;
-    }
-    // what the flags do not say is the target's
-    same(dir, "a target whose draft is", format!("{stored:?}"), format!("{draft:?}"))
-}
-
-/// The flags that shape a draft.
-fn draft_settings(draft: &DraftConfig) -> [(&'static str, String); 5] {
+/// The settings that no resumed run may change. What the flags do not say of a draft is the target's.
+fn lasting(
+    position: &Position,
+    draft: &DraftConfig,
+    vocabulary: Option<&DraftVocabulary>,
+) -> [(&'static str, String); 13] {
+    let trained_samples = position.trained_samples.unwrap_or_default();
+    let vocabulary_size = vocabulary.map(|vocabulary| vocabulary.selected().len());
     [
+        ("a dataset (--data-path) of fingerprint", position.dataset.clone()),
+        ("--seed", position.seed.to_string()),
+        ("--total-seq-len", position.total_seq_len.to_string()),
+        ("--validation-ratio leaving so many samples:", trained_samples.to_string()),
+        ("--optimizer", position.optimizer.clone()),
+        ("--ema-decay", or_off(position.ema_decay)),
         ("--num-layers", draft.layers.len().to_string()),
         ("--block-size", draft.block_size.to_string()),
         ("--target-layer-ids", format!("{:?}", draft.target_layer_ids)),
-        ("--sliding-window", or_off(draft.sliding_window.as_ref())),
+        ("--sliding-window", or_off(draft.sliding_window)),
         ("--mask-token-id", draft.mask_token_id.to_string()),
+        ("a target whose draft is", format!("{draft:?}")),
+        ("--draft-vocab-size", or_off(vocabulary_size)),
     ]
 }
 
-fn check_same_vocabulary(dir: &Path, own: Option<&DraftVocabulary>) -> Result<(), Error> {
-    let stored = DraftVocabulary::load(dir)?;
-    let size = |vocabulary: Option<&DraftVocabulary>| {
-        or_off(vocabulary.map(|vocabulary| vocabulary.selected().len()).as_ref())
-    };
-    same(dir, "--draft-vocab-size", size(stored.as_ref()), size(own))
-}
-
-fn or_off<T: ToString>(value: Option<&T>) -> String {
-    value.map_or_else(|| "off".to_owned(), T::to_string)
+fn or_off(value: Option<impl ToString>) -> String {
+    value.map_or_else(|| "off".to_owned(), |value| value.to_string())
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A run as it is resolved: the user's settings, and what they mean for this target and draft.
+//! A resolved run: the user's settings, and what they mean for this target and draft.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -12,8 +12,8 @@
 //!   blocks and tensors, for training, validation, [`mod@bench`] and [`plan`] alike;
 //! - `run` holds the loop, `vote` what ranks tell each other in a step;
 //! - `validation` measures on held-out rows and prompts;
-//! - `trainer` does one step, `masters` holds the float32 side of the parameters, `shards` says which
-//!   rank holds what of it;
+//! - `trainer` does one step, `masters` holds the parameters in float32, `shards` says which rank
+//!   holds what of them;
 //! - `checkpoint` keeps it all in the run's directory ([`dflash_run`]), `metrics` shows it;
 //! - [`machine`] knows what the hardware can do, [`plan`] what a run will take of it.
 
@@ -40,6 +40,13 @@ mod trainer;
 mod validation;
 mod vote;
 mod warm_start;
+#[cfg(test)]
+#[path = "../tests/it/world.rs"]
+mod world;
+
+// The world of tests/it, which the unit tests take too, knows this crate by its name.
+#[cfg(test)]
+extern crate self as dflash_train;
 
 pub use dflash_run::Acceptance;
 pub use error::Error;

@@ -7,12 +7,11 @@ use tch::Device;
 /// Dense bfloat16 peaks of tensor cores with float32 sums, TFLOP/s, by a part of the GPU's name; the
 /// first that matches counts. From NVIDIA's data sheets and architecture white papers, which
 /// usually print the doubled figure "with sparsity".
-const PEAK_TFLOPS: [(&str, f64); 22] = [
+const PEAK_TFLOPS: [(&str, f64); 21] = [
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("H200 NVL", 835.0),
     ("H200", 989.0),
-    ("GH200", 989.0),
     ("H100 NVL", 835.0),
     ("H100 PCIe", 756.0),
     ("H100", 989.0),
@@ -74,8 +73,7 @@ fn name_in(driver: &Path) -> Option<String> {
 pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
     match device {
         Device::Cuda(index) => {
-            let bytes = dflash_torch_sys::peak_device_bytes(index).ok()?;
-            Some(bytes as f64 / (1u64 << 20) as f64)
+            Some(dflash_torch_sys::peak_device_bytes(index).ok()? as f64 / f64::from(1 << 20))
         }
         _ => peak_resident_mib(),
     }
@@ -100,6 +98,7 @@ mod tests {
         check("NVIDIA H100 80GB HBM3", Some(989.0));
         check("NVIDIA H100 PCIe", Some(756.0));
         check("NVIDIA H200", Some(989.0));
+        check("NVIDIA GH200 480GB", Some(989.0));
         check("NVIDIA H20", Some(148.0));
         check("NVIDIA A100-SXM4-80GB", Some(312.0));
         check("NVIDIA L40S", Some(362.0));

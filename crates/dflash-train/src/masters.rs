@@ -1,8 +1,8 @@
-//! The float32 side of the parameters: one rank's share of the masters, the optimizer's state and
-//! the averaged weights.
+//! What is kept in float32 of the parameters: one rank's share of the masters, the optimizer's state
+//! and the averaged weights.
 //!
-//! The draft computes with a buffer of its own kind. In float32 the masters are a part of that very
-//! buffer; in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
+//! The draft computes with a buffer of its own kind. In float32 the masters are a part of that buffer;
+//! in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
 
 use dflash_dist::Communicator;
 use dflash_model::checkpoint::{Entry, TensorFile};
@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use crate::Error;
 use crate::checkpoint::MASTERS;
-use crate::optimizer::{Average, Extent, Groups, Optimizer, OptimizerConfig};
+use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor};
 use crate::shards::Shards;
 
 /// Name of the averaged weights in a checkpoint.
@@ -26,6 +26,25 @@ pub(crate) struct Masters {
     pub(crate) weights: Tensor,
     pub(crate) optimizer: Optimizer,
     pub(crate) average: Option<Average>,
+}
+
+/// An exponential moving average of the share's weights.
+#[derive(Debug)]
+pub(crate) struct Average {
+    decay: f64,
+    weights: Tensor,
+}
+
+impl Average {
+    /// Begins at `masters`, so that no start at zero has to be corrected for.
+    fn new(decay: f64, masters: &Tensor) -> Self {
+        Self { decay, weights: masters.copy() }
+    }
+
+    /// `average = decay * average + (1 - decay) * masters`, after a step was taken.
+    fn update(&mut self, masters: &Tensor) {
+        let _ = self.weights.lerp_(masters, 1.0 - self.decay);
+    }
 }
 
 impl Masters {
@@ -95,8 +114,8 @@ impl Masters {
 
     /// What a checkpoint holds of the state, in the order of its file.
     pub(crate) fn entries(&self) -> Vec<Entry> {
-        let entry = |(name, extent, _): (&str, Extent, &Tensor)| Entry {
-            name: name.into(),
+        let entry = |StateTensor { name, extent, .. }| Entry {
+            name: String::from(name),
             kind: Kind::Float,
             shape: vec![self.shards_of(extent).elements()],
         };
@@ -110,7 +129,7 @@ impl Masters {
         communicator: &dyn Communicator,
         take: &mut dyn FnMut(&Tensor),
     ) -> Result<(), Error> {
-        for (_, extent, tensor) in self.state() {
+        for StateTensor { extent, tensor, .. } in self.state() {
             self.shards_of(extent).stream(communicator, tensor, take)?;
         }
         Ok(())
@@ -122,15 +141,12 @@ impl Masters {
     }
 
     /// By name, as in the file.
-    fn state(&self) -> Vec<(&'static str, Extent, &Tensor)> {
-        let optimizer = self.optimizer.state();
-        let average = self.average.iter().map(|average| (AVERAGE, Extent::Share, &average.weights));
-        let mut state: Vec<_> = [(MASTERS, Extent::Share, &self.weights)]
-            .into_iter()
-            .chain(optimizer.into_iter().map(|part| (part.name, part.extent, part.tensor)))
-            .chain(average)
-            .collect();
-        state.sort_by_key(|(name, ..)| *name);
+    fn state(&self) -> Vec<StateTensor<'_>> {
+        let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
+        let mut state = self.optimizer.state();
+        state.push(share(MASTERS, &self.weights));
+        state.extend(self.average.iter().map(|average| share(AVERAGE, &average.weights)));
+        state.sort_by_key(|part| part.name);
         state
     }
 
@@ -148,7 +164,7 @@ impl Masters {
         file: &TensorFile,
         steps: i64,
     ) -> Result<(), Error> {
-        for (name, extent, tensor) in self.state() {
+        for StateTensor { name, extent, tensor } in self.state() {
             let shards = self.shards_of(extent);
             file.check_shape(name, &[shards.elements()])?;
             file.read_into(name, shards.own().start, tensor)?;
@@ -156,13 +172,13 @@ impl Masters {
                 file.read_into(name, 0, draft.flat())?;
             }
         }
-        self.optimizer.set_steps(steps);
+        self.optimizer.steps = steps;
         Ok(())
     }
 
     /// Float32 numbers that this rank holds.
     pub(crate) fn elements(&self) -> i64 {
-        self.state().iter().map(|(_, _, tensor)| tensor.numel() as i64).sum()
+        self.state().iter().map(|part| part.tensor.numel() as i64).sum()
     }
 }
 

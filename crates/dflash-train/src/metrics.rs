@@ -1,13 +1,14 @@
-//! What a run shows of itself: a progress bar, JSON lines and TensorBoard events.
+//! What a run shows: a progress bar, JSON lines and TensorBoard events.
 
 use std::time::{Duration, Instant};
 
+use dflash_hidden::Counters;
 use dflash_model::objective::{Statistics, StatisticsReport};
 use dflash_run::{Events, MetricLine, RunDir, StreamCounters, TeacherForced, ValidationLine};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tch::Device;
 
-use crate::trainer::{Effect, StepResult, StepSums};
+use crate::trainer::{Effect, StepResult};
 use crate::{Error, machine};
 
 /// How often a log gets a line of progress where there is no terminal for a bar.
@@ -15,24 +16,25 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Adds up steps and writes lines; on ranks other than 0 it only adds up.
 pub(crate) struct Meter {
-    interval: Option<Statistics>,
+    device: Device,
+    /// Of all ranks together, TFLOP/s.
+    peak_tflops: Option<f64>,
+    /// Of the loss's denominator.
     epsilon: f64,
+    interval: Interval,
+    outputs: Option<Outputs>,
+}
+
+/// What was added up since the last line.
+struct Interval {
+    since: Instant,
+    statistics: Option<Statistics>,
     steps: u64,
     tokens: f64,
     flops: f64,
     wait: Duration,
-    /// Of the last step, for what the streams have counted.
-    sums: StepSums,
-    machine: Machine,
-    since: Instant,
-    outputs: Option<Outputs>,
-}
-
-/// What the figures are measured on.
-struct Machine {
-    device: Device,
-    /// Of all ranks together, TFLOP/s.
-    peak_tflops: Option<f64>,
+    /// What the streams have counted so far.
+    stream: StreamCounters,
 }
 
 struct Outputs {
@@ -43,40 +45,27 @@ struct Outputs {
     logged: Option<Instant>,
 }
 
-/// Where a run stands, as a line reports it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Progress {
-    pub(crate) step: u64,
-    pub(crate) total: u64,
-    pub(crate) epoch: f64,
-    pub(crate) lr: f64,
-    pub(crate) skipped_samples: u64,
-    pub(crate) bad_steps: u64,
-    pub(crate) ema_decay: Option<f64>,
+impl Interval {
+    fn begin(stream: StreamCounters) -> Self {
+        let (since, wait) = (Instant::now(), Duration::ZERO);
+        Self { since, statistics: None, steps: 0, tokens: 0.0, flops: 0.0, wait, stream }
+    }
 }
 
 impl Meter {
-    /// A meter that writes nothing.
-    pub(crate) fn silent(epsilon: f64) -> Self {
-        let since = Instant::now();
-        let (interval, outputs, wait) = (None, None, Duration::ZERO);
-        let machine = Machine { device: Device::Cpu, peak_tflops: None };
-        let (sums, tokens, flops) = (StepSums::default(), 0.0, 0.0);
-        Self { interval, epsilon, steps: 0, tokens, flops, wait, sums, machine, since, outputs }
+    /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
+    pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
+        let interval = Interval::begin(StreamCounters::default());
+        Self { device, peak_tflops, epsilon, interval, outputs: None }
     }
 
-    /// Says what the run computes on, and the peak of all its devices if that is known.
-    pub(crate) fn measure(&mut self, device: Device, peak_tflops: Option<f64>) {
-        self.machine = Machine { device, peak_tflops };
-    }
-
-    /// A meter that writes into `run`, where lines after `step` are dropped.
+    /// Makes the meter write into `run`, where lines after `step` are dropped.
     pub(crate) fn open(
+        &mut self,
         run: RunDir,
         (step, total): (u64, u64),
         progress: bool,
-        epsilon: f64,
-    ) -> Result<Self, Error> {
+    ) -> Result<(), Error> {
         run.keep_until::<MetricLine>(step)?;
         let events = Events::create(&run)?;
         let target =
@@ -84,71 +73,62 @@ impl Meter {
         let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
         bar.set_style(bar_style());
         let logged = (progress && bar.is_hidden()).then(Instant::now);
-        let mut meter = Self::silent(epsilon);
-        meter.outputs = Some(Outputs { run, events, bar, logged });
-        Ok(meter)
+        self.outputs = Some(Outputs { run, events, bar, logged });
+        Ok(())
     }
 
     /// Adds a finished step and how long its rows were waited for. A step that moved nothing counts
     /// as a step, but has no share in figures of what was learned.
     pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
-        self.steps += 1;
-        self.sums = result.sums;
-        self.wait += wait;
+        let interval = &mut self.interval;
+        interval.steps += 1;
+        interval.stream = result.sums.stream;
+        interval.wait += wait;
         let moved = result.effect == Effect::Moved;
         if moved {
-            self.tokens += result.sums.tokens;
-            self.flops += result.sums.flops;
+            interval.tokens += result.sums.tokens;
+            interval.flops += result.sums.flops;
         }
         let own = if moved { result.statistics } else { result.statistics.cleared() };
-        match &mut self.interval {
+        match &mut interval.statistics {
             Some(sum) => sum.add(&own),
-            None => self.interval = Some(own),
+            None => interval.statistics = Some(own),
         }
         if let Some(outputs) = &self.outputs {
             outputs.bar.inc(1);
         }
     }
 
-    /// Closes the interval and writes its line.
-    pub(crate) fn log(&mut self, progress: Progress, gradient_norm: f64) -> Result<(), Error> {
-        let Some(statistics) = self.interval.take() else { return Ok(()) };
-        let seconds = self.since.elapsed().as_secs_f64().max(1e-9);
-        if let Some(outputs) = &mut self.outputs {
-            let report = statistics.report(self.epsilon);
-            let pace = seconds / self.steps.max(1) as f64;
-            let (wait, tflops) = (self.wait.as_secs_f64(), self.flops / seconds / 1e12);
-            let line = MetricLine {
-                step: progress.step,
-                epoch: Some(progress.epoch),
-                lr: Some(progress.lr),
-                gradient_norm: Some(gradient_norm),
-                slots_per_s: Some(report.supervised as f64 / seconds),
-                tokens_per_s: Some(self.tokens / seconds),
-                tflops: Some(tflops),
-                mfu: self.machine.peak_tflops.map(|peak| tflops / peak),
-                data_wait_s: Some(wait),
-                data_wait_share: Some(wait / seconds),
-                interval_s: Some(seconds),
-                eta_s: Some(pace * (progress.total - progress.step.min(progress.total)) as f64),
-                peak_memory_mib: machine::peak_memory_mib(self.machine.device),
-                skipped_samples: progress.skipped_samples,
-                bad_steps: progress.bad_steps,
-                ema_decay: progress.ema_decay,
-                stream: Some(stream(&self.sums)),
-                figures: figures(report),
-            };
-            outputs.write(&line)?;
-        }
-        (self.steps, self.tokens, self.flops) = (0, 0.0, 0.0);
-        self.wait = Duration::ZERO;
-        self.since = Instant::now();
-        Ok(())
+    /// Closes the interval and writes `line`, to which the interval's figures are added.
+    pub(crate) fn log(&mut self, line: MetricLine) -> Result<(), Error> {
+        let Some(statistics) = self.interval.statistics.take() else { return Ok(()) };
+        let next = Interval::begin(self.interval.stream);
+        let Interval { since, steps, tokens, flops, wait, stream, .. } =
+            std::mem::replace(&mut self.interval, next);
+        let Some(outputs) = &mut self.outputs else { return Ok(()) };
+        let seconds = since.elapsed().as_secs_f64().max(1e-9);
+        let report = statistics.report(self.epsilon);
+        let left = outputs.bar.length().unwrap_or_default().saturating_sub(line.step);
+        let (wait, tflops) = (wait.as_secs_f64(), flops / seconds / 1e12);
+        outputs.write(&MetricLine {
+            slots_per_s: Some(report.supervised as f64 / seconds),
+            tokens_per_s: Some(tokens / seconds),
+            tflops: Some(tflops),
+            mfu: self.peak_tflops.map(|peak| tflops / peak),
+            data_wait_s: Some(wait),
+            data_wait_share: Some(wait / seconds),
+            interval_s: Some(seconds),
+            eta_s: Some(seconds / steps.max(1) as f64 * left as f64),
+            peak_memory_mib: machine::peak_memory_mib(self.device),
+            stream: Some(stream),
+            figures: figures(report),
+            ..line
+        })
     }
 
-    /// Leaves what took `time` out of the interval's speed: a save, a validation.
+    /// Leaves `time`, that of a save or a validation, out of the interval's speed.
     pub(crate) fn exclude(&mut self, time: Duration) {
-        self.since += time;
+        self.interval.since += time;
     }
 
     /// Shows a validation.
@@ -230,12 +210,12 @@ fn summary(line: &ValidationLine) -> String {
     text + &format!(" ({:.0} s)", shown(line.seconds))
 }
 
-/// A figure for people, who see what is not known as NaN.
+/// A figure for people: NaN where it is not known.
 fn shown(figure: Option<f64>) -> f64 {
     figure.unwrap_or(f64::NAN)
 }
 
-/// The figures of a line; of nothing they are null there.
+/// The figures of a line, which writes those of nothing as null.
 pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
     TeacherForced {
         loss: Some(report.loss),
@@ -245,20 +225,20 @@ pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
     }
 }
 
-/// What the streams of all ranks have counted, as a line has it.
-fn stream(sums: &StepSums) -> StreamCounters {
+/// What a stream has counted, as a line has it.
+pub(crate) fn counted(by: &Counters) -> StreamCounters {
     StreamCounters {
-        requests: sums.requests as u64,
-        retries: sums.retries as u64,
-        busy: sums.busy as u64,
-        generated: sums.generated as u64,
-        stored: sums.stored as u64,
-        stale: sums.stale as u64,
-        missing: sums.missing as u64,
-        rejected: sums.rejected as u64,
-        invalid: sums.invalid as u64,
-        cached: sums.cached as u64,
-        bytes: sums.bytes as u64,
+        requests: by.requests,
+        retries: by.retries,
+        busy: by.busy,
+        generated: by.generated,
+        stored: by.stored,
+        stale: by.stale,
+        missing: by.missing,
+        rejected: by.rejected,
+        invalid: by.invalid,
+        cached: by.cached,
+        bytes: by.bytes,
     }
 }
 

@@ -5,22 +5,22 @@
 //! treated how.
 
 mod adamw;
-mod average;
 mod groups;
 mod muon;
 
 use dflash_settings::{OptimizerKind, OptimizerSettings};
 use dflash_torch_sys::kernels::Kernels;
-use serde::Serialize;
 use tch::{Kind, Tensor};
 
-pub use adamw::{AdamW, AdamWConfig};
-pub use average::Average;
+pub use adamw::AdamWConfig;
+use adamw::Moments;
+use groups::shrink;
 pub use groups::{Groups, Piece, WeightDecay};
-pub use muon::{Muon, MuonConfig, MuonScale};
+use muon::Muon;
+pub use muon::{MuonConfig, MuonScale};
 
 /// Everything that decides how parameters move, besides the learning rate.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct OptimizerConfig {
     /// What moves the matrices.
     pub algorithm: Algorithm,
@@ -32,15 +32,45 @@ pub struct OptimizerConfig {
     pub ema_decay: Option<f64>,
 }
 
-/// What moves the matrices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
+/// What moves the matrices. Norms always use AdamW.
+#[derive(Clone, Copy, Debug, Default)]
 pub enum Algorithm {
-    /// AdamW, as the norms.
+    /// AdamW too.
     #[default]
     AdamW,
-    /// Muon; the norms stay with AdamW.
+    /// Muon.
     Muon(MuonConfig),
+}
+
+/// The state of one rank's share.
+#[derive(Debug)]
+pub struct Optimizer {
+    adamw: AdamWConfig,
+    weight_decay: WeightDecay,
+    groups: Groups,
+    /// AdamW's, of the whole share; of its norms alone where Muon moves the matrices.
+    moments: Moments,
+    muon: Option<Muon>,
+    /// Steps taken.
+    pub(crate) steps: i64,
+}
+
+/// What of the parameters a tensor of the state belongs to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Extent {
+    /// Element by element the whole share.
+    Share,
+    /// The share's norms alone, one after the other.
+    Norms,
+}
+
+/// A tensor of the state: one-dimensional, float32.
+#[derive(Debug)]
+pub(crate) struct StateTensor<'a> {
+    /// In a checkpoint.
+    pub(crate) name: &'static str,
+    pub(crate) extent: Extent,
+    pub(crate) tensor: &'a Tensor,
 }
 
 impl From<&OptimizerSettings> for OptimizerConfig {
@@ -62,7 +92,7 @@ impl From<&OptimizerSettings> for OptimizerConfig {
 
 impl Algorithm {
     /// As the user types it.
-    pub fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::AdamW => "adamw",
             Self::Muon(_) => "muon",
@@ -70,86 +100,64 @@ impl Algorithm {
     }
 }
 
-/// The state of one rank's share.
-#[derive(Debug)]
-pub enum Optimizer {
-    /// AdamW on everything.
-    AdamW(AdamW),
-    /// Muon on matrices, AdamW on norms.
-    Muon(Muon),
-}
-
-/// What of the parameters a tensor of the state belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extent {
-    /// Element by element the whole share.
-    Share,
-    /// The share's norms alone, one behind the other.
-    Norms,
-}
-
-/// A tensor of the state.
-#[derive(Debug)]
-pub struct StateTensor<'a> {
-    /// Its name in a checkpoint.
-    pub name: &'static str,
-    /// What it belongs to.
-    pub extent: Extent,
-    /// One-dimensional, float32.
-    pub tensor: &'a Tensor,
-}
-
 impl Optimizer {
     /// Fresh state for a share like `masters`, which `groups` divides.
+    ///
+    /// # Panics
+    /// With Muon when a share cuts through a matrix: half a matrix cannot be orthogonalised.
     pub fn new(config: &OptimizerConfig, groups: Groups, masters: &Tensor) -> Self {
         let OptimizerConfig { algorithm, adamw, weight_decay, ema_decay: _ } = *config;
-        match algorithm {
-            Algorithm::AdamW => Self::AdamW(AdamW::new(adamw, groups, weight_decay, masters)),
-            Algorithm::Muon(muon) => {
-                Self::Muon(Muon::new((muon, adamw), groups, weight_decay, masters))
+        let (muon, elements) = match algorithm {
+            Algorithm::AdamW => (None, masters.numel() as i64),
+            Algorithm::Muon(config) => {
+                assert!(groups.matrices.iter().all(Piece::is_whole), "Muon needs whole matrices");
+                (Some(Muon { config, momentum: masters.zeros_like() }), groups.norm_elements())
             }
-        }
+        };
+        let moments = Moments::zeros(elements, masters.device());
+        Self { adamw, weight_decay, groups, moments, muon, steps: 0 }
     }
 
     /// The same optimizer, computed by `kernels`.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
-        let moments = match &mut self {
-            Self::AdamW(adamw) => &mut adamw.moments,
-            Self::Muon(muon) => &mut muon.norms,
-        };
-        moments.kernels = kernels;
+        self.moments.kernels = kernels;
         self
     }
 
-    /// One step of size `rate` (AdamW's; Muon's stands in a fixed ratio to it).
+    /// One step of size `rate` along `gradient`; Muon's rate is a fixed multiple of it.
     pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
-        match self {
-            Self::AdamW(adamw) => adamw.step(masters, gradient, rate),
-            Self::Muon(muon) => muon.step(masters, gradient, rate),
+        self.steps += 1;
+        let Groups { matrices, norms } = &self.groups;
+        let matrix_rate = rate * self.muon.as_ref().map_or(1.0, |muon| muon.config.rate_ratio);
+        shrink(masters, matrices, (matrix_rate, self.weight_decay.matrices));
+        shrink(masters, norms, (rate, self.weight_decay.norms));
+        let step = self.adamw.step(self.steps, rate);
+        let Some(muon) = &self.muon else {
+            return self.moments.step(masters, gradient, step);
+        };
+        for piece in matrices {
+            muon.step(piece, (masters, gradient), matrix_rate, self.moments.kernels);
+        }
+        let mut first = 0;
+        for piece in norms {
+            let moments = self.moments.narrow(first, piece.elements);
+            moments.step(&mut piece.of(masters), &piece.of(gradient), step);
+            first += piece.elements;
         }
     }
 
     /// All tensors that a resumed run needs.
-    pub fn state(&self) -> Vec<StateTensor<'_>> {
-        match self {
-            Self::AdamW(adamw) => adamw.state(),
-            Self::Muon(muon) => muon.state(),
-        }
-    }
-
-    /// Steps taken.
-    pub fn steps(&self) -> i64 {
-        match self {
-            Self::AdamW(adamw) => adamw.steps,
-            Self::Muon(muon) => muon.steps,
-        }
-    }
-
-    /// Goes on as if `steps` had been taken.
-    pub fn set_steps(&mut self, steps: i64) {
-        match self {
-            Self::AdamW(adamw) => adamw.steps = steps,
-            Self::Muon(muon) => muon.steps = steps,
+    pub(crate) fn state(&self) -> Vec<StateTensor<'_>> {
+        let Moments { mean, variance, .. } = &self.moments;
+        let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
+        let norms = |name, tensor| StateTensor { name, extent: Extent::Norms, tensor };
+        match &self.muon {
+            None => vec![share("mean", mean), share("variance", variance)],
+            Some(Muon { momentum, .. }) => vec![
+                share("momentum", momentum),
+                norms("norm_mean", mean),
+                norms("norm_variance", variance),
+            ],
         }
     }
 }

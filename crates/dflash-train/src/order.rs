@@ -10,7 +10,6 @@
 //! number of ranks.
 
 use dflash_data::{count_truncated, epoch_order, pack_rows};
-
 use dflash_settings::Invalid;
 
 use crate::Error;
@@ -23,7 +22,6 @@ const MAX_EPOCHS: u64 = 100_000;
 pub(crate) struct Packing<'a> {
     /// Tokens of the samples that can be trained.
     pub(crate) lengths: &'a [u32],
-    /// Tokens of a packed row.
     pub(crate) total_seq_len: usize,
     pub(crate) seed: u64,
 }
@@ -44,7 +42,7 @@ pub(crate) struct Stride {
     pub(crate) stride: u64,
 }
 
-/// Where in the sequence the epochs lie.
+/// Where in the sequence the epochs are.
 #[derive(Clone, Debug)]
 pub(crate) struct RowOrder {
     /// First position of each epoch, and the end.
@@ -60,26 +58,23 @@ pub(crate) struct PlannedRow {
 }
 
 impl Packing<'_> {
-    /// The rows of an epoch.
     pub(crate) fn epoch(&self, epoch: u64) -> Vec<Vec<u32>> {
         let order = epoch_order(self.lengths.len(), self.seed, epoch);
         pack_rows(&order, self.lengths, self.total_seq_len)
     }
 
-    /// Says how many samples do not fit into a row.
     pub(crate) fn cut_note(&self) -> Option<String> {
         let (all, length) = (self.lengths.len(), self.total_seq_len);
         let cut = count_truncated(self.lengths, length);
-        (cut > 0).then(|| {
-            format!(
-                "{cut} of {all} samples are longer than --total-seq-len {length} and are cut to it"
-            )
-        })
+        let note = format!(
+            "{cut} of {all} samples are longer than --total-seq-len {length} and are cut to it"
+        );
+        (cut > 0).then_some(note)
     }
 }
 
 impl Length {
-    /// Refuses more epochs than anybody can want; an epoch has `rows`.
+    /// Refuses more epochs than anyone can want; an epoch has `rows`.
     fn check(self, rows: u64) -> Result<(), Error> {
         let epochs = match self {
             Self::Epochs(epochs) => epochs,
@@ -88,18 +83,17 @@ impl Length {
         if epochs <= MAX_EPOCHS {
             return Ok(());
         }
-        let expected = format!("more than {MAX_EPOCHS} passes over the data are surely a mistake");
-        Err(match self {
-            Self::Epochs(_) => Invalid::new("epochs", epochs, expected).into(),
-            Self::Rows(_) => {
-                Invalid::new("max_steps", format!("good for {epochs} passes"), expected).into()
-            }
-        })
+        let (key, found) = match self {
+            Self::Epochs(_) => ("epochs", epochs.to_string()),
+            Self::Rows(_) => ("max_steps", format!("good for {epochs} passes")),
+        };
+        let expected = format!("more than {MAX_EPOCHS} passes over the data must be a mistake");
+        Err(Invalid::new(key, found, expected).into())
     }
 }
 
 impl RowOrder {
-    /// Packs the whole sequence; returns where its epochs lie, and the rows of `share`.
+    /// Packs the whole sequence; returns where its epochs are, and the rows of `share`.
     pub(crate) fn plan(
         packing: Packing<'_>,
         length: Length,
@@ -120,17 +114,12 @@ impl RowOrder {
             let rows = packing.epoch(epoch);
             length.check(rows.len() as u64)?;
             order.starts.push(start + rows.len() as u64);
-            let places = (start..).zip(rows);
-            planned.extend(
-                places
-                    .filter(|(place, _)| share.has(*place))
-                    .map(|(_, samples)| PlannedRow { epoch, samples }),
-            );
+            let own = (start..).zip(rows).filter(|(place, _)| share.has(*place));
+            planned.extend(own.map(|(_, samples)| PlannedRow { epoch, samples }));
         }
         Ok((order, planned))
     }
 
-    /// Rows of all epochs.
     pub(crate) fn rows(&self) -> u64 {
         *self.starts.last().expect("there is an end")
     }
@@ -140,7 +129,7 @@ impl RowOrder {
         self.starts.partition_point(|&start| start <= position) as u64 - 1
     }
 
-    /// Share of the epoch at `position` that lies before it, plus the epoch.
+    /// Epochs done at `position`, with the share of the current one.
     pub(crate) fn progress(&self, position: u64) -> f64 {
         let epoch = self.epoch_of(position) as usize;
         let Some(end) = self.starts.get(epoch + 1) else { return epoch as f64 };
@@ -150,10 +139,6 @@ impl RowOrder {
 }
 
 impl Stride {
-    /// All rows.
-    #[cfg(test)]
-    pub(crate) const ALL: Self = Self { first: 0, stride: 1 };
-
     fn has(self, place: u64) -> bool {
         place >= self.first && (place - self.first).is_multiple_of(self.stride)
     }
@@ -163,6 +148,8 @@ impl Stride {
 mod tests {
     use super::*;
 
+    const ALL: Stride = Stride { first: 0, stride: 1 };
+
     fn plan(length: Length, share: Stride) -> (RowOrder, Vec<PlannedRow>) {
         let lengths: Vec<u32> = (0..101).map(|i| 10 + i % 23).collect();
         let packing = Packing { lengths: &lengths, total_seq_len: 64, seed: 7 };
@@ -171,15 +158,13 @@ mod tests {
 
     #[test]
     fn ranks_share_the_sequence_without_loss() {
-        let (order, alone) = plan(Length::Epochs(3), Stride::ALL);
+        let (order, alone) = plan(Length::Epochs(3), ALL);
         assert_eq!(alone.len() as u64, order.rows());
         let begun = 5;
         for ranks in [2, 3] {
-            let shares: Vec<Vec<PlannedRow>> = (0..ranks)
-                .map(|rank| {
-                    plan(Length::Epochs(3), Stride { first: begun + rank, stride: ranks }).1
-                })
-                .collect();
+            let share = |rank| Stride { first: begun + rank, stride: ranks };
+            let shares: Vec<Vec<PlannedRow>> =
+                (0..ranks).map(|rank| plan(Length::Epochs(3), share(rank)).1).collect();
             for (position, row) in alone[begun as usize..].iter().enumerate() {
                 let (rank, index) = (position as u64 % ranks, position as u64 / ranks);
                 assert_eq!(&shares[rank as usize][index as usize], row);
@@ -190,7 +175,7 @@ mod tests {
 
     #[test]
     fn each_epoch_trains_each_sample_once() {
-        let (order, rows) = plan(Length::Epochs(3), Stride::ALL);
+        let (order, rows) = plan(Length::Epochs(3), ALL);
         for epoch in 0..3 {
             let own = rows.iter().filter(|row| row.epoch == epoch);
             let mut samples: Vec<u32> = own.flat_map(|row| row.samples.clone()).collect();
@@ -204,8 +189,8 @@ mod tests {
 
     #[test]
     fn as_many_epochs_as_the_rows_need_are_packed() {
-        let (three, _) = plan(Length::Epochs(3), Stride::ALL);
-        let needed = |rows| plan(Length::Rows(rows), Stride::ALL).0.starts;
+        let (three, _) = plan(Length::Epochs(3), ALL);
+        let needed = |rows| plan(Length::Rows(rows), ALL).0.starts;
         assert_eq!(needed(three.rows()), three.starts);
         assert_eq!(needed(three.starts[2] + 1), three.starts);
         assert_eq!(needed(three.starts[2]), three.starts[..3]);
@@ -215,11 +200,11 @@ mod tests {
     #[test]
     fn epochs_beyond_reason_are_refused() {
         let packing = Packing { lengths: &[4, 4], total_seq_len: 4, seed: 7 };
-        let refuse = |length| RowOrder::plan(packing, length, Stride::ALL).unwrap_err().to_string();
+        let refuse = |length| RowOrder::plan(packing, length, ALL).unwrap_err().to_string();
         assert!(refuse(Length::Epochs(100_001)).starts_with("--epochs is 100001, but"));
         assert!(refuse(Length::Rows(200_001)).starts_with("--max-steps is good for 100001 passes"));
         let nothing = Packing { lengths: &[0], ..packing };
-        assert_eq!(RowOrder::plan(nothing, Length::Rows(9), Stride::ALL).unwrap().0.rows(), 0);
+        assert_eq!(RowOrder::plan(nothing, Length::Rows(9), ALL).unwrap().0.rows(), 0);
     }
 
     #[test]
@@ -232,7 +217,7 @@ mod tests {
 
     #[test]
     fn progress_counts_epochs() {
-        let (order, _) = plan(Length::Epochs(3), Stride::ALL);
+        let (order, _) = plan(Length::Epochs(3), ALL);
         assert_eq!(order.progress(0), 0.0);
         assert_eq!(order.progress(order.starts[1]), 1.0);
         assert_eq!(order.progress(order.rows()), 3.0);

@@ -1,6 +1,6 @@
 //! What a run will take, before anything runs: memory, arithmetic, time, hidden states.
 //!
-//! Rows are packed and anchors drawn as the run itself will do it, from the dataset or from
+//! Rows are packed and anchors drawn as the run itself will do, from the dataset or from
 //! documents of one length; a sample of rows gives means. Memory follows the tensors that the
 //! trainer keeps; docs/plan.md compares it with measurements.
 
@@ -22,26 +22,20 @@ use crate::config::DraftShape;
 use crate::{Error, machine, setup};
 
 /// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
-/// took 684 ms on two quiet cores of a server processor (LOG.md). It depends on the processor;
-/// --tflops says better.
+/// took 684 ms on two quiet cores of a server processor (LOG.md). Others differ, so there is --tflops.
 const CPU_CORE_TFLOPS: f64 = 0.05;
-
-/// What computes.
-struct Machine {
-    /// Whether a GPU does; else a CPU.
-    gpu: bool,
-    /// Name of the GPU, if known.
-    name: Option<String>,
-    /// CPU cores of a rank.
-    cores: usize,
-}
 
 /// The run to be planned: its settings, and what they come to.
 struct Planned<'a> {
     settings: &'a PlanSettings,
     /// Size of a pruned vocabulary.
     vocab_size: Option<usize>,
-    machine: Machine,
+    /// Whether a GPU computes; else a CPU.
+    gpu: bool,
+    /// If known.
+    gpu_name: Option<String>,
+    /// CPU cores of a rank.
+    cores: usize,
 }
 
 /// What the run takes. Bytes are per rank.
@@ -59,9 +53,9 @@ pub struct Plan {
     pub memory: Memory,
     /// Sum of the parts, bytes.
     pub total_bytes: f64,
-    /// Documents with tokens, and their tokens after cutting.
+    /// Documents with tokens.
     pub documents: usize,
-    /// Tokens of an epoch.
+    /// Tokens of an epoch, after cutting.
     pub tokens_per_epoch: u64,
     /// Packed rows of an epoch.
     pub rows_per_epoch: u64,
@@ -73,11 +67,11 @@ pub struct Plan {
     pub flops_per_step: f64,
     /// What computes.
     pub device: String,
-    /// Useful TFLOP/s of a rank that times are for, and where the figure comes from.
+    /// Useful TFLOP/s of a rank that times are for.
     pub tflops: Option<f64>,
-    /// Its source.
+    /// Where that figure comes from.
     pub tflops_source: String,
-    /// Seconds of a step, data at hand.
+    /// Seconds of a step that waits for no data.
     pub step_seconds: Option<f64>,
     /// Seconds of the run.
     pub run_seconds: Option<f64>,
@@ -87,32 +81,25 @@ pub struct Plan {
     pub hidden_bytes_per_second: Option<f64>,
 }
 
-impl Machine {
-    fn of(settings: &PlanSettings) -> Self {
-        let here = machine::gpu_name();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self {
-            gpu: match settings.compute.device {
-                Device::Cpu => false,
-                Device::Cuda(_) => true,
-                Device::Auto => settings.gpu.is_some() || here.is_some(),
-            },
-            name: settings.gpu.clone().or(here),
-            cores: (cores / settings.nproc).max(1),
-        }
-    }
-}
-
 /// Plans the run of a draft of this `shape` for the target in `target_dir`, of which only config.json
-/// is read; the mask token plays no part.
+/// is read; the mask token does not matter.
 ///
 /// # Errors
 /// An unreadable target or dataset, or a shape that does not fit.
 pub fn plan(settings: &PlanSettings, target_dir: &Path, shape: &DraftShape) -> Result<Plan, Error> {
     let target = TargetConfig::load(target_dir)?;
     let draft = setup::draft_config(&target, shape)?;
-    let (vocab_size, machine) = (shape.vocab_size, Machine::of(settings));
-    Planned { settings, vocab_size, machine }.plan(&target, &draft)
+    let here = machine::gpu_name();
+    let gpu = match settings.compute.device {
+        Device::Cpu => false,
+        Device::Cuda(_) => true,
+        Device::Auto => settings.gpu.is_some() || here.is_some(),
+    };
+    let gpu_name = settings.gpu.clone().or(here);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = (cores / settings.nproc).max(1);
+    let vocab_size = shape.vocab_size;
+    Planned { settings, vocab_size, gpu, gpu_name, cores }.plan(&target, &draft)
 }
 
 impl Planned<'_> {
@@ -133,7 +120,7 @@ impl Planned<'_> {
             shape: [draft.layers.len(), draft.block_size, draft.target_layer_ids.len()],
             ranks,
             row: epoch.mean,
-            total_bytes: memory.total(self.machine.gpu),
+            total_bytes: memory.total(self.gpu),
             memory,
             documents: epoch.documents,
             tokens_per_epoch: epoch.tokens,
@@ -160,10 +147,10 @@ impl Planned<'_> {
     }
 
     fn device(&self) -> String {
-        match (&self.machine.name, self.machine.gpu) {
+        match (&self.gpu_name, self.gpu) {
             (Some(name), true) => name.clone(),
             (None, true) => "GPU of unknown name".into(),
-            (_, false) => format!("CPU, {} cores a rank", self.machine.cores),
+            (_, false) => format!("CPU, {} cores a rank", self.cores),
         }
     }
 
@@ -172,17 +159,14 @@ impl Planned<'_> {
         if let Some(tflops) = self.settings.tflops {
             return (Some(tflops), "as given".into());
         }
-        if !self.machine.gpu {
-            let tflops = CPU_CORE_TFLOPS * self.machine.cores as f64;
+        if !self.gpu {
+            let tflops = CPU_CORE_TFLOPS * self.cores as f64;
             return (Some(tflops), format!("{CPU_CORE_TFLOPS} a core, see docs/plan.md"));
         }
-        let peak = self.machine.name.as_deref().and_then(machine::peak_tflops);
-        let source = match peak {
-            Some(peak) => {
-                format!("not measured on this GPU; pass --tflops (its peak is {peak} in bfloat16)")
-            }
-            None => "not measured on this GPU; pass --tflops".into(),
-        };
+        let mut source = "not measured on this GPU; pass --tflops".to_owned();
+        if let Some(peak) = self.gpu_name.as_deref().and_then(machine::peak_tflops) {
+            source += &format!(" (its peak is {peak} in bfloat16)");
+        }
         (None, source)
     }
 }

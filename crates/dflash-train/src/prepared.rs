@@ -1,6 +1,5 @@
-//! A run with everything opened that its settings name, before anything is written or computed.
+//! A run with all that its settings name opened, before anything is written or computed.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use dflash_data::Dataset;
@@ -16,7 +15,7 @@ use crate::rows::{StreamedRows, TargetSamples};
 use crate::warm_start::WarmStart;
 use crate::{Error, setup, validation};
 
-/// A run whose settings make sense. A launcher stops here; a rank goes on with [`Self::run`].
+/// A run whose settings make sense. A launcher goes no further; a rank calls [`Self::run`].
 #[derive(Debug)]
 pub struct Prepared<'a> {
     pub(crate) config: &'a TrainConfig,
@@ -30,11 +29,10 @@ pub struct Prepared<'a> {
 }
 
 impl<'a> Prepared<'a> {
-    /// Opens target, dataset and checkpoints, and finds mistakes in the settings; prints and writes
-    /// nothing.
+    /// Opens target, dataset and checkpoints; prints and writes nothing.
     ///
     /// # Errors
-    /// The user's mistakes by name.
+    /// Mistakes in the settings that show without computing.
     pub fn open(config: &'a TrainConfig) -> Result<Self, Error> {
         let target = TargetConfig::load(&config.target_dir)?;
         let draft = setup::draft_config(&target, &config.draft)?;
@@ -50,11 +48,6 @@ impl<'a> Prepared<'a> {
         }
         let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
         Ok(Self { config, target, draft, dataset, resume, warm_start })
-    }
-
-    /// The directory of the checkpoint to go on from.
-    pub(crate) fn resumed_dir(&self) -> Option<&Path> {
-        self.resume.as_ref().map(|checkpoint| checkpoint.dir.as_path())
     }
 
     /// The target's layer that a teacher's distribution is read after, where the objective needs it.

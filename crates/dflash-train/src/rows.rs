@@ -27,7 +27,6 @@ pub(crate) trait Rows {
     /// The next row; `None` at the end.
     fn next(&mut self) -> Result<Option<LoadedRow>, Error>;
 
-    /// What has happened so far on the way.
     fn counters(&self) -> Counters;
 }
 
@@ -54,7 +53,6 @@ pub(crate) struct TargetSamples {
 #[derive(Clone)]
 pub(crate) struct StreamedRows {
     pub(crate) samples: Arc<dyn Samples>,
-    /// Tokens of a packed row.
     pub(crate) total_seq_len: usize,
     pub(crate) stream: StreamConfig,
 }
@@ -94,12 +92,10 @@ impl Samples for TargetSamples {
         let known = 0..self.embedding_rows;
         match sample.input_ids.iter().find(|token| !known.contains(token)) {
             None => Ok(sample),
-            Some(&token) => Err(Error::ForeignToken {
-                path: path(),
-                sample: index,
-                token,
-                rows: self.embedding_rows,
-            }),
+            Some(&token) => {
+                let (path, rows) = (path(), self.embedding_rows);
+                Err(Error::ForeignToken { path, sample: index, token, rows })
+            }
         }
     }
 }

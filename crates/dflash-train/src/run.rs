@@ -80,9 +80,8 @@ impl Prepared<'_> {
             let length = self.length(&position, ranks);
             let (order, mut planned) = RowOrder::plan(self.packing(), length, share)?;
             let total = self.total_steps(&order, &position, ranks);
-            planned.truncate(
-                ((total - position.step) * config.rows.gradient_accumulation_steps as u64) as usize,
-            );
+            let own = (total - position.step) as usize * config.rows.gradient_accumulation_steps;
+            planned.truncate(own);
             let mut rows = source.start(planned)?;
             let mut save_path = None;
             if rank == 0 {
@@ -109,8 +108,8 @@ impl Prepared<'_> {
         })
     }
 
-    /// Refuses to go on where ranks would resume different checkpoints, as on nodes without a common
-    /// file system: they would train different drafts.
+    /// Refuses ranks that would resume different checkpoints, as on nodes without a shared file system:
+    /// they would train different drafts.
     fn check_agreement(&self, communicator: &dyn Communicator) -> Result<(), Error> {
         let step = self.resume.as_ref().map(|checkpoint| format!("step {}", checkpoint.step));
         let own = step.unwrap_or_else(|| "no checkpoint".to_owned());
@@ -121,7 +120,6 @@ impl Prepared<'_> {
         Err(Error::RanksDisagree { rank, path, found, expected })
     }
 
-    /// How the run at `position` was started.
     fn provenance(&self, position: &Position, world_size: usize) -> Provenance {
         Provenance {
             dflash: Some(env!("CARGO_PKG_VERSION").to_owned()),
@@ -139,40 +137,34 @@ impl Prepared<'_> {
         let config = &self.config.settings;
         let optimizer = OptimizerConfig::from(&config.optimizer);
         Position {
-            step: 0,
-            rows: 0,
-            bad_steps: 0,
-            bad_in_a_row: 0,
-            empty_steps: 0,
-            skipped_samples: 0,
-            tokens: 0,
             dataset: self.dataset.fingerprint(),
             seed: config.rows.seed,
             total_seq_len: config.rows.total_seq_len,
             trained_samples: Some(self.packing().lengths.len()),
-            optimizer: optimizer.algorithm.name().to_string(),
+            optimizer: optimizer.algorithm.name().to_owned(),
             ema_decay: optimizer.ema_decay,
             served_weights: ServedWeights::of(optimizer.ema_decay),
+            ..Position::default()
         }
     }
 
     /// All epochs; with a bound on steps alone, as many as it needs.
     fn length(&self, position: &Position, ranks: u64) -> Length {
-        let config = &self.config.settings;
-        if let Some(epochs) = config.rows.whole_epochs() {
+        let rows = &self.config.settings.rows;
+        if let Some(epochs) = rows.whole_epochs() {
             return Length::Epochs(epochs);
         }
-        let steps = config.rows.max_steps.unwrap_or(1).saturating_sub(position.step);
-        let rows = steps.saturating_mul(ranks * config.rows.gradient_accumulation_steps as u64);
-        Length::Rows(rows.saturating_add(position.rows))
+        let steps = rows.max_steps.unwrap_or(1).saturating_sub(position.step);
+        let remaining = steps.saturating_mul(ranks * rows.gradient_accumulation_steps as u64);
+        Length::Rows(remaining.saturating_add(position.rows))
     }
 
     /// Steps of the whole schedule: those done, and what the remaining rows give.
     fn total_steps(&self, order: &RowOrder, position: &Position, ranks: u64) -> u64 {
         let remaining = order.rows().saturating_sub(position.rows);
-        let all = position.step
-            + remaining
-                .div_ceil(ranks * self.config.settings.rows.gradient_accumulation_steps as u64);
-        self.config.settings.rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
+        let rows = &self.config.settings.rows;
+        let all =
+            position.step + remaining.div_ceil(ranks * rows.gradient_accumulation_steps as u64);
+        rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
 }

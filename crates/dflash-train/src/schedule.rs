@@ -1,29 +1,9 @@
 //! Learning-rate schedules: a multiplier of the peak rate for each step.
 
 use dflash_settings::{OptimizerSettings, SchedulerType};
-use serde::Serialize;
-
-/// Shape of the schedule after the warm-up.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ScheduleKind {
-    /// Half a cosine to the minimum.
-    Cosine,
-    /// A straight line to the minimum.
-    Linear,
-    /// Warm-up, stable, decay: at the peak until the last `decay_ratio` of all steps, then
-    /// `1 - sqrt` to the minimum.
-    Wsd {
-        /// Share of all steps that decay.
-        decay_ratio: f64,
-    },
-    /// At the peak throughout.
-    None,
-}
 
 /// How long the warm-up is.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug)]
 pub enum Warmup {
     /// Steps.
     Steps(u64),
@@ -41,12 +21,14 @@ impl Warmup {
 }
 
 /// A schedule over a known number of steps.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug)]
 pub struct Schedule {
-    /// Shape after the warm-up.
-    pub kind: ScheduleKind,
+    /// Shape after the warm-up; wsd's decay follows `1 - sqrt`.
+    pub kind: SchedulerType,
     /// Length of the warm-up.
     pub warmup: Warmup,
+    /// Share of all steps that decay, for wsd.
+    pub decay_ratio: f64,
     /// Multiplier at the end, as a share of the peak.
     pub minimum: f64,
 }
@@ -62,14 +44,14 @@ impl Schedule {
         let span = total.saturating_sub(warmup).max(1) as f64;
         let progress = ((step - warmup) as f64 / span).min(1.0);
         let shape = match self.kind {
-            ScheduleKind::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
-            ScheduleKind::Linear => 1.0 - progress,
-            ScheduleKind::Wsd { decay_ratio } => {
-                // a warm-up that reaches into the decay leaves it what is left
-                let length = (decay_ratio * total as f64).clamp(1.0, span);
+            SchedulerType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+            SchedulerType::Linear => 1.0 - progress,
+            SchedulerType::Wsd => {
+                // a long warm-up leaves less to the decay
+                let length = (self.decay_ratio * total as f64).clamp(1.0, span);
                 decay(step, total, length)
             }
-            ScheduleKind::None => 1.0,
+            SchedulerType::None => 1.0,
         };
         self.minimum + (1.0 - self.minimum) * shape
     }
@@ -79,8 +61,8 @@ impl Schedule {
         self.warmup.steps(total + 1) <= total
     }
 
-    /// Multiplier of the `step`-th optimizer step (from 0) of `total`. The schedule's own ends,
-    /// where the rate is 0, fall before the first and behind the last step: no step is wasted.
+    /// Multiplier of the `step`-th optimizer step (from 0) of `total`. The schedule's ends, where the
+    /// rate is 0, fall before the first and after the last step: no step is wasted.
     pub fn of_step(&self, step: u64, total: u64) -> f64 {
         self.multiplier(step + 1, total + 1)
     }
@@ -88,15 +70,10 @@ impl Schedule {
 
 impl From<&OptimizerSettings> for Schedule {
     fn from(settings: &OptimizerSettings) -> Self {
-        let kind = match settings.scheduler_type {
-            SchedulerType::Cosine => ScheduleKind::Cosine,
-            SchedulerType::Linear => ScheduleKind::Linear,
-            SchedulerType::Wsd => ScheduleKind::Wsd { decay_ratio: settings.decay_ratio },
-            SchedulerType::None => ScheduleKind::None,
-        };
-        let warmup =
-            settings.warmup_steps.map_or(Warmup::Ratio(settings.warmup_ratio), Warmup::Steps);
-        Self { kind, warmup, minimum: settings.min_lr_ratio }
+        let OptimizerSettings { scheduler_type: kind, decay_ratio, min_lr_ratio, .. } = *settings;
+        let share = Warmup::Ratio(settings.warmup_ratio);
+        let warmup = settings.warmup_steps.map_or(share, Warmup::Steps);
+        Self { kind, warmup, decay_ratio, minimum: min_lr_ratio }
     }
 }
 
@@ -110,30 +87,25 @@ fn decay(step: u64, total: u64, length: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn schedule(kind: ScheduleKind) -> Schedule {
-        Schedule { kind, warmup: Warmup::Steps(10), minimum: 0.0 }
+    fn schedule(kind: SchedulerType) -> Schedule {
+        Schedule { kind, warmup: Warmup::Steps(10), decay_ratio: 0.2, minimum: 0.0 }
     }
 
     #[test]
     fn every_shape_warms_up_and_only_none_stays() {
-        let kinds = [
-            ScheduleKind::Cosine,
-            ScheduleKind::Linear,
-            ScheduleKind::Wsd { decay_ratio: 0.2 },
-            ScheduleKind::None,
-        ];
-        for kind in kinds {
+        use SchedulerType::{Cosine, Linear, None, Wsd};
+        for kind in [Cosine, Linear, Wsd, None] {
             let schedule = schedule(kind);
             assert_eq!(schedule.multiplier(5, 100), 0.5, "{kind:?}");
             assert_eq!(schedule.multiplier(10, 100), 1.0, "{kind:?}");
             let last = schedule.multiplier(100, 100);
-            assert_eq!(last < 1e-12, kind != ScheduleKind::None, "{kind:?}");
+            assert_eq!(last < 1e-12, kind != None, "{kind:?}");
         }
     }
 
     #[test]
     fn wsd_is_stable_until_its_decay() {
-        let schedule = schedule(ScheduleKind::Wsd { decay_ratio: 0.2 });
+        let schedule = schedule(SchedulerType::Wsd);
         assert_eq!(schedule.multiplier(80, 100), 1.0);
         assert!((schedule.multiplier(85, 100) - 0.5).abs() < 1e-12);
     }
@@ -141,7 +113,7 @@ mod tests {
     #[test]
     fn wsd_decays_in_what_a_long_warm_up_leaves() {
         let warmup = Warmup::Steps(60);
-        let schedule = Schedule { warmup, ..schedule(ScheduleKind::Wsd { decay_ratio: 0.8 }) };
+        let schedule = Schedule { warmup, decay_ratio: 0.8, ..schedule(SchedulerType::Wsd) };
         let rates: Vec<f64> = (55..=100).map(|step| schedule.multiplier(step, 100)).collect();
         assert_eq!((rates[5], rates[45]), (1.0, 0.0));
         assert!(rates[..6].is_sorted() && rates[5..].is_sorted_by(|a, b| a >= b), "{rates:?}");
@@ -150,14 +122,14 @@ mod tests {
 
     #[test]
     fn the_minimum_is_a_floor() {
-        let schedule = Schedule { minimum: 0.1, ..schedule(ScheduleKind::Cosine) };
+        let schedule = Schedule { minimum: 0.1, ..schedule(SchedulerType::Cosine) };
         assert!((schedule.multiplier(100, 100) - 0.1).abs() < 1e-12);
         assert_eq!(schedule.multiplier(10, 100), 1.0);
     }
 
     #[test]
     fn no_step_has_rate_zero() {
-        let schedule = Schedule { warmup: Warmup::Ratio(0.04), ..schedule(ScheduleKind::Cosine) };
+        let schedule = Schedule { warmup: Warmup::Ratio(0.04), ..schedule(SchedulerType::Cosine) };
         assert!((0..1000).all(|step| schedule.of_step(step, 1000) > 0.0));
     }
 }

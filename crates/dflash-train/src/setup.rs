@@ -11,7 +11,7 @@ use dflash_settings::{Invalid, ObjectiveSettings, RowSettings};
 use tch::{Device, Kind, Tensor};
 
 use crate::Error;
-use crate::batch::{BatchMaker, BlockMaker};
+use crate::batch::BatchMaker;
 use crate::config::{DraftShape, TrainConfig};
 use crate::masters::Masters;
 use crate::optimizer::{Algorithm, OptimizerConfig};
@@ -23,9 +23,6 @@ use crate::trainer::Trainer;
 const INITIALIZER_RANGE: f64 = 0.02;
 
 /// The draft's configuration: the target's dimensions and the user's settings.
-///
-/// # Errors
-/// A layer id that the target does not have.
 pub(crate) fn draft_config(
     target: &TargetConfig,
     settings: &DraftShape,
@@ -57,9 +54,6 @@ pub(crate) fn draft_config(
 }
 
 /// Builds the trainer of a fresh run, at `place` (rank, world size).
-///
-/// # Errors
-/// Unreadable target, impossible vocabulary.
 pub(crate) fn trainer(
     prepared: &Prepared<'_>,
     (device, kind): (Device, Kind),
@@ -69,22 +63,10 @@ pub(crate) fn trainer(
     let head = TargetHead::load(&config.target_dir, device, kind)?;
     let rows = head.embedding_vh.size()[0] as usize;
     let vocabulary = vocabulary(prepared, rows)?;
-    let lm_head_vh = match &vocabulary {
-        Some(vocabulary) => {
-            let rows = Tensor::from_slice(vocabulary.selected()).to_device(device);
-            head.lm_head_vh.index_select(0, &rows)
-        }
-        None => head.lm_head_vh.shallow_clone(),
-    };
-    let blocks = BlockMaker {
-        anchors: anchors(&config.settings.rows),
-        vocabulary,
-        head_rows: lm_head_vh.size()[0] as usize,
-        teacher: config.settings.objective.needs_teacher(),
-    };
-    let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: prepared.teacher_layer() };
+    let anchors = anchors(&config.settings.rows);
+    let batches = BatchMaker::new(head, anchors, vocabulary, prepared.teacher_layer());
     let fresh = match prepared.resume {
-        // what the checkpoint fills needs no other numbers first
+        // the checkpoint fills it
         Some(_) => Draft::zeros(prepared.draft.clone(), device),
         None => fresh(prepared.draft.clone(), config.settings.rows.seed, device),
     };
@@ -151,18 +133,21 @@ fn objective(settings: &ObjectiveSettings, block_size: usize) -> Objective {
     }
 }
 
-/// The pruned vocabulary, or `None` where it is the target's own: what `resume` or the pretrained
-/// draft has, unless a size is asked for.
+/// The pruned vocabulary, or `None` where it is the target's own: that of the resumed or pretrained
+/// draft, unless another size is asked for.
 fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabulary>, Error> {
     let (config, dataset) = (prepared.config, &*prepared.dataset);
-    let Some(dir) = prepared.resumed_dir().or(config.pretrained_dir.as_deref()) else {
+    let resumed_dir = prepared.resume.as_ref().map(|checkpoint| &checkpoint.dir);
+    let Some(dir) = resumed_dir.or(config.pretrained_dir.as_ref()) else {
         return selected_vocabulary(config, dataset, rows);
     };
     let stored = DraftVocabulary::load(dir)?;
     if let Some(found) = stored.as_ref().map(DraftVocabulary::target_size)
         && found != rows
     {
-        return Err(Error::ForeignVocabulary { path: dir.into(), found, expected: rows });
+        let (key, found, expected) =
+            ("number of target tokens", found.to_string(), rows.to_string());
+        return Err(Error::ForeignDraft { path: dir.into(), key, found, expected });
     }
     let size = stored.as_ref().map_or(rows, |stored| stored.selected().len());
     match config.draft.vocab_size {
@@ -177,16 +162,11 @@ fn selected_vocabulary(
     dataset: &Dataset,
     rows: usize,
 ) -> Result<Option<DraftVocabulary>, Error> {
-    match config.draft.vocab_size {
-        None => Ok(None),
-        Some(size) if size == rows => Ok(None),
-        Some(size) if size > rows => {
-            let expected = format!("the target's embedding has {rows} rows");
-            Err(Invalid::new("draft_vocab_size", size, expected).into())
-        }
-        Some(size) => {
-            let selected = select_vocabulary(&dataset.token_frequencies()?, size, rows);
-            Ok(Some(DraftVocabulary::new(selected, rows)))
-        }
+    let Some(size) = config.draft.vocab_size.filter(|&size| size != rows) else { return Ok(None) };
+    if size > rows {
+        let expected = format!("the target's embedding has {rows} rows");
+        return Err(Invalid::new("draft_vocab_size", size, expected).into());
     }
+    let selected = select_vocabulary(&dataset.token_frequencies()?, size, rows);
+    Ok(Some(DraftVocabulary::new(selected, rows)))
 }

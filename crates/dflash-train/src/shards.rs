@@ -12,6 +12,7 @@ use dflash_model::draft::DraftLayout;
 use tch::{Device, Tensor};
 
 use crate::Error;
+use crate::optimizer::Groups;
 
 /// Elements per rank of one exchange: some 16 MiB, far above a collective's fixed cost.
 const PIECE: i64 = 4 << 20;
@@ -29,11 +30,7 @@ pub(crate) struct Shards {
 impl Shards {
     /// Every rank holds everything.
     pub(crate) fn whole(elements: i64) -> Self {
-        Self::of(std::iter::once(0..elements).collect(), 0)
-    }
-
-    fn of(ranges: Vec<Range<i64>>, own: usize) -> Self {
-        Self { ranges, own }
+        Self { ranges: std::iter::once(0..elements).collect(), own: 0 }
     }
 
     /// Shares of equal length, wherever that cuts.
@@ -41,24 +38,20 @@ impl Shards {
         let ranks = world_size as i64;
         let lines = (elements + ALIGNMENT - 1) / ALIGNMENT;
         let bound = |rank: i64| (rank * lines / ranks * ALIGNMENT).min(elements);
-        Self::of((0..ranks).map(|rank| bound(rank)..bound(rank + 1)).collect(), rank)
+        Self { ranges: (0..ranks).map(|rank| bound(rank)..bound(rank + 1)).collect(), own: rank }
     }
 
     /// Shares of whole parameters, as equal as these allow.
     pub(crate) fn by_parameter(layout: &DraftLayout, (rank, world_size): (usize, usize)) -> Self {
         let elements = layout.elements();
-        let bounds: Vec<i64> = layout
-            .parameters()
-            .iter()
-            .map(|parameter| parameter.offset)
-            .chain([elements])
-            .collect();
+        let offsets = layout.parameters().iter().map(|parameter| parameter.offset);
+        let bounds: Vec<i64> = offsets.chain([elements]).collect();
         let nearest = |ideal: i64| {
             *bounds.iter().min_by_key(|bound| (*bound - ideal).abs()).expect("0 is a bound")
         };
         let ranks = world_size as i64;
         let cut = |rank: i64| nearest(rank * elements / ranks);
-        Self::of((0..ranks).map(|rank| cut(rank)..cut(rank + 1)).collect(), rank)
+        Self { ranges: (0..ranks).map(|rank| cut(rank)..cut(rank + 1)).collect(), own: rank }
     }
 
     /// This rank's share.
@@ -72,19 +65,15 @@ impl Shards {
         flat.narrow(0, own.start, own.end - own.start)
     }
 
-    /// The shares of a buffer that holds only the norms, one behind the other.
+    /// The shares of a buffer that holds only the norms, one after the other.
     pub(crate) fn of_norms(&self, layout: &DraftLayout) -> Self {
         let mut end = 0;
-        let ranges = self
-            .ranges
-            .iter()
-            .map(|range| {
-                let start = end;
-                end += crate::optimizer::Groups::of(layout.parameters(), range).norm_elements();
-                start..end
-            })
-            .collect();
-        Self::of(ranges, self.own)
+        let norms = |range| {
+            let start = end;
+            end += Groups::of(layout.parameters(), range).norm_elements();
+            start..end
+        };
+        Self { ranges: self.ranges.iter().map(norms).collect(), own: self.own }
     }
 
     /// Whether ranks hold different shares.
@@ -126,10 +115,9 @@ impl Shards {
         Ok(())
     }
 
-    /// Hands all ranks' shares, from the first element to the last, to `take` in pieces of bounded
-    /// size; this rank brings `own`. All ranks call it.
-    ///
-    /// Each piece goes from its owner to all, so that a rank needs memory for one and no more.
+    /// Hands all ranks' shares, from the first element to the last, to `take`; this rank brings `own`.
+    /// Each piece goes from its owner to all, so that a rank needs memory for one and no more. All
+    /// ranks call it.
     pub(crate) fn stream(
         &self,
         communicator: &dyn Communicator,

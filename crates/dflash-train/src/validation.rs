@@ -20,9 +20,9 @@ use crate::order::PlannedRow;
 use crate::prepared::Prepared;
 use crate::rows::RowSource;
 use crate::trainer::Trainer;
-use crate::vote::{Halt, Sums, Vote, add_up};
+use crate::vote::{Halt, Vote, add_up};
 
-/// The draw of anchors in validation rows; epochs of training count from 0.
+/// The epoch that validation rows draw their anchors as; those of training count from 0.
 const FIXED_DRAW: u64 = u64::MAX;
 
 /// Measures the real acceptance of a draft on one rank's share of held-out prompts; `None` when it
@@ -30,18 +30,18 @@ const FIXED_DRAW: u64 = u64::MAX;
 pub type AcceptanceProbe<'a> =
     &'a mut dyn FnMut(Served<'_>, Share) -> Result<Option<Acceptance>, ProbeError>;
 
-/// A draft as it is served: its weights, and the tokens that it can say where these are not all.
+/// A draft as it is served: its weights, and its pruned vocabulary if it has one.
 pub type Served<'a> = (&'a Draft, Option<&'a DraftVocabulary>);
 
 /// Whatever stopped a probe.
 pub type ProbeError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Which part of a common work is one rank's.
+/// Which prompts are one rank's: `rank`, `rank + ranks`, ...
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// The part, 0-based: items `rank`, `rank + ranks`, ...
+    /// From 0.
     pub rank: usize,
-    /// Parts.
+    /// All of them.
     pub ranks: usize,
 }
 
@@ -73,50 +73,6 @@ pub(crate) fn check(config: &TrainConfig, lengths: &[u32]) -> Result<(), Error> 
         return Err(Invalid::new("validation_ratio", ratio, expected).into());
     }
     Ok(())
-}
-
-/// What is added up of teacher-forced figures besides their statistics.
-#[derive(Default)]
-struct ForcedSums {
-    skipped: f64,
-}
-
-/// [`Acceptance`] that is added up.
-struct AcceptanceSums {
-    reached: Vec<f64>,
-    responses: f64,
-    length_sum: f64,
-}
-
-impl Sums for ForcedSums {
-    fn numbers(&mut self) -> Vec<&mut f64> {
-        let Self { skipped } = self;
-        vec![skipped]
-    }
-}
-
-impl Sums for AcceptanceSums {
-    fn numbers(&mut self) -> Vec<&mut f64> {
-        let Self { reached, responses, length_sum } = self;
-        reached.iter_mut().chain([responses, length_sum]).collect()
-    }
-}
-
-impl AcceptanceSums {
-    /// Of a draft whose blocks have `block_size` slots, which a rank without answers must know too.
-    fn new(counts: Acceptance, block_size: usize) -> Self {
-        let Acceptance { reached, responses, length_sum } = counts;
-        let mut reached: Vec<f64> = reached.into_iter().map(|steps| steps as f64).collect();
-        reached.resize(block_size, 0.0);
-        Self { reached, responses: responses as f64, length_sum }
-    }
-
-    fn figures(self) -> HeldOutPrompts {
-        let reached = self.reached.iter().map(|&steps| steps as u64).collect();
-        let responses = self.responses as u64;
-        let figures = Acceptance { reached, responses, length_sum: self.length_sum }.figures();
-        HeldOutPrompts { figures, responses }
-    }
 }
 
 impl<'a, 'p> Validation<'a, 'p> {
@@ -154,16 +110,11 @@ impl<'a, 'p> Validation<'a, 'p> {
         wanted && step > 0 && self.last != Some(step)
     }
 
-    /// Whether acceptance is measured.
     pub(crate) fn measures(&self) -> bool {
         self.probe.is_some()
     }
 
-    /// Validates the draft as it stands.
-    ///
-    /// # Errors
-    /// A rank was told to stop, or cannot get held-out rows or prompts; a rank that is gone, a full
-    /// disk.
+    /// Validates the draft as it is now.
     pub(crate) fn run(
         &mut self,
         step: u64,
@@ -171,7 +122,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         communicator: &dyn Communicator,
     ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
-        let draft = trainer.served(communicator)?;
+        let draft = trainer.masters.served(&trainer.draft, communicator)?;
         let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.has_rows {
             line.rows = Some(self.teacher_forced(trainer, &draft, communicator)?);
@@ -195,13 +146,13 @@ impl<'a, 'p> Validation<'a, 'p> {
         communicator: &dyn Communicator,
     ) -> Result<HeldOutRows, Halt> {
         let mut statistics = Statistics::zero(draft.config().block_size, draft.device());
-        let mut sums = ForcedSums::default();
-        let own = self.own_rows(trainer, draft, (&mut statistics, &mut sums)).err();
+        let mut skipped = 0.0;
+        let own = self.own_rows(trainer, draft, (&mut statistics, &mut skipped)).err();
         let vote = own.as_ref().map(Vote::of).unwrap_or_default();
-        let vote = add_up(communicator, vote, &mut sums, Some(statistics.sums_mut()))?;
-        vote.settle(own)?;
+        let vector = Some(statistics.sums_mut());
+        add_up(communicator, vote, &mut [&mut skipped], vector)?.settle(own)?;
         let report = statistics.report(trainer.objective.denominator.epsilon());
-        let (blocks, skipped_samples) = (report.blocks, sums.skipped as u64);
+        let (blocks, skipped_samples) = (report.blocks, skipped as u64);
         Ok(HeldOutRows { figures: figures(report), blocks, skipped_samples })
     }
 
@@ -210,11 +161,11 @@ impl<'a, 'p> Validation<'a, 'p> {
         &self,
         trainer: &Trainer,
         draft: &Draft,
-        (statistics, sums): (&mut Statistics, &mut ForcedSums),
+        (statistics, skipped): (&mut Statistics, &mut f64),
     ) -> Result<(), Error> {
         let mut rows = self.source.start(self.rows.clone())?;
         while let Some(row) = rows.next()? {
-            sums.skipped += row.skipped as f64;
+            *skipped += row.skipped as f64;
             if let Some(own) = trainer.validate(draft, &row) {
                 statistics.add(&own);
             }
@@ -239,9 +190,17 @@ fn measured(
             (Acceptance::default(), Vote::of(&own), Some(own))
         }
     };
-    let mut sums = AcceptanceSums::new(counts, block_size);
+    let Acceptance { reached, responses, mut length_sum } = counts;
+    let mut responses = responses as f64;
+    // A rank without answers has as many slots.
+    let mut steps = vec![0.0; block_size];
+    steps.iter_mut().zip(reached).for_each(|(sum, count)| *sum = count as f64);
+    let mut sums: Vec<_> = steps.iter_mut().chain([&mut responses, &mut length_sum]).collect();
     add_up(communicator, vote, &mut sums, None)?.settle(own)?;
-    Ok(sums.figures())
+    let responses = responses as u64;
+    let reached = steps.iter().map(|&sum| sum as u64).collect();
+    let figures = Acceptance { reached, responses, length_sum }.figures();
+    Ok(HeldOutPrompts { figures, responses })
 }
 
 /// The step of the last line, as rank 0 finds it: another rank's view may be older.

@@ -1,23 +1,22 @@
-//! What ranks tell each other about a common work, a step or a validation: a vote on how it went,
-//! and numbers to add up. Both travel in one collective.
+//! What ranks tell each other about a step or a validation: a vote on how it went, and numbers to add
+//! up. Both travel in one collective.
 
 use dflash_dist::Communicator;
 use tch::{Device, Tensor};
 
 use crate::Error;
 
-/// What a rank has to say. The strongest vote of any rank decides for all: later variants are
-/// stronger.
+/// What a rank has to say. The strongest vote decides for all; later variants are stronger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Vote {
-    /// The work counts, and the run goes on.
+    /// The step counts, and the run goes on.
     #[default]
     Continue,
-    /// It was told to stop: the work counts, then the run ends.
+    /// It was told to stop: the step counts, then the run ends.
     Stop,
-    /// It was told to stop before it had what it needs: the work is void, and the run ends.
+    /// It was told to stop before it had its rows: the step is void, and the run ends.
     Abandon,
-    /// It cannot get what it needs: the work is void, and the run fails.
+    /// It cannot get its rows: the step is void, and the run fails.
     Fail,
 }
 
@@ -50,12 +49,11 @@ impl Vote {
         }
     }
 
-    /// Whether the work that was voted on does not count.
     pub(crate) fn is_void(self) -> bool {
         self >= Self::Abandon
     }
 
-    /// What follows from the ranks' common vote for one that met `own`.
+    /// What the ranks' common vote means for one that met the error `own`.
     pub(crate) fn settle(self, own: Option<Error>) -> Result<(), Halt> {
         match self {
             Self::Continue | Self::Stop => Ok(()),
@@ -65,21 +63,14 @@ impl Vote {
     }
 }
 
-/// Numbers with names that are added up over the ranks.
-pub(crate) trait Sums {
-    /// All of them, in the same order on every rank.
-    fn numbers(&mut self) -> Vec<&mut f64>;
-}
-
-/// Adds up `sums` and, in front of it, a float64 `vector` over all ranks; returns their common vote.
-/// The vector comes back on the host, so that reading it waits for no device.
+/// Adds up `numbers` and, in front of them, a float64 `vector` over all ranks; returns their common
+/// vote. The vector comes back on the host, so that reading it waits for no device.
 pub(crate) fn add_up(
     communicator: &dyn Communicator,
     vote: Vote,
-    sums: &mut dyn Sums,
+    numbers: &mut [&mut f64],
     vector: Option<&mut Tensor>,
 ) -> Result<Vote, Error> {
-    let mut numbers = sums.numbers();
     let mut own: Vec<f64> = numbers.iter().map(|number| **number).collect();
     own.extend(COUNTED.map(|counted| f64::from(u8::from(vote == counted))));
     let mut joined = Tensor::from_slice(&own);
@@ -107,33 +98,21 @@ mod tests {
     use super::*;
     use crate::fake::Beside;
 
-    #[derive(Debug, Default, PartialEq)]
-    struct Two {
-        first: f64,
-        second: f64,
-    }
-
-    impl Sums for Two {
-        fn numbers(&mut self) -> Vec<&mut f64> {
-            let Self { first, second } = self;
-            vec![first, second]
-        }
-    }
-
     #[test]
-    fn numbers_and_vector_are_summed_under_their_names() {
-        let mut sums = Two { first: 3.0, second: 0.5 };
+    fn numbers_and_vector_are_summed_each_in_its_place() {
+        let (mut first, mut second) = (3.0, 0.5);
         let mut vector = Tensor::ones([4], (Kind::Double, Device::Cpu));
         let three = Beside { alike: 2, ..Beside::default() };
-        let vote = add_up(&three, Vote::Continue, &mut sums, Some(&mut vector)).unwrap();
-        assert_eq!((vote, sums), (Vote::Continue, Two { first: 9.0, second: 1.5 }));
+        let numbers = &mut [&mut first, &mut second];
+        let vote = add_up(&three, Vote::Continue, numbers, Some(&mut vector)).unwrap();
+        assert_eq!((vote, first, second), (Vote::Continue, 9.0, 1.5));
         assert_eq!(Vec::<f64>::try_from(vector).unwrap(), [3.0; 4]);
     }
 
     #[test]
     fn every_vote_reaches_all_and_the_strongest_decides() {
         for vote in [Vote::Continue, Vote::Stop, Vote::Abandon, Vote::Fail] {
-            let common = add_up(&Single, vote, &mut Two::default(), None).unwrap();
+            let common = add_up(&Single, vote, &mut [&mut 0.0, &mut 0.0], None).unwrap();
             assert_eq!(common, vote);
             assert_eq!(common.is_void(), common.settle(None).is_err());
         }

@@ -1,9 +1,9 @@
 //! Starting from another draft's weights.
 //!
-//! The checkpoint may be in z-lab's or speculators' layout, or one of our own, whose float32
-//! weights are taken where they lie beside it. Widths, heads and the rotary base must agree: they
-//! say which target a draft belongs to. Layers, block size, mask token and captured layers may
-//! differ, and what that means is said.
+//! The checkpoint may be in z-lab's or speculators' layout, or one of our own, whose float32 weights
+//! are taken where they are beside it. Widths, heads and the rotary base must agree: they say which
+//! target a draft belongs to. Layers, block size, mask token and captured layers may differ; the user
+//! is told what that means.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,49 +29,29 @@ pub(crate) struct WarmStart {
 
 impl WarmStart {
     /// Reads the checkpoint's configuration and compares it with that of the draft `wanted`.
-    ///
-    /// # Errors
-    /// No checkpoint, or one of a draft for another target.
     pub(crate) fn open(dir: &Path, wanted: &DraftConfig) -> Result<Self, Error> {
-        let start =
-            Self { dir: dir.into(), stored: DraftConfig::load(dir)?, wanted: wanted.clone() };
-        start.check()?;
-        Ok(start)
-    }
-
-    fn check(&self) -> Result<(), Error> {
-        let (stored, wanted) = (&self.stored, &self.wanted);
-        let sizes = [
-            ("hidden_size", stored.hidden_size, wanted.hidden_size),
-            ("intermediate_size", stored.intermediate_size, wanted.intermediate_size),
-            ("num_attention_heads", stored.num_attention_heads, wanted.num_attention_heads),
-            ("num_key_value_heads", stored.num_key_value_heads, wanted.num_key_value_heads),
-            ("head_dim", stored.head_dim, wanted.head_dim),
-            ("vocab_size", stored.vocab_size, wanted.vocab_size),
-            ("number of captured layers", stored.captures(), wanted.captures()),
-        ];
-        if let Some((key, found, expected)) = sizes.iter().find(|(_, a, b)| a != b) {
-            return Err(self.mismatch(key, found, expected));
-        }
-        if stored.rope_theta != wanted.rope_theta {
-            return Err(self.mismatch("rope_theta", &stored.rope_theta, &wanted.rope_theta));
-        }
-        match (stored.num_target_layers, wanted.num_target_layers) {
-            (Some(found), Some(expected)) if found != expected => {
-                Err(self.mismatch("num_target_layers", &found, &expected))
+        let stored = DraftConfig::load(dir)?;
+        let facts = |draft: &DraftConfig| {
+            // not every layout says how deep its target is
+            let target_layers = draft.num_target_layers.or(wanted.num_target_layers);
+            [
+                ("hidden_size", draft.hidden_size.to_string()),
+                ("intermediate_size", draft.intermediate_size.to_string()),
+                ("num_attention_heads", draft.num_attention_heads.to_string()),
+                ("num_key_value_heads", draft.num_key_value_heads.to_string()),
+                ("head_dim", draft.head_dim.to_string()),
+                ("vocab_size", draft.vocab_size.to_string()),
+                ("number of captured layers", draft.captures().to_string()),
+                ("rope_theta", draft.rope_theta.to_string()),
+                ("num_target_layers", target_layers.unwrap_or_default().to_string()),
+            ]
+        };
+        for ((key, found), (_, expected)) in facts(&stored).into_iter().zip(facts(wanted)) {
+            if found != expected {
+                return Err(Error::ForeignDraft { path: dir.into(), key, found, expected });
             }
-            _ => Ok(()),
         }
-    }
-
-    fn mismatch(
-        &self,
-        key: &'static str,
-        found: &impl ToString,
-        expected: &impl ToString,
-    ) -> Error {
-        let (found, expected) = (found.to_string(), expected.to_string());
-        Error::ForeignDraft { path: self.dir.clone(), key, found, expected }
+        Ok(Self { dir: dir.into(), stored, wanted: wanted.clone() })
     }
 
     /// What the run starts from and what the differences mean, a line each.
@@ -81,10 +61,10 @@ impl WarmStart {
         let precision = if self.masters().is_file() { "float32 weights" } else { "stored weights" };
         let mut notes = vec![format!("starting from the {precision} of {}", self.dir.display())];
         if had > has {
-            notes.push(format!("of its {had} layers the first {has} are kept"));
+            notes.push(format!("the first {has} of its {had} layers are kept"));
         }
         if had < has {
-            notes.push(format!("it has {had} layers: layers {had} to {} start afresh", has - 1));
+            notes.push(format!("it has {had} layers: layers {had} to {} start fresh", has - 1));
         }
         if stored.block_size != wanted.block_size {
             notes.push(format!(
@@ -116,7 +96,7 @@ impl WarmStart {
         let (theirs, ours) = (windows(stored), windows(wanted));
         if theirs != ours {
             notes.push(format!(
-                "its layers see so many tokens of context: {theirs}; this run's: {ours}"
+                "its layers see these tokens of context: {theirs}; this run's see {ours}"
             ));
         }
         if stored.rms_norm_eps != wanted.rms_norm_eps {
@@ -131,9 +111,6 @@ impl WarmStart {
     }
 
     /// Copies every parameter that both drafts have into `draft`, whose buffer is float32.
-    ///
-    /// # Errors
-    /// Missing or damaged weights, or some that are not numbers.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
         let layout = DraftLayout::new(&self.stored);
         let read = self.reader(layout.elements())?;

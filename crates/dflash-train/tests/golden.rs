@@ -4,10 +4,11 @@
 use dflash_golden::{Case, rule_trials};
 use dflash_model::Kernels;
 use dflash_model::draft::Parameter;
+use dflash_settings::SchedulerType;
 use dflash_train::optimizer::{
     AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, WeightDecay,
 };
-use dflash_train::schedule::{Schedule, ScheduleKind, Warmup};
+use dflash_train::schedule::{Schedule, Warmup};
 use libtest_mimic::Arguments;
 use serde_json::Value;
 use tch::Tensor;
@@ -22,17 +23,17 @@ fn main() {
 
 fn schedule(Case { value: case, .. }: &Case) {
     let kind = match case["type"].as_str().unwrap() {
-        "linear" => ScheduleKind::Linear,
-        "cosine" => ScheduleKind::Cosine,
-        "none" | "constant" => ScheduleKind::None,
+        "linear" => SchedulerType::Linear,
+        "cosine" => SchedulerType::Cosine,
+        "none" | "constant" => SchedulerType::None,
         other => panic!("schedule {other} is not implemented"),
     };
-    if kind == ScheduleKind::Cosine {
+    if kind == SchedulerType::Cosine {
         let cycles = case["cycles"].as_f64().unwrap_or(0.5);
         assert_eq!(cycles, 0.5, "half a cosine is what we train with");
     }
     let warmup = Warmup::Steps(case["warmup"].as_u64().unwrap());
-    let schedule = Schedule { kind, warmup, minimum: 0.0 };
+    let schedule = Schedule { kind, warmup, decay_ratio: 0.0, minimum: 0.0 };
     let total = case["total"].as_u64().unwrap();
     for (step, expected) in case["multiplier_at_step"].as_object().unwrap() {
         let found = schedule.multiplier(step.parse().unwrap(), total);
@@ -55,7 +56,7 @@ fn adamw(Case { value: case, file, .. }: &Case) {
     follow(config, (source("w0"), source("grads")), case, 2e-7);
 }
 
-/// Newton-Schulz runs in bfloat16 on both sides, hence the tolerance that the case itself names.
+/// Newton-Schulz runs in bfloat16 on both sides, which is what the tolerance allows for.
 fn muon(Case { value: case, .. }: &Case) {
     let number = |key: &str| case[key].as_f64().unwrap();
     let muon = MuonConfig {

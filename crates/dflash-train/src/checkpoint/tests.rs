@@ -1,21 +1,20 @@
 //! What is saved comes back, in little memory, and a disk that is full keeps no rank waiting.
 
-use std::cell::Cell;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use dflash_data::AnchorOptions;
-use dflash_dist::{Pending, Single};
-use dflash_model::draft::LayerKind;
+use dflash_dist::Single;
 use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_model::target::TargetHead;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::*;
-use crate::batch::{BatchMaker, BlockMaker};
+use crate::batch::BatchMaker;
+use crate::fake::{Beside, draft_config};
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
@@ -31,28 +30,6 @@ const LARGE: usize = 7;
 
 /// Time to save over the time that a plain copy of the same bytes takes.
 const SLOWER_THAN_A_COPY: f64 = 1.5;
-
-fn draft_config(hidden_size: i64, layers: usize) -> DraftConfig {
-    DraftConfig {
-        hidden_size,
-        intermediate_size: 4 * hidden_size,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: hidden_size / 4,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        layers: vec![LayerKind::Full; layers],
-        sliding_window: None,
-        block_size: 4,
-        mask_token_id: 95,
-        target_layer_ids: vec![1, 2],
-        num_target_layers: Some(4),
-        vocab_size: 96,
-        max_position_embeddings: 256,
-        initializer_range: 0.02,
-        eos_token_id: None,
-    }
-}
 
 /// A trainer whose state is noise, on one of several ranks.
 fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
@@ -78,14 +55,8 @@ fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
         norm_eps: 1e-6,
         lm_head_vh: cpu([96, hidden]),
     };
-    let blocks = BlockMaker {
-        anchors: AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 },
-        vocabulary: None,
-        head_rows: 96,
-        teacher: false,
-    };
-    let lm_head_vh = head.lm_head_vh.shallow_clone();
-    let batches = BatchMaker { blocks, head, lm_head_vh, teacher_layer: None };
+    let anchors = AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 };
+    let batches = BatchMaker::new(head, anchors, None, None);
     Trainer::new((draft, masters), (objective, batches))
 }
 
@@ -210,56 +181,14 @@ fn plain_copy(from: &Path, to: &Path) {
     }
 }
 
-/// Rank 0 of two whose peer answers everything; counts what was exchanged.
-#[derive(Default)]
-struct Counting(Cell<usize>);
-
-impl Communicator for Counting {
-    fn rank(&self) -> usize {
-        0
-    }
-
-    fn world_size(&self) -> usize {
-        2
-    }
-
-    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), dflash_dist::Error> {
-        self.0.set(self.0.get() + 1);
-        if root > 0 {
-            let _ = tensor.fill_(root as f64);
-        }
-        Ok(())
-    }
-
-    fn start_all_reduce_sum(&self, _: &Tensor) -> Result<Box<dyn Pending>, dflash_dist::Error> {
-        unreachable!()
-    }
-
-    fn all_gather(&self, _: &mut Tensor, _: &Tensor) -> Result<(), dflash_dist::Error> {
-        unreachable!()
-    }
-
-    fn all_gather_bytes(&self, _: &[u8]) -> Result<Vec<Vec<u8>>, dflash_dist::Error> {
-        unreachable!()
-    }
-
-    fn barrier(&self) -> Result<(), dflash_dist::Error> {
-        unreachable!()
-    }
-
-    fn announce_work(&self) {}
-
-    fn announce_permanent_failure(&self) {}
-}
-
 #[test]
 fn a_rank_that_cannot_write_takes_part_to_the_end() {
     let dir = tempfile::tempdir().unwrap();
     let trainer = trainer(draft_config(32, 1), (0, 2));
     let exchanged = |save_path: &Path| {
-        let peers = Counting::default();
+        let peers = Beside { alike: 1, ..Beside::default() };
         let saved = save(&trainer, &position(2), save_path, &peers);
-        (saved, peers.0.get())
+        (saved, peers.broadcasts.into_inner())
     };
     let (saved, expected) = exchanged(&dir.path().join("good"));
     let state = TensorFile::open(&saved.unwrap().join(Checkpoint::TENSORS)).unwrap();

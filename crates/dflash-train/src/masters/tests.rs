@@ -2,34 +2,17 @@
 
 use dflash_dist::Single;
 use dflash_model::checkpoint::TensorWriter;
-use dflash_model::draft::{DraftConfig, LayerKind};
+use dflash_model::draft::DraftConfig;
 use tch::Device;
 
 use super::*;
+use crate::fake::draft_config;
 use crate::optimizer::{Algorithm, MuonConfig, WeightDecay};
 
 const RATE: f64 = 1e-3;
 
 fn config() -> DraftConfig {
-    DraftConfig {
-        hidden_size: 32,
-        intermediate_size: 64,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 8,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        layers: vec![LayerKind::Full; 3],
-        sliding_window: None,
-        block_size: 4,
-        mask_token_id: 95,
-        target_layer_ids: vec![1, 2],
-        num_target_layers: Some(4),
-        vocab_size: 96,
-        max_position_embeddings: 256,
-        initializer_range: 0.02,
-        eos_token_id: None,
-    }
+    DraftConfig { intermediate_size: 64, ..draft_config(32, 3) }
 }
 
 fn muon() -> OptimizerConfig {
@@ -152,4 +135,17 @@ fn what_one_rank_wrote_others_take_their_shares_of() {
             }
         }
     });
+}
+
+#[test]
+fn the_average_follows_by_its_share() {
+    let masters = Tensor::from_slice(&[1.0f32, -4.0]);
+    let mut average = Average::new(0.75, &masters);
+    let mut masters = masters;
+    for next in [[2.0f32, -4.0], [4.0, 0.0]] {
+        masters.copy_(&Tensor::from_slice(&next));
+        average.update(&masters);
+    }
+    // by hand: 0.75 * 1 + 0.25 * 2 = 1.25; 0.75 * 1.25 + 0.25 * 4 = 1.9375; and -4 -> -4 -> -3
+    assert_eq!(Vec::<f32>::try_from(&average.weights).unwrap(), [1.9375, -3.0]);
 }

@@ -1,14 +1,10 @@
-//! AdamW over a share of the flat parameter buffer, in float32, in place.
+//! AdamW over a flat buffer of parameters, in float32, in place.
 
 use dflash_torch_sys::kernels::{self, AdamWStep, Kernels};
-use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::groups::{Groups, WeightDecay, shrink};
-use super::{Extent, StateTensor};
-
 /// Constants of AdamW.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug)]
 pub struct AdamWConfig {
     /// Decay of the mean of gradients.
     pub beta1: f64,
@@ -75,43 +71,5 @@ impl Moments {
         let divisor = (variance.sqrt() / root_correction2).g_add_scalar_(epsilon);
         let update = (mean / divisor).g_mul_scalar_(-step_size);
         let _ = parameters.g_add_(&update);
-    }
-}
-
-/// State of AdamW for a share.
-#[derive(Debug)]
-pub struct AdamW {
-    config: AdamWConfig,
-    weight_decay: WeightDecay,
-    groups: Groups,
-    pub(super) moments: Moments,
-    /// Steps taken.
-    pub steps: i64,
-}
-
-impl AdamW {
-    /// Fresh state for a share like `masters`, which `groups` divides.
-    pub fn new(
-        config: AdamWConfig,
-        groups: Groups,
-        weight_decay: WeightDecay,
-        masters: &Tensor,
-    ) -> Self {
-        let moments = Moments::zeros(masters.numel() as i64, masters.device());
-        Self { config, weight_decay, groups, moments, steps: 0 }
-    }
-
-    /// One step of size `rate` along `gradient`.
-    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
-        self.steps += 1;
-        shrink(masters, &self.groups.matrices, (rate, self.weight_decay.matrices));
-        shrink(masters, &self.groups.norms, (rate, self.weight_decay.norms));
-        self.moments.step(masters, gradient, self.config.step(self.steps, rate));
-    }
-
-    /// All tensors that a resumed run needs.
-    pub fn state(&self) -> Vec<StateTensor<'_>> {
-        let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
-        vec![share("mean", &self.moments.mean), share("variance", &self.moments.variance)]
     }
 }

@@ -1,21 +1,20 @@
-//! Which part of a share of the flat buffer is a matrix, and which a norm's weight.
+//! Which parts of a share of the flat buffer are matrices, and which are norms' weights.
 
 use std::ops::Range;
 
 use dflash_model::draft::Parameter;
-use serde::Serialize;
 use tch::Tensor;
 
 /// Decoupled weight decay by group, as a share of the group's learning rate.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct WeightDecay {
     /// Of matrices.
     pub matrices: f64,
-    /// Of norms' weights, which stand at 1 and have no reason to shrink to 0.
+    /// Of norms' weights, which start at 1 and have no reason to shrink to 0.
     pub norms: f64,
 }
 
-/// A parameter, or what of it lies in a share.
+/// A parameter, or the part of it in a share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// First element within the share.
@@ -48,7 +47,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Groups what of `parameters` lies in `share`, a range of the flat buffer.
+    /// Groups the parts of `parameters` in `share`, a range of the flat buffer.
     pub fn of(parameters: &[Parameter], share: &Range<i64>) -> Self {
         let mut groups = Self::default();
         for parameter in parameters {

@@ -5,12 +5,9 @@
 //! matrix stays with AdamW.
 
 use dflash_torch_sys::kernels::Kernels;
-use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::adamw::{AdamWConfig, Moments};
-use super::groups::{Groups, Piece, WeightDecay, shrink};
-use super::{Extent, StateTensor};
+use super::groups::Piece;
 
 /// Coefficients of the quintic iteration (Keller Jordan, "Muon", 2024): the steepest start at which
 /// singular values still settle near 1.
@@ -20,7 +17,7 @@ const COEFFICIENTS: (f64, f64, f64) = (3.4445, -4.7750, 2.0315);
 const EPSILON: f64 = 1e-7;
 
 /// Constants of Muon.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug)]
 pub struct MuonConfig {
     /// Its learning rate over AdamW's.
     pub rate_ratio: f64,
@@ -34,8 +31,7 @@ pub struct MuonConfig {
 
 /// How a matrix's shape enters the rate: an orthogonal matrix has entries of root mean square
 /// `1 / sqrt(max(rows, columns))`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug)]
 pub enum MuonScale {
     /// `sqrt(max(1, rows / columns))`.
     Original,
@@ -59,82 +55,38 @@ impl MuonScale {
     }
 }
 
-/// State of Muon for the matrices of a share, and of AdamW for its norms.
+/// State of Muon for the matrices of a share.
 #[derive(Debug)]
-pub struct Muon {
-    config: MuonConfig,
-    adamw: AdamWConfig,
-    weight_decay: WeightDecay,
-    groups: Groups,
+pub(super) struct Muon {
+    pub(super) config: MuonConfig,
     /// Mean of the matrices' gradients, laid out as the share.
-    pub momentum: Tensor,
-    /// AdamW's, of the norms alone.
-    pub(super) norms: Moments,
-    /// Steps taken.
-    pub steps: i64,
+    pub(super) momentum: Tensor,
 }
 
 impl Muon {
-    /// Fresh state for a share like `masters`.
-    ///
-    /// # Panics
-    /// When a share cuts through a matrix: a bug, since half a matrix cannot be orthogonalised.
-    pub fn new(
-        (config, adamw): (MuonConfig, AdamWConfig),
-        groups: Groups,
-        weight_decay: WeightDecay,
-        masters: &Tensor,
-    ) -> Self {
-        assert!(groups.matrices.iter().all(Piece::is_whole), "Muon needs whole matrices");
-        let norms = Moments::zeros(groups.norm_elements(), masters.device());
-        let momentum = masters.zeros_like();
-        Self { config, adamw, weight_decay, groups, momentum, norms, steps: 0 }
-    }
-
-    /// One step: norms by `rate`, matrices by their multiple of it.
-    pub fn step(&mut self, masters: &mut Tensor, gradient: &Tensor, rate: f64) {
-        self.steps += 1;
-        let matrix_rate = rate * self.config.rate_ratio;
-        shrink(masters, &self.groups.matrices, (matrix_rate, self.weight_decay.matrices));
-        shrink(masters, &self.groups.norms, (rate, self.weight_decay.norms));
-        for piece in &self.groups.matrices {
-            self.matrix_step(piece, masters, gradient, matrix_rate);
-        }
-        let step = self.adamw.step(self.steps, rate);
-        let mut first = 0;
-        for piece in &self.groups.norms {
-            let moments = self.norms.narrow(first, piece.elements);
-            moments.step(&mut piece.of(masters), &piece.of(gradient), step);
-            first += piece.elements;
-        }
-    }
-
-    fn matrix_step(&self, piece: &Piece, masters: &Tensor, gradient: &Tensor, rate: f64) {
+    /// Moves the matrix `piece` of the share by `rate`.
+    pub(super) fn step(
+        &self,
+        piece: &Piece,
+        (masters, gradient): (&Tensor, &Tensor),
+        rate: f64,
+        kernels: Kernels,
+    ) {
         let matrix = |buffer: &Tensor| piece.of(buffer).view(piece.shape.as_slice());
         let (gradient, momentum) = (matrix(gradient), matrix(&self.momentum));
         let _ = momentum.shallow_clone().lerp_(&gradient, 1.0 - self.config.momentum);
         let ahead = gradient.lerp(&momentum, self.config.momentum);
-        let products = product_kind(masters.device(), self.norms.kernels);
+        let products = product_kind(masters.device(), kernels);
         let update = orthogonalise(products, &ahead, self.config.iterations);
         let update = update.to_kind(masters.kind());
         let factor = self.config.scale.factor(piece.shape[0], piece.shape[1]);
         let _ = matrix(masters).g_add_(&(update * (-rate * factor)));
     }
-
-    /// All tensors that a resumed run needs.
-    pub fn state(&self) -> Vec<StateTensor<'_>> {
-        let norms = |name, tensor| StateTensor { name, extent: Extent::Norms, tensor };
-        vec![
-            StateTensor { name: "momentum", extent: Extent::Share, tensor: &self.momentum },
-            norms("norm_mean", &self.norms.mean),
-            norms("norm_variance", &self.norms.variance),
-        ]
-    }
 }
 
-/// The nearest matrix whose singular values are all about 1, by the Newton-Schulz iteration; in
-/// bfloat16, which is exact enough for a direction and what the reference does: products of kind
-/// `products`, their results rounded.
+/// The nearest matrix whose singular values are all about 1, by the Newton-Schulz iteration. Products
+/// are of kind `products`, and their results are rounded to bfloat16, as the reference does: that is
+/// exact enough for a direction.
 fn orthogonalise(products: Kind, matrix: &Tensor, iterations: usize) -> Tensor {
     let (a, b, c) = COEFFICIENTS;
     let size = matrix.size();

@@ -21,7 +21,7 @@ const CONTEXT_BYTES: f64 = 500.0 * MIB;
 const SLACK: f64 = 1.2;
 const MIB: f64 = (1 << 20) as f64;
 
-/// Bytes of a rank. On a GPU all but the window lie on the device.
+/// Bytes of a rank. On a GPU all but the window are on the device.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Memory {
     /// Float32 parameters.
@@ -47,23 +47,11 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Sum of all parts that lie where the rank computes: on a `gpu` the window is elsewhere.
+    /// Sum of the parts that are where the rank computes: with a `gpu` the window is elsewhere.
     pub fn total(&self, gpu: bool) -> f64 {
-        let Self {
-            masters,
-            moments,
-            average,
-            gradients,
-            copy,
-            frozen,
-            activations,
-            logits,
-            window,
-            process,
-        } = self;
-        let state = masters + moments + average + gradients + copy;
-        let window = if gpu { 0.0 } else { *window };
-        state + frozen + activations + logits + window + process
+        let state = self.masters + self.moments + self.average + self.gradients + self.copy;
+        let window = if gpu { 0.0 } else { self.window };
+        state + self.frozen + self.activations + self.logits + window + self.process
     }
 }
 
@@ -74,9 +62,9 @@ pub(super) fn memory(
     row: &RowShape,
 ) -> Memory {
     let elements = DraftLayout::new(draft).elements() as f64;
-    let Planned { settings, vocab_size, machine } = planned;
+    let Planned { settings, vocab_size, gpu, .. } = *planned;
     let bf16 = match settings.compute.compute_dtype {
-        Dtype::Auto => machine.gpu,
+        Dtype::Auto => gpu,
         dtype => dtype == Dtype::Bfloat16,
     };
     let width = if bf16 { 2.0 } else { 4.0 };
@@ -100,11 +88,11 @@ pub(super) fn memory(
         gradients: 4.0 * elements,
         copy: if bf16 { 2.0 * elements } else { 0.0 },
         frozen: matrix + own_head + pruned * width,
-        activations: activations(draft, row, (width, settings.compute.recompute), machine.gpu),
+        activations: activations(draft, row, (width, settings.compute.recompute), gpu),
         // the product comes in the computation's kind before it is widened
         logits: logits * (1.0 + if bf16 { 0.5 } else { 0.0 }),
         window: settings.hidden_states.window_bytes() as f64,
-        process: if machine.gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
+        process: if gpu { CONTEXT_BYTES } else { PROCESS_BYTES },
     }
 }
 

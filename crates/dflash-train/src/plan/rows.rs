@@ -13,7 +13,7 @@ use crate::order::Packing;
 use crate::rows::{Samples, TargetSamples, pack};
 use crate::{Error, setup};
 
-/// Rows that are looked at, spread over the epoch.
+/// Rows that are sampled, spread over the epoch.
 const SAMPLED: usize = 32;
 
 /// What a packed row is made of, on average.
@@ -21,7 +21,7 @@ const SAMPLED: usize = 32;
 pub struct RowShape {
     /// Tokens.
     pub tokens: f64,
-    /// Anchors, hence blocks.
+    /// Anchors, which are as many as blocks.
     pub anchors: f64,
     /// Slots of all blocks.
     pub slots: f64,
@@ -60,13 +60,17 @@ impl Epoch {
         vocabulary: i64,
     ) -> Result<Self, Error> {
         let (samples, mut lengths) = open(planned.settings, vocabulary)?;
-        lengths.truncate(split_index(
-            lengths.len(),
-            1.0 - planned.settings.validation.validation_ratio,
-        ));
+        let trained = 1.0 - planned.settings.validation.validation_ratio;
+        lengths.truncate(split_index(lengths.len(), trained));
         let RowSettings { total_seq_len, seed, .. } = planned.settings.rows;
         let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
-        let blocks = block_maker(planned, vocabulary);
+        let blocks = BlockMaker {
+            anchors: setup::anchors(&planned.settings.rows),
+            // which tokens a pruned one lacks is not known yet
+            vocabulary: None,
+            head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
+            teacher: planned.settings.objective.needs_teacher(),
+        };
         let stride = rows.len().div_ceil(SAMPLED).max(1);
         let shape =
             |row: &Vec<u32>| Ok(shape(&blocks, draft, &pack(&*samples, row, total_seq_len)?));
@@ -89,8 +93,7 @@ impl Epoch {
     }
 }
 
-/// The samples and their lengths. Documents that are described count more than a dataset, which a run
-/// file may name.
+/// The samples and their lengths. Described documents go before a dataset, which a run file may name.
 fn open(
     settings: &PlanSettings,
     embedding_rows: i64,
@@ -105,16 +108,6 @@ fn open(
     }
     let lengths = dataset.lengths().to_vec();
     Ok((Box::new(TargetSamples { dataset, embedding_rows }), lengths))
-}
-
-/// The run's blocks; which tokens a pruned vocabulary lacks is not known yet.
-fn block_maker(planned: &Planned<'_>, vocabulary: i64) -> BlockMaker {
-    BlockMaker {
-        anchors: setup::anchors(&planned.settings.rows),
-        vocabulary: None,
-        head_rows: planned.vocab_size.unwrap_or(vocabulary as usize),
-        teacher: planned.settings.objective.needs_teacher(),
-    }
 }
 
 fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape {

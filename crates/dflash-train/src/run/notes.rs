@@ -44,7 +44,6 @@ impl Worker<'_, '_> {
         )
     }
 
-    /// Where a fresh run's weights come from, and what that means.
     fn warm_start_notes(&self) -> Vec<String> {
         let Some(warm_start) = &self.prepared.warm_start else { return Vec::new() };
         let mut notes = warm_start.notes();

@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dflash_dist::Communicator;
-use dflash_run::{Checkpoint, Position, RunDir, SavePath};
+use dflash_run::{Checkpoint, MetricLine, Position, RunDir, SavePath};
 
 use super::Outcome;
-use crate::metrics::{Meter, Progress};
+use crate::metrics::{Meter, counted};
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
 use crate::rows::Rows;
@@ -51,7 +51,7 @@ impl Worker<'_, '_> {
     }
 
     fn steps(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(), Halt> {
-        // The checkpoint of a run that ended in a validation comes without it.
+        // A run that ended in a validation left the checkpoint without its line.
         self.validate(meter)?;
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
@@ -60,7 +60,7 @@ impl Worker<'_, '_> {
                 self.communicator.announce_work();
             }
             self.keep(epoch, norm, meter)?;
-            // Ranks that were not told to stop themselves would measure to the end.
+            // Ranks that were not told to stop would validate to the end.
             if vote == Vote::Stop {
                 return Err(Halt::Stopped);
             }
@@ -93,7 +93,8 @@ impl Worker<'_, '_> {
                 None
             });
             let batch = loaded.and_then(|loaded| {
-                sums.count(&loaded);
+                sums.tokens += loaded.row.input_ids.len() as f64;
+                sums.skipped += loaded.skipped as f64;
                 step.batch(&loaded)
             });
             sums.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
@@ -102,7 +103,7 @@ impl Worker<'_, '_> {
         if config.stop.load(Ordering::Relaxed) {
             vote = vote.max(Vote::Stop);
         }
-        sums.count_stream(&rows.counters());
+        sums.stream = counted(&rows.counters());
         let result = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
         result.vote.settle(failure)?;
         self.had_slots |= result.effect != Effect::Empty;
@@ -139,13 +140,13 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// Logs and saves what is due after a step of `epoch`, and ends a run that makes no sense.
+    /// Logs and saves what is due after a step of `epoch`, and ends a run that learns nothing.
     fn keep(&mut self, epoch: u64, norm: f64, meter: &mut Meter) -> Result<(), Error> {
         let settings = &self.prepared.config.settings;
         let (step, count) = (self.position.step, self.position.bad_in_a_row);
         let diverged = count >= settings.optimizer.max_bad_steps;
         if diverged || step.is_multiple_of(settings.log_every) {
-            meter.log(self.progress(), norm)?;
+            meter.log(self.line(norm))?;
         }
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
         let due = settings.checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
@@ -169,14 +170,14 @@ impl Worker<'_, '_> {
         Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
     }
 
-    /// Measures what there is to measure, if it is time and has not been done.
+    /// Validates if it is time and has not been done.
     fn validate(&mut self, meter: &mut Meter) -> Result<(), Halt> {
         let (step, total) = (self.position.step, self.total);
         let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
             return Ok(());
         };
         if validation.measures() {
-            // the best checkpoint must be there to be named
+            // best.json names a checkpoint that is there
             self.save(meter)?;
         }
         let begun = Instant::now();
@@ -195,32 +196,34 @@ impl Worker<'_, '_> {
 
     fn meter(&self) -> Result<Meter, Error> {
         let config = self.prepared.config;
-        let epsilon = self.trainer.objective.denominator.epsilon();
-        let mut meter = if self.communicator.rank() == 0 {
-            let at = (self.position.step, self.total);
-            Meter::open(RunDir::at(&config.settings.save_path), at, config.progress, epsilon)?
-        } else {
-            Meter::silent(epsilon)
-        };
         let device = self.trainer.draft.device();
-        let peak = machine::peak_of(device, config.settings.peak_tflops);
-        meter.measure(device, peak.map(|peak| peak * self.communicator.world_size() as f64));
+        let ranks = self.communicator.world_size() as f64;
+        let peak = machine::peak_of(device, config.settings.peak_tflops).map(|peak| peak * ranks);
+        let epsilon = self.trainer.objective.denominator.epsilon();
+        let mut meter = Meter::silent(device, peak, epsilon);
+        if self.communicator.rank() == 0 {
+            let run = RunDir::at(&config.settings.save_path);
+            meter.open(run, (self.position.step, self.total), config.progress)?;
+        }
         Ok(meter)
     }
 
-    fn progress(&self) -> Progress {
-        Progress {
-            step: self.position.step,
-            total: self.total,
-            epoch: self.order.progress(self.position.rows),
-            lr: self.rate(self.position.step.saturating_sub(1)),
-            skipped_samples: self.position.skipped_samples,
-            bad_steps: self.position.bad_steps,
+    /// The metric line of this moment, as far as the meter does not know it.
+    fn line(&self, gradient_norm: f64) -> MetricLine {
+        let position = &self.position;
+        MetricLine {
+            step: position.step,
+            epoch: Some(self.order.progress(position.rows)),
+            lr: Some(self.rate(position.step.saturating_sub(1))),
+            gradient_norm: Some(gradient_norm),
+            skipped_samples: position.skipped_samples,
+            bad_steps: position.bad_steps,
             ema_decay: self.prepared.config.settings.optimizer.ema_decay,
+            ..MetricLine::default()
         }
     }
 
-    /// All ranks bring their state, rank 0 writes. Returns where the checkpoint lies.
+    /// All ranks bring their state, rank 0 writes. Returns the checkpoint's directory.
     fn save(&mut self, meter: &mut Meter) -> Result<PathBuf, Error> {
         let begun = Instant::now();
         let path = self.write(meter)?;
@@ -235,14 +238,13 @@ impl Worker<'_, '_> {
             return Ok(Checkpoint::at(dir, step).dir);
         }
         let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
-        // A rank that ended while rank 0 still writes would leave it only moments.
+        // A rank that ends while rank 0 still writes would leave it only moments.
         self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
         self.prune(meter);
         Ok(path)
     }
 
-    /// Removes the checkpoints that need not stay.
     fn prune(&self, meter: &Meter) {
         let Some(save_path) = &self.save_path else { return };
         // Room on the disk is not worth ending a run that trains well.
@@ -255,14 +257,14 @@ impl Worker<'_, '_> {
     /// trained is saved first.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
         let saved = if self.position.step > self.begun_at {
-            meter.log(self.progress(), f64::NAN).and_then(|()| self.save(meter)).map(|_| ())
+            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter)).map(|_| ())
         } else {
             Ok(())
         };
         meter.close();
         let Some(error) = own else {
             saved?;
-            // The rank at fault ends without this: so the others are known to have lost a peer.
+            // The rank at fault does not come: so the launcher sees that this one lost a peer.
             self.communicator.barrier()?;
             return self.finish(meter, false);
         };
@@ -273,7 +275,7 @@ impl Worker<'_, '_> {
     }
 
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
-        meter.log(self.progress(), f64::NAN)?;
+        meter.log(self.line(f64::NAN))?;
         let checkpoint = self.save(meter)?;
         meter.close();
         self.communicator.barrier()?;

@@ -1,6 +1,12 @@
 //! What is kept, resumed and refused.
 
-use super::*;
+use std::path::Path;
+
+use dflash_settings::CheckpointSettings;
+use dflash_train::config::TrainConfig;
+
+use crate::load;
+use crate::world::{World, refused, resumed, with};
 
 #[test]
 fn old_checkpoints_go_and_the_best_stays() {
