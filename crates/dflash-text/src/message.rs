@@ -107,30 +107,27 @@ mod tests {
 
     #[test]
     fn a_message_serializes_under_the_names_of_templates() {
+        let check = |message: &Message, expect: &str| {
+            assert_eq!(serde_json::to_string(message).unwrap(), expect);
+        };
         let mut message = Message::text(Role::Assistant, "4");
-        assert_eq!(
-            serde_json::to_string(&message).unwrap(),
-            r#"{"role":"assistant","content":"4"}"#
-        );
+        check(&message, r#"{"role":"assistant","content":"4"}"#);
         message.reasoning_content = Some("2+2".into());
         message.tool_call_id = Some("a".into());
-        assert_eq!(
-            serde_json::to_string(&message).unwrap(),
-            r#"{"role":"assistant","content":"4","reasoning_content":"2+2","thinking":"2+2","tool_call_id":"a"}"#
+        check(
+            &message,
+            r#"{"role":"assistant","content":"4","reasoning_content":"2+2","thinking":"2+2","tool_call_id":"a"}"#,
         );
     }
 
     #[test]
     fn roles_have_the_names_of_the_field() {
-        for (name, role) in [
-            ("human", Role::User),
-            ("gpt", Role::Assistant),
-            ("model", Role::Assistant),
-            ("developer", Role::System),
-            ("observation", Role::Tool),
-        ] {
-            assert_eq!(Role::parse(name).unwrap(), role, "{name}");
-        }
+        let check = |name, role| assert_eq!(Role::parse(name).unwrap(), role, "{name}");
+        check("human", Role::User);
+        check("gpt", Role::Assistant);
+        check("model", Role::Assistant);
+        check("developer", Role::System);
+        check("observation", Role::Tool);
         let error = Role::parse("narrator").unwrap_err().to_string();
         assert!(error.contains("\"narrator\""), "{error}");
     }

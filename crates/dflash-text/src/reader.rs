@@ -62,28 +62,36 @@ pub fn read_rows(
     }))
 }
 
-/// The unparsed rows of a JSON array or JSON Lines file. See [`read_rows`].
+/// The rows of [`read_rows`], not parsed yet.
 ///
 /// # Errors
-/// As [`read_rows`], except that rows are not parsed yet.
+/// As [`read_rows`].
 pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
     let read = |source| Error::Read { path: path.into(), source };
     // 1 MiB: rows of long conversations reach hundreds of KB.
     let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(read)?);
-    let mut line = 1;
-    skip_byte_order_mark(&mut reader).map_err(read)?;
-    let is_array = skip_whitespace(&mut reader, &mut line).map_err(read)? == Some(b'[');
-    if is_array {
-        reader.consume(1);
+    if reader.fill_buf().map_err(read)?.starts_with(BYTE_ORDER_MARK) {
+        reader.consume(BYTE_ORDER_MARK.len());
     }
-    let layout = if is_array { Layout::Array { first: true } } else { Layout::Lines };
-    Ok(RawRows { path: path.into(), reader, line, layout, ended: false })
+    let mut rows = RawRows { path: path.into(), reader, line: 1, layout: Layout::Lines };
+    if rows.peek()? == Some(b'[') {
+        rows.reader.consume(1);
+        rows.layout = Layout::Array { first: true };
+    }
+    Ok(rows)
 }
+
+/// Some Windows programs start UTF-8 files with it.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 #[derive(Debug)]
 enum Layout {
     Lines,
-    Array { first: bool },
+    Array {
+        first: bool,
+    },
+    /// After the last row or the first fault.
+    Ended,
 }
 
 /// Iterator of [`raw_rows`].
@@ -93,24 +101,23 @@ pub struct RawRows {
     reader: BufReader<File>,
     line: usize,
     layout: Layout,
-    ended: bool,
 }
 
 impl Iterator for RawRows {
     type Item = Result<RawRow, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.ended {
-            return None;
-        }
         let row = match self.layout {
             Layout::Lines => self.next_line(),
             Layout::Array { first } => {
                 self.layout = Layout::Array { first: false };
                 self.next_element(first)
             }
+            Layout::Ended => return None,
         };
-        self.ended = !matches!(row, Ok(Some(_)));
+        if !matches!(row, Ok(Some(_))) {
+            self.layout = Layout::Ended;
+        }
         row.transpose()
     }
 }
@@ -119,7 +126,8 @@ impl RawRows {
     fn next_line(&mut self) -> Result<Option<RawRow>, Error> {
         loop {
             let mut bytes = Vec::new();
-            if self.reader.read_until(b'\n', &mut bytes).map_err(|e| self.read_error(e))? == 0 {
+            let read = self.reader.read_until(b'\n', &mut bytes);
+            if read.map_err(|error| read_error(&self.path, error))? == 0 {
                 return Ok(None);
             }
             let line = self.line;
@@ -137,21 +145,21 @@ impl RawRows {
         match self.peek()? {
             Some(b']') => {
                 self.reader.consume(1);
-                return self.expect_end();
+                return match self.peek()? {
+                    None => Ok(None),
+                    Some(_) => Err(self.broken("text after the closing bracket")),
+                };
             }
             Some(b',') if !first => self.reader.consume(1),
             Some(_) if !first => return Err(self.broken("no comma between two rows")),
-            Some(_) => {}
-            None => return Err(self.broken("the end of the file")),
+            Some(_) | None => {}
         }
-        if self.peek()?.is_none() {
-            return Err(self.broken("the end of the file"));
-        }
+        self.peek()?;
         let line = self.line;
         let mut scanner = Scanner::default();
         let mut bytes = Vec::new();
         while !scanner.done {
-            let chunk = self.reader.fill_buf().map_err(|e| read_error(&self.path, e))?;
+            let chunk = self.reader.fill_buf().map_err(|error| read_error(&self.path, error))?;
             if chunk.is_empty() {
                 return Err(self.broken("the end of the file"));
             }
@@ -159,32 +167,35 @@ impl RawRows {
             bytes.extend_from_slice(&chunk[..taken]);
             self.reader.consume(taken);
         }
-        self.line += bytes.iter().filter(|&&byte| byte == b'\n').count();
+        self.line += count_lines(&bytes);
         Ok(Some(RawRow { line, bytes }))
     }
 
-    fn expect_end(&mut self) -> Result<Option<RawRow>, Error> {
-        match self.peek()? {
-            None => Ok(None),
-            Some(_) => Err(self.broken("text after the closing bracket")),
-        }
-    }
-
+    /// Consumes JSON whitespace, counting lines, and returns the next byte without consuming it.
     fn peek(&mut self) -> Result<Option<u8>, Error> {
-        skip_whitespace(&mut self.reader, &mut self.line).map_err(|e| read_error(&self.path, e))
+        loop {
+            let chunk = self.reader.fill_buf().map_err(|error| read_error(&self.path, error))?;
+            let blank = chunk.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+            let (is_end, next) = (chunk.is_empty(), chunk.get(blank).copied());
+            self.line += count_lines(&chunk[..blank]);
+            self.reader.consume(blank);
+            if is_end || next.is_some() {
+                return Ok(next);
+            }
+        }
     }
 
     fn broken(&self, found: &'static str) -> Error {
         Error::BrokenArray { path: self.path.clone(), line: self.line, found }
     }
-
-    fn read_error(&self, source: io::Error) -> Error {
-        read_error(&self.path, source)
-    }
 }
 
 fn read_error(path: &Path, source: io::Error) -> Error {
     Error::Read { path: path.into(), source }
+}
+
+fn count_lines(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|&&byte| byte == b'\n').count()
 }
 
 /// Finds where one array element ends, without understanding it: the comma or bracket at depth 0
@@ -229,47 +240,31 @@ impl Scanner {
     }
 }
 
-fn skip_byte_order_mark(reader: &mut impl BufRead) -> io::Result<()> {
-    if reader.fill_buf()?.starts_with(b"\xef\xbb\xbf") {
-        reader.consume(3);
-    }
-    Ok(())
-}
-
-/// Consumes JSON whitespace, counting lines, and returns the next byte without consuming it.
-fn skip_whitespace(reader: &mut impl BufRead, line: &mut usize) -> io::Result<Option<u8>> {
-    loop {
-        let chunk = reader.fill_buf()?;
-        if chunk.is_empty() {
-            return Ok(None);
-        }
-        let blank = chunk.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
-        *line += chunk[..blank].iter().filter(|&&byte| byte == b'\n').count();
-        let next = chunk.get(blank).copied();
-        reader.consume(blank);
-        if next.is_some() {
-            return Ok(next);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The rows of `text` as `line:json`, or the error that ended them.
-    fn check(text: &str, expect: &[&str]) {
+    fn written(text: &str) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
+        file
+    }
+
+    /// The rows of `text` as `line:json`, and the error that ended them.
+    fn rows_of(text: &str) -> Vec<String> {
+        let file = written(text);
         let name = file.path().display().to_string();
-        let rows: Vec<String> = read_rows(file.path(), None)
+        read_rows(file.path(), None)
             .unwrap()
             .map(|row| match row {
                 Ok((line, value)) => format!("{line}:{value}"),
                 Err(error) => error.to_string().replace(&name, "F"),
             })
-            .collect();
-        assert_eq!(rows, expect, "{text:?}");
+            .collect()
+    }
+
+    fn check(text: &str, expect: &[&str]) {
+        assert_eq!(rows_of(text), expect, "{text:?}");
     }
 
     #[test]
@@ -284,38 +279,24 @@ mod tests {
 
     #[test]
     fn a_broken_row_names_file_and_line() {
-        check(
-            "{\"a\":1}\n{\"a\":\n",
-            &[
-                "1:{\"a\":1}",
-                "F:2: not valid JSON: EOF while parsing a value at column 5; fix or delete the line",
-            ],
-        );
-        check(
-            "[{\"a\":1},\n{\"a\" 2}]",
-            &[
-                "1:{\"a\":1}",
-                "F:2: not valid JSON: expected `:` at column 6; fix or delete the line",
-            ],
-        );
-        check(
-            "[{\"a\":1},\n{\"a\":2}",
-            &[
-                "1:{\"a\":1}",
-                "F:2: the end of the file in a JSON array of rows; is the file cut short?",
-            ],
-        );
-        check(
-            "[1]\n2",
-            &[
-                "1:1",
-                "F:2: text after the closing bracket in a JSON array of rows; is the file cut short?",
-            ],
-        );
-        check(
-            "[1 2]",
-            &["F:1: not valid JSON: trailing characters at column 3; fix or delete the line"],
-        );
+        let cut = "the end of the file in a JSON array of rows; is the file cut short?";
+        let after =
+            "text after the closing bracket in a JSON array of rows; is the file cut short?";
+        let eof = "EOF while parsing a value";
+        let fix = "fix or delete the line";
+        for (text, rows, fault) in [
+            ("{\"a\":1}\n{\"a\":\n", 1, format!("2: not valid JSON: {eof} at column 5; {fix}")),
+            ("[{},\n{\"a\" 2}]", 1, format!("2: not valid JSON: expected `:` at column 6; {fix}")),
+            ("[{},\n{}", 1, format!("2: {cut}")),
+            ("[1]\n2", 1, format!("2: {after}")),
+            ("[1 2]", 0, format!("1: not valid JSON: trailing characters at column 3; {fix}")),
+            ("[{},]", 1, format!("1: not valid JSON: {eof} at column 0; {fix}")),
+            ("[", 0, format!("1: {cut}")),
+        ] {
+            let found = rows_of(text);
+            assert_eq!(found.len(), rows + 1, "{text:?}");
+            assert_eq!(found[rows], format!("F:{fault}"), "{text:?}");
+        }
     }
 
     /// Rows longer than the read buffer, with structure inside strings.
@@ -324,8 +305,7 @@ mod tests {
         let text = "]},{[\\\"\n".repeat(300_000);
         let row = serde_json::json!({"a": [[text], {"b": {}}]});
         for layout in [format!("[{row},\n{row}]"), format!("{row}\n{row}\n")] {
-            let file = tempfile::NamedTempFile::new().unwrap();
-            std::fs::write(file.path(), layout).unwrap();
+            let file = written(&layout);
             let rows: Vec<(usize, Value)> =
                 read_rows(file.path(), None).unwrap().collect::<Result<_, _>>().unwrap();
             assert_eq!(rows, [(1, row.clone()), (2, row.clone())]);
@@ -334,29 +314,17 @@ mod tests {
 
     #[test]
     fn a_fault_ends_the_rows() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "[{}, {}").unwrap();
-        let mut rows = raw_rows(file.path()).unwrap();
+        let mut rows = raw_rows(written("[{}, {}").path()).unwrap();
         assert_eq!(rows.next().unwrap().unwrap().bytes, b"{}");
         assert!(matches!(rows.next(), Some(Err(Error::BrokenArray { line: 1, .. }))));
         assert!(rows.next().is_none());
-        check(
-            "[{},]",
-            &[
-                "1:{}",
-                "F:1: not valid JSON: EOF while parsing a value at column 0; fix or delete the line",
-            ],
-        );
-        check("[", &["F:1: the end of the file in a JSON array of rows; is the file cut short?"]);
     }
 
     #[test]
     fn a_limit_stops_before_a_later_fault() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "{}\n{}\nbroken\n").unwrap();
-        let rows: Vec<_> = read_rows(file.path(), Some(2)).unwrap().collect();
-        assert_eq!(rows.len(), 2);
-        assert!(rows.iter().all(Result::is_ok));
+        let rows: Vec<_> =
+            read_rows(written("{}\n{}\nbroken\n").path(), Some(2)).unwrap().collect();
+        assert!(rows.len() == 2 && rows.iter().all(Result::is_ok));
     }
 
     #[test]

@@ -24,7 +24,6 @@ pub struct ChatTokenizer {
     template: Option<ChatTemplate>,
     segmenter: Option<Segmenter>,
     special: SpecialIds,
-    size: usize,
     dir: PathBuf,
 }
 
@@ -38,8 +37,8 @@ impl ChatTokenizer {
     /// [`Error::BadTemplate`], [`Error::Read`].
     pub fn load(model_dir: &Path) -> Result<Self, Error> {
         let path = model_dir.join("tokenizer.json");
-        let text = read_optional(&path)?
-            .ok_or_else(|| Error::NoTokenizer { dir: model_dir.to_path_buf() })?;
+        let text =
+            read_optional(&path)?.ok_or_else(|| Error::NoTokenizer { dir: model_dir.into() })?;
         let bad = |reason: String| Error::BadTokenizer { path: path.clone(), reason };
         let mut tokenizer = Tokenizer::from_bytes(&text).map_err(|error| bad(error.to_string()))?;
         // Transformers switches both off when it encodes a rendered template.
@@ -56,10 +55,9 @@ impl ChatTokenizer {
         Ok(Self {
             segmenter: Segmenter::new(&tokenizer),
             special: SpecialIds::find(&tokenizer, &config),
-            size: tokenizer.get_vocab_size(true),
             template,
             tokenizer,
-            dir: model_dir.to_path_buf(),
+            dir: model_dir.into(),
         })
     }
 
@@ -76,14 +74,6 @@ impl ChatTokenizer {
         Ok(())
     }
 
-    /// The chat template.
-    ///
-    /// # Errors
-    /// [`Error::NoTemplate`] when the model directory has none.
-    pub fn template(&self) -> Result<&ChatTemplate, Error> {
-        self.template.as_ref().ok_or_else(|| Error::NoTemplate { dir: self.dir.clone() })
-    }
-
     /// Renders a conversation to text through the chat template. `tools` is a list of JSON
     /// schemas; `add_generation_prompt` ends the text where the model's answer starts.
     ///
@@ -95,7 +85,8 @@ impl ChatTokenizer {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        self.template()?.render(messages, tools, add_generation_prompt)
+        let missing = || Error::NoTemplate { dir: self.dir.clone() };
+        self.template.as_ref().ok_or_else(missing)?.render(messages, tools, add_generation_prompt)
     }
 
     /// Token ids of `text`; special tokens written in it count as such, none are added.
@@ -106,9 +97,9 @@ impl ChatTokenizer {
         segments::encode_whole(&self.tokenizer, text)
     }
 
-    /// As [`Self::encode`], with the same result, but encodes each stretch of text between two
-    /// special tokens only once as long as `cache` remembers it. The renders of one conversation
-    /// share nearly all their stretches.
+    /// The same ids as [`Self::encode`], but each stretch of text between two special tokens is
+    /// encoded only once while `cache` remembers it. The renders of one conversation share nearly
+    /// all their stretches.
     ///
     /// # Errors
     /// [`Error::Tokenize`].
@@ -147,12 +138,12 @@ impl ChatTokenizer {
     /// Entries of the vocabulary, added tokens included: `len(tokenizer)` of Transformers. A
     /// model's embedding may have more rows.
     pub fn len(&self) -> usize {
-        self.size
+        self.tokenizer.get_vocab_size(true)
     }
 
     /// Whether the vocabulary is empty.
     pub fn is_empty(&self) -> bool {
-        self.size == 0
+        self.len() == 0
     }
 
     /// Ids of the special tokens that the tokenizer's configuration names.
@@ -180,6 +171,7 @@ fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {
 mod tests {
     use dflash_test_support::{Rng, random};
     use serde_json::json;
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
     use super::*;
     use crate::message::Role;
@@ -194,28 +186,27 @@ mod tests {
     }
 
     fn test_tokenizer(special: &[&str]) -> Value {
-        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
-        let mut letters: Vec<char> = alphabet.into_iter().collect();
+        let mut letters: Vec<char> = ByteLevel::alphabet().into_iter().collect();
         letters.sort_unstable();
         let vocabulary: Map<String, Value> =
-            letters.iter().enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
-        let added: Vec<Value> = special
-            .iter()
-            .enumerate()
-            .map(|(index, content)| {
-                json!({"id": 256 + index, "content": content, "single_word": false,
-                    "lstrip": false, "rstrip": false, "normalized": false, "special": true})
-            })
-            .collect();
+            (0..).zip(letters).map(|(id, c)| (c.to_string(), json!(id as u32))).collect();
+        let added: Vec<Value> =
+            (256..).zip(special).map(|(id, text)| added_token(id, text, true)).collect();
         let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false,
             "trim_offsets": true, "use_regex": true});
-        json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
-            "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": null, "unk_token": null,
-                "continuing_subword_prefix": null, "end_of_word_suffix": null,
-                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-                "vocab": vocabulary, "merges": []}})
+        json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level,
+            "decoder": byte_level, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}})
+    }
+
+    fn added_token(id: u32, content: &str, special: bool) -> Value {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": !special, "special": special})
+    }
+
+    fn segmenter(json: &Value) -> (Tokenizer, Option<Segmenter>) {
+        let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
+        let segmenter = Segmenter::new(&tokenizer);
+        (tokenizer, segmenter)
     }
 
     #[test]
@@ -228,8 +219,8 @@ mod tests {
         let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
         assert_eq!(tokenizer.len(), 259);
         let ids = tokenizer.special_ids();
-        assert_eq!((ids.eos, ids.pad, ids.mask), (Some(256), Some(257), Some(258)));
-        assert_eq!((ids.bos, ids.unk), (None, None));
+        let expect = (Some(256), Some(257), Some(258), None);
+        assert_eq!((ids.eos, ids.pad, ids.mask, ids.unk), expect);
         let rendered =
             tokenizer.render_ids(&[Message::text(Role::User, "<|pad|>a")], None, false).unwrap();
         assert_eq!(rendered[..2], [256, 257]);
@@ -263,11 +254,8 @@ mod tests {
         assert!(tokenizer.segmenter.is_some());
         let mut cache = SegmentCache::default();
         for text in ["", "<|a|>", "x<|a|>bc<|a|>é\n", "x<|a|>bc<|a|>é\n", "<|a", "  <|a|>  "] {
-            assert_eq!(
-                tokenizer.encode_cached(text, &mut cache).unwrap(),
-                tokenizer.encode(text).unwrap(),
-                "{text:?}"
-            );
+            let cached = tokenizer.encode_cached(text, &mut cache).unwrap();
+            assert_eq!(cached, tokenizer.encode(text).unwrap(), "{text:?}");
         }
     }
 
@@ -276,30 +264,22 @@ mod tests {
     #[test]
     fn cached_encoding_equals_encoding_on_random_texts() {
         let pieces = ["<|a|>", "<|b|>", "<|a", "|>", " ", "\n", "é", "word", "Ａ", "e\u{301}"];
-        let normalized = json!({"id": 258, "content": "word", "single_word": false,
-            "lstrip": false, "rstrip": false, "normalized": true, "special": false});
         let mut plain = test_tokenizer(&["<|a|>", "<|b|>"]);
-        plain["added_tokens"].as_array_mut().unwrap().push(normalized);
+        plain["added_tokens"].as_array_mut().unwrap().push(added_token(258, "word", false));
         let mut normalizing = plain.clone();
         normalizing["normalizer"] = json!({"type": "NFKC"});
         let mut prepending = plain.clone();
         prepending["pre_tokenizer"]["add_prefix_space"] = json!(true);
         for json in [plain, normalizing, prepending] {
-            let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
-            let segmenter = Segmenter::new(&tokenizer).unwrap();
+            let (tokenizer, segmenter) = segmenter(&json);
+            let segmenter = segmenter.unwrap();
             let mut cache = SegmentCache::default();
             let mut random = random();
             for _ in 0..300 {
-                let mut text = String::new();
-                for _ in 0..12 {
-                    text.push_str(pieces[random.random_range(0..pieces.len())]);
-                }
-                let whole = segments::encode_whole(&tokenizer, &text).unwrap();
-                assert_eq!(
-                    segmenter.encode(&tokenizer, &text, &mut cache).unwrap(),
-                    whole,
-                    "{text}"
-                );
+                let draw = |_| pieces[random.random_range(0..pieces.len())];
+                let text: String = (0..12).map(draw).collect();
+                let cached = segmenter.encode(&tokenizer, &text, &mut cache).unwrap();
+                assert_eq!(cached, segments::encode_whole(&tokenizer, &text).unwrap(), "{text}");
             }
         }
     }
@@ -331,17 +311,13 @@ mod tests {
 
     #[test]
     fn position_dependent_tokenizers_are_not_cut() {
-        let mut json = test_tokenizer(&["<|a|>"]);
-        json["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",
+        let plain = test_tokenizer(&["<|a|>"]);
+        assert!(segmenter(&plain).1.is_some());
+        let mut first = plain.clone();
+        first["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",
             "prepend_scheme": "first", "split": true});
-        let build = |json: &Value| {
-            let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
-            Segmenter::new(&tokenizer).is_some()
-        };
-        assert!(!build(&json));
-        let mut json = test_tokenizer(&["<|a|>"]);
-        assert!(build(&json));
-        json["added_tokens"][0]["rstrip"] = json!(true);
-        assert!(!build(&json));
+        let mut stripping = plain;
+        stripping["added_tokens"][0]["rstrip"] = json!(true);
+        assert!(segmenter(&first).1.is_none() && segmenter(&stripping).1.is_none());
     }
 }

@@ -19,7 +19,7 @@ fn document() -> Value {
 fn conversation(row: &Value) -> Conversation {
     match parse_row(row).unwrap() {
         Row::Conversation(conversation) => conversation,
-        Row::Tokenized { .. } => panic!("{row} is no conversation"),
+        Row::Tokenized { .. } => panic!("{row} is not a conversation"),
     }
 }
 
@@ -28,9 +28,9 @@ fn check(name: &str) {
     let document = document();
     let variables: BTreeMap<String, Value> =
         serde_json::from_value(document["variables"].clone()).unwrap();
-    let path = folder().join(name);
-    let source = std::fs::read_to_string(&path).unwrap();
-    let template = ChatTemplate::from_source(&source, variables, &path).unwrap();
+    let model = tempfile::tempdir().unwrap();
+    std::fs::copy(folder().join(name), model.path().join("chat_template.jinja")).unwrap();
+    let template = ChatTemplate::load(model.path(), variables).unwrap();
     let rows = document["conversations"].as_array().unwrap();
     let expected = document["expected"][name].as_array().unwrap();
     assert_eq!(rows.len(), expected.len());

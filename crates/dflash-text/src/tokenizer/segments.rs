@@ -14,7 +14,7 @@ use tokenizers::Tokenizer;
 
 use crate::error::Error;
 
-/// Text kept in a cache before it starts anew: some hundred conversations.
+/// Text that a cache holds before it is emptied: some hundred conversations.
 const CACHE_BYTES: usize = 1 << 20;
 
 /// Ids of stretches seen before; one per thread of work.
@@ -108,7 +108,7 @@ pub(super) fn encode_whole(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>
     Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
 }
 
-/// Whether a `prepend_scheme` of "first" stands anywhere in a tokenizer's description.
+/// Whether a tokenizer's description has a `prepend_scheme` of "first" anywhere.
 fn mentions_first_scheme(value: &serde_json::Value) -> bool {
     match value {
         serde_json::Value::Object(entries) => entries.iter().any(|(key, value)| {
