@@ -44,9 +44,9 @@ pub(crate) fn document(
         "shuffle_seed": settings.shuffle_seed,
         "chat_template_kwargs": settings.chat_template_kwargs,
         "rows_in": tally.rows_in,
-        "rows": writer.rows(),
-        "tokens": writer.tokens(),
-        "supervised_tokens": writer.supervised_tokens(),
+        "rows": writer.so_far().rows,
+        "tokens": writer.so_far().tokens,
+        "supervised_tokens": writer.so_far().supervised_tokens,
         "truncated": tally.truncated,
         "dropped": dropped,
     });

@@ -49,7 +49,7 @@ pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary,
     let sources = source::fetch(places, stop)?;
     let started = Instant::now();
     let tally = fill(settings, &model, &sources, &mut writer, stop)?;
-    if writer.rows() == 0 {
+    if writer.so_far().rows == 0 {
         return Err(match tally.rows_in {
             0 => Error::Empty { data: settings.data.join(", ") },
             rows => Error::NothingLeft { rows, reasons: tally.reasons() },
@@ -89,7 +89,8 @@ fn fill(
             writer.push(sample)?;
         }
         tally.absorb(prepared.tally);
-        progress.advance(prepared.bytes, writer.rows(), writer.tokens());
+        let written = writer.so_far();
+        progress.advance(prepared.bytes, written.rows, written.tokens);
         Ok(())
     })?;
     progress.finish();
