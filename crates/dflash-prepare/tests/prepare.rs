@@ -481,11 +481,3 @@ fn a_late_fault_ends_the_run_without_output() {
     assert!(error.contains("rows.json:1000: the end of the file in a JSON array"), "{error}");
     bench.check_clean();
 }
-
-#[test]
-fn presets_name_what_the_field_names() {
-    let named = |name: &str| dflash_prepare::PRESETS.iter().find(|p| p.name == name).unwrap();
-    assert_eq!(named("sharegpt").repo, "Aeala/ShareGPT_Vicuna_unfiltered");
-    assert_eq!(named("ultrachat").split, "train_sft");
-    assert_eq!((named("gsm8k").config, named("nemotron").config), ("main", "SFT"));
-}
