@@ -1,6 +1,6 @@
 //! Where blocks start: the anchors of a packed row.
 //!
-//! An anchor is the clean first token of a block; the slots after it are what the drafter
+//! An anchor is the clean first token of a block; the slots after it are what the draft
 //! predicts. Candidates are positions whose own token and next token are supervised, in the same
 //! document. A block may reach past its document's end, so short answers are trained too.
 
@@ -23,8 +23,8 @@ pub struct AnchorOptions {
 }
 
 /// Draws anchors uniformly without replacement, per document, and returns their positions in the
-/// row in ascending order. What a document draws depends on the seed, the epoch and its dataset
-/// row only, not on its neighbours: the row's cap shortens a draw but does not change it.
+/// row in ascending order. What a document draws depends only on the seed, the epoch and its index
+/// in the dataset, not on its neighbours: the row's cap shortens a draw but does not change it.
 pub fn sample_anchors(row: &PackedRow, options: &AnchorOptions) -> Vec<usize> {
     let mut candidates: Vec<Vec<usize>> =
         row.documents().map(|document| document_candidates(&row.loss_mask, document)).collect();

@@ -84,12 +84,12 @@ impl Dataset {
         Ok(())
     }
 
-    /// Rows in the dataset.
+    /// Samples in the dataset.
     pub fn len(&self) -> usize {
         self.lengths.len()
     }
 
-    /// Whether there are no rows.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.lengths.is_empty()
     }
@@ -99,12 +99,12 @@ impl Dataset {
         &self.dir
     }
 
-    /// Tokens of each row.
+    /// Tokens of each sample.
     pub fn lengths(&self) -> &[u32] {
         &self.lengths
     }
 
-    /// Reads one row.
+    /// Reads one sample.
     ///
     /// # Errors
     /// [`Error::RowRange`], [`Error::Read`] (the file changed under us).
@@ -122,14 +122,14 @@ impl Dataset {
         })
     }
 
-    /// 16 hexadecimal digits that change when the content does: a hash of the rows' lengths and
+    /// 16 hexadecimal digits that change when the content does: a hash of the samples' lengths and
     /// of the content hash that the writer recorded.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.clone()
     }
 
     /// How often each token is supervised, ascending by id: as the writer counted, or, where that
-    /// is not recorded (`datasets` does not keep our file), by reading every row.
+    /// is not recorded (`datasets` does not keep our file), by reading every sample.
     ///
     /// # Errors
     /// [`Error::Json`] where the record is damaged, [`Error::Read`].

@@ -23,7 +23,7 @@ pub use packing::{PackedRow, count_truncated, epoch_order, pack_rows, split_inde
 pub use vocabulary::select_vocabulary;
 pub use writer::{DatasetWriter, WriteSummary, WriterOptions};
 
-/// One row of a prepared dataset. Both columns have the same length.
+/// One entry of a prepared dataset. Both columns have the same length.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sample {
     /// Token ids of the whole sequence.

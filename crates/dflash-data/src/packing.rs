@@ -45,7 +45,7 @@ pub fn count_truncated(lengths: &[u32], total_seq_len: usize) -> usize {
     lengths.iter().filter(|&&length| length as usize > total_seq_len).count()
 }
 
-/// Where a dataset of `len` rows is split: training takes `0..split`, validation the rest. The
+/// Where a dataset of `len` samples is split: training takes `0..split`, validation the rest. The
 /// product is truncated, as speculators does.
 pub fn split_index(len: usize, train_ratio: f64) -> usize {
     (len as f64 * train_ratio) as usize
@@ -60,13 +60,13 @@ pub struct PackedRow {
     pub loss_mask: Vec<bool>,
     /// Where each document starts, and the end: one entry more than documents, from 0 to `T`.
     pub document_starts: Vec<usize>,
-    /// The dataset row of each document.
+    /// The index of each document's sample in the dataset.
     pub samples: Vec<u32>,
 }
 
 impl PackedRow {
-    /// Concatenates documents, each with its dataset row, up to `total_seq_len` tokens: the
-    /// document that crosses the limit is cut, later ones are dropped.
+    /// Concatenates samples, each with its index, up to `total_seq_len` tokens: the one that
+    /// crosses the limit is cut, later ones are dropped.
     pub fn from_samples(samples: &[(u32, Sample)], total_seq_len: usize) -> Self {
         let mut row = Self {
             input_ids: Vec::new(),

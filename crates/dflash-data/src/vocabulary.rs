@@ -1,4 +1,4 @@
-//! The pruned vocabulary of a drafter: the target's most frequent tokens.
+//! The pruned vocabulary of a draft: the target's most frequent tokens.
 
 use std::collections::HashSet;
 

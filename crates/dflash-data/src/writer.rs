@@ -34,7 +34,7 @@ const BYTES_PER_TOKEN: u64 = 12;
 pub struct WriterOptions {
     /// Start a new shard when one has this many bytes. Default 500 MB, as Hugging Face has.
     pub shard_bytes: u64,
-    /// Replace an existing dataset at the destination; anything else there is left alone.
+    /// Replace an existing dataset, but nothing else, at the destination.
     pub overwrite: bool,
 }
 
@@ -59,7 +59,7 @@ pub struct WriteSummary {
     pub fingerprint: String,
 }
 
-/// A dataset under construction. Dropped before [`Self::finish`], it leaves nothing.
+/// A dataset under construction. Dropped before [`Self::finish`], it leaves nothing behind.
 pub struct DatasetWriter {
     pending: PendingDir,
     options: WriterOptions,
@@ -91,8 +91,8 @@ impl DatasetWriter {
     /// Starts a dataset that will appear at `dir`.
     ///
     /// # Errors
-    /// [`dflash_files::Error::Occupied`] when `dir` holds something (unless it is a dataset and
-    /// `overwrite` is set; [`Error::ForeignFile`] when it holds other files), otherwise I/O.
+    /// [`dflash_files::Error::Occupied`] when `dir` is not empty; with `overwrite`,
+    /// [`Error::ForeignFile`] when it holds anything but a dataset; otherwise I/O.
     pub fn create(dir: &Path, options: WriterOptions) -> Result<Self, Error> {
         let pending = if options.overwrite {
             check_replaceable(dir)?;
@@ -156,7 +156,7 @@ impl DatasetWriter {
         &self.summary
     }
 
-    /// Puts a file of the caller's beside the shards.
+    /// Puts another file beside the shards.
     ///
     /// # Errors
     /// I/O.

@@ -1,6 +1,6 @@
 //! `dflash_prepare.json`: where a dataset comes from and what became of the input.
 //!
-//! It holds no time of day and no host, so equal inputs give equal files.
+//! It names neither time nor host, so equal inputs give equal files.
 
 use dflash_data::DatasetWriter;
 use dflash_settings::PrepareSettings;

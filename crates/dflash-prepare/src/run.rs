@@ -32,7 +32,7 @@ pub struct Summary {
 /// Prepares a dataset. Polls `stop` and then leaves nothing behind.
 ///
 /// # Errors
-/// See [`Error`]; whatever happens, the output is whole or absent.
+/// See [`Error`]. In every case the output is whole or absent.
 pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary, Error> {
     settings.check()?;
     let output = settings.output();

@@ -14,7 +14,7 @@ pub enum Role {
     System,
     /// The person.
     User,
-    /// The model: its turns are what a drafter learns.
+    /// The model: its turns are what a draft learns.
     Assistant,
     /// The result of a tool call.
     Tool,

@@ -2,7 +2,7 @@
 //!
 //! Transformers uses Jinja2 with `trim_blocks`, `lstrip_blocks`, loop controls, its own `tojson`,
 //! `raise_exception`, `strftime_now` and a `{% generation %}` tag. minijinja differs from Jinja2
-//! in some corners that real templates reach; `template/python.rs` closes those.
+//! in some corners that real templates reach; `template/python.rs` takes care of those.
 
 mod python;
 

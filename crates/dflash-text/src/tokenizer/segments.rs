@@ -3,8 +3,8 @@
 //! A tokenizer first cuts its input at the added tokens that are matched verbatim, and then
 //! normalizes, splits and encodes each stretch between them on its own. The ids of a text are
 //! therefore the ids of its stretches in order, and a stretch that two renders share needs
-//! encoding once. This fails where a token swallows blanks beside it or must stand as a word of
-//! its own, and where the pre-tokenizer treats the first stretch differently (`prepend_scheme`
+//! encoding once. This fails where a token swallows the blanks around it or must be a word of its
+//! own, and where the pre-tokenizer treats the first stretch differently (`prepend_scheme`
 //! "first"); such tokenizers encode whole texts.
 
 use std::collections::HashMap;
