@@ -198,7 +198,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
         let stopped = run(&config, &AtomicBool::new(true), &mut |_| ());
-        assert!(matches!(stopped, Err(Error::Interrupted { .. })));
+        assert!(matches!(stopped, Err(Error::Interrupted { step: 0, steps: 2 })));
         assert!(!config.output.join("target").exists());
         assert!(!make(&config).unwrap().kept);
     }

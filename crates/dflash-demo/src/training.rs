@@ -265,13 +265,4 @@ mod tests {
             assert!((longest - rate).abs() < 1e-4, "{name}: {longest}");
         }
     }
-
-    #[test]
-    fn a_set_flag_stops_before_the_next_step() {
-        let (tokenizer, documents) = prepared();
-        let target = target(1, tokenizer.len());
-        let plan = Plan { steps: 5, tokens: 100, seed: 0 };
-        let stopped = train(&target, &documents, plan, &AtomicBool::new(true), &mut |_| ());
-        assert!(matches!(stopped, Err(Error::Interrupted { step: 0, steps: 5 })));
-    }
 }

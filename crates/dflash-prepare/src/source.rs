@@ -98,15 +98,14 @@ pub(crate) fn locate(specs: &[String]) -> Result<Vec<(String, Place)>, Error> {
 
 /// Fetches what is on the Hub.
 pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<Vec<Source>, Error> {
-    let mut sources = Vec::with_capacity(places.len());
-    for (data, place) in places {
+    let fetched = |(data, place)| {
         let files = match place {
             Place::Local(files) => files,
             Place::Hub(split) => Hub::from_env().split(&split, stop)?,
         };
-        sources.push(Source { data, files });
-    }
-    Ok(sources)
+        Ok(Source { data, files })
+    };
+    places.into_iter().map(fetched).collect()
 }
 
 fn place(spec: &str) -> Result<Place, Error> {

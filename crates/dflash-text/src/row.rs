@@ -4,7 +4,7 @@
 //! what the target really produced, and a list of turns wins over a prompt column beside it
 //! (UltraChat has both).
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::error::{Error, json_type};
 use crate::message::{Conversation, Message, Role};
@@ -121,11 +121,11 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     let Some(turn) = turn.as_object() else {
         return Err(field_type(&format!("{field}[]"), "an object", turn));
     };
-    let role = ["role", "from"].iter().find_map(|name| present(turn, name)).unwrap_or(&Value::Null);
+    let either = |name, other| present(turn, name).or_else(|| present(turn, other));
+    let role = either("role", "from").unwrap_or(&Value::Null);
     let role = Role::parse(string(role, &format!("{field}[].role"))?)?;
-    let content = ["content", "value"].iter().find_map(|name| present(turn, name));
-    let tool_calls = present(turn, "tool_calls").filter(|calls| !is_empty_list(calls)).cloned();
-    let content = match content {
+    let tool_calls = present(turn, "tool_calls").filter(|calls| **calls != json!([])).cloned();
+    let content = match either("content", "value") {
         Some(content @ (Value::String(_) | Value::Array(_))) => content.clone(),
         // Templates recognise a bare tool call by its null content; elsewhere null means empty.
         None if tool_calls.is_some() => Value::Null,
@@ -136,9 +136,9 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     Ok(Message {
         role,
         content,
-        reasoning_content: text("reasoning_content")
-            .or_else(|| text("thinking"))
-            .or_else(|| text("reasoning")),
+        reasoning_content: ["reasoning_content", "thinking", "reasoning"]
+            .into_iter()
+            .find_map(text),
         tool_calls,
         tool_call_id: text("tool_call_id"),
         name: text("name"),
@@ -188,10 +188,6 @@ fn mask_entry(value: &Value) -> Result<bool, Error> {
     }
 }
 
-fn is_empty_list(value: &Value) -> bool {
-    value.as_array().is_some_and(Vec::is_empty)
-}
-
 fn array<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, Error> {
     value.as_array().ok_or_else(|| field_type(field, "an array", value))
 }
@@ -206,8 +202,6 @@ fn field_type(field: &str, expected: &'static str, found: &Value) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn conversation(row: &Value) -> Conversation {

@@ -169,39 +169,10 @@ fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use dflash_test_support::{Rng, random};
+    use dflash_test_support::{Rng, added_token, byte_tokenizer, random};
     use serde_json::json;
-    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
     use super::*;
-    use crate::message::Role;
-
-    /// A model directory with a byte-level tokenizer of 256 bytes and the given special tokens.
-    fn model_dir(special: &[&str], config: &Value) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        let json = test_tokenizer(special);
-        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
-        std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-        dir
-    }
-
-    fn test_tokenizer(special: &[&str]) -> Value {
-        let mut letters: Vec<char> = ByteLevel::alphabet().into_iter().collect();
-        letters.sort_unstable();
-        let vocabulary: Map<String, Value> =
-            (0..).zip(letters).map(|(id, c)| (c.to_string(), json!(id as u32))).collect();
-        let added: Vec<Value> =
-            (256..).zip(special).map(|(id, text)| added_token(id, text, true)).collect();
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false,
-            "trim_offsets": true, "use_regex": true});
-        json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level,
-            "decoder": byte_level, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}})
-    }
-
-    fn added_token(id: u32, content: &str, special: bool) -> Value {
-        json!({"id": id, "content": content, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": !special, "special": special})
-    }
 
     fn segmenter(json: &Value) -> (Tokenizer, Option<Segmenter>) {
         let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
@@ -210,52 +181,13 @@ mod tests {
     }
 
     #[test]
-    fn special_tokens_of_the_configuration_are_found_and_added() {
-        let config = json!({
-            "chat_template": "{{ eos_token }}{{ messages[0].content }}",
-            "eos_token": "<|end|>", "pad_token": {"content": "<|pad|>"},
-            "extra_special_tokens": ["<|mask|>"]});
-        let dir = model_dir(&["<|end|>"], &config);
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.len(), 259);
-        let ids = tokenizer.special_ids();
-        let expect = (Some(256), Some(257), Some(258), None);
-        assert_eq!((ids.eos, ids.pad, ids.mask, ids.unk), expect);
-        let rendered =
-            tokenizer.render_ids(&[Message::text(Role::User, "<|pad|>a")], None, false).unwrap();
-        assert_eq!(rendered[..2], [256, 257]);
-        assert_eq!(tokenizer.decode(&rendered, true).unwrap(), "a");
-        assert_eq!(tokenizer.decode(&rendered, false).unwrap(), "<|end|><|pad|>a");
-    }
-
-    #[test]
-    fn a_missing_template_matters_only_to_rendering() {
-        let dir = model_dir(&[], &json!({}));
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.encode("ab").unwrap().len(), 2);
-        let error = tokenizer.render(&[], None, false).unwrap_err().to_string();
-        assert!(error.contains("has no chat template"), "{error}");
-    }
-
-    #[test]
-    fn a_directory_without_a_tokenizer_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("has no tokenizer.json"), "{error}");
-        std::fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
-        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("tokenizer.json is not a tokenizer"), "{error}");
-    }
-
-    #[test]
     fn cached_encoding_equals_encoding() {
-        let dir = model_dir(&["<|a|>", "<|a|>b"], &json!({}));
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert!(tokenizer.segmenter.is_some());
+        let (tokenizer, segmenter) = segmenter(&byte_tokenizer(&["<|a|>", "<|a|>b"]));
+        let segmenter = segmenter.unwrap();
         let mut cache = SegmentCache::default();
         for text in ["", "<|a|>", "x<|a|>bc<|a|>é\n", "x<|a|>bc<|a|>é\n", "<|a", "  <|a|>  "] {
-            let cached = tokenizer.encode_cached(text, &mut cache).unwrap();
-            assert_eq!(cached, tokenizer.encode(text).unwrap(), "{text:?}");
+            let cached = segmenter.encode(&tokenizer, text, &mut cache).unwrap();
+            assert_eq!(cached, segments::encode_whole(&tokenizer, text).unwrap(), "{text:?}");
         }
     }
 
@@ -264,7 +196,7 @@ mod tests {
     #[test]
     fn cached_encoding_equals_encoding_on_random_texts() {
         let pieces = ["<|a|>", "<|b|>", "<|a", "|>", " ", "\n", "é", "word", "Ａ", "e\u{301}"];
-        let mut plain = test_tokenizer(&["<|a|>", "<|b|>"]);
+        let mut plain = byte_tokenizer(&["<|a|>", "<|b|>"]);
         plain["added_tokens"].as_array_mut().unwrap().push(added_token(258, "word", false));
         let mut normalizing = plain.clone();
         normalizing["normalizer"] = json!({"type": "NFKC"});
@@ -285,33 +217,8 @@ mod tests {
     }
 
     #[test]
-    fn further_variables_reach_the_template() {
-        let config =
-            json!({"chat_template": "{% if thinking is defined %}{{ thinking }}{% endif %}"});
-        let dir = model_dir(&[], &config);
-        let mut tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.render(&[], None, false).unwrap(), "");
-        tokenizer.extend_template_variables([("thinking".to_owned(), json!(false))]).unwrap();
-        assert_eq!(tokenizer.render(&[], None, false).unwrap(), "False");
-        let mut bare = ChatTokenizer::load(model_dir(&[], &json!({})).path()).unwrap();
-        assert!(matches!(bare.extend_template_variables([]), Err(Error::NoTemplate { .. })));
-    }
-
-    #[test]
-    fn older_configurations_fill_gaps() {
-        let dir = model_dir(&["<e>", "<p>"], &json!({"eos_token": "<e>"}));
-        let map = json!({"eos_token": "<p>", "pad_token": "<p>"});
-        std::fs::write(dir.path().join("special_tokens_map.json"), map.to_string()).unwrap();
-        let ids = ChatTokenizer::load(dir.path()).unwrap().special_ids();
-        assert_eq!((ids.eos, ids.pad), (Some(256), Some(257)));
-        std::fs::write(dir.path().join("special_tokens_map.json"), "[").unwrap();
-        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("special_tokens_map.json is not valid JSON"), "{error}");
-    }
-
-    #[test]
     fn position_dependent_tokenizers_are_not_cut() {
-        let plain = test_tokenizer(&["<|a|>"]);
+        let plain = byte_tokenizer(&["<|a|>"]);
         assert!(segmenter(&plain).1.is_some());
         let mut first = plain.clone();
         first["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",

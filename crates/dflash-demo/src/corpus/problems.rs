@@ -2,7 +2,7 @@
 
 use rand::Rng;
 
-use super::words::{goods, name, two_cities, two_goods, two_names};
+use super::words::{CITIES, GOODS, NAMES, goods, name, two_of};
 use super::{Exchange, Random};
 
 /// Every kind of problem.
@@ -15,7 +15,7 @@ fn small(random: &mut Random) -> u32 {
 }
 
 fn shopping(random: &mut Random) -> Exchange {
-    let (who, [first, second]) = (name(random), two_goods(random));
+    let (who, [first, second]) = (name(random), two_of(GOODS, random));
     let (a, p, b, q) = (small(random), small(random), small(random), small(random));
     let (one, two) = (a * p, b * q);
     Exchange {
@@ -52,7 +52,7 @@ fn sharing(random: &mut Random) -> Exchange {
 }
 
 fn travelling(random: &mut Random) -> Exchange {
-    let (who, [from, to]) = (name(random), two_cities(random));
+    let (who, [from, to]) = (name(random), two_of(CITIES, random));
     let (hours, speed) = (small(random), 10 * small(random));
     Exchange {
         question: format!(
@@ -126,7 +126,7 @@ fn planting(random: &mut Random) -> Exchange {
 }
 
 fn comparing(random: &mut Random) -> Exchange {
-    let ([one, two], goods) = (two_names(random), goods(random));
+    let ([one, two], goods) = (two_of(NAMES, random), goods(random));
     let (few, factor) = (small(random), random.random_range(2..=4));
     let many = few * factor;
     Exchange {

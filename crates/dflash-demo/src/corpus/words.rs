@@ -4,11 +4,11 @@ use rand::seq::IndexedRandom;
 
 use super::Random;
 
-const NAMES: &[&str] = &[
+pub(super) const NAMES: &[&str] = &[
     "Ada", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Karin",
     "Liam", "Maya", "Noah", "Olga", "Paul",
 ];
-const GOODS: &[&str] = &[
+pub(super) const GOODS: &[&str] = &[
     "apples",
     "books",
     "candles",
@@ -20,7 +20,7 @@ const GOODS: &[&str] = &[
     "stickers",
     "tickets",
 ];
-const CITIES: &[&str] =
+pub(super) const CITIES: &[&str] =
     &["Bergen", "Cairo", "Dublin", "Geneva", "Kyoto", "Lima", "Lisbon", "Oslo", "Quito", "Turin"];
 const WEEKDAYS: &[&str] =
     &["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
@@ -33,20 +33,8 @@ pub(super) fn goods(random: &mut Random) -> &'static str {
     GOODS.choose(random).expect("goods")
 }
 
-pub(super) fn two_names(random: &mut Random) -> [&'static str; 2] {
-    two_of(NAMES, random)
-}
-
-pub(super) fn two_goods(random: &mut Random) -> [&'static str; 2] {
-    two_of(GOODS, random)
-}
-
-pub(super) fn two_cities(random: &mut Random) -> [&'static str; 2] {
-    two_of(CITIES, random)
-}
-
 /// Two different words.
-fn two_of(words: &[&'static str], random: &mut Random) -> [&'static str; 2] {
+pub(super) fn two_of(words: &[&'static str], random: &mut Random) -> [&'static str; 2] {
     let mut both = words.choose_multiple(random, 2).copied();
     [both.next().expect("words"), both.next().expect("words")]
 }
@@ -71,8 +59,8 @@ mod tests {
     fn pairs_differ() {
         let mut random = Random::seed_from_u64(0);
         for _ in 0..50 {
-            for two in [two_names, two_goods, two_cities] {
-                let [first, second] = two(&mut random);
+            for words in [NAMES, GOODS, CITIES] {
+                let [first, second] = two_of(words, &mut random);
                 assert_ne!(first, second);
             }
         }
