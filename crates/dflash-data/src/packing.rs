@@ -1,7 +1,7 @@
 //! The order of an epoch and the rows that it is packed into.
 //!
 //! Shapes: a packed row is the concatenation of whole documents, as long as they are, never
-//! padded. The packing depends on the order and the lengths only, so every process computes the
+//! padded. The packing depends only on the order and the lengths, so every process computes the
 //! same one and takes its share of the rows.
 
 use crate::Sample;

@@ -168,7 +168,7 @@ impl DatasetWriter {
     /// Writes what is left, the metadata and the token counts, and puts the directory in place.
     ///
     /// # Errors
-    /// I/O; nothing is left then.
+    /// I/O; then nothing is left behind.
     pub fn finish(mut self) -> Result<WriteSummary, Error> {
         self.write_batch()?;
         if self.finished_shards.is_empty() {

@@ -57,7 +57,7 @@ pub(crate) fn document(tokenizer: &ChatTokenizer, turns: &[Exchange]) -> Result<
     }
 }
 
-/// Trains `target` in place; `observe` hears of every step.
+/// Trains `target` in place; `observe` is called after every step.
 pub(crate) fn train(
     target: &Target,
     documents: &[Sample],
@@ -150,7 +150,7 @@ struct Batch {
     supervised: Vec<i64>,
 }
 
-/// An endless walk over the documents, shuffled again each time round.
+/// An endless walk over the documents, reshuffled on every pass.
 struct Batches<'a> {
     documents: &'a [Sample],
     plan: Plan,

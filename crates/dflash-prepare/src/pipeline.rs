@@ -21,7 +21,7 @@ use crate::model::Model;
 use crate::outcome::{DropReason, Tally, fit};
 use crate::source::{self, Record};
 
-/// Records of a chunk: enough to make the hand-over cheap, few enough to keep workers level.
+/// Records of a chunk: enough to make handing it over cheap, few enough to spread the work evenly.
 const CHUNK_RECORDS: usize = 64;
 /// A chunk of long conversations ends here.
 const CHUNK_BYTES: u64 = 1 << 18;
@@ -73,14 +73,11 @@ pub(crate) fn process(
                 sink(prepared?)?;
             }
         }
-        match stop.load(Ordering::Relaxed) {
-            true => Err(Error::Interrupted),
-            false => Ok(()),
-        }
+        if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     })
 }
 
-/// Cuts the records into chunks; ends at a fault, or when nobody listens any more.
+/// Cuts the records into chunks; stops at a fault, or when the receivers are gone.
 fn hand_out(
     files: &[PathBuf],
     settings: &PrepareSettings,
@@ -123,7 +120,7 @@ fn work(waiting: &Mutex<Receiver<Task>>, job: Job<'_>) {
             Err(_) => return,
         };
         let Ok((records, answer)) = task else { return };
-        // Nobody may be left to hear the answer; then the next chunk does not come either.
+        // The receiver may be gone; then there is no next chunk either.
         let _ = answer.send(job.chunk(records, &mut cache));
     }
 }

@@ -29,7 +29,7 @@ pub struct Summary {
     pub elapsed: Duration,
 }
 
-/// Prepares a dataset. Polls `stop` and then leaves nothing behind.
+/// Prepares a dataset. Ends when `stop` is set, and then leaves nothing behind.
 ///
 /// # Errors
 /// See [`Error`]. In every case the output is whole or absent.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use plotters::prelude::*;
 
-/// Points of a line at most: a screen shows no more, and a page of many lines stays small.
+/// Most points of a line: a screen shows no more, and a page of many lines stays small.
 const POINTS: usize = 800;
 /// Lines of so few points show the points too; a single point would be invisible.
 const DOTTED: usize = 30;

@@ -129,7 +129,7 @@ fn lines_note<T: Line>(lines: &Lines<T>) -> String {
     note
 }
 
-/// Where the run is, by its last lines.
+/// The run's state by its last lines.
 fn summary(run: &Run) -> String {
     let train = run.metrics.last().map(|line| {
         let figures = &line.figures;
@@ -183,7 +183,7 @@ fn summary(run: &Run) -> String {
     format!("<table>\n{}</table>", parts.collect::<String>())
 }
 
-/// Rows of what is known.
+/// A row for each figure that is known.
 fn rows(figures: &[(&str, Option<f64>)]) -> String {
     let row = |&(name, figure): &(&str, Option<f64>)| {
         let figure = number(figure.filter(|figure| figure.is_finite())?);
@@ -225,7 +225,7 @@ fn provenance(run: &Run) -> String {
     format!("{command}{}<table>\n{rows}</table>", resumes(provenance))
 }
 
-/// At which steps the run went on.
+/// The steps at which the run was resumed.
 fn resumes(provenance: &Provenance) -> String {
     let steps: Vec<String> = provenance.resumes().iter().map(u64::to_string).collect();
     if steps.is_empty() {

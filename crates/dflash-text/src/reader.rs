@@ -1,6 +1,6 @@
 //! Rows of a JSON array or JSON Lines file, streamed.
 //!
-//! The file's first character decides: `[` is one array of rows, anything else is one row a line.
+//! The file's first character decides: `[` is one array of rows, anything else is one row per line.
 //! Either way only one row is in memory at a time, and every row knows the line that it starts on.
 //! Splitting and parsing are apart ([`raw_rows`], [`RawRow::parse`]), so that a pool of workers can
 //! do the parsing while one thread reads.
@@ -81,7 +81,7 @@ pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
     Ok(rows)
 }
 
-/// Some Windows programs start UTF-8 files with it.
+/// Some Windows programs begin UTF-8 files with these bytes.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 #[derive(Debug)]

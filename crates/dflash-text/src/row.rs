@@ -39,7 +39,7 @@ const PAIRS: [(&str, &[&str]); 6] = [
 ///
 /// # Errors
 /// [`Error::RowNotObject`], [`Error::UnknownLayout`], [`Error::FieldType`],
-/// [`Error::UnknownRole`], [`Error::MaskLength`]. None of them knows the file and line.
+/// [`Error::UnknownRole`], [`Error::MaskLength`]. None of them names the file and line.
 pub fn parse_row(value: &Value) -> Result<Row, Error> {
     let row = value.as_object().ok_or(Error::RowNotObject { found: json_type(value) })?;
     if let (Some(ids), Some(mask)) = (present(row, "input_ids"), present(row, "loss_mask")) {

@@ -81,7 +81,7 @@ impl ChatTemplate {
 fn explain(error: &minijinja::Error) -> String {
     let text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     match error.line() {
-        // What a template raises on purpose is a sentence of its own.
+        // What a template raises on purpose is a complete sentence.
         Some(line) if !python::is_raised(error) => format!("{text} (line {line} of the template)"),
         _ => text,
     }

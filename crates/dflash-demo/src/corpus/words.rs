@@ -45,7 +45,7 @@ pub(super) fn weekday(random: &mut Random) -> usize {
     *days.choose(random).expect("days")
 }
 
-/// The name of a day, counted from Monday = 0 and around.
+/// The name of a day, counted from Monday = 0 through any number of weeks.
 pub(super) fn day_name(day: usize) -> &'static str {
     WEEKDAYS[day % WEEKDAYS.len()]
 }

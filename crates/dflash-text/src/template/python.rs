@@ -234,10 +234,7 @@ fn number_repr(number: &Number) -> String {
 fn float_repr(value: f64) -> String {
     let text = format!("{value:?}");
     let Some((mantissa, exponent)) = text.split_once('e') else { return text };
-    let (sign, digits) = match exponent.strip_prefix('-') {
-        Some(digits) => ('-', digits),
-        None => ('+', exponent),
-    };
+    let (sign, digits) = exponent.strip_prefix('-').map_or(('+', exponent), |digits| ('-', digits));
     format!("{}e{sign}{digits:0>2}", mantissa.strip_suffix(".0").unwrap_or(mantissa))
 }
 
@@ -251,20 +248,16 @@ fn str_of(value: &Value) -> String {
 
 /// `repr(value)`, for lists and dictionaries that a template prints as they are.
 fn repr(value: &Value) -> String {
+    let items = value.try_iter().into_iter().flatten();
     match value.kind() {
         ValueKind::Seq => {
-            let items: Vec<String> =
-                value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect();
+            let items: Vec<String> = items.map(|item| repr(&item)).collect();
             format!("[{}]", items.join(", "))
         }
         ValueKind::Map => {
             let item = |key: &Value| value.get_item(key).unwrap_or_default();
-            let items: Vec<String> = value
-                .try_iter()
-                .into_iter()
-                .flatten()
-                .map(|key| format!("{}: {}", repr(&key), repr(&item(&key))))
-                .collect();
+            let items: Vec<String> =
+                items.map(|key| format!("{}: {}", repr(&key), repr(&item(&key)))).collect();
             format!("{{{}}}", items.join(", "))
         }
         ValueKind::String => string_repr(value.as_str().unwrap_or_default()),
@@ -275,21 +268,13 @@ fn repr(value: &Value) -> String {
 /// Python prefers single quotes, and double ones when only single ones occur inside.
 fn string_repr(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
-    let mut out = String::from(quote);
-    for c in text.chars() {
-        match c {
-            '\\' => out.push_str("\\\\"),
-            '\n' => out.push_str("\\n"),
-            '\r' => out.push_str("\\r"),
-            '\t' => out.push_str("\\t"),
-            c if c == quote => out.extend(['\\', c]),
-            // Writing to a String cannot fail.
-            c if c.is_ascii_control() => drop(write!(out, "\\x{:02x}", u32::from(c))),
-            c => out.push(c),
-        }
-    }
-    out.push(quote);
-    out
+    let escape = |c: char| match c {
+        '\\' | '\n' | '\r' | '\t' => c.escape_default().to_string(),
+        c if c == quote => format!("\\{c}"),
+        c if c.is_ascii_control() => format!("\\x{:02x}", u32::from(c)),
+        c => c.to_string(),
+    };
+    format!("{quote}{}{quote}", text.chars().map(escape).collect::<String>())
 }
 
 /// Turns `{% generation %}` (Transformers' marker for what the model says) into a block that

@@ -9,7 +9,7 @@ use tokenizers::{AddedToken, Tokenizer};
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// What mask tokens are called by models that have one but do not name it.
+/// The mask token in models whose configuration does not name one.
 const MASK_TOKENS: [&str; 4] = ["<|mask|>", "<|MASK|>", "<mask>", "[MASK]"];
 
 /// Ids of the special tokens that the tokenizer's configuration names.
@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(variables, expect.map(|(name, value)| (name.to_owned(), value)).into());
     }
 
-    /// A vocabulary of `words`, of which none is special.
+    /// A vocabulary of `words`, none of them special.
     fn tokenizer(words: &[&str]) -> Tokenizer {
         let vocabulary: Map<String, Value> =
             words.iter().enumerate().map(|(id, word)| ((*word).to_owned(), json!(id))).collect();
