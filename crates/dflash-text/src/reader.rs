@@ -46,26 +46,11 @@ fn without_position(error: &serde_json::Error) -> String {
     }
 }
 
-/// Rows of a JSON array or JSON Lines file with the line each starts on, at most `limit`.
+/// The rows of a JSON array or JSON Lines file, not parsed yet.
 ///
 /// # Errors
-/// [`Error::Read`] when the file cannot be opened. The iterator yields [`Error::Json`],
-/// [`Error::BrokenArray`] or [`Error::Read`] and then ends.
-pub fn read_rows(
-    path: &Path,
-    limit: Option<usize>,
-) -> Result<impl Iterator<Item = Result<(usize, Value), Error>> + use<>, Error> {
-    let file = path.to_path_buf();
-    Ok(raw_rows(path)?.take(limit.unwrap_or(usize::MAX)).map(move |row| {
-        let row = row?;
-        Ok((row.line, row.parse(&file)?))
-    }))
-}
-
-/// The rows of [`read_rows`], not parsed yet.
-///
-/// # Errors
-/// As [`read_rows`].
+/// [`Error::Read`] when the file cannot be opened. The iterator yields [`Error::BrokenArray`] or
+/// [`Error::Read`] and then ends.
 pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
     let read = |source| Error::Read { path: path.into(), source };
     // 1 MiB: rows of long conversations reach hundreds of KB.
@@ -250,17 +235,21 @@ mod tests {
         file
     }
 
+    /// Every row with its line, up to the first fault.
+    fn parsed(path: &Path) -> impl Iterator<Item = Result<(usize, Value), Error>> {
+        let parse = |row: RawRow| Ok((row.line, row.parse(path)?));
+        raw_rows(path).unwrap().map(move |row| row.and_then(parse))
+    }
+
     /// The rows of `text` as `line:json`, and the error that ended them.
     fn rows_of(text: &str) -> Vec<String> {
         let file = written(text);
         let name = file.path().display().to_string();
-        read_rows(file.path(), None)
-            .unwrap()
-            .map(|row| match row {
-                Ok((line, value)) => format!("{line}:{value}"),
-                Err(error) => error.to_string().replace(&name, "F"),
-            })
-            .collect()
+        let shown = |row: Result<(usize, Value), Error>| match row {
+            Ok((line, value)) => format!("{line}:{value}"),
+            Err(error) => error.to_string().replace(&name, "F"),
+        };
+        parsed(file.path()).map(shown).collect()
     }
 
     fn check(text: &str, expect: &[&str]) {
@@ -306,8 +295,7 @@ mod tests {
         let row = serde_json::json!({"a": [[text], {"b": {}}]});
         for layout in [format!("[{row},\n{row}]"), format!("{row}\n{row}\n")] {
             let file = written(&layout);
-            let rows: Vec<(usize, Value)> =
-                read_rows(file.path(), None).unwrap().collect::<Result<_, _>>().unwrap();
+            let rows: Vec<(usize, Value)> = parsed(file.path()).map(Result::unwrap).collect();
             assert_eq!(rows, [(1, row.clone()), (2, row.clone())]);
         }
     }
@@ -322,8 +310,8 @@ mod tests {
 
     #[test]
     fn a_limit_stops_before_a_later_fault() {
-        let rows: Vec<_> =
-            read_rows(written("{}\n{}\nbroken\n").path(), Some(2)).unwrap().collect();
+        let file = written("{}\n{}\nbroken\n");
+        let rows: Vec<_> = parsed(file.path()).take(2).collect();
         assert!(rows.len() == 2 && rows.iter().all(Result::is_ok));
     }
 

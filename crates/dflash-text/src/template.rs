@@ -23,9 +23,9 @@ const TOOL_USE: &str = "tool_use";
 
 /// A compiled chat template with the variables that it always sees.
 #[derive(Debug)]
-pub struct ChatTemplate {
+pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
-    variables: BTreeMap<String, Value>,
+    pub(crate) variables: BTreeMap<String, Value>,
 }
 
 impl ChatTemplate {
@@ -33,10 +33,7 @@ impl ChatTemplate {
     /// `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list
     /// of named templates of which `default` and `tool_use` count). `variables` are the special
     /// tokens (`bos_token`, ...) that the template may name.
-    ///
-    /// # Errors
-    /// [`Error::NoTemplate`], [`Error::BadTemplate`], [`Error::Read`], [`Error::ModelJson`].
-    pub fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
+    pub(crate) fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
         let (path, sources) = find_sources(dir)?;
         let mut environment = python::environment();
         for (name, source) in sources {
@@ -49,16 +46,8 @@ impl ChatTemplate {
         Ok(Self { environment, variables })
     }
 
-    /// Adds variables that the template sees, such as `enable_thinking`, or replaces them.
-    pub fn extend_variables(&mut self, variables: impl IntoIterator<Item = (String, Value)>) {
-        self.variables.extend(variables);
-    }
-
-    /// Renders a conversation to text.
-    ///
-    /// # Errors
-    /// [`Error::Render`] with the template's own words when it refuses the conversation.
-    pub fn render(
+    /// See [`crate::ChatTokenizer::render`].
+    pub(crate) fn render(
         &self,
         messages: &[Message],
         tools: Option<&Value>,

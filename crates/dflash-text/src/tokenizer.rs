@@ -61,7 +61,7 @@ impl ChatTokenizer {
         })
     }
 
-    /// Adds variables that the chat template sees, such as `enable_thinking`.
+    /// Adds variables that the chat template sees, such as `enable_thinking`, or replaces them.
     ///
     /// # Errors
     /// [`Error::NoTemplate`].
@@ -70,7 +70,7 @@ impl ChatTokenizer {
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<(), Error> {
         let missing = Error::NoTemplate { dir: self.dir.clone() };
-        self.template.as_mut().ok_or(missing)?.extend_variables(variables);
+        self.template.as_mut().ok_or(missing)?.variables.extend(variables);
         Ok(())
     }
 
@@ -78,7 +78,7 @@ impl ChatTokenizer {
     /// schemas; `add_generation_prompt` ends the text where the model's answer starts.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`], [`Error::Render`].
+    /// [`Error::NoTemplate`], or [`Error::Render`] with the template's own words.
     pub fn render(
         &self,
         messages: &[Message],
