@@ -32,7 +32,7 @@ const NOTE: &str = "provenance";
 /// Every other section that such a file may have.
 const RULES: [(&str, Rule); 15] = [
     ("anchor_candidates", CheckedBy(&[DATA])),
-    ("block_indices", CheckedBy(&[DATA, MODEL])),
+    ("block_indices", CheckedBy(&[MODEL])),
     ("attention_masks", CheckedBy(&[MODEL])),
     ("fixed_exp_decay", CheckedBy(&[MODEL])),
     ("dpace_weights", CheckedBy(&[MODEL])),

@@ -1,4 +1,5 @@
-//! What tests of several crates share: draws that can be repeated, and waiting for a condition.
+//! What tests of several crates share: draws that can be repeated, waiting for a condition, and a
+//! tokenizer.
 //!
 //! A random test draws anew each time it runs, so that runs add up, and prints its seed, which the
 //! harness shows where the test fails. `DFLASH_TEST_SEED=N cargo test NAME` repeats it.
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 pub use rand::Rng;
 use rand::SeedableRng;
 pub use rand_chacha::ChaCha8Rng;
+use serde_json::{Map, Value, json};
 
 /// The variable that holds the seed of all random tests.
 const SEED: &str = "DFLASH_TEST_SEED";
@@ -60,4 +62,31 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "waited {PATIENCE:?} in vain until {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// A `tokenizer.json` whose first 256 ids are the bytes; the `special` tokens follow.
+pub fn byte_tokenizer(special: &[&str]) -> Value {
+    let vocabulary: Map<String, Value> =
+        (0..256_u32).map(|byte| (byte_letter(byte).to_string(), json!(byte))).collect();
+    let added: Vec<Value> =
+        (256..).zip(special).map(|(id, content)| added_token(id, content, true)).collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+        "use_regex": true});
+    json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level,
+        "decoder": byte_level, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}})
+}
+
+/// An entry of a tokenizer's `added_tokens`; only special tokens are matched verbatim.
+pub fn added_token(id: u32, content: &str, special: bool) -> Value {
+    json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": !special, "special": special})
+}
+
+/// GPT-2's letter for a byte: itself where it prints, else the next one from U+0100 on.
+fn byte_letter(byte: u32) -> char {
+    let prints =
+        |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);
+    let code =
+        if prints(byte) { byte } else { 256 + (0..byte).filter(|&b| !prints(b)).count() as u32 };
+    char::from_u32(code).unwrap()
 }

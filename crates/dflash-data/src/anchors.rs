@@ -1,6 +1,6 @@
 //! Where blocks start: the anchors of a packed row.
 //!
-//! An anchor is the clean first token of a block; the slots after it are what the drafter
+//! An anchor is the clean first token of a block; the slots after it are what the draft
 //! predicts. Candidates are positions whose own token and next token are supervised, in the same
 //! document. A block may reach past its document's end, so short answers are trained too.
 
@@ -18,13 +18,13 @@ pub struct AnchorOptions {
     pub per_row: usize,
     /// Seed of the run.
     pub seed: u64,
-    /// The epoch: every epoch draws anew.
+    /// The epoch: each draws its own anchors.
     pub epoch: u64,
 }
 
 /// Draws anchors uniformly without replacement, per document, and returns their positions in the
-/// row in ascending order. What a document draws depends on the seed, the epoch and its dataset
-/// row only, not on its neighbours: the row's cap shortens a draw but does not change it.
+/// row in ascending order. What a document draws depends only on the seed, the epoch and its index
+/// in the dataset, not on its neighbours: the row's cap shortens a draw but does not change it.
 pub fn sample_anchors(row: &PackedRow, options: &AnchorOptions) -> Vec<usize> {
     let mut candidates: Vec<Vec<usize>> =
         row.documents().map(|document| document_candidates(&row.loss_mask, document)).collect();
@@ -45,20 +45,14 @@ pub fn anchor_candidates(row: &PackedRow) -> Vec<usize> {
     row.documents().flat_map(|document| document_candidates(&row.loss_mask, document)).collect()
 }
 
-/// The positions that the blocks of `anchors` cover, block after block; they may lie beyond the
-/// anchor's document and beyond the row.
-pub fn block_positions(anchors: &[usize], block_size: usize) -> Vec<usize> {
-    anchors.iter().flat_map(|&anchor| anchor..anchor + block_size).collect()
-}
-
 fn document_candidates(loss_mask: &[bool], document: Range<usize>) -> Vec<usize> {
     let last = document.end.saturating_sub(1);
     (document.start..last).filter(|&p| loss_mask[p] && loss_mask[p + 1]).collect()
 }
 
 /// Each document's number of anchors: as many as it may have, or, where that exceeds the row's
-/// cap, shares of the cap in proportion to the candidates. What a document cannot take (its
-/// candidates or its own cap are fewer than its share) goes to the others.
+/// cap, shares of the cap in proportion to the candidates. What a document cannot take, because
+/// its candidates or its own cap are fewer than its share, goes to the others.
 fn share_out(counts: &[usize], per_document: usize, per_row: usize) -> Vec<usize> {
     let mut quotas: Vec<usize> = counts.iter().map(|&count| count.min(per_document)).collect();
     if quotas.iter().sum::<usize>() <= per_row {
@@ -152,7 +146,7 @@ mod tests {
         let fewer = sample_anchors(&alone, &AnchorOptions { per_row: 5, ..few });
         assert_eq!(fewer.len(), 5);
         assert!(fewer.iter().all(|p| expect.contains(&(p + 4))));
-        // Every epoch and every document draws anew.
+        // Every epoch and every document has its own draw.
         assert_ne!(sample_anchors(&alone, &AnchorOptions { epoch: 1, ..few }), expect);
         let other = sample_anchors(&row(&[(8, long.as_str())]), &few);
         assert_ne!(other, sample_anchors(&alone, &few));
@@ -160,10 +154,8 @@ mod tests {
 
     #[test]
     fn anchors_are_sorted_unique_and_within_the_caps() {
-        let documents: Vec<(u32, String)> =
-            (0..40).map(|i| (i, "01".repeat(3) + &"1".repeat(20 * i as usize))).collect();
-        let documents: Vec<(u32, &str)> =
-            documents.iter().map(|(i, mask)| (*i, mask.as_str())).collect();
+        let masks: Vec<String> = (0..40).map(|i| "01".repeat(3) + &"1".repeat(20 * i)).collect();
+        let documents: Vec<(u32, &str)> = (0..).zip(masks.iter().map(String::as_str)).collect();
         let row = row(&documents);
         let options = AnchorOptions { per_document: 64, per_row: 1000, seed: 3, epoch: 2 };
         let anchors = sample_anchors(&row, &options);

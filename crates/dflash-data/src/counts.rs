@@ -68,7 +68,7 @@ pub(crate) fn to_torch(counts: &[(i64, u64)]) -> Vec<u8> {
     out
 }
 
-/// Pickle's `LONG1` with eight bytes and, below 2^63, no sign to care for.
+/// Pickle's `LONG1` with eight bytes, signed: `value` must be below 2^63.
 fn push_integer(out: &mut Vec<u8>, value: u64) {
     out.extend_from_slice(b"\x8a\x08");
     out.extend_from_slice(&value.to_le_bytes());

@@ -1,6 +1,6 @@
 //! Reading a prepared dataset, ours or one that Hugging Face's `save_to_disk` wrote.
 //!
-//! Opening reads the list offsets only: where every row lies and how long it is. A row is then
+//! Opening reads only the list offsets: where every row is and how long it is. A row is then
 //! four positioned reads of exactly its bytes, so memory stays bounded whatever the size of the
 //! dataset, and threads share one reader without locks. (Mapping the files would do as well, but
 //! needs `unsafe`.)
@@ -18,8 +18,7 @@ use crate::Sample;
 use crate::counts::{self, TokenCounts};
 use crate::digest::Digest;
 use crate::error::Error;
-use column::ColumnSlice;
-use stream::scan_shard;
+use stream::{Columns, scan_shard};
 
 /// A prepared dataset on disk.
 #[derive(Debug)]
@@ -37,14 +36,12 @@ struct Shard {
     file: File,
 }
 
-/// One record batch: where its two columns lie in its shard.
-#[derive(Debug, Clone, Copy)]
+/// One record batch.
+#[derive(Debug)]
 struct Batch {
     shard: usize,
     first_row: usize,
-    rows: usize,
-    input_ids: ColumnSlice,
-    loss_mask: ColumnSlice,
+    columns: Columns,
 }
 
 impl Dataset {
@@ -67,7 +64,10 @@ impl Dataset {
         for path in shard_paths(dir, &state)? {
             dataset.open_shard(path)?;
         }
-        dataset.fingerprint = dataset.digest(state["_fingerprint"].as_str().unwrap_or_default());
+        let mut digest = Digest::default();
+        digest.bytes(state["_fingerprint"].as_str().unwrap_or_default().as_bytes());
+        dataset.lengths.iter().for_each(|&length| digest.word(u64::from(length)));
+        dataset.fingerprint = digest.hex();
         Ok(dataset)
     }
 
@@ -75,43 +75,21 @@ impl Dataset {
         let file =
             File::open(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
         let shard = Shard { path, file };
-        for found in scan_shard(&shard)? {
-            let batch = Batch {
-                shard: self.shards.len(),
-                first_row: self.lengths.len(),
-                rows: found.rows,
-                input_ids: found.input_ids,
-                loss_mask: found.loss_mask,
-            };
-            self.read_lengths(&shard, &batch)?;
-            self.batches.push(batch);
+        for columns in scan_shard(&shard)? {
+            let first_row = self.lengths.len();
+            self.lengths.extend(row_lengths(&shard, &columns, first_row)?);
+            self.batches.push(Batch { shard: self.shards.len(), first_row, columns });
         }
         self.shards.push(shard);
         Ok(())
     }
 
-    /// Lengths of the batch's rows, which must agree between the columns.
-    fn read_lengths(&mut self, shard: &Shard, batch: &Batch) -> Result<(), Error> {
-        let input_ids = batch.input_ids.lengths(shard, batch.rows)?;
-        let loss_mask = batch.loss_mask.lengths(shard, batch.rows)?;
-        if let Some(row) = (0..batch.rows).find(|&row| input_ids[row] != loss_mask[row]) {
-            return Err(Error::MaskLength {
-                path: shard.path.clone(),
-                row: batch.first_row + row,
-                input_ids: input_ids[row] as usize,
-                loss_mask: loss_mask[row] as usize,
-            });
-        }
-        self.lengths.extend_from_slice(&input_ids);
-        Ok(())
-    }
-
-    /// Rows in the dataset.
+    /// Samples in the dataset.
     pub fn len(&self) -> usize {
         self.lengths.len()
     }
 
-    /// Whether there are no rows.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.lengths.is_empty()
     }
@@ -121,45 +99,37 @@ impl Dataset {
         &self.dir
     }
 
-    /// Tokens of each row.
+    /// Tokens of each sample.
     pub fn lengths(&self) -> &[u32] {
         &self.lengths
     }
 
-    /// Reads one row.
+    /// Reads one sample.
     ///
     /// # Errors
     /// [`Error::RowRange`], [`Error::Read`] (the file changed under us).
     pub fn get(&self, index: usize) -> Result<Sample, Error> {
-        let range = Error::RowRange { row: index, rows: self.len() };
-        let after = self.batches.partition_point(|batch| batch.first_row <= index);
-        let batch = self.batches[..after].iter().rfind(|batch| batch.rows > 0).ok_or(range)?;
-        let row = index - batch.first_row;
-        if row >= batch.rows {
+        if index >= self.len() {
             return Err(Error::RowRange { row: index, rows: self.len() });
         }
-        let shard = &self.shards[batch.shard];
+        // Of batches with the same first row, only the last has rows.
+        let after = self.batches.partition_point(|batch| batch.first_row <= index);
+        let Batch { shard, first_row, columns } = &self.batches[after - 1];
+        let (shard, row) = (&self.shards[*shard], index - first_row);
         Ok(Sample {
-            input_ids: batch.input_ids.read_row(shard, row)?,
-            loss_mask: batch.loss_mask.read_row(shard, row)?.into_iter().map(|v| v != 0).collect(),
+            input_ids: columns.input_ids.read_row(shard, row)?,
+            loss_mask: columns.loss_mask.read_row(shard, row)?.iter().map(|&v| v != 0).collect(),
         })
     }
 
-    /// 16 hexadecimal digits that change when the content does: a hash of the rows' lengths and
+    /// 16 hexadecimal digits that change when the content does: a hash of the samples' lengths and
     /// of the content hash that the writer recorded.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.clone()
     }
 
-    fn digest(&self, recorded: &str) -> String {
-        let mut digest = Digest::default();
-        digest.bytes(recorded.as_bytes());
-        self.lengths.iter().for_each(|&length| digest.word(u64::from(length)));
-        digest.hex()
-    }
-
-    /// How often each token is supervised, ascending by id: as its writer counted it, or, where that
-    /// is not recorded (`datasets` does not keep our file), by reading every row.
+    /// How often each token is supervised, ascending by id: as the writer counted, or, where that
+    /// is not recorded (`datasets` does not keep our file), by reading every sample.
     ///
     /// # Errors
     /// [`Error::Json`] where the record is damaged, [`Error::Read`].
@@ -186,6 +156,21 @@ impl Shard {
 
     fn broken(&self, reason: impl Into<String>) -> Error {
         Error::BrokenShard { path: self.path.clone(), reason: reason.into() }
+    }
+}
+
+/// Lengths of the batch's rows, which must agree between the columns. `first_row` is for messages.
+fn row_lengths(shard: &Shard, columns: &Columns, first_row: usize) -> Result<Vec<u32>, Error> {
+    let input_ids = columns.input_ids.lengths(shard, columns.rows)?;
+    let loss_mask = columns.loss_mask.lengths(shard, columns.rows)?;
+    match (0..columns.rows).find(|&row| input_ids[row] != loss_mask[row]) {
+        Some(row) => Err(Error::MaskLength {
+            path: shard.path.clone(),
+            row: first_row + row,
+            input_ids: input_ids[row] as usize,
+            loss_mask: loss_mask[row] as usize,
+        }),
+        None => Ok(input_ids),
     }
 }
 

@@ -1,7 +1,7 @@
 //! A small stable hash of content, to tell datasets apart.
 //!
 //! Not cryptographic: it guards against mistakes (resuming on other data), not against people. The
-//! standard library's hasher may change between compiler releases, this one must not.
+//! standard library's hasher may change between compiler releases; this one must not.
 
 /// Multiplier of FNV-1a in 64 bits, Fowler, Noll and Vo.
 const PRIME: u64 = 0x0000_0100_0000_01b3;

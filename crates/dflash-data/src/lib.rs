@@ -3,8 +3,8 @@
 //! A prepared dataset is a directory in the layout of Hugging Face's `save_to_disk`: Arrow IPC
 //! stream files with the columns `input_ids`, `loss_mask` and `seq_len`. [`DatasetWriter`] makes
 //! one that `datasets.load_from_disk` and speculators' trainer read; [`Dataset`] reads ours and
-//! theirs. What a trainer does with the rows of an epoch is here too, because it must not depend
-//! on the number of processes: [`epoch_order`], [`pack_rows`], [`sample_anchors`].
+//! theirs. What a trainer does with the samples of an epoch is here too, because it must not
+//! depend on the number of processes: [`epoch_order`], [`pack_rows`], [`sample_anchors`].
 
 mod anchors;
 mod counts;
@@ -16,14 +16,14 @@ mod random;
 mod vocabulary;
 mod writer;
 
-pub use anchors::{AnchorOptions, anchor_candidates, block_positions, sample_anchors};
+pub use anchors::{AnchorOptions, anchor_candidates, sample_anchors};
 pub use dataset::Dataset;
 pub use error::Error;
 pub use packing::{PackedRow, count_truncated, epoch_order, pack_rows, split_index};
-pub use vocabulary::{select_vocabulary, target_offsets};
+pub use vocabulary::select_vocabulary;
 pub use writer::{DatasetWriter, WriteSummary, WriterOptions};
 
-/// One row of a prepared dataset. Both columns have the same length.
+/// One entry of a prepared dataset. Both columns have the same length.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sample {
     /// Token ids of the whole sequence.

@@ -1,7 +1,7 @@
 //! The order of an epoch and the rows that it is packed into.
 //!
 //! Shapes: a packed row is the concatenation of whole documents, as long as they are, never
-//! padded. The packing depends on the order and the lengths only, so every process computes the
+//! padded. The packing depends only on the order and the lengths, so every process computes the
 //! same one and takes its share of the rows.
 
 use crate::Sample;
@@ -45,7 +45,7 @@ pub fn count_truncated(lengths: &[u32], total_seq_len: usize) -> usize {
     lengths.iter().filter(|&&length| length as usize > total_seq_len).count()
 }
 
-/// Where a dataset of `len` rows is split: training takes `0..split`, validation the rest. The
+/// Where a dataset of `len` samples is split: training takes `0..split`, validation the rest. The
 /// product is truncated, as speculators does.
 pub fn split_index(len: usize, train_ratio: f64) -> usize {
     (len as f64 * train_ratio) as usize
@@ -60,13 +60,13 @@ pub struct PackedRow {
     pub loss_mask: Vec<bool>,
     /// Where each document starts, and the end: one entry more than documents, from 0 to `T`.
     pub document_starts: Vec<usize>,
-    /// The dataset row of each document.
+    /// The index of each document's sample in the dataset.
     pub samples: Vec<u32>,
 }
 
 impl PackedRow {
-    /// Concatenates documents, each with its dataset row, up to `total_seq_len` tokens: the
-    /// document that crosses the limit is cut, later ones are dropped.
+    /// Concatenates samples, each with its index, up to `total_seq_len` tokens: the one that
+    /// crosses the limit is cut, later ones are dropped.
     pub fn from_samples(samples: &[(u32, Sample)], total_seq_len: usize) -> Self {
         let mut row = Self {
             input_ids: Vec::new(),
@@ -103,19 +103,6 @@ impl PackedRow {
     pub fn documents(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
         self.document_starts.windows(2).map(|pair| pair[0]..pair[1])
     }
-
-    /// Each token's position in its document, `[T]`.
-    pub fn position_ids(&self) -> Vec<i64> {
-        self.documents().flat_map(|document| 0..document.len() as i64).collect()
-    }
-
-    /// Each token's document, counted within the row, `[T]`.
-    pub fn document_ids(&self) -> Vec<i64> {
-        (0..)
-            .zip(self.documents())
-            .flat_map(|(id, document)| std::iter::repeat_n(id, document.len()))
-            .collect()
-    }
 }
 
 #[cfg(test)]
@@ -150,42 +137,33 @@ mod tests {
         assert_eq!(epoch_order(8, 0, 0), [3, 0, 6, 7, 1, 5, 4, 2]);
     }
 
+    fn sample(ids: &[i64]) -> Sample {
+        Sample { input_ids: ids.to_vec(), loss_mask: ids.iter().map(|id| id % 2 == 1).collect() }
+    }
+
     #[test]
     fn a_row_keeps_its_documents_apart() {
-        let sample = |ids: &[i64]| Sample {
-            input_ids: ids.to_vec(),
-            loss_mask: ids.iter().map(|id| id % 2 == 1).collect(),
-        };
-        let row = PackedRow::from_samples(
-            &[(9, sample(&[1, 2, 3])), (4, sample(&[5])), (2, sample(&[6, 7, 8]))],
-            6,
-        );
+        let samples = [(9, sample(&[1, 2, 3])), (4, sample(&[5])), (2, sample(&[6, 7, 8]))];
+        let row = PackedRow::from_samples(&samples, 6);
         assert_eq!(row.input_ids, [1, 2, 3, 5, 6, 7]);
         assert_eq!(row.loss_mask, [true, false, true, true, false, true]);
         assert_eq!(row.document_starts, [0, 3, 4, 6]);
         assert_eq!(row.samples, [9, 4, 2]);
-        assert_eq!(row.position_ids(), [0, 1, 2, 0, 0, 1]);
-        assert_eq!(row.document_ids(), [0, 0, 0, 1, 2, 2]);
+        assert_eq!(row.documents().collect::<Vec<_>>(), [0..3, 3..4, 4..6]);
     }
+
     #[test]
     fn documents_that_go_leave_the_row_of_the_others() {
-        let sample = |index: u32| {
-            let input_ids: Vec<i64> = (0..3 + i64::from(index)).collect();
-            (index, Sample { loss_mask: vec![index.is_multiple_of(2); input_ids.len()], input_ids })
-        };
-        let all: Vec<(u32, Sample)> = (0..4).map(sample).collect();
-        let mut row = PackedRow::from_samples(&all, 17);
-        row.keep_documents(&[false, true, false, true]);
-        let others = [
-            all[1].clone(),
-            (
-                3,
-                Sample {
-                    input_ids: all[3].1.input_ids[..5].to_vec(),
-                    loss_mask: all[3].1.loss_mask[..5].to_vec(),
-                },
-            ),
+        let samples = [
+            (0, sample(&[0, 1, 2])),
+            (1, sample(&[1, 2, 3, 4])),
+            (2, sample(&[0, 2, 4, 6, 8])),
+            (3, sample(&[1, 3, 5, 7, 9, 10])),
         ];
+        // The last document is cut to five tokens.
+        let mut row = PackedRow::from_samples(&samples, 17);
+        row.keep_documents(&[false, true, false, true]);
+        let others = [samples[1].clone(), (3, sample(&[1, 3, 5, 7, 9]))];
         assert_eq!(row, PackedRow::from_samples(&others, 17));
         row.keep_documents(&[false; 2]);
         assert_eq!(row, PackedRow::from_samples(&[], 17));

@@ -1,4 +1,4 @@
-//! The pruned vocabulary of a drafter: the target's most frequent tokens.
+//! The pruned vocabulary of a draft: the target's most frequent tokens.
 
 use std::collections::HashSet;
 
@@ -24,12 +24,6 @@ pub fn select_vocabulary(
     selected
 }
 
-/// What speculators' checkpoints store as `d2t`: for each row of the pruned vocabulary, how far
-/// its target id lies above its own index.
-pub fn target_offsets(selected: &[i64]) -> Vec<i64> {
-    (0..).zip(selected).map(|(index, id)| id - index).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -41,6 +35,5 @@ mod tests {
         assert_eq!(select_vocabulary(&counts, 6, 16), [0, 1, 2, 7, 9, 11]);
         assert_eq!(select_vocabulary(&counts, 2, 9), [2, 7]);
         assert_eq!(select_vocabulary(&[], 5, 3), [0, 1, 2]);
-        assert_eq!(target_offsets(&[2, 7, 9]), [2, 6, 7]);
     }
 }

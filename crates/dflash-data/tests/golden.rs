@@ -1,9 +1,6 @@
 //! Parity with speculators: the rules that concern data, over every case there is.
 
-use dflash_data::{
-    PackedRow, Sample, anchor_candidates, block_positions, select_vocabulary, split_index,
-    target_offsets,
-};
+use dflash_data::{PackedRow, Sample, anchor_candidates, select_vocabulary, split_index};
 use dflash_golden::{Case, rule_trials};
 use libtest_mimic::Arguments;
 use serde_json::Value;
@@ -14,7 +11,6 @@ fn main() {
         &[
             ("vocab_mapping", vocabulary_mapping),
             ("collate", collation),
-            ("block_indices", positions_of_blocks),
             ("anchor_candidates", anchor_rules_agree_where_they_overlap),
             ("train_val_split", split),
         ],
@@ -49,7 +45,6 @@ fn vocabulary_mapping(Case { value: case, .. }: &Case) {
     let target_vocab = size(case, "target_vocab_size");
     let selected = select_vocabulary(&frequencies, size(case, "draft_vocab_size"), target_vocab);
     assert_eq!(selected, integers(&case["selected"]));
-    assert_eq!(target_offsets(&selected), integers(&case["d2t_offsets"]));
     let kept: Vec<i64> =
         (0..target_vocab as i64).map(|id| i64::from(selected.contains(&id))).collect();
     assert_eq!(kept, integers(&case["t2d"]));
@@ -74,15 +69,12 @@ fn collation(Case { value: case, .. }: &Case) {
         assert!(theirs[tokens..].iter().all(|&value| value == padding), "{key}");
     };
     check(&row.input_ids, "input_ids", 0);
-    check(&row.position_ids(), "position_ids", 0);
-    check(&row.document_ids(), "document_ids", -1);
+    let position_ids: Vec<i64> = row.documents().flat_map(|d| 0..d.len() as i64).collect();
+    check(&position_ids, "position_ids", 0);
+    let document_ids = (0..).zip(row.documents()).flat_map(|(id, d)| d.map(move |_| id));
+    check(&document_ids.collect::<Vec<i64>>(), "document_ids", -1);
     let mask: Vec<i64> = row.loss_mask.iter().map(|&supervised| i64::from(supervised)).collect();
     check(&mask, "loss_mask", 0);
-}
-
-fn positions_of_blocks(Case { value: case, .. }: &Case) {
-    let found = block_positions(&positions(&case["anchors"]), size(case, "block_size"));
-    assert_eq!(found, positions(&case["indices"]));
 }
 
 /// The rules differ on purpose: theirs leaves out the last block of a row, ours positions whose

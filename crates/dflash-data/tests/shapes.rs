@@ -134,8 +134,9 @@ fn long_rows_make_batches_of_their_own() {
     for first in 0..3 {
         writer.push(&row(first)).unwrap();
     }
-    assert_eq!((writer.rows(), writer.tokens()), (3, 2_100_000));
-    assert_eq!(writer.supervised_tokens(), 1_050_000);
+    let written = writer.so_far();
+    assert_eq!((written.rows, written.tokens), (3, 2_100_000));
+    assert_eq!(written.supervised_tokens, 1_050_000);
     writer.finish().unwrap();
     let dataset = Dataset::open(&dir).unwrap();
     assert_eq!(dataset.get(2).unwrap(), row(2));
@@ -198,7 +199,7 @@ fn an_epoch_from_disk_to_anchors() {
     assert_eq!(seen, [1; 50]);
 }
 
-/// Guards the match over Arrow's types: a list of lists is no list of integers.
+/// Guards the match over Arrow's types: a list of lists is not a list of integers.
 #[test]
 fn nested_lists_are_refused() {
     let inner = DataType::List(Arc::new(Field::new("item", DataType::Int64, true)));

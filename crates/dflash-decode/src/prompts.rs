@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_row, read_rows};
+use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_row, raw_rows};
 use serde_json::Value;
 
 use crate::Error;
@@ -38,9 +38,11 @@ pub fn read_prompts(
     tokenizer: &ChatTokenizer,
     embedding_rows: i64,
 ) -> Result<Vec<Prompt>, Error> {
-    read_rows(path, limit)?
-        .map(|row| {
-            let (line, row) = row?;
+    raw_rows(path)?
+        .take(limit.unwrap_or(usize::MAX))
+        .map(|raw| {
+            let raw = raw?;
+            let (line, row) = (raw.line, raw.parse(path)?);
             let source = |source| Error::Row { path: path.into(), line, source };
             let prompt = prompt_of(line, row, tokenizer)
                 .map_err(source)?

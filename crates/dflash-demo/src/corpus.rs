@@ -14,11 +14,9 @@ mod words;
 
 /// A question and its answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Exchange {
-    /// What the user asks.
-    pub question: String,
-    /// What the assistant answers.
-    pub answer: String,
+pub(crate) struct Exchange {
+    pub(crate) question: String,
+    pub(crate) answer: String,
 }
 
 /// The source of all choices.
@@ -28,7 +26,7 @@ type Random = ChaCha8Rng;
 const SECOND_TURN: f64 = 1.0 / 3.0;
 
 /// `count` conversations that follow from `seed`.
-pub fn conversations(count: usize, seed: u64) -> Vec<Vec<Exchange>> {
+pub(crate) fn conversations(count: usize, seed: u64) -> Vec<Vec<Exchange>> {
     let mut random = Random::seed_from_u64(seed);
     (0..count).map(|_| conversation(&mut random)).collect()
 }
@@ -42,18 +40,15 @@ fn conversation(random: &mut Random) -> Vec<Exchange> {
 }
 
 fn exchange(random: &mut Random) -> Exchange {
-    let kinds = problems::KINDS.iter().chain(chat::KINDS).collect::<Vec<_>>();
-    let kind = kinds.choose(random).expect("there are kinds");
-    kind(random)
+    let kinds = [problems::KINDS, chat::KINDS].concat();
+    kinds.choose(random).expect("there are kinds")(random)
 }
 
 /// The messages of a conversation.
 pub(crate) fn messages(turns: &[Exchange]) -> Vec<Message> {
     let pair = |turn: &Exchange| {
-        [
-            Message::text(Role::User, turn.question.as_str()),
-            Message::text(Role::Assistant, turn.answer.as_str()),
-        ]
+        [(Role::User, &turn.question), (Role::Assistant, &turn.answer)]
+            .map(|(role, text)| Message::text(role, text.as_str()))
     };
     turns.iter().flat_map(pair).collect()
 }

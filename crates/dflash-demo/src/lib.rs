@@ -2,7 +2,7 @@
 //!
 //! A synthetic corpus of word problems and small dialogues, a byte-level BPE tokenizer trained on
 //! it, and a tiny Qwen3 target trained on both. The corpus is regular on purpose: a small model
-//! learns it in a minute, and a drafter then has something to be right about. Everything follows
+//! learns it in a minute, and a draft then has something to be right about. Everything follows
 //! from one seed.
 
 mod corpus;
@@ -11,6 +11,5 @@ mod run;
 mod tokenizer;
 mod training;
 
-pub use corpus::{Exchange, conversations};
 pub use error::Error;
 pub use run::{Event, Summary, run};

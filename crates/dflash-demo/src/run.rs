@@ -11,7 +11,7 @@ use dflash_text::ChatTokenizer;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use crate::corpus::{Exchange, conversations};
+use crate::corpus::{Exchange, conversations, messages};
 use crate::error::Error;
 use crate::tokenizer::{self, END_ID, PAD_ID};
 use crate::training::{self, Plan};
@@ -27,7 +27,7 @@ const LAYERS: usize = 8;
 /// What happens while the demo's target is made.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Event {
-    /// The corpus and the tokenizer stand.
+    /// The corpus and the tokenizer are made.
     Corpus {
         /// Conversations to train on.
         rows: usize,
@@ -53,26 +53,16 @@ pub enum Event {
 /// What was made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
-    /// Conversations, one a line, as `messages`.
-    pub conversations: PathBuf,
-    /// Held-out conversations in the same form.
-    pub prompts: PathBuf,
     /// The target's directory.
     pub target: PathBuf,
     /// Whether everything was there already.
     pub kept: bool,
 }
 
-impl Summary {
-    fn in_dir(output: &Path, kept: bool) -> Self {
-        Self {
-            conversations: output.join("conversations.jsonl"),
-            prompts: output.join("prompts.jsonl"),
-            target: output.join("target"),
-            kept,
-        }
-    }
-}
+/// Conversations to train on, one a line, as `messages`.
+const CONVERSATIONS: &str = "conversations.jsonl";
+/// Held-out conversations in the same form.
+const PROMPTS: &str = "prompts.jsonl";
 
 /// Makes corpus, tokenizer and target, or keeps what an earlier run with the same settings made.
 /// The target's directory appears whole, and last.
@@ -85,27 +75,25 @@ pub fn run(
     observe: &mut dyn FnMut(Event),
 ) -> Result<Summary, Error> {
     config.check()?;
-    if is_made(config)? {
-        return Ok(Summary::in_dir(&config.output, true));
+    let target = config.output.join("target");
+    if is_made(config, &target)? {
+        return Ok(Summary { target, kept: true });
     }
-    let summary = Summary::in_dir(&config.output, false);
     let corpus = conversations(config.rows + config.held_out, config.seed);
     let (rows, held_out) = corpus.split_at(config.rows);
     write_settings(config)?;
-    write_rows(&summary.conversations, rows)?;
-    write_rows(&summary.prompts, held_out)?;
-    make_target(config, rows, stop, observe)?;
-    Ok(summary)
+    write_rows(&config.output.join(CONVERSATIONS), rows)?;
+    write_rows(&config.output.join(PROMPTS), held_out)?;
+    make_target(config, &target, rows, stop, observe)?;
+    Ok(Summary { target, kept: false })
 }
 
-/// Whether the target stands, made with the same settings.
-fn is_made(config: &DemoTargetSettings) -> Result<bool, Error> {
+/// Whether the target is there, made with the same settings.
+fn is_made(config: &DemoTargetSettings, target: &Path) -> Result<bool, Error> {
     let path = settings_path(config);
     let Ok(text) = fs::read_to_string(&path) else { return Ok(false) };
     match serde_json::from_str::<Value>(&text) {
-        Ok(made) if made == decisive(config) => {
-            Ok(config.output.join("target/config.json").is_file())
-        }
+        Ok(made) if made == decisive(config) => Ok(target.join("config.json").is_file()),
         _ => Err(Error::OtherSettings { path }),
     }
 }
@@ -127,27 +115,20 @@ fn write_settings(config: &DemoTargetSettings) -> Result<(), Error> {
     Ok(dflash_files::write_bytes(&settings_path(config), text.as_bytes())?)
 }
 
-/// One conversation a line, as `messages` with `role` and `content`.
 fn write_rows(path: &Path, rows: &[Vec<Exchange>]) -> Result<(), Error> {
-    let message = |role, content: &str| json!({ "role": role, "content": content });
-    let pair = |turn: &Exchange| {
-        [message("user", turn.question.as_str()), message("assistant", turn.answer.as_str())]
-    };
-    let line = |turns: &Vec<Exchange>| {
-        let messages: Vec<_> = turns.iter().flat_map(pair).collect();
-        format!("{}\n", json!({ "messages": messages }))
-    };
+    let line = |turns: &Vec<Exchange>| format!("{}\n", json!({ "messages": messages(turns) }));
     let text: String = rows.iter().map(line).collect();
     Ok(dflash_files::write_bytes(path, text.as_bytes())?)
 }
 
 fn make_target(
     config: &DemoTargetSettings,
+    dir: &Path,
     rows: &[Vec<Exchange>],
     stop: &AtomicBool,
     observe: &mut dyn FnMut(Event),
 ) -> Result<(), Error> {
-    let pending = PendingDir::create(&config.output.join("target"))?;
+    let pending = PendingDir::create(dir)?;
     tokenizer::write(&tokenizer::train(rows, VOCAB_SIZE)?, pending.path())?;
     let tokenizer = ChatTokenizer::load(pending.path())?;
     observe(Event::Corpus { rows: rows.len(), vocabulary: tokenizer.len() });
@@ -198,9 +179,10 @@ mod tests {
     #[test]
     fn rows_and_prompts_are_apart() {
         let dir = tempfile::tempdir().unwrap();
-        let made = make(&config(dir.path())).unwrap();
-        let lines = |path| fs::read_to_string(path).unwrap().lines().count();
-        assert_eq!((lines(&made.conversations), lines(&made.prompts)), (40, 3));
+        make(&config(dir.path())).unwrap();
+        let lines =
+            |name| fs::read_to_string(dir.path().join("demo").join(name)).unwrap().lines().count();
+        assert_eq!((lines(CONVERSATIONS), lines(PROMPTS)), (40, 3));
     }
 
     #[test]
@@ -216,7 +198,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
         let stopped = run(&config, &AtomicBool::new(true), &mut |_| ());
-        assert!(matches!(stopped, Err(Error::Interrupted { .. })));
+        assert!(matches!(stopped, Err(Error::Interrupted { step: 0, steps: 2 })));
         assert!(!config.output.join("target").exists());
         assert!(!make(&config).unwrap().kept);
     }

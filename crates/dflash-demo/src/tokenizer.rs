@@ -11,12 +11,12 @@ use tokenizers::{AddedToken, Tokenizer};
 use crate::corpus::Exchange;
 use crate::error::Error;
 
-/// Padding; stands apart from the end token so that neither can be mistaken for the other.
+/// Padding; not the end token, so that neither can be mistaken for the other.
 const PAD: &str = "<|endoftext|>";
 const TURN_START: &str = "<|im_start|>";
 /// Ends an assistant's turn.
 const TURN_END: &str = "<|im_end|>";
-/// The drafter's mask: a row of the embedding that no text ever uses.
+/// The draft's mask: a row of the embedding that no text ever uses.
 const MASK: &str = "<|mask|>";
 /// Special tokens in the order of their ids, from 0.
 const SPECIAL: [&str; 4] = [PAD, TURN_START, TURN_END, MASK];
@@ -37,21 +37,23 @@ const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 
 /// Trains a tokenizer of at most `vocab_size` entries on the corpus.
 pub(crate) fn train(corpus: &[Vec<Exchange>], vocab_size: usize) -> Result<Tokenizer, Error> {
-    let failed = |error: tokenizers::Error| Error::Tokenizer { reason: error.to_string() };
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_pre_tokenizer(Some(byte_level()));
     tokenizer.with_decoder(Some(byte_level()));
-    let special = SPECIAL.map(|text| AddedToken::from(text, true)).to_vec();
     let trainer = BpeTrainer::builder()
         .vocab_size(vocab_size)
         .min_frequency(2)
         .show_progress(false)
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
-        .special_tokens(special)
+        .special_tokens(SPECIAL.map(|text| AddedToken::from(text, true)).to_vec())
         .build();
     let texts = corpus.iter().flatten().flat_map(|turn| [&turn.question, &turn.answer]);
     tokenizer.train(&mut TrainerWrapper::from(trainer), texts).map_err(failed)?;
     Ok(tokenizer)
+}
+
+fn failed(error: tokenizers::Error) -> Error {
+    Error::Tokenizer { reason: error.to_string() }
 }
 
 /// No space is put before the first word: the template's text is taken as it is.
@@ -62,8 +64,7 @@ fn byte_level() -> ByteLevel {
 /// Writes `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and
 /// `chat_template.jinja` into `dir`.
 pub(crate) fn write(tokenizer: &Tokenizer, dir: &Path) -> Result<(), Error> {
-    let text = tokenizer.to_string(true);
-    let text = text.map_err(|error| Error::Tokenizer { reason: error.to_string() })?;
+    let text = tokenizer.to_string(true).map_err(failed)?;
     let config = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": TURN_END,
@@ -92,11 +93,10 @@ mod tests {
     use crate::corpus::{conversations, messages};
     use dflash_text::ChatTokenizer;
 
-    fn trained() -> (tempfile::TempDir, ChatTokenizer) {
+    fn trained() -> ChatTokenizer {
         let dir = tempfile::tempdir().unwrap();
         write(&train(&conversations(200, 0), 600).unwrap(), dir.path()).unwrap();
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        (dir, tokenizer)
+        ChatTokenizer::load(dir.path()).unwrap()
     }
 
     #[test]
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn the_reserved_tokens_are_where_the_config_says() {
-        let (_dir, tokenizer) = trained();
+        let tokenizer = trained();
         let special = tokenizer.special_ids();
         assert_eq!((special.eos, special.pad, special.mask), (Some(END_ID), Some(PAD_ID), Some(3)));
         assert!(tokenizer.len() <= 600);
@@ -115,9 +115,9 @@ mod tests {
 
     #[test]
     fn the_template_writes_chatml_and_text_survives_the_round_trip() {
-        let (_dir, tokenizer) = trained();
-        let turns = conversations(1, 7);
-        let text = tokenizer.render(&messages(&turns[0]), None, false).unwrap();
+        let tokenizer = trained();
+        let messages = messages(&conversations(1, 7)[0]);
+        let text = tokenizer.render(&messages, None, false).unwrap();
         assert!(text.starts_with("<|im_start|>user\n") && text.ends_with("<|im_end|>\n"), "{text}");
         let ids = tokenizer.encode(&text).unwrap();
         assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn the_prompt_is_a_prefix_of_the_whole() {
-        let (_dir, tokenizer) = trained();
+        let tokenizer = trained();
         let all = messages(&conversations(1, 7)[0]);
         let prompt = tokenizer.render_ids(&all[..1], None, true).unwrap();
         let whole = tokenizer.render_ids(&all[..2], None, false).unwrap();

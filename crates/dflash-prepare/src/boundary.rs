@@ -5,23 +5,21 @@
 //! supervised. This holds for any template, without knowing its markers. Two complications:
 //!
 //! - Some generation prompts open something that a recorded answer does not repeat (an empty
-//!   `<think>`): P is then no prefix of F, and what both share counts as the prompt, provided that
-//!   it covers the history.
-//! - Some templates rewrite history (they drop earlier reasoning): each turn then needs a row of
-//!   its own. Where every F is a prefix of the next, one row with several spans says the same.
+//!   `<think>`): P is then not a prefix of F, and what both share counts as the prompt, provided
+//!   that it covers the history.
+//! - Some templates rewrite history (they drop earlier reasoning): each turn then needs a sample
+//!   of its own. Where every F is a prefix of the next, one sample with several spans says the same.
 
 use dflash_data::Sample;
 use dflash_text::{ChatTokenizer, Conversation, Error, Role, SegmentCache};
 
-/// Why a conversation gives no rows.
+use crate::outcome::DropReason;
+
+/// Why a conversation gives no samples.
 #[derive(Debug)]
 pub enum Refusal {
-    /// There are no turns.
-    Empty,
-    /// No assistant turn answers anything.
-    NoAnswer,
-    /// The renders diverge inside the history, so no boundary can be trusted.
-    Unstable,
+    /// There is nothing in it to train on.
+    Dropped(DropReason),
     /// The template refused or the tokenizer failed.
     Failed(Error),
 }
@@ -38,9 +36,9 @@ struct Turn {
     boundary: usize,
 }
 
-/// The training rows of a conversation: one where every turn's render continues the previous
-/// one's, otherwise one for each assistant turn. A first turn by the assistant is context only,
-/// and messages after the last assistant turn are left out.
+/// The samples of a conversation: one where every turn's render continues the previous one's,
+/// otherwise one for each assistant turn. A first turn by the assistant is context only, and
+/// messages after the last assistant turn are left out.
 ///
 /// # Errors
 /// Why the conversation gives none.
@@ -50,7 +48,7 @@ pub fn conversation_rows(
     cache: &mut SegmentCache,
 ) -> Result<Vec<Sample>, Refusal> {
     if conversation.messages.is_empty() {
-        return Err(Refusal::Empty);
+        return Err(Refusal::Dropped(DropReason::Empty));
     }
     let mut renderer = Renderer { tokenizer, conversation, cache };
     let mut turns = Vec::new();
@@ -60,10 +58,10 @@ pub fn conversation_rows(
         }
     }
     if turns.is_empty() {
-        return Err(Refusal::NoAnswer);
+        return Err(Refusal::Dropped(DropReason::NoAnswer));
     }
     let is_chain = turns.windows(2).all(|pair| pair[1].full.starts_with(&pair[0].full));
-    Ok(if is_chain { vec![merge(&turns)] } else { turns.iter().map(Turn::to_sample).collect() })
+    Ok(turns.chunks(if is_chain { turns.len() } else { 1 }).map(merge).collect())
 }
 
 struct Renderer<'a> {
@@ -82,7 +80,7 @@ impl Renderer<'_> {
         let boundary = prompt.iter().zip(&full).take_while(|(a, b)| a == b).count();
         let history = self.ids(index, false)?;
         if boundary < history.len() || !full.starts_with(&history) {
-            return Err(Refusal::Unstable);
+            return Err(Refusal::Dropped(DropReason::UnstableTemplate));
         }
         Ok(Turn { full, boundary })
     }
@@ -96,15 +94,7 @@ impl Renderer<'_> {
     }
 }
 
-impl Turn {
-    fn to_sample(&self) -> Sample {
-        let mut loss_mask = vec![false; self.boundary];
-        loss_mask.resize(self.full.len(), true);
-        Sample { input_ids: self.full.clone(), loss_mask }
-    }
-}
-
-/// The last render with the spans of all turns.
+/// The last turn's render with the spans of all turns.
 fn merge(turns: &[Turn]) -> Sample {
     let input_ids = turns.last().map(|turn| turn.full.clone()).unwrap_or_default();
     let mut loss_mask = vec![false; input_ids.len()];

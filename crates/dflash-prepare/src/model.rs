@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// A tokenizer with what bounds its ids.
+/// A tokenizer and the bound of its ids.
 #[derive(Debug)]
 pub(crate) struct Model {
     pub(crate) tokenizer: ChatTokenizer,

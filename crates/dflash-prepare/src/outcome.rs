@@ -1,60 +1,43 @@
 //! What became of the rows, counted.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use dflash_data::Sample;
+use serde::Serialize;
 
-/// Why a conversation or row was dropped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Why a conversation or row was dropped: in words, and in snake case as a key of
+/// `dflash_prepare.json`.
+#[expect(missing_docs, reason = "the words say what the variants are")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
 pub enum DropReason {
-    /// The conversation has no turns.
+    #[error("empty conversation")]
     Empty,
-    /// No assistant turn answers anything.
+    #[error("no assistant turn after another turn")]
     NoAnswer,
-    /// A turn's speaker is unknown.
+    #[error("unknown role")]
     UnknownRole,
-    /// The chat template refused it.
+    #[error("refused by the chat template")]
     TemplateRefused,
-    /// The renders diverge inside the history.
-    Unstable,
-    /// Nothing supervised is left within the sequence length.
+    /// The renders diverge inside the history, so no boundary can be trusted.
+    #[error("the chat template rewrites history at the answer")]
+    UnstableTemplate,
+    #[error("nothing supervised within --seq-length")]
     NothingSupervised,
-    /// Fewer supervised tokens than asked for.
+    #[error("fewer supervised tokens than --minimum-valid-tokens")]
     TooFewSupervised,
-    /// The row could not be understood, and `--skip-bad-rows` is set.
+    /// Ends the run unless `--skip-bad-rows` is set.
+    #[error("row not understood")]
     BadRow,
 }
 
-impl DropReason {
-    /// The key in `dflash_prepare.json`.
-    pub fn key(self) -> &'static str {
-        match self {
-            Self::Empty => "empty",
-            Self::NoAnswer => "no_answer",
-            Self::UnknownRole => "unknown_role",
-            Self::TemplateRefused => "template_refused",
-            Self::Unstable => "unstable_template",
-            Self::NothingSupervised => "nothing_supervised",
-            Self::TooFewSupervised => "too_few_supervised",
-            Self::BadRow => "bad_row",
-        }
-    }
-}
-
-impl fmt::Display for DropReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Empty => "empty conversation",
-            Self::NoAnswer => "no assistant turn after another turn",
-            Self::UnknownRole => "unknown role",
-            Self::TemplateRefused => "refused by the chat template",
-            Self::Unstable => "the chat template rewrites history at the answer",
-            Self::NothingSupervised => "nothing supervised within --seq-length",
-            Self::TooFewSupervised => "fewer supervised tokens than --minimum-valid-tokens",
-            Self::BadRow => "row not understood",
-        })
-    }
+/// What was dropped for one reason.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Dropped {
+    /// How many.
+    pub count: u64,
+    /// The first one's place, and what was wrong with it.
+    pub first: String,
 }
 
 /// Counts over a run or a part of it.
@@ -62,55 +45,49 @@ impl fmt::Display for DropReason {
 pub struct Tally {
     /// Input rows read.
     pub rows_in: u64,
-    /// Rows kept but cut to the sequence length.
+    /// Samples kept but cut to the sequence length.
     pub truncated: u64,
-    /// Dropped, by reason, with the first example's place and words.
-    pub dropped: BTreeMap<DropReason, (u64, String)>,
+    /// What was dropped, by reason.
+    pub dropped: BTreeMap<DropReason, Dropped>,
 }
 
 impl Tally {
-    pub(crate) fn drop(&mut self, reason: DropReason, example: impl FnOnce() -> String) {
-        self.dropped.entry(reason).or_insert_with(|| (0, example())).0 += 1;
+    pub(crate) fn drop(&mut self, reason: DropReason, first: impl FnOnce() -> String) {
+        let none = || Dropped { count: 0, first: first() };
+        self.dropped.entry(reason).or_insert_with(none).count += 1;
     }
 
     /// Adds the counts of a later part.
     pub(crate) fn absorb(&mut self, later: Self) {
         self.rows_in += later.rows_in;
         self.truncated += later.truncated;
-        for (reason, (count, example)) in later.dropped {
-            self.dropped.entry(reason).or_insert((0, example)).0 += count;
+        for (reason, Dropped { count, first }) in later.dropped {
+            self.dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
         }
     }
 
     /// `12 refused by the chat template (first: data.jsonl:3: ...); 1 ...`
     pub(crate) fn reasons(&self) -> String {
-        let parts: Vec<String> = self
-            .dropped
-            .iter()
-            .map(|(reason, (count, example))| format!("{count} {reason} (first: {example})"))
-            .collect();
-        parts.join("; ")
+        let part = |(reason, Dropped { count, first }): (&DropReason, &Dropped)| {
+            format!("{count} {reason} (first: {first})")
+        };
+        self.dropped.iter().map(part).collect::<Vec<_>>().join("; ")
     }
 }
 
-/// How rows are cut and which are kept.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Window {
-    pub(crate) seq_length: usize,
-    pub(crate) minimum_valid_tokens: usize,
-}
-
-impl Window {
-    /// Cuts `sample` to the window; says whether it was cut, or why it is dropped.
-    pub(crate) fn fit(&self, sample: &mut Sample) -> Result<bool, DropReason> {
-        let is_cut = sample.input_ids.len() > self.seq_length;
-        sample.input_ids.truncate(self.seq_length);
-        sample.loss_mask.truncate(self.seq_length);
-        match sample.loss_mask.iter().filter(|&&supervised| supervised).count() {
-            0 => Err(DropReason::NothingSupervised),
-            valid if valid < self.minimum_valid_tokens => Err(DropReason::TooFewSupervised),
-            _ => Ok(is_cut),
-        }
+/// Cuts `sample` to `seq_length`; says whether it was cut, or why it is dropped.
+pub(crate) fn fit(
+    sample: &mut Sample,
+    seq_length: usize,
+    minimum_valid_tokens: usize,
+) -> Result<bool, DropReason> {
+    let is_cut = sample.input_ids.len() > seq_length;
+    sample.input_ids.truncate(seq_length);
+    sample.loss_mask.truncate(seq_length);
+    match sample.loss_mask.iter().filter(|&&supervised| supervised).count() {
+        0 => Err(DropReason::NothingSupervised),
+        valid if valid < minimum_valid_tokens => Err(DropReason::TooFewSupervised),
+        _ => Ok(is_cut),
     }
 }
 
@@ -119,12 +96,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_cut_to_the_window_or_dropped() {
+    fn samples_are_cut_to_the_sequence_length_or_dropped() {
         let check = |mask: &str, expect: Result<bool, DropReason>| {
             let loss_mask: Vec<bool> = mask.chars().map(|c| c == '1').collect();
             let mut sample = Sample { input_ids: vec![1; loss_mask.len()], loss_mask };
-            let window = Window { seq_length: 4, minimum_valid_tokens: 2 };
-            assert_eq!(window.fit(&mut sample), expect, "{mask}");
+            assert_eq!(fit(&mut sample, 4, 2), expect, "{mask}");
             assert_eq!(sample.input_ids.len(), mask.len().min(4));
             assert_eq!(sample.loss_mask.len(), mask.len().min(4));
         };

@@ -1,25 +1,27 @@
-//! Records to rows on several threads, in the order of the input.
+//! Records to samples on several threads, in the order of the input.
 //!
 //! One thread reads and hands out chunks; workers render and tokenize; the caller's thread takes
 //! the results in order. Each chunk brings its own reply channel, and the replies queue up in the
-//! order of reading: so the order is fixed and the number of chunks in flight is bounded, whatever
+//! order of reading. So the order is fixed and the number of chunks in flight is bounded, whatever
 //! the workers' speed.
 
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 use dflash_data::Sample;
+use dflash_settings::PrepareSettings;
 use dflash_text::{Row, SegmentCache, parse_row};
 
 use crate::boundary::{Refusal, conversation_rows};
 use crate::error::Error;
 use crate::model::Model;
-use crate::outcome::{DropReason, Tally, Window};
-use crate::source::Record;
+use crate::outcome::{DropReason, Tally, fit};
+use crate::source::{self, Record};
 
-/// Records of a chunk: enough to make the hand-over cheap, few enough to keep workers level.
+/// Records of a chunk: enough to make handing it over cheap, few enough to spread the work evenly.
 const CHUNK_RECORDS: usize = 64;
 /// A chunk of long conversations ends here.
 const CHUNK_BYTES: u64 = 1 << 18;
@@ -30,9 +32,7 @@ const CHUNKS_PER_WORKER: usize = 4;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Job<'a> {
     pub(crate) model: &'a Model,
-    pub(crate) window: Window,
-    pub(crate) skip_bad_rows: bool,
-    pub(crate) workers: usize,
+    pub(crate) settings: &'a PrepareSettings,
 }
 
 /// A chunk's results.
@@ -45,25 +45,21 @@ pub(crate) struct Prepared {
 }
 
 type Reply = Result<Prepared, Error>;
-type Task = (Vec<Record>, SyncSender<Reply>);
+type Task = (Vec<Result<Record, Error>>, SyncSender<Reply>);
 
-/// Prepares all records that `open` yields and gives the results to `sink` in order. `open` runs
-/// on the reading thread.
-pub(crate) fn process<I>(
-    open: impl FnOnce() -> I + Send,
+/// Prepares all records of `files` and gives the results to `sink` in order.
+pub(crate) fn process(
+    files: &[PathBuf],
     job: Job<'_>,
     stop: &AtomicBool,
     mut sink: impl FnMut(Prepared) -> Result<(), Error>,
-) -> Result<(), Error>
-where
-    I: Iterator<Item = Result<Record, Error>>,
-{
-    let workers = job.workers.max(1);
+) -> Result<(), Error> {
+    let workers = job.settings.workers().max(1);
     let (tasks, waiting) = sync_channel::<Task>(workers);
     let (replies, ordered) = sync_channel::<Receiver<Reply>>(workers * CHUNKS_PER_WORKER);
     let waiting = Mutex::new(waiting);
     thread::scope(|scope| {
-        scope.spawn(move || hand_out(open(), &tasks, &replies, stop));
+        scope.spawn(move || hand_out(files, job.settings, &tasks, &replies, stop));
         for _ in 0..workers {
             scope.spawn(|| work(&waiting, job));
         }
@@ -77,40 +73,33 @@ where
                 sink(prepared?)?;
             }
         }
-        match stop.load(Ordering::Relaxed) {
-            true => Err(Error::Interrupted),
-            false => Ok(()),
-        }
+        if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     })
 }
 
-/// Cuts the records into chunks; ends when nobody listens any more.
+/// Cuts the records into chunks; stops at a fault, or when the receivers are gone.
 fn hand_out(
-    records: impl Iterator<Item = Result<Record, Error>>,
+    files: &[PathBuf],
+    settings: &PrepareSettings,
     tasks: &SyncSender<Task>,
     replies: &SyncSender<Receiver<Reply>>,
     stop: &AtomicBool,
 ) {
-    let hand_over = |chunk: Vec<Record>| {
+    let hand_over = |chunk| {
         let (answer, reply) = sync_channel(1);
         replies.send(reply).is_ok() && tasks.send((chunk, answer)).is_ok()
     };
     let mut chunk = Vec::with_capacity(CHUNK_RECORDS);
     let mut bytes = 0;
-    for record in records {
+    for record in source::read(files, settings.limit, settings.shuffle_seed) {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        match record {
-            Ok(record) => {
-                bytes += record.bytes;
-                chunk.push(record);
-            }
-            Err(error) => {
-                // What came before it is still worth an error of its own, so it goes first.
-                let _ = hand_over(chunk) && fail(replies, error);
-                return;
-            }
+        bytes += record.as_ref().map_or(0, |record| record.bytes);
+        let is_fault = record.is_err();
+        chunk.push(record);
+        if is_fault {
+            break;
         }
         if chunk.len() == CHUNK_RECORDS || bytes >= CHUNK_BYTES {
             bytes = 0;
@@ -122,12 +111,6 @@ fn hand_out(
     hand_over(chunk);
 }
 
-/// Queues an error of the reader behind the chunks before it.
-fn fail(replies: &SyncSender<Receiver<Reply>>, error: Error) -> bool {
-    let (answer, reply) = sync_channel(1);
-    answer.send(Err(error)).is_ok() && replies.send(reply).is_ok()
-}
-
 fn work(waiting: &Mutex<Receiver<Task>>, job: Job<'_>) {
     let mut cache = SegmentCache::default();
     loop {
@@ -137,64 +120,68 @@ fn work(waiting: &Mutex<Receiver<Task>>, job: Job<'_>) {
             Err(_) => return,
         };
         let Ok((records, answer)) = task else { return };
-        // Nobody may be left to hear the answer; then the next chunk does not come either.
+        // The receiver may be gone; then there is no next chunk either.
         let _ = answer.send(job.chunk(records, &mut cache));
     }
 }
 
 impl Job<'_> {
-    fn chunk(&self, records: Vec<Record>, cache: &mut SegmentCache) -> Reply {
+    /// The results of a chunk; its first fault, of the reader or of a row, takes their place.
+    fn chunk(&self, records: Vec<Result<Record, Error>>, cache: &mut SegmentCache) -> Reply {
         let mut prepared = Prepared::default();
-        for mut record in records {
+        for record in records {
+            let record = record?;
             prepared.tally.rows_in += 1;
             prepared.bytes += record.bytes;
-            self.record(&mut record, cache, &mut prepared)?;
+            self.record(&record, cache, &mut prepared)?;
         }
         Ok(prepared)
     }
 
     fn record(
         &self,
-        record: &mut Record,
+        record: &Record,
         cache: &mut SegmentCache,
         out: &mut Prepared,
     ) -> Result<(), Error> {
         let row = match record.parse() {
             Ok(value) => parse_row(&value),
-            Err(error) if self.skip_bad_rows => {
+            Err(error) if self.settings.skip_bad_rows => {
                 out.tally.drop(DropReason::BadRow, || error.to_string());
                 return Ok(());
             }
             Err(error) => return Err(error.into()),
         };
+        let with_place = |error: dflash_text::Error| format!("{}: {error}", record.place());
         let samples = match row {
             Ok(Row::Conversation(conversation)) => {
                 conversation_rows(&self.model.tokenizer, &conversation, cache)
             }
-            Ok(Row::Tokenized { input_ids, loss_mask }) => {
-                let sample = Sample { input_ids, loss_mask };
-                match self.foreign_id(&sample) {
-                    Some(reason) => return self.bad_row(record, reason, out),
-                    None => Ok(vec![sample]),
-                }
-            }
+            Ok(Row::Tokenized { input_ids, loss_mask }) => match self.foreign_id(&input_ids) {
+                Some(reason) => return self.bad_row(record, reason, out),
+                None => Ok(vec![Sample { input_ids, loss_mask }]),
+            },
             Err(error @ dflash_text::Error::UnknownRole { .. }) => {
-                let example = || format!("{}: {error}", record.place());
-                out.tally.drop(DropReason::UnknownRole, example);
+                out.tally.drop(DropReason::UnknownRole, || with_place(error));
                 return Ok(());
             }
             Err(error) => return self.bad_row(record, error.to_string(), out),
         };
         match samples {
             Ok(samples) => self.keep(record, samples, out),
-            Err(refusal) => note_refusal(record, refusal, out)?,
+            Err(Refusal::Dropped(reason)) => out.tally.drop(reason, || record.place()),
+            Err(Refusal::Failed(error @ dflash_text::Error::Render { .. })) => {
+                out.tally.drop(DropReason::TemplateRefused, || with_place(error));
+            }
+            Err(Refusal::Failed(error)) => return Err(error.into()),
         }
         Ok(())
     }
 
     fn keep(&self, record: &Record, samples: Vec<Sample>, out: &mut Prepared) {
+        let PrepareSettings { seq_length, minimum_valid_tokens, .. } = *self.settings;
         for mut sample in samples {
-            match self.window.fit(&mut sample) {
+            match fit(&mut sample, seq_length, minimum_valid_tokens) {
                 Ok(is_cut) => {
                     out.tally.truncated += u64::from(is_cut);
                     out.samples.push(sample);
@@ -205,41 +192,21 @@ impl Job<'_> {
     }
 
     fn bad_row(&self, record: &Record, reason: String, out: &mut Prepared) -> Result<(), Error> {
-        if !self.skip_bad_rows {
-            return Err(Error::BadRow {
-                path: record.path.to_path_buf(),
-                line: record.line,
-                reason,
-            });
+        if !self.settings.skip_bad_rows {
+            let path = record.path.to_path_buf();
+            return Err(Error::BadRow { path, line: record.line, reason });
         }
         out.tally.drop(DropReason::BadRow, || format!("{}: {reason}", record.place()));
         Ok(())
     }
 
     /// What is wrong with a pre-tokenized row that another tokenizer made.
-    fn foreign_id(&self, sample: &Sample) -> Option<String> {
+    fn foreign_id(&self, input_ids: &[i64]) -> Option<String> {
         let vocabulary = self.model.vocab_size;
-        let id = sample.input_ids.iter().find(|&&id| id as usize >= vocabulary)?;
+        let id = input_ids.iter().find(|&&id| id as usize >= vocabulary)?;
         Some(format!(
             "token id {id} lies outside the model's vocabulary of {vocabulary}; was the row made \
              with another model's tokenizer?"
         ))
     }
-}
-
-fn note_refusal(record: &Record, refusal: Refusal, out: &mut Prepared) -> Result<(), Error> {
-    let (reason, words) = match refusal {
-        Refusal::Empty => (DropReason::Empty, None),
-        Refusal::NoAnswer => (DropReason::NoAnswer, None),
-        Refusal::Unstable => (DropReason::Unstable, None),
-        Refusal::Failed(error @ dflash_text::Error::Render { .. }) => {
-            (DropReason::TemplateRefused, Some(error))
-        }
-        Refusal::Failed(error) => return Err(error.into()),
-    };
-    out.tally.drop(reason, || match words {
-        Some(error) => format!("{}: {error}", record.place()),
-        None => record.place(),
-    });
-    Ok(())
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Between two lines where there is no terminal to draw on.
+/// Time between two lines where stderr is not a terminal.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Progress through the input, measured in bytes.
@@ -18,12 +18,10 @@ pub(crate) struct Progress {
 
 impl Progress {
     pub(crate) fn start(total_bytes: u64) -> Self {
-        let bar = ProgressBar::new(total_bytes);
-        if let Ok(style) = ProgressStyle::with_template(
+        let style = ProgressStyle::with_template(
             "preparing {bar:30} {percent:>3}% {msg} ({elapsed}, {eta} left)",
-        ) {
-            bar.set_style(style);
-        }
+        );
+        let bar = ProgressBar::new(total_bytes).with_style(style.expect("a valid template"));
         let is_plain = !std::io::stderr().is_terminal();
         Self { bar, is_plain, last_line: Instant::now() }
     }

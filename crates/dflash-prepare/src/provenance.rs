@@ -1,14 +1,14 @@
 //! `dflash_prepare.json`: where a dataset comes from and what became of the input.
 //!
-//! It holds no time of day and no host, so equal inputs give equal files.
+//! It names neither time nor host, so equal inputs give equal files.
 
 use dflash_data::DatasetWriter;
-use serde_json::{Map, Value, json};
+use dflash_settings::PrepareSettings;
+use serde_json::json;
 
 use crate::model::Model;
 use crate::outcome::Tally;
 use crate::source::Source;
-use dflash_settings::PrepareSettings;
 
 /// The file's name.
 pub(crate) const FILE: &str = "dflash_prepare.json";
@@ -21,15 +21,7 @@ pub(crate) fn document(
     tally: &Tally,
     writer: &DatasetWriter,
 ) -> Vec<u8> {
-    let dropped: Map<String, Value> = tally
-        .dropped
-        .iter()
-        .map(|(reason, (count, example))| {
-            (reason.key().to_owned(), json!({"count": count, "first": example}))
-        })
-        .collect();
-    let sources: Vec<Value> =
-        sources.iter().map(|source| json!({"data": source.spec, "files": source.files})).collect();
+    let written = writer.so_far();
     let document = json!({
         "format": 1,
         "version": env!("CARGO_PKG_VERSION"),
@@ -44,11 +36,11 @@ pub(crate) fn document(
         "shuffle_seed": settings.shuffle_seed,
         "chat_template_kwargs": settings.chat_template_kwargs,
         "rows_in": tally.rows_in,
-        "rows": writer.rows(),
-        "tokens": writer.tokens(),
-        "supervised_tokens": writer.supervised_tokens(),
+        "rows": written.rows,
+        "tokens": written.tokens,
+        "supervised_tokens": written.supervised_tokens,
         "truncated": tally.truncated,
-        "dropped": dropped,
+        "dropped": tally.dropped,
     });
     format!("{document:#}\n").into_bytes()
 }

@@ -1,7 +1,7 @@
 //! The whole command.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -10,11 +10,11 @@ use dflash_settings::PrepareSettings;
 
 use crate::error::Error;
 use crate::model::Model;
-use crate::outcome::{Tally, Window};
+use crate::outcome::{Dropped, Tally};
 use crate::pipeline::{Job, process};
 use crate::progress::Progress;
 use crate::provenance;
-use crate::source::{self, FileRecords, Record, Source, sampled};
+use crate::source::{self, Source};
 
 /// What a run did. Prints as a small table.
 #[derive(Debug, Clone)]
@@ -29,10 +29,10 @@ pub struct Summary {
     pub elapsed: Duration,
 }
 
-/// Prepares a dataset. Polls `stop` and then leaves nothing behind.
+/// Prepares a dataset. Ends when `stop` is set, and then leaves nothing behind.
 ///
 /// # Errors
-/// See [`Error`]; whatever happens, the output is whole or absent.
+/// See [`Error`]. In every case the output is whole or absent.
 pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary, Error> {
     settings.check()?;
     let output = settings.output();
@@ -49,7 +49,7 @@ pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary,
     let sources = source::fetch(places, stop)?;
     let started = Instant::now();
     let tally = fill(settings, &model, &sources, &mut writer, stop)?;
-    if writer.rows() == 0 {
+    if writer.so_far().rows == 0 {
         return Err(match tally.rows_in {
             0 => Error::Empty { data: settings.data.join(", ") },
             rows => Error::NothingLeft { rows, reasons: tally.reasons() },
@@ -58,7 +58,7 @@ pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary,
     let provenance = provenance::document(settings, &model, &sources, &tally, &writer);
     writer.add_file(provenance::FILE, &provenance)?;
     let mut written = writer.finish()?;
-    // as training names it, in its records and where it refuses another dataset
+    // As training names it, in its records and where it refuses another dataset.
     written.fingerprint = Dataset::open(&output)?.fingerprint();
     Ok(Summary { output, written, tally, elapsed: started.elapsed() })
 }
@@ -74,50 +74,17 @@ fn fill(
     let total = files.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
     let mut progress = Progress::start(total);
     let mut tally = Tally::default();
-    let job = Job {
-        model,
-        window: Window {
-            seq_length: settings.seq_length,
-            minimum_valid_tokens: settings.minimum_valid_tokens,
-        },
-        skip_bad_rows: settings.skip_bad_rows,
-        workers: settings.workers(),
-    };
-    let open = || read(&files, settings.limit, settings.shuffle_seed);
-    process(open, job, stop, |prepared| {
+    process(&files, Job { model, settings }, stop, |prepared| {
         for sample in &prepared.samples {
             writer.push(sample)?;
         }
         tally.absorb(prepared.tally);
-        progress.advance(prepared.bytes, writer.rows(), writer.tokens());
+        let written = writer.so_far();
+        progress.advance(prepared.bytes, written.rows, written.tokens);
         Ok(())
     })?;
     progress.finish();
     Ok(tally)
-}
-
-/// All records of all files, limited and shuffled as asked.
-fn read(
-    files: &[PathBuf],
-    limit: Option<usize>,
-    shuffle_seed: Option<u64>,
-) -> Box<dyn Iterator<Item = Result<Record, Error>> + '_> {
-    let records = files.iter().flat_map(|path| open_file(path));
-    match shuffle_seed {
-        None => Box::new(records.take(limit.unwrap_or(usize::MAX))),
-        Some(seed) => match sampled(records, limit, seed) {
-            Ok(kept) => Box::new(kept.into_iter().map(Ok)),
-            Err(error) => Box::new(std::iter::once(Err(error))),
-        },
-    }
-}
-
-/// The records of one file, or the error that keeps it from opening as the only one.
-fn open_file(path: &Path) -> Box<dyn Iterator<Item = Result<Record, Error>>> {
-    match FileRecords::open(path) {
-        Ok(records) => Box::new(records),
-        Err(error) => Box::new(std::iter::once(Err(error))),
-    }
 }
 
 impl fmt::Display for Summary {
@@ -131,8 +98,8 @@ impl fmt::Display for Summary {
         writeln!(f, "tokens             {}", written.tokens)?;
         writeln!(f, "supervised tokens  {} ({share:.1}%)", written.supervised_tokens)?;
         writeln!(f, "cut to length      {}", tally.truncated)?;
-        for (reason, (count, example)) in &tally.dropped {
-            writeln!(f, "dropped            {count}: {reason} (first: {example})")?;
+        for (reason, Dropped { count, first }) in &tally.dropped {
+            writeln!(f, "dropped            {count}: {reason} (first: {first})")?;
         }
         writeln!(f, "shards             {}", written.shards)?;
         writeln!(f, "fingerprint        {}", written.fingerprint)?;

@@ -3,26 +3,38 @@
 mod files;
 mod sample;
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_hub::{Hub, Split};
 use dflash_text::RawRow;
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::preset::{self, PRESETS};
+use sample::sampled;
 
-pub(crate) use files::FileRecords;
-pub(crate) use sample::sampled;
+/// The short names that the field's tools share, and what they stand for.
+const PRESETS: [(&str, &str); 7] = [
+    ("sharegpt", "hf:Aeala/ShareGPT_Vicuna_unfiltered"),
+    ("ultrachat", "hf:HuggingFaceH4/ultrachat_200k:train_sft"),
+    ("gsm8k", "hf:openai/gsm8k:main:train"),
+    ("magpie", "hf:Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered"),
+    ("open-perfectblend", "hf:mlabonne/open-perfectblend"),
+    ("nemotron", "hf:nvidia/Llama-Nemotron-Post-Training-Dataset:SFT:chat"),
+    ("codealpaca", "hf:HuggingFaceH4/CodeAlpaca_20K"),
+];
 
 /// One word after `--data` and the files that it stands for.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
 pub(crate) struct Source {
-    pub(crate) spec: String,
+    pub(crate) data: String,
     pub(crate) files: Vec<PathBuf>,
 }
+
+pub(crate) type Records<'a> = Box<dyn Iterator<Item = Result<Record, Error>> + 'a>;
 
 /// One row of the input, parsed or not, with its place.
 #[derive(Debug)]
@@ -37,7 +49,7 @@ pub(crate) struct Record {
 
 #[derive(Debug)]
 pub(crate) enum Content {
-    Json(Vec<u8>),
+    Json(RawRow),
     Value(Value),
 }
 
@@ -46,12 +58,27 @@ impl Record {
         format!("{}:{}", self.path.display(), self.line)
     }
 
-    /// The row as JSON.
-    pub(crate) fn parse(&mut self) -> Result<Value, dflash_text::Error> {
-        match std::mem::replace(&mut self.content, Content::Value(Value::Null)) {
-            Content::Json(bytes) => RawRow { line: self.line, bytes }.parse(&self.path),
-            Content::Value(value) => Ok(value),
+    pub(crate) fn parse(&self) -> Result<Cow<'_, Value>, dflash_text::Error> {
+        match &self.content {
+            Content::Json(row) => row.parse(&self.path).map(Cow::Owned),
+            Content::Value(value) => Ok(Cow::Borrowed(value)),
         }
+    }
+}
+
+/// All records of all files, limited and shuffled as asked.
+pub(crate) fn read(
+    files: &[PathBuf],
+    limit: Option<usize>,
+    shuffle_seed: Option<u64>,
+) -> Records<'_> {
+    let records = files.iter().flat_map(|path| files::records(path));
+    match shuffle_seed {
+        None => Box::new(records.take(limit.unwrap_or(usize::MAX))),
+        Some(seed) => match sampled(records, limit, seed) {
+            Ok(kept) => Box::new(kept.into_iter().map(Ok)),
+            Err(error) => Box::new(std::iter::once(Err(error))),
+        },
     }
 }
 
@@ -71,15 +98,14 @@ pub(crate) fn locate(specs: &[String]) -> Result<Vec<(String, Place)>, Error> {
 
 /// Fetches what is on the Hub.
 pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<Vec<Source>, Error> {
-    let mut sources = Vec::with_capacity(places.len());
-    for (spec, place) in places {
+    let fetched = |(data, place)| {
         let files = match place {
             Place::Local(files) => files,
             Place::Hub(split) => Hub::from_env().split(&split, stop)?,
         };
-        sources.push(Source { spec, files });
-    }
-    Ok(sources)
+        Ok(Source { data, files })
+    };
+    places.into_iter().map(fetched).collect()
 }
 
 fn place(spec: &str) -> Result<Place, Error> {
@@ -93,22 +119,23 @@ fn place(spec: &str) -> Result<Place, Error> {
             false => Err(Error::UnknownFile { path: path.into() }),
         };
     }
-    if let Some(known) = PRESETS.iter().find(|preset| preset.name == spec) {
-        let (repo, config, split) = (known.repo, known.config, known.split);
-        return Ok(hub(repo, config, split));
+    let unknown = || {
+        let presets = PRESETS.map(|(name, _)| name).join(", ");
+        Error::UnknownData { spec: spec.to_owned(), presets }
+    };
+    let preset = PRESETS.iter().find(|(name, _)| *name == spec);
+    let name = preset.map_or(spec, |(_, name)| name);
+    let parts: Vec<&str> = name.strip_prefix("hf:").ok_or_else(unknown)?.split(':').collect();
+    let (repo, config, split) = match parts[..] {
+        [repo] => (repo, "default", "train"),
+        [repo, split] => (repo, "default", split),
+        [repo, config, split] => (repo, config, split),
+        _ => return Err(unknown()),
+    };
+    if !repo.contains('/') {
+        return Err(unknown());
     }
-    let unknown = || Error::UnknownData { spec: spec.to_owned(), presets: preset::names() };
-    let parts: Vec<&str> = spec.strip_prefix("hf:").ok_or_else(unknown)?.split(':').collect();
-    match parts[..] {
-        [repo] if repo.contains('/') => Ok(hub(repo, "default", "train")),
-        [repo, split] if repo.contains('/') => Ok(hub(repo, "default", split)),
-        [repo, config, split] if repo.contains('/') => Ok(hub(repo, config, split)),
-        _ => Err(unknown()),
-    }
-}
-
-fn hub(repo: &str, config: &str, split: &str) -> Place {
-    Place::Hub(Split { repo: repo.into(), config: config.into(), split: split.into() })
+    Ok(Place::Hub(Split { repo: repo.into(), config: config.into(), split: split.into() }))
 }
 
 #[cfg(test)]
@@ -118,8 +145,11 @@ mod tests {
     #[test]
     fn words_stand_for_files_presets_or_repositories() {
         let check = |spec: &str, repo: &str, config: &str, split: &str| {
-            assert_eq!(place(spec).unwrap(), hub(repo, config, split), "{spec}");
+            let [repo, config, split] = [repo, config, split].map(str::to_owned);
+            assert_eq!(place(spec).unwrap(), Place::Hub(Split { repo, config, split }), "{spec}");
         };
+        check("sharegpt", "Aeala/ShareGPT_Vicuna_unfiltered", "default", "train");
+        check("nemotron", "nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat");
         check("gsm8k", "openai/gsm8k", "main", "train");
         check("ultrachat", "HuggingFaceH4/ultrachat_200k", "default", "train_sft");
         check("hf:a/b", "a/b", "default", "train");
@@ -135,20 +165,20 @@ mod tests {
     #[test]
     fn directories_give_their_data_files_in_order() {
         let dir = tempfile::tempdir().unwrap();
-        let error = place(dir.path().to_str().unwrap()).unwrap_err().to_string();
-        assert!(error.contains("no .jsonl, .json or .parquet file"), "{error}");
+        let path = |name: &str| dir.path().join(name);
+        let check_error = |path: &Path, expect: &str| {
+            let error = place(path.to_str().unwrap()).unwrap_err().to_string();
+            assert!(error.contains(expect), "{error}");
+        };
+        check_error(dir.path(), "no .jsonl, .json or .parquet file");
         for name in ["b.jsonl", "a.json", "README.md"] {
-            std::fs::write(dir.path().join(name), "").unwrap();
+            std::fs::write(path(name), "").unwrap();
         }
         let found = place(dir.path().to_str().unwrap()).unwrap();
-        let expect = vec![dir.path().join("a.json"), dir.path().join("b.jsonl")];
-        assert_eq!(found, Place::Local(expect));
-        let readme = dir.path().join("README.md");
-        let error = place(readme.to_str().unwrap()).unwrap_err().to_string();
-        assert!(error.contains("not a .jsonl, .json or .parquet"), "{error}");
-        std::fs::write(dir.path().join("state.json"), "{}").unwrap();
-        std::fs::write(dir.path().join("dataset_info.json"), "{}").unwrap();
-        let error = place(dir.path().to_str().unwrap()).unwrap_err().to_string();
-        assert!(error.contains("is an Arrow dataset on disk"), "{error}");
+        assert_eq!(found, Place::Local(vec![path("a.json"), path("b.jsonl")]));
+        check_error(&path("README.md"), "not a .jsonl, .json or .parquet");
+        std::fs::write(path("state.json"), "{}").unwrap();
+        std::fs::write(path("dataset_info.json"), "{}").unwrap();
+        check_error(dir.path(), "is an Arrow dataset on disk");
     }
 }

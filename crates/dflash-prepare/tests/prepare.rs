@@ -9,7 +9,8 @@ use arrow::array::{RecordBatch, StringArray};
 use dflash_data::Dataset;
 use dflash_prepare::{Error, Summary, prepare};
 use dflash_settings::PrepareSettings;
-use serde_json::{Map, Value, json};
+use dflash_test_support::byte_tokenizer;
+use serde_json::{Value, json};
 
 /// A plain ChatML template.
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
@@ -37,7 +38,8 @@ impl Bench {
         let root = tempfile::tempdir().unwrap();
         let model = root.path().join("model");
         fs::create_dir(&model).unwrap();
-        fs::write(model.join("tokenizer.json"), tokenizer().to_string()).unwrap();
+        let tokenizer = byte_tokenizer(&["<|im_start|>", "<|im_end|>"]);
+        fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
         fs::write(model.join("chat_template.jinja"), template).unwrap();
         Self { root }
     }
@@ -94,36 +96,6 @@ impl Bench {
             .collect();
         assert!(names.is_empty(), "{names:?}");
     }
-}
-
-/// Bytes as letters, and ChatML's two tokens.
-fn tokenizer() -> Value {
-    let added: Vec<Value> = ["<|im_start|>", "<|im_end|>"]
-        .iter()
-        .enumerate()
-        .map(|(index, content)| {
-            json!({"id": 256 + index, "content": content, "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true})
-        })
-        .collect();
-    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-    let vocabulary: Map<String, Value> =
-        (0..256_u32).map(|byte| (byte_letter(byte).to_string(), json!(byte))).collect();
-    json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
-        "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": null, "unk_token": null,
-            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
-            "byte_fallback": false, "ignore_merges": false, "vocab": vocabulary, "merges": []}})
-}
-
-/// GPT-2's letter for a byte: itself where it prints, else the next one from U+0100 on.
-fn byte_letter(byte: u32) -> char {
-    let prints =
-        |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);
-    let code =
-        if prints(byte) { byte } else { 256 + (0..byte).filter(|&b| !prints(b)).count() as u32 };
-    char::from_u32(code).unwrap()
 }
 
 fn marked(dir: &Path) -> Vec<String> {
@@ -480,12 +452,4 @@ fn a_late_fault_ends_the_run_without_output() {
     let error = prepare(&bench.config(&[&file]), &AtomicBool::new(false)).unwrap_err().to_string();
     assert!(error.contains("rows.json:1000: the end of the file in a JSON array"), "{error}");
     bench.check_clean();
-}
-
-#[test]
-fn presets_name_what_the_field_names() {
-    let named = |name: &str| dflash_prepare::PRESETS.iter().find(|p| p.name == name).unwrap();
-    assert_eq!(named("sharegpt").repo, "Aeala/ShareGPT_Vicuna_unfiltered");
-    assert_eq!(named("ultrachat").split, "train_sft");
-    assert_eq!((named("gsm8k").config, named("nemotron").config), ("main", "SFT"));
 }

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use plotters::prelude::*;
 
-/// Points of a line at most: a screen shows no more, and a page of many lines stays small.
+/// Most points of a line: a screen shows no more, and a page of many lines stays small.
 const POINTS: usize = 800;
-/// Lines of so few points show the points too; a single one would be invisible.
+/// Lines of so few points show the points too; a single point would be invisible.
 const DOTTED: usize = 30;
 const SIZE: (u32, u32) = (560, 280);
 const COLORS: [RGBColor; 5] = [
@@ -96,21 +96,21 @@ impl Chart {
     }
 }
 
-/// From the least to the greatest value, with air above and below; from 0 where that is near.
-fn range(values: impl Iterator<Item = f64>, with_air: bool) -> Range<f64> {
+/// From the least to the greatest value, with a margin above and below; from 0 where that is near.
+fn range(values: impl Iterator<Item = f64>, with_margin: bool) -> Range<f64> {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
         (low.min(value), high.max(value))
     });
     if low == high {
-        let air = if low == 0.0 { 1.0 } else { low.abs() / 2.0 };
-        return low - air..high + air;
+        let margin = if low == 0.0 { 1.0 } else { low.abs() / 2.0 };
+        return low - margin..high + margin;
     }
-    if !with_air {
+    if !with_margin {
         return low..high;
     }
-    let air = (high - low) * 0.05;
-    let floor = if low >= 0.0 && low < 0.4 * high { 0.0 } else { low - air };
-    floor..high + air
+    let margin = (high - low) * 0.05;
+    let floor = if low >= 0.0 && low < 0.4 * high { 0.0 } else { low - margin };
+    floor..high + margin
 }
 
 /// Every n-th point and the last, so that no more than about [`POINTS`] remain.
@@ -123,16 +123,12 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 
 /// A number as an axis shows it.
 pub(crate) fn number(value: f64) -> String {
-    let size = value.abs();
-    match size {
-        _ if size >= 1e6 => format!("{:.4}M", value / 1e6).replace(".0000", ""),
-        _ if size >= 1e4 => format!("{:.0}", value),
-        _ if size == 0.0 => "0".to_owned(),
-        _ if size < 1e-3 => format!("{value:.1e}"),
-        _ => {
-            let text = format!("{value:.4}");
-            text.trim_end_matches('0').trim_end_matches('.').to_owned()
-        }
+    match value.abs() {
+        0.0 => "0".to_owned(),
+        1e6.. => format!("{:.4}M", value / 1e6).replace(".0000", ""),
+        1e4.. => format!("{value:.0}"),
+        ..1e-3 => format!("{value:.1e}"),
+        _ => format!("{value:.4}").trim_end_matches('0').trim_end_matches('.').to_owned(),
     }
 }
 
@@ -141,8 +137,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn axes_leave_air_and_begin_at_zero_where_that_is_near() {
-        let of = |values: &[f64], air| range(values.iter().copied(), air);
+    fn axes_have_a_margin_and_begin_at_zero_where_that_is_near() {
+        let of = |values: &[f64], margin| range(values.iter().copied(), margin);
         assert_eq!(of(&[1.0, 9.0], false), 1.0..9.0);
         assert_eq!(of(&[1.0, 11.0], true), 0.0..11.5);
         assert_eq!(of(&[90.0, 100.0], true), 89.5..100.5);

@@ -1,7 +1,7 @@
 //! A training run as one page that needs nothing else: curves, settings, provenance, checkpoints.
 //!
-//! [`write_report`] reads what `dflash train` leaves in its save path, of a finished run or of one in
-//! progress, and writes HTML with its drawings inside.
+//! [`write_report`] reads what `dflash train` leaves in its save path, finished or in progress, and
+//! writes HTML with its drawings inside.
 
 mod chart;
 mod error;

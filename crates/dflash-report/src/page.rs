@@ -1,7 +1,8 @@
 //! The page: what the run is, its curves, its settings. Whatever comes from a file is escaped.
 
 use dflash_run::{
-    AcceptanceFigures, Line, Lines, MetricLine, Provenance, RunDir, TeacherForced, ValidationLine,
+    AcceptanceFigures, Checkpoint, Line, Lines, MetricLine, Provenance, RunDir, TeacherForced,
+    ValidationLine,
 };
 use serde_json::Value;
 
@@ -38,18 +39,11 @@ pub(crate) fn html(run: &Run) -> String {
 
 /// Text as HTML shows it, in elements and in quoted attributes.
 pub(crate) fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            '\'' => escaped.push_str("&#39;"),
-            _ => escaped.push(letter),
-        }
-    }
-    escaped
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
+        .replace('\'', "&#39;")
 }
 
 fn charts(run: &Run) -> Vec<Chart> {
@@ -125,20 +119,20 @@ fn lines_note<T: Line>(lines: &Lines<T>) -> String {
     let (name, Lines { broken, replaced, .. }) = (T::FILE, lines);
     let mut note = String::new();
     if *broken > 0 {
-        let text = format!("{name}: {broken} broken line(s) left out.");
-        note.push_str(&format!("<p class=\"note\">{text}</p>\n"));
+        note += &format!("<p class=\"note\">{name}: {broken} broken line(s) left out.</p>\n");
     }
     if *replaced > 0 {
-        let text = format!("{name}: {replaced} line(s) replaced by later ones of the same step.");
-        note.push_str(&format!("<p>{text}</p>\n"));
+        note += &format!(
+            "<p>{name}: {replaced} line(s) replaced by later ones of the same step.</p>\n"
+        );
     }
     note
 }
 
-/// Where the run stands, by its last lines.
+/// The run's state by its last lines.
 fn summary(run: &Run) -> String {
     let train = run.metrics.last().map(|line| {
-        let MetricLine { figures, .. } = line;
+        let figures = &line.figures;
         rows(&[
             ("step", Some(line.step as f64)),
             ("epoch", line.epoch),
@@ -189,7 +183,7 @@ fn summary(run: &Run) -> String {
     format!("<table>\n{}</table>", parts.collect::<String>())
 }
 
-/// Rows of what is known.
+/// A row for each figure that is known.
 fn rows(figures: &[(&str, Option<f64>)]) -> String {
     let row = |&(name, figure): &(&str, Option<f64>)| {
         let figure = number(figure.filter(|figure| figure.is_finite())?);
@@ -202,15 +196,12 @@ fn checkpoints(run: &Run) -> String {
     if run.checkpoints.is_empty() {
         return "<p>None yet.</p>".to_owned();
     }
-    let rows: String = run
-        .checkpoints
-        .iter()
-        .map(|checkpoint| {
-            let mib = checkpoint.bytes() as f64 / f64::from(1 << 20);
-            let name = checkpoint.dir.file_name().unwrap_or_default().to_string_lossy();
-            format!("<tr><td>{}</td><td class=\"n\">{mib:.1} MiB</td></tr>\n", escape(&name))
-        })
-        .collect();
+    let row = |checkpoint: &Checkpoint| {
+        let mib = checkpoint.bytes() as f64 / f64::from(1 << 20);
+        let name = checkpoint.dir.file_name().unwrap_or_default().to_string_lossy();
+        format!("<tr><td>{}</td><td class=\"n\">{mib:.1} MiB</td></tr>\n", escape(&name))
+    };
+    let rows: String = run.checkpoints.iter().map(row).collect();
     format!("<table>\n{rows}</table>")
 }
 
@@ -234,7 +225,7 @@ fn provenance(run: &Run) -> String {
     format!("{command}{}<table>\n{rows}</table>", resumes(provenance))
 }
 
-/// At which steps the run went on.
+/// The steps at which the run was resumed.
 fn resumes(provenance: &Provenance) -> String {
     let steps: Vec<String> = provenance.resumes().iter().map(u64::to_string).collect();
     if steps.is_empty() {

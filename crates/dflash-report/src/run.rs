@@ -1,4 +1,4 @@
-//! A run's files, read with patience: the run may be in progress, and a line may be half written.
+//! A run's files. The run may be in progress, and a line half written.
 
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,6 @@
 //! Conversations, chat templates and tokenizers: what turns messages into token ids.
 //!
-//! Three steps, each usable alone: [`read_rows`] streams the rows of a JSON or JSON Lines file,
+//! Three steps, each usable alone: [`raw_rows`] streams the rows of a JSON or JSON Lines file,
 //! [`parse_row`] recognises the field's row layouts, and [`ChatTokenizer`] renders a conversation
 //! through the model's own chat template and encodes the text. Ids equal those of Transformers'
 //! `apply_chat_template(tokenize=True)`: the template decides about special tokens, the encoder
@@ -15,7 +15,6 @@ mod tokenizer;
 
 pub use error::Error;
 pub use message::{Conversation, Message, Role};
-pub use reader::{RawRow, RawRows, raw_rows, read_rows};
+pub use reader::{RawRow, RawRows, raw_rows};
 pub use row::{Row, parse_row};
-pub use template::ChatTemplate;
 pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds};

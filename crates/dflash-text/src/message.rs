@@ -1,6 +1,5 @@
 //! Messages under the names that chat templates read.
 
-use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
@@ -14,7 +13,7 @@ pub enum Role {
     System,
     /// The person.
     User,
-    /// The model: its turns are what a drafter learns.
+    /// The model: its turns are what a draft learns.
     Assistant,
     /// The result of a tool call.
     Tool,
@@ -40,19 +39,23 @@ impl Role {
 }
 
 /// One turn. Serializes to the dictionary that Transformers hands to a chat template.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Message {
     /// The speaker.
     pub role: Role,
     /// A string, a list of typed parts, or null (a bare tool call).
     pub content: Value,
     /// Recorded reasoning. Templates read it as `reasoning_content` or `thinking`.
+    #[serde(flatten, serialize_with = "under_both_names")]
     pub reasoning_content: Option<String>,
     /// Tool calls of an assistant turn, as the row has them.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tool_calls: Option<Value>,
     /// The call that a tool turn answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
     /// The tool's or speaker's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
@@ -70,26 +73,12 @@ impl Message {
     }
 }
 
-impl Serialize for Message {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        map.serialize_entry("role", &self.role)?;
-        map.serialize_entry("content", &self.content)?;
-        if let Some(reasoning) = &self.reasoning_content {
-            map.serialize_entry("reasoning_content", reasoning)?;
-            map.serialize_entry("thinking", reasoning)?;
-        }
-        if let Some(calls) = &self.tool_calls {
-            map.serialize_entry("tool_calls", calls)?;
-        }
-        if let Some(id) = &self.tool_call_id {
-            map.serialize_entry("tool_call_id", id)?;
-        }
-        if let Some(name) = &self.name {
-            map.serialize_entry("name", name)?;
-        }
-        map.end()
-    }
+fn under_both_names<S: Serializer>(
+    reasoning: &Option<String>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let names = ["reasoning_content", "thinking"];
+    serializer.collect_map(reasoning.iter().flat_map(|text| names.map(|name| (name, text))))
 }
 
 /// A conversation as a chat template takes it.
@@ -107,30 +96,27 @@ mod tests {
 
     #[test]
     fn a_message_serializes_under_the_names_of_templates() {
+        let check = |message: &Message, expect: &str| {
+            assert_eq!(serde_json::to_string(message).unwrap(), expect);
+        };
         let mut message = Message::text(Role::Assistant, "4");
-        assert_eq!(
-            serde_json::to_string(&message).unwrap(),
-            r#"{"role":"assistant","content":"4"}"#
-        );
+        check(&message, r#"{"role":"assistant","content":"4"}"#);
         message.reasoning_content = Some("2+2".into());
         message.tool_call_id = Some("a".into());
-        assert_eq!(
-            serde_json::to_string(&message).unwrap(),
-            r#"{"role":"assistant","content":"4","reasoning_content":"2+2","thinking":"2+2","tool_call_id":"a"}"#
+        check(
+            &message,
+            r#"{"role":"assistant","content":"4","reasoning_content":"2+2","thinking":"2+2","tool_call_id":"a"}"#,
         );
     }
 
     #[test]
     fn roles_have_the_names_of_the_field() {
-        for (name, role) in [
-            ("human", Role::User),
-            ("gpt", Role::Assistant),
-            ("model", Role::Assistant),
-            ("developer", Role::System),
-            ("observation", Role::Tool),
-        ] {
-            assert_eq!(Role::parse(name).unwrap(), role, "{name}");
-        }
+        let check = |name, role| assert_eq!(Role::parse(name).unwrap(), role, "{name}");
+        check("human", Role::User);
+        check("gpt", Role::Assistant);
+        check("model", Role::Assistant);
+        check("developer", Role::System);
+        check("observation", Role::Tool);
         let error = Role::parse("narrator").unwrap_err().to_string();
         assert!(error.contains("\"narrator\""), "{error}");
     }

@@ -1,6 +1,6 @@
 //! Rows of a JSON array or JSON Lines file, streamed.
 //!
-//! The file's first character decides: `[` is one array of rows, anything else is one row a line.
+//! The file's first character decides: `[` is one array of rows, anything else is one row per line.
 //! Either way only one row is in memory at a time, and every row knows the line that it starts on.
 //! Splitting and parsing are apart ([`raw_rows`], [`RawRow::parse`]), so that a pool of workers can
 //! do the parsing while one thread reads.
@@ -46,44 +46,37 @@ fn without_position(error: &serde_json::Error) -> String {
     }
 }
 
-/// Rows of a JSON array or JSON Lines file with the line each starts on, at most `limit`.
+/// The rows of a JSON array or JSON Lines file, not parsed yet.
 ///
 /// # Errors
-/// [`Error::Read`] when the file cannot be opened. The iterator yields [`Error::Json`],
-/// [`Error::BrokenArray`] or [`Error::Read`] and then ends.
-pub fn read_rows(
-    path: &Path,
-    limit: Option<usize>,
-) -> Result<impl Iterator<Item = Result<(usize, Value), Error>> + use<>, Error> {
-    let file = path.to_path_buf();
-    Ok(raw_rows(path)?.take(limit.unwrap_or(usize::MAX)).map(move |row| {
-        let row = row?;
-        Ok((row.line, row.parse(&file)?))
-    }))
-}
-
-/// The unparsed rows of a JSON array or JSON Lines file. See [`read_rows`].
-///
-/// # Errors
-/// As [`read_rows`], except that rows are not parsed yet.
+/// [`Error::Read`] when the file cannot be opened. The iterator yields [`Error::BrokenArray`] or
+/// [`Error::Read`] and then ends.
 pub fn raw_rows(path: &Path) -> Result<RawRows, Error> {
     let read = |source| Error::Read { path: path.into(), source };
     // 1 MiB: rows of long conversations reach hundreds of KB.
     let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(read)?);
-    let mut line = 1;
-    skip_byte_order_mark(&mut reader).map_err(read)?;
-    let is_array = skip_whitespace(&mut reader, &mut line).map_err(read)? == Some(b'[');
-    if is_array {
-        reader.consume(1);
+    if reader.fill_buf().map_err(read)?.starts_with(BYTE_ORDER_MARK) {
+        reader.consume(BYTE_ORDER_MARK.len());
     }
-    let layout = if is_array { Layout::Array { first: true } } else { Layout::Lines };
-    Ok(RawRows { path: path.into(), reader, line, layout, ended: false })
+    let mut rows = RawRows { path: path.into(), reader, line: 1, layout: Layout::Lines };
+    if rows.peek()? == Some(b'[') {
+        rows.reader.consume(1);
+        rows.layout = Layout::Array { first: true };
+    }
+    Ok(rows)
 }
+
+/// Some Windows programs begin UTF-8 files with these bytes.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 #[derive(Debug)]
 enum Layout {
     Lines,
-    Array { first: bool },
+    Array {
+        first: bool,
+    },
+    /// After the last row or the first fault.
+    Ended,
 }
 
 /// Iterator of [`raw_rows`].
@@ -93,24 +86,23 @@ pub struct RawRows {
     reader: BufReader<File>,
     line: usize,
     layout: Layout,
-    ended: bool,
 }
 
 impl Iterator for RawRows {
     type Item = Result<RawRow, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.ended {
-            return None;
-        }
         let row = match self.layout {
             Layout::Lines => self.next_line(),
             Layout::Array { first } => {
                 self.layout = Layout::Array { first: false };
                 self.next_element(first)
             }
+            Layout::Ended => return None,
         };
-        self.ended = !matches!(row, Ok(Some(_)));
+        if !matches!(row, Ok(Some(_))) {
+            self.layout = Layout::Ended;
+        }
         row.transpose()
     }
 }
@@ -119,7 +111,8 @@ impl RawRows {
     fn next_line(&mut self) -> Result<Option<RawRow>, Error> {
         loop {
             let mut bytes = Vec::new();
-            if self.reader.read_until(b'\n', &mut bytes).map_err(|e| self.read_error(e))? == 0 {
+            let read = self.reader.read_until(b'\n', &mut bytes);
+            if read.map_err(|error| read_error(&self.path, error))? == 0 {
                 return Ok(None);
             }
             let line = self.line;
@@ -137,21 +130,21 @@ impl RawRows {
         match self.peek()? {
             Some(b']') => {
                 self.reader.consume(1);
-                return self.expect_end();
+                return match self.peek()? {
+                    None => Ok(None),
+                    Some(_) => Err(self.broken("text after the closing bracket")),
+                };
             }
             Some(b',') if !first => self.reader.consume(1),
             Some(_) if !first => return Err(self.broken("no comma between two rows")),
-            Some(_) => {}
-            None => return Err(self.broken("the end of the file")),
+            Some(_) | None => {}
         }
-        if self.peek()?.is_none() {
-            return Err(self.broken("the end of the file"));
-        }
+        self.peek()?;
         let line = self.line;
         let mut scanner = Scanner::default();
         let mut bytes = Vec::new();
         while !scanner.done {
-            let chunk = self.reader.fill_buf().map_err(|e| read_error(&self.path, e))?;
+            let chunk = self.reader.fill_buf().map_err(|error| read_error(&self.path, error))?;
             if chunk.is_empty() {
                 return Err(self.broken("the end of the file"));
             }
@@ -159,32 +152,35 @@ impl RawRows {
             bytes.extend_from_slice(&chunk[..taken]);
             self.reader.consume(taken);
         }
-        self.line += bytes.iter().filter(|&&byte| byte == b'\n').count();
+        self.line += count_lines(&bytes);
         Ok(Some(RawRow { line, bytes }))
     }
 
-    fn expect_end(&mut self) -> Result<Option<RawRow>, Error> {
-        match self.peek()? {
-            None => Ok(None),
-            Some(_) => Err(self.broken("text after the closing bracket")),
-        }
-    }
-
+    /// Consumes JSON whitespace, counting lines, and returns the next byte without consuming it.
     fn peek(&mut self) -> Result<Option<u8>, Error> {
-        skip_whitespace(&mut self.reader, &mut self.line).map_err(|e| read_error(&self.path, e))
+        loop {
+            let chunk = self.reader.fill_buf().map_err(|error| read_error(&self.path, error))?;
+            let blank = chunk.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+            let (is_end, next) = (chunk.is_empty(), chunk.get(blank).copied());
+            self.line += count_lines(&chunk[..blank]);
+            self.reader.consume(blank);
+            if is_end || next.is_some() {
+                return Ok(next);
+            }
+        }
     }
 
     fn broken(&self, found: &'static str) -> Error {
         Error::BrokenArray { path: self.path.clone(), line: self.line, found }
     }
-
-    fn read_error(&self, source: io::Error) -> Error {
-        read_error(&self.path, source)
-    }
 }
 
 fn read_error(path: &Path, source: io::Error) -> Error {
     Error::Read { path: path.into(), source }
+}
+
+fn count_lines(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|&&byte| byte == b'\n').count()
 }
 
 /// Finds where one array element ends, without understanding it: the comma or bracket at depth 0
@@ -229,47 +225,35 @@ impl Scanner {
     }
 }
 
-fn skip_byte_order_mark(reader: &mut impl BufRead) -> io::Result<()> {
-    if reader.fill_buf()?.starts_with(b"\xef\xbb\xbf") {
-        reader.consume(3);
-    }
-    Ok(())
-}
-
-/// Consumes JSON whitespace, counting lines, and returns the next byte without consuming it.
-fn skip_whitespace(reader: &mut impl BufRead, line: &mut usize) -> io::Result<Option<u8>> {
-    loop {
-        let chunk = reader.fill_buf()?;
-        if chunk.is_empty() {
-            return Ok(None);
-        }
-        let blank = chunk.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
-        *line += chunk[..blank].iter().filter(|&&byte| byte == b'\n').count();
-        let next = chunk.get(blank).copied();
-        reader.consume(blank);
-        if next.is_some() {
-            return Ok(next);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The rows of `text` as `line:json`, or the error that ended them.
-    fn check(text: &str, expect: &[&str]) {
+    fn written(text: &str) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
+        file
+    }
+
+    /// Every row with its line, up to the first fault.
+    fn parsed(path: &Path) -> impl Iterator<Item = Result<(usize, Value), Error>> {
+        let parse = |row: RawRow| Ok((row.line, row.parse(path)?));
+        raw_rows(path).unwrap().map(move |row| row.and_then(parse))
+    }
+
+    /// The rows of `text` as `line:json`, and the error that ended them.
+    fn rows_of(text: &str) -> Vec<String> {
+        let file = written(text);
         let name = file.path().display().to_string();
-        let rows: Vec<String> = read_rows(file.path(), None)
-            .unwrap()
-            .map(|row| match row {
-                Ok((line, value)) => format!("{line}:{value}"),
-                Err(error) => error.to_string().replace(&name, "F"),
-            })
-            .collect();
-        assert_eq!(rows, expect, "{text:?}");
+        let shown = |row: Result<(usize, Value), Error>| match row {
+            Ok((line, value)) => format!("{line}:{value}"),
+            Err(error) => error.to_string().replace(&name, "F"),
+        };
+        parsed(file.path()).map(shown).collect()
+    }
+
+    fn check(text: &str, expect: &[&str]) {
+        assert_eq!(rows_of(text), expect, "{text:?}");
     }
 
     #[test]
@@ -284,38 +268,24 @@ mod tests {
 
     #[test]
     fn a_broken_row_names_file_and_line() {
-        check(
-            "{\"a\":1}\n{\"a\":\n",
-            &[
-                "1:{\"a\":1}",
-                "F:2: not valid JSON: EOF while parsing a value at column 5; fix or delete the line",
-            ],
-        );
-        check(
-            "[{\"a\":1},\n{\"a\" 2}]",
-            &[
-                "1:{\"a\":1}",
-                "F:2: not valid JSON: expected `:` at column 6; fix or delete the line",
-            ],
-        );
-        check(
-            "[{\"a\":1},\n{\"a\":2}",
-            &[
-                "1:{\"a\":1}",
-                "F:2: the end of the file in a JSON array of rows; is the file cut short?",
-            ],
-        );
-        check(
-            "[1]\n2",
-            &[
-                "1:1",
-                "F:2: text after the closing bracket in a JSON array of rows; is the file cut short?",
-            ],
-        );
-        check(
-            "[1 2]",
-            &["F:1: not valid JSON: trailing characters at column 3; fix or delete the line"],
-        );
+        let cut = "the end of the file in a JSON array of rows; is the file cut short?";
+        let after =
+            "text after the closing bracket in a JSON array of rows; is the file cut short?";
+        let eof = "EOF while parsing a value";
+        let fix = "fix or delete the line";
+        for (text, rows, fault) in [
+            ("{\"a\":1}\n{\"a\":\n", 1, format!("2: not valid JSON: {eof} at column 5; {fix}")),
+            ("[{},\n{\"a\" 2}]", 1, format!("2: not valid JSON: expected `:` at column 6; {fix}")),
+            ("[{},\n{}", 1, format!("2: {cut}")),
+            ("[1]\n2", 1, format!("2: {after}")),
+            ("[1 2]", 0, format!("1: not valid JSON: trailing characters at column 3; {fix}")),
+            ("[{},]", 1, format!("1: not valid JSON: {eof} at column 0; {fix}")),
+            ("[", 0, format!("1: {cut}")),
+        ] {
+            let found = rows_of(text);
+            assert_eq!(found.len(), rows + 1, "{text:?}");
+            assert_eq!(found[rows], format!("F:{fault}"), "{text:?}");
+        }
     }
 
     /// Rows longer than the read buffer, with structure inside strings.
@@ -324,39 +294,25 @@ mod tests {
         let text = "]},{[\\\"\n".repeat(300_000);
         let row = serde_json::json!({"a": [[text], {"b": {}}]});
         for layout in [format!("[{row},\n{row}]"), format!("{row}\n{row}\n")] {
-            let file = tempfile::NamedTempFile::new().unwrap();
-            std::fs::write(file.path(), layout).unwrap();
-            let rows: Vec<(usize, Value)> =
-                read_rows(file.path(), None).unwrap().collect::<Result<_, _>>().unwrap();
+            let file = written(&layout);
+            let rows: Vec<(usize, Value)> = parsed(file.path()).map(Result::unwrap).collect();
             assert_eq!(rows, [(1, row.clone()), (2, row.clone())]);
         }
     }
 
     #[test]
     fn a_fault_ends_the_rows() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "[{}, {}").unwrap();
-        let mut rows = raw_rows(file.path()).unwrap();
+        let mut rows = raw_rows(written("[{}, {}").path()).unwrap();
         assert_eq!(rows.next().unwrap().unwrap().bytes, b"{}");
         assert!(matches!(rows.next(), Some(Err(Error::BrokenArray { line: 1, .. }))));
         assert!(rows.next().is_none());
-        check(
-            "[{},]",
-            &[
-                "1:{}",
-                "F:1: not valid JSON: EOF while parsing a value at column 0; fix or delete the line",
-            ],
-        );
-        check("[", &["F:1: the end of the file in a JSON array of rows; is the file cut short?"]);
     }
 
     #[test]
     fn a_limit_stops_before_a_later_fault() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "{}\n{}\nbroken\n").unwrap();
-        let rows: Vec<_> = read_rows(file.path(), Some(2)).unwrap().collect();
-        assert_eq!(rows.len(), 2);
-        assert!(rows.iter().all(Result::is_ok));
+        let file = written("{}\n{}\nbroken\n");
+        let rows: Vec<_> = parsed(file.path()).take(2).collect();
+        assert!(rows.len() == 2 && rows.iter().all(Result::is_ok));
     }
 
     #[test]

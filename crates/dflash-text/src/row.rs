@@ -1,10 +1,10 @@
 //! The field's row layouts, recognised by their field names.
 //!
-//! Order matters: pre-tokenized columns win over the conversation beside them (they are what the
-//! target really produced), a list of turns wins over a prompt column beside it (UltraChat has
-//! both).
+//! Order matters: pre-tokenized columns win over the conversation beside them, because they are
+//! what the target really produced, and a list of turns wins over a prompt column beside it
+//! (UltraChat has both).
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::error::{Error, json_type};
 use crate::message::{Conversation, Message, Role};
@@ -39,7 +39,7 @@ const PAIRS: [(&str, &[&str]); 6] = [
 ///
 /// # Errors
 /// [`Error::RowNotObject`], [`Error::UnknownLayout`], [`Error::FieldType`],
-/// [`Error::UnknownRole`], [`Error::MaskLength`]. None of them knows the file and line.
+/// [`Error::UnknownRole`], [`Error::MaskLength`]. None of them names the file and line.
 pub fn parse_row(value: &Value) -> Result<Row, Error> {
     let row = value.as_object().ok_or(Error::RowNotObject { found: json_type(value) })?;
     if let (Some(ids), Some(mask)) = (present(row, "input_ids"), present(row, "loss_mask")) {
@@ -95,7 +95,7 @@ fn pair(
     Ok(messages)
 }
 
-/// Alpaca's optional `input` stands on the line after its instruction.
+/// Alpaca's optional `input` goes on the line after its instruction.
 fn with_input(row: &Map<String, Value>, asked: &str, question: &str) -> String {
     match present(row, "input").and_then(Value::as_str) {
         Some(input) if asked == "instruction" && !input.is_empty() => {
@@ -105,7 +105,7 @@ fn with_input(row: &Map<String, Value>, asked: &str, question: &str) -> String {
     }
 }
 
-/// `turns` of MT-Bench and its kin: what the user says, in order, without answers.
+/// `turns` of MT-Bench and similar: what the user says, in order, without answers.
 fn benchmark_turns(turns: &Value) -> Result<Vec<Message>, Error> {
     array(turns, "turns")?
         .iter()
@@ -121,13 +121,13 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     let Some(turn) = turn.as_object() else {
         return Err(field_type(&format!("{field}[]"), "an object", turn));
     };
-    let role = ["role", "from"].iter().find_map(|name| present(turn, name)).unwrap_or(&Value::Null);
+    let either = |name, other| present(turn, name).or_else(|| present(turn, other));
+    let role = either("role", "from").unwrap_or(&Value::Null);
     let role = Role::parse(string(role, &format!("{field}[].role"))?)?;
-    let content = ["content", "value"].iter().find_map(|name| present(turn, name));
-    let tool_calls = present(turn, "tool_calls").filter(|calls| !is_empty_list(calls)).cloned();
-    let content = match content {
+    let tool_calls = present(turn, "tool_calls").filter(|calls| **calls != json!([])).cloned();
+    let content = match either("content", "value") {
         Some(content @ (Value::String(_) | Value::Array(_))) => content.clone(),
-        // Templates tell a bare tool call by its null content; anywhere else null means empty.
+        // Templates recognise a bare tool call by its null content; elsewhere null means empty.
         None if tool_calls.is_some() => Value::Null,
         None => Value::String(String::new()),
         Some(other) => return Err(field_type(&format!("{field}[].content"), "a string", other)),
@@ -136,16 +136,16 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     Ok(Message {
         role,
         content,
-        reasoning_content: text("reasoning_content")
-            .or_else(|| text("thinking"))
-            .or_else(|| text("reasoning")),
+        reasoning_content: ["reasoning_content", "thinking", "reasoning"]
+            .into_iter()
+            .find_map(text),
         tool_calls,
         tool_call_id: text("tool_call_id"),
         name: text("name"),
     })
 }
 
-/// `tools` as a list, or as a string of JSON that holds one (Arrow files keep them so).
+/// `tools` as a list, or as a string of JSON that holds one, as in Arrow files.
 fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, Error> {
     let expected = "a list of tools or a string of JSON";
     let tools = match present(row, "tools") {
@@ -188,10 +188,6 @@ fn mask_entry(value: &Value) -> Result<bool, Error> {
     }
 }
 
-fn is_empty_list(value: &Value) -> bool {
-    value.as_array().is_some_and(Vec::is_empty)
-}
-
 fn array<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, Error> {
     value.as_array().ok_or_else(|| field_type(field, "an array", value))
 }
@@ -206,16 +202,18 @@ fn field_type(field: &str, expected: &'static str, found: &Value) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
-    /// `role: content` of every turn, joined by ` | `.
+    fn conversation(row: &Value) -> Conversation {
+        match parse_row(row).unwrap() {
+            Row::Conversation(conversation) => conversation,
+            Row::Tokenized { .. } => panic!("{row} was taken for a tokenized row"),
+        }
+    }
+
+    /// Compares `role: content` of every turn, joined by ` | `.
     fn check(row: Value, expect: &str) {
-        let Row::Conversation(conversation) = parse_row(&row).unwrap() else {
-            panic!("{row} was taken for a tokenized row")
-        };
-        let found: Vec<String> = conversation
+        let found: Vec<String> = conversation(&row)
             .messages
             .iter()
             .map(|m| format!("{:?}: {}", m.role, m.content.as_str().unwrap_or("-")))
@@ -230,49 +228,54 @@ mod tests {
 
     #[test]
     fn every_layout_is_recognised() {
+        let expect = "User: q | Assistant: a";
+        let turns = json!([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]);
+        check(json!({"id": "x", "conversations": turns}), expect);
+        check(json!({"question": "q", "answer": "a"}), expect);
+        check(json!({"messages": null, "question": "q", "answer": "a"}), expect);
+        check(json!({"prompt": "q", "completion": "a"}), expect);
+        check(json!({"query": "q", "response": "a"}), expect);
+        check(json!({"instruction": "q", "response": "a"}), expect);
+        check(json!({"instruction": "q", "input": "", "output": "a"}), expect);
         check(
-            json!({"id": "x", "conversations": [
-                {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}),
-            "User: q | Assistant: a",
+            json!({"instruction": "q", "input": "i", "output": "a"}),
+            "User: q\ni | Assistant: a",
         );
-        check(
-            json!({"prompt": "ignored", "messages": [
-                {"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}),
-            "System: s | User: q",
-        );
-        check(json!({"question": "q", "answer": "a"}), "User: q | Assistant: a");
-        check(
-            json!({"instruction": "do", "input": "this", "output": "done"}),
-            "User: do\nthis | Assistant: done",
-        );
-        check(
-            json!({"instruction": "do", "input": "", "output": "done"}),
-            "User: do | Assistant: done",
-        );
-        check(json!({"prompt": "q", "completion": "a"}), "User: q | Assistant: a");
-        check(
-            json!({"input": [{"role": "user", "content": "q"}], "output": "a"}),
-            "User: q | Assistant: a",
-        );
+        check(json!({"problem": "q", "solution": "a", "answer": "4"}), expect);
         check(json!({"turns": ["one", "two"], "question_id": 1}), "User: one | User: two");
-        check(
-            json!({"system": "s", "question": "q", "answer": "a"}),
-            "System: s | User: q | Assistant: a",
-        );
+        let with_system = json!({"system": "s", "question": "q", "answer": "a"});
+        check(with_system, "System: s | User: q | Assistant: a");
+    }
+
+    #[test]
+    fn either_side_of_a_pair_may_be_a_list_of_turns() {
+        let user = json!({"role": "user", "content": "q"});
+        check(json!({"input": [user], "output": "a"}), "User: q | Assistant: a");
+        let prompt = json!([{"role": "system", "content": "s"}, user]);
+        let completion = json!([{"role": "assistant", "content": "a"}]);
+        let both = json!({"prompt": prompt, "completion": completion});
+        check(both, "System: s | User: q | Assistant: a");
+    }
+
+    #[test]
+    fn a_list_of_turns_wins_over_columns_beside_it() {
+        let turns = json!([{"from": "human", "value": "q"}]);
+        let row =
+            json!({"instruction": "i", "response": "r", "system": "s", "conversations": turns});
+        check(row, "System: s | User: q");
+        let turns = json!([{"role": "system", "content": "own"}, {"role": "user", "content": "q"}]);
+        check(json!({"prompt": "ignored", "messages": turns}), "System: own | User: q");
+        check(json!({"system": "s", "messages": turns}), "System: own | User: q");
     }
 
     #[test]
     fn pre_tokenized_columns_win() {
+        let check = |row: Value, input_ids: Vec<i64>, loss_mask: Vec<bool>| {
+            assert_eq!(parse_row(&row).unwrap(), Row::Tokenized { input_ids, loss_mask });
+        };
         let row = json!({"question": "q", "answer": "a", "input_ids": [5, 6], "loss_mask": [0, 1]});
-        assert_eq!(
-            parse_row(&row).unwrap(),
-            Row::Tokenized { input_ids: vec![5, 6], loss_mask: vec![false, true] }
-        );
-        let row = json!({"input_ids": [5], "loss_mask": [true]});
-        assert_eq!(
-            parse_row(&row).unwrap(),
-            Row::Tokenized { input_ids: vec![5], loss_mask: vec![true] }
-        );
+        check(row, vec![5, 6], vec![false, true]);
+        check(json!({"input_ids": [5], "loss_mask": [true]}), vec![5], vec![true]);
         check_error(json!({"input_ids": [1], "loss_mask": []}), "1 entries but loss_mask has 0");
         check_error(json!({"input_ids": [-1], "loss_mask": [1]}), "must be a token id");
         check_error(json!({"input_ids": [1], "loss_mask": [2]}), "must be 0 or 1");
@@ -281,75 +284,41 @@ mod tests {
     #[test]
     fn tools_and_reasoning_are_kept() {
         let call = json!([{"function": {"name": "f", "arguments": "{}"}}]);
-        let row = json!({
+        let conversation = conversation(&json!({
             "messages": [
                 {"role": "user", "content": "q"},
                 {"role": "assistant", "content": null, "tool_calls": call, "thinking": "hm"},
                 {"role": "tool", "content": "1", "tool_call_id": "c"},
                 {"role": "assistant", "content": "a", "tool_calls": []}],
             "tools": "[{\"name\": \"f\"}]"
-        });
-        let Row::Conversation(conversation) = parse_row(&row).unwrap() else { unreachable!() };
+        }));
         assert_eq!(conversation.tools, Some(json!([{"name": "f"}])));
         let turns = &conversation.messages;
-        assert_eq!(turns[1].content, Value::Null);
-        assert_eq!(turns[1].tool_calls, Some(call));
+        assert_eq!((&turns[1].content, &turns[1].tool_calls), (&Value::Null, &Some(call)));
         assert_eq!(turns[1].reasoning_content.as_deref(), Some("hm"));
         assert_eq!(turns[2].tool_call_id.as_deref(), Some("c"));
         assert_eq!(turns[3].tool_calls, None);
     }
 
     #[test]
-    fn either_side_of_a_pair_may_be_a_list_of_turns() {
-        check(
-            json!({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
-                "completion": [{"role": "assistant", "content": "a"}]}),
-            "System: s | User: q | Assistant: a",
-        );
-        check(json!({"query": "q", "response": "a"}), "User: q | Assistant: a");
-        check(json!({"problem": "p", "solution": "s", "answer": "4"}), "User: p | Assistant: s");
-        check(json!({"instruction": "i", "response": "r"}), "User: i | Assistant: r");
-    }
-
-    #[test]
-    fn a_list_of_turns_wins_over_columns_beside_it() {
-        check(
-            json!({"instruction": "i", "response": "r", "system": "s",
-                "conversations": [{"from": "human", "value": "q"}]}),
-            "System: s | User: q",
-        );
-        check(
-            json!({"system": "s", "messages": [{"role": "system", "content": "own"}]}),
-            "System: own",
-        );
-        check(json!({"messages": null, "question": "q", "answer": "a"}), "User: q | Assistant: a");
-    }
-
-    #[test]
     fn content_may_be_missing_or_in_parts() {
-        let row = json!({"messages": [
-            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        let parts = json!([{"type": "text", "text": "q"}]);
+        let conversation = conversation(&json!({"messages": [
+            {"role": "user", "content": parts},
             {"role": "assistant", "content": null},
-            {"from": "gpt"}]});
-        let Row::Conversation(conversation) = parse_row(&row).unwrap() else { unreachable!() };
+            {"from": "gpt"}]}));
         let contents: Vec<&Value> = conversation.messages.iter().map(|m| &m.content).collect();
-        assert_eq!(contents, [&json!([{"type": "text", "text": "q"}]), &json!(""), &json!("")]);
-        check_error(
-            json!({"messages": [{"role": "user", "content": 5}]}),
-            "content must be a string",
-        );
-        check_error(json!({"messages": ["q"]}), "messages[] must be an object");
-        check_error(json!({"messages": [{"content": "q"}]}), "messages[].role must be a string");
+        assert_eq!(contents, [&parts, &json!(""), &json!("")]);
+        let number = json!([{"role": "user", "content": 5}]);
+        check_error(json!({"messages": number}), "content must be a string");
     }
 
     #[test]
     fn tools_may_be_empty_in_many_ways() {
         for tools in [json!(null), json!([]), json!(""), json!("  "), json!("null"), json!("[]")] {
             let row = json!({"messages": [], "tools": tools});
-            let Row::Conversation(conversation) = parse_row(&row).unwrap() else { unreachable!() };
-            assert_eq!(conversation.tools, None, "{row}");
+            assert_eq!(conversation(&row).tools, None, "{row}");
         }
-        check_error(json!({"messages": [], "tools": {"a": 1}}), "found an object");
     }
 
     #[test]
@@ -357,8 +326,11 @@ mod tests {
         check_error(json!([1]), "must be a JSON object, found an array");
         check_error(json!({"text": "x", "url": "y"}), "fields [text, url]");
         check_error(json!({"messages": "x"}), "messages must be an array");
+        check_error(json!({"messages": ["q"]}), "messages[] must be an object");
+        check_error(json!({"messages": [{"content": "q"}]}), "messages[].role must be a string");
         check_error(json!({"messages": [{"role": "alien", "content": ""}]}), "\"alien\"");
         check_error(json!({"question": "q", "answer": 4}), "answer must be a string");
         check_error(json!({"messages": [], "tools": "{"}), "tools must be a list of tools");
+        check_error(json!({"messages": [], "tools": {"a": 1}}), "found an object");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Transformers uses Jinja2 with `trim_blocks`, `lstrip_blocks`, loop controls, its own `tojson`,
 //! `raise_exception`, `strftime_now` and a `{% generation %}` tag. minijinja differs from Jinja2
-//! in some corners that real templates reach; `template/python.rs` closes those.
+//! in some corners that real templates reach; `template/python.rs` takes care of those.
 
 mod python;
 
@@ -23,10 +23,9 @@ const TOOL_USE: &str = "tool_use";
 
 /// A compiled chat template with the variables that it always sees.
 #[derive(Debug)]
-pub struct ChatTemplate {
+pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
-    variables: BTreeMap<String, Value>,
-    has_tool_use: bool,
+    pub(crate) variables: BTreeMap<String, Value>,
 }
 
 impl ChatTemplate {
@@ -34,78 +33,44 @@ impl ChatTemplate {
     /// `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list
     /// of named templates of which `default` and `tool_use` count). `variables` are the special
     /// tokens (`bos_token`, ...) that the template may name.
-    ///
-    /// # Errors
-    /// [`Error::NoTemplate`], [`Error::BadTemplate`], [`Error::Read`], [`Error::ModelJson`].
-    pub fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
+    pub(crate) fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
         let (path, sources) = find_sources(dir)?;
-        Self::compile(sources, variables, &path)
-    }
-
-    /// Compiles one template; `path` is for messages.
-    ///
-    /// # Errors
-    /// [`Error::BadTemplate`].
-    pub fn from_source(
-        source: &str,
-        variables: BTreeMap<String, Value>,
-        path: &Path,
-    ) -> Result<Self, Error> {
-        Self::compile(vec![(DEFAULT.to_owned(), source.to_owned())], variables, path)
-    }
-
-    fn compile(
-        sources: Vec<(String, String)>,
-        variables: BTreeMap<String, Value>,
-        path: &Path,
-    ) -> Result<Self, Error> {
         let mut environment = python::environment();
-        let mut has_tool_use = false;
         for (name, source) in sources {
-            has_tool_use |= name == TOOL_USE;
             let source = python::replace_generation_tags(&source);
             environment.add_template_owned(name, source).map_err(|error| Error::BadTemplate {
-                path: path.into(),
+                path: path.clone(),
                 reason: explain(&error),
             })?;
         }
-        Ok(Self { environment, variables, has_tool_use })
+        Ok(Self { environment, variables })
     }
 
-    /// Adds variables that the template sees, such as `enable_thinking`; they win over equals.
-    pub fn extend_variables(&mut self, variables: impl IntoIterator<Item = (String, Value)>) {
-        self.variables.extend(variables);
-    }
-
-    /// Renders a conversation to text.
-    ///
-    /// # Errors
-    /// [`Error::Render`] with the template's own words when it refuses the conversation.
-    pub fn render(
+    /// See [`crate::ChatTokenizer::render`].
+    pub(crate) fn render(
         &self,
         messages: &[Message],
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let named = if self.has_tool_use && tools.is_some() { TOOL_USE } else { DEFAULT };
-        let refused = |error: minijinja::Error| Error::Render { reason: explain(&error) };
-        self.environment
-            .get_template(named)
+        let tool_use = tools.and_then(|_| self.environment.get_template(TOOL_USE).ok());
+        tool_use
+            .map_or_else(|| self.environment.get_template(DEFAULT), Ok)
             .and_then(|template| {
                 template.render(context! {
                     messages, tools, add_generation_prompt, documents => (),
                     ..minijinja::Value::from_serialize(&self.variables)
                 })
             })
-            .map_err(refused)
+            .map_err(|error| Error::Render { reason: explain(&error) })
     }
 }
 
-/// The engine's complaint on one line, with the template's line where it knows it.
+/// The engine's message on one line, with the template's line where it is known.
 fn explain(error: &minijinja::Error) -> String {
     let text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     match error.line() {
-        // What a template raises on purpose is a sentence of its own.
+        // What a template raises on purpose is a complete sentence.
         Some(line) if !python::is_raised(error) => format!("{text} (line {line} of the template)"),
         _ => text,
     }
@@ -159,15 +124,16 @@ mod tests {
     use super::*;
     use crate::message::Role;
 
-    fn template(source: &str) -> ChatTemplate {
-        let variables = BTreeMap::from([("bos_token".to_owned(), json!("<s>"))]);
-        ChatTemplate::from_source(source, variables, Path::new("t.jinja")).unwrap()
+    fn template(source: &str) -> Result<ChatTemplate, Error> {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+        ChatTemplate::load(dir.path(), BTreeMap::from([("bos_token".to_owned(), json!("<s>"))]))
     }
 
     /// Renders a one-turn conversation, without a generation prompt.
     fn check(source: &str, expect: &str) {
         let messages = [Message::text(Role::User, "a<b>\n")];
-        let found = template(source).render(&messages, None, false).unwrap();
+        let found = template(source).unwrap().render(&messages, None, false).unwrap();
         assert_eq!(found, expect, "{source}");
     }
 
@@ -180,7 +146,7 @@ mod tests {
         check("{{ messages[0] | tojson }}", r#"{"role": "user", "content": "a<b>\n"}"#);
         check("{{ add_generation_prompt }}", "False");
         check(
-            "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            "{% for i in [0, 1, 2] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
             "01",
         );
     }
@@ -193,17 +159,15 @@ mod tests {
 
     #[test]
     fn a_refusal_carries_the_words_of_the_template() {
-        let template = template("{{ raise_exception('roles must alternate') }}");
+        let template = template("{{ raise_exception('roles must alternate') }}").unwrap();
         let error = template.render(&[], None, false).unwrap_err().to_string();
         assert_eq!(error, "the chat template refused the conversation: roles must alternate");
     }
 
     #[test]
     fn a_syntax_error_names_file_and_line() {
-        let error = ChatTemplate::from_source("\n{% if %}", BTreeMap::new(), Path::new("t.jinja"))
-            .unwrap_err()
-            .to_string();
-        assert!(error.starts_with("the chat template in t.jinja does not parse: "), "{error}");
+        let error = template("\n{% if %}").unwrap_err().to_string();
+        assert!(error.contains("chat_template.jinja does not parse: "), "{error}");
         assert!(error.ends_with("(line 2 of the template)"), "{error}");
     }
 

@@ -24,7 +24,6 @@ pub struct ChatTokenizer {
     template: Option<ChatTemplate>,
     segmenter: Option<Segmenter>,
     special: SpecialIds,
-    size: usize,
     dir: PathBuf,
 }
 
@@ -38,8 +37,8 @@ impl ChatTokenizer {
     /// [`Error::BadTemplate`], [`Error::Read`].
     pub fn load(model_dir: &Path) -> Result<Self, Error> {
         let path = model_dir.join("tokenizer.json");
-        let text = read_optional(&path)?
-            .ok_or_else(|| Error::NoTokenizer { dir: model_dir.to_path_buf() })?;
+        let text =
+            read_optional(&path)?.ok_or_else(|| Error::NoTokenizer { dir: model_dir.into() })?;
         let bad = |reason: String| Error::BadTokenizer { path: path.clone(), reason };
         let mut tokenizer = Tokenizer::from_bytes(&text).map_err(|error| bad(error.to_string()))?;
         // Transformers switches both off when it encodes a rendered template.
@@ -56,14 +55,13 @@ impl ChatTokenizer {
         Ok(Self {
             segmenter: Segmenter::new(&tokenizer),
             special: SpecialIds::find(&tokenizer, &config),
-            size: tokenizer.get_vocab_size(true),
             template,
             tokenizer,
-            dir: model_dir.to_path_buf(),
+            dir: model_dir.into(),
         })
     }
 
-    /// Adds variables that the chat template sees, such as `enable_thinking`.
+    /// Adds variables that the chat template sees, such as `enable_thinking`, or replaces them.
     ///
     /// # Errors
     /// [`Error::NoTemplate`].
@@ -72,30 +70,23 @@ impl ChatTokenizer {
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<(), Error> {
         let missing = Error::NoTemplate { dir: self.dir.clone() };
-        self.template.as_mut().ok_or(missing)?.extend_variables(variables);
+        self.template.as_mut().ok_or(missing)?.variables.extend(variables);
         Ok(())
-    }
-
-    /// The chat template.
-    ///
-    /// # Errors
-    /// [`Error::NoTemplate`] when the model directory has none.
-    pub fn template(&self) -> Result<&ChatTemplate, Error> {
-        self.template.as_ref().ok_or_else(|| Error::NoTemplate { dir: self.dir.clone() })
     }
 
     /// Renders a conversation to text through the chat template. `tools` is a list of JSON
     /// schemas; `add_generation_prompt` ends the text where the model's answer starts.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`], [`Error::Render`].
+    /// [`Error::NoTemplate`], or [`Error::Render`] with the template's own words.
     pub fn render(
         &self,
         messages: &[Message],
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        self.template()?.render(messages, tools, add_generation_prompt)
+        let missing = || Error::NoTemplate { dir: self.dir.clone() };
+        self.template.as_ref().ok_or_else(missing)?.render(messages, tools, add_generation_prompt)
     }
 
     /// Token ids of `text`; special tokens written in it count as such, none are added.
@@ -106,9 +97,9 @@ impl ChatTokenizer {
         segments::encode_whole(&self.tokenizer, text)
     }
 
-    /// As [`Self::encode`], with the same result, but encodes each stretch of text between two
-    /// special tokens only once as long as `cache` remembers it. The renders of one conversation
-    /// share nearly all their stretches.
+    /// The same ids as [`Self::encode`], but each stretch of text between two special tokens is
+    /// encoded only once while `cache` remembers it. The renders of one conversation share nearly
+    /// all their stretches.
     ///
     /// # Errors
     /// [`Error::Tokenize`].
@@ -147,12 +138,12 @@ impl ChatTokenizer {
     /// Entries of the vocabulary, added tokens included: `len(tokenizer)` of Transformers. A
     /// model's embedding may have more rows.
     pub fn len(&self) -> usize {
-        self.size
+        self.tokenizer.get_vocab_size(true)
     }
 
     /// Whether the vocabulary is empty.
     pub fn is_empty(&self) -> bool {
-        self.size == 0
+        self.len() == 0
     }
 
     /// Ids of the special tokens that the tokenizer's configuration names.
@@ -178,96 +169,25 @@ fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use dflash_test_support::{Rng, random};
+    use dflash_test_support::{Rng, added_token, byte_tokenizer, random};
     use serde_json::json;
 
     use super::*;
-    use crate::message::Role;
 
-    /// A model directory with a byte-level tokenizer of 256 bytes and the given special tokens.
-    fn model_dir(special: &[&str], config: &Value) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        let json = test_tokenizer(special);
-        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
-        std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-        dir
-    }
-
-    fn test_tokenizer(special: &[&str]) -> Value {
-        let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
-        let mut letters: Vec<char> = alphabet.into_iter().collect();
-        letters.sort_unstable();
-        let vocabulary: Map<String, Value> =
-            letters.iter().enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
-        let added: Vec<Value> = special
-            .iter()
-            .enumerate()
-            .map(|(index, content)| {
-                json!({"id": 256 + index, "content": content, "single_word": false,
-                    "lstrip": false, "rstrip": false, "normalized": false, "special": true})
-            })
-            .collect();
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false,
-            "trim_offsets": true, "use_regex": true});
-        json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
-            "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": null, "unk_token": null,
-                "continuing_subword_prefix": null, "end_of_word_suffix": null,
-                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-                "vocab": vocabulary, "merges": []}})
-    }
-
-    #[test]
-    fn special_tokens_of_the_configuration_are_found_and_added() {
-        let config = json!({
-            "chat_template": "{{ eos_token }}{{ messages[0].content }}",
-            "eos_token": "<|end|>", "pad_token": {"content": "<|pad|>"},
-            "extra_special_tokens": ["<|mask|>"]});
-        let dir = model_dir(&["<|end|>"], &config);
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.len(), 259);
-        let ids = tokenizer.special_ids();
-        assert_eq!((ids.eos, ids.pad, ids.mask), (Some(256), Some(257), Some(258)));
-        assert_eq!((ids.bos, ids.unk), (None, None));
-        let rendered =
-            tokenizer.render_ids(&[Message::text(Role::User, "<|pad|>a")], None, false).unwrap();
-        assert_eq!(rendered[..2], [256, 257]);
-        assert_eq!(tokenizer.decode(&rendered, true).unwrap(), "a");
-        assert_eq!(tokenizer.decode(&rendered, false).unwrap(), "<|end|><|pad|>a");
-    }
-
-    #[test]
-    fn a_missing_template_matters_only_to_rendering() {
-        let dir = model_dir(&[], &json!({}));
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.encode("ab").unwrap().len(), 2);
-        let error = tokenizer.render(&[], None, false).unwrap_err().to_string();
-        assert!(error.contains("has no chat template"), "{error}");
-    }
-
-    #[test]
-    fn a_directory_without_a_tokenizer_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("has no tokenizer.json"), "{error}");
-        std::fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
-        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("tokenizer.json is not a tokenizer"), "{error}");
+    fn segmenter(json: &Value) -> (Tokenizer, Option<Segmenter>) {
+        let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
+        let segmenter = Segmenter::new(&tokenizer);
+        (tokenizer, segmenter)
     }
 
     #[test]
     fn cached_encoding_equals_encoding() {
-        let dir = model_dir(&["<|a|>", "<|a|>b"], &json!({}));
-        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert!(tokenizer.segmenter.is_some());
+        let (tokenizer, segmenter) = segmenter(&byte_tokenizer(&["<|a|>", "<|a|>b"]));
+        let segmenter = segmenter.unwrap();
         let mut cache = SegmentCache::default();
         for text in ["", "<|a|>", "x<|a|>bc<|a|>é\n", "x<|a|>bc<|a|>é\n", "<|a", "  <|a|>  "] {
-            assert_eq!(
-                tokenizer.encode_cached(text, &mut cache).unwrap(),
-                tokenizer.encode(text).unwrap(),
-                "{text:?}"
-            );
+            let cached = segmenter.encode(&tokenizer, text, &mut cache).unwrap();
+            assert_eq!(cached, segments::encode_whole(&tokenizer, text).unwrap(), "{text:?}");
         }
     }
 
@@ -276,72 +196,35 @@ mod tests {
     #[test]
     fn cached_encoding_equals_encoding_on_random_texts() {
         let pieces = ["<|a|>", "<|b|>", "<|a", "|>", " ", "\n", "é", "word", "Ａ", "e\u{301}"];
-        let normalized = json!({"id": 258, "content": "word", "single_word": false,
-            "lstrip": false, "rstrip": false, "normalized": true, "special": false});
-        let mut plain = test_tokenizer(&["<|a|>", "<|b|>"]);
-        plain["added_tokens"].as_array_mut().unwrap().push(normalized);
+        let mut plain = byte_tokenizer(&["<|a|>", "<|b|>"]);
+        plain["added_tokens"].as_array_mut().unwrap().push(added_token(258, "word", false));
         let mut normalizing = plain.clone();
         normalizing["normalizer"] = json!({"type": "NFKC"});
         let mut prepending = plain.clone();
         prepending["pre_tokenizer"]["add_prefix_space"] = json!(true);
         for json in [plain, normalizing, prepending] {
-            let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
-            let segmenter = Segmenter::new(&tokenizer).unwrap();
+            let (tokenizer, segmenter) = segmenter(&json);
+            let segmenter = segmenter.unwrap();
             let mut cache = SegmentCache::default();
             let mut random = random();
             for _ in 0..300 {
-                let mut text = String::new();
-                for _ in 0..12 {
-                    text.push_str(pieces[random.random_range(0..pieces.len())]);
-                }
-                let whole = segments::encode_whole(&tokenizer, &text).unwrap();
-                assert_eq!(
-                    segmenter.encode(&tokenizer, &text, &mut cache).unwrap(),
-                    whole,
-                    "{text}"
-                );
+                let draw = |_| pieces[random.random_range(0..pieces.len())];
+                let text: String = (0..12).map(draw).collect();
+                let cached = segmenter.encode(&tokenizer, &text, &mut cache).unwrap();
+                assert_eq!(cached, segments::encode_whole(&tokenizer, &text).unwrap(), "{text}");
             }
         }
     }
 
     #[test]
-    fn further_variables_reach_the_template() {
-        let config =
-            json!({"chat_template": "{% if thinking is defined %}{{ thinking }}{% endif %}"});
-        let dir = model_dir(&[], &config);
-        let mut tokenizer = ChatTokenizer::load(dir.path()).unwrap();
-        assert_eq!(tokenizer.render(&[], None, false).unwrap(), "");
-        tokenizer.extend_template_variables([("thinking".to_owned(), json!(false))]).unwrap();
-        assert_eq!(tokenizer.render(&[], None, false).unwrap(), "False");
-        let mut bare = ChatTokenizer::load(model_dir(&[], &json!({})).path()).unwrap();
-        assert!(matches!(bare.extend_template_variables([]), Err(Error::NoTemplate { .. })));
-    }
-
-    #[test]
-    fn older_configurations_fill_gaps() {
-        let dir = model_dir(&["<e>", "<p>"], &json!({"eos_token": "<e>"}));
-        let map = json!({"eos_token": "<p>", "pad_token": "<p>"});
-        std::fs::write(dir.path().join("special_tokens_map.json"), map.to_string()).unwrap();
-        let ids = ChatTokenizer::load(dir.path()).unwrap().special_ids();
-        assert_eq!((ids.eos, ids.pad), (Some(256), Some(257)));
-        std::fs::write(dir.path().join("special_tokens_map.json"), "[").unwrap();
-        let error = ChatTokenizer::load(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("special_tokens_map.json is not valid JSON"), "{error}");
-    }
-
-    #[test]
     fn position_dependent_tokenizers_are_not_cut() {
-        let mut json = test_tokenizer(&["<|a|>"]);
-        json["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",
+        let plain = byte_tokenizer(&["<|a|>"]);
+        assert!(segmenter(&plain).1.is_some());
+        let mut first = plain.clone();
+        first["pre_tokenizer"] = json!({"type": "Metaspace", "replacement": "▁",
             "prepend_scheme": "first", "split": true});
-        let build = |json: &Value| {
-            let tokenizer = Tokenizer::from_bytes(json.to_string()).unwrap();
-            Segmenter::new(&tokenizer).is_some()
-        };
-        assert!(!build(&json));
-        let mut json = test_tokenizer(&["<|a|>"]);
-        assert!(build(&json));
-        json["added_tokens"][0]["rstrip"] = json!(true);
-        assert!(!build(&json));
+        let mut stripping = plain;
+        stripping["added_tokens"][0]["rstrip"] = json!(true);
+        assert!(segmenter(&first).1.is_none() && segmenter(&stripping).1.is_none());
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! `templates/make_expected.py` made the expectations; it stands beside them.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use dflash_text::{ChatTemplate, Conversation, Row, parse_row};
+use dflash_test_support::byte_tokenizer;
+use dflash_text::{ChatTokenizer, Conversation, Row, parse_row};
 use serde_json::Value;
 
 fn folder() -> PathBuf {
@@ -19,18 +19,20 @@ fn document() -> Value {
 fn conversation(row: &Value) -> Conversation {
     match parse_row(row).unwrap() {
         Row::Conversation(conversation) => conversation,
-        Row::Tokenized { .. } => panic!("{row} is no conversation"),
+        Row::Tokenized { .. } => panic!("{row} is not a conversation"),
     }
 }
 
 /// Compares every render of one template; `null` stands for a refusal.
 fn check(name: &str) {
     let document = document();
-    let variables: BTreeMap<String, Value> =
-        serde_json::from_value(document["variables"].clone()).unwrap();
-    let path = folder().join(name);
-    let source = std::fs::read_to_string(&path).unwrap();
-    let template = ChatTemplate::from_source(&source, variables, &path).unwrap();
+    let model = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(&[]).to_string();
+    std::fs::write(model.path().join("tokenizer.json"), tokenizer).unwrap();
+    std::fs::copy(folder().join(name), model.path().join("chat_template.jinja")).unwrap();
+    let mut tokenizer = ChatTokenizer::load(model.path()).unwrap();
+    let variables = document["variables"].as_object().unwrap().clone();
+    tokenizer.extend_template_variables(variables).unwrap();
     let rows = document["conversations"].as_array().unwrap();
     let expected = document["expected"][name].as_array().unwrap();
     assert_eq!(rows.len(), expected.len());
@@ -39,7 +41,7 @@ fn check(name: &str) {
         let conversation = conversation(row);
         for (prompt, expected) in [false, true].into_iter().zip(expected.as_array().unwrap()) {
             let tools = conversation.tools.as_ref();
-            let found = template.render(&conversation.messages, tools, prompt);
+            let found = tokenizer.render(&conversation.messages, tools, prompt);
             match expected.as_str() {
                 Some(text) => assert_eq!(found.unwrap(), text, "{name}, prompt {prompt}: {row}"),
                 None => assert!(found.is_err(), "{name} accepts {row}"),

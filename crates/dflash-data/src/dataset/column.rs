@@ -1,5 +1,6 @@
 //! A list column inside one record batch, read row by row.
 
+use arrow::array::layout;
 use arrow::datatypes::{DataType, Schema};
 use arrow::ipc;
 
@@ -17,20 +18,22 @@ pub(super) struct Column {
 }
 
 /// How one list item is stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 enum Item {
     Bit,
-    Signed(usize),
-    Unsigned(usize),
+    /// An integer of `width` bytes.
+    Integer {
+        width: usize,
+        signed: bool,
+    },
 }
 
 /// The column's place in its file, for one batch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ColumnSlice {
+    column: Column,
     offsets: u64,
     values: u64,
-    wide_offsets: bool,
-    item: Item,
 }
 
 impl Column {
@@ -38,17 +41,16 @@ impl Column {
     pub(super) fn find(shard: &Shard, schema: &Schema, name: &'static str) -> Result<Self, Error> {
         let mut place = (0, 0);
         for field in schema.fields() {
+            let data_type = field.data_type();
             if field.name() == name {
-                let (wide_offsets, item) = list_item(field.data_type())
-                    .ok_or_else(|| column_type(shard, name, field.data_type()))?;
+                let (wide_offsets, item) = list_item(data_type).ok_or_else(|| {
+                    let found = data_type.to_string();
+                    Error::ColumnType { path: shard.path.clone(), column: name, found }
+                })?;
                 return Ok(Self { name, node: place.0, buffer: place.1, wide_offsets, item });
             }
-            let (nodes, buffers) = extent(field.data_type()).ok_or_else(|| {
-                shard.broken(format!(
-                    "cannot skip column {} of {}",
-                    field.name(),
-                    field.data_type()
-                ))
+            let (nodes, buffers) = extent(data_type).ok_or_else(|| {
+                shard.broken(format!("cannot skip column {} of {data_type}", field.name()))
             })?;
             place = (place.0 + nodes, place.1 + buffers);
         }
@@ -74,12 +76,7 @@ impl Column {
             return Err(Error::Nulls { path: shard.path.clone(), column: self.name });
         }
         let at = |index: usize| body + buffers.get(self.buffer + index).offset() as u64;
-        Ok(ColumnSlice {
-            offsets: at(1),
-            values: at(3),
-            wide_offsets: self.wide_offsets,
-            item: self.item,
-        })
+        Ok(ColumnSlice { column: *self, offsets: at(1), values: at(3) })
     }
 }
 
@@ -101,25 +98,22 @@ impl ColumnSlice {
     pub(super) fn read_row(&self, shard: &Shard, row: usize) -> Result<Vec<i64>, Error> {
         let offsets = self.read_offsets(shard, row, 2)?;
         let (start, count) = (offsets[0], (offsets[1] - offsets[0]) as usize);
-        let width = match self.item {
-            Item::Bit => return self.read_bits(shard, start, count),
-            Item::Signed(width) | Item::Unsigned(width) => width,
-        };
-        let bytes = shard.read_at(self.values + start * width as u64, count * width)?;
-        let signed = matches!(self.item, Item::Signed(_));
-        Ok(bytes.chunks_exact(width).map(|item| little_endian(item, signed)).collect())
-    }
-
-    fn read_bits(&self, shard: &Shard, start: u64, count: usize) -> Result<Vec<i64>, Error> {
-        let skipped = (start % 8) as usize;
-        let bytes = shard.read_at(self.values + start / 8, (skipped + count).div_ceil(8))?;
-        Ok((skipped..skipped + count)
-            .map(|bit| i64::from(bytes[bit / 8] >> (bit % 8) & 1))
-            .collect())
+        match self.column.item {
+            Item::Integer { width, signed } => {
+                let bytes = shard.read_at(self.values + start * width as u64, count * width)?;
+                Ok(bytes.chunks_exact(width).map(|item| little_endian(item, signed)).collect())
+            }
+            Item::Bit => {
+                let first = (start % 8) as usize;
+                let bytes = shard.read_at(self.values + start / 8, (first + count).div_ceil(8))?;
+                let bit = |index: usize| i64::from(bytes[index / 8] >> (index % 8) & 1);
+                Ok((first..first + count).map(bit).collect())
+            }
+        }
     }
 
     fn read_offsets(&self, shard: &Shard, first: usize, count: usize) -> Result<Vec<u64>, Error> {
-        let width = if self.wide_offsets { 8 } else { 4 };
+        let width = if self.column.wide_offsets { 8 } else { 4 };
         let bytes = shard.read_at(self.offsets + (first * width) as u64, count * width)?;
         Ok(bytes.chunks_exact(width).map(|item| little_endian(item, false) as u64).collect())
     }
@@ -142,52 +136,36 @@ fn list_item(data_type: &DataType) -> Option<(bool, Item)> {
     };
     let item = match item.data_type() {
         DataType::Boolean => Item::Bit,
-        DataType::Int8 => Item::Signed(1),
-        DataType::Int16 => Item::Signed(2),
-        DataType::Int32 => Item::Signed(4),
-        DataType::Int64 => Item::Signed(8),
-        DataType::UInt8 => Item::Unsigned(1),
-        DataType::UInt16 => Item::Unsigned(2),
-        DataType::UInt32 => Item::Unsigned(4),
-        DataType::UInt64 => Item::Unsigned(8),
+        integer if integer.is_integer() => {
+            Item::Integer { width: integer.primitive_width()?, signed: integer.is_signed_integer() }
+        }
         _ => return None,
     };
     Some((wide, item))
 }
 
-fn column_type(shard: &Shard, column: &'static str, found: &DataType) -> Error {
-    Error::ColumnType {
-        path: shard.path.clone(),
-        column,
-        expected: "integers or booleans",
-        found: found.to_string(),
-    }
-}
-
 /// Field nodes and buffers that a column takes in a record batch (Arrow columnar format,
 /// "Recordbatch message"); `None` for types whose number of buffers varies.
 fn extent(data_type: &DataType) -> Option<(usize, usize)> {
-    let with_child = |buffers: usize, child: &DataType| {
-        let (nodes, more) = extent(child)?;
-        Some((1 + nodes, buffers + more))
+    let children: Vec<&DataType> = match data_type {
+        DataType::Union(..) | DataType::RunEndEncoded(..) => return None,
+        DataType::List(item)
+        | DataType::LargeList(item)
+        | DataType::ListView(item)
+        | DataType::LargeListView(item)
+        | DataType::FixedSizeList(item, _)
+        | DataType::Map(item, _) => vec![item.data_type()],
+        DataType::Struct(fields) => fields.iter().map(|field| field.data_type()).collect(),
+        // A dictionary-encoded column stores its indices.
+        _ => Vec::new(),
     };
-    match data_type {
-        DataType::Null => Some((1, 0)),
-        DataType::Utf8 | DataType::LargeUtf8 | DataType::Binary | DataType::LargeBinary => {
-            Some((1, 3))
-        }
-        DataType::Utf8View | DataType::BinaryView | DataType::Union(..) => None,
-        DataType::List(item) | DataType::LargeList(item) | DataType::Map(item, _) => {
-            with_child(2, item.data_type())
-        }
-        DataType::ListView(item) | DataType::LargeListView(item) => with_child(3, item.data_type()),
-        DataType::FixedSizeList(item, _) => with_child(1, item.data_type()),
-        DataType::Struct(fields) => fields.iter().try_fold((1, 1), |(nodes, buffers), field| {
-            let (more_nodes, more_buffers) = extent(field.data_type())?;
-            Some((nodes + more_nodes, buffers + more_buffers))
-        }),
-        DataType::RunEndEncoded(..) => None,
-        // Validity and values; a dictionary-encoded column stores its indices so.
-        _ => Some((1, 2)),
+    let own = layout(data_type);
+    if own.variadic {
+        return None;
     }
+    let own_buffers = own.buffers.len() + usize::from(own.can_contain_null_mask);
+    children.into_iter().try_fold((1, own_buffers), |(nodes, buffers), child| {
+        let (more_nodes, more_buffers) = extent(child)?;
+        Some((nodes + more_nodes, buffers + more_buffers))
+    })
 }

@@ -11,16 +11,16 @@ use crate::error::Error;
 /// Announces a message since Arrow 0.15; older files start with the length itself.
 const CONTINUATION: u32 = u32::MAX;
 
-/// A record batch as it lies in its shard.
+/// The two columns of a record batch, by their places in the shard.
 #[derive(Debug)]
-pub(super) struct FoundBatch {
+pub(super) struct Columns {
     pub(super) rows: usize,
     pub(super) input_ids: ColumnSlice,
     pub(super) loss_mask: ColumnSlice,
 }
 
 /// All record batches of a shard, in order.
-pub(super) fn scan_shard(shard: &Shard) -> Result<Vec<FoundBatch>, Error> {
+pub(super) fn scan_shard(shard: &Shard) -> Result<Vec<Columns>, Error> {
     let read = |source| Error::Read { path: shard.path.clone(), source };
     let size = shard.file.metadata().map_err(read)?.len();
     let mut batches = Vec::new();
@@ -88,14 +88,14 @@ fn read_batch(
     message: &ipc::Message<'_>,
     columns: &(Column, Column),
     body: u64,
-) -> Result<FoundBatch, Error> {
+) -> Result<Columns, Error> {
     let batch = message
         .header_as_record_batch()
         .ok_or_else(|| shard.broken("a record batch has no header"))?;
     if batch.compression().is_some() {
         return Err(shard.broken("its buffers are compressed"));
     }
-    Ok(FoundBatch {
+    Ok(Columns {
         rows: usize::try_from(batch.length()).unwrap_or(0),
         input_ids: columns.0.locate(shard, batch, body)?,
         loss_mask: columns.1.locate(shard, batch, body)?,

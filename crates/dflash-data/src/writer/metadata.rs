@@ -42,7 +42,7 @@ pub(super) fn dataset_info() -> String {
     format!("{info:#}\n")
 }
 
-/// `state.json`: the shards in order, and rows as tensors when asked for.
+/// `state.json`: the shards in order, read as tensors by default.
 pub(super) fn state(shards: &[String], fingerprint: &str) -> String {
     let files: Vec<Value> = shards.iter().map(|name| json!({"filename": name})).collect();
     let state = json!({

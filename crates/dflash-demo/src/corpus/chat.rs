@@ -2,7 +2,7 @@
 
 use rand::Rng;
 
-use super::words::{day_name, name, two_cities, two_goods, weekday};
+use super::words::{CITIES, GOODS, day_name, name, two_of, weekday};
 use super::{Exchange, Random};
 
 /// Every kind of small talk.
@@ -40,7 +40,7 @@ fn counting(random: &mut Random) -> Exchange {
 }
 
 fn letter(random: &mut Random) -> Exchange {
-    let (who, [from, to]) = (name(random), two_cities(random));
+    let (who, [from, to]) = (name(random), two_of(CITIES, random));
     Exchange {
         question: format!(
             "Write a short note to {who}, who is moving from {from} to {to}, and wish all the best."
@@ -54,7 +54,7 @@ fn letter(random: &mut Random) -> Exchange {
 }
 
 fn list(random: &mut Random) -> Exchange {
-    let ([first, second], who) = (two_goods(random), name(random));
+    let ([first, second], who) = (two_of(GOODS, random), name(random));
     let (a, b) = (random.random_range(2..=40_u32), random.random_range(2..=40_u32));
     let (more, fewer) = if a >= b { (first, second) } else { (second, first) };
     Exchange {

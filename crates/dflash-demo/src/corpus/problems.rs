@@ -2,20 +2,20 @@
 
 use rand::Rng;
 
-use super::words::{good, name, two_cities, two_goods, two_names};
+use super::words::{CITIES, GOODS, NAMES, goods, name, two_of};
 use super::{Exchange, Random};
 
 /// Every kind of problem.
 pub(super) const KINDS: &[fn(&mut Random) -> Exchange] =
     &[shopping, sharing, travelling, saving, reading, planting, comparing, baking];
 
-/// Small enough that the products of two can be learnt by heart.
+/// Small enough that the products of two can be learned by heart.
 fn small(random: &mut Random) -> u32 {
     random.random_range(2..=9)
 }
 
 fn shopping(random: &mut Random) -> Exchange {
-    let (who, [first, second]) = (name(random), two_goods(random));
+    let (who, [first, second]) = (name(random), two_of(GOODS, random));
     let (a, p, b, q) = (small(random), small(random), small(random), small(random));
     let (one, two) = (a * p, b * q);
     Exchange {
@@ -34,7 +34,7 @@ fn shopping(random: &mut Random) -> Exchange {
 }
 
 fn sharing(random: &mut Random) -> Exchange {
-    let (who, (_, goods)) = (name(random), good(random));
+    let (who, goods) = (name(random), goods(random));
     let (friends, each, left) = (small(random), small(random), random.random_range(1..=9));
     let total = friends * each + left;
     Exchange {
@@ -52,7 +52,7 @@ fn sharing(random: &mut Random) -> Exchange {
 }
 
 fn travelling(random: &mut Random) -> Exchange {
-    let (who, [from, to]) = (name(random), two_cities(random));
+    let (who, [from, to]) = (name(random), two_of(CITIES, random));
     let (hours, speed) = (small(random), 10 * small(random));
     Exchange {
         question: format!(
@@ -126,7 +126,7 @@ fn planting(random: &mut Random) -> Exchange {
 }
 
 fn comparing(random: &mut Random) -> Exchange {
-    let ([one, two], (_, goods)) = (two_names(random), good(random));
+    let ([one, two], goods) = (two_of(NAMES, random), goods(random));
     let (few, factor) = (small(random), random.random_range(2..=4));
     let many = few * factor;
     Exchange {

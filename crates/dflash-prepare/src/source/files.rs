@@ -4,11 +4,12 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dflash_text::{RawRows, raw_rows};
+use dflash_text::raw_rows;
+use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 
-use super::{Content, Record};
+use super::{Content, Record, Records};
 use crate::error::Error;
 
 /// File name endings that we read.
@@ -46,61 +47,37 @@ fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
     Ok(())
 }
 
-/// Iterator over the records of one file.
-pub(crate) struct FileRecords {
-    path: Arc<Path>,
-    rows: Rows,
-    row: usize,
+/// The records of one file, or the error that keeps it from opening.
+pub(super) fn records(path: &Path) -> Records<'static> {
+    let is_parquet = path.extension().is_some_and(|ending| ending == "parquet");
+    let opened = if is_parquet { parquet_records(path) } else { json_records(path) };
+    opened.unwrap_or_else(|error| Box::new(std::iter::once(Err(error))))
 }
 
-enum Rows {
-    Json(Box<RawRows>),
-    Parquet { rows: Box<RowIter<'static>>, bytes_per_row: u64 },
+fn json_records(path: &Path) -> Result<Records<'static>, Error> {
+    let path: Arc<Path> = path.into();
+    Ok(Box::new(raw_rows(&path)?.map(move |row| {
+        let row = row?;
+        let (line, bytes) = (row.line, row.bytes.len() as u64 + 1);
+        Ok(Record { path: Arc::clone(&path), line, content: Content::Json(row), bytes })
+    })))
 }
 
-impl FileRecords {
-    pub(crate) fn open(path: &Path) -> Result<Self, Error> {
-        let rows = match path.extension().is_some_and(|ending| ending == "parquet") {
-            true => open_parquet(path)?,
-            false => Rows::Json(Box::new(raw_rows(path)?)),
-        };
-        Ok(Self { path: path.into(), rows, row: 0 })
-    }
-}
-
-impl Iterator for FileRecords {
-    type Item = Result<Record, Error>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.row += 1;
-        let (line, content, bytes) = match &mut self.rows {
-            Rows::Json(rows) => match rows.next()? {
-                Ok(row) => {
-                    let bytes = row.bytes.len() as u64 + 1;
-                    (row.line, Content::Json(row.bytes), bytes)
-                }
-                Err(error) => return Some(Err(error.into())),
-            },
-            Rows::Parquet { rows, bytes_per_row } => match rows.next()? {
-                Ok(row) => (self.row, Content::Value(row.to_json_value()), *bytes_per_row),
-                Err(error) => return Some(Err(parquet_error(&self.path)(error))),
-            },
-        };
-        Some(Ok(Record { path: Arc::clone(&self.path), line, content, bytes }))
-    }
-}
-
-fn open_parquet(path: &Path) -> Result<Rows, Error> {
-    let read = |source| dflash_text::Error::Read { path: path.into(), source };
-    let file = File::open(path).map_err(read)?;
+fn parquet_records(path: &Path) -> Result<Records<'static>, Error> {
+    let path: Arc<Path> = path.into();
+    let read = |source| dflash_text::Error::Read { path: path.to_path_buf(), source };
+    let file = File::open(&path).map_err(read)?;
     let size = file.metadata().map_err(read)?.len();
-    let reader = SerializedFileReader::new(file).map_err(parquet_error(path))?;
+    let reader = SerializedFileReader::new(file).map_err(parquet_error(&path))?;
     let count = u64::try_from(reader.metadata().file_metadata().num_rows()).unwrap_or(0);
+    let bytes = size / count.max(1);
     let rows = RowIter::from_file_into(Box::new(reader));
-    Ok(Rows::Parquet { rows: Box::new(rows), bytes_per_row: size / count.max(1) })
+    Ok(Box::new((1..).zip(rows).map(move |(line, row)| {
+        let content = Content::Value(row.map_err(parquet_error(&path))?.to_json_value());
+        Ok(Record { path: Arc::clone(&path), line, content, bytes })
+    })))
 }
 
-fn parquet_error(path: &Path) -> impl FnOnce(parquet::errors::ParquetError) -> Error {
-    let path = path.to_path_buf();
-    move |source| Error::Parquet { path, source }
+fn parquet_error(path: &Path) -> impl FnOnce(ParquetError) -> Error {
+    move |source| Error::Parquet { path: path.into(), source }
 }

@@ -4,8 +4,8 @@ use super::Record;
 use crate::error::Error;
 use dflash_data::epoch_order;
 
-/// The records in random order or, with a `limit`, that many drawn at random. Memory holds what is
-/// kept: `limit` raw rows, or all of them.
+/// The records in random order or, with a `limit`, that many drawn at random. Those kept are in
+/// memory: `limit` raw rows, or all of them.
 pub(crate) fn sampled(
     records: impl Iterator<Item = Result<Record, Error>>,
     limit: Option<usize>,
@@ -51,7 +51,7 @@ mod tests {
 
     fn lines(count: usize, limit: Option<usize>, seed: u64) -> Vec<usize> {
         let records = (0..count).map(|line| {
-            let content = Content::Json(Vec::new());
+            let content = Content::Value(serde_json::Value::Null);
             Ok(Record { path: std::path::Path::new("f").into(), line, content, bytes: 0 })
         });
         sampled(records, limit, seed).unwrap().iter().map(|record| record.line).collect()

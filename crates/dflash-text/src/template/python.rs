@@ -6,6 +6,8 @@ use std::fmt::Write;
 
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::{Number, Value as Json};
 
 /// An environment with the settings, functions, filters and tests of Transformers.
 pub(super) fn environment() -> Environment<'static> {
@@ -21,7 +23,7 @@ pub(super) fn environment() -> Environment<'static> {
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
     environment.add_filter("tojson", tojson);
-    environment.add_filter("string", |value: &Value| str_of(value));
+    environment.add_filter("string", str_of);
     environment.add_filter("upper", |value: &Value| str_of(value).to_uppercase());
     environment.add_filter("lower", |value: &Value| str_of(value).to_lowercase());
     environment.add_filter("trim", trim);
@@ -66,18 +68,12 @@ fn trim(value: &Value, chars: Option<String>) -> String {
 
 /// In Jinja2 an undefined value has length 0.
 fn length(value: &Value) -> Result<usize, Error> {
-    if value.is_undefined() {
-        return Ok(0);
-    }
-    value.len().ok_or_else(|| {
-        Error::new(ErrorKind::InvalidOperation, format!("a {} has no length", value.kind()))
-    })
+    if value.is_undefined() { Ok(0) } else { minijinja::filters::length(value) }
 }
 
-/// `iter(value)` works in Python: on strings and undefined values, not on None.
+/// `iter(value)` works in Python on strings and undefined values, but not on None.
 fn is_iterable(value: &Value) -> bool {
-    use ValueKind::{Iterable, Map, Seq, String, Undefined};
-    matches!(value.kind(), String | Seq | Map | Iterable | Undefined)
+    !value.is_none() && value.try_iter().is_ok()
 }
 
 /// Jinja2 asks for `len` and `[]`, which strings and dictionaries have too.
@@ -86,7 +82,7 @@ fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), String | Seq | Map | Undefined)
 }
 
-/// String methods of Python that minijinja's own compatibility layer lacks.
+/// Python's string methods that minijinja-contrib lacks, or has for bytes and not characters.
 fn unknown_method(
     state: &State,
     value: &Value,
@@ -98,57 +94,31 @@ fn unknown_method(
     {
         return Ok(found);
     }
-    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+    unknown_method_callback(state, value, method, args)
 }
 
 fn string_method(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    let part = || from_args(args).map(|(part,): (&str,)| part);
+    let characters_before = |end: usize| text[..end].chars().count() as i64;
     let found = match method {
-        "removeprefix" => {
-            let (prefix,): (&str,) = from_args(args)?;
-            Value::from(text.strip_prefix(prefix).unwrap_or(text))
-        }
-        "removesuffix" => {
-            let (suffix,): (&str,) = from_args(args)?;
-            Value::from(text.strip_suffix(suffix).unwrap_or(text))
-        }
+        "removeprefix" => text.strip_prefix(part()?).unwrap_or(text).into(),
+        "removesuffix" => text.strip_suffix(part()?).unwrap_or(text).into(),
         "partition" => {
-            let (separator,): (&str,) = from_args(args)?;
-            triple(text.split_once(separator), separator, (text, ""))
+            let separator = part()?;
+            let halves = text.split_once(separator);
+            list(halves.map_or([text, "", ""], |(before, after)| [before, separator, after]))
         }
         "rpartition" => {
-            let (separator,): (&str,) = from_args(args)?;
-            triple(text.rsplit_once(separator), separator, ("", text))
+            let separator = part()?;
+            let halves = text.rsplit_once(separator);
+            list(halves.map_or(["", "", text], |(before, after)| [before, separator, after]))
         }
-        // minijinja counts bytes, Python characters.
-        "find" => {
-            let (needle,): (&str,) = from_args(args)?;
-            char_index(text, text.find(needle))
-        }
-        "rfind" => {
-            let (needle,): (&str,) = from_args(args)?;
-            char_index(text, text.rfind(needle))
-        }
+        "find" => text.find(part()?).map_or(-1, characters_before).into(),
+        "rfind" => text.rfind(part()?).map_or(-1, characters_before).into(),
         "rsplit" => rsplit(text, args)?,
         _ => return Ok(None),
     };
     Ok(Some(found))
-}
-
-/// What `partition` returns: the halves around the separator, else `whole` and no separator.
-fn triple(halves: Option<(&str, &str)>, separator: &str, whole: (&str, &str)) -> Value {
-    match halves {
-        Some((before, after)) => [before, separator, after],
-        // The whole is on the side that the search ended at.
-        None if whole.1.is_empty() => [whole.0, "", ""],
-        None => ["", "", whole.1],
-    }
-    .into_iter()
-    .map(Value::from)
-    .collect()
-}
-
-fn char_index(text: &str, byte: Option<usize>) -> Value {
-    byte.map_or(Value::from(-1), |byte| Value::from(text[..byte].chars().count()))
 }
 
 fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
@@ -156,7 +126,11 @@ fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
     let most = limit.and_then(|limit| usize::try_from(limit).ok()).map_or(usize::MAX, |n| n + 1);
     let mut parts: Vec<&str> = text.rsplitn(most, separator).collect();
     parts.reverse();
-    Ok(parts.into_iter().map(Value::from).collect())
+    Ok(list(parts))
+}
+
+fn list<'a>(texts: impl IntoIterator<Item = &'a str>) -> Value {
+    texts.into_iter().map(Value::from).collect()
 }
 
 /// `json.dumps` with Transformers' defaults: no HTML escaping, `ensure_ascii=False`.
@@ -170,9 +144,7 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     let json = serde_json::to_value(value).map_err(|error| {
         Error::new(ErrorKind::BadSerialization, "tojson failed").with_source(error)
     })?;
-    let mut out = String::new();
-    options.write(&mut out, &json, 0);
-    Ok(out)
+    Ok(options.dump(&json, 0))
 }
 
 struct JsonOptions {
@@ -205,78 +177,53 @@ impl JsonOptions {
         })
     }
 
-    fn write(&self, out: &mut String, value: &serde_json::Value, depth: usize) {
+    fn dump(&self, value: &Json, depth: usize) -> String {
         match value {
-            serde_json::Value::Array(items) if !items.is_empty() => {
-                out.push('[');
-                for (index, item) in items.iter().enumerate() {
-                    self.separate(out, index, depth + 1);
-                    self.write(out, item, depth + 1);
-                }
-                self.break_line(out, depth);
-                out.push(']');
+            Json::Array(items) => {
+                let items = items.iter().map(|item| self.dump(item, depth + 1)).collect();
+                self.enclose('[', items, ']', depth)
             }
-            serde_json::Value::Object(entries) if !entries.is_empty() => {
-                out.push('{');
+            Json::Object(entries) => {
                 let mut entries: Vec<_> = entries.iter().collect();
                 if self.sort_keys {
                     entries.sort_by_key(|(key, _)| *key);
                 }
-                for (index, (key, item)) in entries.into_iter().enumerate() {
-                    self.separate(out, index, depth + 1);
-                    self.write_string(out, key);
-                    out.push_str(&self.key_separator);
-                    self.write(out, item, depth + 1);
-                }
-                self.break_line(out, depth);
-                out.push('}');
+                let items = entries.into_iter().map(|(key, item)| {
+                    self.string(key) + &self.key_separator + &self.dump(item, depth + 1)
+                });
+                self.enclose('{', items.collect(), '}', depth)
             }
-            serde_json::Value::String(text) => self.write_string(out, text),
-            serde_json::Value::Number(number) => out.push_str(&number_repr(number)),
-            other => out.push_str(&other.to_string()),
+            Json::String(text) => self.string(text),
+            Json::Number(number) => number_repr(number),
+            Json::Null | Json::Bool(_) => value.to_string(),
         }
     }
 
-    fn separate(&self, out: &mut String, index: usize, depth: usize) {
-        if index > 0 {
-            out.push_str(&self.item_separator);
-        }
-        self.break_line(out, depth);
+    fn enclose(&self, open: char, items: Vec<String>, close: char, depth: usize) -> String {
+        let line = |depth| match &self.indent {
+            Some(indent) if !items.is_empty() => format!("\n{}", indent.repeat(depth)),
+            _ => String::new(),
+        };
+        let (before_item, before_end) = (line(depth + 1), line(depth));
+        let items = items.join(&format!("{}{before_item}", self.item_separator));
+        format!("{open}{before_item}{items}{before_end}{close}")
     }
 
-    fn break_line(&self, out: &mut String, depth: usize) {
-        if let Some(indent) = &self.indent {
-            out.push('\n');
-            out.push_str(&indent.repeat(depth));
+    fn string(&self, text: &str) -> String {
+        let quoted = Json::from(text).to_string();
+        if !self.ensure_ascii {
+            return quoted;
         }
-    }
-
-    fn write_string(&self, out: &mut String, text: &str) {
-        out.push('"');
-        for c in text.chars() {
-            match c {
-                '"' => out.push_str("\\\""),
-                '\\' => out.push_str("\\\\"),
-                '\n' => out.push_str("\\n"),
-                '\r' => out.push_str("\\r"),
-                '\t' => out.push_str("\\t"),
-                '\u{8}' => out.push_str("\\b"),
-                '\u{c}' => out.push_str("\\f"),
-                c if c < ' ' || (self.ensure_ascii && !c.is_ascii()) => {
-                    for unit in c.encode_utf16(&mut [0; 2]) {
-                        // Writing to a String cannot fail.
-                        let _ = write!(out, "\\u{unit:04x}");
-                    }
-                }
-                c => out.push(c),
-            }
-        }
-        out.push('"');
+        let escape = |unit: u16| match u8::try_from(unit) {
+            Ok(byte) if byte.is_ascii() => char::from(byte).to_string(),
+            _ => format!("\\u{unit:04x}"),
+        };
+        quoted.encode_utf16().map(escape).collect()
     }
 }
 
 /// `repr` of an int or float.
-fn number_repr(number: &serde_json::Number) -> String {
+fn number_repr(number: &Number) -> String {
     match number.as_f64() {
         Some(value) if number.is_f64() => float_repr(value),
         _ => number.to_string(),
@@ -287,10 +234,7 @@ fn number_repr(number: &serde_json::Number) -> String {
 fn float_repr(value: f64) -> String {
     let text = format!("{value:?}");
     let Some((mantissa, exponent)) = text.split_once('e') else { return text };
-    let (sign, digits) = match exponent.strip_prefix('-') {
-        Some(digits) => ('-', digits),
-        None => ('+', exponent),
-    };
+    let (sign, digits) = exponent.strip_prefix('-').map_or(('+', exponent), |digits| ('-', digits));
     format!("{}e{sign}{digits:0>2}", mantissa.strip_suffix(".0").unwrap_or(mantissa))
 }
 
@@ -304,20 +248,16 @@ fn str_of(value: &Value) -> String {
 
 /// `repr(value)`, for lists and dictionaries that a template prints as they are.
 fn repr(value: &Value) -> String {
+    let items = value.try_iter().into_iter().flatten();
     match value.kind() {
         ValueKind::Seq => {
-            let items: Vec<String> =
-                value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect();
+            let items: Vec<String> = items.map(|item| repr(&item)).collect();
             format!("[{}]", items.join(", "))
         }
         ValueKind::Map => {
             let item = |key: &Value| value.get_item(key).unwrap_or_default();
-            let items: Vec<String> = value
-                .try_iter()
-                .into_iter()
-                .flatten()
-                .map(|key| format!("{}: {}", repr(&key), repr(&item(&key))))
-                .collect();
+            let items: Vec<String> =
+                items.map(|key| format!("{}: {}", repr(&key), repr(&item(&key)))).collect();
             format!("{{{}}}", items.join(", "))
         }
         ValueKind::String => string_repr(value.as_str().unwrap_or_default()),
@@ -328,21 +268,13 @@ fn repr(value: &Value) -> String {
 /// Python prefers single quotes, and double ones when only single ones occur inside.
 fn string_repr(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
-    let mut out = String::from(quote);
-    for c in text.chars() {
-        match c {
-            '\\' => out.push_str("\\\\"),
-            '\n' => out.push_str("\\n"),
-            '\r' => out.push_str("\\r"),
-            '\t' => out.push_str("\\t"),
-            c if c == quote => out.extend(['\\', c]),
-            // Writing to a String cannot fail.
-            c if c.is_ascii_control() => drop(write!(out, "\\x{:02x}", u32::from(c))),
-            c => out.push(c),
-        }
-    }
-    out.push(quote);
-    out
+    let escape = |c: char| match c {
+        '\\' | '\n' | '\r' | '\t' => c.escape_default().to_string(),
+        c if c == quote => format!("\\{c}"),
+        c if c.is_ascii_control() => format!("\\x{:02x}", u32::from(c)),
+        c => c.to_string(),
+    };
+    format!("{quote}{}{quote}", text.chars().map(escape).collect::<String>())
 }
 
 /// Turns `{% generation %}` (Transformers' marker for what the model says) into a block that
@@ -405,10 +337,9 @@ mod tests {
     #[test]
     fn string_methods_follow_python() {
         check("{{ 'x:y:z'.partition(':') }}", "['x', ':', 'y:z']");
-        check(
-            "{{ 'xyz'.partition(':') }}{{ 'xyz'.rpartition(':') }}",
-            "['xyz', '', '']['', '', 'xyz']",
-        );
+        check("{{ 'xyz'.partition(':') }}", "['xyz', '', '']");
+        check("{{ 'xyz'.rpartition(':') }}", "['', '', 'xyz']");
+        check("{{ 'x:y:z'.rpartition(':') }}", "['x:y', ':', 'z']");
         check("{{ 'a.b.c'.rsplit('.', 1) }}", "['a.b', 'c']");
         check("{{ 'éa'.find('a') }}{{ 'éa'.rfind('b') }}", "1-1");
         check("{{ 'abc'.removeprefix('a').removesuffix('c') }}", "b");
@@ -443,14 +374,8 @@ mod tests {
     #[test]
     fn numbers_print_as_in_python() {
         check("{{ 1 }} {{ 1.0 }} {{ 7 // 2 }} {{ 7 / 2 }} {{ 7 % 4 }}", "1 1.0 3 3.5 3");
-        for (value, expect) in [
-            (1e15, "1000000000000000.0"),
-            (1e22, "1e+22"),
-            (-2.5e-10, "-2.5e-10"),
-            (1e-4, "0.0001"),
-        ] {
-            assert_eq!(float_repr(value), expect);
-        }
+        let texts = [1e15, 1e22, -2.5e-10, 1e-4].map(float_repr);
+        assert_eq!(texts, ["1000000000000000.0", "1e+22", "-2.5e-10", "0.0001"]);
     }
 
     #[test]
@@ -469,14 +394,11 @@ mod tests {
 
     #[test]
     fn only_generation_tags_are_replaced() {
-        for (source, expect) in [
-            ("{%- generation -%}", "{%- with -%}"),
-            ("{% endgeneration %}{% if a %}", "{% endwith %}{% if a %}"),
-            ("generation {{ 'generation' }} {% set generation = 1 %}", ""),
-            ("{% unclosed", ""),
-        ] {
-            let expect = if expect.is_empty() { source } else { expect };
-            assert_eq!(replace_generation_tags(source), expect);
+        let check = |source, expect| assert_eq!(replace_generation_tags(source), expect);
+        check("{%- generation -%}", "{%- with -%}");
+        check("{% endgeneration %}{% if a %}", "{% endwith %}{% if a %}");
+        for kept in ["generation {{ 'generation' }} {% set generation = 1 %}", "{% unclosed"] {
+            check(kept, kept);
         }
     }
 }

@@ -3,8 +3,8 @@
 //! A tokenizer first cuts its input at the added tokens that are matched verbatim, and then
 //! normalizes, splits and encodes each stretch between them on its own. The ids of a text are
 //! therefore the ids of its stretches in order, and a stretch that two renders share needs
-//! encoding once. This fails where a token swallows blanks beside it or must stand as a word of
-//! its own, and where the pre-tokenizer treats the first stretch differently (`prepend_scheme`
+//! encoding once. This fails where a token swallows the blanks around it or must be a word of its
+//! own, and where the pre-tokenizer treats the first stretch differently (`prepend_scheme`
 //! "first"); such tokenizers encode whole texts.
 
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use tokenizers::Tokenizer;
 
 use crate::error::Error;
 
-/// Text kept in a cache before it starts anew: some hundred conversations.
+/// Text that a cache holds before it is emptied: a few hundred conversations.
 const CACHE_BYTES: usize = 1 << 20;
 
 /// Ids of stretches seen before; one per thread of work.
@@ -58,8 +58,8 @@ pub(super) struct Segmenter {
 impl Segmenter {
     /// `None` for tokenizers whose stretches depend on what is around them.
     pub(super) fn new(tokenizer: &Tokenizer) -> Option<Self> {
-        let description = serde_json::to_value(tokenizer).ok()?;
-        if mentions_first_scheme(&description) {
+        let pre_tokenizer = serde_json::to_string(&tokenizer.get_pre_tokenizer()).ok()?;
+        if pre_tokenizer.contains(r#""prepend_scheme":"first""#) {
             return None;
         }
         let mut tokens: Vec<_> = tokenizer
@@ -84,7 +84,7 @@ impl Segmenter {
         text: &str,
         cache: &mut SegmentCache,
     ) -> Result<Vec<i64>, Error> {
-        // English text has some four characters per token.
+        // English text has about four characters per token.
         let mut out = Vec::with_capacity(text.len() / 3);
         let mut start = 0;
         for found in self.automaton.find_iter(text) {
@@ -106,16 +106,4 @@ pub(super) fn encode_whole(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>
         .encode_fast(text, false)
         .map_err(|error| Error::Tokenize { reason: error.to_string() })?;
     Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
-}
-
-/// Whether a `prepend_scheme` of "first" stands anywhere in a tokenizer's description.
-fn mentions_first_scheme(value: &serde_json::Value) -> bool {
-    match value {
-        serde_json::Value::Object(entries) => entries.iter().any(|(key, value)| {
-            (key == "prepend_scheme" && value == "first")
-                || (key != "model" && mentions_first_scheme(value))
-        }),
-        serde_json::Value::Array(items) => items.iter().any(mentions_first_scheme),
-        _ => false,
-    }
 }

@@ -9,7 +9,7 @@ use tokenizers::{AddedToken, Tokenizer};
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// What mask tokens are called by models that have one but do not name it.
+/// The mask token in models whose configuration does not name one.
 const MASK_TOKENS: [&str; 4] = ["<|mask|>", "<|MASK|>", "<mask>", "[MASK]"];
 
 /// Ids of the special tokens that the tokenizer's configuration names.
@@ -21,8 +21,6 @@ pub struct SpecialIds {
     pub pad: Option<i64>,
     /// Stands for unknown text.
     pub unk: Option<i64>,
-    /// Begins a sequence.
-    pub bos: Option<i64>,
     /// The mask token: `mask_token` of the configuration, else a special token that is called
     /// `<|mask|>`, `<mask>` or `[MASK]`.
     pub mask: Option<i64>,
@@ -30,22 +28,19 @@ pub struct SpecialIds {
 
 impl SpecialIds {
     pub(super) fn find(tokenizer: &Tokenizer, config: &Map<String, Value>) -> Self {
+        let added = tokenizer.get_added_tokens_decoder();
+        let is_special = |id: &u32| added.get(id).is_some_and(|token| token.special);
         let named = |name: &str| {
             let text = config.get(name).and_then(token_text)?;
-            tokenizer.token_to_id(text).map(i64::from)
+            tokenizer.token_to_id(text)
         };
-        let added = tokenizer.get_added_tokens_decoder();
-        let by_content = || {
-            MASK_TOKENS.iter().find_map(|text| {
-                added.iter().find(|(_, t)| t.special && t.content == *text).map(|(id, _)| *id)
-            })
-        };
+        let called_mask =
+            || MASK_TOKENS.iter().find_map(|t| tokenizer.token_to_id(t).filter(is_special));
         Self {
-            eos: named("eos_token"),
-            pad: named("pad_token"),
-            unk: named("unk_token"),
-            bos: named("bos_token"),
-            mask: named("mask_token").or_else(|| by_content().map(i64::from)),
+            eos: named("eos_token").map(i64::from),
+            pad: named("pad_token").map(i64::from),
+            unk: named("unk_token").map(i64::from),
+            mask: named("mask_token").or_else(called_mask).map(i64::from),
         }
     }
 }
@@ -141,7 +136,7 @@ mod tests {
         assert_eq!(variables, expect.map(|(name, value)| (name.to_owned(), value)).into());
     }
 
-    /// A vocabulary of `words`, of which none is special.
+    /// A vocabulary of `words`, none of them special.
     fn tokenizer(words: &[&str]) -> Tokenizer {
         let vocabulary: Map<String, Value> =
             words.iter().enumerate().map(|(id, word)| ((*word).to_owned(), json!(id))).collect();
