@@ -80,10 +80,8 @@ impl TensorFile {
         let mut part = vec![0; 1 << 20];
         let mut at = 0;
         loop {
-            let read = self
-                .file
-                .read_at(&mut part, at)
-                .map_err(|source| Error::Read { path: self.path.clone(), source })?;
+            let read =
+                self.file.read_at(&mut part, at).map_err(|source| self.unreadable(source))?;
             if read == 0 {
                 return Ok(hasher.finalize());
             }
@@ -93,7 +91,7 @@ impl TensorFile {
     }
 
     /// The free-form entries of the header.
-    pub fn notes(&self) -> Option<&std::collections::HashMap<String, String>> {
+    pub fn notes(&self) -> Option<&HashMap<String, String>> {
         self.metadata.metadata().as_ref()
     }
 
@@ -110,7 +108,7 @@ impl TensorFile {
         Err(Error::Shape { path, name, found, expected })
     }
 
-    /// Reads the tensor `name`, in its stored type and whatever shape, as a whole.
+    /// Reads the whole tensor `name`, in its stored type and shape.
     ///
     /// # Errors
     /// A missing tensor, a type that we do not read, I/O.
@@ -136,9 +134,8 @@ impl TensorFile {
         let count = elements.end - elements.start;
         let mut bytes = vec![0; count as usize * width];
         assert!(at + bytes.len() <= info.data_offsets.1, "{name} has no elements {elements:?}");
-        self.file
-            .read_exact_at(&mut bytes, self.data_start + at as u64)
-            .map_err(|source| Error::Read { path: self.path.clone(), source })?;
+        let from = self.data_start + at as u64;
+        self.file.read_exact_at(&mut bytes, from).map_err(|source| self.unreadable(source))?;
         Ok(Tensor::f_from_data_size(&bytes, &[count], kind)?)
     }
 
@@ -160,6 +157,10 @@ impl TensorFile {
         Ok(())
     }
 
+    fn unreadable(&self, source: std::io::Error) -> Error {
+        Error::Read { path: self.path.clone(), source }
+    }
+
     fn info(&self, name: &str) -> Result<&TensorInfo> {
         let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
         self.metadata.info(name).ok_or_else(missing)
@@ -170,38 +171,31 @@ fn shape_of(info: &TensorInfo) -> Vec<i64> {
     info.shape.iter().map(|&size| size as i64).collect()
 }
 
+/// The types that we read and write.
+const TYPES: [(Dtype, Kind); 6] = [
+    (Dtype::F64, Kind::Double),
+    (Dtype::F32, Kind::Float),
+    (Dtype::F16, Kind::Half),
+    (Dtype::BF16, Kind::BFloat16),
+    (Dtype::I64, Kind::Int64),
+    (Dtype::BOOL, Kind::Bool),
+];
+
 fn kind_of(dtype: Dtype) -> Option<Kind> {
-    match dtype {
-        Dtype::F64 => Some(Kind::Double),
-        Dtype::F32 => Some(Kind::Float),
-        Dtype::F16 => Some(Kind::Half),
-        Dtype::BF16 => Some(Kind::BFloat16),
-        Dtype::I64 => Some(Kind::Int64),
-        Dtype::BOOL => Some(Kind::Bool),
-        _ => None,
-    }
+    TYPES.iter().find(|(known, _)| *known == dtype).map(|(_, kind)| *kind)
 }
 
 fn dtype_of(kind: Kind) -> Dtype {
-    match kind {
-        Kind::Double => Dtype::F64,
-        Kind::Float => Dtype::F32,
-        Kind::Half => Dtype::F16,
-        Kind::BFloat16 => Dtype::BF16,
-        Kind::Int64 => Dtype::I64,
-        Kind::Bool => Dtype::BOOL,
-        other => panic!("checkpoints hold no {other:?}"),
-    }
+    let known = TYPES.iter().find(|(_, known)| *known == kind);
+    known.unwrap_or_else(|| panic!("checkpoints hold no {kind:?}")).0
 }
 
 /// What a safetensors file says of one of its tensors.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
-    /// Its name.
     pub name: String,
-    /// Its type in the file.
     pub kind: Kind,
-    /// Its shape.
     pub shape: Vec<i64>,
 }
 
@@ -325,7 +319,7 @@ pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()
 mod tests {
     use super::*;
 
-    /// Noise that is as long as is said, and the same each time.
+    /// Noise of a given length, the same each time.
     fn wave(elements: i64, kind: Kind) -> Tensor {
         let positions = Tensor::arange(elements, (Kind::Float, Device::Cpu));
         ((positions * 1.7).sin() * 100.0).to_kind(kind)

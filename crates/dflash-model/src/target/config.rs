@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::fields::Fields;
+use crate::fields::Fields;
 use crate::{Error, Result};
 
 /// The families we run.
@@ -174,26 +174,26 @@ impl TargetConfig {
 
     fn from_fields(fields: &Fields) -> Result<Self> {
         let family = Family::find(fields)?;
-        let hidden_size = fields.required_size("hidden_size")?;
-        let heads = fields.required_size("num_attention_heads")?;
-        let num_hidden_layers = fields.required_size("num_hidden_layers")? as usize;
-        let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
+        let hidden_size = fields.required("hidden_size", Fields::size)?;
+        let heads = fields.required("num_attention_heads", Fields::size)?;
+        let num_hidden_layers = fields.required("num_hidden_layers", Fields::size)? as usize;
+        let attention_bias = fields.flag("attention_bias")?;
         let config = Self {
             family,
             hidden_size,
-            intermediate_size: fields.required_size("intermediate_size")?,
+            intermediate_size: fields.required("intermediate_size", Fields::size)?,
             num_hidden_layers,
             num_attention_heads: heads,
             num_key_value_heads: fields.size("num_key_value_heads")?.unwrap_or(heads),
             head_dim: fields.size("head_dim")?.unwrap_or(hidden_size / heads),
-            vocab_size: fields.required_size("vocab_size")?,
+            vocab_size: fields.required("vocab_size", Fields::size)?,
             rms_norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6),
             rope: rope_config(fields)?,
-            tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+            tie_word_embeddings: fields.flag("tie_word_embeddings")?,
             // Qwen2 has these biases always and its config no key for them.
             qkv_bias: family == Family::Qwen2 || attention_bias,
             output_bias: family != Family::Qwen2 && attention_bias,
-            mlp_bias: fields.flag("mlp_bias")?.unwrap_or(false),
+            mlp_bias: fields.flag("mlp_bias")?,
             qk_norm: family == Family::Qwen3,
             windows: windows(fields, family, num_hidden_layers)?,
             max_position_embeddings: fields.size("max_position_embeddings")?.unwrap_or(32_768),
@@ -314,9 +314,7 @@ fn rope_config(fields: &Fields) -> Result<RopeConfig> {
 fn rope_scaling(parameters: &Fields) -> Result<Option<Llama3Scaling>> {
     // Configs before 2024 call the key `type`.
     let key = if parameters.has("rope_type") { "rope_type" } else { "type" };
-    let required = |key| {
-        parameters.number(key)?.ok_or_else(|| parameters.refuse(key, "llama3 scaling needs it"))
-    };
+    let required = |key| parameters.required(key, Fields::number);
     match parameters.text(key)?.as_deref() {
         None | Some("default") => Ok(None),
         Some("llama3") => Ok(Some(Llama3Scaling {
@@ -324,7 +322,7 @@ fn rope_scaling(parameters: &Fields) -> Result<Option<Llama3Scaling>> {
             low_freq_factor: required("low_freq_factor")?,
             high_freq_factor: required("high_freq_factor")?,
             original_max_position_embeddings: parameters
-                .required_size("original_max_position_embeddings")?,
+                .required("original_max_position_embeddings", Fields::size)?,
         })),
         Some(_) => Err(parameters.refuse(key, "only default and llama3 are supported")),
     }
@@ -338,7 +336,7 @@ fn windows(fields: &Fields, family: Family, layers: usize) -> Result<Vec<Option<
         Family::Mistral if !fields.has("sliding_window") => Some(4096),
         Family::Mistral => fields.size("sliding_window")?,
         Family::Qwen2 | Family::Qwen3 => {
-            let used = fields.flag("use_sliding_window")?.unwrap_or(false);
+            let used = fields.flag("use_sliding_window")?;
             fields.size("sliding_window")?.filter(|_| used)
         }
     };
@@ -425,7 +423,7 @@ mod tests {
         assert!(found.contains("MambaForCausalLM is not supported"), "{found}");
         assert!(found.contains("Qwen3ForCausalLM"), "{found}");
         let yarn = json!({ "rope_parameters": { "rope_type": "yarn", "rope_theta": 1e4 } });
-        assert!(message(yarn).contains("`rope_type` is \"yarn\""));
+        assert!(message(yarn).contains("`rope_parameters.rope_type` is \"yarn\""));
         assert!(message(json!({ "hidden_act": "gelu" })).contains("`hidden_act`"));
         assert!(
             message(json!({ "num_key_value_heads": 3 })).contains("`num_key_value_heads` is 3")
