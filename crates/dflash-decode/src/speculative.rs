@@ -3,7 +3,7 @@
 //! A step starts from the bonus token, whose own state neither cache holds yet. The draft sees the
 //! features of all tokens before it and proposes B-1 tokens; the target runs once over the block of
 //! B. The longest matching prefix is accepted, the target's own next token becomes the new bonus,
-//! the features of the n+1 rows that stand go to the draft's context, and the target's cache is cut
+//! the features of the n+1 rows that remain go to the draft's context, and the target's cache is cut
 //! back to them. The draft's cache holds accepted context only, so it needs no cut.
 
 use std::sync::atomic::AtomicBool;
@@ -59,7 +59,7 @@ struct Proposal {
 /// The outcome of one verification.
 #[derive(Debug)]
 struct Verified {
-    /// Proposals that stand.
+    /// Accepted proposals.
     accepted: Vec<i64>,
     /// The target's own token after them.
     bonus: i64,
@@ -128,9 +128,9 @@ impl<'a> Speculator<'a> {
         })
     }
 
-    /// Empties both caches and sees that a sequence of `tokens` fits.
+    /// Empties both caches and makes room for a sequence of `tokens`.
     fn reset(&mut self, tokens: usize) {
-        // The last step verifies a whole block, whatever of it the limit leaves.
+        // The last step verifies a whole block, even where the limit cuts it.
         let tokens = tokens + self.draft.config().block_size;
         if self.cache.capacity() < tokens {
             let capacity = roomy(tokens);
@@ -181,10 +181,10 @@ impl<'a> Speculator<'a> {
             };
             return Proposal { ids_b, distributions_bv: None };
         }
-        let distributions_bv = match &self.head {
-            None => self.sampler.distributions(&logits_bv),
-            Some(head) => head.widen(&self.sampler.distributions(&logits_bv), self.target),
-        };
+        let mut distributions_bv = self.sampler.distributions(&logits_bv);
+        if let Some(head) = &self.head {
+            distributions_bv = head.widen(&distributions_bv, self.target);
+        }
         let ids = self.sampler.draw(&distributions_bv);
         Proposal { ids_b: self.to_device(&ids), distributions_bv: Some(distributions_bv) }
     }

@@ -282,7 +282,7 @@ fn header(entries: &[Entry]) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], &text].concat()
 }
 
-/// Writes named tensors as `path`, whole or not at all, in `kind` or, without one, as they are.
+/// Writes named tensors as `path`, whole or not at all, in `kind` or else each in its own.
 ///
 /// The order in the file is that of the safetensors library: the widest types first, then by name.
 ///

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Errors name the file, key or tensor, what was found and what would do.
+/// Errors name the file, key or tensor, what was found and what was expected.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read {path}: {source}")]

@@ -51,17 +51,6 @@ pub struct TargetOptions {
     pub dtype: Kind,
 }
 
-impl Default for TargetOptions {
-    /// CUDA in bf16 where libtorch has it; else CPU in float32, which checkpoints in bf16 lose
-    /// nothing by and which agrees with other software's CPU results.
-    fn default() -> Self {
-        match Device::cuda_if_available() {
-            Device::Cpu => Self { device: Device::Cpu, dtype: Kind::Float },
-            device => Self { device, dtype: Kind::BFloat16 },
-        }
-    }
-}
-
 /// A causal language model.
 #[derive(Debug)]
 pub struct Target {

@@ -106,7 +106,7 @@ char* dflash_store_tcp(DflashText host, uint16_t* port, bool is_server, int32_t 
     if (listener >= 0) {
       options.masterListenFd = listener;
     }
-    // The number of workers is the rendezvous's business, which can name who is missing.
+    // Waiting for all workers is left to the rendezvous, which can name those that are missing.
     options.waitWorkers = false;
     options.timeout = std::chrono::milliseconds(timeout_ms);
     auto tcp = c10::make_intrusive<c10d::TCPStore>(owned(host), options);

@@ -330,7 +330,7 @@ void dflash_softmax_cross_entropy(float* logits, const int64_t* labels, float* c
       // Of equal logits the first is the argmax.
       const bool first =
           label == maximum && std::find(x, x + labels[row], maximum) == x + labels[row];
-      // A NaN anywhere makes the sum NaN, hence the loss, and the step is skipped.
+      // A NaN anywhere makes the sum NaN and so the loss, and the step is skipped.
       total[row] = exponentiate(x, maximum, dim);
       ce[row] = std::log(total[row]) - (label - maximum);
       correct[row] = first ? 1.0f : 0.0f;

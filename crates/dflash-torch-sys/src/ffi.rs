@@ -142,7 +142,7 @@ pub(crate) fn take_bytes(bytes: *mut c_char, length: usize) -> Vec<u8> {
     }
 }
 
-/// Whole milliseconds, at least one: zero means "for ever" to c10d.
+/// Whole milliseconds, at least one: zero means "forever" to c10d.
 pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }

@@ -62,7 +62,7 @@ impl Store {
     /// A view of this store in which every key starts with `prefix`; shares the connection.
     ///
     /// # Errors
-    /// [`Error::Torch`] on lack of memory.
+    /// [`Error::Torch`] when out of memory.
     pub fn prefixed(&self, prefix: &str) -> Result<Self, Error> {
         let mut raw = std::ptr::null_mut();
         // SAFETY (here and below): live store; texts outlive the call; out pointers are locals.

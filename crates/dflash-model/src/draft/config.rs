@@ -309,12 +309,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn what_is_written_reads_back_and_has_zlabs_layer_ids() {
         assert_eq!(parse(|_| ()).unwrap(), config());
-    }
-
-    #[test]
-    fn layer_ids_on_disk_are_zlabs() {
         let value = config().to_json();
         assert_eq!(value["dflash_config"]["target_layer_ids"], json!([1, 5, 9]));
     }
