@@ -199,7 +199,8 @@ pub struct Entry {
     pub shape: Vec<i64>,
 }
 
-/// A safetensors file that is being written front to back; absent unless it is finished.
+/// A safetensors file that is being written front to back; absent unless it is finished. Its calls
+/// fail on I/O alone.
 #[derive(Debug)]
 pub struct TensorWriter {
     file: PendingFile,
@@ -211,9 +212,6 @@ pub struct TensorWriter {
 
 impl TensorWriter {
     /// Starts the file `path` with these tensors in this order, and writes its header.
-    ///
-    /// # Errors
-    /// I/O.
     pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
         let elements = |entry: &Entry| (entry.kind, entry.shape.iter().product());
         let mut writer = Self {
@@ -228,9 +226,6 @@ impl TensorWriter {
 
     /// Writes the next elements, all of one tensor of the file or a part of them, from any device and
     /// in any kind.
-    ///
-    /// # Errors
-    /// I/O.
     pub fn append(&mut self, values: &Tensor) -> Result<()> {
         let flat = values.detach().reshape([-1]);
         for piece in pieces(0..flat.numel() as i64) {
@@ -255,9 +250,6 @@ impl TensorWriter {
     }
 
     /// Gives the file its name. Returns the CRC-32 of all of it.
-    ///
-    /// # Errors
-    /// I/O; the file is then absent.
     pub fn finish(self) -> Result<u32> {
         assert!(self.missing.is_empty(), "fewer elements than the header says");
         self.file.commit()?;
@@ -308,9 +300,6 @@ pub fn write_safetensors_as(
 }
 
 /// As [`write_safetensors_as`], each tensor in its own kind.
-///
-/// # Errors
-/// I/O.
 pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_safetensors_as(path, tensors, None)
 }

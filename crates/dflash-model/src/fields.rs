@@ -31,10 +31,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(dir: &Path, file: &str) -> Result<T
 }
 
 impl Fields {
-    /// Reads `dir/file`.
-    ///
-    /// # Errors
-    /// As [`read_json`].
+    /// Reads `dir/file`, as [`read_json`] does.
     pub(crate) fn read(dir: &Path, file: &str) -> Result<Self> {
         Ok(Self { path: dir.join(file), prefix: String::new(), map: read_json(dir, file)? })
     }

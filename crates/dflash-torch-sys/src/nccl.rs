@@ -300,15 +300,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_named() {
-        let error = Library::open(c"libnccl-of-nobody.so.2").err().unwrap().to_string();
-        assert!(error.contains("NCCL cannot be used: libnccl-of-nobody.so.2"), "{error}");
-    }
-
-    #[test]
-    fn another_library_is_not_taken_for_it() {
-        let error = Library::open(c"libc.so.6").err().unwrap().to_string();
-        assert!(error.contains("ncclGetUniqueId"), "{error}");
+    fn a_missing_library_is_named_and_another_not_taken_for_it() {
+        let check = |name: &CStr, expected: &str| {
+            let error = Library::open(name).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        check(c"libnccl-of-nobody.so.2", "NCCL cannot be used: libnccl-of-nobody.so.2");
+        check(c"libc.so.6", "ncclGetUniqueId");
     }
 
     #[test]

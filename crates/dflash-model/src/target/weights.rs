@@ -52,10 +52,7 @@ impl Weights {
         shard.read_into(name, 0, destination)
     }
 
-    /// Tensor `name` of the given shape, converted to `kind` on `device`.
-    ///
-    /// # Errors
-    /// As [`Self::read_into`].
+    /// Tensor `name` of the given shape, as [`Self::read_into`] reads it.
     pub(crate) fn read(
         &self,
         name: &str,
