@@ -1,18 +1,13 @@
 //! Compiles the C++ of this crate against the libtorch that `LIBTORCH` names.
 //!
-//! Links libtorch_cpu and libc10 only, so that a program built here runs where no CUDA
-//! library is; `load_cuda` opens the rest at run time.
+//! Links libtorch_cpu and libc10 only, so that a program built here runs without CUDA libraries;
+//! `load_cuda` opens the rest at run time.
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 4] = ["cpp/c10d.cpp", "cpp/shim.h", "cpp/kernels.cpp", "cpp/kernels.h"];
-
 fn main() {
     println!("cargo:rerun-if-env-changed=LIBTORCH");
-    println!("cargo:rerun-if-changed=cpp/gloo_declarations");
-    for source in SOURCES {
-        println!("cargo:rerun-if-changed={source}");
-    }
+    println!("cargo:rerun-if-changed=cpp");
     compile(&libtorch());
     compile_kernels();
 }
@@ -28,7 +23,7 @@ fn compile_kernels() {
         .flag("-fno-trapping-math")
         .file("cpp/kernels.cpp")
         .compile("dflash_kernels");
-    // The same libgomp that libtorch loads, hence one pool of threads.
+    // The same libgomp that libtorch loads, and so one pool of threads.
     println!("cargo:rustc-link-lib=gomp");
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::place;
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_model::target::{Target, TargetOptions};
 use dflash_run::Acceptance;
 use dflash_settings::EvalSettings;
 use dflash_text::ChatTokenizer;
@@ -18,9 +18,9 @@ use crate::Error;
 use crate::lossless::{Lossless, compare};
 use crate::plain::{Generation, Limits, PlainDecoder};
 use crate::progress::Progress;
-use crate::prompts::{Prompt, read_prompts};
+use crate::prompts::{Prompt, usable_prompts};
 use crate::report::{EvalReport, Speed, Timing};
-use crate::sampling::{Sampler, Sampling};
+use crate::sampling::Sampler;
 use crate::speculative::{Speculation, Speculator};
 
 /// Tokens that the untimed first answer makes, each way.
@@ -42,18 +42,10 @@ pub fn evaluate(
     let draft = Draft::load(draft_dir, device, dtype)?;
     let vocabulary = DraftVocabulary::load(draft_dir)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
-    let mut prompts =
-        read_prompts(&settings.prompts, settings.limit, &tokenizer, target.vocab_size())?;
-    let skipped = drop_long(&mut prompts, target.config(), settings.max_new_tokens);
-    if prompts.is_empty() {
-        let context = target.config().max_position_embeddings;
-        return Err(Error::NoPrompts { path: settings.prompts.clone(), context });
-    }
-    let sampling = Sampling::new(settings.temperature, settings.seed);
-    let mut speculator = Speculator::new(&target, &draft, Sampler::new(sampling))?;
-    if let Some(vocabulary) = &vocabulary {
-        speculator = speculator.with_vocabulary(vocabulary)?;
-    }
+    let room = (target.config(), settings.max_new_tokens);
+    let (prompts, skipped) = usable_prompts((&settings.prompts, settings.limit), &tokenizer, room)?;
+    let sampler = Sampler::new(settings.temperature, settings.seed);
+    let speculator = Speculator::new(&target, &draft, vocabulary.as_ref(), sampler)?;
     let measured =
         Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
     let report = measured.report(settings, (target_dir, draft_dir), skipped);
@@ -62,42 +54,6 @@ pub fn evaluate(
         dflash_files::write_bytes(path, &text)?;
     }
     Ok(report)
-}
-
-/// Removes prompts that leave no room for an answer; returns how many.
-pub(crate) fn drop_long(prompts: &mut Vec<Prompt>, target: &TargetConfig, max_new: usize) -> usize {
-    let before = prompts.len();
-    prompts.retain(|prompt| fits(&prompt.ids, target, max_new));
-    before - prompts.len()
-}
-
-fn fits(ids: &[i64], target: &TargetConfig, max_new: usize) -> bool {
-    ids.len() + max_new <= target.max_position_embeddings as usize
-}
-
-/// Answers a prompt and, in a benchmark of several turns, those that follow it and leave room for
-/// `max_new` tokens. `answer` gives the target's tokens.
-pub(crate) fn dialogue(
-    prompt: &Prompt,
-    tokenizer: &ChatTokenizer,
-    (target, max_new): (&TargetConfig, usize),
-    mut answer: impl FnMut(&[i64]) -> Result<Vec<i64>, Error>,
-) -> Result<(), Error> {
-    let mut turn = prompt.clone();
-    loop {
-        let text = tokenizer.decode(&answer(&turn.ids)?, true)?;
-        match turn.next_turn(&text, tokenizer)? {
-            Some(next) if fits(&next.ids, target, max_new) => turn = next,
-            _ => return Ok(()),
-        }
-    }
-}
-
-/// End tokens by the model's configuration and by its tokenizer.
-pub(crate) fn stop_ids(target: &Target, tokenizer: &ChatTokenizer) -> Vec<i64> {
-    let mut ids = target.config().eos_token_ids.clone();
-    ids.extend(tokenizer.special_ids().eos);
-    ids
 }
 
 /// Both decoders, and what they have shown so far.
@@ -111,7 +67,6 @@ struct Measurement<'a> {
     lossless: Option<Lossless>,
     whole: Vec<Timing>,
     decode: Vec<Timing>,
-    tie_tolerance: Option<f64>,
 }
 
 impl<'a> Measurement<'a> {
@@ -120,7 +75,7 @@ impl<'a> Measurement<'a> {
         (target, tokenizer): (&'a Target, &'a ChatTokenizer),
         speculator: Speculator<'a>,
     ) -> Self {
-        let sampler = Sampler::new(Sampling::new(settings.temperature, settings.seed));
+        let sampler = Sampler::new(settings.temperature, settings.seed);
         let greedy = sampler.is_greedy();
         Self {
             target,
@@ -128,22 +83,20 @@ impl<'a> Measurement<'a> {
             plain: PlainDecoder::new(target, sampler),
             acceptance: Acceptance::new(speculator.block_size()),
             speculator,
-            limits: Limits {
-                max_new_tokens: settings.max_new_tokens,
-                stop_ids: stop_ids(target, tokenizer),
-            },
+            limits: Limits::new(target, tokenizer, settings.max_new_tokens),
             lossless: greedy.then(|| Lossless::new(settings.tie_tolerance)),
             whole: Vec::new(),
             decode: Vec::new(),
-            tie_tolerance: settings.tie_tolerance,
         }
     }
 
     fn run(mut self, prompts: &[Prompt], stop: &AtomicBool) -> Result<Self, Error> {
         self.warm_up(&prompts[0], stop)?;
         let mut progress = Progress::new("eval", prompts.len());
+        let (target, tokenizer) = (self.target, self.tokenizer);
+        let room = (target.config(), self.limits.max_new_tokens);
         for (done, prompt) in prompts.iter().enumerate() {
-            self.dialogue(prompt, stop)?;
+            prompt.dialogue(tokenizer, room, |ids| self.answer(ids, stop))?;
             let speed = Speed::of(&self.whole);
             let message = format!(
                 "acceptance length {:.2}, {:.0} against {:.0} tokens/s",
@@ -163,13 +116,6 @@ impl<'a> Measurement<'a> {
         self.plain.generate(&prompt.ids, &limits, stop)?;
         self.speculator.generate(&prompt.ids, &limits, stop)?;
         Ok(())
-    }
-
-    /// Answers a prompt and the turns that follow it.
-    fn dialogue(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
-        let (target, tokenizer) = (self.target, self.tokenizer);
-        let room = (target.config(), self.limits.max_new_tokens);
-        dialogue(prompt, tokenizer, room, |ids| self.answer(ids, stop))
     }
 
     /// Answers one prompt both ways; returns the plain answer's tokens.
@@ -193,7 +139,7 @@ impl<'a> Measurement<'a> {
         self.acceptance.record(&speculation.accepted);
         if let Some(lossless) = &mut self.lossless {
             let texts = [plain.tokens.as_slice(), &speculation.generation.tokens];
-            lossless.record(compare(self.target, ids, texts, self.tie_tolerance));
+            lossless.record(compare(self.target, ids, texts, lossless.tie_tolerance));
         }
     }
 

@@ -21,11 +21,10 @@ mod speculative;
 
 pub use error::Error;
 pub use eval::evaluate;
-pub use lossless::{Comparison, Difference, Lossless, compare};
+pub use lossless::{Difference, Lossless, compare};
 pub use plain::{Generation, Limits, PlainDecoder};
 pub use probe::{Probe, ProbeConfig};
-pub use prompts::{Prompt, read_prompts};
 pub use regenerate::{Answered, BatchDecoder, RegenerateSummary, regenerate};
 pub use report::{EvalReport, Speed};
-pub use sampling::{Sampler, Sampling};
+pub use sampling::Sampler;
 pub use speculative::{Speculation, Speculator};

@@ -25,15 +25,11 @@ pub struct Difference {
     pub tie_tolerance: Option<f64>,
 }
 
-/// How two texts compare.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Comparison {
-    /// The same tokens.
-    Identical,
-    /// They part at a tie.
-    Tie(Difference),
-    /// They part where the target has a clear preference.
-    Different(Difference),
+impl Difference {
+    /// Whether the target prefers neither text by more than rounding.
+    pub fn is_tie(&self) -> bool {
+        self.logit_gap.zip(self.tie_tolerance).is_some_and(|(gap, tolerance)| gap <= tolerance)
+    }
 }
 
 /// Comparisons of all answers.
@@ -59,55 +55,44 @@ impl Lossless {
         Self { holds: true, tie_tolerance, ..Self::default() }
     }
 
-    /// Adds the comparison on the next answer.
-    pub fn record(&mut self, comparison: Comparison) {
+    /// Adds the comparison of the next answer, `None` where its texts are the same.
+    pub fn record(&mut self, difference: Option<Difference>) {
         let response = self.responses;
         self.responses += 1;
-        match comparison {
-            Comparison::Identical => self.identical += 1,
-            Comparison::Tie(difference) => self.ties.push(Difference { response, ..difference }),
-            Comparison::Different(difference) => {
-                self.failures.push(Difference { response, ..difference });
-            }
+        match difference.map(|difference| Difference { response, ..difference }) {
+            None => self.identical += 1,
+            Some(difference) if difference.is_tie() => self.ties.push(difference),
+            Some(difference) => self.failures.push(difference),
         }
         self.holds = self.failures.is_empty();
     }
 }
 
-/// Compares `[plain, speculative]` answers to `prompt`. A first difference is a tie when the
-/// target's logits of the two tokens, computed over the common text, are at most `tolerance` apart;
-/// without one, as far as rounding in the target's precision reaches.
+/// Where the `[plain, speculative]` answers to `prompt` part; `None` where they do not. It is a tie
+/// when the target's logits of the two tokens, computed over the common text, are at most
+/// `tolerance` apart; without one, as far as rounding in the target's precision reaches.
 pub fn compare(
     target: &Target,
     prompt: &[i64],
     [plain, speculative]: [&[i64]; 2],
     tolerance: Option<f64>,
-) -> Comparison {
-    let same = plain.iter().zip(speculative).take_while(|(a, b)| a == b).count();
-    if same == plain.len() && same == speculative.len() {
-        return Comparison::Identical;
+) -> Option<Difference> {
+    if plain == speculative {
+        return None;
     }
-    let tokens = (plain.get(same).copied(), speculative.get(same).copied());
-    let preference = match tokens {
-        (Some(a), Some(b)) => {
-            Some(Preference::of(target, &[prompt, &plain[..same]].concat(), [a, b]))
-        }
-        _ => None,
-    };
-    let logit_gap = preference.as_ref().map(|preference| preference.gap);
-    let tie_tolerance = preference.map(|preference| tolerance.unwrap_or(preference.rounding));
-    let difference = Difference {
+    let position = plain.iter().zip(speculative).take_while(|(a, b)| a == b).count();
+    let (plain_token, speculative_token) = (plain.get(position), speculative.get(position));
+    let preference = plain_token
+        .zip(speculative_token)
+        .map(|(&a, &b)| Preference::of(target, &[prompt, &plain[..position]].concat(), [a, b]));
+    Some(Difference {
         response: 0,
-        position: same,
-        plain: tokens.0,
-        speculative: tokens.1,
-        logit_gap,
-        tie_tolerance,
-    };
-    match logit_gap.zip(tie_tolerance) {
-        Some((gap, tolerance)) if gap <= tolerance => Comparison::Tie(difference),
-        _ => Comparison::Different(difference),
-    }
+        position,
+        plain: plain_token.copied(),
+        speculative: speculative_token.copied(),
+        logit_gap: preference.as_ref().map(|preference| preference.gap),
+        tie_tolerance: preference.map(|preference| tolerance.unwrap_or(preference.rounding)),
+    })
 }
 
 /// How clearly a target prefers one of two tokens.
@@ -158,15 +143,15 @@ fn rounding(magnitude: f64, kind: Kind) -> f64 {
 mod tests {
     use super::*;
 
-    fn difference(logit_gap: Option<f64>) -> Difference {
-        Difference {
+    fn difference(logit_gap: f64) -> Option<Difference> {
+        Some(Difference {
             response: 0,
             position: 3,
             plain: Some(1),
-            speculative: None,
-            logit_gap,
-            tie_tolerance: None,
-        }
+            speculative: Some(2),
+            logit_gap: Some(logit_gap),
+            tie_tolerance: Some(1e-3),
+        })
     }
 
     #[test]
@@ -182,10 +167,10 @@ mod tests {
     #[test]
     fn ties_do_not_break_the_proof_and_failures_do() {
         let mut lossless = Lossless::new(None);
-        lossless.record(Comparison::Identical);
-        lossless.record(Comparison::Tie(difference(Some(1e-4))));
+        lossless.record(None);
+        lossless.record(difference(1e-4));
         assert!(lossless.holds);
-        lossless.record(Comparison::Different(difference(None)));
+        lossless.record(difference(1e-2));
         assert!(!lossless.holds);
         assert_eq!((lossless.responses, lossless.identical), (3, 1));
         assert_eq!((lossless.ties[0].response, lossless.failures[0].response), (1, 2));

@@ -27,9 +27,6 @@ pub(crate) struct PartialOutput {
 
 impl PartialOutput {
     /// Opens the partial file of `destination`, continuing one that the same `settings` began.
-    ///
-    /// # Errors
-    /// I/O.
     pub(crate) fn open(destination: &Path, settings: &Value) -> Result<Self, Error> {
         let mut name = destination.file_name().unwrap_or_default().to_os_string();
         name.push(".partial");
@@ -58,9 +55,6 @@ impl PartialOutput {
     }
 
     /// Adds row `number` (counted from 0); it is written once all before it are.
-    ///
-    /// # Errors
-    /// I/O.
     pub(crate) fn push(&mut self, number: usize, row: &Value) -> Result<(), Error> {
         self.waiting.insert(number, row.to_string());
         while let Some(row) = self.waiting.remove(&self.written) {
@@ -72,9 +66,6 @@ impl PartialOutput {
     }
 
     /// Moves the rows to their destination and removes the partial file.
-    ///
-    /// # Errors
-    /// I/O.
     pub(crate) fn finish(self) -> Result<(), Error> {
         debug_assert!(self.waiting.is_empty(), "rows wait for one that never came");
         let mut rows = BufReader::new(File::open(&self.path).map_err(self.failed("read"))?);

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use dflash_model::target::{KvCache, Target};
+use dflash_text::ChatTokenizer;
 use tch::Tensor;
 
 use crate::Error;
@@ -16,6 +17,15 @@ pub struct Limits {
     pub max_new_tokens: usize,
     /// Tokens that end it.
     pub stop_ids: Vec<i64>,
+}
+
+impl Limits {
+    /// Ends answers with the end tokens of the target's configuration and of its tokenizer.
+    pub(crate) fn new(target: &Target, tokenizer: &ChatTokenizer, max_new_tokens: usize) -> Self {
+        let mut stop_ids = target.config().eos_token_ids.clone();
+        stop_ids.extend(tokenizer.special_ids().eos);
+        Self { max_new_tokens, stop_ids }
+    }
 }
 
 /// One answer.

@@ -11,10 +11,9 @@ use dflash_run::Acceptance;
 use dflash_text::ChatTokenizer;
 
 use crate::Error;
-use crate::eval::{dialogue, drop_long, stop_ids};
 use crate::plain::Limits;
-use crate::prompts::{Prompt, read_prompts};
-use crate::sampling::{Sampler, Sampling};
+use crate::prompts::{Prompt, usable_prompts};
+use crate::sampling::Sampler;
 use crate::speculative::Speculator;
 
 /// What to measure on.
@@ -47,13 +46,8 @@ impl Probe {
     pub fn open(config: ProbeConfig) -> Result<Self, Error> {
         let tokenizer = ChatTokenizer::load(&config.target)?;
         let target = TargetConfig::load(&config.target)?;
-        let mut prompts =
-            read_prompts(&config.prompts, config.limit, &tokenizer, target.vocab_size)?;
-        drop_long(&mut prompts, &target, config.max_new_tokens);
-        if prompts.is_empty() {
-            let context = target.max_position_embeddings;
-            return Err(Error::NoPrompts { path: config.prompts, context });
-        }
+        let room = (&target, config.max_new_tokens);
+        let (prompts, _) = usable_prompts((&config.prompts, config.limit), &tokenizer, room)?;
         Ok(Self { config, tokenizer, prompts, target: None })
     }
 
@@ -68,34 +62,24 @@ impl Probe {
         (first, stride): (usize, usize),
         stop: &AtomicBool,
     ) -> Result<Acceptance, Error> {
-        self.load(draft)?;
-        let mut acceptance = Acceptance::new(draft.config().block_size);
-        let Some(target) = &self.target else { return Ok(acceptance) };
-        let mut speculator = Speculator::new(target, draft, Sampler::new(Sampling::Greedy))?;
-        if let Some(vocabulary) = vocabulary {
-            speculator = speculator.with_vocabulary(vocabulary)?;
-        }
-        let limits = Limits {
-            max_new_tokens: self.config.max_new_tokens,
-            stop_ids: stop_ids(target, &self.tokenizer),
+        let target = match &self.target {
+            Some(target) => target,
+            None => {
+                let options = TargetOptions { device: draft.device(), dtype: draft.flat().kind() };
+                self.target.insert(Target::load(&self.config.target, &options)?)
+            }
         };
+        let mut acceptance = Acceptance::new(draft.config().block_size);
+        let mut speculator = Speculator::new(target, draft, vocabulary, Sampler::new(0.0, 0))?;
+        let limits = Limits::new(target, &self.tokenizer, self.config.max_new_tokens);
+        let room = (target.config(), limits.max_new_tokens);
         for prompt in self.prompts.iter().skip(first).step_by(stride) {
-            let room = (target.config(), limits.max_new_tokens);
-            dialogue(prompt, &self.tokenizer, room, |ids| {
+            prompt.dialogue(&self.tokenizer, room, |ids| {
                 let speculation = speculator.generate(ids, &limits, stop)?;
                 acceptance.record(&speculation.accepted);
                 Ok(speculation.generation.tokens)
             })?;
         }
         Ok(acceptance)
-    }
-
-    fn load(&mut self, draft: &Draft) -> Result<(), Error> {
-        if self.target.is_some() {
-            return Ok(());
-        }
-        let options = TargetOptions { device: draft.device(), dtype: draft.flat().kind() };
-        self.target = Some(Target::load(&self.config.target, &options)?);
-        Ok(())
     }
 }

@@ -13,8 +13,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 pub(crate) struct Progress {
     title: &'static str,
     bar: ProgressBar,
-    total: u64,
-    done: u64,
+    total: usize,
     started: Instant,
     logged: Option<Instant>,
 }
@@ -23,31 +22,25 @@ impl Progress {
     /// Shows `title` and `total` items to come.
     pub(crate) fn new(title: &'static str, total: usize) -> Self {
         let terminal = std::io::stderr().is_terminal();
-        let total = total as u64;
-        let bar = if terminal { ProgressBar::new(total) } else { ProgressBar::hidden() };
+        let bar = if terminal { ProgressBar::new(total as u64) } else { ProgressBar::hidden() };
         let style =
             ProgressStyle::with_template("{prefix} {bar:30} {pos}/{len} [{elapsed} < {eta}] {msg}")
                 .expect("the template is well formed");
         bar.set_style(style);
         bar.set_prefix(title);
         let logged = (!terminal).then(Instant::now);
-        Self { title, bar, total, done: 0, started: Instant::now(), logged }
+        Self { title, bar, total, started: Instant::now(), logged }
     }
 
     /// Advances to `done` items with a few words on how it goes.
     pub(crate) fn update(&mut self, done: usize, message: &str) {
-        self.done = done as u64;
-        self.bar.set_position(self.done);
+        self.bar.set_position(done as u64);
         self.bar.set_message(message.to_owned());
         if self.logged.is_some_and(|at| at.elapsed() >= LOG_INTERVAL) {
-            self.log(message);
+            self.logged = Some(Instant::now());
+            let seconds = self.started.elapsed().as_secs();
+            eprintln!("{} {done}/{} {seconds}s {message}", self.title, self.total);
         }
-    }
-
-    fn log(&mut self, message: &str) {
-        self.logged = Some(Instant::now());
-        let seconds = self.started.elapsed().as_secs();
-        eprintln!("{} {}/{} {seconds}s {message}", self.title, self.done, self.total);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use dflash_model::target::TargetConfig;
 use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_row, raw_rows};
 use serde_json::Value;
 
@@ -9,19 +10,38 @@ use crate::Error;
 
 /// One thing to answer.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Prompt {
-    /// 1-based line of the data file.
-    pub line: usize,
+pub(crate) struct Prompt {
     /// The row as it was read.
-    pub row: Value,
+    pub(crate) row: Value,
     /// The turns that are rendered; empty for a row of token ids.
-    pub messages: Vec<Message>,
+    pub(crate) messages: Vec<Message>,
     /// Tools on offer, if any.
-    pub tools: Option<Value>,
+    pub(crate) tools: Option<Value>,
     /// User turns that follow once this prompt is answered (benchmarks of several turns).
-    pub later_turns: Vec<Message>,
+    later_turns: Vec<Message>,
     /// The rendered prompt, which the answer follows.
-    pub ids: Vec<i64>,
+    pub(crate) ids: Vec<i64>,
+}
+
+/// At most `limit` prompts of a file, without those that leave no room for an answer of `max_new`
+/// tokens, and how many those are.
+///
+/// # Errors
+/// As [`read_prompts`]; or none is left.
+pub(crate) fn usable_prompts(
+    (path, limit): (&Path, Option<usize>),
+    tokenizer: &ChatTokenizer,
+    (target, max_new): (&TargetConfig, usize),
+) -> Result<(Vec<Prompt>, usize), Error> {
+    let mut prompts = read_prompts(path, limit, tokenizer, target.vocab_size)?;
+    let read = prompts.len();
+    prompts.retain(|prompt| prompt.fits(target, max_new));
+    if prompts.is_empty() {
+        let context = target.max_position_embeddings;
+        return Err(Error::NoPrompts { path: path.into(), context });
+    }
+    let skipped = read - prompts.len();
+    Ok((prompts, skipped))
 }
 
 /// Reads at most `limit` prompts from a JSON array or JSONL file.
@@ -32,7 +52,7 @@ pub struct Prompt {
 ///
 /// # Errors
 /// The file or a row of it cannot be read, rendered or answered: the line is named.
-pub fn read_prompts(
+fn read_prompts(
     path: &Path,
     limit: Option<usize>,
     tokenizer: &ChatTokenizer,
@@ -44,7 +64,7 @@ pub fn read_prompts(
             let raw = raw?;
             let (line, row) = (raw.line, raw.parse(path)?);
             let source = |source| Error::Row { path: path.into(), line, source };
-            let prompt = prompt_of(line, row, tokenizer)
+            let prompt = prompt_of(row, tokenizer)
                 .map_err(source)?
                 .filter(|prompt| !prompt.ids.is_empty())
                 .ok_or_else(|| Error::NoQuestion { path: path.into(), line })?;
@@ -59,11 +79,7 @@ pub fn read_prompts(
         .collect()
 }
 
-fn prompt_of(
-    line: usize,
-    row: Value,
-    tokenizer: &ChatTokenizer,
-) -> Result<Option<Prompt>, dflash_text::Error> {
+fn prompt_of(row: Value, tokenizer: &ChatTokenizer) -> Result<Option<Prompt>, dflash_text::Error> {
     let (messages, later_turns, tools, ids) = match parse_row(&row)? {
         Row::Tokenized { input_ids, loss_mask } => {
             let end = loss_mask.iter().position(|&label| label).unwrap_or(input_ids.len());
@@ -76,7 +92,7 @@ fn prompt_of(
             (messages, later_turns, tools, ids)
         }
     };
-    Ok(Some(Prompt { line, row, messages, tools, later_turns, ids }))
+    Ok(Some(Prompt { row, messages, tools, later_turns, ids }))
 }
 
 /// Where the prompt ends, and where the turns still to be put end; `None` without a user turn.
@@ -89,11 +105,33 @@ fn open_turns(messages: &[Message]) -> Option<(usize, usize)> {
 }
 
 impl Prompt {
+    fn fits(&self, target: &TargetConfig, max_new: usize) -> bool {
+        self.ids.len() + max_new <= target.max_position_embeddings as usize
+    }
+
+    /// Answers the prompt and, in a benchmark of several turns, those that follow it and leave room
+    /// for `max_new` tokens. `answer` gives the target's tokens.
+    pub(crate) fn dialogue(
+        &self,
+        tokenizer: &ChatTokenizer,
+        (target, max_new): (&TargetConfig, usize),
+        mut answer: impl FnMut(&[i64]) -> Result<Vec<i64>, Error>,
+    ) -> Result<(), Error> {
+        let mut turn = self.clone();
+        loop {
+            let text = tokenizer.decode(&answer(&turn.ids)?, true)?;
+            match turn.next_turn(&text, tokenizer)? {
+                Some(next) if next.fits(target, max_new) => turn = next,
+                _ => return Ok(()),
+            }
+        }
+    }
+
     /// The prompt of the next user turn, after `answer` to this one; `None` after the last.
     ///
     /// # Errors
     /// The template refuses the conversation.
-    pub fn next_turn(
+    fn next_turn(
         &self,
         answer: &str,
         tokenizer: &ChatTokenizer,

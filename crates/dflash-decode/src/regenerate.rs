@@ -16,11 +16,10 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use crate::Error;
-use crate::eval::{drop_long, stop_ids};
 use crate::partial::PartialOutput;
 use crate::plain::{Limits, check, roomy};
 use crate::progress::Progress;
-use crate::prompts::{Prompt, read_prompts};
+use crate::prompts::{Prompt, usable_prompts};
 use crate::sampling::most_likely;
 
 /// What a regeneration did.
@@ -54,18 +53,12 @@ pub fn regenerate(
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
-    let mut prompts =
-        read_prompts(&settings.data, settings.limit, &tokenizer, target.vocab_size())?;
-    let skipped = drop_long(&mut prompts, target.config(), settings.max_new_tokens);
-    if prompts.is_empty() {
-        let context = target.config().max_position_embeddings;
-        return Err(Error::NoPrompts { path: settings.data.clone(), context });
-    }
+    let room = (target.config(), settings.max_new_tokens);
+    let (prompts, skipped) = usable_prompts((&settings.data, settings.limit), &tokenizer, room)?;
     let mut output =
         PartialOutput::open(&settings.output, &rows_depend_on(settings, (target_dir, dtype)))?;
     let resumed = output.written();
-    let limits =
-        Limits { max_new_tokens: settings.max_new_tokens, stop_ids: stop_ids(&target, &tokenizer) };
+    let limits = Limits::new(&target, &tokenizer, settings.max_new_tokens);
     let remaining: Vec<&[i64]> =
         prompts[resumed..].iter().map(|prompt| prompt.ids.as_slice()).collect();
     let mut decoder = BatchDecoder::new(&target, &remaining, &limits, settings.batch);
@@ -96,7 +89,7 @@ fn rows_depend_on(settings: &RegenerateSettings, (target_dir, dtype): (&Path, Ki
     };
     json!({
         "target": target_dir,
-        "target_config": stamp(&target_dir.join("settings.json")),
+        "target_config": stamp(&target_dir.join("config.json")),
         "data": settings.data,
         "data_file": stamp(&settings.data),
         "limit": settings.limit,

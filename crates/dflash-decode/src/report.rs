@@ -61,13 +61,11 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Everything an evaluation found.
+#[allow(missing_docs, reason = "settings under their own names")]
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EvalReport {
-    /// Directory of the target.
     pub target: PathBuf,
-    /// Directory of the draft.
     pub draft: PathBuf,
-    /// File of the prompts.
     pub prompts: PathBuf,
     /// Answers made.
     pub responses: usize,
@@ -75,7 +73,6 @@ pub struct EvalReport {
     pub skipped: usize,
     /// Tokens of all speculative answers.
     pub tokens: usize,
-    /// Tokens of an answer at most.
     pub max_new_tokens: usize,
     /// 0 for greedy decoding.
     pub temperature: f64,

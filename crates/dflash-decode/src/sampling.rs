@@ -8,68 +8,37 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
 
-/// How tokens are chosen.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Sampling {
-    /// The most likely token.
-    Greedy,
-    /// A draw from the distribution sharpened or flattened by `temperature` (> 0).
-    Temperature {
-        /// Divisor of the logits.
-        temperature: f64,
-        /// Seed of the draws.
-        seed: u64,
-    },
-}
-
-impl Sampling {
-    /// Greedy at temperature 0, else random by `seed`.
-    pub fn new(temperature: f64, seed: u64) -> Self {
-        if temperature == 0.0 { Self::Greedy } else { Self::Temperature { temperature, seed } }
-    }
-}
-
-/// Chooses tokens by a [`Sampling`]; owns the random state.
+/// Chooses tokens, and owns the random state.
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    sampling: Sampling,
+    /// Divisor of the logits; 0 chooses the most likely token.
+    temperature: f64,
     random: ChaCha8Rng,
 }
 
 impl Sampler {
-    /// A sampler at the start of its random stream.
-    pub fn new(sampling: Sampling) -> Self {
-        let seed = match sampling {
-            Sampling::Greedy => 0,
-            Sampling::Temperature { seed, .. } => seed,
-        };
-        Self { sampling, random: ChaCha8Rng::seed_from_u64(seed) }
+    /// Greedy at temperature 0, else random by `seed`.
+    pub fn new(temperature: f64, seed: u64) -> Self {
+        Self { temperature, random: ChaCha8Rng::seed_from_u64(seed) }
     }
 
     /// Whether tokens are the most likely ones.
     pub fn is_greedy(&self) -> bool {
-        self.sampling == Sampling::Greedy
+        self.temperature == 0.0
     }
 
     /// A token for one row of logits [1, V].
     pub fn choose(&mut self, logits_1v: &Tensor) -> i64 {
-        match self.sampling {
-            Sampling::Greedy => most_likely(logits_1v).int64_value(&[0]),
-            Sampling::Temperature { temperature, .. } => {
-                self.draw(&probabilities(logits_1v, temperature))[0]
-            }
+        if self.is_greedy() {
+            return most_likely(logits_1v).int64_value(&[0]);
         }
+        self.draw(&self.distributions(logits_1v))[0]
     }
 
-    /// Distributions [R, V] of logits [R, V], float64.
-    ///
-    /// # Panics
-    /// When the sampling is greedy, which has none.
+    /// Distributions [R, V] of logits [R, V], float64. Greedy sampling has none.
     pub(crate) fn distributions(&self, logits_rv: &Tensor) -> Tensor {
-        match self.sampling {
-            Sampling::Temperature { temperature, .. } => probabilities(logits_rv, temperature),
-            Sampling::Greedy => unreachable!("greedy decoding compares tokens, not distributions"),
-        }
+        debug_assert!(!self.is_greedy(), "greedy decoding compares tokens, not distributions");
+        (logits_rv.to_kind(Kind::Double) / self.temperature).softmax(-1, Kind::Double)
     }
 
     /// One token for each row of non-negative weights [R, V], drawn in proportion to them.
@@ -98,21 +67,13 @@ pub(crate) fn most_likely(logits_rv: &Tensor) -> Tensor {
     logits_rv.max_dim(-1, false).1
 }
 
-fn probabilities(logits_rv: &Tensor, temperature: f64) -> Tensor {
-    (logits_rv.to_kind(Kind::Double) / temperature).softmax(-1, Kind::Double)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn sampler(temperature: f64) -> Sampler {
-        Sampler::new(Sampling::Temperature { temperature, seed: 7 })
-    }
-
     #[test]
     fn draws_follow_the_weights_and_never_pick_a_zero() {
-        let mut sampler = sampler(1.0);
+        let mut sampler = Sampler::new(1.0, 7);
         let weights = Tensor::from_slice(&[0.0, 0.2, 0.0, 0.6, 0.0]).unsqueeze(0);
         let draws = sampler.draw(&weights.expand([20_000, 5], false));
         let share = |id| draws.iter().filter(|&&draw| draw == id).count() as f64 / 20_000.0;
@@ -125,13 +86,13 @@ mod tests {
     fn a_seed_fixes_the_draws_and_temperature_sharpens_them() {
         let logits = Tensor::from_slice(&[1.0f32, 2.0, 0.0]).unsqueeze(0);
         let draw = |temperature: f64| -> Vec<i64> {
-            let mut sampler = sampler(temperature);
+            let mut sampler = Sampler::new(temperature, 7);
             (0..50).map(|_| sampler.choose(&logits)).collect()
         };
         assert_eq!(draw(1.0), draw(1.0));
         assert_ne!(draw(1.0), draw(5.0));
         assert_eq!(draw(0.01), [1; 50]);
-        assert_eq!(Sampler::new(Sampling::Greedy).choose(&logits), 1);
+        assert_eq!(Sampler::new(0.0, 7).choose(&logits), 1);
     }
 
     #[test]

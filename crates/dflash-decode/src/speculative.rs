@@ -3,7 +3,7 @@
 //! A step starts from the bonus token, whose own state neither cache holds yet. The draft sees the
 //! features of all tokens before it and proposes B-1 tokens; the target runs once over the block of
 //! B. The longest matching prefix is accepted, the target's own next token becomes the new bonus,
-//! the features of the n+1 rows that stand go to the draft's context, and the target's cache is cut
+//! the features of the n+1 rows that remain go to the draft's context, and the target's cache is cut
 //! back to them. The draft's cache holds accepted context only, so it needs no cut.
 
 use std::sync::atomic::AtomicBool;
@@ -59,42 +59,33 @@ struct Proposal {
 /// The outcome of one verification.
 #[derive(Debug)]
 struct Verified {
-    /// Proposals that stand.
+    /// Accepted proposals.
     accepted: Vec<i64>,
     /// The target's own token after them.
     bonus: i64,
 }
 
 impl<'a> Speculator<'a> {
-    /// A decoder of `target` with the proposals of `draft`; both choose tokens by `sampler`.
+    /// A decoder of `target` with the proposals of `draft`, only tokens of `vocabulary` where it was
+    /// trained to say no others; both choose tokens by `sampler`.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when draft and target differ in size; a layer id or mask token that the
-    /// target does not have.
-    pub fn new(target: &'a Target, draft: &'a Draft, sampler: Sampler) -> Result<Self, Error> {
-        check_fit(target, draft)?;
+    /// [`Error::Mismatch`] when draft and target differ in size, or the vocabulary was selected from
+    /// another number of tokens; a layer id or mask token that the target does not have.
+    pub fn new(
+        target: &'a Target,
+        draft: &'a Draft,
+        vocabulary: Option<&DraftVocabulary>,
+        sampler: Sampler,
+    ) -> Result<Self, Error> {
+        check_fit(target, draft, vocabulary)?;
         let config = draft.config();
         let masks = vec![config.mask_token_id; config.block_size - 1];
         let masks_bh =
             no_grad(|| target.embed(&Tensor::from_slice(&masks).to_device(target.device())));
         let (cache, context) = (target.new_cache(0), draft.new_cache(0));
-        Ok(Self { target, draft, cache, context, masks_bh, head: None, sampler })
-    }
-
-    /// Lets the draft propose only the tokens of `vocabulary`, the ones it was trained to say.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] when the vocabulary was selected from another number of tokens.
-    pub fn with_vocabulary(mut self, vocabulary: &DraftVocabulary) -> Result<Self, Error> {
-        let (draft, target) = (vocabulary.target_size() as i64, self.target.vocab_size());
-        if draft != target {
-            let what = "the number of tokens that its vocabulary was selected from";
-            return Err(Error::Mismatch { what, draft, target });
-        }
-        let ids_v = self.to_device(vocabulary.selected());
-        let lm_head_hv = no_grad(|| self.target.lm_head_columns(&ids_v));
-        self.head = Some(PrunedHead { ids_v, lm_head_hv });
-        Ok(self)
+        let head = vocabulary.map(|vocabulary| PrunedHead::new(target, vocabulary));
+        Ok(Self { target, draft, cache, context, masks_bh, head, sampler })
     }
 
     /// Slots of the draft's blocks, the anchor's included.
@@ -137,9 +128,9 @@ impl<'a> Speculator<'a> {
         })
     }
 
-    /// Empties both caches and sees that a sequence of `tokens` fits.
+    /// Empties both caches and makes room for a sequence of `tokens`.
     fn reset(&mut self, tokens: usize) {
-        // The last step verifies a whole block, whatever of it the limit leaves.
+        // The last step verifies a whole block, even where the limit cuts it.
         let tokens = tokens + self.draft.config().block_size;
         if self.cache.capacity() < tokens {
             let capacity = roomy(tokens);
@@ -190,10 +181,10 @@ impl<'a> Speculator<'a> {
             };
             return Proposal { ids_b, distributions_bv: None };
         }
-        let distributions_bv = match &self.head {
-            None => self.sampler.distributions(&logits_bv),
-            Some(head) => head.widen(&self.sampler.distributions(&logits_bv), self.target),
-        };
+        let mut distributions_bv = self.sampler.distributions(&logits_bv);
+        if let Some(head) = &self.head {
+            distributions_bv = head.widen(&distributions_bv, self.target);
+        }
         let ids = self.sampler.draw(&distributions_bv);
         Proposal { ids_b: self.to_device(&ids), distributions_bv: Some(distributions_bv) }
     }
@@ -242,6 +233,12 @@ impl<'a> Speculator<'a> {
 }
 
 impl PrunedHead {
+    fn new(target: &Target, vocabulary: &DraftVocabulary) -> Self {
+        let ids_v = Tensor::from_slice(vocabulary.selected()).to_device(target.device());
+        let lm_head_hv = no_grad(|| target.lm_head_columns(&ids_v));
+        Self { ids_v, lm_head_hv }
+    }
+
     /// Distributions over the selected tokens as ones over all of the target's, zero elsewhere.
     fn widen(&self, distributions_bv: &Tensor, target: &Target) -> Tensor {
         let shape = [distributions_bv.size()[0], target.vocab_size()];
@@ -264,22 +261,32 @@ fn to_host(ids: &Tensor) -> Vec<i64> {
     Vec::try_from(ids.to_kind(Kind::Int64)).expect("token ids are integers")
 }
 
-fn check_fit(target: &Target, draft: &Draft) -> Result<(), Error> {
+fn check_fit(
+    target: &Target,
+    draft: &Draft,
+    vocabulary: Option<&DraftVocabulary>,
+) -> Result<(), Error> {
     let config = draft.config();
+    let rows = target.vocab_size();
     let pairs = [
         ("hidden_size", config.hidden_size, target.hidden_size()),
-        ("vocab_size", config.vocab_size, target.vocab_size()),
+        ("vocab_size", config.vocab_size, rows),
         (
             "the number of target layers",
             config.num_target_layers.unwrap_or(target.num_layers()) as i64,
             target.num_layers() as i64,
+        ),
+        (
+            "the number of tokens that its vocabulary was selected from",
+            vocabulary.map_or(rows, |vocabulary| vocabulary.target_size() as i64),
+            rows,
         ),
     ];
     if let Some(&(what, draft, target)) = pairs.iter().find(|(_, draft, target)| draft != target) {
         return Err(Error::Mismatch { what, draft, target });
     }
     check_layer_ids(&config.target_layer_ids, target.num_layers())?;
-    let (mask, rows) = (config.mask_token_id, target.vocab_size());
+    let mask = config.mask_token_id;
     if !(0..rows).contains(&mask) {
         return Err(Error::Mismatch { what: "mask_token_id", draft: mask, target: rows });
     }

@@ -171,7 +171,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let made = make(&config(dir.path())).unwrap();
         assert!(!made.kept && make(&config(dir.path())).unwrap().kept);
-        let target = Target::load(&made.target, &Default::default()).unwrap();
+        let options =
+            dflash_model::target::TargetOptions { device: Device::Cpu, dtype: Kind::Float };
+        let target = Target::load(&made.target, &options).unwrap();
         assert_eq!((target.num_layers(), target.hidden_size()), (LAYERS, HIDDEN_SIZE));
         assert_eq!(target.config().eos_token_ids, [END_ID]);
     }

@@ -11,10 +11,12 @@
 //! are never expanded. Shapes: `q_jngd` [kv heads, slots, queries per kv head, D]; `k_jtd` and
 //! `v_jtd` [kv heads, context, D] or [kv heads, slots, D] for the blocks' own. In memory the key/value
 //! head is the last but one dimension of all results, as flash kernels leave it: so parts are merged
-//! and gradients added over contiguous memory, and results are matrices of a row a slot as they are.
+//! and gradients added over contiguous memory, and a result already is a matrix with a row per slot.
 
 mod part;
 mod plan;
+
+use std::ops::Range;
 
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
@@ -41,14 +43,13 @@ impl KeyValue {
         let zeros = |x: &Tensor| {
             let size = x.size();
             let options = (accumulate_kind(x), x.device());
-            let zeros = Tensor::zeros([size[1], size[0], size[2]], options);
-            zeros.transpose(0, 1)
+            Tensor::zeros([size[1], size[0], size[2]], options).transpose(0, 1)
         };
         Self { k_jtd: zeros(&self.k_jtd), v_jtd: zeros(&self.v_jtd) }
     }
 
     /// Rows of a batch of one.
-    fn rows(&self, range: &std::ops::Range<usize>) -> (Tensor, Tensor) {
+    fn rows(&self, range: &Range<usize>) -> (Tensor, Tensor) {
         let (start, length) = (range.start as i64, range.len() as i64);
         let take = |x: &Tensor| x.narrow(1, start, length).unsqueeze(0);
         (take(&self.k_jtd), take(&self.v_jtd))
@@ -59,10 +60,9 @@ impl KeyValue {
         (split_blocks(&self.k_jtd, block_size), split_blocks(&self.v_jtd, block_size))
     }
 
-    fn add_rows(&self, range: &std::ops::Range<usize>, dk: &Tensor, dv: &Tensor) {
-        let (start, length) = (range.start as i64, range.len() as i64);
-        let _ = self.k_jtd.narrow(1, start, length).g_add_(&dk.squeeze_dim(0));
-        let _ = self.v_jtd.narrow(1, start, length).g_add_(&dv.squeeze_dim(0));
+    fn add_rows(&self, range: &Range<usize>, dk: &Tensor, dv: &Tensor) {
+        let (mut k, mut v) = self.rows(range);
+        let (_, _) = (k.g_add_(dk), v.g_add_(dv));
     }
 }
 
@@ -76,7 +76,7 @@ pub struct Attended {
 }
 
 impl Attended {
-    /// The output as a matrix of a row a slot, [slots, queries per kv head * kv heads * D].
+    /// The output as a matrix with a row per slot, [slots, queries per kv head * kv heads * D].
     pub(crate) fn by_slot(&self) -> Tensor {
         fused::by_slot(&self.out_jngd).flatten(1, -1)
     }
@@ -107,7 +107,8 @@ pub struct BlockAttention {
 struct Chunk {
     /// First slot and number of slots.
     slots: (i64, i64),
-    parts: Vec<(std::ops::Range<usize>, Option<Tensor>)>,
+    /// Masks and context rows.
+    parts: Vec<(Option<Tensor>, Range<usize>)>,
 }
 
 /// What an attention needs to know besides the packed row.
@@ -129,19 +130,14 @@ impl BlockAttention {
     /// Prepares the masks of all chunks of `plan` for layers that see `visibility`.
     pub fn new(plan: &BlockPlan, visibility: &Visibility, shape: &AttentionShape) -> Self {
         let group = shape.queries_per_kv as usize;
+        let slots = |anchors: usize| (anchors * plan.block_size()) as i64;
+        let part = |segment: Segment| (segment_mask(&segment, group, shape), segment.context);
         let chunks = plan
             .chunks(visibility, group)
             .into_iter()
             .map(|chunk| Chunk {
-                slots: (
-                    (chunk.anchors.start * plan.block_size()) as i64,
-                    (chunk.anchors.len() * plan.block_size()) as i64,
-                ),
-                parts: chunk
-                    .segments
-                    .iter()
-                    .map(|segment| (segment.context.clone(), segment_mask(segment, group, shape)))
-                    .collect(),
+                slots: (slots(chunk.anchors.start), slots(chunk.anchors.len())),
+                parts: chunk.segments.into_iter().map(part).collect(),
             })
             .collect();
         Self {
@@ -166,7 +162,7 @@ impl BlockAttention {
         };
         for chunk in &self.chunks {
             let q = self.fold_chunk(q_jngd, chunk);
-            for (range, mask) in &chunk.parts {
+            for (mask, range) in &chunk.parts {
                 let (k, v) = context.rows(range);
                 let (out, lse) = self.part.forward(&q, &k, &v, mask.as_ref());
                 self.merge(&merged, chunk, &out, &lse);
@@ -194,7 +190,7 @@ impl BlockAttention {
                 dout: fold(dout_jngd),
             };
             let dq_chunk = fold(&dq);
-            for (range, mask) in &chunk.parts {
+            for (mask, range) in &chunk.parts {
                 let (k, v) = context.rows(range);
                 let (dq_part, dk, dv) = self.part.backward(&q, &k, &v, mask.as_ref());
                 let _ = dq_chunk.shallow_clone().g_add_(&dq_part);
@@ -267,7 +263,7 @@ fn join_blocks(x: &Tensor) -> Tensor {
 }
 
 /// Score added where a query must not look. Finite, so that a row that sees nothing of a segment
-/// yields numbers (with a log-sum-exp near this value, hence no share in the merge) and never NaN.
+/// yields numbers (with a log-sum-exp near this value, so no share in the merge) and never NaN.
 const HIDDEN: f32 = -1e30;
 
 /// [rows*g, columns] with 0 where visible; `None` when every row sees every column.

@@ -80,10 +80,8 @@ impl TensorFile {
         let mut part = vec![0; 1 << 20];
         let mut at = 0;
         loop {
-            let read = self
-                .file
-                .read_at(&mut part, at)
-                .map_err(|source| Error::Read { path: self.path.clone(), source })?;
+            let read =
+                self.file.read_at(&mut part, at).map_err(|source| self.unreadable(source))?;
             if read == 0 {
                 return Ok(hasher.finalize());
             }
@@ -93,7 +91,7 @@ impl TensorFile {
     }
 
     /// The free-form entries of the header.
-    pub fn notes(&self) -> Option<&std::collections::HashMap<String, String>> {
+    pub fn notes(&self) -> Option<&HashMap<String, String>> {
         self.metadata.metadata().as_ref()
     }
 
@@ -110,7 +108,7 @@ impl TensorFile {
         Err(Error::Shape { path, name, found, expected })
     }
 
-    /// Reads the tensor `name`, in its stored type and whatever shape, as a whole.
+    /// Reads the whole tensor `name`, in its stored type and shape.
     ///
     /// # Errors
     /// A missing tensor, a type that we do not read, I/O.
@@ -136,9 +134,8 @@ impl TensorFile {
         let count = elements.end - elements.start;
         let mut bytes = vec![0; count as usize * width];
         assert!(at + bytes.len() <= info.data_offsets.1, "{name} has no elements {elements:?}");
-        self.file
-            .read_exact_at(&mut bytes, self.data_start + at as u64)
-            .map_err(|source| Error::Read { path: self.path.clone(), source })?;
+        let from = self.data_start + at as u64;
+        self.file.read_exact_at(&mut bytes, from).map_err(|source| self.unreadable(source))?;
         Ok(Tensor::f_from_data_size(&bytes, &[count], kind)?)
     }
 
@@ -160,6 +157,10 @@ impl TensorFile {
         Ok(())
     }
 
+    fn unreadable(&self, source: std::io::Error) -> Error {
+        Error::Read { path: self.path.clone(), source }
+    }
+
     fn info(&self, name: &str) -> Result<&TensorInfo> {
         let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
         self.metadata.info(name).ok_or_else(missing)
@@ -170,42 +171,36 @@ fn shape_of(info: &TensorInfo) -> Vec<i64> {
     info.shape.iter().map(|&size| size as i64).collect()
 }
 
+/// The types that we read and write.
+const TYPES: [(Dtype, Kind); 6] = [
+    (Dtype::F64, Kind::Double),
+    (Dtype::F32, Kind::Float),
+    (Dtype::F16, Kind::Half),
+    (Dtype::BF16, Kind::BFloat16),
+    (Dtype::I64, Kind::Int64),
+    (Dtype::BOOL, Kind::Bool),
+];
+
 fn kind_of(dtype: Dtype) -> Option<Kind> {
-    match dtype {
-        Dtype::F64 => Some(Kind::Double),
-        Dtype::F32 => Some(Kind::Float),
-        Dtype::F16 => Some(Kind::Half),
-        Dtype::BF16 => Some(Kind::BFloat16),
-        Dtype::I64 => Some(Kind::Int64),
-        Dtype::BOOL => Some(Kind::Bool),
-        _ => None,
-    }
+    TYPES.iter().find(|(known, _)| *known == dtype).map(|(_, kind)| *kind)
 }
 
 fn dtype_of(kind: Kind) -> Dtype {
-    match kind {
-        Kind::Double => Dtype::F64,
-        Kind::Float => Dtype::F32,
-        Kind::Half => Dtype::F16,
-        Kind::BFloat16 => Dtype::BF16,
-        Kind::Int64 => Dtype::I64,
-        Kind::Bool => Dtype::BOOL,
-        other => panic!("checkpoints hold no {other:?}"),
-    }
+    let known = TYPES.iter().find(|(_, known)| *known == kind);
+    known.unwrap_or_else(|| panic!("checkpoints hold no {kind:?}")).0
 }
 
 /// What a safetensors file says of one of its tensors.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
-    /// Its name.
     pub name: String,
-    /// Its type in the file.
     pub kind: Kind,
-    /// Its shape.
     pub shape: Vec<i64>,
 }
 
-/// A safetensors file that is being written front to back; absent unless it is finished.
+/// A safetensors file that is being written front to back; absent unless it is finished. Its calls
+/// fail on I/O alone.
 #[derive(Debug)]
 pub struct TensorWriter {
     file: PendingFile,
@@ -217,9 +212,6 @@ pub struct TensorWriter {
 
 impl TensorWriter {
     /// Starts the file `path` with these tensors in this order, and writes its header.
-    ///
-    /// # Errors
-    /// I/O.
     pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
         let elements = |entry: &Entry| (entry.kind, entry.shape.iter().product());
         let mut writer = Self {
@@ -234,9 +226,6 @@ impl TensorWriter {
 
     /// Writes the next elements, all of one tensor of the file or a part of them, from any device and
     /// in any kind.
-    ///
-    /// # Errors
-    /// I/O.
     pub fn append(&mut self, values: &Tensor) -> Result<()> {
         let flat = values.detach().reshape([-1]);
         for piece in pieces(0..flat.numel() as i64) {
@@ -261,9 +250,6 @@ impl TensorWriter {
     }
 
     /// Gives the file its name. Returns the CRC-32 of all of it.
-    ///
-    /// # Errors
-    /// I/O; the file is then absent.
     pub fn finish(self) -> Result<u32> {
         assert!(self.missing.is_empty(), "fewer elements than the header says");
         self.file.commit()?;
@@ -288,7 +274,7 @@ fn header(entries: &[Entry]) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], &text].concat()
 }
 
-/// Writes named tensors as `path`, whole or not at all, in `kind` or, without one, as they are.
+/// Writes named tensors as `path`, whole or not at all, in `kind` or else each in its own.
 ///
 /// The order in the file is that of the safetensors library: the widest types first, then by name.
 ///
@@ -314,9 +300,6 @@ pub fn write_safetensors_as(
 }
 
 /// As [`write_safetensors_as`], each tensor in its own kind.
-///
-/// # Errors
-/// I/O.
 pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_safetensors_as(path, tensors, None)
 }
@@ -325,7 +308,7 @@ pub fn write_safetensors(path: &Path, tensors: &[(String, Tensor)]) -> Result<()
 mod tests {
     use super::*;
 
-    /// Noise that is as long as is said, and the same each time.
+    /// Noise of a given length, the same each time.
     fn wave(elements: i64, kind: Kind) -> Tensor {
         let positions = Tensor::arange(elements, (Kind::Float, Device::Cpu));
         ((positions * 1.7).sin() * 100.0).to_kind(kind)

@@ -36,8 +36,8 @@ const WEIGHTS: &str = "model.safetensors";
 /// Name of the matrix that joins the captured layers.
 const FC: &str = "fc.weight";
 
-/// Root mean square of what the noise in a fresh `fc` makes of inputs of size one; the captures'
-/// own part is one where they do not correlate, more where they do.
+/// Root mean square of what the noise in a fresh `fc` makes of inputs of size one. The captures'
+/// own part is one where they do not correlate, and more where they do.
 const FC_NOISE: f64 = 0.64;
 
 /// A draft model: configuration, weights and rotary frequencies.
@@ -218,10 +218,9 @@ fn save(
     let layout = DraftLayout::new(config);
     let mut parameters: Vec<&Parameter> = layout.parameters().iter().collect();
     parameters.sort_by(|a, b| a.name.cmp(&b.name));
-    let entry = |parameter: &&Parameter| Entry {
-        name: parameter.name.clone(),
-        kind: Kind::BFloat16,
-        shape: parameter.shape.clone(),
+    let entry = |parameter: &&Parameter| {
+        let (name, shape) = (parameter.name.clone(), parameter.shape.clone());
+        Entry { name, kind: Kind::BFloat16, shape }
     };
     let entries: Vec<Entry> = parameters.iter().map(entry).collect();
     let mut writer = TensorWriter::create(&dir.join(WEIGHTS), &entries)?;

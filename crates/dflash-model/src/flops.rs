@@ -75,13 +75,7 @@ fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize {
             Some(_) => (0..block).map(|slot| visibility.context(anchor, slot).len()).sum(),
         }
     };
-    plan.spans()
-        .iter()
-        .flat_map(|span| {
-            plan.anchors()[span.anchors.clone()].iter().map(|anchor| anchor - span.row_start)
-        })
-        .map(|anchor| own + context(anchor))
-        .sum()
+    plan.anchor_positions().map(|anchor| own + context(anchor)).sum()
 }
 
 impl DraftConfig {
@@ -120,31 +114,20 @@ impl DraftConfig {
 mod tests {
     use super::*;
 
-    fn config(layers: Vec<LayerKind>) -> DraftConfig {
-        DraftConfig {
-            hidden_size: 4,
-            intermediate_size: 8,
-            num_attention_heads: 2,
-            num_key_value_heads: 1,
-            head_dim: 2,
-            rms_norm_eps: 1e-6,
-            rope_theta: 10_000.0,
-            sliding_window: layers.contains(&LayerKind::Sliding).then_some(2),
-            layers,
-            block_size: 2,
-            mask_token_id: 9,
-            target_layer_ids: vec![1],
-            num_target_layers: Some(3),
-            vocab_size: 10,
-            max_position_embeddings: 64,
-            initializer_range: 0.02,
-            eos_token_id: None,
-        }
+    fn config(layer_types: &[&str]) -> DraftConfig {
+        let config = serde_json::json!({
+            "hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+            "num_hidden_layers": layer_types.len(), "layer_types": layer_types,
+            "sliding_window": 2, "block_size": 2, "vocab_size": 10, "max_position_embeddings": 64,
+            "dflash_config": {"mask_token_id": 9, "target_layer_ids": [0]},
+        });
+        DraftConfig::parse(std::path::Path::new("config.json"), &config.to_string()).unwrap()
     }
 
     #[test]
     fn a_tiny_row_by_hand() {
-        let config = config(vec![LayerKind::Full]);
+        let config = config(&["full_attention"]);
         let plan = config.plan(&[0, 5], &[1, 3], WindowRule::Serving);
         let work =
             RowWork { active_slots: 2.0, head_rows: 10.0, ..RowWork::of_plan(&config, &plan) };
@@ -171,7 +154,7 @@ mod tests {
 
     #[test]
     fn sliding_layers_count_their_window() {
-        let config = config(vec![LayerKind::Full, LayerKind::Sliding]);
+        let config = config(&["full_attention", "sliding_attention"]);
         let plan = config.plan(&[0, 3, 9], &[1, 7], WindowRule::Serving);
         let work = RowWork::of_plan(&config, &plan);
         // Full: anchors at 1 and 4 of their documents: 2 (1 + 2) + 2 (4 + 2).

@@ -2,10 +2,10 @@
 //!
 //! On a CPU in float32 each is one sweep of a compiled kernel; elsewhere (bfloat16, CUDA, float64
 //! for gradient checks, or [`Kernels::Portable`]) the same mathematics out of libtorch's
-//! operations. Heads are regrouped by
-//! key/value head on the way, so that attention gets its layout without a copy.
+//! operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
+//! without a copy.
 
-use dflash_torch_sys::kernels::{self, Kernels, NormAgain};
+use dflash_torch_sys::kernels::{self, Kernels};
 use tch::Tensor;
 
 use crate::ops::{self, RotaryTables};
@@ -36,8 +36,8 @@ impl Norm<'_> {
         (residual, dweight): (Option<&Tensor>, &Tensor),
     ) -> Tensor {
         if self.kernels.take(x) {
-            let others = (residual, NormAgain::No);
-            kernels::rms_norm_backward(&mut dy, x, (self.weight, self.eps), others, dweight);
+            let norm = (self.weight, self.eps);
+            kernels::rms_norm_backward(&mut dy, x, norm, (residual, None), dweight);
             return dy;
         }
         let (dx, added) = ops::rms_norm_backward(&dy, x, self.weight, self.eps);
@@ -57,9 +57,9 @@ impl Norm<'_> {
         (residual, dweight): (&Tensor, &Tensor),
     ) -> (Tensor, Tensor) {
         if self.kernels.take(x) {
-            let (norm, others) = ((self.weight, self.eps), (Some(residual), NormAgain::Wanted));
-            let y = kernels::rms_norm_backward(&mut dy, x, norm, others, dweight);
-            return (dy, y.expect("it was asked for"));
+            let (norm, y) = ((self.weight, self.eps), x.empty_like());
+            kernels::rms_norm_backward(&mut dy, x, norm, (Some(residual), Some(&y)), dweight);
+            return (dy, y);
         }
         let dx = self.backward(dy, x, (Some(residual), dweight));
         (dx, self.of(x))

@@ -22,6 +22,7 @@ mod placement;
 pub mod target;
 
 mod error;
+mod fields;
 mod fused;
 
 pub use dflash_torch_sys::kernels::Kernels;

@@ -15,8 +15,10 @@ mod statistics;
 mod vocabulary;
 mod weight;
 
+use std::ops::Range;
+
 use dflash_torch_sys::kernels::Kernels;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 pub use dflash_settings::ElementLoss;
 pub use element::{LK_ETA, NLA_EPSILON, element_loss};
@@ -109,7 +111,7 @@ impl Objective {
         &self,
         input: element::ChunkInput,
         labels: &BlockLabels,
-        chunk: &std::ops::Range<usize>,
+        chunk: &Range<usize>,
     ) -> element::ChunkOutput {
         let place = weight::ChunkPlace::new(labels, chunk, &input.logits_mv);
         match (self.terms.as_slice(), self.labels) {
@@ -133,7 +135,7 @@ impl Objective {
 }
 
 impl Teacher {
-    fn logits(&self, chunk: &std::ops::Range<usize>) -> Tensor {
+    fn logits(&self, chunk: &Range<usize>) -> Tensor {
         let rows = self.rows_m.narrow(0, chunk.start as i64, chunk.len() as i64);
         let normed_mh = self.normed_rh.index_select(0, &rows);
         wide(normed_mh.matmul(&self.head_vh.tr()))
@@ -142,6 +144,5 @@ impl Teacher {
 
 /// Logits are worked on in float32, or float64.
 fn wide(logits: Tensor) -> Tensor {
-    let kind: Kind = accumulate_kind(&logits);
-    logits.to_kind(kind)
+    logits.to_kind(accumulate_kind(&logits))
 }

@@ -60,12 +60,14 @@ impl RotaryTables {
         Self { cos_td: self.cos_td.shallow_clone(), sin_td: self.sin_td.neg() }
     }
 
-    /// Rows `start .. start + length` of both tables.
+    /// The tables of the rows that `take` takes of each.
+    pub(crate) fn map(&self, take: impl Fn(&Tensor) -> Tensor) -> Self {
+        Self { cos_td: take(&self.cos_td), sin_td: take(&self.sin_td) }
+    }
+
+    /// Rows `start .. start + length`.
     pub fn narrow(&self, start: i64, length: i64) -> Self {
-        Self {
-            cos_td: self.cos_td.narrow(0, start, length),
-            sin_td: self.sin_td.narrow(0, start, length),
-        }
+        self.map(|table| table.narrow(0, start, length))
     }
 }
 

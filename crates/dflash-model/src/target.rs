@@ -9,7 +9,6 @@
 mod batch;
 mod cache;
 mod config;
-mod fields;
 mod head;
 mod layer;
 mod layer_ids;
@@ -30,7 +29,7 @@ use self::layer::{Attend, DecoderLayer, norm};
 use self::packed::PackedAttention;
 use self::parameters::{Init, Linear, LinearSpec};
 use self::rotary::{HeadTables, scale_frequencies};
-use self::weights::write_weights;
+use crate::checkpoint::write_safetensors_as;
 use crate::fused::Norm;
 use crate::ops::{Rotary, rms_norm};
 use crate::{Error, Result};
@@ -50,17 +49,6 @@ pub struct TargetOptions {
     pub device: Device,
     /// Kind of weights and activations, whatever the checkpoint stores.
     pub dtype: Kind,
-}
-
-impl Default for TargetOptions {
-    /// CUDA in bf16 where libtorch has it; else CPU in float32, which checkpoints in bf16 lose
-    /// nothing by and which agrees with other software's CPU results.
-    fn default() -> Self {
-        match Device::cuda_if_available() {
-            Device::Cpu => Self { device: Device::Cpu, dtype: Kind::Float },
-            device => Self { device, dtype: Kind::BFloat16 },
-        }
-    }
 }
 
 /// A causal language model.
@@ -319,7 +307,7 @@ impl Target {
         if let LmHead::Own(linear) = &self.lm_head {
             tensors.extend(linear.checkpoint());
         }
-        write_weights(dir, &tensors, kind)?;
+        write_safetensors_as(&dir.join("model.safetensors"), &tensors, Some(kind))?;
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
         let path = dir.join("config.json");
         let config = serde_json::to_string_pretty(&self.config.to_json(dtype))

@@ -117,7 +117,7 @@ fn a_decoded_block_is_the_one_that_training_saw() {
                     let mut cache = draft.new_cache(TOKENS);
                     draft.extend_context(&mut cache, &features_tk.narrow(0, 0, anchor), 0);
                     let decoded = draft.forward_block(&cache, &block_bh, anchor);
-                    (draft.forward(&input).0, decoded)
+                    (draft.forward_keeping(&input, Keep::Inputs).0, decoded)
                 });
                 let difference = (trained - decoded).abs().max().double_value(&[]);
                 let what = format!("window {window}, anchor {anchor}, {kernels:?}");

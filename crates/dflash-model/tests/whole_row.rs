@@ -3,7 +3,7 @@
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind};
 use dflash_model::objective::{
     BlockLabels, Denominator, ElementLoss, LabelSource, LabelledRow, Objective, Weighting,
 };
@@ -88,7 +88,7 @@ impl Row {
             kernels,
         };
         let input = draft.prepare(&plan, WindowRule::Serving, features, slots);
-        let (hidden, saved) = draft.forward(&input);
+        let (hidden, saved) = draft.forward_keeping(&input, Keep::Activations);
         let output = objective.evaluate(&hidden, &self.head_vh.to_kind(kind), &labels, None);
         let (flat, views) = draft.zero_gradients();
         draft.backward(output.dhidden_nh, &input, saved, (&views, &mut |_| ()));

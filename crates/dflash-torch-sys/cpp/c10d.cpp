@@ -1,7 +1,9 @@
-// Implements shim.h over libtorch's c10d. Each function is one call inside `guarded`,
-// which turns every exception into a message.
-#include "shim.h"
-
+// What Rust needs of libtorch beyond tch: its version, c10d's store, the gloo process group.
+// `src/ffi.rs` declares the same functions.
+//
+// A function that can fail returns null, or a message from malloc that the caller frees. No
+// exception leaves a function: each is one call inside `guarded`. Text goes in as pointer and
+// length, so that it need not end in NUL.
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -18,6 +20,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+struct DflashText {
+  const char* data;
+  size_t length;
+};
 
 struct DflashStore {
   c10::intrusive_ptr<c10d::Store> store;
@@ -42,167 +49,120 @@ std::string owned(DflashText text) {
 }
 
 template <typename Body>
-int32_t guarded(char** error, Body&& body) noexcept {
+char* guarded(Body&& body) noexcept {
   try {
-    return body();
+    body();
+    return nullptr;
   } catch (const c10::Error& caught) {
-    *error = duplicate(caught.what_without_backtrace());
+    return duplicate(caught.what_without_backtrace());
   } catch (const std::exception& caught) {
-    *error = duplicate(caught.what());
+    return duplicate(caught.what());
   } catch (...) {
-    *error = duplicate("an exception that is not a std::exception");
+    return duplicate("an exception that is not a std::exception");
   }
-  return DFLASH_FAILED;
 }
 
 // Starts one collective and hands its work out.
 template <typename Start>
-int32_t started(DflashWork** work, char** error, Start&& start) noexcept {
-  return guarded(error, [&] {
-    *work = new DflashWork{start()};
-    return DFLASH_OK;
-  });
+char* started(DflashWork** work, Start&& start) noexcept {
+  return guarded([&] { *work = new DflashWork{start()}; });
 }
 
-} // namespace
+}  // namespace
 
-int32_t dflash_multiply_in_bf16(char** error) {
-  return guarded(error, [&] {
-    at::globalContext().setFloat32MatmulPrecision("medium");
-    return DFLASH_OK;
-  });
+extern "C" {
+
+// Lets products of float32 matrices on the CPU round their factors to bfloat16, in this process
+// and from now on; sums stay float32.
+char* dflash_multiply_in_bf16() {
+  return guarded([&] { at::globalContext().setFloat32MatmulPrecision("medium"); });
 }
 
-int32_t dflash_peak_device_bytes(int32_t index, int64_t* bytes, char** error) {
-  return guarded(error, [&] {
+// The most bytes that tensors on the GPU of this index have taken at one time.
+char* dflash_peak_device_bytes(int32_t index, int64_t* bytes) {
+  return guarded([&] {
     // Registered by the CUDA library when it is loaded; there is nothing to link.
     auto* allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
     const auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index));
     const auto aggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     *bytes = stats.allocated_bytes[aggregate].peak;
-    return DFLASH_OK;
   });
 }
 
-int32_t dflash_show_config(char** report, char** error) {
-  return guarded(error, [&] {
-    *report = duplicate(at::show_config());
-    return DFLASH_OK;
-  });
+// The build report of the libtorch in this process, from malloc.
+char* dflash_show_config(char** report) {
+  return guarded([&] { *report = duplicate(at::show_config()); });
 }
 
-int32_t dflash_store_tcp(
-    DflashText host,
-    uint16_t* port,
-    bool is_server,
-    int32_t listener,
-    int64_t timeout_ms,
-    DflashStore** store,
-    char** error) {
-  return guarded(error, [&] {
+// With `is_server` the store listens on `*port` (0: any free one) on all interfaces, or takes over
+// `listener`, a socket bound to that port, where it is not negative. `*port` is the one in use
+// afterwards.
+char* dflash_store_tcp(DflashText host, uint16_t* port, bool is_server, int32_t listener,
+                       int64_t timeout_ms, DflashStore** store) {
+  return guarded([&] {
     c10d::TCPStoreOptions options;
     options.port = *port;
     options.isServer = is_server;
     if (listener >= 0) {
       options.masterListenFd = listener;
     }
-    // The number of workers is the rendezvous's business, which can name who is missing.
+    // Waiting for all workers is left to the rendezvous, which can name those that are missing.
     options.waitWorkers = false;
     options.timeout = std::chrono::milliseconds(timeout_ms);
     auto tcp = c10::make_intrusive<c10d::TCPStore>(owned(host), options);
     *port = tcp->getPort();
     *store = new DflashStore{std::move(tcp)};
-    return DFLASH_OK;
   });
 }
 
-int32_t dflash_store_prefix(
-    const DflashStore* store,
-    DflashText prefix,
-    DflashStore** prefixed,
-    char** error) {
-  return guarded(error, [&] {
-    *prefixed = new DflashStore{
-        c10::make_intrusive<c10d::PrefixStore>(owned(prefix), store->store)};
-    return DFLASH_OK;
+char* dflash_store_prefix(const DflashStore* store, DflashText prefix, DflashStore** prefixed) {
+  return guarded([&] {
+    *prefixed =
+        new DflashStore{c10::make_intrusive<c10d::PrefixStore>(owned(prefix), store->store)};
   });
 }
 
-int32_t dflash_store_set(
-    const DflashStore* store,
-    DflashText key,
-    DflashText value,
-    char** error) {
-  return guarded(error, [&] {
-    store->store->set(
-        owned(key),
-        std::vector<uint8_t>(value.data, value.data + value.length));
-    return DFLASH_OK;
+char* dflash_store_set(const DflashStore* store, DflashText key, DflashText value) {
+  return guarded([&] {
+    store->store->set(owned(key),
+                      std::vector<uint8_t>(value.data, value.data + value.length));
   });
 }
 
-int32_t dflash_store_get(
-    const DflashStore* store,
-    DflashText key,
-    char** value,
-    size_t* length,
-    char** error) {
-  return guarded(error, [&] {
+// Blocks until the key is there or the store's timeout; `*value` is from malloc.
+char* dflash_store_get(const DflashStore* store, DflashText key, char** value, size_t* length) {
+  return guarded([&] {
     const std::vector<uint8_t> found = store->store->get(owned(key));
     // One byte more than needed: malloc(0) may be null.
     *value = static_cast<char*>(std::malloc(found.size() + 1));
     std::memcpy(*value, found.data(), found.size());
     *length = found.size();
-    return DFLASH_OK;
   });
 }
 
-int32_t dflash_store_contains(
-    const DflashStore* store,
-    DflashText key,
-    bool* present,
-    char** error) {
-  return guarded(error, [&] {
-    *present = store->store->check({owned(key)});
-    return DFLASH_OK;
-  });
+char* dflash_store_contains(const DflashStore* store, DflashText key, bool* present) {
+  return guarded([&] { *present = store->store->check({owned(key)}); });
 }
 
-int32_t dflash_store_add(
-    const DflashStore* store,
-    DflashText key,
-    int64_t amount,
-    int64_t* total,
-    char** error) {
-  return guarded(error, [&] {
-    *total = store->store->add(owned(key), amount);
-    return DFLASH_OK;
-  });
+char* dflash_store_add(const DflashStore* store, DflashText key, int64_t amount, int64_t* total) {
+  return guarded([&] { *total = store->store->add(owned(key), amount); });
 }
 
 void dflash_store_free(DflashStore* store) {
   delete store;
 }
 
-int32_t dflash_group_gloo(
-    const DflashStore* store,
-    int32_t rank,
-    int32_t size,
-    DflashText bind,
-    bool bind_is_interface,
-    int64_t timeout_ms,
-    DflashGroup** group,
-    char** error) {
-  return guarded(error, [&] {
-    auto options = c10d::ProcessGroupGloo::Options::create(
-        std::chrono::milliseconds(timeout_ms));
+// `bind` is an interface's name where `bind_is_interface`, else a host or address.
+char* dflash_group_gloo(const DflashStore* store, int32_t rank, int32_t size, DflashText bind,
+                        bool bind_is_interface, int64_t timeout_ms, DflashGroup** group) {
+  return guarded([&] {
+    auto options =
+        c10d::ProcessGroupGloo::Options::create(std::chrono::milliseconds(timeout_ms));
     options->devices.push_back(
-        bind_is_interface
-            ? c10d::ProcessGroupGloo::createDeviceForInterface(owned(bind))
-            : c10d::ProcessGroupGloo::createDeviceForHostname(owned(bind)));
+        bind_is_interface ? c10d::ProcessGroupGloo::createDeviceForInterface(owned(bind))
+                          : c10d::ProcessGroupGloo::createDeviceForHostname(owned(bind)));
     *group = new DflashGroup{c10::make_intrusive<c10d::ProcessGroupGloo>(
         store->store, rank, size, std::move(options))};
-    return DFLASH_OK;
   });
 }
 
@@ -210,13 +170,10 @@ void dflash_group_free(DflashGroup* group) {
   delete group;
 }
 
-int32_t dflash_group_all_reduce(
-    const DflashGroup* group,
-    const at::Tensor* tensor,
-    bool maximum,
-    DflashWork** work,
-    char** error) {
-  return started(work, error, [&] {
+// `maximum` chooses MAX, else SUM. In place.
+char* dflash_group_all_reduce(const DflashGroup* group, const at::Tensor* tensor, bool maximum,
+                              DflashWork** work) {
+  return started(work, [&] {
     std::vector<at::Tensor> tensors{*tensor};
     c10d::AllreduceOptions options;
     options.reduceOp = maximum ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
@@ -224,13 +181,9 @@ int32_t dflash_group_all_reduce(
   });
 }
 
-int32_t dflash_group_broadcast(
-    const DflashGroup* group,
-    const at::Tensor* tensor,
-    int32_t root,
-    DflashWork** work,
-    char** error) {
-  return started(work, error, [&] {
+char* dflash_group_broadcast(const DflashGroup* group, const at::Tensor* tensor, int32_t root,
+                             DflashWork** work) {
+  return started(work, [&] {
     std::vector<at::Tensor> tensors{*tensor};
     c10d::BroadcastOptions options;
     options.rootRank = root;
@@ -238,63 +191,38 @@ int32_t dflash_group_broadcast(
   });
 }
 
-int32_t dflash_group_all_gather(
-    const DflashGroup* group,
-    const at::Tensor* output,
-    const at::Tensor* input,
-    DflashWork** work,
-    char** error) {
-  return started(work, error, [&] {
-    at::Tensor gathered = *output;
-    at::Tensor own = *input;
-    return group->group->_allgather_base(gathered, own);
-  });
+// `output` has size * input.numel() elements, in the order of the ranks.
+char* dflash_group_all_gather(const DflashGroup* group, at::Tensor* output, at::Tensor* input,
+                              DflashWork** work) {
+  return started(work, [&] { return group->group->_allgather_base(*output, *input); });
 }
 
-int32_t dflash_group_reduce_scatter(
-    const DflashGroup* group,
-    const at::Tensor* output,
-    const at::Tensor* input,
-    DflashWork** work,
-    char** error) {
-  return started(work, error, [&] {
-    at::Tensor part = *output;
-    at::Tensor whole = *input;
-    return group->group->_reduce_scatter_base(part, whole);
-  });
+// `input` has size * output.numel() elements; rank r gets the sum of part r.
+char* dflash_group_reduce_scatter(const DflashGroup* group, at::Tensor* output,
+                                  at::Tensor* input, DflashWork** work) {
+  return started(work, [&] { return group->group->_reduce_scatter_base(*output, *input); });
 }
 
-int32_t dflash_group_barrier(
-    const DflashGroup* group,
-    DflashWork** work,
-    char** error) {
-  return started(work, error, [&] { return group->group->barrier(); });
+char* dflash_group_barrier(const DflashGroup* group, DflashWork** work) {
+  return started(work, [&] { return group->group->barrier(); });
 }
 
-int32_t dflash_work_wait(
-    const DflashWork* work,
-    int64_t timeout_ms,
-    char** error) {
-  return guarded(error, [&]() -> int32_t {
+// `*pending`: the wait ended before the work did.
+char* dflash_work_wait(const DflashWork* work, int64_t timeout_ms, bool* pending) {
+  return guarded([&] {
     try {
       work->work->wait(std::chrono::milliseconds(timeout_ms));
     } catch (...) {
       // c10d reports a wait that ran out and a work that failed alike, by throwing.
-      if (!work->work->isCompleted()) {
-        return DFLASH_PENDING;
-      }
-      if (!work->work->isSuccess()) {
+      *pending = !work->work->isCompleted();
+      if (!*pending && !work->work->isSuccess()) {
         throw;
       }
     }
-    return DFLASH_OK;
   });
-}
-
-bool dflash_work_is_completed(const DflashWork* work) {
-  return work->work->isCompleted();
 }
 
 void dflash_work_free(DflashWork* work) {
   delete work;
+}
 }

@@ -1,11 +1,14 @@
-// Plain loops that the compiler vectorises for each instruction set; rows are shared out over
+// Elementwise work of the draft's training pass on a CPU in float32, each in one sweep over
+// memory; `src/kernels.rs` declares the same functions. All rows are contiguous in their last
+// dimension; `x_stride` are elements between rows.
+//
+// Plain loops that the compiler vectorises for each instruction set. Rows are shared out over
 // OpenMP threads in fixed blocks, so that sums have one order for a given number of threads.
-#include "kernels.h"
-
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
@@ -248,8 +251,14 @@ VECTORISED void adamw_range(float* parameter, const float* gradient, float* mean
 
 }  // namespace
 
+// The numbers of one step, as src/kernels.rs lays them out.
+struct AdamWStep {
+  double beta1, beta2, epsilon, step_size, root_correction2;
+};
+
 extern "C" {
 
+// y = x / rms(x) * weight
 void dflash_rms_norm(const float* x, const float* weight, float* y, int64_t rows, int64_t dim,
                      float eps) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
@@ -257,6 +266,8 @@ void dflash_rms_norm(const float* x, const float* weight, float* y, int64_t rows
   });
 }
 
+// dy := gradient of rms_norm (+ residual where given); y = the norm again where wanted, for the
+// next weight's gradient; dweight += sum over rows
 void dflash_rms_norm_backward(float* dy, const float* x, const float* weight,
                               const float* residual, float* y, float* dweight, int64_t rows,
                               int64_t dim, float eps) {
@@ -267,6 +278,8 @@ void dflash_rms_norm_backward(float* dy, const float* x, const float* weight,
   partials.add_to(dweight);
 }
 
+// y[n][g][j] = rotate(x[n][j * group + g] / rms * weight): the queries of one key/value head j lie
+// at one distance, over slots and group alike. The tables are [rows][dim / 2].
 void dflash_head_norm_rope(const float* x, int64_t x_stride, const float* weight,
                            const float* cosine, const float* sine, float* y, int64_t rows,
                            int64_t kv_heads, int64_t group, int64_t dim, float eps) {
@@ -276,6 +289,7 @@ void dflash_head_norm_rope(const float* x, int64_t x_stride, const float* weight
   });
 }
 
+// x := the gradient of the above; dy has y's layout; dweight += sum over rows
 void dflash_head_norm_rope_backward(const float* dy, float* x, int64_t x_stride,
                                     const float* weight, const float* cosine, const float* sine,
                                     float* dweight, int64_t rows, int64_t kv_heads, int64_t group,
@@ -290,18 +304,22 @@ void dflash_head_norm_rope_backward(const float* dy, float* x, int64_t x_stride,
   partials.add_to(dweight);
 }
 
+// y = silu(gate) * up, gate_up [rows][2 * dim]
 void dflash_swiglu(const float* gate_up, float* y, int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
     swiglu_rows(gate_up, y, begin, end, dim);
   });
 }
 
+// gate_up := gradient of the above; dy := silu(gate) * up again, for the weight's gradient
 void dflash_swiglu_backward(float* dy, float* gate_up, int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
     swiglu_backward_rows(dy, gate_up, begin, end, dim);
   });
 }
 
+// logits := exp(logits - max); ce = cross-entropy of the label; total = sum of the exponentials;
+// correct = 1 where the argmax is the label
 void dflash_softmax_cross_entropy(float* logits, const int64_t* labels, float* ce, float* total,
                                   float* correct, int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
@@ -312,7 +330,7 @@ void dflash_softmax_cross_entropy(float* logits, const int64_t* labels, float* c
       // Of equal logits the first is the argmax.
       const bool first =
           label == maximum && std::find(x, x + labels[row], maximum) == x + labels[row];
-      // A NaN anywhere makes the sum NaN, hence the loss, and the step is skipped.
+      // A NaN anywhere makes the sum NaN and so the loss, and the step is skipped.
       total[row] = exponentiate(x, maximum, dim);
       ce[row] = std::log(total[row]) - (label - maximum);
       correct[row] = first ? 1.0f : 0.0f;
@@ -320,6 +338,7 @@ void dflash_softmax_cross_entropy(float* logits, const int64_t* labels, float* c
   });
 }
 
+// exponentials := exponentials * weight / total - weight at the label
 void dflash_cross_entropy_gradient(float* exponentials, const int64_t* labels, const float* weight,
                                    const float* total, int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
@@ -331,6 +350,7 @@ void dflash_cross_entropy_gradient(float* exponentials, const int64_t* labels, c
   });
 }
 
+// Folds a part into a merged attention in place: out [rows][dim], lse [rows].
 void dflash_merge_attention(float* out, float* lse, const float* part_out, const float* part_lse,
                             int64_t rows, int64_t dim) {
   for_rows(rows, dim, [&](int64_t begin, int64_t end, int64_t) {
@@ -343,9 +363,11 @@ void dflash_merge_attention(float* out, float* lse, const float* part_out, const
   });
 }
 
+// One AdamW step, after weight decay.
 void dflash_adamw(float* parameter, const float* gradient, float* mean, float* variance,
-                  int64_t elements, float beta1, float beta2, float epsilon,
-                  float step_size, float root_correction2) {
+                  int64_t elements, const AdamWStep* step) {
+  const float beta1 = step->beta1, beta2 = step->beta2, epsilon = step->epsilon;
+  const float step_size = step->step_size, root_correction2 = step->root_correction2;
   for_rows(elements, 1, [&](int64_t begin, int64_t end, int64_t) {
     adamw_range(parameter, gradient, mean, variance, begin, end, beta1, beta2, epsilon,
                 step_size, root_correction2);

@@ -1,7 +1,7 @@
 //! The CUDA half of libtorch, opened when the program starts instead of linked, so that
 //! one program serves machines with and without it.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -12,9 +12,9 @@ const LIBRARY: &str = "libtorch_cuda.so";
 /// What became of libtorch's CUDA library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CudaLibrary {
-    /// It is open; whether a device is at hand is for `tch::Cuda::is_available` to say.
+    /// It is open; whether there is a device, `tch::Cuda::is_available` says.
     Loaded,
-    /// This libtorch has none.
+    /// This libtorch comes without one.
     Absent,
     /// It is there but does not load, usually because NVIDIA's libraries are not
     /// installed; the loader's message.
@@ -36,22 +36,32 @@ fn open(path: &Path) -> CudaLibrary {
     let Ok(name) = CString::new(path.as_os_str().as_bytes()) else {
         return CudaLibrary::Absent;
     };
-    // SAFETY: runs the library's initialisers, as linking to it would have.
-    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-    if handle.is_null() { CudaLibrary::Failed(loader_message()) } else { CudaLibrary::Loaded }
+    match open_library(&name, libc::RTLD_NOW | libc::RTLD_GLOBAL) {
+        Ok(_) => CudaLibrary::Loaded,
+        Err(reason) => CudaLibrary::Failed(reason),
+    }
 }
 
-/// The most bytes that tensors on the GPU `index` have taken at one time, in this process.
+/// Opens a library, which then stays open to the end of the process.
+///
+/// # Errors
+/// The loader's message.
+pub(crate) fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, String> {
+    // SAFETY: runs the library's initialisers, as linking to it would have.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
+    if handle.is_null() { Err(loader_message()) } else { Ok(handle) }
+}
+
+/// The most bytes that tensors of this process have taken on the GPU `index` at one time.
 ///
 /// # Errors
 /// A libtorch without its CUDA half, or no such GPU.
 pub fn peak_device_bytes(index: usize) -> Result<u64, Error> {
     let index = i32::try_from(index).unwrap_or(i32::MAX);
     let mut bytes = 0;
-    // SAFETY: the out pointers are a local and `checked`'s.
-    ffi::checked("read the GPU's memory statistics", |error| unsafe {
-        ffi::dflash_peak_device_bytes(index, &mut bytes, error)
-    })?;
+    // SAFETY: the out pointer is a local.
+    let failure = unsafe { ffi::dflash_peak_device_bytes(index, &mut bytes) };
+    ffi::checked("read the GPU's memory statistics", failure)?;
     Ok(bytes.unsigned_abs())
 }
 
@@ -77,7 +87,7 @@ const LIBTORCH_SYMBOL: &CStr = c"_ZN2at11show_configB5cxx11Ev";
 pub(crate) fn loader_message() -> String {
     // SAFETY: dlerror's text is valid until the next call into the loader on this thread.
     unsafe {
-        let message: *mut c_char = libc::dlerror();
+        let message = libc::dlerror();
         if message.is_null() {
             return "the loader gave no reason".to_owned();
         }
@@ -115,14 +125,10 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_library_says_so() {
-        let dir = std::env::temp_dir().join(format!("dflash-cuda-{}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
-        let file = dir.join(LIBRARY);
-        std::fs::write(&file, "no library").unwrap();
-        let outcome = open(&file);
-        std::fs::remove_dir_all(&dir).unwrap();
+    fn a_file_that_is_not_a_library_is_named() {
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda.rs");
+        let outcome = open(Path::new(source));
         let CudaLibrary::Failed(message) = outcome else { panic!("{outcome:?}") };
-        assert!(message.contains(LIBRARY), "{message}");
+        assert!(message.contains("cuda.rs"), "{message}");
     }
 }

@@ -1,12 +1,9 @@
-//! The declarations of `cpp/shim.h`, and the reading of what it allocates.
+//! The declarations of `cpp/c10d.cpp`, and the reading of what it allocates.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::time::Duration;
 
 use crate::Error;
-
-pub(crate) const OK: i32 = 0;
-pub(crate) const PENDING: i32 = 2;
 
 /// Text as pointer and length; need not end in NUL.
 #[repr(C)]
@@ -17,34 +14,28 @@ pub(crate) struct Text {
 }
 
 impl Text {
-    /// Valid as long as `bytes` is, which covers any call that takes it by value.
-    pub(crate) fn new(bytes: &[u8]) -> Self {
+    /// Valid as long as `text` is, which covers any call that takes it by value.
+    pub(crate) fn new(text: &(impl AsRef<[u8]> + ?Sized)) -> Self {
+        let bytes = text.as_ref();
         Self { data: bytes.as_ptr(), length: bytes.len() }
     }
 }
 
-/// An opaque C++ object, only ever behind a pointer.
-macro_rules! opaque {
-    ($($name:ident),*) => {$(
-        #[repr(C)]
-        pub(crate) struct $name {
-            private: [u8; 0],
-        }
-    )*};
-}
-opaque!(RawStore, RawGroup, RawWork);
+// Opaque C++ objects, only ever behind a pointer.
+pub(crate) enum RawStore {}
+pub(crate) enum RawGroup {}
+pub(crate) enum RawWork {}
 
 /// libtorch's `at::Tensor`, which tch's `C_tensor` is.
 pub(crate) type RawTensor = c_void;
 
+/// What a function of the shim says of a failure: a message to be freed; null where it succeeded.
+pub(crate) type Failure = *mut c_char;
+
 unsafe extern "C" {
-    pub(crate) fn dflash_multiply_in_bf16(error: *mut *mut c_char) -> i32;
-    pub(crate) fn dflash_peak_device_bytes(
-        index: i32,
-        bytes: *mut i64,
-        error: *mut *mut c_char,
-    ) -> i32;
-    pub(crate) fn dflash_show_config(report: *mut *mut c_char, error: *mut *mut c_char) -> i32;
+    pub(crate) fn dflash_multiply_in_bf16() -> Failure;
+    pub(crate) fn dflash_peak_device_bytes(index: i32, bytes: *mut i64) -> Failure;
+    pub(crate) fn dflash_show_config(report: *mut *mut c_char) -> Failure;
 
     pub(crate) fn dflash_store_tcp(
         host: Text,
@@ -53,40 +44,30 @@ unsafe extern "C" {
         listener: i32,
         timeout_ms: i64,
         store: *mut *mut RawStore,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_store_prefix(
         store: *const RawStore,
         prefix: Text,
         prefixed: *mut *mut RawStore,
-        error: *mut *mut c_char,
-    ) -> i32;
-    pub(crate) fn dflash_store_set(
-        store: *const RawStore,
-        key: Text,
-        value: Text,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
+    pub(crate) fn dflash_store_set(store: *const RawStore, key: Text, value: Text) -> Failure;
     pub(crate) fn dflash_store_get(
         store: *const RawStore,
         key: Text,
         value: *mut *mut c_char,
         length: *mut usize,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_store_contains(
         store: *const RawStore,
         key: Text,
         present: *mut bool,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_store_add(
         store: *const RawStore,
         key: Text,
         amount: i64,
         total: *mut i64,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_store_free(store: *mut RawStore);
 
     pub(crate) fn dflash_group_gloo(
@@ -97,70 +78,52 @@ unsafe extern "C" {
         bind_is_interface: bool,
         timeout_ms: i64,
         group: *mut *mut RawGroup,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_group_free(group: *mut RawGroup);
     pub(crate) fn dflash_group_all_reduce(
         group: *const RawGroup,
         tensor: *const RawTensor,
         maximum: bool,
         work: *mut *mut RawWork,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_group_broadcast(
         group: *const RawGroup,
         tensor: *const RawTensor,
         root: i32,
         work: *mut *mut RawWork,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_group_all_gather(
         group: *const RawGroup,
-        output: *const RawTensor,
-        input: *const RawTensor,
+        output: *mut RawTensor,
+        input: *mut RawTensor,
         work: *mut *mut RawWork,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
     pub(crate) fn dflash_group_reduce_scatter(
         group: *const RawGroup,
-        output: *const RawTensor,
-        input: *const RawTensor,
+        output: *mut RawTensor,
+        input: *mut RawTensor,
         work: *mut *mut RawWork,
-        error: *mut *mut c_char,
-    ) -> i32;
-    pub(crate) fn dflash_group_barrier(
-        group: *const RawGroup,
-        work: *mut *mut RawWork,
-        error: *mut *mut c_char,
-    ) -> i32;
+    ) -> Failure;
+    pub(crate) fn dflash_group_barrier(group: *const RawGroup, work: *mut *mut RawWork) -> Failure;
 
     pub(crate) fn dflash_work_wait(
         work: *const RawWork,
         timeout_ms: i64,
-        error: *mut *mut c_char,
-    ) -> i32;
-    pub(crate) fn dflash_work_is_completed(work: *const RawWork) -> bool;
+        pending: *mut bool,
+    ) -> Failure;
     pub(crate) fn dflash_work_free(work: *mut RawWork);
 }
 
-/// Calls a function of the shim with a place for its message and reads the outcome:
-/// the status where it is not a failure.
-pub(crate) fn checked(
-    operation: &'static str,
-    call: impl FnOnce(*mut *mut c_char) -> i32,
-) -> Result<i32, Error> {
-    let mut message = std::ptr::null_mut();
-    match call(&mut message) {
-        status @ (OK | PENDING) => Ok(status),
-        _ => Err(Error::Torch { operation, message: plain(&take_string(message)) }),
+/// The outcome of a call of the shim.
+pub(crate) fn checked(operation: &'static str, failure: Failure) -> Result<(), Error> {
+    if failure.is_null() {
+        return Ok(());
     }
+    Err(Error::Torch { operation, message: plain(&take_string(failure)) })
 }
 
-/// Copies a NUL-terminated string from the shim and frees the original; empty for null.
+/// Copies a NUL-terminated string from the shim and frees the original.
 pub(crate) fn take_string(text: *mut c_char) -> String {
-    if text.is_null() {
-        return String::new();
-    }
     // SAFETY: the shim hands over strings from strdup, once each.
     unsafe {
         let copy = CStr::from_ptr(text).to_string_lossy().into_owned();
@@ -179,7 +142,7 @@ pub(crate) fn take_bytes(bytes: *mut c_char, length: usize) -> Vec<u8> {
     }
 }
 
-/// Whole milliseconds, at least one: zero means "for ever" to c10d.
+/// Whole milliseconds, at least one: zero means "forever" to c10d.
 pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }

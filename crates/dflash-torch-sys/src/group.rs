@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-use crate::ffi::{self, RawGroup, RawTensor, RawWork, Text};
+use crate::ffi::{self, Failure, RawGroup, RawTensor, RawWork, Text};
 use crate::{Error, Store};
 
 /// Where a process listens for its peers.
@@ -27,7 +27,7 @@ pub struct GlooConfig {
     pub size: usize,
     /// Where this process listens; the peers must be able to reach it.
     pub bind: Bind,
-    /// How long the connecting and each collective may take.
+    /// How long connecting and each collective may take.
     pub timeout: Duration,
 }
 
@@ -43,8 +43,8 @@ pub enum ReduceOp {
 /// A group of processes joined by gloo, for CPU tensors that are contiguous.
 ///
 /// All processes must start the same collectives in the same order. Dropping it waits for
-/// work that runs; after a failure that may last to the timeout, so rather
-/// [`ProcessGroup::abandon`] it.
+/// work that runs. After a failure that may take until the timeout: [`ProcessGroup::abandon`] it
+/// instead.
 #[derive(Debug)]
 pub struct ProcessGroup {
     raw: NonNull<RawGroup>,
@@ -65,69 +65,55 @@ impl ProcessGroup {
             Bind::Address(address) => (address.to_string(), false),
         };
         let (rank, size) = (to_i32(config.rank), to_i32(config.size));
-        let (text, limit) = (Text::new(bind.as_bytes()), ffi::milliseconds(config.timeout));
+        let (text, limit) = (Text::new(&bind), ffi::milliseconds(config.timeout));
         let mut raw = std::ptr::null_mut();
         // SAFETY: live store; `bind` outlives the call; the out pointer is a local.
-        ffi::checked("connect to the peers", |error| unsafe {
+        ffi::checked("connect to the peers", unsafe {
             let store = store.pointer();
-            ffi::dflash_group_gloo(store, rank, size, text, is_interface, limit, &mut raw, error)
+            ffi::dflash_group_gloo(store, rank, size, text, is_interface, limit, &mut raw)
         })?;
-        Ok(Self { raw: NonNull::new(raw).expect("the shim returns an object with OK") })
+        Ok(Self { raw: NonNull::new(raw).expect("the shim succeeds with an object") })
     }
 
     /// Combines `tensor` over all ranks in place, in all of them: f32, f64, bf16, f16, i64.
     ///
     /// # Errors
-    /// [`Error::Torch`] for a tensor that gloo cannot take.
+    /// [`Error::Torch`], as for all collectives, where types or sizes do not fit or a peer is gone.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work, Error> {
+        let maximum = op == ReduceOp::Max;
         // SAFETY (here and below): live group and tensors; the work holds its own
         // references to the tensors, so they may be dropped while it runs.
-        start("all-reduce", |work, error| unsafe {
-            let maximum = op == ReduceOp::Max;
-            ffi::dflash_group_all_reduce(self.pointer(), raw(tensor), maximum, work, error)
+        start("all-reduce", |work| unsafe {
+            ffi::dflash_group_all_reduce(self.pointer(), raw(tensor), maximum, work)
         })
     }
 
     /// Overwrites `tensor` in all ranks with that of `root`.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] for a tensor that gloo cannot take.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<Work, Error> {
-        start("broadcast", |work, error| unsafe {
-            ffi::dflash_group_broadcast(self.pointer(), raw(tensor), to_i32(root), work, error)
+        start("broadcast", |work| unsafe {
+            ffi::dflash_group_broadcast(self.pointer(), raw(tensor), to_i32(root), work)
         })
     }
 
     /// Writes the `input`s of all ranks, one after the other, into `output`, which holds
     /// size times as many elements.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] where the sizes or types do not fit.
     pub fn all_gather(&self, output: &Tensor, input: &Tensor) -> Result<Work, Error> {
-        start("all-gather", |work, error| unsafe {
-            ffi::dflash_group_all_gather(self.pointer(), raw(output), raw(input), work, error)
+        start("all-gather", |work| unsafe {
+            ffi::dflash_group_all_gather(self.pointer(), raw(output), raw(input), work)
         })
     }
 
     /// Sums the `input`s over all ranks and writes this rank's part, the rank-th of size
     /// equal ones, into `output`.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] where the sizes or types do not fit.
     pub fn reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<Work, Error> {
-        start("reduce-scatter", |work, error| unsafe {
-            ffi::dflash_group_reduce_scatter(self.pointer(), raw(output), raw(input), work, error)
+        start("reduce-scatter", |work| unsafe {
+            ffi::dflash_group_reduce_scatter(self.pointer(), raw(output), raw(input), work)
         })
     }
 
     /// A work that is done when all ranks have started it.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] where a peer is gone.
     pub fn barrier(&self) -> Result<Work, Error> {
-        start("barrier", |work, error| unsafe {
-            ffi::dflash_group_barrier(self.pointer(), work, error)
-        })
+        start("barrier", |work| unsafe { ffi::dflash_group_barrier(self.pointer(), work) })
     }
 
     /// Leaves the group without waiting for what still runs in it. Its threads end with
@@ -166,21 +152,14 @@ impl Work {
     /// [`Error::StillRunning`] after the timeout; the work goes on and may be waited for
     /// again. [`Error::Torch`] where it failed, for instance because a peer died.
     pub fn wait(&self, timeout: Duration) -> Result<(), Error> {
-        let limit = ffi::milliseconds(timeout);
-        // SAFETY: live work.
-        let status = ffi::checked(self.operation, |error| unsafe {
-            ffi::dflash_work_wait(self.raw.as_ptr(), limit, error)
-        })?;
-        match status {
-            ffi::PENDING => Err(Error::StillRunning { operation: self.operation, after: timeout }),
-            _ => Ok(()),
+        let (limit, mut pending) = (ffi::milliseconds(timeout), false);
+        // SAFETY: live work; the out pointer is a local.
+        let failure = unsafe { ffi::dflash_work_wait(self.raw.as_ptr(), limit, &mut pending) };
+        ffi::checked(self.operation, failure)?;
+        if pending {
+            return Err(Error::StillRunning { operation: self.operation, after: timeout });
         }
-    }
-
-    /// Whether it is done or has failed; does not wait.
-    pub fn is_completed(&self) -> bool {
-        // SAFETY: live work.
-        unsafe { ffi::dflash_work_is_completed(self.raw.as_ptr()) }
+        Ok(())
     }
 }
 
@@ -193,17 +172,17 @@ impl Drop for Work {
 
 fn start(
     operation: &'static str,
-    call: impl FnOnce(*mut *mut RawWork, *mut *mut std::ffi::c_char) -> i32,
+    call: impl FnOnce(*mut *mut RawWork) -> Failure,
 ) -> Result<Work, Error> {
     let mut raw = std::ptr::null_mut();
-    ffi::checked(operation, |error| call(&mut raw, error))?;
-    let raw = NonNull::new(raw).expect("the shim returns an object with OK");
+    ffi::checked(operation, call(&mut raw))?;
+    let raw = NonNull::new(raw).expect("the shim succeeds with an object");
     Ok(Work { raw, operation })
 }
 
 /// tch's handle is a pointer to the `at::Tensor` that the shim expects.
-fn raw(tensor: &Tensor) -> *const RawTensor {
-    tensor.as_ptr().cast()
+fn raw(tensor: &Tensor) -> *mut RawTensor {
+    tensor.as_ptr().cast_mut().cast()
 }
 
 fn to_i32(number: usize) -> i32 {
@@ -242,7 +221,6 @@ mod tests {
         ];
         for (work, tensor) in works.iter().zip(&tensors) {
             work.wait(LIMIT).unwrap();
-            assert!(work.is_completed());
             assert_eq!(Vec::<f32>::try_from(tensor).unwrap(), [11.0, 22.0]);
         }
     }

@@ -1,38 +1,36 @@
-//! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.h`.
+//! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.cpp`.
 //!
 //! Each function is one sweep over memory where libtorch's operations would make several. Shapes
 //! and layouts are checked: a wrong one is a bug of the caller and panics. [`Kernels`] says whether
 //! a caller may use them.
 
+use std::ptr::null_mut;
+
 use tch::{Device, Kind, Tensor};
 
+type In = *const f32;
+type Out = *mut f32;
+
 unsafe extern "C" {
-    fn dflash_rms_norm(
-        x: *const f32,
-        weight: *const f32,
-        y: *mut f32,
-        rows: i64,
-        dim: i64,
-        eps: f32,
-    );
+    fn dflash_rms_norm(x: In, weight: In, y: Out, rows: i64, dim: i64, eps: f32);
     fn dflash_rms_norm_backward(
-        dy: *mut f32,
-        x: *const f32,
-        weight: *const f32,
-        residual: *const f32,
-        y: *mut f32,
-        dweight: *mut f32,
+        dy: Out,
+        x: In,
+        weight: In,
+        residual: In,
+        y: Out,
+        dweight: Out,
         rows: i64,
         dim: i64,
         eps: f32,
     );
     fn dflash_head_norm_rope(
-        x: *const f32,
+        x: In,
         x_stride: i64,
-        weight: *const f32,
-        cosine: *const f32,
-        sine: *const f32,
-        y: *mut f32,
+        weight: In,
+        cosine: In,
+        sine: In,
+        y: Out,
         rows: i64,
         kv_heads: i64,
         group: i64,
@@ -40,57 +38,46 @@ unsafe extern "C" {
         eps: f32,
     );
     fn dflash_head_norm_rope_backward(
-        dy: *const f32,
-        x: *mut f32,
+        dy: In,
+        x: Out,
         x_stride: i64,
-        weight: *const f32,
-        cosine: *const f32,
-        sine: *const f32,
-        dweight: *mut f32,
+        weight: In,
+        cosine: In,
+        sine: In,
+        dweight: Out,
         rows: i64,
         kv_heads: i64,
         group: i64,
         dim: i64,
         eps: f32,
     );
-    fn dflash_swiglu(gate_up: *const f32, y: *mut f32, rows: i64, dim: i64);
-    fn dflash_swiglu_backward(dy: *mut f32, gate_up: *mut f32, rows: i64, dim: i64);
+    fn dflash_swiglu(gate_up: In, y: Out, rows: i64, dim: i64);
+    fn dflash_swiglu_backward(dy: Out, gate_up: Out, rows: i64, dim: i64);
     fn dflash_softmax_cross_entropy(
-        logits: *mut f32,
+        logits: Out,
         labels: *const i64,
-        ce: *mut f32,
-        total: *mut f32,
-        correct: *mut f32,
+        ce: Out,
+        total: Out,
+        correct: Out,
         rows: i64,
         dim: i64,
     );
     fn dflash_cross_entropy_gradient(
-        exponentials: *mut f32,
+        exponentials: Out,
         labels: *const i64,
-        weight: *const f32,
-        total: *const f32,
+        weight: In,
+        total: In,
         rows: i64,
         dim: i64,
     );
-    fn dflash_merge_attention(
-        out: *mut f32,
-        lse: *mut f32,
-        part_out: *const f32,
-        part_lse: *const f32,
-        rows: i64,
-        dim: i64,
-    );
+    fn dflash_merge_attention(out: Out, lse: Out, part_out: In, part_lse: In, rows: i64, dim: i64);
     fn dflash_adamw(
-        parameter: *mut f32,
-        gradient: *const f32,
-        mean: *mut f32,
-        variance: *mut f32,
+        parameter: Out,
+        gradient: In,
+        mean: Out,
+        variance: Out,
         elements: i64,
-        beta1: f32,
-        beta2: f32,
-        epsilon: f32,
-        step_size: f32,
-        root_correction2: f32,
+        step: *const AdamWStep,
     );
 }
 
@@ -131,7 +118,7 @@ fn data(x: &Tensor) -> *mut f32 {
     start(x)
 }
 
-/// The first element of a float32 tensor of whatever strides.
+/// The first element of a float32 tensor with any strides.
 fn start(x: &Tensor) -> *mut f32 {
     assert!(
         x.device() == Device::Cpu && x.kind() == Kind::Float,
@@ -168,44 +155,26 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     y
 }
 
-/// What [`rms_norm_backward`] gives besides the input's gradient.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NormAgain {
-    /// The norm's value again.
-    Wanted,
-    /// Nothing.
-    No,
-}
-
-/// Gradient of [`rms_norm`] plus `residual`, in place of `dy`; returns the norm's value again where
-/// wanted. The weight's gradient is added to `dweight`.
+/// Gradient of [`rms_norm`] plus `residual`, in place of `dy`. `again` becomes the norm's value
+/// again; the weight's gradient is added to `dweight`.
 pub fn rms_norm_backward(
     dy: &mut Tensor,
     x: &Tensor,
     (weight, eps): (&Tensor, f64),
-    (residual, again): (Option<&Tensor>, NormAgain),
+    (residual, again): (Option<&Tensor>, Option<&Tensor>),
     dweight: &Tensor,
-) -> Option<Tensor> {
-    let y = (again == NormAgain::Wanted).then(|| x.empty_like());
+) {
     let (rows, dim) = flat_rows(x);
-    assert!(dy.size() == x.size() && residual.is_none_or(|r| r.size() == x.size()));
+    assert!([Some(&*dy), residual, again].into_iter().flatten().all(|t| t.size() == x.size()));
     assert!(weight.numel() as i64 == dim && dweight.numel() as i64 == dim);
+    let (residual, again) = (residual.map_or(null_mut(), data), again.map_or(null_mut(), data));
+    let (dy, x, weight, dweight) = (data(dy), data(x), data(weight), data(dweight));
     // SAFETY: the shapes are checked above, and `data` checks type and contiguity. A row of `dy` is
     // read to its end before its gradient is written.
     unsafe {
-        dflash_rms_norm_backward(
-            data(dy),
-            data(x),
-            data(weight),
-            residual.map_or(std::ptr::null(), |residual| data(residual).cast_const()),
-            y.as_ref().map_or(std::ptr::null_mut(), data),
-            data(dweight),
-            rows,
-            dim,
-            eps as f32,
-        );
+        let eps = eps as f32;
+        dflash_rms_norm_backward(dy, x, weight, residual, again, dweight, rows, dim, eps);
     }
-    y
 }
 
 /// Norm per head, then rotation, then regrouping by key/value head: `x` [N, heads * D] (rows may be
@@ -314,12 +283,9 @@ pub fn softmax_cross_entropy(logits: &mut Tensor, tokens: &Tensor) -> CrossEntro
     assert_eq!(tokens.numel() as i64, m);
     let empty = || Tensor::empty([m], (Kind::Float, Device::Cpu));
     let result = CrossEntropy { ce_m: empty(), correct_m: empty(), total_m: empty() };
-    // SAFETY: the shapes are checked above; labels below V are the caller's promise, which
-    // libtorch's own gather would check no earlier than here.
-    assert!(
-        tokens.numel() == 0
-            || tokens.max().int64_value(&[]) < vocab && tokens.min().int64_value(&[]) >= 0
-    );
+    let (first, last) = (|| tokens.min().int64_value(&[]), || tokens.max().int64_value(&[]));
+    assert!(m == 0 || first() >= 0 && last() < vocab, "a label outside the vocabulary");
+    // SAFETY: shapes and labels are checked above.
     unsafe {
         dflash_softmax_cross_entropy(
             data(logits),
@@ -369,7 +335,8 @@ pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: 
     }
 }
 
-/// The numbers of one AdamW step.
+/// The numbers of one AdamW step; the kernel rounds them to float32.
+#[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWStep {
     /// Decay of the mean of gradients.
@@ -401,11 +368,7 @@ pub fn adamw(
             data(mean),
             data(variance),
             elements as i64,
-            step.beta1 as f32,
-            step.beta2 as f32,
-            step.epsilon as f32,
-            step.step_size as f32,
-            step.root_correction2 as f32,
+            &step,
         );
     }
 }

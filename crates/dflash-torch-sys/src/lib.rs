@@ -5,7 +5,7 @@
 //!
 //! All `unsafe` that touches libtorch lives here. The C++ under `cpp/` catches every
 //! exception and the functions of this crate return them as [`Error`]; a Rust panic never
-//! meets a C++ frame, since nothing here calls back.
+//! reaches a C++ frame, since nothing here calls back.
 //!
 //! The wheel of libtorch ships c10d's headers but not gloo's. `cpp/gloo_declarations`
 //! declares the few gloo names that `ProcessGroupGloo.hpp` mentions; all objects of those

@@ -1,5 +1,5 @@
-//! NVIDIA's collectives between GPUs, opened when they are needed instead of linked: neither CUDA
-//! nor NCCL is there when we are built.
+//! NVIDIA's collectives between GPUs, opened when they are needed instead of linked: a build machine
+//! has neither CUDA nor NCCL.
 //!
 //! The functions are looked up in `libnccl.so.2`, which libtorch's CUDA half has loaded already;
 //! cudarc's own loader does not know that name, so only its streams and events are used. A
@@ -13,12 +13,13 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 use tch::{Device, Kind, Tensor};
 
+use crate::cuda::{loader_message, open_library};
 use crate::{Error, ReduceOp};
 
 /// The name under which libtorch's CUDA half asks for it.
 const LIBRARY: &CStr = c"libnccl.so.2";
 
-/// A driver without which nothing of CUDA works.
+/// The driver, without which no CUDA works.
 const DRIVER: &CStr = c"libcuda.so.1";
 
 /// What rank 0 makes and all ranks of a group present: NCCL's `ncclUniqueId`.
@@ -39,44 +40,21 @@ struct Library {
     init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
     abort: unsafe extern "C" fn(Comm) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
-    all_reduce: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Comm,
-        Stream,
-    ) -> Status,
-    reduce_scatter: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Comm,
-        Stream,
-    ) -> Status,
+    all_reduce: Collective,
+    reduce_scatter: Collective,
     all_gather:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> Status,
-    broadcast: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Comm,
-        Stream,
-    ) -> Status,
+    broadcast: Collective,
 }
+
+/// Input, output, elements, their type, the operation (the root for a broadcast), group, stream.
+type Collective =
+    unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> Status;
 
 impl Library {
     fn open(name: &CStr) -> Result<Self, Error> {
-        // SAFETY: runs the library's initialisers; it stays open to the end of the process.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            return Err(Error::NoNccl { reason: crate::cuda::loader_message() });
-        }
+        let handle = open_library(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
+            .map_err(|reason| Error::NoNccl { reason })?;
         // SAFETY: the fields have the types that nccl.h gives the symbols.
         unsafe {
             Ok(Self {
@@ -111,7 +89,7 @@ unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, Error
     unsafe {
         let found = libc::dlsym(handle, name.as_ptr());
         if found.is_null() {
-            return Err(Error::NoNccl { reason: crate::cuda::loader_message() });
+            return Err(Error::NoNccl { reason: loader_message() });
         }
         assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
         Ok(std::mem::transmute_copy(&found))
@@ -125,11 +103,7 @@ unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, Error
 pub fn find_nccl() -> Result<(), Error> {
     Library::open(LIBRARY)?;
     // cudarc panics without it.
-    // SAFETY: as any loading of a library; the driver is loaded where there is a GPU.
-    let driver = unsafe { libc::dlopen(DRIVER.as_ptr(), libc::RTLD_NOW) };
-    if driver.is_null() {
-        return Err(Error::NoNccl { reason: crate::cuda::loader_message() });
-    }
+    open_library(DRIVER, libc::RTLD_NOW).map_err(|reason| Error::NoNccl { reason })?;
     Ok(())
 }
 
@@ -148,7 +122,7 @@ pub fn nccl_id() -> Result<[u8; ID_BYTES], Error> {
 /// One process's place in a group of GPU processes, for CUDA tensors that are contiguous.
 ///
 /// All processes must start the same collectives in the same order. A peer that dies or hangs
-/// leaves the GPU waiting: NCCL knows no timeout, so something beside it must.
+/// leaves the GPU waiting: NCCL has no timeouts, so something beside it must.
 pub struct NcclGroup {
     library: Library,
     comm: Comm,
@@ -190,10 +164,10 @@ impl NcclGroup {
     /// Combines `tensor` over all ranks in place, in all of them.
     ///
     /// # Errors
-    /// [`Error::Nccl`].
+    /// [`Error::Nccl`], as for all collectives, also where types or sizes do not fit.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<NcclWork, Error> {
         let op = if op == ReduceOp::Max { 2 } else { 0 };
-        let (data, kind) = (data(tensor), kind_of("all-reduce", tensor)?);
+        let (data, kind) = (tensor.data_ptr(), kind_of("all-reduce", tensor)?);
         // SAFETY (here and below): contiguous memory of the GPU that the work keeps, of the size
         // and type that are named.
         self.start("all-reduce", &[tensor], |stream| unsafe {
@@ -202,11 +176,8 @@ impl NcclGroup {
     }
 
     /// Overwrites `tensor` in all ranks with that of `root`.
-    ///
-    /// # Errors
-    /// [`Error::Nccl`].
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<NcclWork, Error> {
-        let (data, kind) = (data(tensor), kind_of("broadcast", tensor)?);
+        let (data, kind) = (tensor.data_ptr(), kind_of("broadcast", tensor)?);
         let root = to_int(root);
         self.start("broadcast", &[tensor], |stream| unsafe {
             (self.library.broadcast)(data, data, tensor.numel(), kind, root, self.comm, stream)
@@ -214,26 +185,20 @@ impl NcclGroup {
     }
 
     /// Writes the `input`s of all ranks, one after the other, into `output`.
-    ///
-    /// # Errors
-    /// [`Error::Nccl`], also where the sizes do not fit.
     pub fn all_gather(&self, output: &Tensor, input: &Tensor) -> Result<NcclWork, Error> {
         self.check_sizes("all-gather", output, input)?;
         let kind = kind_of("all-gather", input)?;
-        let (from, to, count) = (data(input), data(output), input.numel());
+        let (from, to, count) = (input.data_ptr(), output.data_ptr(), input.numel());
         self.start("all-gather", &[output, input], |stream| unsafe {
             (self.library.all_gather)(from, to, count, kind, self.comm, stream)
         })
     }
 
     /// Sums the `input`s over all ranks and writes this rank's part into `output`.
-    ///
-    /// # Errors
-    /// [`Error::Nccl`], also where the sizes do not fit.
     pub fn reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<NcclWork, Error> {
         self.check_sizes("reduce-scatter", input, output)?;
         let kind = kind_of("reduce-scatter", input)?;
-        let (from, to, count) = (data(input), data(output), output.numel());
+        let (from, to, count) = (input.data_ptr(), output.data_ptr(), output.numel());
         self.start("reduce-scatter", &[output, input], |stream| unsafe {
             (self.library.reduce_scatter)(from, to, count, kind, 0, self.comm, stream)
         })
@@ -310,10 +275,6 @@ fn driver(operation: &'static str) -> impl FnOnce(DriverError) -> Error {
     move |error| Error::Nccl { operation, message: error.to_string() }
 }
 
-fn data(tensor: &Tensor) -> *mut c_void {
-    tensor.data_ptr()
-}
-
 /// nccl.h's number of an element type.
 fn kind_of(operation: &'static str, tensor: &Tensor) -> Result<c_int, Error> {
     let refuse = |message: String| Err(Error::Nccl { operation, message });
@@ -339,15 +300,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_named() {
-        let error = Library::open(c"libnccl-of-nobody.so.2").err().unwrap().to_string();
-        assert!(error.contains("NCCL cannot be used: libnccl-of-nobody.so.2"), "{error}");
-    }
-
-    #[test]
-    fn another_library_is_not_taken_for_it() {
-        let error = Library::open(c"libc.so.6").err().unwrap().to_string();
-        assert!(error.contains("ncclGetUniqueId"), "{error}");
+    fn a_missing_library_is_named_and_another_not_taken_for_it() {
+        let check = |name: &CStr, expected: &str| {
+            let error = Library::open(name).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        check(c"libnccl-of-nobody.so.2", "NCCL cannot be used: libnccl-of-nobody.so.2");
+        check(c"libc.so.6", "ncclGetUniqueId");
     }
 
     #[test]

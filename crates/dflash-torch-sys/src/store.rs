@@ -10,8 +10,8 @@ use crate::ffi::{self, RawStore, Text};
 
 /// A connection to a TCPStore, and with [`Store::serve`] the server too.
 ///
-/// Calls from several threads take turns, so one that waits in [`Store::get`] holds the
-/// others up: a thread that sets what another waits for needs a connection of its own.
+/// Calls from several threads take turns, so one that waits in [`Store::get`] holds up the
+/// others: a thread that sets what another waits for needs a connection of its own.
 /// Values are bytes of any content.
 #[derive(Debug)]
 pub struct Store {
@@ -38,8 +38,8 @@ impl Store {
         let listener = TcpListener::bind(address).map_err(failed)?;
         let bound = listener.local_addr().map_err(failed)?;
         // c10d closes the socket.
-        let server = Some(listener.into_raw_fd());
-        Self::tcp(&bound.ip().to_string(), bound.port(), Role::Server(server), timeout)
+        let role = Role::Server(Some(listener.into_raw_fd()));
+        Self::tcp(&bound.ip().to_string(), bound.port(), role, timeout)
     }
 
     /// As [`Store::serve`], on all interfaces.
@@ -62,13 +62,13 @@ impl Store {
     /// A view of this store in which every key starts with `prefix`; shares the connection.
     ///
     /// # Errors
-    /// [`Error::Torch`] on lack of memory.
+    /// [`Error::Torch`] when out of memory.
     pub fn prefixed(&self, prefix: &str) -> Result<Self, Error> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: live store; the out pointer is a local.
-        ffi::checked("open a prefix of the store", |error| unsafe {
-            ffi::dflash_store_prefix(self.pointer(), text(prefix), &mut raw, error)
-        })?;
+        // SAFETY (here and below): live store; texts outlive the call; out pointers are locals.
+        let failure =
+            unsafe { ffi::dflash_store_prefix(self.pointer(), Text::new(prefix), &mut raw) };
+        ffi::checked("open a prefix of the store", failure)?;
         Ok(Self::own(raw, self.port))
     }
 
@@ -80,50 +80,39 @@ impl Store {
     /// Sets `key`, over what it held.
     ///
     /// # Errors
-    /// [`Error::Torch`] where the server is gone.
+    /// [`Error::Torch`] where the server is gone, as for all that follow.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), Error> {
-        // SAFETY: live store; key and value outlive the call.
-        ffi::checked("write to the store", |error| unsafe {
-            ffi::dflash_store_set(self.pointer(), text(key), Text::new(value), error)
-        })?;
-        Ok(())
+        ffi::checked("write to the store", unsafe {
+            ffi::dflash_store_set(self.pointer(), Text::new(key), Text::new(value))
+        })
     }
 
     /// Waits for `key` and returns what it holds.
     ///
     /// # Errors
-    /// [`Error::Torch`] where the store's timeout passes first or the server is gone.
+    /// [`Error::Torch`] also where the store's timeout passes first.
     pub fn get(&self, key: &str) -> Result<Vec<u8>, Error> {
         let (mut value, mut length) = (std::ptr::null_mut(), 0);
-        // SAFETY: live store; the out pointers are locals.
-        ffi::checked("read from the store", |error| unsafe {
-            ffi::dflash_store_get(self.pointer(), text(key), &mut value, &mut length, error)
+        ffi::checked("read from the store", unsafe {
+            ffi::dflash_store_get(self.pointer(), Text::new(key), &mut value, &mut length)
         })?;
         Ok(ffi::take_bytes(value, length))
     }
 
     /// Whether `key` is set; does not wait.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] where the server is gone.
     pub fn contains(&self, key: &str) -> Result<bool, Error> {
         let mut present = false;
-        // SAFETY: live store; the out pointer is a local.
-        ffi::checked("look into the store", |error| unsafe {
-            ffi::dflash_store_contains(self.pointer(), text(key), &mut present, error)
+        ffi::checked("look into the store", unsafe {
+            ffi::dflash_store_contains(self.pointer(), Text::new(key), &mut present)
         })?;
         Ok(present)
     }
 
     /// Adds `amount` to the number at `key` (0 when unset) and returns the new one.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] where the server is gone.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, Error> {
         let mut total = 0;
-        // SAFETY: live store; the out pointer is a local.
-        ffi::checked("count in the store", |error| unsafe {
-            ffi::dflash_store_add(self.pointer(), text(key), amount, &mut total, error)
+        ffi::checked("count in the store", unsafe {
+            ffi::dflash_store_add(self.pointer(), Text::new(key), amount, &mut total)
         })?;
         Ok(total)
     }
@@ -134,17 +123,16 @@ impl Store {
             Role::Client => ("reach the store", false, None),
             Role::Server(listener) => ("open the store", true, listener),
         };
-        let (host, listener, limit) =
-            (text(host), listener.unwrap_or(-1), ffi::milliseconds(timeout));
-        // SAFETY: the out pointers are locals; the host's text outlives the call.
-        ffi::checked(operation, |error| unsafe {
-            ffi::dflash_store_tcp(host, &mut used, is_server, listener, limit, &mut raw, error)
+        let (listener, limit) = (listener.unwrap_or(-1), ffi::milliseconds(timeout));
+        let host = Text::new(host);
+        ffi::checked(operation, unsafe {
+            ffi::dflash_store_tcp(host, &mut used, is_server, listener, limit, &mut raw)
         })?;
         Ok(Self::own(raw, used))
     }
 
     fn own(raw: *mut RawStore, port: u16) -> Self {
-        Self { raw: NonNull::new(raw).expect("the shim returns an object with OK"), port }
+        Self { raw: NonNull::new(raw).expect("the shim succeeds with an object"), port }
     }
 
     pub(crate) fn pointer(&self) -> *const RawStore {
@@ -164,10 +152,6 @@ enum Role {
     Client,
     /// The server, on a bound socket if there is one.
     Server(Option<RawFd>),
-}
-
-fn text(key: &str) -> Text {
-    Text::new(key.as_bytes())
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! The version of the libtorch that this process runs with.
 
-use crate::Error;
-use crate::ffi;
+use crate::{Error, ffi};
 
 /// The version of the loaded library, such as `2.11.0`, from its own build report; what
 /// the program was compiled against plays no part.
@@ -11,9 +10,8 @@ use crate::ffi;
 pub fn libtorch_version() -> Result<String, Error> {
     let mut report = std::ptr::null_mut();
     // SAFETY: the out pointer is a local.
-    ffi::checked("read libtorch's build report", |error| unsafe {
-        ffi::dflash_show_config(&mut report, error)
-    })?;
+    let failure = unsafe { ffi::dflash_show_config(&mut report) };
+    ffi::checked("read libtorch's build report", failure)?;
     find_version(&ffi::take_string(report)).ok_or(Error::NoVersion)
 }
 

@@ -162,7 +162,7 @@ fn a_report_of_a_changed_text_fails() {
     let place = Place::new();
     let mut report = place.evaluate(&place.write("prompts.jsonl", PROMPTS)).unwrap();
     let lossless = report.lossless.as_mut().unwrap();
-    lossless.record(dflash_decode::Comparison::Different(dflash_decode::Difference {
+    lossless.record(Some(dflash_decode::Difference {
         response: 0,
         position: 3,
         plain: Some(1),

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, draft_in, random_draft, random_target, random_target_in};
 use dflash_decode::{
-    BatchDecoder, Comparison, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, compare,
+    BatchDecoder, Difference, Error, Limits, PlainDecoder, Sampler, Speculator, compare,
 };
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
@@ -13,7 +13,11 @@ use tch::{Kind, Tensor};
 static GO: AtomicBool = AtomicBool::new(false);
 
 fn greedy() -> Sampler {
-    Sampler::new(Sampling::Greedy)
+    Sampler::new(0.0, 0)
+}
+
+fn same_or_tied(difference: &Option<Difference>) -> bool {
+    difference.as_ref().is_none_or(Difference::is_tie)
 }
 
 fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
@@ -24,12 +28,12 @@ fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
 fn speculative_text_is_plain_text() {
     let mut partly_accepted = 0;
     for case in 0..24 {
-        // A vocabulary this small makes chance agreements, hence every length of prefix.
+        // A vocabulary this small makes chance agreements, so that every length of prefix occurs.
         let (vocab, block_size) = (3 + case as i64 % 4, 2 + case % 6);
         let target = random_target(vocab, case as i64);
         let draft = random_draft(draft_config(&target, block_size), case as i64);
         let mut plain = PlainDecoder::new(&target, greedy());
-        let mut speculator = Speculator::new(&target, &draft, greedy()).unwrap();
+        let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
         for (length, max_new_tokens, stop_ids) in [
             (1, 40, vec![]),
             (9, 1, vec![]),
@@ -42,10 +46,10 @@ fn speculative_text_is_plain_text() {
             let expected = plain.generate(&ids, &limits, &GO).unwrap();
             let made = speculator.generate(&ids, &limits, &GO).unwrap();
             let texts = [expected.tokens.as_slice(), &made.generation.tokens];
-            let comparison = compare(&target, &ids, texts, None);
-            assert!(!matches!(comparison, Comparison::Different(_)), "case {case}: {comparison:?}");
+            let difference = compare(&target, &ids, texts, None);
+            assert!(same_or_tied(&difference), "case {case}: {difference:?}");
             check_steps(&made.accepted, made.generation.tokens.len(), block_size);
-            if comparison == Comparison::Identical {
+            if difference.is_none() {
                 assert_eq!(expected.finished, made.generation.finished);
             }
             let some = |&count: &usize| count > 0 && count < block_size - 1;
@@ -74,15 +78,14 @@ fn a_pruned_draft_proposes_only_what_it_can_say() {
         let draft = random_draft(draft_config(&target, 5), case);
         let selected = vec![1, 2];
         let vocabulary = DraftVocabulary::new(selected.clone(), vocab as usize);
-        let pruned = Speculator::new(&target, &draft, greedy()).unwrap();
-        let mut pruned = pruned.with_vocabulary(&vocabulary).unwrap();
+        let mut pruned = Speculator::new(&target, &draft, Some(&vocabulary), greedy()).unwrap();
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
         let ids = prompt(7, case as usize, vocab);
         let made = pruned.generate(&ids, &limits, &GO).unwrap();
         let plain = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
         let texts = [plain.tokens.as_slice(), &made.generation.tokens];
-        let comparison = compare(&target, &ids, texts, None);
-        assert!(!matches!(comparison, Comparison::Different(_)), "case {case}: {comparison:?}");
+        let difference = compare(&target, &ids, texts, None);
+        assert!(same_or_tied(&difference), "case {case}: {difference:?}");
         let mut next = 1;
         for &count in &made.accepted {
             let text = &made.generation.tokens;
@@ -103,11 +106,13 @@ fn a_vocabulary_of_all_tokens_changes_nothing() {
     let draft = random_draft(draft_config(&target, 4), 2);
     let all = DraftVocabulary::new((0..6).collect(), 6);
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
-    for sampling in [Sampling::Greedy, Sampling::Temperature { temperature: 0.9, seed: 3 }] {
-        let speculator = || Speculator::new(&target, &draft, Sampler::new(sampling)).unwrap();
-        let plain = speculator().generate(&[1, 5], &limits, &GO).unwrap();
-        let pruned = speculator().with_vocabulary(&all).unwrap();
-        let pruned = { pruned }.generate(&[1, 5], &limits, &GO).unwrap();
+    for temperature in [0.0, 0.9] {
+        let generate = |vocabulary| {
+            let sampler = Sampler::new(temperature, 3);
+            let mut speculator = Speculator::new(&target, &draft, vocabulary, sampler).unwrap();
+            speculator.generate(&[1, 5], &limits, &GO).unwrap()
+        };
+        let (plain, pruned) = (generate(None), generate(Some(&all)));
         assert_eq!(pruned.accepted, plain.accepted);
         assert_eq!(pruned.generation.tokens, plain.generation.tokens);
     }
@@ -123,17 +128,16 @@ fn a_text_with_another_token_is_told_from_a_tie() {
             PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens;
         let mut other = text.clone();
         other[7] = (other[7] + 1) % 5;
-        let comparison = |tolerance| compare(&target, &ids, [&text, &other], tolerance);
-        let Comparison::Different(difference) = comparison(None) else {
-            panic!("a changed token is no tie");
-        };
+        let differ = |tolerance| compare(&target, &ids, [&text, &other], tolerance).unwrap();
+        let difference = differ(None);
+        assert!(!difference.is_tie(), "a changed token is not a tie");
         assert_eq!((difference.position, difference.plain), (7, Some(text[7])));
         let (gap, tie) = (difference.logit_gap.unwrap(), difference.tie_tolerance.unwrap());
         assert!(gap > tie && tie > 0.0, "{dtype:?}: {gap} and {tie}");
-        assert!(matches!(comparison(Some(gap)), Comparison::Tie(_)));
-        assert!(matches!(comparison(Some(gap * 0.99)), Comparison::Different(_)));
-        let cut = compare(&target, &ids, [&text, &text[..9]], Some(1e3));
-        assert!(matches!(cut, Comparison::Different(difference) if difference.logit_gap.is_none()));
+        assert!(differ(Some(gap)).is_tie());
+        assert!(!differ(Some(gap * 0.99)).is_tie());
+        let cut = compare(&target, &ids, [&text, &text[..9]], Some(1e3)).unwrap();
+        assert!(!cut.is_tie() && cut.logit_gap.is_none());
     }
 }
 
@@ -163,17 +167,14 @@ fn texts_in_bf16_part_at_ties_only() {
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
         let ids = prompt(9, seed as usize, 400);
         let plain = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
-        let mut speculator = Speculator::new(&target, &draft, greedy()).unwrap();
+        let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
         let made = speculator.generate(&ids, &limits, &GO).unwrap();
         let texts = [plain.tokens.as_slice(), &made.generation.tokens];
-        match compare(&target, &ids, texts, None) {
-            Comparison::Identical => {}
-            Comparison::Tie(difference) => {
-                ties += 1;
-                // What float32 calls a tie does not do here.
-                beyond += usize::from(difference.logit_gap.unwrap() > 1e-3);
-            }
-            Comparison::Different(difference) => panic!("seed {seed}: {difference}"),
+        if let Some(difference) = compare(&target, &ids, texts, None) {
+            assert!(difference.is_tie(), "seed {seed}: {difference}");
+            ties += 1;
+            // What float32 calls a tie does not do here.
+            beyond += usize::from(difference.logit_gap.unwrap() > 1e-3);
         }
     }
     assert!(ties > 0 && beyond > 0, "{ties} ties, {beyond} of them beyond float32's tolerance");
@@ -196,11 +197,8 @@ fn batched_answers_are_those_of_each_prompt_alone() {
         }
         for (ids, answer) in prompts.iter().zip(answers) {
             let expected = plain.generate(ids, &limits, &GO).unwrap().tokens;
-            let comparison = compare(&target, ids, [&expected, &answer.unwrap()], None);
-            assert!(
-                !matches!(comparison, Comparison::Different(_)),
-                "batch {batch}: {comparison:?}"
-            );
+            let difference = compare(&target, ids, [&expected, &answer.unwrap()], None);
+            assert!(same_or_tied(&difference), "batch {batch}: {difference:?}");
         }
     }
 }
@@ -221,11 +219,8 @@ fn check_distribution(vocabulary: Option<&DraftVocabulary>) {
     let draft = random_draft(draft_config(&target, 4), 5);
     let limits = Limits { max_new_tokens: 3, stop_ids: vec![] };
     let ids = prompt(5, 2, 4);
-    let temperature = Sampling::Temperature { temperature: 1.3, seed: 11 };
-    let mut speculator = Speculator::new(&target, &draft, Sampler::new(temperature)).unwrap();
-    if let Some(vocabulary) = vocabulary {
-        speculator = speculator.with_vocabulary(vocabulary).unwrap();
-    }
+    let sampler = Sampler::new(1.3, 11);
+    let mut speculator = Speculator::new(&target, &draft, vocabulary, sampler).unwrap();
     let samples = 4000;
     let mut counts = [0.0; 64];
     let mut accepted = 0;
@@ -269,16 +264,16 @@ fn models_that_do_not_fit_are_refused() {
         let mut config = draft_config(&target, 4);
         change(&mut config);
         let draft = random_draft(config, 1);
-        Speculator::new(&target, &draft, greedy()).unwrap_err().to_string()
+        Speculator::new(&target, &draft, None, greedy()).unwrap_err().to_string()
     };
     assert!(refuse(&|config| config.vocab_size = 7).contains("vocab_size is 7 in the draft and 6"));
     assert!(refuse(&|config| config.hidden_size = 24).contains("hidden_size"));
     assert!(refuse(&|config| config.target_layer_ids = vec![1, 4]).contains("layer id 4"));
     assert!(refuse(&|config| config.mask_token_id = 6).contains("mask_token_id"));
     let draft = random_draft(draft_config(&target, 4), 1);
-    let speculator = Speculator::new(&target, &draft, greedy()).unwrap();
     let foreign = DraftVocabulary::new(vec![0, 3], 7);
-    let message = speculator.with_vocabulary(&foreign).unwrap_err().to_string();
+    let message =
+        Speculator::new(&target, &draft, Some(&foreign), greedy()).unwrap_err().to_string();
     assert!(message.contains("selected from is 7 in the draft and 6 in the target"), "{message}");
 }
 
@@ -289,7 +284,7 @@ fn a_set_stop_flag_ends_a_generation() {
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
     let stop = AtomicBool::new(true);
     let plain = PlainDecoder::new(&target, greedy()).generate(&[1], &limits, &stop);
-    let mut speculator = Speculator::new(&target, &draft, greedy()).unwrap();
+    let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
     let speculative = speculator.generate(&[1], &limits, &stop);
     assert!(matches!(plain, Err(Error::Interrupted)));
     assert!(matches!(speculative, Err(Error::Interrupted)));

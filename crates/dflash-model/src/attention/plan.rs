@@ -188,15 +188,17 @@ impl BlockPlan {
         self.spans.iter().flat_map(|span| span.context.clone().map(|p| p as i64)).collect()
     }
 
+    /// Position of each anchor in its document.
+    pub(crate) fn anchor_positions(&self) -> impl Iterator<Item = usize> + '_ {
+        self.spans.iter().flat_map(|span| {
+            self.anchors[span.anchors.clone()].iter().map(|anchor| anchor - span.row_start)
+        })
+    }
+
     /// Position of each slot in its document: the anchor's plus the slot's index.
     pub fn slot_positions(&self) -> Vec<i64> {
-        self.spans
-            .iter()
-            .flat_map(|span| {
-                self.anchors[span.anchors.clone()].iter().map(|anchor| anchor - span.row_start)
-            })
-            .flat_map(|offset| (offset..offset + self.block_size).map(|p| p as i64))
-            .collect()
+        let block = |anchor| anchor..anchor + self.block_size;
+        self.anchor_positions().flat_map(block).map(|position| position as i64).collect()
     }
 
     /// Chunks of all documents for layers of one visibility; `group` query heads share a key head.
@@ -231,8 +233,7 @@ impl BlockPlan {
             .collect();
         let bound = |pick: fn(&Range<usize>) -> usize| {
             let values = rows.iter().map(pick);
-            let low = values.clone().min().unwrap_or(0);
-            (low, values.max().unwrap_or(0))
+            (values.clone().min().unwrap_or(0), values.max().unwrap_or(0))
         };
         let (start_min, start_max) = bound(|row| row.start);
         let (end_min, end_max) = bound(|row| row.end);
@@ -327,10 +328,8 @@ mod tests {
 
     #[test]
     fn a_served_window_ends_inside_a_larger_block() {
-        let own = |visibility: Visibility| (0..4).map(|slot| visibility.own(slot, 4)).collect();
-        let check = |visibility, expected: [Range<usize>; 4]| {
-            let found: Vec<Range<usize>> = own(visibility);
-            assert_eq!(found, expected);
+        let check = |visibility: Visibility, expected: [Range<usize>; 4]| {
+            assert_eq!([0, 1, 2, 3].map(|slot| visibility.own(slot, 4)), expected);
         };
         check(Visibility::FULL, [0..4, 0..4, 0..4, 0..4]);
         check(Visibility::sliding(4), [0..1, 0..2, 0..3, 0..4]);
@@ -344,15 +343,9 @@ mod tests {
     fn only_visible_context_travels() {
         let plan = BlockPlan::new(&[0, 10, 20], &[4, 7], 4, &[Visibility::FULL]);
         assert_eq!(plan.context_rows(), 7);
-        assert_eq!(
-            plan.context_sources().flatten().collect::<Vec<_>>(),
-            (0..7).collect::<Vec<_>>()
-        );
+        assert!(plan.context_sources().flatten().eq(0..7));
         let plan = BlockPlan::new(&[0, 10, 20], &[14, 17], 4, &[Visibility::sliding(3)]);
-        assert_eq!(
-            plan.context_sources().flatten().collect::<Vec<_>>(),
-            (12..17).collect::<Vec<_>>()
-        );
+        assert!(plan.context_sources().flatten().eq(12..17));
         assert_eq!(plan.slot_positions(), [4, 5, 6, 7, 7, 8, 9, 10]);
         assert_eq!(plan.context_positions(), [2, 3, 4, 5, 6]);
     }

@@ -2,16 +2,16 @@
 //! speculators' form ([`speculators`]).
 //!
 //! One file has to be safe for every engine that serves drafts, so each Qwen3 field is explicit
-//! and the block size stands at both places where engines look for it.
+//! and the block size is in both places where engines look for it.
 
 mod speculators;
 
 use std::path::Path;
 
-use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::{Error, Result};
+use crate::Result;
+use crate::fields::Fields;
 
 /// How a draft layer looks at the context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,21 +32,15 @@ impl LayerKind {
 }
 
 /// Everything that shapes a draft. Field names are Hugging Face's.
+#[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftConfig {
-    /// H.
     pub hidden_size: i64,
-    /// Width of the SwiGLU.
     pub intermediate_size: i64,
-    /// Query heads.
     pub num_attention_heads: i64,
-    /// Key/value heads.
     pub num_key_value_heads: i64,
-    /// D.
     pub head_dim: i64,
-    /// Epsilon of every RMS norm.
     pub rms_norm_eps: f64,
-    /// Base of the rotary embedding.
     pub rope_theta: f64,
     /// One entry a layer.
     pub layers: Vec<LayerKind>,
@@ -54,7 +48,7 @@ pub struct DraftConfig {
     pub sliding_window: Option<usize>,
     /// Slots of a block, the anchor's included.
     pub block_size: usize,
-    /// The token that stands in the slots to be predicted.
+    /// The token in the slots to be predicted.
     pub mask_token_id: i64,
     /// Captured layers, 0 = embedding output, k = after k decoder layers; ascending.
     pub target_layer_ids: Vec<u32>,
@@ -62,7 +56,6 @@ pub struct DraftConfig {
     pub num_target_layers: Option<usize>,
     /// Rows of the target's embedding (padded, not `len(tokenizer)`).
     pub vocab_size: i64,
-    /// As the target's.
     pub max_position_embeddings: i64,
     /// Standard deviation of a fresh matrix.
     pub initializer_range: f64,
@@ -91,13 +84,7 @@ impl DraftConfig {
     /// # Errors
     /// A missing file, a missing key, a rotary scaling or a layer type that we do not run.
     pub fn load(dir: &Path) -> Result<Self> {
-        let path = dir.join("config.json");
-        if !path.is_file() {
-            return Err(Error::MissingFile { dir: dir.into(), file: "config.json".into() });
-        }
-        let text = std::fs::read_to_string(&path)
-            .map_err(|source| Error::Read { path: path.clone(), source })?;
-        Self::parse(&path, &text)
+        Self::from_fields(Fields::read(dir, "config.json")?)
     }
 
     /// Parses the text of a `config.json`; `path` is for messages.
@@ -105,13 +92,7 @@ impl DraftConfig {
     /// # Errors
     /// As [`Self::load`].
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
-        let json = |source| Error::Json { path: path.into(), source };
-        let mut value: Value = serde_json::from_str(text).map_err(json)?;
-        if speculators::is_form_of(&value) {
-            value = speculators::to_zlab(path, value)?;
-        }
-        let stored: Stored = serde_json::from_value(value).map_err(json)?;
-        stored.resolve(path)
+        Self::from_fields(Fields::parse(path, text)?)
     }
 
     /// Writes `config.json` into `dir`.
@@ -122,6 +103,53 @@ impl DraftConfig {
         let mut text = serde_json::to_string_pretty(&self.to_json()).expect("a JSON value prints");
         text.push('\n');
         Ok(dflash_files::write_bytes(&dir.join("config.json"), text.as_bytes())?)
+    }
+
+    fn from_fields(fields: Fields) -> Result<Self> {
+        let form = if speculators::is_form_of(&fields) {
+            speculators::form(&fields)?
+        } else {
+            Form::zlab(fields)?
+        };
+        let fields = form.layers;
+        let size = |key| fields.required(key, Fields::size);
+        let layers = layer_kinds(&fields)?;
+        let sliding_window = match layers.contains(&LayerKind::Sliding) {
+            true => Some(size("sliding_window")? as usize),
+            false => None,
+        };
+        let (heads, kv_heads) = (size("num_attention_heads")?, size("num_key_value_heads")?);
+        if heads % kv_heads != 0 {
+            let expected = "it must divide num_attention_heads";
+            return Err(fields.refuse("num_key_value_heads", expected));
+        }
+        if fields.flag("attention_bias")? {
+            let expected = "drafts have projections without a bias";
+            return Err(fields.refuse("attention_bias", expected));
+        }
+        if fields.text("hidden_act")?.is_some_and(|name| name != "silu") {
+            return Err(fields.refuse("hidden_act", "drafts have silu"));
+        }
+        Ok(Self {
+            hidden_size: size("hidden_size")?,
+            intermediate_size: size("intermediate_size")?,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            head_dim: size("head_dim")?,
+            rms_norm_eps: fields.required("rms_norm_eps", Fields::number)?,
+            rope_theta: rope_theta(&fields)?,
+            layers,
+            sliding_window,
+            block_size: form.block_size as usize,
+            mask_token_id: form.mask_token_id,
+            target_layer_ids: form.target_layer_ids,
+            num_target_layers: fields.size("num_target_layers")?.map(|layers| layers as usize),
+            vocab_size: size("vocab_size")?,
+            max_position_embeddings: size("max_position_embeddings")?,
+            // Hugging Face's default for the Qwen family.
+            initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
+            eos_token_id: fields.value("eos_token_id").cloned(),
+        })
     }
 
     /// z-lab's form, safe for vLLM, SGLang and Transformers.
@@ -169,159 +197,83 @@ impl DraftConfig {
     }
 }
 
-/// The keys we read; others are left to the engines.
-#[derive(Debug, Deserialize)]
-struct Stored {
-    hidden_size: i64,
-    intermediate_size: i64,
-    num_hidden_layers: usize,
-    num_attention_heads: i64,
-    num_key_value_heads: i64,
-    head_dim: i64,
-    rms_norm_eps: f64,
-    rope_theta: Option<f64>,
-    rope_parameters: Option<StoredRope>,
-    rope_scaling: Option<Value>,
-    layer_types: Option<Vec<String>>,
-    sliding_window: Option<usize>,
-    block_size: Option<usize>,
-    dflash_config: StoredDflash,
-    num_target_layers: Option<usize>,
-    vocab_size: i64,
-    max_position_embeddings: i64,
-    #[serde(default = "default_initializer_range")]
-    initializer_range: f64,
-    eos_token_id: Option<Value>,
-    attention_bias: Option<bool>,
-    hidden_act: Option<String>,
-}
-
-#[derive(Debug, Deserialize)]
-struct StoredRope {
-    rope_theta: Option<f64>,
-    rope_type: Option<String>,
-}
-
-#[derive(Debug, Deserialize)]
-struct StoredDflash {
+/// What the two forms of a `config.json` say in different places.
+struct Form {
+    /// The Qwen3 fields.
+    layers: Fields,
+    block_size: i64,
     mask_token_id: i64,
-    target_layer_ids: Vec<i64>,
-    block_size: Option<usize>,
-    /// JetSpec's mask, DFlash2's candidate selector: other drafters under DFlash's key.
-    causal: Option<bool>,
-    selector_rank: Option<u64>,
+    target_layer_ids: Vec<u32>,
 }
 
-/// Hugging Face's default for the Qwen family.
-fn default_initializer_range() -> f64 {
-    0.02
-}
-
-impl Stored {
-    fn resolve(self, path: &Path) -> Result<DraftConfig> {
-        let config_error = |key: &str, found: String, expected: &str| Error::Config {
-            path: path.into(),
-            key: key.into(),
-            found,
-            expected: expected.into(),
-        };
-        let rope_theta = self.rope_theta(&config_error)?;
-        let layers = self.layer_kinds(&config_error)?;
-        let block_size = self.block_size.or(self.dflash_config.block_size).ok_or_else(|| {
-            config_error("block_size", "missing".into(), "a draft needs the size of its blocks")
-        })?;
-        let ids = &self.dflash_config.target_layer_ids;
-        let target_layer_ids = ids
-            .iter()
-            .map(|&id| u32::try_from(id + 1).ok())
-            .collect::<Option<Vec<u32>>>()
-            .filter(|ids| !ids.is_empty() && ids.is_sorted_by(|a, b| a < b))
-            .ok_or_else(|| {
-                let expected = "ascending layer numbers from -1 (embedding output) are expected";
-                config_error("dflash_config.target_layer_ids", format!("{ids:?}"), expected)
-            })?;
-        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
-        if kv_heads <= 0 || heads % kv_heads != 0 {
-            let expected = "it must divide num_attention_heads";
-            return Err(config_error("num_key_value_heads", kv_heads.to_string(), expected));
-        }
-        if self.attention_bias == Some(true) {
-            let expected = "drafts have projections without a bias";
-            return Err(config_error("attention_bias", "true".into(), expected));
-        }
-        if let Some(other) = self.hidden_act.filter(|name| name != "silu") {
-            return Err(config_error("hidden_act", other, "drafts have silu"));
-        }
+impl Form {
+    fn zlab(fields: Fields) -> Result<Self> {
+        let dflash = fields.required("dflash_config", Fields::object)?;
         let other_drafter = "only plain DFlash drafters can be read";
-        if self.dflash_config.causal == Some(true) {
-            return Err(config_error("dflash_config.causal", "true".into(), other_drafter));
+        // JetSpec's mask and DFlash2's candidate selector: other drafters under DFlash's key.
+        if dflash.flag("causal")? {
+            return Err(dflash.refuse("causal", other_drafter));
         }
-        if let Some(rank) = self.dflash_config.selector_rank {
-            let key = "dflash_config.selector_rank";
-            return Err(config_error(key, rank.to_string(), other_drafter));
+        if dflash.value("selector_rank").is_some() {
+            return Err(dflash.refuse("selector_rank", other_drafter));
         }
-        let sliding = layers.contains(&LayerKind::Sliding);
-        Ok(DraftConfig {
-            hidden_size: self.hidden_size,
-            intermediate_size: self.intermediate_size,
-            num_attention_heads: heads,
-            num_key_value_heads: kv_heads,
-            head_dim: self.head_dim,
-            rms_norm_eps: self.rms_norm_eps,
-            rope_theta,
-            layers,
-            sliding_window: self.sliding_window.filter(|_| sliding),
+        let block_size = match fields.size("block_size")? {
+            Some(size) => size,
+            None => dflash.required("block_size", Fields::size)?,
+        };
+        Ok(Self {
             block_size,
-            mask_token_id: self.dflash_config.mask_token_id,
-            target_layer_ids,
-            num_target_layers: self.num_target_layers,
-            vocab_size: self.vocab_size,
-            max_position_embeddings: self.max_position_embeddings,
-            initializer_range: self.initializer_range,
-            eos_token_id: self.eos_token_id,
+            mask_token_id: dflash.required("mask_token_id", Fields::token)?,
+            target_layer_ids: layer_ids(&dflash, "target_layer_ids", -1)?,
+            layers: fields,
         })
     }
+}
 
-    fn rope_theta(&self, error: &impl Fn(&str, String, &str) -> Error) -> Result<f64> {
-        let rope = self.rope_parameters.as_ref();
-        let kind = rope.and_then(|rope| rope.rope_type.as_deref()).unwrap_or("default");
-        let plain = "only plain rotary embedding is implemented for drafts";
-        if kind != "default" {
-            return Err(error("rope_parameters.rope_type", kind.into(), plain));
-        }
-        if let Some(scaling) = self.rope_scaling.as_ref().filter(|value| !value.is_null()) {
-            return Err(error("rope_scaling", scaling.to_string(), plain));
-        }
-        rope.and_then(|rope| rope.rope_theta)
-            .or(self.rope_theta)
-            .ok_or_else(|| error("rope_theta", "missing".into(), "the rotary base is needed"))
-    }
+/// The captured layers in our numbering, from a list that calls the embedding's output `first`.
+fn layer_ids(fields: &Fields, key: &str, first: i64) -> Result<Vec<u32>> {
+    let expected = format!("ascending layer numbers from {first} (embedding output) are expected");
+    let ours = |id: &Value| u32::try_from(id.as_i64()?.checked_sub(first)?).ok();
+    let list = |value: &Value| {
+        let ids: Vec<u32> = value.as_array()?.iter().map(ours).collect::<Option<_>>()?;
+        (!ids.is_empty() && ids.is_sorted_by(|a, b| a < b)).then_some(ids)
+    };
+    fields.required(key, |fields, key| fields.typed(key, &expected, list))
+}
 
-    fn layer_kinds(&self, error: &impl Fn(&str, String, &str) -> Error) -> Result<Vec<LayerKind>> {
-        let Some(names) = &self.layer_types else {
-            return Ok(vec![LayerKind::Full; self.num_hidden_layers]);
-        };
-        if names.len() != self.num_hidden_layers {
-            let found = format!("{} entries", names.len());
-            return Err(error("layer_types", found, "num_hidden_layers entries are expected"));
-        }
-        let kinds = names
-            .iter()
-            .map(|name| match name.as_str() {
-                "full_attention" => Ok(LayerKind::Full),
-                "sliding_attention" => Ok(LayerKind::Sliding),
-                _ => Err(error(
-                    "layer_types",
-                    name.clone(),
-                    "full_attention and sliding_attention are implemented",
-                )),
-            })
-            .collect::<Result<Vec<_>>>()?;
-        if kinds.contains(&LayerKind::Sliding) && self.sliding_window.is_none_or(|w| w == 0) {
-            return Err(error("sliding_window", "missing".into(), "sliding layers need a window"));
-        }
-        Ok(kinds)
+fn rope_theta(fields: &Fields) -> Result<f64> {
+    let plain = "only plain rotary embedding is implemented for drafts";
+    if fields.value("rope_scaling").is_some() {
+        return Err(fields.refuse("rope_scaling", plain));
     }
+    if let Some(rope) = fields.object("rope_parameters")? {
+        if rope.text("rope_type")?.is_some_and(|kind| kind != "default") {
+            return Err(rope.refuse("rope_type", plain));
+        }
+        if let Some(theta) = rope.number("rope_theta")? {
+            return Ok(theta);
+        }
+    }
+    fields.required("rope_theta", Fields::number)
+}
+
+fn layer_kinds(fields: &Fields) -> Result<Vec<LayerKind>> {
+    let count = fields.required("num_hidden_layers", Fields::size)? as usize;
+    let Some(names) = fields.texts("layer_types")? else {
+        return Ok(vec![LayerKind::Full; count]);
+    };
+    if names.len() != count {
+        return Err(fields.refuse("layer_types", "num_hidden_layers entries are expected"));
+    }
+    let kind = |name: &String| match name.as_str() {
+        "full_attention" => Ok(LayerKind::Full),
+        "sliding_attention" => Ok(LayerKind::Sliding),
+        _ => {
+            let expected = "full_attention and sliding_attention are implemented";
+            Err(fields.refuse("layer_types", expected))
+        }
+    };
+    names.iter().map(kind).collect()
 }
 
 #[cfg(test)]
@@ -357,12 +309,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn what_is_written_reads_back_and_has_zlabs_layer_ids() {
         assert_eq!(parse(|_| ()).unwrap(), config());
-    }
-
-    #[test]
-    fn layer_ids_on_disk_are_zlabs() {
         let value = config().to_json();
         assert_eq!(value["dflash_config"]["target_layer_ids"], json!([1, 5, 9]));
     }
@@ -374,13 +322,13 @@ mod tests {
             assert!(message.contains(expect), "{message}");
         };
         check("attention_bias", json!(true), "without a bias");
-        check("hidden_act", json!("gelu"), "`hidden_act` is gelu");
+        check("hidden_act", json!("gelu"), "`hidden_act` is \"gelu\"");
         check("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling");
-        check("layer_types", json!(["full_attention"]), "1 entries");
+        check("layer_types", json!(["full_attention"]), "num_hidden_layers entries");
         check("layer_types", json!(["full_attention", "linear"]), "linear");
-        check("sliding_window", json!(null), "sliding layers need a window");
+        check("sliding_window", json!(null), "`sliding_window` is null");
         check("num_key_value_heads", json!(3), "must divide");
-        check("hidden_size", json!("wide"), "invalid type");
+        check("hidden_size", json!("wide"), "`hidden_size` is \"wide\"");
         for (key, value) in [("causal", json!(true)), ("selector_rank", json!(16))] {
             let change = |config: &mut Value| config["dflash_config"][key] = value;
             let message = parse(change).unwrap_err().to_string();

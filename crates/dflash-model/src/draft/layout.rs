@@ -9,11 +9,10 @@ use super::config::DraftConfig;
 const ALIGNMENT: i64 = 16;
 
 /// One named tensor of the checkpoint.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug)]
 pub struct Parameter {
-    /// Its name in the checkpoint.
     pub name: String,
-    /// Its shape.
     pub shape: Vec<i64>,
     /// Its first element in the flat buffer.
     pub offset: i64,
@@ -49,14 +48,14 @@ impl DraftLayout {
     pub fn new(config: &DraftConfig) -> Self {
         let mut layout = Self { parameters: Vec::new(), buckets: Vec::new(), elements: 0 };
         let h = config.hidden_size;
-        layout.bucket(&[
+        layout.bucket(vec![
             ("fc.weight".into(), vec![h, config.captures() * h]),
             ("hidden_norm.weight".into(), vec![h]),
         ]);
         for index in 0..config.layers.len() {
-            layout.bucket(&layer_parameters(config, index));
+            layout.bucket(layer_parameters(config, index));
         }
-        layout.bucket(&[("norm.weight".into(), vec![h])]);
+        layout.bucket(vec![("norm.weight".into(), vec![h])]);
         layout
     }
 
@@ -82,13 +81,12 @@ impl DraftLayout {
         &self.buckets
     }
 
-    fn bucket(&mut self, parameters: &[(String, Vec<i64>)]) {
+    fn bucket(&mut self, parameters: Vec<(String, Vec<i64>)>) {
         let start = self.elements;
         for (name, shape) in parameters {
-            let parameter =
-                Parameter { name: name.clone(), shape: shape.clone(), offset: self.elements };
+            let parameter = Parameter { name, shape, offset: self.elements };
             self.elements += parameter.elements();
-            if !fused_with_next(name) {
+            if !fused_with_next(&parameter.name) {
                 self.elements = (self.elements + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
             }
             self.parameters.push(parameter);
@@ -97,17 +95,14 @@ impl DraftLayout {
     }
 
     fn find(&self, name: &str) -> &Parameter {
-        self.parameters
-            .iter()
-            .find(|parameter| parameter.name == name)
-            .expect("every name asked for is laid out")
+        let found = self.parameters.iter().find(|parameter| parameter.name == name);
+        found.expect("every name asked for is laid out")
     }
 }
 
 fn fused_with_next(name: &str) -> bool {
-    ["q_proj.weight", "k_proj.weight", "gate_proj.weight"]
-        .iter()
-        .any(|suffix| name.ends_with(suffix))
+    let fused = ["q_proj.weight", "k_proj.weight", "gate_proj.weight"];
+    fused.iter().any(|suffix| name.ends_with(suffix))
 }
 
 fn layer_parameters(config: &DraftConfig, index: usize) -> Vec<(String, Vec<i64>)> {
@@ -173,19 +168,17 @@ impl DraftViews {
         let view = |name: &str| layout.find(name).view(flat);
         let layers = (0..config.layers.len())
             .map(|index| {
-                let prefix = format!("layers.{index}");
-                let at = |name: &str| view(&format!("{prefix}.{name}.weight"));
-                let stacked = |name: &str, rows: i64| {
-                    let first = layout.find(&format!("{prefix}.{name}.weight"));
-                    flat.narrow(0, first.offset, rows * config.hidden_size)
-                        .view([rows, config.hidden_size])
+                let name = |role: &str| format!("layers.{index}.{role}.weight");
+                let at = |role: &str| view(&name(role));
+                let h = config.hidden_size;
+                let stacked = |role: &str, rows: i64| {
+                    let first = layout.find(&name(role)).offset;
+                    flat.narrow(0, first, rows * h).view([rows, h])
                 };
+                let q_rows = config.num_attention_heads * config.head_dim;
                 let kv_rows = 2 * config.kv_width();
                 LayerViews {
-                    qkv: stacked(
-                        "self_attn.q_proj",
-                        config.num_attention_heads * config.head_dim + kv_rows,
-                    ),
+                    qkv: stacked("self_attn.q_proj", q_rows + kv_rows),
                     kv: stacked("self_attn.k_proj", kv_rows),
                     o: at("self_attn.o_proj"),
                     gate_up: stacked("mlp.gate_proj", 2 * config.intermediate_size),

@@ -6,14 +6,14 @@
 //! slot and layer. With [`Keep::Inputs`] only the residual input of each layer is kept, H numbers a
 //! slot and layer, and the backward pass runs the layer forward again, all but its last product.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use super::{Draft, DraftViews, LayerKind, LayerViews, linear};
 use crate::attention::{
     Attended, AttentionShape, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
 };
 use crate::fused;
-use crate::ops::RotaryTables;
+use crate::ops::{RotaryTables, accumulate_kind};
 
 /// Everything about one packed row that the draft's layers need.
 #[derive(Debug)]
@@ -69,26 +69,17 @@ pub struct Saved {
 impl Saved {
     /// Bytes that are kept until the backward pass.
     pub fn bytes(&self) -> usize {
-        let whole = [&self.fused_ch, &self.context_ch, &self.last_nh];
-        let layers = self.layers.iter().flat_map(LayerSaved::tensors);
-        whole.into_iter().chain(layers).map(bytes_of).sum()
-    }
-}
-
-impl LayerSaved {
-    fn tensors(&self) -> Vec<&Tensor> {
-        let mut tensors = vec![&self.input_nh];
-        if let Some(kept) = &self.activations {
-            let Activations { qkv, context_kv, attended, middle_nh, gate_up } = kept;
-            let Attended { out_jngd, lse_jng } = attended;
-            tensors.extend([qkv, context_kv, out_jngd, lse_jng, middle_nh, gate_up]);
+        let mut tensors = vec![&self.fused_ch, &self.context_ch, &self.last_nh];
+        for LayerSaved { input_nh, activations } in &self.layers {
+            tensors.push(input_nh);
+            if let Some(kept) = activations {
+                let Activations { qkv, context_kv, attended, middle_nh, gate_up } = kept;
+                let Attended { out_jngd, lse_jng } = attended;
+                tensors.extend([qkv, context_kv, out_jngd, lse_jng, middle_nh, gate_up]);
+            }
         }
-        tensors
+        tensors.iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
-}
-
-fn bytes_of(tensor: &Tensor) -> usize {
-    tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
 impl super::DraftConfig {
@@ -116,7 +107,7 @@ impl super::DraftConfig {
 }
 
 impl Draft {
-    /// Prepares masks and rotary tables of a planned row.
+    /// Prepares masks and rotary tables of a row that was planned with `rule`.
     ///
     /// `features_ck` [C, K*H] are the features of the plan's context rows, `slots_nh` [N, H] the
     /// slots' embeddings, both on the draft's device and in its kind.
@@ -127,23 +118,6 @@ impl Draft {
         features_ck: Tensor,
         slots_nh: Tensor,
     ) -> PackedInput {
-        let visibility = |kind| self.config.visibility(kind, rule);
-        self.prepare_with(
-            plan,
-            (visibility(LayerKind::Full), visibility(LayerKind::Sliding)),
-            features_ck,
-            slots_nh,
-        )
-    }
-
-    /// As [`Self::prepare`], with the visibility of full and of sliding layers given outright.
-    pub fn prepare_with(
-        &self,
-        plan: &BlockPlan,
-        (full, sliding): (Visibility, Visibility),
-        features_ck: Tensor,
-        slots_nh: Tensor,
-    ) -> PackedInput {
         let shape = AttentionShape {
             queries_per_kv: self.config.queries_per_kv(),
             head_dim: self.config.head_dim,
@@ -151,27 +125,24 @@ impl Draft {
             kind: self.flat.kind(),
             kernels: self.kernels,
         };
-        let attention = |kind: LayerKind, visibility: &Visibility| {
+        let attention = |kind: LayerKind| {
+            let visibility = self.config.visibility(kind, rule);
             let needed = self.config.layers.contains(&kind);
-            needed.then(|| BlockAttention::new(plan, visibility, &shape))
+            needed.then(|| BlockAttention::new(plan, &visibility, &shape))
         };
         PackedInput {
             features_ck,
             slots_nh,
-            full: attention(LayerKind::Full, &full),
-            sliding: attention(LayerKind::Sliding, &sliding),
+            full: attention(LayerKind::Full),
+            sliding: attention(LayerKind::Sliding),
             context_rope: self.tables(&plan.context_positions()),
             slot_rope: self.tables(&plan.slot_positions()),
         }
     }
 
     /// Runs all layers; returns `norm(x)` [N, H], ready for the target's lm_head, and what
-    /// [`Self::backward`] needs. Call it without autograd.
-    pub fn forward(&self, input: &PackedInput) -> (Tensor, Saved) {
-        self.forward_keeping(input, Keep::Activations)
-    }
-
-    /// As [`Self::forward`]; `keep` changes what is kept, not what is computed.
+    /// [`Self::backward`] needs; `keep` changes what is kept, not what is computed. Call it without
+    /// autograd.
     pub fn forward_keeping(&self, input: &PackedInput, keep: Keep) -> (Tensor, Saved) {
         let fused_ch = linear(&input.features_ck, &self.views.fc);
         let context_ch = self.norm(&self.views.hidden_norm).of(&fused_ch);
@@ -190,7 +161,7 @@ impl Draft {
         (hidden_nh, Saved { fused_ch, context_ch, layers, last_nh: x_nh })
     }
 
-    /// A layer's forward pass up to its SwiGLU, whose value the backward pass computes anyhow.
+    /// A layer's forward pass up to its SwiGLU, whose value the backward pass computes anyway.
     fn layer_activations(
         &self,
         layer: &LayerViews,
@@ -211,8 +182,8 @@ impl Draft {
 
     /// Adds the gradients of all parameters for `dhidden_nh` [N, H] to `gradients` (float32 views).
     ///
-    /// Gradients of activations take the memory of what they are the gradients of, where that was
-    /// kept for this pass alone: `saved` and `dhidden_nh` are used up, `input` stays as it is.
+    /// Gradients of activations are written into the activations' own memory where that was kept for
+    /// this pass alone: `saved` and `dhidden_nh` are used up, `input` stays as it is.
     ///
     /// `finished` is called with the index of each of the layout's buckets as soon as its
     /// gradients are final, from the last bucket to the first.
@@ -374,8 +345,8 @@ fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
 impl Draft {
     /// A zeroed float32 gradient buffer and its views.
     pub fn zero_gradients(&self) -> (Tensor, DraftViews) {
-        let kind = if self.flat.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-        let flat = Tensor::zeros([self.layout.elements()], (kind, self.flat.device()));
+        let options = (accumulate_kind(&self.flat), self.flat.device());
+        let flat = Tensor::zeros([self.layout.elements()], options);
         let views = DraftViews::new(&self.config, &self.layout, &flat);
         (flat, views)
     }

@@ -36,7 +36,7 @@ pub struct BlockLabels {
     slots: Vec<i64>,
     tokens: Vec<i64>,
     teacher_rows: Vec<i64>,
-    /// Supervised slots whose token the draft cannot say: no loss, but a miss in every figure.
+    /// Supervised slots whose token the draft cannot say: no loss, but a miss in every metric.
     misses: Vec<i64>,
 }
 
@@ -64,8 +64,8 @@ impl BlockLabels {
         labels
     }
 
-    /// Labels given outright: `mask` and `tokens` of every slot, and the teacher's row of each.
-    /// `first_slot` is 0 where the anchor's slot is supervised too, else 1.
+    /// Labels from the `mask`, the token and the teacher's row of every slot. `first_slot` is 0 where
+    /// the anchor's slot is supervised too, else 1.
     pub fn from_slots(
         (block_size, first_slot): (usize, usize),
         mask: &[bool],
@@ -130,22 +130,18 @@ impl BlockLabels {
     /// Index ranges of [`Self::slots`] of at most `rows` slots (but at least one block), cut
     /// between blocks, so that weights that depend on a whole block can be computed in a chunk.
     pub fn chunks(&self, rows: usize) -> Vec<Range<usize>> {
+        let count = self.slots.len();
         let block_of = |index: usize| self.slots[index] / self.block_size as i64;
+        let between_blocks = |&end: &usize| end == count || block_of(end - 1) != block_of(end);
         let mut chunks = Vec::new();
         let mut start = 0;
-        while start < self.slots.len() {
-            let mut end = (start + rows.max(1)).min(self.slots.len());
-            if end < self.slots.len() {
-                let cut = block_of(end);
-                while end > start && block_of(end - 1) == cut {
-                    end -= 1;
-                }
-                if end == start {
-                    end = start
-                        + self.slots[start..]
-                            .partition_point(|&slot| slot < (cut + 1) * self.block_size as i64);
-                }
-            }
+        while start < count {
+            let limit = (start + rows.max(1)).min(count);
+            let end = (start + 1..=limit)
+                .rev()
+                .find(between_blocks)
+                .or_else(|| (limit..=count).find(between_blocks))
+                .expect("the last block ends with the slots");
             chunks.push(start..end);
             start = end;
         }
@@ -199,10 +195,8 @@ mod tests {
     fn a_token_outside_the_pruned_vocabulary_is_a_miss() {
         let vocabulary = DraftVocabulary::new(vec![12, 22], 30);
         let labels = BlockLabels::new(ROW, &[1, 4], 4, Some(&vocabulary));
-        assert_eq!(
-            (labels.slots.as_slice(), labels.tokens.as_slice()),
-            ([1, 6].as_slice(), [0, 1].as_slice())
-        );
+        assert_eq!(labels.slots, [1, 6]);
+        assert_eq!(labels.tokens, [0, 1]);
         assert_eq!(labels.misses, [2]);
     }
 
@@ -212,8 +206,7 @@ mod tests {
         let labels = BlockLabels::from_slots((8, 1), &mask, &[0; 40], &[0; 40]);
         for rows in [1, 7, 8, 9, 17, 100] {
             let chunks = labels.chunks(rows);
-            let joined: Vec<usize> = chunks.iter().cloned().flatten().collect();
-            assert_eq!(joined, (0..40).collect::<Vec<_>>());
+            assert!(chunks.iter().cloned().flatten().eq(0..40), "{rows}");
             for chunk in chunks {
                 assert_eq!((chunk.start % 8, chunk.end % 8), (0, 0), "{rows}");
                 assert!(chunk.len() <= rows.max(8), "{rows}");

@@ -9,8 +9,8 @@ use super::element::ChunkOutput;
 use super::labels::BlockLabels;
 use super::weight::Denominator;
 
-const LOSS: i64 = 0;
 const DENOMINATOR: i64 = 1;
+/// What precedes the counts per slot.
 const HEAD: i64 = 4;
 
 /// Additive sums of any number of packed rows.
@@ -138,7 +138,6 @@ impl Tally {
             0,
         );
         let sums = Tensor::cat(&[head, sum_blocks(&correct_ab), per_slot.to_device(device)], 0);
-        debug_assert_eq!(sums.size()[0], HEAD + 2 * block_size, "loss is at {LOSS}");
         Statistics { sums }
     }
 }

@@ -1,6 +1,6 @@
 //! A pruned draft vocabulary: which of the target's tokens the draft can say.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tch::{Kind, Tensor};
 
@@ -44,22 +44,17 @@ impl DraftVocabulary {
             }
             let file = TensorFile::open(&path)?;
             if name == FILE || file.names().iter().any(|name| name == "d2t") {
-                return Self::read(&file, path).map(Some);
+                return Self::read(&file, &path).map(Some);
             }
         }
         Ok(None)
     }
 
-    fn read(file: &TensorFile, path: PathBuf) -> Result<Self> {
-        let offsets = list(file, &path, ("d2t", Kind::Int64))?;
-        let stored = list(file, &path, ("t2d", Kind::Bool))?;
+    fn read(file: &TensorFile, path: &Path) -> Result<Self> {
+        let offsets = list(file, path, ("d2t", Kind::Int64))?;
+        let stored = list(file, path, ("t2d", Kind::Bool))?;
         let selected: Vec<i64> = offsets.iter().zip(0..).map(|(offset, id)| offset + id).collect();
-        let refuse = |key: &str, found: &str, expected: &str| Error::Config {
-            path: path.clone(),
-            key: key.into(),
-            found: found.into(),
-            expected: expected.into(),
-        };
+        let refuse = |key, found: &str, expected| Error::config(path, key, found, expected);
         let in_range = |&id: &i64| 0 <= id && id < stored.len() as i64;
         let ascending = selected.is_sorted_by(|a, b| a < b);
         if selected.is_empty() || !ascending || !selected.iter().all(in_range) {
@@ -117,12 +112,8 @@ impl DraftVocabulary {
 fn list(file: &TensorFile, path: &Path, (name, kind): (&str, Kind)) -> Result<Vec<i64>> {
     let tensor = file.any_tensor(name)?;
     if tensor.dim() != 1 || tensor.kind() != kind {
-        return Err(Error::Config {
-            path: path.into(),
-            key: name.into(),
-            found: format!("a tensor of {:?} with shape {:?}", tensor.kind(), tensor.size()),
-            expected: format!("a list of {kind:?} is needed"),
-        });
+        let found = format!("a tensor of {:?} with shape {:?}", tensor.kind(), tensor.size());
+        return Err(Error::config(path, name, found, &format!("a list of {kind:?} is needed")));
     }
     Ok(Vec::try_from(tensor.to_kind(Kind::Int64))?)
 }

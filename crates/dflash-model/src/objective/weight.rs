@@ -56,7 +56,7 @@ pub fn decay_weights(block_size: usize, first_slot: usize, gamma: f64) -> Vec<f6
         .collect()
 }
 
-/// D-PACE weights of whole blocks: `ce_ab` and `mask_ab` [A, B]; result [A, B], 0 where the mask is.
+/// D-PACE weights [A, B] of whole blocks from `ce_ab` and `mask_ab` [A, B]; 0 where the mask is 0.
 pub fn dpace_weights(ce_ab: &Tensor, mask_ab: &Tensor, alpha: f64) -> Tensor {
     let confidence: Tensor = ce_ab.neg().exp() * (1.0 - alpha) + alpha;
     let unmasked: Tensor = 1.0 - mask_ab;

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::Target;
 use super::layer::{Attend, Place, Projected};
-use super::packed::{causal, heads_first};
+use super::packed::{Masks, causal, causal_mask, heads_first};
 use super::rotary::HeadTables;
 use crate::ops::attention;
 
@@ -122,7 +122,7 @@ impl Target {
                 positions_b,
                 slots_b,
                 keys: longest + 1,
-                masks: Vec::new(),
+                masks: Masks::default(),
             };
             let run = self.run(&ids, &tables, &mut attention, &[], self.num_layers());
             cache.lengths.iter_mut().for_each(|length| *length += 1);
@@ -166,29 +166,7 @@ struct DecodeAttention<'a> {
     slots_b: Tensor,
     /// Keys of the longest sequence, the new token included.
     keys: i64,
-    masks: Vec<(Option<i64>, Tensor)>,
-}
-
-impl DecodeAttention<'_> {
-    /// Additive mask [B, 1, groups, keys]: a sequence ends at its own position.
-    fn mask(&mut self, window: Option<i64>, groups: i64, kind: Kind) -> Tensor {
-        if let Some((_, mask)) = self.masks.iter().find(|(known, _)| *known == window) {
-            return mask.shallow_clone();
-        }
-        let device = self.positions_b.device();
-        let key = Tensor::arange(self.keys, (Kind::Int64, device)).unsqueeze(0);
-        let query = self.positions_b.unsqueeze(1);
-        let mut hidden = key.gt_tensor(&query);
-        if let Some(window) = window {
-            hidden = hidden.logical_or(&key.le_tensor(&(query - window)));
-        }
-        let mask = Tensor::zeros(hidden.size(), (kind, device))
-            .masked_fill(&hidden, f64::NEG_INFINITY)
-            .view([-1, 1, 1, self.keys])
-            .expand([-1, -1, groups, -1], false);
-        self.masks.push((window, mask.shallow_clone()));
-        mask
-    }
+    masks: Masks,
 }
 
 impl Attend for DecodeAttention<'_> {
@@ -200,7 +178,13 @@ impl Attend for DecodeAttention<'_> {
         }
         let (size, key_heads) = (projected.q_tnd.size(), k_bmsd.size()[1]);
         let groups = size[1] / key_heads;
-        let mask = self.mask(place.window, groups, k_bmsd.kind());
+        // [B, 1, groups, keys]: a sequence ends at its own position.
+        let mask = self.masks.of(place.window, || {
+            let key = Tensor::arange(self.keys, (Kind::Int64, k_bmsd.device()));
+            causal_mask(&self.positions_b, &key, place.window, k_bmsd.kind())
+                .view([-1, 1, 1, self.keys])
+                .expand([-1, -1, groups, -1], false)
+        });
         let live = |x: &Tensor| x.narrow(0, 0, size[0]).narrow(2, 0, self.keys);
         let q = projected.q_tnd.reshape([size[0], key_heads, groups, size[2]]);
         attention(&q, &live(k_bmsd), &live(v_bmsd), (Some(&mask), false), projected.kernels)

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::config::TargetConfig;
 use super::layer::{Attend, Place, Projected};
-use super::packed::{Span, causal, heads_first, side_by_side};
+use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
 use crate::ops::{Rotary, attention};
 
@@ -37,7 +37,7 @@ impl KvCache {
         let options = (like.kind(), like.device());
         let capacity = capacity as i64;
         let shape = [1, config.num_key_value_heads, capacity, config.head_dim];
-        // The operating system hands out pages as rows are written: an ample capacity costs nothing.
+        // The operating system hands out pages as rows are written: spare capacity costs nothing.
         let empty = || Tensor::empty(shape, options);
         let positions = Tensor::arange(capacity, (Kind::Int64, like.device()));
         Self {
@@ -80,8 +80,7 @@ impl KvCache {
 #[derive(Debug)]
 pub(crate) struct CachedAttention<'a> {
     cache: &'a mut KvCache,
-    /// Masks of this call, one a window size.
-    masks: Vec<(Option<i64>, Tensor)>,
+    masks: Masks,
 }
 
 impl<'a> CachedAttention<'a> {
@@ -92,21 +91,12 @@ impl<'a> CachedAttention<'a> {
     pub(crate) fn new(cache: &'a mut KvCache, tokens: i64) -> Self {
         let (len, capacity) = (cache.len, cache.capacity);
         assert!(len + tokens <= capacity, "{len} + {tokens} tokens exceed the cache's {capacity}");
-        Self { cache, masks: Vec::new() }
+        Self { cache, masks: Masks::default() }
     }
 
     /// Rotary tables of the next `tokens` positions.
     pub(crate) fn tables(&self, tokens: i64) -> HeadTables {
         self.cache.tables.narrow(self.cache.len, tokens)
-    }
-
-    fn mask(&mut self, span: Span, like: &Tensor) -> Tensor {
-        if let Some((_, mask)) = self.masks.iter().find(|(window, _)| *window == span.window) {
-            return mask.shallow_clone();
-        }
-        let mask = span.mask(like);
-        self.masks.push((span.window, mask.shallow_clone()));
-        mask
     }
 }
 
@@ -127,7 +117,7 @@ impl Attend for CachedAttention<'_> {
             return one_token(projected, &k, &v);
         }
         let span = Span { start, tokens, first_key, window: place.window };
-        let mask = self.mask(span, &k);
+        let mask = self.masks.of(place.window, || span.mask(&k));
         let q = heads_first(&projected.q_tnd);
         side_by_side(&attention(&q, &k, &v, (Some(&mask), false), projected.kernels))
     }

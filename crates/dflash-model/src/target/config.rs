@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::fields::Fields;
+use crate::fields::Fields;
 use crate::{Error, Result};
 
 /// The families we run.
@@ -87,29 +87,21 @@ pub struct Llama3Scaling {
 }
 
 /// A target's dimensions and choices. Field names are Hugging Face's where they have one.
+#[allow(missing_docs, reason = "Hugging Face's names")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetConfig {
     /// The family, which names the architecture when the target is saved.
     pub family: Family,
-    /// Width H of the residual stream.
     pub hidden_size: i64,
-    /// Width of the MLP.
     pub intermediate_size: i64,
-    /// Decoder layers.
     pub num_hidden_layers: usize,
-    /// Query heads.
     pub num_attention_heads: i64,
-    /// Key and value heads.
     pub num_key_value_heads: i64,
-    /// Width D of a head.
     pub head_dim: i64,
     /// Rows of the embedding and of the lm_head.
     pub vocab_size: i64,
-    /// Added to the mean square in every norm.
     pub rms_norm_eps: f64,
-    /// Rotary embedding.
     pub rope: RopeConfig,
-    /// Whether the lm_head is the embedding.
     pub tie_word_embeddings: bool,
     /// Whether q, k and v have biases.
     pub qkv_bias: bool,
@@ -121,11 +113,9 @@ pub struct TargetConfig {
     pub qk_norm: bool,
     /// Per layer: how many tokens it sees (itself included), or `None` for all.
     pub windows: Vec<Option<i64>>,
-    /// The context length the model is made for.
     pub max_position_embeddings: i64,
     /// Tokens that end an answer, from config.json and generation_config.json.
     pub eos_token_ids: Vec<i64>,
-    /// The padding token.
     pub pad_token_id: Option<i64>,
 }
 
@@ -174,26 +164,26 @@ impl TargetConfig {
 
     fn from_fields(fields: &Fields) -> Result<Self> {
         let family = Family::find(fields)?;
-        let hidden_size = fields.required_size("hidden_size")?;
-        let heads = fields.required_size("num_attention_heads")?;
-        let num_hidden_layers = fields.required_size("num_hidden_layers")? as usize;
-        let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
+        let hidden_size = fields.required("hidden_size", Fields::size)?;
+        let heads = fields.required("num_attention_heads", Fields::size)?;
+        let num_hidden_layers = fields.required("num_hidden_layers", Fields::size)? as usize;
+        let attention_bias = fields.flag("attention_bias")?;
         let config = Self {
             family,
             hidden_size,
-            intermediate_size: fields.required_size("intermediate_size")?,
+            intermediate_size: fields.required("intermediate_size", Fields::size)?,
             num_hidden_layers,
             num_attention_heads: heads,
             num_key_value_heads: fields.size("num_key_value_heads")?.unwrap_or(heads),
             head_dim: fields.size("head_dim")?.unwrap_or(hidden_size / heads),
-            vocab_size: fields.required_size("vocab_size")?,
+            vocab_size: fields.required("vocab_size", Fields::size)?,
             rms_norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6),
             rope: rope_config(fields)?,
-            tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+            tie_word_embeddings: fields.flag("tie_word_embeddings")?,
             // Qwen2 has these biases always and its config no key for them.
             qkv_bias: family == Family::Qwen2 || attention_bias,
             output_bias: family != Family::Qwen2 && attention_bias,
-            mlp_bias: fields.flag("mlp_bias")?.unwrap_or(false),
+            mlp_bias: fields.flag("mlp_bias")?,
             qk_norm: family == Family::Qwen3,
             windows: windows(fields, family, num_hidden_layers)?,
             max_position_embeddings: fields.size("max_position_embeddings")?.unwrap_or(32_768),
@@ -297,10 +287,7 @@ impl RopeConfig {
 
 /// RoPE from `rope_parameters` (new configs) or `rope_theta` with `rope_scaling` (old ones).
 fn rope_config(fields: &Fields) -> Result<RopeConfig> {
-    let parameters = match fields.object("rope_parameters")? {
-        Some(parameters) => Some(parameters),
-        None => fields.object("rope_scaling")?,
-    };
+    let parameters = fields.object("rope_parameters")?.or(fields.object("rope_scaling")?);
     let inner = |key| parameters.as_ref().map_or(Ok(None), |fields| fields.number(key));
     let theta = inner("rope_theta")?.or(fields.number("rope_theta")?).unwrap_or(10_000.0);
     let partial = inner("partial_rotary_factor")?.or(fields.number("partial_rotary_factor")?);
@@ -314,9 +301,7 @@ fn rope_config(fields: &Fields) -> Result<RopeConfig> {
 fn rope_scaling(parameters: &Fields) -> Result<Option<Llama3Scaling>> {
     // Configs before 2024 call the key `type`.
     let key = if parameters.has("rope_type") { "rope_type" } else { "type" };
-    let required = |key| {
-        parameters.number(key)?.ok_or_else(|| parameters.refuse(key, "llama3 scaling needs it"))
-    };
+    let required = |key| parameters.required(key, Fields::number);
     match parameters.text(key)?.as_deref() {
         None | Some("default") => Ok(None),
         Some("llama3") => Ok(Some(Llama3Scaling {
@@ -324,7 +309,7 @@ fn rope_scaling(parameters: &Fields) -> Result<Option<Llama3Scaling>> {
             low_freq_factor: required("low_freq_factor")?,
             high_freq_factor: required("high_freq_factor")?,
             original_max_position_embeddings: parameters
-                .required_size("original_max_position_embeddings")?,
+                .required("original_max_position_embeddings", Fields::size)?,
         })),
         Some(_) => Err(parameters.refuse(key, "only default and llama3 are supported")),
     }
@@ -338,7 +323,7 @@ fn windows(fields: &Fields, family: Family, layers: usize) -> Result<Vec<Option<
         Family::Mistral if !fields.has("sliding_window") => Some(4096),
         Family::Mistral => fields.size("sliding_window")?,
         Family::Qwen2 | Family::Qwen3 => {
-            let used = fields.flag("use_sliding_window")?.unwrap_or(false);
+            let used = fields.flag("use_sliding_window")?;
             fields.size("sliding_window")?.filter(|_| used)
         }
     };
@@ -420,18 +405,19 @@ mod tests {
 
     #[test]
     fn what_we_cannot_run_is_named() {
-        let message = |changes: Value| load(&with(changes)).unwrap_err().to_string();
-        let found = message(json!({ "architectures": ["MambaForCausalLM"] }));
-        assert!(found.contains("MambaForCausalLM is not supported"), "{found}");
-        assert!(found.contains("Qwen3ForCausalLM"), "{found}");
+        let check = |changes: Value, expected: &str| {
+            let message = load(&with(changes)).unwrap_err().to_string();
+            assert!(message.contains(expected), "{message}");
+        };
+        let mamba = json!({ "architectures": ["MambaForCausalLM"] });
+        check(mamba.clone(), "MambaForCausalLM is not supported");
+        check(mamba, "Qwen3ForCausalLM");
         let yarn = json!({ "rope_parameters": { "rope_type": "yarn", "rope_theta": 1e4 } });
-        assert!(message(yarn).contains("`rope_type` is \"yarn\""));
-        assert!(message(json!({ "hidden_act": "gelu" })).contains("`hidden_act`"));
-        assert!(
-            message(json!({ "num_key_value_heads": 3 })).contains("`num_key_value_heads` is 3")
-        );
-        assert!(message(json!({ "hidden_size": null })).contains("`hidden_size`"));
-        assert!(message(json!({ "partial_rotary_factor": 0.5 })).contains("partial_rotary_factor"));
+        check(yarn, "`rope_parameters.rope_type` is \"yarn\"");
+        check(json!({ "hidden_act": "gelu" }), "`hidden_act`");
+        check(json!({ "num_key_value_heads": 3 }), "`num_key_value_heads` is 3");
+        check(json!({ "hidden_size": null }), "`hidden_size`");
+        check(json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor");
     }
 
     #[test]

@@ -74,6 +74,7 @@ impl DecoderLayer {
         };
         let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
         let qkv_parts = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
+        let (output_parts, down_parts) = ([("o_proj", hidden)], [("down_proj", hidden)]);
         let gate_up_parts = [("gate_proj", inner), ("up_proj", inner)];
         Ok(Self {
             place: Place { layer, window: config.windows[layer] },
@@ -86,15 +87,9 @@ impl DecoderLayer {
             post_attention_norm_h: norm("post_attention_layernorm")?,
             qk_norm: config.qk_norm.then(|| QkNorm::new(config, &module, init)).transpose()?,
             qkv: linear("self_attn", "qkv_proj", &qkv_parts, hidden, config.qkv_bias)?,
-            output: linear(
-                "self_attn",
-                "o_proj",
-                &[("o_proj", hidden)],
-                query,
-                config.output_bias,
-            )?,
+            output: linear("self_attn", "o_proj", &output_parts, query, config.output_bias)?,
             gate_up: linear("mlp", "gate_up_proj", &gate_up_parts, hidden, config.mlp_bias)?,
-            down: linear("mlp", "down_proj", &[("down_proj", hidden)], inner, config.mlp_bias)?,
+            down: linear("mlp", "down_proj", &down_parts, inner, config.mlp_bias)?,
             module,
         })
     }

@@ -39,7 +39,7 @@ pub fn resolve_mask_token(
         .or(unused)
         .ok_or(Error::NoMaskToken { rows: embedding_rows })?;
     match objection(id, tokenizer, embedding_rows) {
-        Some(reason) => Err(Error::MaskToken { id, reason: reason.into(), rows: embedding_rows }),
+        Some(reason) => Err(Error::MaskToken { id, reason, rows: embedding_rows }),
         None => Ok(id),
     }
 }

@@ -82,14 +82,35 @@ impl Span {
     pub(crate) fn mask(&self, like: &Tensor) -> Tensor {
         let options = (Kind::Int64, like.device());
         let end = self.start + self.tokens;
-        let query = Tensor::arange_start(self.start, end, options).unsqueeze(1);
-        let key = Tensor::arange_start(self.first_key, end, options).unsqueeze(0);
-        let mut hidden = key.gt_tensor(&query);
-        if let Some(window) = self.window {
-            hidden = hidden.logical_or(&key.le_tensor(&(query - window)));
+        let query = Tensor::arange_start(self.start, end, options);
+        let key = Tensor::arange_start(self.first_key, end, options);
+        causal_mask(&query, &key, self.window, like.kind())
+    }
+}
+
+/// An additive mask [queries, keys] of `kind` from their positions: a query sees the last `window`
+/// tokens up to itself.
+pub(crate) fn causal_mask(query: &Tensor, key: &Tensor, window: Option<i64>, kind: Kind) -> Tensor {
+    let (query, key) = (query.unsqueeze(1), key.unsqueeze(0));
+    let mut hidden = key.gt_tensor(&query);
+    if let Some(window) = window {
+        hidden = hidden.logical_or(&key.le_tensor(&(query - window)));
+    }
+    Tensor::zeros(hidden.size(), (kind, hidden.device())).masked_fill(&hidden, f64::NEG_INFINITY)
+}
+
+/// The masks of one call, made once for each window of the layers.
+#[derive(Debug, Default)]
+pub(crate) struct Masks(Vec<(Option<i64>, Tensor)>);
+
+impl Masks {
+    pub(crate) fn of(&mut self, window: Option<i64>, make: impl FnOnce() -> Tensor) -> Tensor {
+        if let Some((_, mask)) = self.0.iter().find(|(known, _)| *known == window) {
+            return mask.shallow_clone();
         }
-        Tensor::zeros(hidden.size(), (like.kind(), like.device()))
-            .masked_fill(&hidden, f64::NEG_INFINITY)
+        let mask = make();
+        self.0.push((window, mask.shallow_clone()));
+        mask
     }
 }
 

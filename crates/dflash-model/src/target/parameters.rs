@@ -159,7 +159,7 @@ impl Linear {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::target::weights::write_weights;
+    use crate::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
 
     const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -179,9 +179,8 @@ mod tests {
             ("m.b.weight", random(&[2, 4])),
             ("m.b.bias", random(&[2])),
         ];
-        let named = |(name, x): &(&str, Tensor)| ((*name).to_owned(), x.copy());
-        let tensors: Vec<_> = stored.iter().map(named).collect();
-        write_weights(dir.path(), &tensors, Kind::Float).unwrap();
+        let tensors = stored.each_ref().map(|(name, x)| ((*name).to_owned(), x.copy()));
+        write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
         let init = Init { weights: Some(&weights), options: OPTIONS };
         let linear = init.linear(&spec(true)).unwrap();

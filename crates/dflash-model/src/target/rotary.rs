@@ -30,21 +30,17 @@ impl HeadTables {
 
     /// Rows `start .. start + length`.
     pub(crate) fn narrow(&self, start: i64, length: i64) -> Self {
-        Self {
-            half: self.half.narrow(start, length),
-            cos_t1d: self.cos_t1d.narrow(0, start, length),
-            sin_t1d: self.sin_t1d.narrow(0, start, length),
-        }
+        self.map(|table| table.narrow(0, start, length))
     }
 
     /// Rows at `positions` `[T]`.
     pub(crate) fn select(&self, positions: &Tensor) -> Self {
-        let rows = |table: &Tensor| table.index_select(0, positions);
-        Self {
-            half: RotaryTables { cos_td: rows(&self.half.cos_td), sin_td: rows(&self.half.sin_td) },
-            cos_t1d: rows(&self.cos_t1d),
-            sin_t1d: rows(&self.sin_t1d),
-        }
+        self.map(|table| table.index_select(0, positions))
+    }
+
+    fn map(&self, take: impl Fn(&Tensor) -> Tensor) -> Self {
+        let (cos_t1d, sin_t1d) = (take(&self.cos_t1d), take(&self.sin_t1d));
+        Self { half: self.half.map(take), cos_t1d, sin_t1d }
     }
 
     /// Rotates `x_tnd` [T, heads, D] by the tables' positions.
@@ -73,28 +69,19 @@ mod tests {
     use crate::ops::rotate;
 
     #[test]
-    fn the_short_form_is_rotate_half() {
+    fn the_short_form_is_rotate_half_and_a_selection_the_table_of_its_positions() {
         let _draws = seeded(tch::manual_seed);
         let rotary = Rotary::new(8, 10_000.0, Device::Cpu);
-        let positions = Tensor::from_slice(&[3i64, 0, 500]);
+        let tables = |positions: &Tensor| HeadTables::new(&rotary, positions, Kind::Float);
+        let some = Tensor::from_slice(&[7i64, 0, 499]);
         let x_tnd = Tensor::randn([3, 2, 8], (Kind::Float, Device::Cpu));
-        let expected = rotate(&x_tnd, &rotary.tables(&positions));
-        let rotated = HeadTables::new(&rotary, &positions, Kind::Float).rotate(&x_tnd);
-        assert!(rotated.allclose(&expected, 1e-6, 1e-6, false));
-    }
-
-    #[test]
-    fn a_selection_of_a_table_is_the_table_of_the_selection() {
-        let _draws = seeded(tch::manual_seed);
-        let rotary = Rotary::new(8, 10_000.0, Device::Cpu);
-        let all = Tensor::arange(20, (Kind::Int64, Device::Cpu));
-        let some = Tensor::from_slice(&[7i64, 19]);
-        let x_tnd = Tensor::randn([2, 2, 8], (Kind::Float, Device::Cpu));
-        let whole = HeadTables::new(&rotary, &all, Kind::Float);
-        let direct = HeadTables::new(&rotary, &some, Kind::Float).rotate(&x_tnd);
+        let direct = tables(&some).rotate(&x_tnd);
+        let expected = rotate(&x_tnd, &rotary.tables(&some));
+        assert!(direct.allclose(&expected, 1e-6, 1e-6, false));
+        let whole = tables(&Tensor::arange(500, (Kind::Int64, Device::Cpu)));
         assert_eq!(whole.select(&some).rotate(&x_tnd), direct);
-        let tail = x_tnd.narrow(0, 1, 1);
-        assert_eq!(whole.narrow(19, 1).rotate(&tail), direct.narrow(0, 1, 1));
+        let tail = x_tnd.narrow(0, 2, 1);
+        assert_eq!(whole.narrow(499, 1).rotate(&tail), direct.narrow(0, 2, 1));
     }
 
     #[test]

@@ -5,13 +5,15 @@
 //! memory map: a file that shrinks or fails while it is read is an error with a name, not a SIGBUS.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind, Tensor};
 
-use crate::checkpoint::{TensorFile, write_safetensors_as};
+use crate::checkpoint::TensorFile;
+use crate::fields::read_json;
 use crate::{Error, Result};
+
+const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a model directory, located but not yet read.
 #[derive(Debug)]
@@ -50,10 +52,7 @@ impl Weights {
         shard.read_into(name, 0, destination)
     }
 
-    /// Tensor `name` of the given shape, converted to `kind` on `device`.
-    ///
-    /// # Errors
-    /// As [`Self::read_into`].
+    /// Tensor `name` of the given shape, as [`Self::read_into`] reads it.
     pub(crate) fn read(
         &self,
         name: &str,
@@ -72,14 +71,10 @@ fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
     if single.is_file() {
         return Ok(vec![single]);
     }
-    let index_path = dir.join("model.safetensors.index.json");
-    if !index_path.is_file() {
+    if !dir.join(INDEX).is_file() {
         return Err(Error::MissingFile { dir: dir.into(), file: "model.safetensors".into() });
     }
-    let text =
-        fs::read(&index_path).map_err(|source| Error::Read { path: index_path.clone(), source })?;
-    let index: Index =
-        serde_json::from_slice(&text).map_err(|source| Error::Json { path: index_path, source })?;
+    let index: Index = read_json(dir, INDEX)?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
     let present = |shard: String| match dir.join(&shard) {
         path if path.is_file() => Ok(path),
@@ -93,18 +88,12 @@ struct Index {
     weight_map: HashMap<String, String>,
 }
 
-/// Writes `tensors`, converted to `kind`, as `dir/model.safetensors`, whole or not at all.
-///
-/// # Errors
-/// I/O.
-pub(crate) fn write_weights(dir: &Path, tensors: &[(String, Tensor)], kind: Kind) -> Result<()> {
-    write_safetensors_as(&dir.join("model.safetensors"), tensors, Some(kind))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
-    use crate::checkpoint::write_safetensors;
+    use crate::checkpoint::{write_safetensors, write_safetensors_as};
 
     const CPU_F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -115,11 +104,18 @@ mod tests {
         ]
     }
 
+    /// A directory with the sample in one file.
+    fn saved(kind: Kind) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        write_safetensors_as(&path, &sample(), Some(kind)).unwrap();
+        (dir, path)
+    }
+
     #[test]
     fn what_was_written_is_read_back_in_either_kind() {
-        let dir = tempfile::tempdir().unwrap();
         for kind in [Kind::Float, Kind::BFloat16] {
-            write_weights(dir.path(), &sample(), kind).unwrap();
+            let (dir, _) = saved(kind);
             let weights = Weights::open(dir.path()).unwrap();
             for (name, tensor) in sample() {
                 let read = weights.read(&name, &tensor.size(), CPU_F32).unwrap();
@@ -130,8 +126,7 @@ mod tests {
 
     #[test]
     fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        write_weights(dir.path(), &sample(), Kind::Float).unwrap();
+        let (dir, _) = saved(Kind::Float);
         let weights = Weights::open(dir.path()).unwrap();
         let missing = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
         assert!(missing.contains("has no tensor c"), "{missing}");
@@ -157,9 +152,7 @@ mod tests {
 
     #[test]
     fn a_cut_file_and_a_file_of_something_else_are_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("model.safetensors");
-        write_weights(dir.path(), &sample(), Kind::Float).unwrap();
+        let (dir, path) = saved(Kind::Float);
         let whole = fs::read(&path).unwrap();
         fs::write(&path, &whole[..whole.len() - 1]).unwrap();
         assert!(matches!(Weights::open(dir.path()), Err(Error::Truncated { .. })));

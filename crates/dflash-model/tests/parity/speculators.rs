@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use dflash_model::Kernels;
-use dflash_model::attention::{Visibility, WindowRule};
-use dflash_model::draft::{Draft, DraftConfig, DraftViews, LayerKind, PackedInput};
+use dflash_model::attention::WindowRule;
+use dflash_model::draft::{Draft, DraftConfig, DraftViews, Keep, LayerKind, PackedInput};
 use dflash_model::objective::{
     BlockLabels, Confidence, Denominator, ElementLoss, LabelSource, LossOutput, Objective,
     StatisticsReport, Teacher, Weighting,
@@ -21,7 +21,7 @@ const TOLERANCE: f64 = 1e-4;
 pub(crate) fn check(path: &Path, kernels: Kernels) {
     no_grad(|| {
         let case = Case::open(path, kernels);
-        let (hidden, saved) = case.draft.forward(&case.input);
+        let (hidden, saved) = case.draft.forward_keeping(&case.input, Keep::Activations);
         case.check_outputs(&hidden);
         let head = case.vectors.tensor("w.lm_head.weight");
         let evaluate = |objective: &Objective| {
@@ -160,11 +160,9 @@ fn packed_input(
         .map(|anchor| anchor.map_or(config.mask_token_id, |anchor| input_ids[anchor]))
         .collect();
     let slots = vectors.tensor("w.embed_tokens.weight").index_select(0, &Tensor::from_slice(&ids));
-    let sliding = Visibility {
-        window: config.sliding_window.map(|window| (window, WindowRule::Speculators)),
-        causal_in_block: !stored["sliding_window_non_causal"].as_bool().unwrap(),
-    };
-    draft.prepare_with(&plan, (Visibility::FULL, sliding), features, slots)
+    let slides = config.layers.contains(&LayerKind::Sliding);
+    assert!(!slides || stored["sliding_window_non_causal"] == false);
+    draft.prepare(&plan, WindowRule::Speculators, features, slots)
 }
 
 /// The target's distribution rows, checked against the stored targets.

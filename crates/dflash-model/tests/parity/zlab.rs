@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep};
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::vectors::{Vectors, assert_close};
@@ -34,7 +34,7 @@ pub(crate) fn check(path: &Path, kernels: Kernels) {
         let starts = [0, context + draft.config().block_size];
         let plan = draft.config().plan(&starts, &[context], WindowRule::Serving);
         let input = draft.prepare(&plan, WindowRule::Serving, features, block);
-        draft.forward(&input).0
+        draft.forward_keeping(&input, Keep::Inputs).0
     });
     assert_close("training pass", &trained, &expected, 1e-5);
 }

@@ -1,71 +1,52 @@
-//! speculators' form of a draft's `config.json`, turned into z-lab's before it is read.
+//! speculators' form of a draft's `config.json`.
 //!
 //! It nests the Qwen3 fields in `transformer_layer_config`, counts captured layers as we do
 //! (0 = embedding output) and does not say how many layers the target has.
 
-use std::path::Path;
+use super::{Form, LayerKind, layer_ids};
+use crate::Result;
+use crate::fields::Fields;
 
-use serde_json::{Map, Value, json};
-
-use crate::{Error, Result};
-
-/// The key that marks the form, and the only kind of drafter that we run.
+/// The key that marks the form.
 const KIND: &str = "speculators_model_type";
-const DFLASH: &str = "dflash";
 
-/// Whether `config` is in speculators' form.
-pub(super) fn is_form_of(config: &Value) -> bool {
-    config.get(KIND).is_some()
+pub(super) fn is_form_of(config: &Fields) -> bool {
+    config.has(KIND)
 }
 
-/// The same draft in z-lab's form.
+/// Reads the form.
 ///
 /// # Errors
 /// Another kind of drafter, a missing key, a draft whose blocks we do not decode.
-pub(super) fn to_zlab(path: &Path, config: Value) -> Result<Value> {
-    let error = |key: &str, found: String, expected: &str| Error::Config {
-        path: path.into(),
-        key: key.into(),
-        found,
-        expected: expected.into(),
-    };
-    let get = |key: &str| {
-        let value = config.get(key).filter(|value| !value.is_null());
-        value.ok_or_else(|| error(key, "missing".into(), "a dflash drafter needs it"))
-    };
-    if config[KIND] != DFLASH {
-        return Err(error(KIND, config[KIND].to_string(), "only dflash drafters can be read"));
+pub(super) fn form(config: &Fields) -> Result<Form> {
+    if config.text(KIND)?.is_none_or(|kind| kind != "dflash") {
+        return Err(config.refuse(KIND, "only dflash drafters can be read"));
     }
-    if config["sample_from_anchor"] == true {
+    if config.flag("sample_from_anchor")? {
         let expected = "only drafts whose first slot is the clean anchor can be read";
-        return Err(error("sample_from_anchor", "true".into(), expected));
+        return Err(config.refuse("sample_from_anchor", expected));
     }
-    let mut zlab: Map<String, Value> = get("transformer_layer_config")?
-        .as_object()
-        .cloned()
-        .ok_or_else(|| error("transformer_layer_config", "no object".into(), "one is expected"))?;
-    zlab.insert("block_size".into(), get("block_size")?.clone());
-    let ids = get("aux_hidden_state_layer_ids")?;
-    let ours: Vec<i64> = serde_json::from_value(ids.clone())
-        .map_err(|source| Error::Json { path: path.into(), source })?;
-    let zlab_ids: Vec<i64> = ours.iter().map(|id| id - 1).collect();
-    zlab.insert(
-        "dflash_config".into(),
-        json!({"mask_token_id": get("mask_token_id")?, "target_layer_ids": zlab_ids}),
-    );
-    let slides = zlab
-        .get("layer_types")
-        .and_then(Value::as_array)
-        .is_some_and(|layers| layers.iter().any(|layer| layer == super::LayerKind::Sliding.name()));
-    if slides && config["sliding_window_non_causal"] == true {
+    let layers = config.required("transformer_layer_config", Fields::object)?;
+    let types = layers.texts("layer_types")?.unwrap_or_default();
+    let slides = types.iter().any(|name| name == LayerKind::Sliding.name());
+    if slides && config.flag("sliding_window_non_causal")? {
         let expected = "sliding layers are read, trained and served causal in their block";
-        return Err(error("sliding_window_non_causal", "true".into(), expected));
+        return Err(config.refuse("sliding_window_non_causal", expected));
     }
-    Ok(Value::Object(zlab))
+    Ok(Form {
+        layers,
+        block_size: config.required("block_size", Fields::size)?,
+        mask_token_id: config.required("mask_token_id", Fields::token)?,
+        target_layer_ids: layer_ids(config, "aux_hidden_state_layer_ids", 0)?,
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
     use super::super::DraftConfig;
     use super::*;
 
@@ -112,7 +93,7 @@ mod tests {
         check(|c| c["speculators_model_type"] = json!("eagle3"), "eagle3");
         check(|c| c["sample_from_anchor"] = json!(true), "sample_from_anchor");
         check(|c| c["mask_token_id"] = Value::Null, "mask_token_id");
-        check(|c| c["aux_hidden_state_layer_ids"] = json!("all"), "invalid type");
+        check(|c| c["aux_hidden_state_layer_ids"] = json!("all"), "is \"all\"");
         let sliding = |c: &mut Value| {
             c["sliding_window_non_causal"] = json!(true);
             let layers = &mut c["transformer_layer_config"];
