@@ -52,7 +52,7 @@ impl OfflineFiles {
     }
 
     /// The file of dataset row `sample`.
-    fn path(&self, sample: u64) -> PathBuf {
+    pub fn path(&self, sample: u64) -> PathBuf {
         self.dir.join(format!("hs_{sample}.safetensors"))
     }
 
