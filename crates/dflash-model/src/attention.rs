@@ -62,7 +62,8 @@ impl KeyValue {
 
     fn add_rows(&self, range: &Range<usize>, dk: &Tensor, dv: &Tensor) {
         let (mut k, mut v) = self.rows(range);
-        let (_, _) = (k.g_add_(dk), v.g_add_(dv));
+        let _ = k.g_add_(dk);
+        let _ = v.g_add_(dv);
     }
 }
 
