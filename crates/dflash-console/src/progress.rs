@@ -27,6 +27,8 @@ pub struct Progress {
     unit: Unit,
     bar: ProgressBar,
     started: Instant,
+    /// What was done before.
+    done_before: u64,
     /// The last line; `None` on a terminal.
     last_line: Option<Instant>,
 }
@@ -51,7 +53,17 @@ impl Progress {
         bar.set_length(total);
         bar.set_prefix(title.clone());
         let started = Instant::now();
-        Self { title, unit, bar, started, last_line: (!is_terminal).then_some(started) }
+        let last_line = (!is_terminal).then_some(started);
+        Self { title, unit, bar, started, done_before: 0, last_line }
+    }
+
+    /// Work of which `done` was done before.
+    #[must_use]
+    pub fn starting_at(mut self, done: u64) -> Self {
+        self.done_before = done;
+        self.bar.set_position(done);
+        self.bar.reset_eta();
+        self
     }
 
     /// Corrects the amount of work.
@@ -75,7 +87,8 @@ impl Progress {
             Unit::Items => format!("{done} of {total}"),
             Unit::Bytes => format!("{} of {}", DecimalBytes(done), DecimalBytes(total)),
         };
-        let per_unit = self.started.elapsed().as_secs_f64() / done.max(1) as f64;
+        let now_done = done.saturating_sub(self.done_before).max(1);
+        let per_unit = self.started.elapsed().as_secs_f64() / now_done as f64;
         let left = per_unit * (total - done) as f64;
         format!("{}: {amounts}, {left:.0} s left, {message}", self.title)
     }
@@ -107,5 +120,7 @@ mod tests {
         progress.set_total(4);
         progress.started -= Duration::from_secs(30);
         assert_eq!(progress.line(1, "tau 3"), "eval: 1 of 4, 90 s left, tau 3");
+        let resumed = progress.starting_at(2);
+        assert_eq!(resumed.line(3, "tau 3"), "eval: 3 of 4, 30 s left, tau 3");
     }
 }

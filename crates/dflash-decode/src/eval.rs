@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use dflash_console::{Progress, Unit};
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::place;
@@ -17,7 +18,6 @@ use dflash_text::ChatTokenizer;
 use crate::Error;
 use crate::lossless::{Lossless, compare};
 use crate::plain::{Generation, Limits, PlainDecoder};
-use crate::progress::Progress;
 use crate::prompts::{Prompt, usable_prompts};
 use crate::report::{EvalReport, Speed, Timing};
 use crate::sampling::Sampler;
@@ -92,7 +92,7 @@ impl<'a> Measurement<'a> {
 
     fn run(mut self, prompts: &[Prompt], stop: &AtomicBool) -> Result<Self, Error> {
         self.warm_up(&prompts[0], stop)?;
-        let mut progress = Progress::new("eval", prompts.len());
+        let mut progress = Progress::new("eval", Unit::Items, prompts.len() as u64);
         let (target, tokenizer) = (self.target, self.tokenizer);
         let room = (target.config(), self.limits.max_new_tokens);
         for (done, prompt) in prompts.iter().enumerate() {
@@ -104,7 +104,7 @@ impl<'a> Measurement<'a> {
                 speed.speculative,
                 speed.plain
             );
-            progress.update(done + 1, &message);
+            progress.update(done as u64 + 1, message);
         }
         Ok(self)
     }

@@ -12,7 +12,6 @@ mod lossless;
 mod partial;
 mod plain;
 mod probe;
-mod progress;
 mod prompts;
 mod regenerate;
 mod report;

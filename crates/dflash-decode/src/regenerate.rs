@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use dflash_console::{Progress, Unit};
 use dflash_model::place;
 use dflash_model::target::{BatchCache, Target, TargetOptions};
 use dflash_settings::RegenerateSettings;
@@ -18,7 +19,6 @@ use tch::{Kind, Tensor};
 use crate::Error;
 use crate::partial::PartialOutput;
 use crate::plain::{Limits, check, roomy};
-use crate::progress::Progress;
 use crate::prompts::{Prompt, usable_prompts};
 use crate::sampling::most_likely;
 
@@ -62,7 +62,8 @@ pub fn regenerate(
     let remaining: Vec<&[i64]> =
         prompts[resumed..].iter().map(|prompt| prompt.ids.as_slice()).collect();
     let mut decoder = BatchDecoder::new(&target, &remaining, &limits, settings.batch);
-    let mut progress = Progress::new("regenerate", prompts.len());
+    let mut progress =
+        Progress::new("regenerate", Unit::Items, prompts.len() as u64).starting_at(resumed as u64);
     let (mut tokens, mut done, started) = (0, resumed, Instant::now());
     while let Some(answers) = decoder.step(stop)? {
         for answer in answers {
@@ -72,7 +73,7 @@ pub fn regenerate(
             tokens += answer.tokens.len();
             done += 1;
             let speed = tokens as f64 / started.elapsed().as_secs_f64();
-            progress.update(done, &format!("{speed:.0} tokens/s"));
+            progress.update(done as u64, format!("{speed:.0} tokens/s"));
         }
     }
     output.finish()?;

@@ -10,7 +10,6 @@ mod error;
 mod model;
 mod outcome;
 mod pipeline;
-mod progress;
 mod provenance;
 mod run;
 mod source;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use dflash_console::{Progress, Unit};
 use dflash_data::{Dataset, DatasetWriter, WriteSummary, WriterOptions};
 use dflash_settings::PrepareSettings;
 
@@ -12,7 +13,6 @@ use crate::error::Error;
 use crate::model::Model;
 use crate::outcome::{Dropped, Tally};
 use crate::pipeline::{Job, process};
-use crate::progress::Progress;
 use crate::provenance;
 use crate::source::{self, Source};
 
@@ -72,7 +72,8 @@ fn fill(
 ) -> Result<Tally, Error> {
     let files: Vec<PathBuf> = sources.iter().flat_map(|source| source.files.clone()).collect();
     let total = files.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
-    let mut progress = Progress::start(total);
+    let mut progress = Progress::new("preparing", Unit::Bytes, total);
+    let mut read = 0;
     let mut tally = Tally::default();
     process(&files, Job { model, settings }, stop, |prepared| {
         for sample in &prepared.samples {
@@ -80,10 +81,10 @@ fn fill(
         }
         tally.absorb(prepared.tally);
         let written = writer.so_far();
-        progress.advance(prepared.bytes, written.rows, written.tokens);
+        read += prepared.bytes;
+        progress.update(read, format!("{} rows, {} tokens", written.rows, written.tokens));
         Ok(())
     })?;
-    progress.finish();
     Ok(tally)
 }
 

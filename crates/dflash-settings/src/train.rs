@@ -45,7 +45,7 @@ pub struct TrainSettings {
     /// up by the GPU's name; none for a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TFLOPS"))]
     pub peak_tflops: Option<f64>,
-    /// Do not draw a progress bar.
+    /// Write a line for each metric line instead of drawing a progress bar, as without a terminal.
     #[cfg_attr(feature = "clap", arg(long))]
     pub no_progress: bool,
     /// Device, precision and memory.

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use dflash_console::say;
 use dflash_hidden::Counters;
 use dflash_model::objective::{Statistics, StatisticsReport};
 use dflash_run::{Events, MetricLine, RunDir, StreamCounters, TeacherForced, ValidationLine};
@@ -10,9 +11,6 @@ use tch::Device;
 
 use crate::trainer::{Effect, StepResult};
 use crate::{Error, machine};
-
-/// How often a log gets a line of progress where there is no terminal for a bar.
-const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Adds up steps and writes lines; on ranks other than 0 it only adds up.
 pub(crate) struct Meter {
@@ -40,9 +38,8 @@ struct Interval {
 struct Outputs {
     run: RunDir,
     events: Events,
+    /// Hidden where there is no terminal, or where it was not asked for: then lines are written.
     bar: ProgressBar,
-    /// When a log last got a line; `None` where a bar shows the progress, or nothing should.
-    logged: Option<Instant>,
 }
 
 impl Interval {
@@ -72,8 +69,7 @@ impl Meter {
             if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
         bar.set_style(bar_style());
-        let logged = (progress && bar.is_hidden()).then(Instant::now);
-        self.outputs = Some(Outputs { run, events, bar, logged });
+        self.outputs = Some(Outputs { run, events, bar });
         Ok(())
     }
 
@@ -140,11 +136,7 @@ impl Meter {
     /// Says something above the progress bar.
     pub(crate) fn say(&self, message: &str) {
         if let Some(outputs) = &self.outputs {
-            if outputs.bar.is_hidden() {
-                eprintln!("{message}");
-            } else {
-                outputs.bar.println(message);
-            }
+            outputs.say(message);
         }
     }
 
@@ -161,13 +153,19 @@ impl Outputs {
         self.run.append(line)?;
         self.events.add(line)?;
         let message = message(line);
-        if self.logged.is_some_and(|logged| logged.elapsed() >= LOG_INTERVAL) {
-            self.logged = Some(Instant::now());
+        if self.bar.is_hidden() {
             let (total, left) = (self.bar.length().unwrap_or(line.step), shown(line.eta_s));
-            eprintln!("step {}/{total}  {message}  {left:.0} s left", line.step);
+            say(format!("step {}/{total}  {message}  {left:.0} s left", line.step));
         }
         self.bar.set_message(message);
         Ok(())
+    }
+
+    fn say(&self, message: &str) {
+        match self.bar.is_hidden() {
+            true => say(message),
+            false => self.bar.println(message),
+        }
     }
 }
 

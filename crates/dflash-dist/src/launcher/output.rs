@@ -3,11 +3,13 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::thread::JoinHandle;
 
+use dflash_console::Stderr;
+
 /// Copies `source` to our standard error to its end, `[rank N] ` before each line.
 pub(super) fn forward(rank: usize, source: impl Read + Send + 'static) -> JoinHandle<()> {
     std::thread::spawn(move || {
-        // If our standard error is gone, there is nobody to tell.
-        let _ = copy_marked(rank, BufReader::new(source), &mut io::stderr());
+        // Read to the end even if our standard error is gone, so that the rank can go on writing.
+        let _ = copy_marked(rank, BufReader::new(source), &mut Stderr);
     })
 }
 
