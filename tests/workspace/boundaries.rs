@@ -160,17 +160,25 @@ fn libraries_depend_on_what_the_layers_allow() {
     let graph = Graph::read();
     let allowed = [
         ("dflash-files", &[][..]),
+        ("dflash-console", &[]),
         ("dflash-text", &[]),
-        ("dflash-hub", &[]),
+        ("dflash-hub", &["dflash-console"]),
         ("dflash-torch-sys", &[]),
         ("dflash-data", &["dflash-files"]),
         ("dflash-settings", &[]),
         ("dflash-hidden", &["dflash-files", "dflash-settings"]),
-        ("dflash-dist", &["dflash-settings", "dflash-torch-sys"]),
+        ("dflash-dist", &["dflash-console", "dflash-settings", "dflash-torch-sys"]),
         ("dflash-model", &["dflash-files", "dflash-settings", "dflash-torch-sys"]),
         (
             "dflash-prepare",
-            &["dflash-data", "dflash-files", "dflash-hub", "dflash-settings", "dflash-text"],
+            &[
+                "dflash-console",
+                "dflash-data",
+                "dflash-files",
+                "dflash-hub",
+                "dflash-settings",
+                "dflash-text",
+            ],
         ),
         ("dflash-run", &["dflash-files", "dflash-settings"]),
         ("dflash-report", &["dflash-files", "dflash-run"]),
@@ -186,7 +194,14 @@ fn libraries_depend_on_what_the_layers_allow() {
         ),
         (
             "dflash-decode",
-            &["dflash-files", "dflash-model", "dflash-run", "dflash-settings", "dflash-text"],
+            &[
+                "dflash-console",
+                "dflash-files",
+                "dflash-model",
+                "dflash-run",
+                "dflash-settings",
+                "dflash-text",
+            ],
         ),
         (
             "dflash-demo",
@@ -203,6 +218,7 @@ fn libraries_depend_on_what_the_layers_allow() {
         (
             "dflash-train",
             &[
+                "dflash-console",
                 "dflash-data",
                 "dflash-dist",
                 "dflash-files",
@@ -213,7 +229,16 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-torch-sys",
             ],
         ),
-        ("dflash", &["dflash-files", "dflash-prepare", "dflash-report", "dflash-settings"]),
+        (
+            "dflash",
+            &[
+                "dflash-console",
+                "dflash-files",
+                "dflash-prepare",
+                "dflash-report",
+                "dflash-settings",
+            ],
+        ),
     ];
     for (crate_name, allowed) in allowed {
         let ours = graph.direct(crate_name).iter().filter(|name| name.starts_with("dflash"));

@@ -251,7 +251,7 @@ fn an_interrupt_ends_the_demo_target_within_five_seconds() {
         .spawn()
         .unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let trains = |line: &std::io::Result<String>| line.as_ref().unwrap().contains("step ");
+    let trains = |line: &std::io::Result<String>| line.as_ref().unwrap().starts_with("target: ");
     assert!(lines.any(|line| trains(&line)));
     let began = Instant::now();
     signal("-INT", child.id());

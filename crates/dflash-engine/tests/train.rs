@@ -233,7 +233,7 @@ fn a_run_starts_from_another_draft_and_says_what_that_means() {
         &["--from-pretrained", draft, "--num-layers", "3", "--block-size", "6", "--lr", "1e-12"],
     );
     assert!(second.success(), "{}", second.stderr);
-    for said in ["float32 weights", "start afresh", "blocks of"] {
+    for said in ["float32 weights", "layer 2 starts fresh", "blocks of"] {
         assert!(second.stderr.contains(said), "no '{said}' in {}", second.stderr);
     }
     let load = |dir: &str| {

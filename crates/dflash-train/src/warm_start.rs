@@ -63,7 +63,9 @@ impl WarmStart {
         if had > has {
             notes.push(format!("the first {has} of its {had} layers are kept"));
         }
-        if had < has {
+        if had + 1 == has {
+            notes.push(format!("it has {had} layers: layer {had} starts fresh"));
+        } else if had < has {
             notes.push(format!("it has {had} layers: layers {had} to {} start fresh", has - 1));
         }
         if stored.block_size != wanted.block_size {

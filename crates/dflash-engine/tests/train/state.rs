@@ -28,9 +28,9 @@ fn succeed(world: &World, name: &str, arguments: &[&str]) -> String {
     run.stderr
 }
 
-/// Millions of float32 state elements on each rank, as a run announces them.
+/// Millions of float32 numbers of state on each rank, as a run announces them.
 fn announced(stderr: &str) -> f64 {
-    let before = stderr.split(" M float32 state elements").next().unwrap();
+    let before = stderr.split(" M float32 numbers of state").next().unwrap();
     before.split_whitespace().last().unwrap().parse().unwrap()
 }
 

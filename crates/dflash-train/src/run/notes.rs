@@ -9,8 +9,9 @@ impl Worker<'_, '_> {
     pub(super) fn notes(&self) -> Vec<String> {
         let draft = &self.trainer.draft;
         let mut notes = vec![self.announcement()];
-        if self.position.step == 0 {
-            notes.extend(self.warm_start_notes());
+        match self.position.step {
+            0 => notes.extend(self.warm_start_notes()),
+            step => notes.push(format!("resuming step {step} of {}", self.total)),
         }
         if (draft.device(), draft.flat().kind()) == (Device::Cpu, Kind::BFloat16)
             && !dflash_torch_sys::cpu_multiplies_bf16()
@@ -30,16 +31,21 @@ impl Worker<'_, '_> {
 
     fn announcement(&self) -> String {
         let draft = &self.trainer.draft;
+        let ranks = self.communicator.world_size();
+        let device = match draft.device() {
+            Device::Cuda(number) => format!("GPU {number}"),
+            _ => "the CPU".to_owned(),
+        };
+        let dtype = if draft.flat().kind() == Kind::BFloat16 { "bfloat16" } else { "float32" };
         format!(
-            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on {} rank(s), {:?} in {:?}, {:.2} M float32 state elements on each",
+            "training {} layers ({:.2} M parameters) on {} packed rows over {} epochs: {} steps on \
+             {ranks} {}, on {device} in {dtype}, with {:.2} M float32 numbers of state on each",
             draft.config().layers.len(),
             draft.layout().trained() as f64 / 1e6,
             self.order.rows(),
             self.order.epoch_of(self.order.rows()),
             self.total,
-            self.communicator.world_size(),
-            draft.device(),
-            draft.flat().kind(),
+            if ranks == 1 { "rank" } else { "ranks" },
             self.trainer.masters.elements() as f64 / 1e6,
         )
     }
