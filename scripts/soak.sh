@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 DFLASH_SOAK_KILLS=${KILLS:-50} env -u LIBTORCH \
-  cargo test --release -p dflash-engine --test train -- soak --test-threads 1 --nocapture
+  cargo test --release --workspace --test train -- soak --test-threads 1 --nocapture

@@ -19,7 +19,7 @@ const FEW: u32 = 4;
 
 /// Saves are as frequent as steps allow, so that many kills fall into one; old checkpoints go, so
 /// that some fall into a removal.
-const ARGUMENTS: [&str; 4] = ["--save-every", "2", "--epochs", "50"];
+const ARGUMENTS: [&str; 4] = ["--save-every", "2", "--epochs", "100"];
 
 fn kills() -> u32 {
     std::env::var(KILLS).ok().and_then(|kills| kills.parse().ok()).unwrap_or(FEW)
