@@ -5,8 +5,8 @@
 #   TARGET=DIR DRAFT=DIR PROMPTS=FILE scripts/interop.sh
 #
 # Defaults: what the demo left in demo-run. Further variables: COUNT (100 prompts), TOKENS (220 new
-# tokens), TOLERANCE (0.03), VLLM_CPU (a script with `install` and `serve MODEL PORT FLAGS...`).
-# Where that script is absent, nothing is compared and the run says so.
+# tokens), TOLERANCE (0.03), DTYPE (bfloat16, of both sides), VLLM_CPU (a script with `install` and
+# `serve MODEL PORT FLAGS...`). Where that script is absent, nothing is compared and the run says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,6 +15,8 @@ target=${TARGET:-demo-run/target}
 prompts=${PROMPTS:-demo-run/prompts.jsonl}
 draft=${DRAFT:-$(find demo-run/drafts -maxdepth 1 -name 'step-*' -type d 2>/dev/null | sort | tail -n1)}
 count=${COUNT:-100} tokens=${TOKENS:-220} tolerance=${TOLERANCE:-0.03}
+# On both sides: a small target answers differently in another format, and a drafter follows it.
+dtype=${DTYPE:-bfloat16}
 out=${OUT:-target/interop}
 server=
 
@@ -28,7 +30,7 @@ main() {
   trap stop EXIT
   echo "interop: dflash eval" >&2
   target/release/dflash eval --target "$target" --draft "$draft" --prompts "$prompts" \
-    --limit "$count" --max-new-tokens "$tokens" --json "$out/eval.json"
+    --limit "$count" --max-new-tokens "$tokens" --dtype "$dtype" --json "$out/eval.json"
   bash "$vllm" install >&2
   serve
   python3 scripts/interop.py --url "http://127.0.0.1:$port" --prompts "$prompts" \
@@ -41,7 +43,7 @@ serve() {
   block=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["block_size"])' "$draft/config.json")
   echo "interop: starting vLLM on port $port, log in $out/vllm.log" >&2
   # Its own process group, so that its workers can be ended with it.
-  setsid bash "$vllm" serve "$(realpath "$target")" "$port" --max-model-len "${MAX_MODEL_LEN:-1024}" \
+  setsid bash "$vllm" serve "$(realpath "$target")" "$port" --dtype "$dtype" --max-model-len "${MAX_MODEL_LEN:-1024}" \
     --speculative-config "{\"method\":\"dflash\",\"model\":\"$(realpath "$draft")\",\"num_speculative_tokens\":$((block - 1))}" \
     >"$out/vllm.log" 2>&1 &
   server=$!
