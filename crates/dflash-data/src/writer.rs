@@ -142,7 +142,7 @@ impl DatasetWriter {
         let row = self.summary.rows as usize;
         let (input_ids, loss_mask) = (sample.input_ids.len(), sample.loss_mask.len());
         if input_ids != loss_mask {
-            let path = self.pending.path().into();
+            let path = self.pending.destination().into();
             return Err(Error::MaskLength { path, row, input_ids, loss_mask });
         }
         match sample.input_ids.iter().find(|&&id| !(0..=i64::from(i32::MAX)).contains(&id)) {

@@ -24,6 +24,11 @@ pub enum Error {
     #[error("{path}:{line}: the row has no user turn to answer")]
     NoQuestion { path: PathBuf, line: usize },
     #[error(
+        "{path}:{line}: a turn that is not the assistant's has no content; is the key misspelled? \
+         It is content or value"
+    )]
+    NoContent { path: PathBuf, line: usize },
+    #[error(
         "{path}:{line}: token {id} is outside the target's {rows} embedding rows; use the tokenizer of the target"
     )]
     Token { path: PathBuf, line: usize, id: i64, rows: i64 },
@@ -39,10 +44,44 @@ pub enum Error {
     #[error("cannot {action} {path}: {source}")]
     Partial { action: &'static str, path: PathBuf, source: std::io::Error },
     #[error(
+        "{path} was made with other settings or another target ({differences}); go on with those \
+         it was made with, name another --output, or pass --overwrite to start afresh"
+    )]
+    OtherSettings { path: PathBuf, differences: String },
+    #[error(
+        "{path} exists, and what made it is not known; name another --output, or pass --overwrite \
+         to replace it"
+    )]
+    Unknown { path: PathBuf },
+    #[error(
+        "{path} holds the answers to {prompts} prompts already, and --limit asks for {wanted}; raise \
+         it, name another --output, or pass --overwrite to start afresh"
+    )]
+    TooMany { path: PathBuf, prompts: usize, wanted: usize },
+    #[error("{path}:{line}: not a line that regenerate wrote; pass --overwrite to start afresh")]
+    Damaged { path: PathBuf, line: usize },
+    #[error("{path} is in use by another run; wait for it, or name another --output")]
+    InUse { path: PathBuf },
+    #[error("{path} is not a regular file; name another --output")]
+    NotAFile { path: PathBuf },
+    #[error(
         "speculative decoding is not lossless: {failures} of {responses} answers differ from plain greedy decoding by more than a tie"
     )]
     NotLossless { failures: usize, responses: usize },
     /// The user stopped the run.
     #[error("interrupted")]
     Interrupted,
+}
+
+impl Error {
+    /// Whether an output of other making is in the way.
+    pub(crate) fn is_other_output(&self) -> bool {
+        matches!(
+            self,
+            Self::OtherSettings { .. }
+                | Self::Unknown { .. }
+                | Self::TooMany { .. }
+                | Self::Damaged { .. }
+        )
+    }
 }

@@ -83,7 +83,7 @@ impl<'a> Measurement<'a> {
             plain: PlainDecoder::new(target, sampler),
             acceptance: Acceptance::new(speculator.block_size()),
             speculator,
-            limits: Limits::new(target, tokenizer, settings.max_new_tokens),
+            limits: Limits::new(target.config(), tokenizer, settings.max_new_tokens),
             lossless: greedy.then(|| Lossless::new(settings.tie_tolerance)),
             whole: Vec::new(),
             decode: Vec::new(),

@@ -6,6 +6,7 @@
 //! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
+mod dialogue;
 mod error;
 mod eval;
 mod lossless;
@@ -15,8 +16,10 @@ mod probe;
 mod prompts;
 mod regenerate;
 mod report;
+mod rows;
 mod sampling;
 mod speculative;
+mod stamp;
 
 pub use error::Error;
 pub use eval::evaluate;

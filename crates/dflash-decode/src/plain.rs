@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use dflash_model::target::{KvCache, Target};
+use dflash_model::target::{KvCache, Target, TargetConfig};
 use dflash_text::ChatTokenizer;
 use tch::Tensor;
 
@@ -21,8 +21,12 @@ pub struct Limits {
 
 impl Limits {
     /// Ends answers with the end tokens of the target's configuration and of its tokenizer.
-    pub(crate) fn new(target: &Target, tokenizer: &ChatTokenizer, max_new_tokens: usize) -> Self {
-        let mut stop_ids = target.config().eos_token_ids.clone();
+    pub(crate) fn new(
+        target: &TargetConfig,
+        tokenizer: &ChatTokenizer,
+        max_new_tokens: usize,
+    ) -> Self {
+        let mut stop_ids = target.eos_token_ids.clone();
         stop_ids.extend(tokenizer.special_ids().eos);
         Self { max_new_tokens, stop_ids }
     }

@@ -71,7 +71,7 @@ impl Probe {
         };
         let mut acceptance = Acceptance::new(draft.config().block_size);
         let mut speculator = Speculator::new(target, draft, vocabulary, Sampler::new(0.0, 0))?;
-        let limits = Limits::new(target, &self.tokenizer, self.config.max_new_tokens);
+        let limits = Limits::new(target.config(), &self.tokenizer, self.config.max_new_tokens);
         let room = (target.config(), limits.max_new_tokens);
         for prompt in self.prompts.iter().skip(first).step_by(stride) {
             prompt.dialogue(&self.tokenizer, room, |ids| {

@@ -3,20 +3,19 @@
 use std::path::Path;
 
 use dflash_model::target::TargetConfig;
-use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_row, raw_rows};
+use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_prompt_row};
 use serde_json::Value;
 
 use crate::Error;
+use crate::rows::{Place, fits, prompt_ids, read_rows};
 
 /// One thing to answer.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prompt {
-    /// The row as it was read.
-    pub(crate) row: Value,
     /// The turns that are rendered; empty for a row of token ids.
-    pub(crate) messages: Vec<Message>,
+    messages: Vec<Message>,
     /// Tools on offer, if any.
-    pub(crate) tools: Option<Value>,
+    tools: Option<Value>,
     /// User turns that follow once this prompt is answered (benchmarks of several turns).
     later_turns: Vec<Message>,
     /// The rendered prompt, which the answer follows.
@@ -26,16 +25,21 @@ pub(crate) struct Prompt {
 /// At most `limit` prompts of a file, without those that leave no room for an answer of `max_new`
 /// tokens, and how many those are.
 ///
+/// Of a conversation the prompt is everything before its last answer; of user turns without answers
+/// between them, the first. Of token ids it is what precedes the first supervised one.
+///
 /// # Errors
-/// As [`read_prompts`]; or none is left.
+/// The file or a row of it cannot be read, rendered or answered: the line is named; or no prompt is
+/// left.
 pub(crate) fn usable_prompts(
     (path, limit): (&Path, Option<usize>),
     tokenizer: &ChatTokenizer,
     (target, max_new): (&TargetConfig, usize),
 ) -> Result<(Vec<Prompt>, usize), Error> {
-    let mut prompts = read_prompts(path, limit, tokenizer, target.vocab_size)?;
+    let read = |row, place: Place<'_>| prompt_of(&row, place, (tokenizer, target));
+    let mut prompts = read_rows((path, limit), read)?;
     let read = prompts.len();
-    prompts.retain(|prompt| prompt.fits(target, max_new));
+    prompts.retain(|prompt| fits(&prompt.ids, target, max_new));
     if prompts.is_empty() {
         let context = target.max_position_embeddings;
         return Err(Error::NoPrompts { path: path.into(), context });
@@ -44,55 +48,28 @@ pub(crate) fn usable_prompts(
     Ok((prompts, skipped))
 }
 
-/// Reads at most `limit` prompts from a JSON array or JSONL file.
-///
-/// Of a conversation the prompt is everything before its last answer; of user turns without answers
-/// between them, the first. Of token ids it is what precedes the first supervised one.
-/// `embedding_rows` bounds the token ids.
-///
-/// # Errors
-/// The file or a row of it cannot be read, rendered or answered: the line is named.
-fn read_prompts(
-    path: &Path,
-    limit: Option<usize>,
-    tokenizer: &ChatTokenizer,
-    embedding_rows: i64,
-) -> Result<Vec<Prompt>, Error> {
-    raw_rows(path)?
-        .take(limit.unwrap_or(usize::MAX))
-        .map(|raw| {
-            let raw = raw?;
-            let (line, row) = (raw.line, raw.parse(path)?);
-            let source = |source| Error::Row { path: path.into(), line, source };
-            let prompt = prompt_of(row, tokenizer)
-                .map_err(source)?
-                .filter(|prompt| !prompt.ids.is_empty())
-                .ok_or_else(|| Error::NoQuestion { path: path.into(), line })?;
-            let outside = |id: &&i64| !(0..embedding_rows).contains(*id);
-            match prompt.ids.iter().find(outside) {
-                Some(&id) => {
-                    Err(Error::Token { path: path.into(), line, id, rows: embedding_rows })
-                }
-                None => Ok(prompt),
-            }
-        })
-        .collect()
-}
-
-fn prompt_of(row: Value, tokenizer: &ChatTokenizer) -> Result<Option<Prompt>, dflash_text::Error> {
-    let (messages, later_turns, tools, ids) = match parse_row(&row)? {
+fn prompt_of(
+    row: &Value,
+    place: Place<'_>,
+    (tokenizer, target): (&ChatTokenizer, &TargetConfig),
+) -> Result<Prompt, Error> {
+    let row = parse_prompt_row(row).map_err(|error| place.error(error))?;
+    let (messages, later_turns, tools, ids) = match row {
         Row::Tokenized { input_ids, loss_mask } => {
             let end = loss_mask.iter().position(|&label| label).unwrap_or(input_ids.len());
             (Vec::new(), Vec::new(), None, input_ids[..end].to_vec())
         }
         Row::Conversation(Conversation { mut messages, tools }) => {
-            let Some((first, end)) = open_turns(&messages) else { return Ok(None) };
+            let (first, end) = open_turns(&messages).ok_or_else(|| place.no_question())?;
+            place.check_content(&messages[..end])?;
             let later_turns = messages.drain(first..).take(end - first).collect();
-            let ids = tokenizer.render_ids(&messages, tools.as_ref(), true)?;
+            let ids = prompt_ids(tokenizer, (&messages, tools.as_ref()), target)
+                .map_err(|error| place.error(error))?;
             (messages, later_turns, tools, ids)
         }
     };
-    Ok(Some(Prompt { row, messages, tools, later_turns, ids }))
+    place.check_ids(&ids, target)?;
+    Ok(Prompt { messages, tools, later_turns, ids })
 }
 
 /// Where the prompt ends, and where the turns still to be put end; `None` without a user turn.
@@ -105,10 +82,6 @@ fn open_turns(messages: &[Message]) -> Option<(usize, usize)> {
 }
 
 impl Prompt {
-    fn fits(&self, target: &TargetConfig, max_new: usize) -> bool {
-        self.ids.len() + max_new <= target.max_position_embeddings as usize
-    }
-
     /// Answers the prompt and, in a benchmark of several turns, those that follow it and leave room
     /// for `max_new` tokens. `answer` gives the target's tokens.
     pub(crate) fn dialogue(
@@ -120,8 +93,8 @@ impl Prompt {
         let mut turn = self.clone();
         loop {
             let text = tokenizer.decode(&answer(&turn.ids)?, true)?;
-            match turn.next_turn(&text, tokenizer)? {
-                Some(next) if next.fits(target, max_new) => turn = next,
+            match turn.next_turn(&text, (tokenizer, target))? {
+                Some(next) if fits(&next.ids, target, max_new) => turn = next,
                 _ => return Ok(()),
             }
         }
@@ -134,14 +107,14 @@ impl Prompt {
     fn next_turn(
         &self,
         answer: &str,
-        tokenizer: &ChatTokenizer,
+        (tokenizer, target): (&ChatTokenizer, &TargetConfig),
     ) -> Result<Option<Self>, dflash_text::Error> {
         let [turn, later_turns @ ..] = self.later_turns.as_slice() else { return Ok(None) };
         let mut next = self.clone();
         next.messages.push(Message::text(Role::Assistant, answer));
         next.messages.push(turn.clone());
         next.later_turns = later_turns.to_vec();
-        next.ids = tokenizer.render_ids(&next.messages, next.tools.as_ref(), true)?;
+        next.ids = prompt_ids(tokenizer, (&next.messages, next.tools.as_ref()), target)?;
         Ok(Some(next))
     }
 }

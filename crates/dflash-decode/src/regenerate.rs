@@ -4,33 +4,37 @@
 //! answers replaced. Sequences share every matrix product and are replaced as they end, so the
 //! batch stays full whatever the lengths.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_console::{Progress, Unit};
 use dflash_model::place;
-use dflash_model::target::{BatchCache, Target, TargetOptions};
+use dflash_model::target::{BatchCache, Target, TargetConfig, TargetOptions};
 use dflash_settings::RegenerateSettings;
-use dflash_text::{ChatTokenizer, Message, Role};
-use serde_json::{Map, Value, json};
-use tch::{Kind, Tensor};
+use dflash_text::ChatTokenizer;
+use tch::Tensor;
 
 use crate::Error;
-use crate::partial::PartialOutput;
+use crate::dialogue::{Dialogue, Next, Speaker};
+use crate::partial::{Found, PartialOutput, find};
 use crate::plain::{Limits, check, roomy};
-use crate::prompts::{Prompt, usable_prompts};
+use crate::rows::{Place, read_rows};
 use crate::sampling::most_likely;
+use crate::stamp::Stamp;
 
 /// What a regeneration did.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RegenerateSummary {
-    /// Rows in the output file.
+    /// Rows of the data whose answers are in the output file.
     pub rows: usize,
-    /// Of these, rows that an earlier, stopped run had made.
+    /// Of these, rows that an earlier run had answered.
     pub resumed: usize,
     /// Rows left out because prompt and answer exceed the target's context.
     pub skipped: usize,
+    /// Conversations that end early because a later turn does.
+    pub shortened: usize,
     /// Tokens made by this run.
     pub tokens: usize,
     /// Seconds it took, loading apart.
@@ -40,11 +44,14 @@ pub struct RegenerateSummary {
 /// Answers every row of the data and writes `question`, `answer`, `input_ids`, `loss_mask` and
 /// `finished`, in the order of the data.
 ///
-/// Rows without a `question` get their `messages` instead. A stopped run leaves `OUTPUT.partial`
-/// and the same command continues it.
+/// Rows that are not a question alone get their `messages` instead. Every answer of a conversation
+/// is made anew, from the new ones before it; where the template rewrites those, a conversation
+/// gives several rows. A stopped run leaves `OUTPUT.partial`, and the same command continues it; a
+/// larger `limit` continues a finished file.
 ///
 /// # Errors
-/// Model or data that cannot be read, output that cannot be written; [`Error::Interrupted`].
+/// Model or data that cannot be read, output that cannot be written or is of other making;
+/// [`Error::Interrupted`].
 pub fn regenerate(
     settings: &RegenerateSettings,
     target_dir: &Path,
@@ -52,80 +59,116 @@ pub fn regenerate(
 ) -> Result<RegenerateSummary, Error> {
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
+    let config = TargetConfig::load(target_dir)?;
+    let limits = Limits::new(&config, &tokenizer, settings.max_new_tokens);
+    let speaker = Speaker { tokenizer: &tokenizer, config: &config, limits: &limits };
+    let (dialogues, skipped) = usable_dialogues(settings, speaker)?;
+    let stamp = Stamp::new(settings, target_dir, (&config, &tokenizer, &limits), dtype)?;
+    let found = find(&settings.output, &stamp, dialogues.len(), settings.overwrite)?;
+    let resumed = found.prompts();
+    let mut summary = RegenerateSummary {
+        rows: dialogues.len(),
+        resumed,
+        skipped,
+        shortened: 0,
+        tokens: 0,
+        seconds: 0.0,
+    };
+    if matches!(found, Found::Finished(..)) && resumed == dialogues.len() {
+        return Ok(summary);
+    }
+    let mut output = PartialOutput::open(&settings.output, &stamp, found)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
-    let room = (target.config(), settings.max_new_tokens);
-    let (prompts, skipped) = usable_prompts((&settings.data, settings.limit), &tokenizer, room)?;
-    let mut output =
-        PartialOutput::open(&settings.output, &rows_depend_on(settings, (target_dir, dtype)))?;
-    let resumed = output.written();
-    let limits = Limits::new(&target, &tokenizer, settings.max_new_tokens);
-    let remaining: Vec<&[i64]> =
-        prompts[resumed..].iter().map(|prompt| prompt.ids.as_slice()).collect();
-    let mut decoder = BatchDecoder::new(&target, &remaining, &limits, settings.batch);
-    let mut progress =
-        Progress::new("regenerate", Unit::Items, prompts.len() as u64).starting_at(resumed as u64);
-    let (mut tokens, mut done, started) = (0, resumed, Instant::now());
-    while let Some(answers) = decoder.step(stop)? {
+    let started = Instant::now();
+    let data = settings.data.as_path();
+    let mut work =
+        Work::new((data, dialogues), output.written(), speaker, (&target, settings.batch));
+    while let Some(answers) = work.decoder.step(stop)? {
         for answer in answers {
-            let number = resumed + answer.number;
-            let row = row(&prompts[number], &answer.tokens, &limits, &tokenizer)?;
-            output.push(number, &row)?;
-            tokens += answer.tokens.len();
-            done += 1;
-            let speed = tokens as f64 / started.elapsed().as_secs_f64();
-            progress.update(done as u64, format!("{speed:.0} tokens/s"));
+            work.take(answer, &mut output, &mut summary)?;
         }
     }
     output.finish()?;
-    let seconds = started.elapsed().as_secs_f64();
-    Ok(RegenerateSummary { rows: done, resumed, skipped, tokens, seconds })
+    summary.seconds = started.elapsed().as_secs_f64();
+    Ok(summary)
 }
 
-/// What decides the rows: a partial file made with anything else is not continued.
-fn rows_depend_on(settings: &RegenerateSettings, (target_dir, dtype): (&Path, Kind)) -> Value {
-    let stamp = |path: &Path| {
-        let facts = std::fs::metadata(path).ok();
-        let modified = facts.as_ref().and_then(|facts| facts.modified().ok());
-        format!("{modified:?} {:?}", facts.map(|facts| facts.len()))
-    };
-    json!({
-        "target": target_dir,
-        "target_config": stamp(&target_dir.join("config.json")),
-        "data": settings.data,
-        "data_file": stamp(&settings.data),
-        "limit": settings.limit,
-        "max_new_tokens": settings.max_new_tokens,
-        "dtype": format!("{:?}", dtype),
-    })
-}
-
-fn row(
-    prompt: &Prompt,
-    answer: &[i64],
-    limits: &Limits,
-    tokenizer: &ChatTokenizer,
-) -> Result<Value, Error> {
-    let finished = answer.last().is_some_and(|token| limits.stop_ids.contains(token));
-    let text_ids = &answer[..answer.len() - usize::from(finished)];
-    let text = tokenizer.decode(text_ids, false)?;
-    let mut row = Map::new();
-    match prompt.row.get("question") {
-        Some(question) => {
-            row.insert("question".into(), question.clone());
-            row.insert("answer".into(), json!(text));
-        }
-        None => {
-            let answered = Message::text(Role::Assistant, text);
-            let messages: Vec<&Message> = prompt.messages.iter().chain([&answered]).collect();
-            row.insert("messages".into(), json!(messages));
-            row.extend(prompt.tools.iter().map(|tools| ("tools".into(), tools.clone())));
-        }
+/// The rows of the data as dialogues, without those that leave no room for a first answer, and how
+/// many those are.
+fn usable_dialogues(
+    settings: &RegenerateSettings,
+    speaker: Speaker<'_>,
+) -> Result<(Vec<Dialogue>, usize), Error> {
+    let read = |row, place: Place<'_>| Dialogue::new(&row, place, speaker);
+    let mut dialogues = read_rows((&settings.data, settings.limit), read)?;
+    let read = dialogues.len();
+    dialogues.retain(|dialogue| dialogue.fits(speaker));
+    if dialogues.is_empty() {
+        let context = speaker.config.max_position_embeddings;
+        return Err(Error::NoPrompts { path: settings.data.clone(), context });
     }
-    let mask = [vec![0; prompt.ids.len()], vec![1; answer.len()]].concat();
-    row.insert("input_ids".into(), json!([&prompt.ids, answer].concat()));
-    row.insert("loss_mask".into(), json!(mask));
-    row.insert("finished".into(), json!(finished));
-    Ok(Value::Object(row))
+    let skipped = read - dialogues.len();
+    Ok((dialogues, skipped))
+}
+
+/// Dialogues between their answers.
+struct Work<'a> {
+    data: &'a Path,
+    speaker: Speaker<'a>,
+    /// By number; `None` once written.
+    dialogues: Vec<Option<Dialogue>>,
+    decoder: BatchDecoder<'a>,
+    /// How many were done before this run.
+    resumed: usize,
+    done: usize,
+    started: Instant,
+    progress: Progress,
+}
+
+impl<'a> Work<'a> {
+    fn new(
+        (data, dialogues): (&'a Path, Vec<Dialogue>),
+        resumed: usize,
+        speaker: Speaker<'a>,
+        (target, batch): (&'a Target, usize),
+    ) -> Self {
+        let remaining: Vec<&[i64]> = dialogues[resumed..].iter().map(Dialogue::ids).collect();
+        let decoder = BatchDecoder::new(target, &remaining, speaker.limits, batch);
+        let progress = Progress::new("regenerate", Unit::Items, dialogues.len() as u64)
+            .starting_at(resumed as u64);
+        let dialogues = dialogues.into_iter().map(Some).collect();
+        let started = Instant::now();
+        Self { data, speaker, dialogues, decoder, resumed, done: resumed, started, progress }
+    }
+
+    /// Takes an answer; its dialogue goes on or is written.
+    fn take(
+        &mut self,
+        answer: Answered,
+        output: &mut PartialOutput,
+        summary: &mut RegenerateSummary,
+    ) -> Result<(), Error> {
+        summary.tokens += answer.tokens.len();
+        let number = self.resumed + answer.number;
+        let Some(mut dialogue) = self.dialogues[number].take() else { return Ok(()) };
+        let line = dialogue.line();
+        let next = dialogue.answer(&answer.tokens, self.speaker).map_err(|source| Error::Row {
+            path: self.data.into(),
+            line,
+            source,
+        })?;
+        if let Next::Answer = next {
+            self.decoder.ask_next(answer.number, dialogue.ids());
+            self.dialogues[number] = Some(dialogue);
+            return Ok(());
+        }
+        summary.shortened += usize::from(matches!(next, Next::Shortened));
+        output.push(number, &dialogue.into_rows())?;
+        self.done += 1;
+        let speed = summary.tokens as f64 / self.started.elapsed().as_secs_f64();
+        self.progress.update(self.done as u64, format!("{speed:.0} tokens/s"));
+        Ok(())
+    }
 }
 
 /// Greedy answers to a list of prompts, many at a time.
@@ -133,9 +176,8 @@ fn row(
 pub struct BatchDecoder<'a> {
     target: &'a Target,
     limits: &'a Limits,
-    prompts: &'a [&'a [i64]],
-    /// Prompts that have been started.
-    started: usize,
+    /// Prompts that have not been started, with their numbers.
+    waiting: VecDeque<(usize, Vec<i64>)>,
     cache: BatchCache,
     /// The answers in the making, in slot order.
     live: Vec<Answered>,
@@ -152,16 +194,18 @@ pub struct Answered {
 
 impl<'a> BatchDecoder<'a> {
     /// A decoder that runs up to `batch` (at least 1) of `prompts` together.
-    pub fn new(
-        target: &'a Target,
-        prompts: &'a [&'a [i64]],
-        limits: &'a Limits,
-        batch: usize,
-    ) -> Self {
+    pub fn new(target: &'a Target, prompts: &[&[i64]], limits: &'a Limits, batch: usize) -> Self {
         let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
         let slots = batch.clamp(1, prompts.len().max(1));
         let cache = target.new_batch_cache(slots, roomy(longest + limits.max_new_tokens));
-        Self { target, limits, prompts, started: 0, cache, live: Vec::new() }
+        let waiting = prompts.iter().map(|prompt| prompt.to_vec()).enumerate().collect();
+        Self { target, limits, waiting, cache, live: Vec::new() }
+    }
+
+    /// Adds a prompt that is run before all that wait, under the number of one that has ended: the
+    /// next turn of its conversation.
+    pub fn ask_next(&mut self, number: usize, prompt: &[i64]) {
+        self.waiting.push_front((number, prompt.to_vec()));
     }
 
     /// Makes one more token for every live sequence, after starting new ones where there is room.
@@ -171,7 +215,7 @@ impl<'a> BatchDecoder<'a> {
     /// [`Error::Interrupted`] when `stop` is set.
     pub fn step(&mut self, stop: &AtomicBool) -> Result<Option<Vec<Answered>>, Error> {
         check(stop)?;
-        if self.live.is_empty() && self.started == self.prompts.len() {
+        if self.live.is_empty() && self.waiting.is_empty() {
             return Ok(None);
         }
         let first_new = self.live.len();
@@ -191,17 +235,21 @@ impl<'a> BatchDecoder<'a> {
     /// Starts prompts in the free slots; returns the logits after them.
     fn admit(&mut self) -> Option<Tensor> {
         let free = self.cache.slots() - self.live.len();
-        let waiting = self.prompts.len() - self.started;
         // Prompts are run together too: waiting for a few free slots makes fewer, larger products.
         let worthwhile = self.live.is_empty() || free >= self.cache.slots().div_ceil(16);
-        let count = free.min(waiting);
+        let count = free.min(self.waiting.len());
         if count == 0 || !worthwhile {
             return None;
         }
-        let range = self.started..self.started + count;
-        self.started = range.end;
-        let logits_bv = self.target.prefill_batch(&self.prompts[range.clone()], &mut self.cache);
-        self.live.extend(range.map(|number| Answered { number, tokens: Vec::new() }));
+        let (numbers, prompts): (Vec<usize>, Vec<Vec<i64>>) = self.waiting.drain(..count).unzip();
+        let prompts: Vec<&[i64]> = prompts.iter().map(Vec::as_slice).collect();
+        let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
+        let needed = longest + self.limits.max_new_tokens;
+        if needed > self.cache.capacity() {
+            self.target.grow_batch_cache(&mut self.cache, roomy(needed));
+        }
+        let logits_bv = self.target.prefill_batch(&prompts, &mut self.cache);
+        self.live.extend(numbers.into_iter().map(|number| Answered { number, tokens: Vec::new() }));
         Some(logits_bv)
     }
 

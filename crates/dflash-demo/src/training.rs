@@ -54,9 +54,9 @@ pub(crate) struct Plan {
 /// Renders a conversation and marks its answers, as `dflash prepare` does.
 pub(crate) fn document(tokenizer: &ChatTokenizer, turns: &[Exchange]) -> Result<Sample, Error> {
     let conversation = Conversation { messages: messages(turns), tools: None };
-    match conversation_rows(tokenizer, &conversation, &mut SegmentCache::default()) {
+    match conversation_rows(tokenizer, &conversation, &mut SegmentCache::default(), usize::MAX) {
         // One for all turns: the template does not rewrite history.
-        Ok(mut rows) => Ok(rows.remove(0)),
+        Ok(mut rows) => Ok(rows.samples.remove(0)),
         Err(Refusal::Failed(error)) => Err(error.into()),
         Err(refusal) => panic!("a conversation of the corpus has answers: {refusal:?}"),
     }

@@ -191,6 +191,11 @@ impl PendingDir {
         &self.aside
     }
 
+    /// What the directory will be called: the name that the user knows.
+    pub fn destination(&self) -> &Path {
+        &self.destination
+    }
+
     /// Fsyncs every file, then renames the directory into place.
     ///
     /// # Errors

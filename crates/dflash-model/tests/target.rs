@@ -168,7 +168,7 @@ fn check_batch(target: Target) {
     let ids: Vec<i64> = Vec::try_from(random_ids(40, 6)).unwrap();
     let mut sequences: Vec<Vec<i64>> =
         vec![ids[0..5].to_vec(), ids[5..16].to_vec(), ids[16..17].to_vec()];
-    let mut cache = target.new_batch_cache(4, 32);
+    let mut cache = target.new_batch_cache(4, 16);
     let prompts: Vec<&[i64]> = sequences.iter().map(Vec::as_slice).collect();
     let logits = target.prefill_batch(&prompts, &mut cache);
     check_last_logits(&target, &sequences, &logits);
@@ -179,6 +179,8 @@ fn check_batch(target: Target) {
         }
         if step == 5 {
             sequences.push(ids[17..24].to_vec());
+            target.grow_batch_cache(&mut cache, 32);
+            assert_eq!((cache.len(), cache.capacity(), cache.slots()), (2, 32, 4));
             let _logits = target.prefill_batch(&[&ids[17..24]], &mut cache);
         }
         let next: Vec<i64> = (0..sequences.len()).map(|slot| ids[24 + step + slot]).collect();

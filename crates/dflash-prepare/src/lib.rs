@@ -14,7 +14,8 @@ mod provenance;
 mod run;
 mod source;
 
-pub use boundary::{Refusal, conversation_rows};
+pub use boundary::{Refusal, Rows, conversation_rows};
+pub use dflash_text::panics_are_caught;
 pub use error::Error;
 pub use outcome::{DropReason, Dropped, Tally};
 pub use run::{Summary, prepare};

@@ -17,6 +17,14 @@ pub enum DropReason {
     NoAnswer,
     #[error("unknown role")]
     UnknownRole,
+    #[error("a turn without content")]
+    NoContent,
+    /// Of a turn, not of a row.
+    #[error("assistant turn with neither content nor tool calls")]
+    EmptyTurn,
+    /// Of a turn, not of a row: what it would teach is to say nothing.
+    #[error("assistant turn of tool calls, which the chat template does not print")]
+    UnprintedCalls,
     #[error("refused by the chat template")]
     TemplateRefused,
     /// The renders diverge inside the history, so no boundary can be trusted.
@@ -49,12 +57,38 @@ pub struct Tally {
     pub truncated: u64,
     /// What was dropped, by reason.
     pub dropped: BTreeMap<DropReason, Dropped>,
+    /// Turns that were taken out of their conversations, or left as context, by reason.
+    pub turns_dropped: BTreeMap<DropReason, Dropped>,
+    /// Keys of messages that nothing reads, and how many messages have them.
+    pub unknown_keys: BTreeMap<String, u64>,
 }
+
+/// Names of unknown keys that are told apart; more come from data whose keys are values.
+const KEYS_SHOWN: usize = 32;
+/// Longest name shown, in characters.
+const KEY_LENGTH: usize = 40;
+/// Stands for the names beyond [`KEYS_SHOWN`].
+const OTHER_KEYS: &str = "(others)";
 
 impl Tally {
     pub(crate) fn drop(&mut self, reason: DropReason, first: impl FnOnce() -> String) {
         let none = || Dropped { count: 0, first: first() };
         self.dropped.entry(reason).or_insert_with(none).count += 1;
+    }
+
+    /// Counts a turn that is not trained on.
+    pub(crate) fn drop_turn(&mut self, reason: DropReason, first: impl FnOnce() -> String) {
+        let none = || Dropped { count: 0, first: first() };
+        self.turns_dropped.entry(reason).or_insert_with(none).count += 1;
+    }
+
+    /// Counts messages that have a key that nothing reads.
+    pub(crate) fn unknown_key(&mut self, key: &str, messages: u64) {
+        let name: String = key.chars().take(KEY_LENGTH).collect();
+        let has_room =
+            self.unknown_keys.len() < KEYS_SHOWN || self.unknown_keys.contains_key(&name);
+        let name = if has_room { name } else { OTHER_KEYS.to_owned() };
+        *self.unknown_keys.entry(name).or_default() += messages;
     }
 
     /// Adds the counts of a later part.
@@ -64,6 +98,12 @@ impl Tally {
         for (reason, Dropped { count, first }) in later.dropped {
             self.dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
         }
+        for (reason, Dropped { count, first }) in later.turns_dropped {
+            self.turns_dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
+        }
+        for (key, messages) in later.unknown_keys {
+            self.unknown_key(&key, messages);
+        }
     }
 
     /// `12 refused by the chat template (first: data.jsonl:3: ...); 1 ...`
@@ -71,7 +111,21 @@ impl Tally {
         let part = |(reason, Dropped { count, first }): (&DropReason, &Dropped)| {
             format!("{count} {reason} (first: {first})")
         };
-        self.dropped.iter().map(part).collect::<Vec<_>>().join("; ")
+        let mut parts: Vec<String> =
+            self.dropped.iter().chain(&self.turns_dropped).map(part).collect();
+        if !self.unknown_keys.is_empty() {
+            parts.push(format!("unknown keys in messages: {}", self.keys()));
+        }
+        parts.join("; ")
+    }
+
+    /// `contnt (3 messages), weight (1 message)`
+    pub(crate) fn keys(&self) -> String {
+        let part = |(key, count): (&String, &u64)| {
+            let plural = if *count == 1 { "" } else { "s" };
+            format!("{} ({count} message{plural})", key.escape_debug())
+        };
+        self.unknown_keys.iter().map(part).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -109,6 +163,24 @@ mod tests {
         check("00001", Err(DropReason::NothingSupervised));
         check("", Err(DropReason::NothingSupervised));
         check("00011", Err(DropReason::TooFewSupervised));
+    }
+
+    #[test]
+    fn unknown_keys_are_counted_within_bounds() {
+        let mut chunk = Tally::default();
+        chunk.unknown_key("a\u{1b}[2J", 1);
+        (0..1000).for_each(|n| chunk.unknown_key(&format!("k{n:04}"), 1));
+        let mut whole = Tally::default();
+        whole.absorb(chunk.clone());
+        whole.absorb(chunk);
+        assert_eq!(whole.unknown_keys.len(), KEYS_SHOWN + 1);
+        assert_eq!(whole.unknown_keys.values().sum::<u64>(), 2002);
+        assert!(
+            whole.keys().starts_with("(others) (1938 messages), a\\u{1b}[2J (2 messages), k0000")
+        );
+        let mut long = Tally::default();
+        long.unknown_key(&"x".repeat(1 << 20), 1);
+        assert_eq!(long.keys(), format!("{} (1 message)", "x".repeat(KEY_LENGTH)));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::thread;
 
 use dflash_data::Sample;
 use dflash_settings::PrepareSettings;
-use dflash_text::{Row, SegmentCache, parse_row};
+use dflash_text::{Conversation, Role, Row, SegmentCache, parse_row};
 
 use crate::boundary::{Refusal, conversation_rows};
 use crate::error::Error;
@@ -130,21 +130,21 @@ impl Job<'_> {
     fn chunk(&self, records: Vec<Result<Record, Error>>, cache: &mut SegmentCache) -> Reply {
         let mut prepared = Prepared::default();
         for record in records {
-            let record = record?;
+            let mut record = record?;
             prepared.tally.rows_in += 1;
             prepared.bytes += record.bytes;
-            self.record(&record, cache, &mut prepared)?;
+            self.record(&mut record, cache, &mut prepared)?;
         }
         Ok(prepared)
     }
 
     fn record(
         &self,
-        record: &Record,
+        record: &mut Record,
         cache: &mut SegmentCache,
         out: &mut Prepared,
     ) -> Result<(), Error> {
-        let row = match record.parse() {
+        let row = match record.take_parsed() {
             Ok(value) => parse_row(&value),
             Err(error) if self.settings.skip_bad_rows => {
                 out.tally.drop(DropReason::BadRow, || error.to_string());
@@ -152,17 +152,16 @@ impl Job<'_> {
             }
             Err(error) => return Err(error.into()),
         };
-        let with_place = |error: dflash_text::Error| format!("{}: {error}", record.place());
         let samples = match row {
             Ok(Row::Conversation(conversation)) => {
-                conversation_rows(&self.model.tokenizer, &conversation, cache)
+                self.conversation(record, conversation, cache, out)
             }
             Ok(Row::Tokenized { input_ids, loss_mask }) => match self.foreign_id(&input_ids) {
                 Some(reason) => return self.bad_row(record, reason, out),
                 None => Ok(vec![Sample { input_ids, loss_mask }]),
             },
             Err(error @ dflash_text::Error::UnknownRole { .. }) => {
-                out.tally.drop(DropReason::UnknownRole, || with_place(error));
+                out.tally.drop(DropReason::UnknownRole, || format!("{}: {error}", record.place()));
                 return Ok(());
             }
             Err(error) => return self.bad_row(record, error.to_string(), out),
@@ -171,11 +170,51 @@ impl Job<'_> {
             Ok(samples) => self.keep(record, samples, out),
             Err(Refusal::Dropped(reason)) => out.tally.drop(reason, || record.place()),
             Err(Refusal::Failed(error @ dflash_text::Error::Render { .. })) => {
-                out.tally.drop(DropReason::TemplateRefused, || with_place(error));
+                let first = || format!("{}: {error}", record.place());
+                out.tally.drop(DropReason::TemplateRefused, first);
             }
             Err(Refusal::Failed(error)) => return Err(error.into()),
         }
         Ok(())
+    }
+
+    /// The samples of a conversation, after its faults are counted.
+    fn conversation(
+        &self,
+        record: &Record,
+        mut conversation: Conversation,
+        cache: &mut SegmentCache,
+        out: &mut Prepared,
+    ) -> Result<Vec<Sample>, Refusal> {
+        let messages = &mut conversation.messages;
+        for key in messages.iter().flat_map(|message| &message.unknown_keys) {
+            out.tally.unknown_key(key, 1);
+        }
+        let had_messages = !messages.is_empty();
+        messages.retain(|message| {
+            let is_kept = message.role != Role::Assistant
+                || message.has_content()
+                || message.tool_calls.is_some();
+            if !is_kept {
+                out.tally.drop_turn(DropReason::EmptyTurn, || record.place());
+            }
+            is_kept
+        });
+        if messages.iter().any(|turn| turn.role != Role::Assistant && turn.content.is_null()) {
+            return Err(Refusal::Dropped(DropReason::NoContent));
+        }
+        if had_messages && messages.is_empty() {
+            return Err(Refusal::Dropped(DropReason::NoAnswer));
+        }
+        let seq_length = self.settings.seq_length;
+        let rows = conversation_rows(&self.model.tokenizer, &conversation, cache, seq_length)?;
+        for _ in 0..rows.unprinted_calls {
+            out.tally.drop_turn(DropReason::UnprintedCalls, || record.place());
+        }
+        match rows.samples.is_empty() {
+            true => Err(Refusal::Dropped(DropReason::NoAnswer)),
+            false => Ok(rows.samples),
+        }
     }
 
     fn keep(&self, record: &Record, samples: Vec<Sample>, out: &mut Prepared) {

@@ -22,7 +22,7 @@ pub(crate) fn document(
     writer: &DatasetWriter,
 ) -> Vec<u8> {
     let written = writer.so_far();
-    let document = json!({
+    let mut document = json!({
         "format": 1,
         "version": env!("CARGO_PKG_VERSION"),
         "target": settings.target(),
@@ -42,5 +42,11 @@ pub(crate) fn document(
         "truncated": tally.truncated,
         "dropped": tally.dropped,
     });
+    if !tally.turns_dropped.is_empty() {
+        document["turns_dropped"] = json!(tally.turns_dropped);
+    }
+    if !tally.unknown_keys.is_empty() {
+        document["unknown_keys"] = json!(tally.unknown_keys);
+    }
     format!("{document:#}\n").into_bytes()
 }

@@ -102,6 +102,12 @@ impl fmt::Display for Summary {
         for (reason, Dropped { count, first }) in &tally.dropped {
             writeln!(f, "dropped            {count}: {reason} (first: {first})")?;
         }
+        for (reason, Dropped { count, first }) in &tally.turns_dropped {
+            writeln!(f, "turns dropped      {count}: {reason} (first: {first})")?;
+        }
+        if !tally.unknown_keys.is_empty() {
+            writeln!(f, "unknown keys       {}", tally.keys())?;
+        }
         writeln!(f, "shards             {}", written.shards)?;
         writeln!(f, "fingerprint        {}", written.fingerprint)?;
         write!(f, "time               {:.1} s ({rate:.0} rows/s)", elapsed.as_secs_f64())

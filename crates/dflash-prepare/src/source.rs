@@ -3,7 +3,6 @@
 mod files;
 mod sample;
 
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -58,10 +57,11 @@ impl Record {
         format!("{}:{}", self.path.display(), self.line)
     }
 
-    pub(crate) fn parse(&self) -> Result<Cow<'_, Value>, dflash_text::Error> {
-        match &self.content {
-            Content::Json(row) => row.parse(&self.path).map(Cow::Owned),
-            Content::Value(value) => Ok(Cow::Borrowed(value)),
+    /// The row, which the record then holds no more: rows can be large.
+    pub(crate) fn take_parsed(&mut self) -> Result<Value, dflash_text::Error> {
+        match std::mem::replace(&mut self.content, Content::Value(Value::Null)) {
+            Content::Json(row) => row.parse(&self.path),
+            Content::Value(value) => Ok(value),
         }
     }
 }

@@ -8,9 +8,9 @@ use crate::check::{Invalid, at_least_one};
 
 /// Make the demo's corpus and train its tiny target.
 ///
-/// Writes DIR/corpus (conversations and held-out prompts as JSON Lines) and DIR/target, a Hugging
-/// Face model directory with tokenizer, chat template and a small Qwen3. Everything follows from
-/// the seed; nothing is downloaded.
+/// Writes DIR/conversations.jsonl, DIR/prompts.jsonl (held out for `dflash eval`) and DIR/target, a
+/// Hugging Face model directory with tokenizer, chat template and a small Qwen3. Everything follows
+/// from the seed; nothing is downloaded.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DemoTargetSettings {

@@ -9,8 +9,9 @@ use crate::choices::{Device, Dtype};
 
 /// Replace the answers of a dataset by the target's own.
 ///
-/// Writes one row per question, in order: question, answer, input_ids, loss_mask, finished. A
-/// stopped run leaves FILE.partial; the same command continues it.
+/// Writes one row per question, in order: question, answer, input_ids, loss_mask, finished. Of
+/// conversations every answer is made anew, turn by turn. A stopped run leaves FILE.partial; the
+/// same command continues it, and a larger --limit continues a finished file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct RegenerateSettings {
@@ -32,6 +33,10 @@ pub struct RegenerateSettings {
     /// Sequences decoded together.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 128))]
     pub batch: usize,
+    /// Start afresh where --output, or what a stopped run left of it, was made with other settings or
+    /// another target.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub overwrite: bool,
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,

@@ -16,5 +16,6 @@ mod tokenizer;
 pub use error::Error;
 pub use message::{Conversation, Message, Role};
 pub use reader::{RawRow, RawRows, raw_rows};
-pub use row::{Row, parse_row};
-pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds};
+pub use row::{Row, parse_prompt_row, parse_row};
+pub use template::panics_are_caught;
+pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds, Start};

@@ -43,7 +43,7 @@ impl Role {
 pub struct Message {
     /// The speaker.
     pub role: Role,
-    /// A string, a list of typed parts, or null (a bare tool call).
+    /// A string, a list of typed parts, or null where the row has none.
     pub content: Value,
     /// Recorded reasoning. Templates read it as `reasoning_content` or `thinking`.
     #[serde(flatten, serialize_with = "under_both_names")]
@@ -57,6 +57,9 @@ pub struct Message {
     /// The tool's or speaker's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
+    /// Keys of the row's turn that nothing reads.
+    #[serde(skip)]
+    pub unknown_keys: Vec<String>,
 }
 
 impl Message {
@@ -69,6 +72,18 @@ impl Message {
             tool_calls: None,
             tool_call_id: None,
             name: None,
+            unknown_keys: Vec::new(),
+        }
+    }
+
+    /// Whether there is anything in the content: a list of empty texts is none.
+    pub fn has_content(&self) -> bool {
+        let is_empty_text = |part: &Value| part["text"].as_str().is_some_and(str::is_empty);
+        match &self.content {
+            Value::Null => false,
+            Value::String(text) => !text.is_empty(),
+            Value::Array(parts) => !parts.iter().all(is_empty_text),
+            _ => true,
         }
     }
 }
@@ -107,6 +122,20 @@ mod tests {
             &message,
             r#"{"role":"assistant","content":"4","reasoning_content":"2+2","thinking":"2+2","tool_call_id":"a"}"#,
         );
+    }
+
+    #[test]
+    fn an_empty_text_is_no_content() {
+        let check = |content: Value, expect| {
+            let message = Message { content, ..Message::text(Role::User, "") };
+            assert_eq!(message.has_content(), expect, "{message:?}");
+        };
+        check(Value::Null, false);
+        check("".into(), false);
+        check(" ".into(), true);
+        check(serde_json::json!([]), false);
+        check(serde_json::json!([{"type": "text", "text": ""}]), false);
+        check(serde_json::json!([{"type": "text", "text": ""}, {"type": "image"}]), true);
     }
 
     #[test]

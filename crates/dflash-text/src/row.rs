@@ -4,7 +4,7 @@
 //! what the target really produced, and a list of turns wins over a prompt column beside it
 //! (UltraChat has both).
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::error::{Error, json_type};
 use crate::message::{Conversation, Message, Role};
@@ -41,25 +41,45 @@ const PAIRS: [(&str, &[&str]); 6] = [
 /// [`Error::RowNotObject`], [`Error::UnknownLayout`], [`Error::FieldType`],
 /// [`Error::UnknownRole`], [`Error::MaskLength`]. None of them names the file and line.
 pub fn parse_row(value: &Value) -> Result<Row, Error> {
+    parse(value, Answer::Needed)
+}
+
+/// [`parse_row`] for what is still to be answered: a question alone (`question`, `instruction`,
+/// `prompt`, `query`, `problem` or `input`) is a row too.
+///
+/// # Errors
+/// As [`parse_row`].
+pub fn parse_prompt_row(value: &Value) -> Result<Row, Error> {
+    parse(value, Answer::Optional)
+}
+
+/// Whether a question needs an answer beside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Needed,
+    Optional,
+}
+
+fn parse(value: &Value, answer: Answer) -> Result<Row, Error> {
     let row = value.as_object().ok_or(Error::RowNotObject { found: json_type(value) })?;
     if let (Some(ids), Some(mask)) = (present(row, "input_ids"), present(row, "loss_mask")) {
         return tokenized(ids, mask);
     }
-    let mut messages = messages_of(row)?;
+    let mut messages = messages_of(row, answer)?;
     if let Some(system) = present(row, "system").and_then(Value::as_str)
         && !system.is_empty()
         && messages.first().is_none_or(|first| first.role != Role::System)
     {
         messages.insert(0, Message::text(Role::System, system));
     }
-    Ok(Row::Conversation(Conversation { messages, tools: tools_of(row)? }))
+    Ok(Row::Conversation(Conversation { messages, tools: list_of(row, "tools", "tools")? }))
 }
 
 fn present<'a>(row: &'a Map<String, Value>, field: &str) -> Option<&'a Value> {
     row.get(field).filter(|value| !value.is_null())
 }
 
-fn messages_of(row: &Map<String, Value>) -> Result<Vec<Message>, Error> {
+fn messages_of(row: &Map<String, Value>, needed: Answer) -> Result<Vec<Message>, Error> {
     for field in ["conversations", "conversation", "messages"] {
         if let Some(turns) = present(row, field) {
             return turn_list(turns, field);
@@ -74,6 +94,12 @@ fn messages_of(row: &Map<String, Value>) -> Result<Vec<Message>, Error> {
     if let Some(turns) = present(row, "turns") {
         return benchmark_turns(turns);
     }
+    let asked = || PAIRS.iter().find_map(|(asked, _)| Some((*asked, present(row, asked)?)));
+    if needed == Answer::Optional
+        && let Some((asked, question)) = asked()
+    {
+        return question_turns(row, (asked, question));
+    }
     let fields = row.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
     Err(Error::UnknownLayout { fields })
 }
@@ -84,15 +110,26 @@ fn pair(
     (asked, question): (&str, &Value),
     (answered, answer): (&str, &Value),
 ) -> Result<Vec<Message>, Error> {
-    let mut messages = match question {
-        Value::Array(_) => turn_list(question, asked)?,
-        _ => vec![Message::text(Role::User, with_input(row, asked, string(question, asked)?))],
-    };
+    let mut messages = question_turns(row, (asked, question))?;
     match answer {
         Value::Array(_) => messages.extend(turn_list(answer, answered)?),
         _ => messages.push(Message::text(Role::Assistant, string(answer, answered)?)),
     }
     Ok(messages)
+}
+
+/// What is asked, a text or a list of turns.
+fn question_turns(
+    row: &Map<String, Value>,
+    (asked, question): (&str, &Value),
+) -> Result<Vec<Message>, Error> {
+    match question {
+        Value::Array(_) => turn_list(question, asked),
+        _ => {
+            let text = with_input(row, asked, string(question, asked)?);
+            Ok(vec![Message::text(Role::User, text)])
+        }
+    }
 }
 
 /// Alpaca's optional `input` goes on the line after its instruction.
@@ -117,6 +154,20 @@ fn turn_list(turns: &Value, field: &str) -> Result<Vec<Message>, Error> {
     array(turns, field)?.iter().map(|turn| parse_turn(turn, field)).collect()
 }
 
+/// Keys of a turn that are read.
+const TURN_KEYS: [&str; 10] = [
+    "role",
+    "from",
+    "content",
+    "value",
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+];
+
 fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     let Some(turn) = turn.as_object() else {
         return Err(field_type(&format!("{field}[]"), "an object", turn));
@@ -124,42 +175,61 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     let either = |name, other| present(turn, name).or_else(|| present(turn, other));
     let role = either("role", "from").unwrap_or(&Value::Null);
     let role = Role::parse(string(role, &format!("{field}[].role"))?)?;
-    let tool_calls = present(turn, "tool_calls").filter(|calls| **calls != json!([])).cloned();
     let content = match either("content", "value") {
+        None => Value::Null,
         Some(content @ (Value::String(_) | Value::Array(_))) => content.clone(),
-        // Templates recognise a bare tool call by its null content; elsewhere null means empty.
-        None if tool_calls.is_some() => Value::Null,
-        None => Value::String(String::new()),
         Some(other) => return Err(field_type(&format!("{field}[].content"), "a string", other)),
     };
-    let text = |name: &str| present(turn, name).and_then(Value::as_str).map(str::to_owned);
+    // Columns of Arrow files are null where a turn has no such key.
+    let is_unknown = |key: &&String| !TURN_KEYS.contains(&key.as_str()) && !turn[*key].is_null();
     Ok(Message {
         role,
         content,
-        reasoning_content: ["reasoning_content", "thinking", "reasoning"]
-            .into_iter()
-            .find_map(text),
-        tool_calls,
-        tool_call_id: text("tool_call_id"),
-        name: text("name"),
+        reasoning_content: reasoning_of(turn, field)?,
+        tool_calls: list_of(turn, "tool_calls", &format!("{field}[].tool_calls"))?,
+        tool_call_id: word(turn, "tool_call_id", field)?,
+        name: word(turn, "name", field)?,
+        unknown_keys: turn.keys().filter(is_unknown).cloned().collect(),
     })
 }
 
-/// `tools` as a list, or as a string of JSON that holds one, as in Arrow files.
-fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, Error> {
-    let expected = "a list of tools or a string of JSON";
-    let tools = match present(row, "tools") {
+/// The first recorded reasoning that is not blank: templates that see an empty one open and close a
+/// channel for nothing.
+fn reasoning_of(turn: &Map<String, Value>, field: &str) -> Result<Option<String>, Error> {
+    for name in ["reasoning_content", "thinking", "reasoning"] {
+        let Some(reasoning) = present(turn, name) else { continue };
+        let text = string(reasoning, &format!("{field}[].{name}"))?;
+        if !text.trim().is_empty() {
+            return Ok(Some(text.to_owned()));
+        }
+    }
+    Ok(None)
+}
+
+/// A name or id, which some programs write as a number.
+fn word(turn: &Map<String, Value>, name: &str, field: &str) -> Result<Option<String>, Error> {
+    match present(turn, name) {
+        None => Ok(None),
+        Some(Value::Number(number)) => Ok(Some(number.to_string())),
+        Some(value) => Ok(Some(string(value, &format!("{field}[].{name}"))?.to_owned())),
+    }
+}
+
+/// A list, or a string of JSON that holds one, as in Arrow files. An empty one is none.
+fn list_of(object: &Map<String, Value>, name: &str, field: &str) -> Result<Option<Value>, Error> {
+    let expected = "a list or a string of JSON that holds one";
+    let list = match present(object, name) {
         None => return Ok(None),
         Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
         Some(value @ Value::String(text)) => {
-            serde_json::from_str(text).map_err(|_| field_type("tools", expected, value))?
+            serde_json::from_str(text).map_err(|_| field_type(field, expected, value))?
         }
         Some(value) => value.clone(),
     };
-    match tools {
-        Value::Array(ref list) => Ok((!list.is_empty()).then_some(tools)),
+    match list {
+        Value::Array(ref items) => Ok((!items.is_empty()).then_some(list)),
         Value::Null => Ok(None),
-        other => Err(field_type("tools", expected, &other)),
+        other => Err(field_type(field, expected, &other)),
     }
 }
 
@@ -202,6 +272,8 @@ fn field_type(field: &str, expected: &'static str, found: &Value) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn conversation(row: &Value) -> Conversation {
@@ -306,11 +378,68 @@ mod tests {
         let conversation = conversation(&json!({"messages": [
             {"role": "user", "content": parts},
             {"role": "assistant", "content": null},
+            {"role": "assistant", "content": ""},
             {"from": "gpt"}]}));
         let contents: Vec<&Value> = conversation.messages.iter().map(|m| &m.content).collect();
-        assert_eq!(contents, [&parts, &json!(""), &json!("")]);
+        assert_eq!(contents, [&parts, &Value::Null, &json!(""), &Value::Null]);
         let number = json!([{"role": "user", "content": 5}]);
         check_error(json!({"messages": number}), "content must be a string");
+    }
+
+    #[test]
+    fn keys_that_nothing_reads_are_named() {
+        let turns = json!([
+            {"role": "user", "contnt": "q", "weight": 1, "refusal": null},
+            {"from": "gpt", "value": "a"}]);
+        let messages = conversation(&json!({"conversations": turns, "id": 1})).messages;
+        assert_eq!(messages[0].unknown_keys, ["contnt", "weight"]);
+        assert!(messages[1].unknown_keys.is_empty());
+    }
+
+    #[test]
+    fn blank_reasoning_is_none() {
+        let reasoning = |turn: Value| {
+            let row = json!({"messages": [turn]});
+            conversation(&row).messages[0].reasoning_content.clone()
+        };
+        let blank = json!({"role": "assistant", "content": "a", "reasoning_content": "\n "});
+        assert_eq!(reasoning(blank), None);
+        let second = json!({"role": "assistant", "reasoning_content": "", "thinking": " hm"});
+        assert_eq!(reasoning(second).as_deref(), Some(" hm"));
+        let wrong = json!({"role": "assistant", "content": "a", "reasoning": {"text": "x"}});
+        check_error(json!({"messages": [wrong]}), "messages[].reasoning must be a string");
+    }
+
+    #[test]
+    fn ids_may_be_numbers_and_calls_a_string_of_json() {
+        let turn = json!({"role": "tool", "tool_call_id": 5, "name": null,
+            "tool_calls": "[{\"name\": \"f\"}]"});
+        let message = conversation(&json!({"messages": [turn]})).messages.remove(0);
+        assert_eq!((message.tool_call_id.as_deref(), message.name), (Some("5"), None));
+        assert_eq!(message.tool_calls, Some(json!([{"name": "f"}])));
+        let call = json!({"role": "assistant", "tool_calls": {"name": "f"}});
+        check_error(json!({"messages": [call]}), "messages[].tool_calls must be a list");
+        let name = json!({"role": "user", "content": "q", "name": ["n"]});
+        check_error(json!({"messages": [name]}), "messages[].name must be a string");
+    }
+
+    #[test]
+    fn a_question_alone_is_a_prompt() {
+        let check = |row: Value, expect: &str| {
+            let Row::Conversation(found) = parse_prompt_row(&row).unwrap() else { panic!("{row}") };
+            let texts: Vec<&str> =
+                found.messages.iter().filter_map(|m| m.content.as_str()).collect();
+            assert_eq!(texts.join(" | "), expect, "{row}");
+        };
+        check(json!({"question": "q"}), "q");
+        check(json!({"question": "q", "answer": null}), "q");
+        check(json!({"question": "q", "answer": "a"}), "q | a");
+        check(json!({"instruction": "q", "input": "i"}), "q\ni");
+        check(json!({"prompt": "q", "system": "s"}), "s | q");
+        check(json!({"prompt": [{"role": "user", "content": "q"}]}), "q");
+        check(json!({"prompt": "ignored", "turns": ["a", "b"]}), "a | b");
+        check_error(json!({"question": "q", "answre": "a"}), "fields [question, answre]");
+        assert!(parse_prompt_row(&json!({"text": "q"})).is_err());
     }
 
     #[test]
@@ -330,7 +459,7 @@ mod tests {
         check_error(json!({"messages": [{"content": "q"}]}), "messages[].role must be a string");
         check_error(json!({"messages": [{"role": "alien", "content": ""}]}), "\"alien\"");
         check_error(json!({"question": "q", "answer": 4}), "answer must be a string");
-        check_error(json!({"messages": [], "tools": "{"}), "tools must be a list of tools");
+        check_error(json!({"messages": [], "tools": "{"}), "tools must be a list or a string");
         check_error(json!({"messages": [], "tools": {"a": 1}}), "found an object");
     }
 }

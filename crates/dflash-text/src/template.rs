@@ -4,7 +4,10 @@
 //! `raise_exception`, `strftime_now` and a `{% generation %}` tag. minijinja differs from Jinja2
 //! in some corners that real templates reach; `template/python.rs` takes care of those.
 
+mod caught;
+mod no_content;
 mod python;
+mod slices;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,6 +19,8 @@ use serde_json::Value;
 use crate::error::Error;
 use crate::message::Message;
 
+pub use caught::panics_are_caught;
+
 /// The environment's name for the template that Transformers calls `default`.
 const DEFAULT: &str = "default";
 /// The named template that Transformers prefers when the conversation offers tools.
@@ -25,6 +30,8 @@ const TOOL_USE: &str = "tool_use";
 #[derive(Debug)]
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
+    /// The templates with their names, as the model has them.
+    sources: Vec<(String, String)>,
     pub(crate) variables: BTreeMap<String, Value>,
 }
 
@@ -36,14 +43,18 @@ impl ChatTemplate {
     pub(crate) fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
         let (path, sources) = find_sources(dir)?;
         let mut environment = python::environment();
-        for (name, source) in sources {
-            let source = python::replace_generation_tags(&source);
-            environment.add_template_owned(name, source).map_err(|error| Error::BadTemplate {
-                path: path.clone(),
-                reason: explain(&error),
+        for (name, source) in &sources {
+            let source = slices::replace_slices(&python::replace_generation_tags(source));
+            environment.add_template_owned(name.clone(), source).map_err(|error| {
+                Error::BadTemplate { path: path.clone(), reason: explain(&error) }
             })?;
         }
-        Ok(Self { environment, variables })
+        Ok(Self { environment, sources, variables })
+    }
+
+    /// The templates with their names, as the model has them.
+    pub(crate) fn sources(&self) -> &[(String, String)] {
+        &self.sources
     }
 
     /// See [`crate::ChatTokenizer::render`].
@@ -53,17 +64,38 @@ impl ChatTemplate {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
+        let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let tool_use = tools.and_then(|_| self.environment.get_template(TOOL_USE).ok());
-        tool_use
-            .map_or_else(|| self.environment.get_template(DEFAULT), Ok)
-            .and_then(|template| {
-                template.render(context! {
-                    messages, tools, add_generation_prompt, documents => (),
-                    ..minijinja::Value::from_serialize(&self.variables)
-                })
+        let render = || {
+            let default = || self.environment.get_template(DEFAULT);
+            tool_use.map_or_else(default, Ok)?.render(context! {
+                messages, tools, add_generation_prompt, documents => (),
+                ..minijinja::Value::from_serialize(&self.variables)
             })
+        };
+        caught::catch(render)
+            .map_err(|panic| Error::Render {
+                reason: format!("the template engine failed: {panic}"),
+            })?
             .map_err(|error| Error::Render { reason: explain(&error) })
     }
+}
+
+/// The dictionary that a template sees. See [`no_content`].
+fn as_value(message: &Message) -> minijinja::Value {
+    let value = minijinja::Value::from_serialize(message);
+    if !message.content.is_null() {
+        return value;
+    }
+    let keys = value.try_iter().into_iter().flatten();
+    keys.map(|key| match key.as_str() {
+        Some("content") => (key, no_content::value()),
+        _ => {
+            let item = value.get_item(&key).unwrap_or_default();
+            (key, item)
+        }
+    })
+    .collect()
 }
 
 /// The engine's message on one line, with the template's line where it is known.
@@ -162,6 +194,47 @@ mod tests {
         let template = template("{{ raise_exception('roles must alternate') }}").unwrap();
         let error = template.render(&[], None, false).unwrap_err().to_string();
         assert_eq!(error, "the chat template refused the conversation: roles must alternate");
+    }
+
+    /// Renders a turn that only calls a tool.
+    fn check_call(source: &str, expect: &str) {
+        let call = json!([{"function": {"name": "f"}}]);
+        let message = Message {
+            content: Value::Null,
+            tool_calls: Some(call),
+            ..Message::text(Role::Assistant, "")
+        };
+        let found = template(source).unwrap().render(&[message], None, false).unwrap();
+        assert_eq!(found, expect, "{source}");
+    }
+
+    #[test]
+    fn a_content_that_is_not_there_is_none_and_prints_nothing() {
+        check_call("[{{ messages[0].content }}]", "[]");
+        check_call("{{ '[' ~ messages[0].content ~ messages[0]['content'] | trim ~ ']' }}", "[]");
+        check_call(
+            "{{ messages[0].content is none }}{{ messages[0].content is string }}",
+            "TrueFalse",
+        );
+        check_call("{{ messages[0].content or '-' }}{{ 'content' in messages[0] }}", "-True");
+        check_call("{% if messages[0].content is not none %}x{% endif %}", "");
+        check_call(
+            "{{ messages[0].tool_calls[0].function.name }}{{ messages[0].role }}",
+            "fassistant",
+        );
+        check_call("{{ messages[0].content | tojson }}{{ none }}", "nullNone");
+    }
+
+    #[test]
+    fn a_panic_in_the_engine_is_an_error() {
+        let panicking = || panic!("index out of bounds");
+        assert!(!panics_are_caught());
+        let caught: Result<(), String> = caught::catch(|| {
+            assert!(panics_are_caught());
+            panicking()
+        });
+        assert_eq!(caught.unwrap_err(), "index out of bounds");
+        assert!(!panics_are_caught());
     }
 
     #[test]

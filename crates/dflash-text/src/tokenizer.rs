@@ -16,6 +16,23 @@ pub use segments::SegmentCache;
 use segments::Segmenter;
 pub use special::SpecialIds;
 
+/// A text of fewer bytes is always encoded whole.
+const LONG_TEXT: usize = 1 << 18;
+/// Bytes per token beyond which a text is long: eight times the average of English.
+const LONG_TOKEN: usize = 32;
+/// Tokens before a cut that the text behind it might have changed: words of any language end well
+/// within them.
+const UNSURE_TOKENS: usize = 1024;
+
+/// The ids of a text, or of its start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Start {
+    /// The ids.
+    pub ids: Vec<i64>,
+    /// Whether the text goes on behind them.
+    pub is_cut: bool,
+}
+
 /// The tokenizer and chat template of a model directory. Cheap to share between threads.
 #[derive(Debug)]
 pub struct ChatTokenizer {
@@ -89,6 +106,11 @@ impl ChatTokenizer {
         self.template.as_ref().ok_or_else(missing)?.render(messages, tools, add_generation_prompt)
     }
 
+    /// The chat templates by their names, as the model has them; none for a model without one.
+    pub fn template_sources(&self) -> &[(String, String)] {
+        self.template.as_ref().map_or(&[], ChatTemplate::sources)
+    }
+
     /// Token ids of `text`; special tokens written in it count as such, none are added.
     ///
     /// # Errors
@@ -108,6 +130,31 @@ impl ChatTokenizer {
             Some(segmenter) => segmenter.encode(&self.tokenizer, text, cache),
             None => self.encode(text),
         }
+    }
+
+    /// The ids of `text` as [`Self::encode_cached`] gives them, but of a text far longer than
+    /// `most` tokens only the first `most`: encoding takes some 140 times the memory of its text,
+    /// and what lies beyond is not wanted.
+    ///
+    /// # Errors
+    /// [`Error::Tokenize`].
+    pub fn encode_start(
+        &self,
+        text: &str,
+        most: usize,
+        cache: &mut SegmentCache,
+    ) -> Result<Start, Error> {
+        let mut bytes = most.saturating_mul(LONG_TOKEN).max(LONG_TEXT);
+        while bytes < text.len() {
+            let head = &text[..text.floor_char_boundary(bytes)];
+            let mut ids = self.encode_cached(head, cache)?;
+            if ids.len() >= most.saturating_add(UNSURE_TOKENS) {
+                ids.truncate(most);
+                return Ok(Start { ids, is_cut: true });
+            }
+            bytes = bytes.saturating_mul(4);
+        }
+        Ok(Start { ids: self.encode_cached(text, cache)?, is_cut: false })
     }
 
     /// [`Self::render`] followed by [`Self::encode`].
@@ -214,6 +261,26 @@ mod tests {
                 assert_eq!(cached, segments::encode_whole(&tokenizer, &text).unwrap(), "{text}");
             }
         }
+    }
+
+    #[test]
+    fn only_the_start_of_a_long_text_is_encoded() {
+        let dir = tempfile::tempdir().unwrap();
+        let json = byte_tokenizer(&["<|a|>"]).to_string();
+        std::fs::write(dir.path().join("tokenizer.json"), json).unwrap();
+        let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
+        let mut cache = SegmentCache::default();
+        let mut start = |text: &str, most| tokenizer.encode_start(text, most, &mut cache).unwrap();
+        let long = "é <|a|>x".repeat(LONG_TEXT / 8);
+        let whole = tokenizer.encode(&long).unwrap();
+        assert_eq!(start(&long, 100), Start { ids: whole[..100].to_vec(), is_cut: true });
+        // So many are wanted that the text is not long.
+        assert_eq!(start(&long, whole.len()), Start { ids: whole.clone(), is_cut: false });
+        assert_eq!(
+            start("x<|a|>", 1),
+            Start { ids: tokenizer.encode("x<|a|>").unwrap(), is_cut: false }
+        );
+        assert_eq!(start(&long, usize::MAX), Start { ids: whole, is_cut: false });
     }
 
     #[test]

@@ -65,8 +65,12 @@ pub fn at_once(code: i32) -> ! {
 /// A panic in any thread ends the process with one short message and [`BUG`].
 ///
 /// A rank that unwinds quietly in a helper thread would leave its peers waiting in a collective.
+/// Only where a chat template is rendered is a panic the template's fault, and caught.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
+        if dflash_prepare::panics_are_caught() {
+            return;
+        }
         let text = panic_text(info);
         if text.starts_with("failed printing to stdout") {
             // Nobody has the result: a reader that left early, or a full disk.

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, random_draft, save_target};
-use dflash_decode::{Error, EvalReport, evaluate, regenerate};
+use dflash_decode::{
+    Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, evaluate, regenerate,
+};
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings};
@@ -74,18 +76,41 @@ impl Place {
         evaluate(settings, (&self.path("target"), &self.path("draft")), stop)
     }
 
-    fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
-        let settings = RegenerateSettings {
+    fn regeneration(&self, data: &Path, output: &str) -> RegenerateSettings {
+        RegenerateSettings {
             target: "target".into(),
             data: data.into(),
             output: self.path(output),
             max_new_tokens: 15,
             limit: None,
             batch: 2,
+            overwrite: false,
             device: Asked::Cpu,
             dtype: Dtype::Float32,
-        };
+        }
+    }
+
+    fn run(&self, settings: &RegenerateSettings) -> Result<RegenerateSummary, Error> {
+        regenerate(settings, &self.path("target"), &GO)
+    }
+
+    fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
+        let settings = self.regeneration(data, output);
         regenerate(&settings, &self.path("target"), stop).map(|summary| summary.resumed)
+    }
+
+    /// The rows of a regenerated file.
+    fn made(&self, output: &str) -> Vec<Value> {
+        let text = fs::read_to_string(self.path(output)).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The target's greedy answer to a prompt, of at most 15 tokens.
+    fn answer(&self, prompt: &[i64]) -> Vec<i64> {
+        let target = Target::load(&self.path("target"), &F32).unwrap();
+        let limits = Limits { max_new_tokens: 15, stop_ids: vec![1] };
+        let mut plain = PlainDecoder::new(&target, Sampler::new(0.0, 0));
+        plain.generate(prompt, &limits, &GO).unwrap().tokens
     }
 }
 
@@ -278,11 +303,172 @@ fn a_stopped_regeneration_continues_where_it_was() {
     assert!(matches!(stopped, Err(Error::Interrupted)));
     assert!(!place.path("out.jsonl").exists());
     let mut partial = fs::read_to_string(place.path("out.jsonl.partial")).unwrap();
-    partial.extend(whole.split_inclusive('\n').take(2));
+    partial.extend(whole.lines().take(2).map(|row| format!("[{row}]\n")));
     place.write("out.jsonl.partial", &partial);
     assert_eq!(place.regenerate(&data, "out.jsonl", &GO).unwrap(), 2);
     assert_eq!(fs::read_to_string(place.path("out.jsonl")).unwrap(), whole);
     assert!(!place.path("out.jsonl.partial").exists());
+}
+
+/// Integers of a column.
+fn column(row: &Value, name: &str) -> Vec<i64> {
+    row[name].as_array().unwrap().iter().map(|id| id.as_i64().unwrap()).collect()
+}
+
+#[test]
+fn questions_alone_are_answered() {
+    let place = Place::new();
+    let pairs = place.write("pairs.jsonl", PROMPTS);
+    let questions = place.write(
+        "questions.jsonl",
+        "{\"question\": \"a b c\"}\n{\"prompt\": \"b\"}\n{\"instruction\": \"a\", \"input\": \"b\"}\n",
+    );
+    place.regenerate(&pairs, "pairs.out", &GO).unwrap();
+    assert_eq!(place.run(&place.regeneration(&questions, "out")).unwrap().rows, 3);
+    let made = place.made("out");
+    assert_eq!(made[0], place.made("pairs.out")[0]);
+    assert_eq!(made[1]["messages"][0]["content"], "b");
+    assert_eq!(made[2]["messages"][0]["content"], "a\nb");
+    let report = place.evaluate(&questions).unwrap();
+    assert_eq!(report.responses, 3);
+}
+
+#[test]
+fn every_answer_of_a_conversation_is_made_from_the_new_ones() {
+    let place = Place::new();
+    let turns = r#"{"role": "user", "content": "a b"}, {"role": "assistant", "content": "g g g"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "f f"}"#;
+    let data = format!("{{\"messages\": [{}]}}\n", turns.replace('\n', " "));
+    place.regenerate(&place.write("data.jsonl", &data), "out", &GO).unwrap();
+    // The template of the tests writes each answer as its words and no end token, so an answer that
+    // has ended is not continued by the next prompt: there is a row for each.
+    let first_prompt = [2, 4, 5, 3];
+    let first = place.answer(&first_prompt);
+    let mut history = first_prompt.to_vec();
+    history.extend(first.iter().filter(|&&id| id != 1));
+    history.extend([2, 6, 3]);
+    let second = place.answer(&history);
+    let rows = place.made("out");
+    let last = rows.last().unwrap();
+    assert_eq!(column(last, "input_ids"), [history.clone(), second.clone()].concat());
+    let mask = column(last, "loss_mask");
+    assert_eq!(mask[history.len()..], vec![1; second.len()]);
+    match first.last() == Some(&1) {
+        true => {
+            assert_eq!(column(&rows[0], "input_ids"), [&first_prompt[..], &first].concat());
+            assert_eq!(rows.len(), 2);
+            assert_eq!(mask[..history.len()], vec![0; history.len()]);
+        }
+        false => {
+            assert_eq!(rows.len(), 1);
+            assert_eq!(mask[4..4 + first.len()], vec![1; first.len()]);
+        }
+    }
+    let texts: Vec<&str> =
+        (0..4).map(|turn| last["messages"][turn]["content"].as_str().unwrap()).collect();
+    assert_eq!((texts[0], texts[2]), ("a b", "c"));
+    assert!(texts[1] != "g g g" && texts[3] != "f f", "{texts:?}");
+}
+
+#[test]
+fn recorded_calls_stay_before_their_results() {
+    let place = Place::new();
+    let data = json!({"messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
+        {"role": "tool", "content": "c"},
+        {"role": "assistant", "content": "d"}]});
+    place.regenerate(&place.write("data.jsonl", &data.to_string()), "out", &GO).unwrap();
+    let row = place.made("out").remove(0);
+    assert_eq!(row["messages"][1], data["messages"][1]);
+    // "tool" is a word that the tokenizer of the tests does not know.
+    assert_eq!(column(&row, "input_ids")[..7], [2, 4, 3, 5, 0, 6, 3]);
+    assert_eq!(column(&row, "loss_mask")[..7], [0; 7]);
+}
+
+#[test]
+fn a_larger_limit_goes_on_where_it_was() {
+    let place = Place::new();
+    let data = place.write("data.jsonl", PROMPTS);
+    place.regenerate(&data, "whole", &GO).unwrap();
+    let run = |limit| place.run(&RegenerateSettings { limit, ..place.regeneration(&data, "out") });
+    let summary = run(Some(2)).unwrap();
+    assert_eq!((summary.rows, summary.resumed), (2, 0));
+    let again = run(Some(2)).unwrap();
+    assert_eq!((again.rows, again.resumed, again.tokens), (2, 2, 0));
+    let more = run(Some(3)).unwrap();
+    assert_eq!((more.rows, more.resumed), (3, 2));
+    assert_eq!(place.made("out"), place.made("whole")[..3]);
+    let before = fs::read(place.path("out")).unwrap();
+    let fewer = run(Some(1)).unwrap_err().to_string();
+    assert!(fewer.contains("answers to 3 prompts already, and --limit asks for 1"), "{fewer}");
+    assert_eq!(fs::read(place.path("out")).unwrap(), before);
+    assert_eq!(run(None).unwrap().resumed, 3);
+    assert_eq!(fs::read(place.path("out")).unwrap(), fs::read(place.path("whole")).unwrap());
+}
+
+#[test]
+fn other_settings_and_targets_are_refused_and_named() {
+    let place = Place::new();
+    let data = place.write("data.jsonl", PROMPTS);
+    let settings = place.regeneration(&data, "out");
+    place.run(&settings).unwrap();
+    place.regenerate(&data, "half", &AtomicBool::new(true)).unwrap_err();
+    let half = RegenerateSettings { output: place.path("half"), ..settings.clone() };
+    let finished = fs::read(place.path("out")).unwrap();
+    let refused = |change: &dyn Fn(), other: &RegenerateSettings, what: &str| {
+        change();
+        for (settings, file) in [(other, "out"), (&half, "half.partial")] {
+            let settings = RegenerateSettings { output: settings.output.clone(), ..other.clone() };
+            let error = place.run(&settings).unwrap_err().to_string();
+            assert!(error.contains(what) && error.contains(file), "{what}: {error}");
+            assert!(error.contains("--overwrite"), "{error}");
+        }
+        assert_eq!(fs::read(place.path("out")).unwrap(), finished);
+    };
+    let longer = RegenerateSettings { max_new_tokens: 20, ..settings.clone() };
+    refused(&|| (), &longer, "--max-new-tokens: 15 there, 20 now");
+    let doubles = RegenerateSettings { dtype: Dtype::Bfloat16, ..settings.clone() };
+    refused(&|| (), &doubles, "--dtype: ");
+    let edit = |name: &str, from: &str, to: &str| {
+        let path = place.path("target").join(name);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.contains(from));
+        fs::write(&path, text.replace(from, to)).unwrap();
+    };
+    refused(
+        &|| edit("tokenizer_config.json", "assistant{%", " assistant{%"),
+        &settings,
+        "chat template: ",
+    );
+    edit("tokenizer_config.json", " assistant{%", "assistant{%");
+    refused(&|| fs::write(&data, PROMPTS.replace("a b c", "a b")).unwrap(), &settings, "data: ");
+    fs::write(&data, PROMPTS).unwrap();
+    refused(
+        &|| {
+            let mut config = TargetConfig::qwen3(32, 2, WORDS.len() as i64);
+            config.eos_token_ids = vec![1];
+            config.max_position_embeddings = 100;
+            save_target(config, 5, &place.path("target"));
+        },
+        &settings,
+        "target's weights: ",
+    );
+    let afresh = RegenerateSettings { overwrite: true, ..settings };
+    assert_eq!(place.run(&afresh).unwrap().resumed, 0);
+    assert_ne!(fs::read(place.path("out")).unwrap(), finished);
+    assert_eq!(place.run(&afresh).unwrap().tokens, 0);
+}
+
+#[test]
+fn a_turn_without_content_is_named() {
+    let place = Place::new();
+    let data =
+        place.write("d.jsonl", "{\"messages\": [{\"role\": \"user\", \"contnt\": \"a\"}]}\n");
+    for error in [place.regenerate(&data, "out", &GO).err(), place.evaluate(&data).err()] {
+        let error = error.unwrap().to_string();
+        assert!(error.contains("d.jsonl:1: a turn that is not the assistant's has no content"));
+    }
 }
 
 #[test]

@@ -78,6 +78,21 @@ impl Target {
         }
     }
 
+    /// Makes room for `capacity` tokens in every sequence; what is held stays.
+    pub fn grow_batch_cache(&self, cache: &mut BatchCache, capacity: usize) {
+        let mut grown = self.new_batch_cache(cache.slots, capacity);
+        let live = cache.len() as i64;
+        let longest = cache.lengths.iter().copied().max().unwrap_or(0);
+        for (old, new) in cache.layers.drain(..).zip(&grown.layers) {
+            for (old, new) in [(old.0, &new.0), (old.1, &new.1)] {
+                let held = |x: &Tensor| x.narrow(0, 0, live).narrow(2, 0, longest);
+                tch::no_grad(|| held(new).copy_(&held(&old)));
+            }
+        }
+        grown.lengths = std::mem::take(&mut cache.lengths);
+        *cache = grown;
+    }
+
     /// Adds `prompts` as new sequences and returns the logits after the last token of each [P, V].
     ///
     /// # Panics

@@ -9,6 +9,9 @@ use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Number, Value as Json};
 
+use super::no_content;
+use super::slices;
+
 /// An environment with the settings, functions, filters and tests of Transformers.
 pub(super) fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
@@ -17,7 +20,9 @@ pub(super) fn environment() -> Environment<'static> {
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_unknown_method_callback(unknown_method);
     environment.set_formatter(|out, state, value| match value.kind() {
-        ValueKind::Seq | ValueKind::Map => out.write_str(&repr(value)).map_err(Error::from),
+        ValueKind::Seq | ValueKind::Map | ValueKind::Number => {
+            out.write_str(&repr(value)).map_err(Error::from)
+        }
         _ => minijinja::escape_formatter(out, state, value),
     });
     environment.add_function("raise_exception", raise_exception);
@@ -31,6 +36,7 @@ pub(super) fn environment() -> Environment<'static> {
     environment.add_filter("count", length);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
+    environment.add_test("none", no_content::is_none);
     environment
 }
 
@@ -89,6 +95,9 @@ fn unknown_method(
     method: &str,
     args: &[Value],
 ) -> Result<Value, Error> {
+    if method == slices::METHOD {
+        return slices::slice(value, args);
+    }
     if let Some(text) = value.as_str()
         && let Some(found) = string_method(text, method, args)?
     {
@@ -141,9 +150,12 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
         let reason = "an undefined value is not JSON serializable";
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
-    let json = serde_json::to_value(value).map_err(|error| {
-        Error::new(ErrorKind::BadSerialization, "tojson failed").with_source(error)
-    })?;
+    let json = match no_content::is_none(value) {
+        true => Json::Null,
+        false => serde_json::to_value(value).map_err(|error| {
+            Error::new(ErrorKind::BadSerialization, "tojson failed").with_source(error)
+        })?,
+    };
     Ok(options.dump(&json, 0))
 }
 
@@ -215,7 +227,7 @@ impl JsonOptions {
             return quoted;
         }
         let escape = |unit: u16| match u8::try_from(unit) {
-            Ok(byte) if byte.is_ascii() => char::from(byte).to_string(),
+            Ok(byte @ b' '..=b'~') => char::from(byte).to_string(),
             _ => format!("\\u{unit:04x}"),
         };
         quoted.encode_utf16().map(escape).collect()
@@ -230,8 +242,12 @@ fn number_repr(number: &Number) -> String {
     }
 }
 
-/// Rust switches to exponents at the same magnitudes as Python, but writes `1e-5` for `1e-05`.
+/// Rust switches to exponents at the same magnitudes as Python, but writes `1e-5` for `1e-05` and
+/// `NaN` for `nan`.
 fn float_repr(value: f64) -> String {
+    if value.is_nan() {
+        return "nan".to_owned();
+    }
     let text = format!("{value:?}");
     let Some((mantissa, exponent)) = text.split_once('e') else { return text };
     let (sign, digits) = exponent.strip_prefix('-').map_or(('+', exponent), |digits| ('-', digits));
@@ -241,12 +257,12 @@ fn float_repr(value: f64) -> String {
 /// `str(value)`.
 fn str_of(value: &Value) -> String {
     match value.kind() {
-        ValueKind::Seq | ValueKind::Map => repr(value),
+        ValueKind::Seq | ValueKind::Map | ValueKind::Number => repr(value),
         _ => value.to_string(),
     }
 }
 
-/// `repr(value)`, for lists and dictionaries that a template prints as they are.
+/// `repr(value)`, for numbers, lists and dictionaries that a template prints as they are.
 fn repr(value: &Value) -> String {
     let items = value.try_iter().into_iter().flatten();
     match value.kind() {
@@ -261,6 +277,9 @@ fn repr(value: &Value) -> String {
             format!("{{{}}}", items.join(", "))
         }
         ValueKind::String => string_repr(value.as_str().unwrap_or_default()),
+        ValueKind::Number if !value.is_integer() => {
+            f64::try_from(value.clone()).map_or_else(|_| value.to_string(), float_repr)
+        }
         _ => value.to_string(),
     }
 }
@@ -307,7 +326,8 @@ mod tests {
         )
         .unwrap();
         let context = minijinja::context! { v => value };
-        assert_eq!(environment().render_str(source, context).unwrap(), expect, "{source}");
+        let replaced = slices::replace_slices(source);
+        assert_eq!(environment().render_str(&replaced, context).unwrap(), expect, "{source}");
     }
 
     // The expectations are what Python 3.12's json.dumps, str and Jinja2 3.1 print.
@@ -316,6 +336,8 @@ mod tests {
         check("{{ v.f | tojson }}", "[1.0, 1e+16, 1e-05, 1.5e-07, 0.1, 100]");
         check("{{ v.s | tojson }}", r#""é\"\\\n\u0001""#);
         check("{{ v.s | tojson(ensure_ascii=true) }}", r#""\u00e9\"\\\n\u0001""#);
+        check("{{ '\u{7f}' | tojson }}", "\"\u{7f}\"");
+        check("{{ ' ~\u{7f}\u{80}' | tojson(ensure_ascii=true) }}", r#"" ~\u007f\u0080""#);
         check("{{ [v.n, v.e, true, '<'] | tojson }}", r#"[null, {}, true, "<"]"#);
         check(
             "{{ {'b': 1, 'a': [1, 2]} | tojson(indent=2) }}",
@@ -368,12 +390,24 @@ mod tests {
         check("{{ {'a': 1}.get('b', 2) }}{{ {'a': 1}.get('b') }}", "2None");
         check("{% for k, v in {'a': 1, 'b': 2}.items() %}{{ k }}{{ v }}{% endfor %}", "a1b2");
         check("{{ [1, 2, 3][-1] }}{{ [1, 2, 3][1:] }}{{ 'é€a'[:2] }}", "3[2, 3]é€");
+        check("{{ ''[::-1] }}{{ [][::-1] }}{{ 'abcdefgh'[5:2] }}{{ [1, 2][5:2:-1] }}", "[][]");
+        check("{{ [1, 2, 3][:0:-1] }}{{ 'abc'[-9::-1] }}{{ ([1, 2][2:])[::-1] }}", "[3, 2][]");
+        check("{% for i in [[1]][::-1] %}{{ i[::-1][0] }}{% endfor %}", "1");
         check("{{ 'x' in 'xy' }}{{ 'k' in {'k': 1} }}{{ 4 in [1] }}", "TrueTrueFalse");
     }
 
     #[test]
     fn numbers_print_as_in_python() {
         check("{{ 1 }} {{ 1.0 }} {{ 7 // 2 }} {{ 7 / 2 }} {{ 7 % 4 }}", "1 1.0 3 3.5 3");
+        check(
+            "{{ 1e16 }} {{ 1e15 }} {{ 1e22 }} {{ 1e-5 }}",
+            "1e+16 1000000000000000.0 1e+22 1e-05",
+        );
+        check("{{ 1.5e300 }} {{ 0.0001 }} {{ -1e-7 }}", "1.5e+300 0.0001 -1e-07");
+        check(
+            "{{ v.f[1] }} {{ 1e16 | string }} {{ [1e16] }} {{ 12345678901 }}",
+            "1e+16 1e+16 [1e+16] 12345678901",
+        );
         let texts = [1e15, 1e22, -2.5e-10, 1e-4].map(float_repr);
         assert_eq!(texts, ["1000000000000000.0", "1e+22", "-2.5e-10", "0.0001"]);
     }
@@ -387,8 +421,14 @@ mod tests {
             "{{ 'a'.partition() }}",
             "{{ nothing.field }}",
             "{{ [] | tojson(nonsense=1) }}",
+            "{{ nothing[1:] }}",
+            "{{ none[::-1] }}",
+            "{{ 4[1:] }}",
+            "{{ 'ab'[::0] }}",
+            "{{ 'ab'['a':] }}",
         ] {
-            assert!(environment().render_str(source, ()).is_err(), "{source}");
+            let replaced = slices::replace_slices(source);
+            assert!(environment().render_str(&replaced, ()).is_err(), "{source}");
         }
     }
 

@@ -1,0 +1,97 @@
+//! Rows of a data file, one by one, with the place of what is wrong with them.
+
+use std::path::Path;
+
+use dflash_model::target::TargetConfig;
+use dflash_text::{ChatTokenizer, Message, Role, SegmentCache, raw_rows};
+use serde_json::Value;
+
+use crate::Error;
+
+/// Where a row stands.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place<'a> {
+    path: &'a Path,
+    /// Counted from 1.
+    line: usize,
+}
+
+impl Place<'_> {
+    /// The line.
+    pub(crate) fn line(self) -> usize {
+        self.line
+    }
+
+    /// A fault of the row's text.
+    pub(crate) fn error(self, source: dflash_text::Error) -> Error {
+        Error::Row { path: self.path.into(), line: self.line, source }
+    }
+
+    /// A row without anything to answer.
+    pub(crate) fn no_question(self) -> Error {
+        Error::NoQuestion { path: self.path.into(), line: self.line }
+    }
+
+    /// Turns that are shown to the target have a content, but for those in which it called tools.
+    ///
+    /// # Errors
+    /// [`Error::NoContent`].
+    pub(crate) fn check_content(self, messages: &[Message]) -> Result<(), Error> {
+        let is_void =
+            |message: &Message| message.role != Role::Assistant && message.content.is_null();
+        match messages.iter().any(is_void) {
+            true => Err(Error::NoContent { path: self.path.into(), line: self.line }),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether the target has an embedding for every token of a prompt, and there is one.
+    ///
+    /// # Errors
+    /// [`Error::NoQuestion`], [`Error::Token`].
+    pub(crate) fn check_ids(self, ids: &[i64], target: &TargetConfig) -> Result<(), Error> {
+        let rows = target.vocab_size;
+        match ids.iter().find(|id| !(0..rows).contains(*id)) {
+            _ if ids.is_empty() => Err(self.no_question()),
+            Some(&id) => Err(Error::Token { path: self.path.into(), line: self.line, id, rows }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What `read` makes of at most `limit` rows of a JSON array or JSONL file.
+///
+/// # Errors
+/// The file cannot be read, or the first fault of a row.
+pub(crate) fn read_rows<T>(
+    (path, limit): (&Path, Option<usize>),
+    mut read: impl FnMut(Value, Place<'_>) -> Result<T, Error>,
+) -> Result<Vec<T>, Error> {
+    raw_rows(path)?
+        .take(limit.unwrap_or(usize::MAX))
+        .map(|raw| {
+            let raw = raw?;
+            read(raw.parse(path)?, Place { path, line: raw.line })
+        })
+        .collect()
+}
+
+/// The ids of a prompt; of one far beyond the target's context only the start, which does not fit
+/// either.
+///
+/// # Errors
+/// The template refuses the messages, or the tokenizer fails.
+pub(crate) fn prompt_ids(
+    tokenizer: &ChatTokenizer,
+    (messages, tools): (&[Message], Option<&Value>),
+    target: &TargetConfig,
+) -> Result<Vec<i64>, dflash_text::Error> {
+    let text = tokenizer.render(messages, tools, true)?;
+    let most = target.max_position_embeddings as usize + 1;
+    Ok(tokenizer.encode_start(&text, most, &mut SegmentCache::default())?.ids)
+}
+
+/// Whether a prompt leaves room for `max_new` tokens.
+pub(crate) fn fits(ids: &[i64], target: &TargetConfig, max_new: usize) -> bool {
+    ids.len() + max_new <= target.max_position_embeddings as usize
+}
