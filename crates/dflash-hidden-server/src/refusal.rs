@@ -28,6 +28,8 @@ pub(crate) enum Refusal {
     NoLayers,
     #[error("layer {id} is not captured; this server has {served:?} and the last layer, {last}")]
     LayerNotCaptured { id: u32, served: Vec<u32>, last: u32 },
+    #[error("the prompt does not have the digest that came with it; it was damaged on its way")]
+    Damaged,
     #[error("model {asked:?} is not served here; this server runs {served:?}")]
     OtherModel { asked: String, served: String },
     #[error("{slots} requests are being served already; try again in a moment")]
@@ -56,6 +58,8 @@ impl Refusal {
             | Self::PromptTooLong { .. }
             | Self::NoLayers
             | Self::LayerNotCaptured { .. } => StatusCode::BAD_REQUEST,
+            // Not the client's fault: it sends the same again.
+            Self::Damaged => StatusCode::CONFLICT,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::OtherModel { .. } | Self::NoSuchPath { .. } => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. } => StatusCode::METHOD_NOT_ALLOWED,

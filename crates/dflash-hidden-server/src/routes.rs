@@ -12,7 +12,8 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
-    ARROW_STREAM, Metadata, ModelCard, ModelList, StatesRequest, TARGET_HEADER, encode_stream,
+    ARROW_STREAM, DIGEST_HEADER, Metadata, ModelCard, ModelList, ReplyDigest, StatesRequest,
+    TARGET_HEADER, encode_stream, prompt_digest,
 };
 use futures::StreamExt;
 use serde_json::{Value, json};
@@ -105,10 +106,14 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
-async fn models(State(shared): State<Arc<Shared>>) -> Result<Json<ModelList>, Refusal> {
+async fn models(State(shared): State<Arc<Shared>>) -> Result<Response, Refusal> {
     let facts = shared.loaded()?;
     let (id, root) = (facts.name.clone(), facts.root.clone());
-    Ok(Json(ModelList::of(ModelCard::new(id, root, facts.max_model_len, facts.metadata.clone()))))
+    let card = ModelCard::new(id, root, facts.max_model_len, facts.metadata.clone());
+    let body = Bytes::from(serde_json::to_vec(&ModelList::of(card))?);
+    let digest = ReplyDigest::of(None, [&body]).to_string();
+    let headers = [(header::CONTENT_TYPE.as_str(), "application/json"), (DIGEST_HEADER, &digest)];
+    Ok((headers, body).into_response())
 }
 
 async fn hidden_states(
@@ -127,7 +132,9 @@ async fn hidden_states(
 async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
     let facts = shared.loaded()?;
     let body = read_body(request).await?;
-    let (input_ids, layer_ids) = validate(serde_json::from_slice(&body)?, facts)?;
+    let request: StatesRequest = serde_json::from_slice(&body)?;
+    let prompt = digest_of(&request)?;
+    let (input_ids, layer_ids) = validate(request, facts)?;
     let slot = Arc::clone(&shared.slots)
         .try_acquire_owned()
         .map_err(|_| Refusal::Full { slots: shared.max_queue })?;
@@ -138,7 +145,7 @@ async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response
     let states = states.map_err(Refusal::ModelFailed)?;
     let chunks =
         encode_stream(&states, &facts.name).map_err(|error| Refusal::ModelFailed(error.into()))?;
-    let mut reply = stream(chunks, slot);
+    let mut reply = stream(chunks, prompt, slot);
     let digests = facts.metadata.target.as_ref().map(|target| target.digests().parse());
     if let Some(Ok(digests)) = digests {
         reply.headers_mut().insert(TARGET_HEADER, digests);
@@ -159,25 +166,37 @@ fn announced_length(headers: &HeaderMap) -> Option<usize> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
+/// The digest of what was read, which must be the one that the client took of what it sent.
+fn digest_of(request: &StatesRequest) -> Result<String, Refusal> {
+    let StatesRequest { input_ids, prompt, layer_ids, digest, .. } = request;
+    let ids = input_ids.as_ref().or(prompt.as_ref());
+    let own = prompt_digest(ids.map_or(&[], Vec::as_slice), layer_ids.as_deref());
+    match digest {
+        Some(sent) if *sent != own => Err(Refusal::Damaged),
+        _ => Ok(own),
+    }
+}
+
 /// Sends `chunks` as they are; the slot goes back with the last of them, or when the client
 /// leaves.
-fn stream(chunks: Vec<Bytes>, slot: OwnedSemaphorePermit) -> Response {
-    // With its length announced, a client notices a reply that was cut short.
-    let length: usize = chunks.iter().map(Bytes::len).sum();
+fn stream(chunks: Vec<Bytes>, prompt: String, slot: OwnedSemaphorePermit) -> Response {
+    let digest = ReplyDigest::of(Some(prompt), &chunks);
     let chunks = futures::stream::iter(chunks).map(move |chunk| {
         let _held = &slot;
         Ok::<_, Infallible>(chunk)
     });
     let headers = [
-        (header::CONTENT_TYPE, ARROW_STREAM.to_owned()),
-        (header::CONTENT_LENGTH, length.to_string()),
+        (header::CONTENT_TYPE.as_str(), ARROW_STREAM.to_owned()),
+        // With its length announced, a client notices a reply that was cut short.
+        (header::CONTENT_LENGTH.as_str(), digest.bytes.to_string()),
+        (DIGEST_HEADER, digest.to_string()),
     ];
     (headers, Body::from_stream(chunks)).into_response()
 }
 
 /// The prompt and the layers of a request, both as the model takes them.
 fn validate(request: StatesRequest, facts: &ModelFacts) -> Result<(Vec<i64>, Vec<u32>), Refusal> {
-    let StatesRequest { model, input_ids, prompt, layer_ids } = request;
+    let StatesRequest { model, input_ids, prompt, layer_ids, digest: _ } = request;
     if let Some(asked) = model.filter(|asked| *asked != facts.name && *asked != facts.root) {
         return Err(Refusal::OtherModel { asked, served: facts.name.clone() });
     }

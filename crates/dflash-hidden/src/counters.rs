@@ -23,6 +23,8 @@ pub struct Counters {
     pub rejected: u64,
     /// Samples left out because what came was unusable.
     pub invalid: u64,
+    /// Replies, or requests, that were damaged on the way and sent again.
+    pub damaged: u64,
     /// Samples written for later (`--on-generate cache`).
     pub cached: u64,
 }

@@ -1,38 +1,74 @@
 //! The servers of a run: their addresses, what they are, how busy and how healthy.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
 
-use reqwest::{Client, StatusCode};
-use tokio::sync::OnceCell;
+use dflash_settings::shown_endpoint;
+use reqwest::header::{HeaderMap, LOCATION, RETRY_AFTER};
+use reqwest::{Client, Response, StatusCode};
 use tokio::time::Instant;
 
+use crate::body::{self, BodyFault};
+use crate::digest::{DIGEST_HEADER, ReplyDigest};
 use crate::error::Error;
-use crate::protocol::{Metadata, ModelList, OWNER, error_message};
+use crate::protocol::{Metadata, ModelCard, ModelList, OWNER, PROTOCOL_VERSION, error_message};
 use crate::record::Dtype;
-use crate::retry::{Failure, RetryPolicy};
+use crate::retry::{Failure, RetryPolicy, retry_after};
 use crate::stream::StreamConfig;
+use crate::text::clean;
 use crate::vllm_check;
 
 /// A model list is a few hundred bytes; a server that needs longer is not serving.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// A hundred times what the longest known list takes.
+const LARGEST_LIST: usize = 1 << 20;
+/// Longest name of a model, and most layers of one. Both are quoted in errors.
+const LONGEST_NAME: usize = 512;
+const MOST_LAYERS: usize = 1024;
 
 /// What answers at an endpoint.
 #[derive(Debug, Clone)]
 pub(crate) enum Kind {
     /// `dflash hidden-server`.
-    Own(Metadata),
+    Own { model: String, metadata: Metadata },
     /// A stock vLLM with the hidden-state connector.
     Vllm { model: String, max_model_len: Option<usize> },
 }
 
+impl Kind {
+    /// What must stay the same while a run lasts.
+    fn identity(&self) -> String {
+        match self {
+            Self::Own { model, .. } => model.clone(),
+            Self::Vllm { model, .. } => format!("{model} by vLLM"),
+        }
+    }
+}
+
+/// Which model each endpoint gave samples of: the same for all streams of a run.
+#[derive(Debug, Clone, Default)]
+pub struct ServersSeen(Arc<Mutex<BTreeMap<String, String>>>);
+
+impl ServersSeen {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// One server.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Endpoint {
+    /// May hold a password.
     base: String,
-    kind: OnceCell<Kind>,
+    /// Holds none.
+    shown: String,
+    /// `None` until it is known, and again when there is reason to doubt it.
+    kind: tokio::sync::Mutex<Option<Arc<Kind>>>,
+    element_size: AtomicUsize,
     outstanding: AtomicU64,
+    damaged: AtomicU64,
     health: Mutex<Health>,
     check: vllm_check::Progress,
 }
@@ -59,28 +95,47 @@ impl Drop for Lease<'_> {
 impl Endpoint {
     /// Takes `host:port`, with or without scheme, trailing slash and `/v1`.
     fn parse(text: &str) -> Result<Self, Error> {
-        let bad = |reason| Error::BadEndpoint { endpoint: text.to_owned(), reason };
-        let address = match text.split_once("://") {
-            Some(("http", address)) => address,
-            Some(("https", _)) => return Err(bad("only plain http is spoken inside a cluster")),
-            Some(_) => return Err(bad("the scheme must be http")),
-            None => text,
+        let bad = |reason| Error::BadEndpoint { endpoint: shown_endpoint(text), reason };
+        let (scheme, address) = match text.split_once("://") {
+            Some((scheme @ ("http" | "https"), address)) => (scheme, address),
+            Some(_) => return Err(bad("the scheme must be http or https")),
+            None => ("http", text),
         };
+        if address.contains(['?', '#']) {
+            return Err(bad("an address ends with its path, without ? and #"));
+        }
         let address = address.trim_end_matches('/');
         let address = address.strip_suffix("/v1").unwrap_or(address).trim_end_matches('/');
         if address.is_empty() {
             return Err(bad("it names no host"));
         }
-        let base = format!("http://{address}");
+        let base = format!("{scheme}://{address}");
         if reqwest::Url::parse(&base).is_err() {
             return Err(bad("it is not a valid host and port"));
         }
-        Ok(Self { base, ..Self::default() })
+        Ok(Self {
+            shown: shown_endpoint(&base),
+            base,
+            kind: tokio::sync::Mutex::default(),
+            element_size: AtomicUsize::new(Dtype::Bf16.size()),
+            outstanding: AtomicU64::default(),
+            damaged: AtomicU64::default(),
+            health: Mutex::default(),
+        })
     }
 
-    /// The URL of `path`, which starts with a slash.
+    /// The URL of `path`, which starts with a slash, as errors show it.
     pub(crate) fn url(&self, path: &str) -> String {
+        format!("{}{path}", self.shown)
+    }
+
+    /// The same to send requests to.
+    pub(crate) fn address(&self, path: &str) -> String {
         format!("{}{path}", self.base)
+    }
+
+    fn is_https(&self) -> bool {
+        self.base.starts_with("https://")
     }
 
     pub(crate) fn lease(&self, bytes: usize) -> Lease<'_> {
@@ -94,10 +149,15 @@ impl Endpoint {
         &self.check
     }
 
-    pub(crate) fn mark_up(&self) {
+    /// A sample has come.
+    pub(crate) fn mark_up(&self, kind: &Kind, seen: &ServersSeen) {
         if std::mem::take(&mut *self.health()).failures > 0 {
             self.check.restart();
-            tracing::info!("{} answers again", self.base);
+            tracing::info!("{} answers again", self.shown);
+        }
+        let mut seen = seen.lock();
+        if !seen.contains_key(&self.base) {
+            seen.insert(self.base.clone(), kind.identity());
         }
     }
 
@@ -113,6 +173,19 @@ impl Endpoint {
         }
     }
 
+    /// Keeps new samples away while the server is busy, if others can take them.
+    pub(crate) fn rest(&self, pause: Duration) {
+        self.health().down_until = Some(Instant::now() + pause);
+    }
+
+    /// Counts a damaged message, and says so at the first, second, fourth and so on.
+    pub(crate) fn note_damage(&self, error: &Error) {
+        let count = self.damaged.fetch_add(1, Ordering::Relaxed) + 1;
+        if count.is_power_of_two() {
+            tracing::warn!("asked again, {count} so far: {}", error.chain());
+        }
+    }
+
     fn is_up(&self) -> bool {
         self.health().down_until.is_none_or(|until| until <= Instant::now())
     }
@@ -121,45 +194,140 @@ impl Endpoint {
         self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the server is, asked once and checked against the target.
+    /// What the server is, asked once and checked against the target and against what it was.
     pub(crate) async fn probe(
         &self,
         client: &Client,
         config: &StreamConfig,
-    ) -> Result<&Kind, Failure> {
-        self.kind.get_or_try_init(|| self.ask_models(client, config)).await
+    ) -> Result<Arc<Kind>, Failure> {
+        let mut known = self.kind.lock().await;
+        if let Some(kind) = &*known {
+            return Ok(Arc::clone(kind));
+        }
+        let kind = Arc::new(self.ask_models(client, config).await?);
+        self.check_unchanged(&kind, &config.servers)?;
+        if let Kind::Own { metadata, .. } = &*kind {
+            self.element_size.store(metadata.dtype.size(), Ordering::Relaxed);
+        }
+        *known = Some(Arc::clone(&kind));
+        Ok(kind)
+    }
+
+    /// Makes the next request ask again what the server is.
+    pub(crate) async fn forget(&self) {
+        *self.kind.lock().await = None;
+    }
+
+    /// Whether it has given samples in this run.
+    pub(crate) fn is_known(&self, seen: &ServersSeen) -> bool {
+        seen.lock().contains_key(&self.base)
+    }
+
+    fn check_unchanged(&self, kind: &Kind, seen: &ServersSeen) -> Result<(), Failure> {
+        let now = kind.identity();
+        match seen.lock().get(&self.base).filter(|before| **before != now) {
+            None => Ok(()),
+            Some(before) => Err(self.changed(before.clone(), now)),
+        }
+    }
+
+    /// The server is not what it was.
+    pub(crate) fn changed(&self, before: String, now: String) -> Failure {
+        let now = clean(&now, LONGEST_NAME);
+        Failure::Doubtful(Error::ServerChanged { url: self.shown.clone(), before, now })
+    }
+
+    /// A failed exchange with `path`, which had the time `after`.
+    pub(crate) fn transport(&self, path: &str, error: reqwest::Error, after: Duration) -> Failure {
+        let url = self.url(path);
+        Failure::Transient(if error.is_timeout() && !error.is_connect() {
+            Error::Timeout { url, after }
+        } else {
+            Error::Unreachable { url, source: error.into() }
+        })
+    }
+
+    /// The body of a reply of `path`, of at most `limit` bytes.
+    pub(crate) async fn body(
+        &self,
+        path: &str,
+        reply: Response,
+        limit: usize,
+        after: Duration,
+    ) -> Result<bytes::Bytes, Failure> {
+        body::read(reply, limit).await.map_err(|fault| match fault {
+            BodyFault::TooLong => Failure::Doubtful(Error::TooLong { url: self.url(path), limit }),
+            BodyFault::Stalled(after) => {
+                Failure::Transient(Error::Timeout { url: self.url(path), after })
+            }
+            BodyFault::Transport(error) => self.transport(path, error, after),
+        })
     }
 
     async fn ask_models(&self, client: &Client, config: &StreamConfig) -> Result<Kind, Failure> {
-        let url = self.url("/v1/models");
-        let reply = client.get(&url).timeout(PROBE_TIMEOUT).send().await;
-        let reply = reply.map_err(|error| transport(&url, error, PROBE_TIMEOUT))?;
-        let status = reply.status();
-        let body = reply.bytes().await.map_err(|error| transport(&url, error, PROBE_TIMEOUT))?;
-        let unknown = |found| Failure::Fatal(Error::UnknownServer { url: url.clone(), found });
-        if status == StatusCode::SERVICE_UNAVAILABLE {
-            let message = error_message(&body);
-            let error = Error::Status { url, status: status.as_u16(), message };
-            return Err(Failure::Busy { after: None, error });
+        const PATH: &str = "/v1/models";
+        let asked = client.get(self.address(PATH)).timeout(PROBE_TIMEOUT).send().await;
+        let reply = asked.map_err(|error| self.transport(PATH, error, PROBE_TIMEOUT))?;
+        let unknown =
+            |found| Failure::Doubtful(Error::UnknownServer { url: self.url(PATH), found });
+        match reply.status() {
+            status if status.is_success() => {}
+            status if status.is_redirection() => return Err(self.redirected(PATH, &reply)),
+            StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS => {
+                return Err(self.refusal(PATH, reply).await);
+            }
+            status => return Err(unknown(format!("it answers {}", status.as_u16()))),
         }
-        if !status.is_success() {
-            return Err(unknown(format!("it answers {}", status.as_u16())));
+        let digest = digest_of(reply.headers());
+        let body = self.body(PATH, reply, LARGEST_LIST, PROBE_TIMEOUT).await?;
+        if digest.as_ref().is_some_and(|digest| *digest != ReplyDigest::of(None, [&body])) {
+            return Err(self.damaged(PATH, "its list of models"));
         }
         let list: ModelList = serde_json::from_slice(&body)
             .map_err(|_| unknown("what it sends is not a list of models".into()))?;
         let card = list.data.into_iter().next();
         let card = card.ok_or_else(|| unknown("it lists no model".into()))?;
+        if card.id.len() > LONGEST_NAME || card.id.chars().any(char::is_control) {
+            return Err(unknown("its model's name is not one".into()));
+        }
+        self.kind_of(card, digest.is_some(), config, &unknown)
+    }
+
+    fn kind_of(
+        &self,
+        card: ModelCard,
+        has_digest: bool,
+        config: &StreamConfig,
+        unknown: &dyn Fn(String) -> Failure,
+    ) -> Result<Kind, Failure> {
         match (card.owned_by.as_str(), card.metadata.clone()) {
             (OWNER, Some(metadata)) => {
-                self.check_served(&card.id, &metadata, config).map_err(Failure::Fatal)?;
-                Ok(Kind::Own(metadata))
+                let (got, ours) = (card.protocol.unwrap_or(1), PROTOCOL_VERSION);
+                if got != ours {
+                    let url = self.shown.clone();
+                    return Err(Failure::Doubtful(Error::OtherVersion { url, got, ours }));
+                }
+                if !has_digest {
+                    return Err(self.damaged("/v1/models", "its list of models"));
+                }
+                if metadata.layer_ids.len() > MOST_LAYERS {
+                    return Err(unknown(format!("it has {} layers", metadata.layer_ids.len())));
+                }
+                self.check_served(&card.id, &metadata, config).map_err(Failure::Doubtful)?;
+                Ok(Kind::Own { model: card.id, metadata })
             }
             ("vllm", _) => {
-                vllm_check::check_name(&self.base, &card, config.target.as_ref())
-                    .map_err(Failure::Fatal)?;
+                if config.shared_storage.is_none() {
+                    let url = self.shown.clone();
+                    return Err(Failure::Doubtful(Error::NoStorage { url }));
+                }
+                vllm_check::check_name(&self.shown, &card, config.target.as_ref())
+                    .map_err(Failure::Doubtful)?;
                 Ok(Kind::Vllm { model: card.id, max_model_len: card.max_model_len })
             }
-            (owner, _) => Err(unknown(format!("its models are owned by {owner:?}"))),
+            (owner, _) => {
+                Err(unknown(format!("its models are owned by {:?}", clean(owner, LONGEST_NAME))))
+            }
         }
     }
 
@@ -170,7 +338,7 @@ impl Endpoint {
         config: &StreamConfig,
     ) -> Result<(), Error> {
         let compare = |key, expected: usize, got: usize| {
-            let (url, model) = (self.base.clone(), model.to_owned());
+            let (url, model) = (self.shown.clone(), model.to_owned());
             let mismatch = Error::ModelMismatch { url, model, key, expected, got };
             if expected == got { Ok(()) } else { Err(mismatch) }
         };
@@ -187,10 +355,46 @@ impl Endpoint {
             return Ok(());
         }
         Err(Error::LayerMismatch {
-            url: self.base.clone(),
+            url: self.shown.clone(),
             wanted: config.layer_ids.clone(),
             served: served.layer_ids.clone(),
         })
+    }
+
+    pub(crate) fn damaged(&self, path: &str, what: &'static str) -> Failure {
+        Failure::Damaged(Error::Damaged { url: self.url(path), what })
+    }
+
+    fn redirected(&self, path: &str, reply: &Response) -> Failure {
+        let to = reply.headers().get(LOCATION).map(|to| String::from_utf8_lossy(to.as_bytes()));
+        let to = shown_endpoint(&clean(&to.unwrap_or_default(), LONGEST_NAME));
+        Failure::Doubtful(Error::Redirected { url: self.url(path), to })
+    }
+
+    /// What an error status means for the sample and the endpoint.
+    pub(crate) async fn refusal(&self, path: &str, reply: Response) -> Failure {
+        let status = reply.status();
+        if status.is_redirection() {
+            return self.redirected(path, &reply);
+        }
+        let after = reply.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
+        let after = after.and_then(|text| retry_after(text, SystemTime::now()));
+        let message = error_message(&body::read_reason(reply).await);
+        let error = Error::Status { url: self.url(path), status: status.as_u16(), message };
+        match status {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+                Failure::Busy { after, error }
+            }
+            StatusCode::REQUEST_TIMEOUT => Failure::Transient(error),
+            // Our server's word for a prompt that does not have its digest.
+            StatusCode::CONFLICT => Failure::Damaged(error),
+            StatusCode::UNAUTHORIZED
+            | StatusCode::FORBIDDEN
+            | StatusCode::NOT_FOUND
+            | StatusCode::METHOD_NOT_ALLOWED => Failure::Doubtful(error),
+            status if status.is_client_error() => Failure::Rejected(error),
+            _ => Failure::Transient(error),
+        }
     }
 }
 
@@ -205,11 +409,11 @@ impl Endpoint {
         match &served.target {
             Some(served) if !served.is_same_as(target) => {
                 let (found, expected) = (served.to_string(), target.to_string());
-                Err(Error::OtherTarget { url: self.base.clone(), found, expected })
+                Err(Error::OtherTarget { url: self.shown.clone(), found, expected })
             }
             Some(_) => Ok(()),
             None => {
-                let url = &self.base;
+                let url = &self.shown;
                 tracing::warn!("{url}: cannot tell whether {model} is {target}: it does not say");
                 Ok(())
             }
@@ -217,14 +421,9 @@ impl Endpoint {
     }
 }
 
-/// A failed exchange; `after` is the time it had.
-pub(crate) fn transport(url: &str, source: reqwest::Error, after: Duration) -> Failure {
-    let url = url.to_owned();
-    Failure::Transient(if source.is_timeout() && !source.is_connect() {
-        Error::Timeout { url, after }
-    } else {
-        Error::Unreachable { url, source: source.without_url() }
-    })
+/// The digest that a reply brings, if it can be read.
+pub(crate) fn digest_of(headers: &HeaderMap) -> Option<ReplyDigest> {
+    headers.get(DIGEST_HEADER)?.to_str().ok()?.parse().ok()
 }
 
 /// All servers of a run.
@@ -238,8 +437,22 @@ impl Pool {
     pub(crate) fn parse(texts: &[String]) -> Result<Self, Error> {
         let parts = texts.iter().flat_map(|text| text.split(','));
         let parts = parts.map(str::trim).filter(|part| !part.is_empty());
-        let endpoints = parts.map(Endpoint::parse).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self { endpoints })
+        let parts: Vec<&str> = parts.collect();
+        let parsed = parts.iter().map(|part| Endpoint::parse(part));
+        match parsed.collect::<Result<Vec<_>, _>>() {
+            Ok(endpoints) => Ok(Self { endpoints }),
+            // A comma in a password makes parts that are not endpoints, and must not be shown.
+            Err(Error::BadEndpoint { reason, .. })
+                if parts.iter().any(|part| part.contains('@')) =>
+            {
+                Err(Error::BadEndpoint { endpoint: "***".into(), reason })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn any_https(&self) -> bool {
+        self.endpoints.iter().any(Endpoint::is_https)
     }
 
     pub(crate) fn endpoints(&self) -> &[Endpoint] {
@@ -261,10 +474,7 @@ impl Pool {
 
     /// Bytes per element on the wire, as far as the servers have said.
     pub(crate) fn element_size(&self) -> usize {
-        let size = |endpoint: &Endpoint| match endpoint.kind.get() {
-            Some(Kind::Own(metadata)) => metadata.dtype.size(),
-            _ => Dtype::Bf16.size(),
-        };
+        let size = |endpoint: &Endpoint| endpoint.element_size.load(Ordering::Relaxed);
         self.endpoints.iter().map(size).max().unwrap_or(Dtype::Bf16.size())
     }
 }
@@ -284,6 +494,7 @@ mod tests {
         check("10.0.0.1:9000", "http://10.0.0.1:9000");
         check("http://gate/target/v1", "http://gate/target");
         check("http://[::1]:8000", "http://[::1]:8000");
+        check("https://gate:8443/v1", "https://gate:8443");
     }
 
     #[test]
@@ -292,10 +503,26 @@ mod tests {
             let message = Endpoint::parse(text).unwrap_err().to_string();
             assert!(message.contains(text) && message.contains(reason), "{message}");
         };
-        check("https://localhost:8000", "plain http");
         check("ftp://localhost:8000", "scheme");
+        check("localhost:8000/v1?key=5", "without ? and #");
         check("http://", "no host");
         check("localhost:99999", "not a valid host and port");
+    }
+
+    #[test]
+    fn passwords_are_sent_and_never_shown() {
+        let endpoint = Endpoint::parse("http://me:secret@host:1/v1").unwrap();
+        assert_eq!(endpoint.address("/x"), "http://me:secret@host:1/x");
+        assert_eq!(endpoint.url("/x"), "http://***@host:1/x");
+        for bad in [
+            "http://me:sec/ret@host:1",
+            "me:secret@host:99999",
+            "ftp://me:secret@host",
+            "me:se,cret@h",
+        ] {
+            let message = Pool::parse(&[bad.into()]).unwrap_err().to_string();
+            assert!(!message.contains("sec") && message.contains("***"), "{message}");
+        }
     }
 
     #[test]
@@ -311,7 +538,8 @@ mod tests {
         assert_eq!(picked(&pool), "http://c:1");
         drop(lease);
         assert_eq!(picked(&pool), "http://a:1");
-        b.mark_up();
+        let kind = Kind::Vllm { model: "m".into(), max_model_len: None };
+        b.mark_up(&kind, &ServersSeen::default());
         let _a = a.lease(6);
         assert_eq!(picked(&pool), "http://b:1");
     }

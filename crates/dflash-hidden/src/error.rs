@@ -7,6 +7,11 @@ use std::time::Duration;
 use arrow::error::ArrowError;
 
 use crate::record::Dtype;
+use crate::text::clean;
+
+/// What the network says of a failed exchange, fit for a terminal.
+#[derive(Debug)]
+pub struct NetworkFault(String);
 
 /// A failure, naming the endpoint, file or sample it concerns.
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +29,12 @@ pub enum Error {
         "cannot reach the hidden-state server at {url}; start it with `dflash hidden-server DIR \
          --target-layer-ids ...`, or correct the endpoint"
     )]
-    Unreachable { url: String, source: reqwest::Error },
+    Unreachable { url: String, source: NetworkFault },
+    #[error(
+        "no hidden-state server is ready after {} s; start it, or wait longer with \
+         --wait-for-server", .after.as_secs()
+    )]
+    NotReady { after: Duration, source: Box<Error> },
     #[error("{url} did not answer within {} s", .after.as_secs_f32())]
     Timeout { url: String, after: Duration },
     #[error(
@@ -32,6 +42,25 @@ pub enum Error {
          with the extract_hidden_states method"
     )]
     UnknownServer { url: String, found: String },
+    #[error(
+        "{url} speaks version {got} of the hidden-state protocol, and this program version {ours}; \
+         run server and trainer from the same release"
+    )]
+    OtherVersion { url: String, got: u32, ours: u32 },
+    #[error(
+        "{url} now serves {now}; when the run began it served {before}. Start that server again \
+         and go on with --resume"
+    )]
+    ServerChanged { url: String, before: String, now: String },
+    #[error(
+        "{url} redirects to {to}; redirects are not followed, because prompts would go to another \
+         address: pass the one that answers"
+    )]
+    Redirected { url: String, to: String },
+    #[error("{url}: {what} was damaged on its way: it does not have the digest that came with it")]
+    Damaged { url: String, what: &'static str },
+    #[error("{url} sends more than {limit} bytes where fewer would do")]
+    TooLong { url: String, limit: usize },
     #[error(
         "{url} serves layers {served:?}, the draft needs {wanted:?}; start the server with \
          --target-layer-ids {}", crate::protocol::spaced(.wanted)
@@ -68,8 +97,10 @@ pub enum Error {
          --max-model-len or shorten --total-seq-len"
     )]
     PromptTooLong { sample: u64, tokens: usize, limit: usize, url: String },
-    #[error("{origin} sent a broken Arrow stream")]
-    BrokenStream { origin: String, source: ArrowError },
+    #[error("{origin} sent a broken stream of hidden states: {reason}")]
+    BrokenStream { origin: String, reason: &'static str },
+    #[error("cannot encode hidden states")]
+    Encode(#[source] ArrowError),
     #[error("{origin} sent a reply without {missing}")]
     Incomplete { origin: String, missing: &'static str },
     #[error(
@@ -101,10 +132,29 @@ pub enum Error {
     #[error("layer {layer} has {got} bytes, {expected} make {dtype} rows of its shape")]
     LayerBytes { layer: u32, expected: usize, got: usize, dtype: Dtype },
     #[error(
+        "{url} is a vLLM, which leaves hidden states in files; they are read and removed only in a \
+         directory named for it: pass its shared_storage_path as --shared-storage-path DIR"
+    )]
+    NoStorage { url: String },
+    #[error(
+        "--shared-storage-path {} is not usable; it must be the directory of vLLM's \
+         shared_storage_path, which this machine sees and may change", .dir.display()
+    )]
+    BadStorage { dir: PathBuf, source: io::Error },
+    /// `path` as the server names it.
+    #[error(
+        "{url} names {path} for its hidden states, which is not a .safetensors file in \
+         --shared-storage-path {}; start vLLM with this directory as its shared_storage_path",
+        .dir.display()
+    )]
+    OutsideStorage { url: String, path: String, dir: PathBuf },
+    #[error(
         "cannot read {path}, where vLLM says it left hidden states; its shared_storage_path must \
          be a directory that this machine sees and may change"
     )]
     SharedFile { path: PathBuf, source: io::Error },
+    #[error("{path} has {got} bytes, and {expected} were expected; it is left alone")]
+    FileSize { path: PathBuf, got: u64, expected: String },
     #[error(
         "{path} was still locked, or absent, after {} s; vLLM did not finish writing",
         .after.as_secs_f32()
@@ -121,7 +171,10 @@ pub enum Error {
          generate) or leave such samples out (--on-missing skip)", .dir.display()
     )]
     Missing { sample: u64, dir: PathBuf, reason: String },
-    #[error("gave up on sample {sample} after {attempts} attempts in {} s", .after.as_secs())]
+    #[error(
+        "gave up on sample {sample} after {attempts} attempts in {} s; see that the server runs and go \
+         on with --resume, or give it more time with --server-timeout", .after.as_secs()
+    )]
     GaveUp { sample: u64, attempts: u32, after: Duration, source: Box<Error> },
     /// The setting is wrong then, not the samples.
     #[error("{count} samples in a row could not be used; the last one")]
@@ -134,15 +187,35 @@ pub enum Error {
     Client(#[source] reqwest::Error),
 }
 
+impl std::fmt::Display for NetworkFault {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NetworkFault {}
+
+impl From<reqwest::Error> for NetworkFault {
+    /// Without the address, which may hold a password; its text may quote what the server sent.
+    fn from(error: reqwest::Error) -> Self {
+        Self(clean(&chain_of(&error.without_url()), 300))
+    }
+}
+
+/// A message with its causes on one line.
+fn chain_of(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(&format!(": {error}"));
+        cause = error.source();
+    }
+    text
+}
+
 impl Error {
     /// The message with its causes on one line, for log lines.
     pub(crate) fn chain(&self) -> String {
-        let mut text = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(error) = cause {
-            text.push_str(&format!(": {error}"));
-            cause = error.source();
-        }
-        text
+        chain_of(self)
     }
 }

@@ -1,21 +1,24 @@
 //! One sample: from storage if it is there, else from a server, with retries, or left out.
 
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use dflash_settings::{OnGenerate, OnMissing};
 use reqwest::Client;
+use reqwest::redirect::Policy;
 use tokio::task::JoinError;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::counters::Counters;
 use crate::endpoint::{Endpoint, Kind, Pool};
 use crate::error::Error;
-use crate::offline::{OfflineFiles, Stored, Wanted};
+use crate::offline::{OfflineFiles, Stored};
 use crate::own::Call;
 use crate::record::HiddenStates;
 use crate::retry::Failure;
 use crate::stream::StreamConfig;
+use crate::tensor_file::Wanted;
 use crate::{own, vllm};
 
 /// A prompt whose hidden states are wanted.
@@ -59,16 +62,24 @@ pub(crate) struct Fetcher {
     told: Once,
 }
 
+/// Failed questions after which a run says that it waits for a server: two or three tenths of a second.
+const TELL_AFTER: u32 = 3;
+
 /// How far the attempts at one sample have come.
 struct Attempts {
     start: Instant,
     made: u32,
     invalid: u32,
+    refused: u32,
+    doubted: u32,
 }
 
 /// What to do after a failed attempt.
 enum Next {
+    /// After a pause.
     AskAgain(Duration),
+    /// The same endpoint, which is first asked what it is.
+    AskTheSame(Duration),
     LeaveOut(Error),
 }
 
@@ -78,11 +89,12 @@ impl Fetcher {
         if pool.endpoints().is_empty() && config.on_missing == OnMissing::Generate {
             return Err(Error::NoEndpoint);
         }
-        // Hidden states stay inside the cluster: a proxy for web pages must not see them.
-        // Nothing here speaks TLS, but a client that can would fail on a machine without
-        // certificates.
-        let client = Client::builder().no_proxy().tls_certs_only([]);
+        // Hidden states stay inside the cluster: a proxy for web pages must not see them, nor
+        // another host that a server sends us to.
+        let client = Client::builder().no_proxy().redirect(Policy::none());
         let client = client.connect_timeout(Duration::from_secs(3));
+        // A client that can speak TLS would fail on a machine without certificates.
+        let client = if pool.any_https() { client } else { client.tls_certs_only([]) };
         Ok(Self {
             client: client.build().map_err(Error::Client)?,
             pool,
@@ -117,20 +129,23 @@ impl Fetcher {
         if stored {
             return self.refuse_other_targets().await;
         }
-        let probes = self.pool.endpoints().iter().map(|endpoint| self.wait_for(endpoint));
-        let mut unreachable = Vec::new();
-        let mut reached = false;
+        let reached = AtomicBool::new(false);
+        let probes = self.pool.endpoints().iter().map(|endpoint| self.wait_for(endpoint, &reached));
+        let mut absent = Vec::new();
         for probe in futures::future::join_all(probes).await {
             match probe {
-                Ok(()) => reached = true,
-                Err(Failure::Fatal(error)) => return Err(error),
-                Err(failure) => unreachable.push(failure.into_error()),
+                Ok(()) => {}
+                Err(Failure::Fatal(error) | Failure::Doubtful(error)) => return Err(error),
+                Err(failure) => absent.push(failure.into_error()),
             }
         }
-        if !reached && let Some(error) = unreachable.pop() {
-            return Err(error);
+        if !reached.into_inner()
+            && let Some(source) = absent.pop()
+        {
+            let after = self.config.retry.startup;
+            return Err(Error::NotReady { after, source: Box::new(source) });
         }
-        for error in unreachable {
+        for error in absent {
             tracing::warn!("going on without one server for now: {}", error.chain());
         }
         Ok(())
@@ -141,32 +156,53 @@ impl Fetcher {
         let endpoints = self.pool.endpoints().iter();
         let probes = endpoints.map(|endpoint| endpoint.probe(&self.client, &self.config));
         for probe in futures::future::join_all(probes).await {
-            if let Err(Failure::Fatal(error @ Error::OtherTarget { .. })) = probe {
+            if let Err(Failure::Doubtful(error @ Error::OtherTarget { .. })) = probe {
                 return Err(error);
             }
         }
         Ok(())
     }
 
-    /// Gives a starting server time: little to listen, as long as it takes to load.
-    async fn wait_for(&self, endpoint: &Endpoint) -> Result<(), Failure> {
-        let start = Instant::now();
-        let mut failed = 0;
+    /// Gives a starting server time to listen and to load; less where another is ready.
+    async fn wait_for(&self, endpoint: &Endpoint, reached: &AtomicBool) -> Result<(), Failure> {
+        let policy = &self.config.retry;
+        // What has answered before is on its way back.
+        let known = endpoint.is_known(&self.config.servers);
+        let startup = if known { policy.startup.max(policy.deadline) } else { policy.startup };
+        let (start, mut failed, mut doubted) = (Instant::now(), 0, 0);
         loop {
             let failure = match endpoint.probe(&self.client, &self.config).await {
-                Ok(_) => return Ok(()),
+                Ok(_) => {
+                    reached.store(true, Ordering::Relaxed);
+                    return Ok(());
+                }
                 Err(failure) => failure,
             };
             failed += 1;
-            let patience = match failure {
-                Failure::Busy { .. } => self.config.retry.deadline,
-                Failure::Transient(Error::Unreachable { .. }) => self.config.retry.startup,
-                _ => Duration::ZERO,
+            let patience = match &failure {
+                Failure::Busy { .. } => startup.max(policy.deadline),
+                Failure::Transient(_) | Failure::Damaged(_) => startup,
+                Failure::Doubtful(_) if doubted + 1 < policy.doubts => {
+                    doubted += 1;
+                    policy.deadline
+                }
+                _ => return Err(failure),
             };
-            if start.elapsed() >= patience {
+            let others = Duration::from_secs(2).min(startup);
+            let is_absent = !matches!(failure, Failure::Busy { .. });
+            let waited = start.elapsed();
+            if waited >= patience
+                || is_absent && reached.load(Ordering::Relaxed) && waited >= others
+            {
                 return Err(failure);
             }
-            sleep(self.config.retry.pause(failed).min(Duration::from_secs(1))).await;
+            let pause = policy.pause(failed).min(Duration::from_secs(1)).min(patience - waited);
+            if failed == TELL_AFTER {
+                let seconds = patience.as_secs();
+                let error = failure.into_error();
+                tracing::info!("waiting up to {seconds} s for a server: {}", error.chain());
+            }
+            sleep(pause).await;
         }
     }
 
@@ -192,8 +228,9 @@ impl Fetcher {
     async fn stored(&self, request: &Request) -> Result<Stored, Error> {
         let Some(files) = self.files.clone() else { return Ok(Stored::Absent) };
         let (request, layer_ids) = (request.clone(), self.config.layer_ids.clone());
-        let hidden_size = self.config.hidden_size;
-        let read = move || files.read(&request, Wanted { layer_ids: &layer_ids, hidden_size });
+        let (hidden_size, tokens) = (self.config.hidden_size, request.input_ids.len());
+        let read =
+            move || files.read(&request, Wanted { layer_ids: &layer_ids, hidden_size, tokens });
         match blocking(read).await {
             // As good as absent: another program that was killed may have cut it short.
             Err(
@@ -243,21 +280,32 @@ impl Fetcher {
 
     /// Asks until there is an answer, good or final.
     async fn ask(&self, request: &Request) -> Result<Outcome, Error> {
-        let mut attempts = Attempts { start: Instant::now(), made: 0, invalid: 0 };
+        let start = Instant::now();
+        let mut attempts = Attempts { start, made: 0, invalid: 0, refused: 0, doubted: 0 };
+        let mut same = None;
         loop {
-            let endpoint = self.pool.pick().ok_or(Error::NoEndpoint)?;
+            let endpoint = same.take().or_else(|| self.pool.pick()).ok_or(Error::NoEndpoint)?;
             attempts.made += 1;
             self.counters().requests += 1;
             let failure = match self.ask_once(endpoint, request).await {
-                Ok(states) => {
-                    endpoint.mark_up();
+                Ok((states, kind)) => {
+                    endpoint.mark_up(&kind, &self.config.servers);
                     return Ok(Outcome::Have(states));
                 }
                 Err(failure) => failure,
             };
+            // A server that failed may have been replaced; one that was only busy was not.
+            if !matches!(failure, Failure::Busy { .. } | Failure::Damaged(_) | Failure::Invalid(_))
+            {
+                endpoint.forget().await;
+            }
             match self.judge(failure, endpoint, &mut attempts, request.sample)? {
                 Next::LeaveOut(reason) => return Ok(Outcome::Failed(reason)),
                 Next::AskAgain(pause) => sleep(pause).await,
+                Next::AskTheSame(pause) => {
+                    same = Some(endpoint);
+                    sleep(pause).await;
+                }
             }
         }
     }
@@ -266,18 +314,20 @@ impl Fetcher {
         &self,
         endpoint: &Endpoint,
         request: &Request,
-    ) -> Result<HiddenStates, Failure> {
-        let after = self.config.retry.request_timeout;
+    ) -> Result<(HiddenStates, Arc<Kind>), Failure> {
+        let after = self.config.retry.request_timeout.min(self.config.retry.deadline);
         let call = Call { client: &self.client, endpoint, config: &self.config, request };
         let _lease = endpoint.lease(self.bytes_of(request));
         let exchange = async {
-            match endpoint.probe(&self.client, &self.config).await? {
-                Kind::Own(served) => own::fetch(&call, served).await,
+            let kind = endpoint.probe(&self.client, &self.config).await?;
+            let states = match &*kind {
+                Kind::Own { model, metadata } => own::fetch(&call, model, metadata).await?,
                 Kind::Vllm { model, max_model_len } => {
                     self.tell_once_about_layers(model);
-                    vllm::fetch(&call, model, *max_model_len).await
+                    vllm::fetch(&call, model, *max_model_len).await?
                 }
-            }
+            };
+            Ok((states, kind))
         };
         timeout(after, exchange).await.unwrap_or_else(|_| {
             Err(Failure::Transient(Error::Timeout { url: endpoint.url(""), after }))
@@ -291,29 +341,52 @@ impl Fetcher {
         attempts: &mut Attempts,
         sample: u64,
     ) -> Result<Next, Error> {
-        let mut pause = self.config.retry.pause(attempts.made);
+        let policy = &self.config.retry;
+        let mut pause = policy.pause(attempts.made);
+        let mut same = false;
         let error = match failure {
             Failure::Fatal(error) => return Err(error),
+            Failure::Doubtful(error) => {
+                attempts.doubted += 1;
+                if attempts.doubted >= policy.doubts {
+                    return Err(error);
+                }
+                same = true;
+                error
+            }
             Failure::Rejected(error) => {
-                self.counters().rejected += 1;
-                return Ok(Next::LeaveOut(error));
+                attempts.refused += 1;
+                if attempts.refused >= policy.refusals {
+                    self.counters().rejected += 1;
+                    return Ok(Next::LeaveOut(error));
+                }
+                same = true;
+                error
             }
             Failure::Invalid(error) => {
                 attempts.invalid += 1;
-                if attempts.invalid >= self.config.retry.invalid_attempts {
+                if attempts.invalid >= policy.invalid_attempts {
                     self.counters().invalid += 1;
                     return Ok(Next::LeaveOut(error));
                 }
                 error
             }
+            Failure::Damaged(error) => {
+                self.counters().damaged += 1;
+                endpoint.note_damage(&error);
+                error
+            }
             Failure::Busy { after, error } => {
                 self.counters().busy += 1;
-                pause =
-                    after.map_or(pause, |after| after.mul_f64(1.0 + pause.as_secs_f64().min(0.5)));
+                pause = policy.busy_pause(attempts.made, after);
+                endpoint.rest(pause);
+                if self.pool.any_up() {
+                    pause = policy.first_pause.min(pause);
+                }
                 error
             }
             Failure::Transient(error) => {
-                endpoint.mark_down(&self.config.retry, &error);
+                endpoint.mark_down(policy, &error);
                 if self.pool.any_up() {
                     pause = Duration::ZERO;
                 }
@@ -321,12 +394,15 @@ impl Fetcher {
             }
         };
         self.counters().retries += 1;
-        if attempts.start.elapsed() + pause > self.config.retry.deadline {
-            let (attempts, after) = (attempts.made, self.config.retry.deadline);
+        let left = policy.deadline.saturating_sub(attempts.start.elapsed());
+        if left.is_zero() {
+            let (attempts, after) = (attempts.made, policy.deadline);
             return Err(Error::GaveUp { sample, attempts, after, source: Box::new(error) });
         }
         tracing::debug!("sample {sample}, attempt {}: {}", attempts.made, error.chain());
-        Ok(Next::AskAgain(pause))
+        // Not beyond the deadline: the last attempt is at its end.
+        let pause = pause.min(left);
+        Ok(if same { Next::AskTheSame(pause) } else { Next::AskAgain(pause) })
     }
 
     fn tell_once_about_layers(&self, model: &str) {

@@ -9,7 +9,9 @@
 //! Layer ids count decoder layers that have run: 0 is the embedding's output, `k` the residual
 //! stream after `k` layers, `n` the one after the last layer, before the final norm.
 
+mod body;
 mod counters;
+mod digest;
 mod endpoint;
 mod error;
 mod fetch;
@@ -18,20 +20,26 @@ mod own;
 mod protocol;
 mod record;
 mod retry;
+mod storage;
 mod stream;
+mod tensor_file;
 #[cfg(test)]
 mod tests;
+mod text;
 mod vllm;
 mod vllm_check;
 mod wire;
 
 pub use counters::Counters;
-pub use error::Error;
+pub use digest::{DIGEST_HEADER, ReplyDigest, prompt_digest};
+pub use error::{Error, NetworkFault};
 pub use fetch::{Fetched, Request};
 pub use offline::OfflineFiles;
-pub use protocol::{Metadata, ModelCard, ModelList, StatesRequest, TARGET_HEADER};
+pub use protocol::{
+    Metadata, ModelCard, ModelList, PROTOCOL_VERSION, StatesRequest, TARGET_HEADER,
+};
 pub use record::{Dtype, HiddenStates};
 pub use retry::RetryPolicy;
-pub use stream::{FetchedRow, Stream, StreamConfig, WantedRow};
+pub use stream::{FetchedRow, ServersSeen, Stream, StreamConfig, WantedRow};
 pub use vllm_check::{LogitsFunction, TargetLogits};
 pub use wire::{ARROW_STREAM, decode_stream, encode_stream};

@@ -2,25 +2,22 @@
 //!
 //! `hs_{row}.safetensors` holds `hidden_states` [tokens, slots, hidden] and `token_ids`; the
 //! slots are the captured layers in ascending order and usually the last layer's output. The
-//! format does not say which layers those are. Our files do, in their metadata.
+//! format does not say which layers those are. Our files do, in their metadata, and have a digest.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use bytes::Bytes;
 use dflash_identity::TargetIdentity;
+use safetensors::Dtype as StoredDtype;
 use safetensors::tensor::TensorView;
-use safetensors::{Dtype as StoredDtype, SafeTensors};
 
 use crate::error::Error;
 use crate::fetch::Request;
-use crate::record::{Dtype, HiddenStates, f16_to_f32};
+use crate::record::{Dtype, HiddenStates};
+use crate::tensor_file::{DIGEST, LAYER_IDS, TensorFile, Wanted, bad_file, digest, open_regular};
 
-/// Metadata key of the layer ids in files that we write.
-const LAYER_IDS: &str = "layer_ids";
 /// Metadata key of the target in files that we write.
 const TARGET: &str = "target";
 
@@ -40,13 +37,6 @@ pub(crate) enum Stored {
     Absent,
     /// A file of other tokens: the dataset has changed since.
     Stale(Error),
-}
-
-/// What a file must hold.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Wanted<'a> {
-    pub(crate) layer_ids: &'a [u32],
-    pub(crate) hidden_size: usize,
 }
 
 impl OfflineFiles {
@@ -85,32 +75,31 @@ impl OfflineFiles {
     /// or a bad row.
     pub(crate) fn read(&self, request: &Request, wanted: Wanted<'_>) -> Result<Stored, Error> {
         let path = self.path(request.sample);
-        let bytes = match fs::read(&path) {
-            Ok(bytes) => bytes,
+        let fault = |source| Error::ReadFile { path: path.clone(), source };
+        let file = match open_regular(&path, true) {
+            Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Stored::Absent),
-            Err(source) => return Err(Error::ReadFile { path, source }),
+            Err(source) => return Err(fault(source)),
         };
-        self.check_target(&path, &bytes)?;
-        let (token_ids, states) = parse_file(&path, &bytes, wanted)?;
+        let size = file.metadata().map_err(fault)?.len();
+        let mut file = TensorFile::open(&path, file, size)?;
+        self.check_target(&path, file.stated(TARGET))?;
+        let (_, token_ids) = file.token_ids(request.input_ids.len())?;
         let origin = path.display().to_string();
         if let Some(position) = first_difference(&token_ids, &request.input_ids) {
             let sample = request.sample;
             return Ok(Stored::Stale(Error::OtherTokens { origin, sample, position }));
         }
-        let states = states.prefix(request.input_ids.len());
+        let states = file.states(wanted)?;
         states.check_rows(&origin)?;
         Ok(Stored::Found(states))
     }
 
     /// Other software's files do not say which target they are of; ours do.
-    fn check_target(&self, path: &Path, bytes: &[u8]) -> Result<(), Error> {
-        let bad = |reason: String| bad_file(path, reason);
-        let (_, header) =
-            SafeTensors::read_metadata(bytes).map_err(|error| bad(error.to_string()))?;
-        let stated = header.metadata().as_ref().and_then(|metadata| metadata.get(TARGET));
+    fn check_target(&self, path: &Path, stated: Option<String>) -> Result<(), Error> {
         let (Some(target), Some(stated)) = (&self.target, stated) else { return Ok(()) };
         let stated: TargetIdentity =
-            serde_json::from_str(stated).map_err(|error| bad(error.to_string()))?;
+            serde_json::from_str(&stated).map_err(|error| bad_file(path, &error.to_string()))?;
         if stated.is_same_as(target) {
             return Ok(());
         }
@@ -133,27 +122,26 @@ impl OfflineFiles {
         let shape = vec![states.tokens, states.layer_ids.len(), states.hidden_size];
         let rows = interleave(states);
         let ids: Vec<u8> = token_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let (dtype, layer_ids) = (stored_dtype(states.dtype), format!("{:?}", states.layer_ids));
+        let digest = digest((dtype, &shape, &layer_ids), &ids, &rows);
         let mut metadata = HashMap::from([
             ("format".to_owned(), "pt".to_owned()),
-            (LAYER_IDS.to_owned(), format!("{:?}", states.layer_ids)),
+            (LAYER_IDS.to_owned(), layer_ids),
+            (DIGEST.to_owned(), digest),
         ]);
         if let Some(target) = &self.target {
             let target = serde_json::to_string(target).expect("strings print");
             metadata.insert(TARGET.to_owned(), target);
         }
         let bytes = (|| {
-            let rows = TensorView::new(stored_dtype(states.dtype), shape, &rows)?;
+            let rows = TensorView::new(dtype, shape, &rows)?;
             let ids = TensorView::new(StoredDtype::I64, vec![token_ids.len()], &ids)?;
             let tensors = [("hidden_states", rows), ("token_ids", ids)];
             safetensors::serialize(tensors, Some(metadata))
         })()
-        .map_err(|error| bad_file(&path, error.to_string()))?;
+        .map_err(|error| bad_file(&path, &error.to_string()))?;
         Ok(dflash_files::write_bytes(&path, &bytes)?)
     }
-}
-
-fn bad_file(path: &Path, reason: String) -> Error {
-    Error::BadFile { path: path.into(), reason }
 }
 
 fn stored_dtype(dtype: Dtype) -> StoredDtype {
@@ -176,84 +164,6 @@ fn interleave(states: &HiddenStates) -> Vec<u8> {
     out
 }
 
-/// Tokens and states of one file, ours, speculators' or a stock vLLM's.
-///
-/// # Errors
-/// [`Error::BadFile`] and [`Error::Shape`].
-pub(crate) fn parse_file(
-    path: &Path,
-    bytes: &[u8],
-    wanted: Wanted<'_>,
-) -> Result<(Vec<i64>, HiddenStates), Error> {
-    let bad = |reason: String| bad_file(path, reason);
-    let (_, header) = SafeTensors::read_metadata(bytes).map_err(|error| bad(error.to_string()))?;
-    let file = SafeTensors::deserialize(bytes).map_err(|error| bad(error.to_string()))?;
-    let tensor = |name| file.tensor(name).map_err(|error| bad(error.to_string()));
-    let (rows, ids) = (tensor("hidden_states")?, tensor("token_ids")?);
-    if ids.dtype() != StoredDtype::I64 || ids.shape().len() != 1 {
-        return Err(bad(format!("token_ids is {:?} {:?}", ids.dtype(), ids.shape())));
-    }
-    let stated = header.metadata().as_ref().and_then(|metadata| metadata.get(LAYER_IDS));
-    let stated = stated.and_then(|ids| serde_json::from_str(ids).ok());
-    let token_ids = ids.data().chunks_exact(8).map(i64_of).collect();
-    Ok((token_ids, split_slots(path, &rows, stated, wanted)?))
-}
-
-fn i64_of(bytes: &[u8]) -> i64 {
-    i64::from_le_bytes(bytes.try_into().expect("chunks of eight"))
-}
-
-/// [tokens, slots, hidden] as one record of the wanted layers.
-fn split_slots(
-    path: &Path,
-    rows: &TensorView<'_>,
-    stated: Option<Vec<u32>>,
-    wanted: Wanted<'_>,
-) -> Result<HiddenStates, Error> {
-    let (dtype, data) = match rows.dtype() {
-        StoredDtype::BF16 => (Dtype::Bf16, Cow::Borrowed(rows.data())),
-        StoredDtype::F32 => (Dtype::F32, Cow::Borrowed(rows.data())),
-        StoredDtype::F16 => (Dtype::F32, Cow::Owned(f16_to_f32(rows.data()))),
-        other => return Err(bad_file(path, format!("hidden_states is {other:?}"))),
-    };
-    let columns = slots_of(rows.shape(), stated.as_deref(), wanted);
-    let (&[tokens, slots, hidden], Some(columns)) = (rows.shape(), columns) else {
-        return Err(Error::Shape {
-            origin: path.display().to_string(),
-            expected: format!("layers {:?} of {} elements", wanted.layer_ids, wanted.hidden_size),
-            got: format!("hidden_states {:?} of layers {stated:?}", rows.shape()),
-        });
-    };
-    let width = hidden * dtype.size();
-    let gather = |slot: &usize| -> Bytes {
-        let mut out = Vec::with_capacity(tokens * width);
-        for row in 0..tokens {
-            out.extend_from_slice(&data[(row * slots + slot) * width..][..width]);
-        }
-        out.into()
-    };
-    let layers = columns.iter().map(gather).collect();
-    HiddenStates::new(wanted.layer_ids.to_vec(), tokens, hidden, dtype, layers)
-}
-
-/// The slot of each wanted layer: by the ids that the file states, else by position, where one
-/// slot more than wanted is the last layer's output.
-fn slots_of(shape: &[usize], stated: Option<&[u32]>, wanted: Wanted<'_>) -> Option<Vec<usize>> {
-    let &[_, slots, hidden] = shape else { return None };
-    let count = wanted.layer_ids.len();
-    if hidden != wanted.hidden_size {
-        return None;
-    }
-    match stated {
-        Some(stated) if stated.len() != slots => None,
-        Some(stated) => {
-            let slot_of = |id| stated.iter().position(|other| other == id);
-            wanted.layer_ids.iter().map(slot_of).collect()
-        }
-        None => (slots == count || slots == count + 1).then(|| (0..count).collect()),
-    }
-}
-
 /// Where `prompt` stops being a prefix of `stored`, if it does.
 pub(crate) fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
     let differs = stored.iter().zip(prompt).position(|(a, b)| a != b);
@@ -265,7 +175,10 @@ mod tests {
     use super::*;
     use crate::tests::{f32s, sample};
 
-    const WANTED: Wanted<'static> = Wanted { layer_ids: &[2, 5], hidden_size: 4 };
+    fn read(files: &OfflineFiles, request: &Request) -> Result<Stored, Error> {
+        let tokens = request.input_ids.len();
+        files.read(request, Wanted { layer_ids: &[2, 5], hidden_size: 4, tokens })
+    }
 
     fn request(input_ids: &[i64]) -> Request {
         Request { sample: 7, input_ids: input_ids.to_vec() }
@@ -280,7 +193,7 @@ mod tests {
     }
 
     fn found(files: &OfflineFiles, input_ids: &[i64]) -> HiddenStates {
-        match files.read(&request(input_ids), WANTED).unwrap() {
+        match read(files, &request(input_ids)).unwrap() {
             Stored::Found(states) => states,
             other => panic!("{other:?}"),
         }
@@ -299,10 +212,10 @@ mod tests {
     fn absent_and_stale_samples_are_told_apart() {
         let (_dir, files) = stored(&[2, 5]);
         let other = Request { sample: 8, input_ids: vec![1] };
-        assert!(matches!(files.read(&other, WANTED).unwrap(), Stored::Absent));
+        assert!(matches!(read(&files, &other).unwrap(), Stored::Absent));
         for (tokens, at) in [(vec![10, 99, 12], 1), (vec![10, 11, 12, 13], 3)] {
             let Stored::Stale(Error::OtherTokens { position, .. }) =
-                files.read(&request(&tokens), WANTED).unwrap()
+                read(&files, &request(&tokens)).unwrap()
             else {
                 panic!("{tokens:?}")
             };
@@ -311,25 +224,13 @@ mod tests {
     }
 
     #[test]
-    fn slots_go_by_stated_ids_or_by_position() {
-        let check = |shape: &[usize], stated: Option<&[u32]>| slots_of(shape, stated, WANTED);
-        assert_eq!(check(&[3, 3, 4], Some(&[1, 2, 5])), Some(vec![1, 2]));
-        assert_eq!(check(&[3, 2, 4], None), Some(vec![0, 1]));
-        assert_eq!(check(&[3, 3, 4], None), Some(vec![0, 1]));
-        assert_eq!(check(&[3, 4, 4], None), None);
-        assert_eq!(check(&[3, 2, 4], Some(&[2, 6])), None);
-        assert_eq!(check(&[3, 2, 8], Some(&[2, 5])), None);
-        assert_eq!(check(&[3, 8], None), None);
-    }
-
-    #[test]
     fn broken_files_are_named() {
         let (_dir, files) = stored(&[2, 3]);
-        let text = files.read(&request(&[10]), WANTED).unwrap_err().to_string();
+        let text = read(&files, &request(&[10])).unwrap_err().to_string();
         assert!(text.contains("hs_7.safetensors") && text.contains("[2, 5]"), "{text}");
         let whole = fs::read(files.path(7)).unwrap();
         fs::write(files.path(7), &whole[..whole.len() - 9]).unwrap();
-        assert!(matches!(files.read(&request(&[10]), WANTED), Err(Error::BadFile { .. })));
+        assert!(matches!(read(&files, &request(&[10])), Err(Error::BadFile { .. })));
     }
 
     #[test]
@@ -344,5 +245,47 @@ mod tests {
         let tensors = [("hidden_states", rows), ("token_ids", ids)];
         fs::write(files.path(7), safetensors::serialize(tensors, None).unwrap()).unwrap();
         assert_eq!(f32s(found(&files, &[10]).layer(5).unwrap()), [5.0, 6.0, 7.0, 8.0]);
+    }
+
+    #[test]
+    fn a_damaged_file_is_never_taken_for_a_good_one() {
+        let (_dir, files) = stored(&[2, 5, 8]);
+        let (whole, states) = (fs::read(files.path(7)).unwrap(), sample(&[2, 5], 3, 4));
+        let mut random = dflash_test_support::random();
+        for _ in 0..10_000 {
+            let bytes = crate::tests::damaged(&whole, &mut random);
+            fs::write(files.path(7), bytes).unwrap();
+            match read(&files, &request(&[10, 11, 12])) {
+                Ok(Stored::Found(found)) => assert_eq!(found, states),
+                Ok(Stored::Stale(_)) | Err(Error::BadFile { .. }) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_regular_file_or_claims_too_much_is_not_read() {
+        let (dir, files) = stored(&[2, 5]);
+        let path = files.path(7);
+        // As large as no memory is, and no larger on disk.
+        fs::File::options().write(true).open(&path).unwrap().set_len(1 << 42).unwrap();
+        assert!(matches!(read(&files, &request(&[10])), Err(Error::BadFile { .. })));
+        fs::remove_file(&path).unwrap();
+        std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        let text = format!("{:?}", read(&files, &request(&[10])).unwrap_err());
+        assert!(text.contains("not a regular file"), "{text}");
+        drop(dir);
+    }
+
+    #[test]
+    fn a_file_without_its_digest_is_written_anew() {
+        let (_dir, files) = stored(&[2, 5]);
+        let bytes = fs::read(files.path(7)).unwrap();
+        let text = String::from_utf8_lossy(&bytes).find("digest").unwrap();
+        let mut old = bytes.clone();
+        old[text] = b'x';
+        fs::write(files.path(7), old).unwrap();
+        let text = read(&files, &request(&[10])).unwrap_err().to_string();
+        assert!(text.contains("earlier release") && text.contains("remove it"), "{text}");
     }
 }

@@ -1,21 +1,22 @@
 //! Asking our own server for one sample.
 
-use std::time::Duration;
-
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use dflash_settings::OnGenerate;
-use reqwest::header::RETRY_AFTER;
-use reqwest::{Client, Response, StatusCode};
+use reqwest::header::TRANSFER_ENCODING;
+use reqwest::{Client, Response};
 
-use crate::endpoint::{Endpoint, transport};
+use crate::digest::{ReplyDigest, prompt_digest};
+use crate::endpoint::{Endpoint, digest_of};
 use crate::error::Error;
 use crate::fetch::Request;
-use crate::protocol::{Metadata, StatesRequest, TARGET_HEADER, error_message};
+use crate::protocol::{Metadata, StatesRequest, TARGET_HEADER};
 use crate::record::HiddenStates;
 use crate::retry::Failure;
 use crate::stream::StreamConfig;
-use crate::wire::decode_stream;
+use crate::text::clean;
+use crate::wire::decode;
 
+const PATH: &str = "/v1/hidden_states";
 /// Room for the stream's header and padding beside the rows.
 const STREAM_OVERHEAD: usize = 1 << 20;
 
@@ -33,132 +34,199 @@ impl Call<'_> {
         self.config.on_generate == OnGenerate::Cache
     }
 
-    /// A failed exchange with `url`.
-    pub(crate) fn transport(&self, url: &str, source: reqwest::Error) -> Failure {
-        transport(url, source, self.config.retry.request_timeout)
-    }
-
     /// Posts `body` to `path` and hands back a successful reply.
     pub(crate) async fn post(
         &self,
         path: &str,
         body: &impl serde::Serialize,
     ) -> Result<Response, Failure> {
-        let url = self.endpoint.url(path);
-        let sent = self.client.post(&url).json(body).send().await;
-        let reply = sent.map_err(|error| self.transport(&url, error))?;
+        let sent = self.client.post(self.endpoint.address(path)).json(body).send().await;
+        let after = self.config.retry.request_timeout;
+        let reply = sent.map_err(|error| self.endpoint.transport(path, error, after))?;
         if reply.status().is_success() {
             return Ok(reply);
         }
-        Err(refusal(url, reply).await)
+        Err(self.endpoint.refusal(path, reply).await)
+    }
+
+    /// The body of a reply of `path`, of at most `limit` bytes.
+    pub(crate) async fn body(
+        &self,
+        path: &str,
+        reply: Response,
+        limit: usize,
+    ) -> Result<Bytes, Failure> {
+        self.endpoint.body(path, reply, limit, self.config.retry.request_timeout).await
     }
 }
 
+/// What is right for one prompt.
+struct Expected<'a> {
+    model: &'a str,
+    prompt: &'a str,
+    layer_ids: &'a [u32],
+    tokens: usize,
+    hidden_size: usize,
+}
+
 /// The record of a prompt: the captured layers, and the last one with [`Call::with_last`].
-pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenStates, Failure> {
+pub(crate) async fn fetch(
+    call: &Call<'_>,
+    model: &str,
+    served: &Metadata,
+) -> Result<HiddenStates, Failure> {
     let mut layer_ids = call.config.layer_ids.clone();
     if call.with_last() && !layer_ids.contains(&served.num_hidden_layers) {
         layer_ids.push(served.num_hidden_layers);
     }
+    let input_ids = &call.request.input_ids;
+    let (tokens, prompt) = (input_ids.len(), prompt_digest(input_ids, Some(&layer_ids)));
     let body = StatesRequest {
-        input_ids: Some(call.request.input_ids.clone()),
+        model: Some(model.to_owned()),
+        input_ids: Some(input_ids.clone()),
         layer_ids: Some(layer_ids.clone()),
+        digest: Some(prompt.clone()),
         ..StatesRequest::default()
     };
-    let reply = call.post("/v1/hidden_states", &body).await?;
-    let url = call.endpoint.url("/v1/hidden_states");
-    check_target(call, &reply, &url)?;
-    let rows = layer_ids.len() * call.request.input_ids.len();
-    let limit = rows * served.hidden_size * served.dtype.size() + STREAM_OVERHEAD;
-    let body = read_body(call, reply, limit, &url).await?;
-    let states = decode_stream(body, &url).map_err(|error| match error {
-        Error::BrokenStream { .. } => Failure::Transient(error),
-        _ => Failure::Fatal(error),
-    })?;
-    check_shape(&states, call, &layer_ids, &url)?;
+    let reply = call.post(PATH, &body).await?;
+    let hidden_size = call.config.hidden_size;
+    let limit = layer_ids.len() * tokens * hidden_size * served.dtype.size() + STREAM_OVERHEAD;
+    check_target(call, &reply)?;
+    let digest = digest_of(reply.headers());
+    check_length(call.endpoint, digest.as_ref(), &reply)?;
+    let body = call.body(PATH, reply, limit).await?;
+    let (prompt, layer_ids) = (prompt.as_str(), layer_ids.as_slice());
+    accept(call.endpoint, digest, body, &Expected { model, prompt, layer_ids, tokens, hidden_size })
+}
+
+/// A damaged length would have us wait for what never comes. Proxies may send a body in chunks.
+fn check_length(
+    endpoint: &Endpoint,
+    digest: Option<&ReplyDigest>,
+    reply: &Response,
+) -> Result<(), Failure> {
+    let announced = reply.content_length();
+    let is_chunked = reply.headers().contains_key(TRANSFER_ENCODING);
+    match digest {
+        Some(digest) if announced == Some(digest.bytes) => Ok(()),
+        Some(_) if announced.is_none() && is_chunked => Ok(()),
+        _ => Err(endpoint.damaged(PATH, "the head of its reply")),
+    }
+}
+
+/// The record in a reply's body, if both are what was asked for.
+fn accept(
+    endpoint: &Endpoint,
+    digest: Option<ReplyDigest>,
+    body: Bytes,
+    expected: &Expected<'_>,
+) -> Result<HiddenStates, Failure> {
+    let own = ReplyDigest::of(Some(expected.prompt.to_owned()), [&body]);
+    let sent = digest.ok_or_else(|| endpoint.damaged(PATH, "the head of its reply"))?;
+    if sent.prompt != own.prompt {
+        return Err(endpoint.damaged(PATH, "the prompt of its reply"));
+    }
+    if sent != own {
+        return Err(endpoint.damaged(PATH, "its reply"));
+    }
+    let url = endpoint.url(PATH);
+    let (states, model) = decode(body, &url).map_err(Failure::Damaged)?;
+    check_shape(&states, expected, &url)?;
+    if model != expected.model {
+        return Err(endpoint.changed(expected.model.to_owned(), model));
+    }
     states.check_rows(&url).map_err(Failure::Invalid)?;
     Ok(states)
 }
 
 /// Catches another model that came behind the same address, or is behind it beside the right one.
-fn check_target(call: &Call<'_>, reply: &Response, url: &str) -> Result<(), Failure> {
+fn check_target(call: &Call<'_>, reply: &Response) -> Result<(), Failure> {
     let Some(target) = &call.config.target else { return Ok(()) };
     let digests = reply.headers().get(TARGET_HEADER).and_then(|value| value.to_str().ok());
     match digests.filter(|digests| target.contradicts(digests)) {
         None => Ok(()),
-        Some(digests) => Err(Failure::Fatal(Error::OtherTarget {
-            url: url.to_owned(),
-            found: format!("a model of {digests}"),
+        // A damaged header says so once, another model says so again.
+        Some(digests) => Err(Failure::Doubtful(Error::OtherTarget {
+            url: call.endpoint.url(PATH),
+            found: format!("a model of {}", clean(digests, 100)),
             expected: target.to_string(),
         })),
     }
 }
 
-/// Catches a server that was replaced by another while the trainer ran.
-fn check_shape(
-    states: &HiddenStates,
-    call: &Call<'_>,
-    wanted: &[u32],
-    url: &str,
-) -> Result<(), Failure> {
+/// Catches a server that is not the one that its list of models describes.
+fn check_shape(states: &HiddenStates, expected: &Expected<'_>, url: &str) -> Result<(), Failure> {
     let url = url.to_owned();
-    if states.layer_ids != wanted {
-        let (wanted, served) = (wanted.to_vec(), states.layer_ids.clone());
-        return Err(Failure::Fatal(Error::LayerMismatch { url, wanted, served }));
+    if states.layer_ids != expected.layer_ids {
+        let wanted = expected.layer_ids.to_vec();
+        let served = states.layer_ids.iter().take(64).copied().collect();
+        return Err(Failure::Doubtful(Error::LayerMismatch { url, wanted, served }));
     }
-    if states.hidden_size != call.config.hidden_size {
-        return Err(Failure::Fatal(Error::ModelMismatch {
+    if states.hidden_size != expected.hidden_size {
+        return Err(Failure::Doubtful(Error::ModelMismatch {
             url,
             model: "a model".into(),
             key: "hidden_size",
-            expected: call.config.hidden_size,
+            expected: expected.hidden_size,
             got: states.hidden_size,
         }));
     }
-    let expected = call.request.input_ids.len();
-    if states.tokens != expected {
-        let got = states.tokens;
+    if states.tokens != expected.tokens {
+        let (expected, got) = (expected.tokens, states.tokens);
         return Err(Failure::Invalid(Error::RowCount { origin: url, expected, got }));
     }
     Ok(())
 }
 
-/// The whole body in one buffer, allocated once if the server announces its length.
-async fn read_body(
-    call: &Call<'_>,
-    mut reply: Response,
-    limit: usize,
-    url: &str,
-) -> Result<Bytes, Failure> {
-    let announced = usize::try_from(reply.content_length().unwrap_or(0)).unwrap_or(usize::MAX);
-    let mut body = BytesMut::with_capacity(announced.min(limit));
-    while let Some(chunk) = reply.chunk().await.map_err(|error| call.transport(url, error))? {
-        body.extend_from_slice(&chunk);
-        if body.len().max(announced) > limit {
-            let found = format!("it sends more than {limit} bytes for this prompt");
-            return Err(Failure::Fatal(Error::UnknownServer { url: url.to_owned(), found }));
-        }
-    }
-    Ok(body.freeze())
-}
+#[cfg(test)]
+mod tests {
+    use dflash_test_support::random;
 
-/// What an error status means for the sample and the endpoint.
-async fn refusal(url: String, reply: Response) -> Failure {
-    let status = reply.status();
-    let after = reply.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
-    let after = after.and_then(|seconds| seconds.parse().ok()).map(Duration::from_secs);
-    let message = error_message(&reply.bytes().await.unwrap_or_default());
-    let error = Error::Status { url, status: status.as_u16(), message };
-    match status {
-        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-            Failure::Busy { after, error }
+    use super::*;
+    use crate::encode_stream;
+    use crate::endpoint::Pool;
+    use crate::tests::{damaged, sample};
+
+    /// 15,000 replies with damaged bodies, heads or both.
+    #[test]
+    fn a_damaged_reply_is_never_taken_for_a_good_one() {
+        let pool = Pool::parse(&["h:1".into()]).unwrap();
+        let endpoint = &pool.endpoints()[0];
+        let states = sample(&[2, 5], 7, 6);
+        let body = Bytes::from(encode_stream(&states, "tiny").unwrap().concat());
+        let prompt = prompt_digest(&[1, 2, 3, 4, 5, 6, 7], Some(&[2, 5]));
+        let head = ReplyDigest::of(Some(prompt.clone()), [&body]).to_string();
+        let expected = Expected {
+            model: "tiny",
+            prompt: &prompt,
+            layer_ids: &[2, 5],
+            tokens: 7,
+            hidden_size: 6,
+        };
+        let take = |head: &str, body: Bytes| accept(endpoint, head.parse().ok(), body, &expected);
+        assert_eq!(take(&head, body.clone()).unwrap(), states);
+        let mut random = random();
+        for round in 0..15_000 {
+            let (mut sent_head, mut sent) = (head.clone(), body.clone());
+            if round % 3 != 0 {
+                sent = damaged(&body, &mut random).into();
+            }
+            if round % 3 != 1 {
+                let bytes = damaged(head.as_bytes(), &mut random);
+                sent_head = String::from_utf8_lossy(&bytes).into_owned();
+            }
+            match take(&sent_head, sent) {
+                Err(Failure::Damaged(_)) => {}
+                Err(other) => panic!("{other:?}"),
+                Ok(taken) => assert_eq!(taken, states),
+            }
         }
-        StatusCode::REQUEST_TIMEOUT => Failure::Transient(error),
-        StatusCode::UNAUTHORIZED
-        | StatusCode::FORBIDDEN
-        | StatusCode::NOT_FOUND
-        | StatusCode::METHOD_NOT_ALLOWED => Failure::Fatal(error),
-        status if status.is_client_error() => Failure::Rejected(error),
-        _ => Failure::Transient(error),
+        // Nor one for other tokens, or by another model, with digests to match.
+        let other = prompt_digest(&[1, 2, 3, 4, 5, 6, 8], Some(&[2, 5]));
+        let other = ReplyDigest::of(Some(other), [&body]).to_string();
+        assert!(matches!(take(&other, body), Err(Failure::Damaged(_))));
+        let body = Bytes::from(encode_stream(&states, "tidy").unwrap().concat());
+        let head = ReplyDigest::of(Some(prompt.clone()), [&body]).to_string();
+        assert!(matches!(take(&head, body), Err(Failure::Doubtful(Error::ServerChanged { .. }))));
     }
 }

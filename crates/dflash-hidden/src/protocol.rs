@@ -5,6 +5,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::record::Dtype;
+use crate::text::clean;
+
+/// The protocol that this release speaks. It grows when an older peer would misread a message; 2
+/// brought the digests.
+pub const PROTOCOL_VERSION: u32 = 2;
+/// What is shown of a server's reason.
+const LONGEST_REASON: usize = 300;
 
 /// `owned_by` of the models that our server lists; how a client knows it.
 pub(crate) const OWNER: &str = "dflash";
@@ -29,6 +36,9 @@ pub struct StatesRequest {
     /// The layers to send; all captured ones when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer_ids: Option<Vec<u32>>,
+    /// [`prompt_digest`](crate::prompt_digest) of the prompt; the server checks it when given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
 }
 
 /// Reply of `GET /v1/models`.
@@ -58,6 +68,9 @@ pub struct ModelCard {
     /// Longest context in tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_model_len: Option<usize>,
+    /// [`PROTOCOL_VERSION`] of our server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub protocol: Option<u32>,
     /// What our server adds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Metadata>,
@@ -90,6 +103,7 @@ impl ModelCard {
             owned_by: OWNER.into(),
             root: Some(root),
             max_model_len: Some(max_model_len),
+            protocol: Some(PROTOCOL_VERSION),
             metadata: Some(metadata),
         }
     }
@@ -103,14 +117,13 @@ impl ModelList {
 }
 
 /// The message inside an error reply, which OpenAI-compatible servers put at `error.message`, or the
-/// start of whatever the server sent instead.
+/// start of whatever the server sent instead; fit for a terminal.
 pub(crate) fn error_message(body: &[u8]) -> String {
     let reply: Value = serde_json::from_slice(body).unwrap_or_default();
-    if let Some(message) = reply["error"]["message"].as_str() {
-        return message.to_owned();
+    match reply["error"]["message"].as_str() {
+        Some(message) => clean(message, LONGEST_REASON),
+        None => clean(&String::from_utf8_lossy(body), LONGEST_REASON),
     }
-    let text = String::from_utf8_lossy(body);
-    text.trim().chars().take(200).collect()
 }
 
 /// Ids the way the command line takes them.
@@ -136,6 +149,8 @@ mod tests {
     fn error_messages_are_found_or_cut() {
         assert_eq!(error_message(br#"{"error":{"message":"too long","code":400}}"#), "too long");
         assert_eq!(error_message(b" <html>nope</html> "), "<html>nope</html>");
-        assert_eq!(error_message(&[b'x'; 1000]).len(), 200);
+        assert_eq!(error_message(&[b'x'; 1000]).len(), 303);
+        let steering = br#"{"error":{"message":"\u001b[2Jgone"}}"#;
+        assert_eq!(error_message(steering), "\u{fffd}[2Jgone");
     }
 }

@@ -1,7 +1,7 @@
 //! When to ask again, and what kind of failure deserves it.
 
 use std::hash::{BuildHasher, RandomState};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use crate::error::Error;
 
@@ -10,16 +10,23 @@ use crate::error::Error;
 pub struct RetryPolicy {
     /// Longest time for one request, its body included.
     pub request_timeout: Duration,
-    /// Longest time for one sample over all its requests.
+    /// Longest time for one sample over all its requests: what a server may take to come back.
     pub deadline: Duration,
-    /// How long a server may take to start listening when the stream starts.
+    /// How long a server may take to answer when the stream starts; one that says it is loading
+    /// has `deadline` if that is longer.
     pub startup: Duration,
     /// First pause; it doubles with every attempt.
     pub first_pause: Duration,
-    /// Longest pause.
+    /// Longest pause of our own choice.
     pub longest_pause: Duration,
+    /// Longest pause that a busy server gets by asking for it.
+    pub longest_wait: Duration,
     /// Attempts at a sample whose content was unusable (NaN, zero rows, wrong length).
     pub invalid_attempts: u32,
+    /// Times that a server must refuse a sample before it is left out.
+    pub refusals: u32,
+    /// Answers that speak against a server before it is taken for the wrong one.
+    pub doubts: u32,
     /// Samples in a row that may be left out as refused or unusable before the stream fails.
     pub failures_in_a_row: u32,
 }
@@ -30,10 +37,13 @@ impl Default for RetryPolicy {
         Self {
             request_timeout: Duration::from_secs(120),
             deadline: Duration::from_secs(300),
-            startup: Duration::from_secs(2),
+            startup: Duration::from_secs(60),
             first_pause: Duration::from_millis(50),
             longest_pause: Duration::from_secs(5),
+            longest_wait: Duration::from_secs(30),
             invalid_attempts: 3,
+            refusals: 2,
+            doubts: 3,
             failures_in_a_row: 8,
         }
     }
@@ -45,6 +55,34 @@ impl RetryPolicy {
     pub(crate) fn pause(&self, failed: u32) -> Duration {
         let doubled = self.first_pause.saturating_mul(1 << failed.saturating_sub(1).min(16));
         doubled.min(self.longest_pause).mul_f64(0.5 + 0.5 * random_fraction())
+    }
+
+    /// The pause that a busy server gets: what it asks for within reason, and up to a quarter more,
+    /// so that those who were put off together do not come back together. One that asks for none is
+    /// not believed.
+    pub(crate) fn busy_pause(&self, failed: u32, asked: Option<Duration>) -> Duration {
+        match asked {
+            Some(asked) if asked >= self.first_pause => {
+                asked.min(self.longest_wait).mul_f64(1.0 + 0.25 * random_fraction())
+            }
+            _ => self.pause(failed),
+        }
+    }
+}
+
+/// The pause that a `Retry-After` asks for: seconds, also fractions, or a date. `None` for anything
+/// else.
+pub(crate) fn retry_after(text: &str, now: SystemTime) -> Option<Duration> {
+    let text = text.trim();
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds >= 0.0 => {
+            Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+        }
+        Ok(_) => None,
+        Err(_) => {
+            let date = httpdate::parse_http_date(text).ok()?;
+            Some(date.duration_since(now).unwrap_or_default())
+        }
     }
 }
 
@@ -61,11 +99,15 @@ pub(crate) enum Failure {
     Busy { after: Option<Duration>, error: Error },
     /// The endpoint is in trouble: ask again, preferably another one.
     Transient(Error),
-    /// This prompt will never be taken: leave the sample out.
+    /// The server does not take this prompt. It is left out once it has been refused again.
     Rejected(Error),
     /// What came back is unusable; it may be better next time.
     Invalid(Error),
-    /// The server is the wrong one; no sample will ever be right.
+    /// What came back, or what was sent, was damaged on the way: ask again.
+    Damaged(Error),
+    /// The answer speaks against the server. It is the wrong one if it says so again.
+    Doubtful(Error),
+    /// No sample will ever be right.
     Fatal(Error),
 }
 
@@ -76,6 +118,8 @@ impl Failure {
             | Self::Transient(error)
             | Self::Rejected(error)
             | Self::Invalid(error)
+            | Self::Damaged(error)
+            | Self::Doubtful(error)
             | Self::Fatal(error) => error,
         }
     }
@@ -94,5 +138,25 @@ mod tests {
             assert!(pause >= Duration::from_millis(ms / 2), "{failed}: {pause:?}");
         }
         assert!((0..20).any(|_| policy.pause(3) != policy.pause(3)));
+    }
+
+    #[test]
+    fn a_busy_server_is_given_the_time_it_asks_for_within_reason() {
+        let policy = RetryPolicy::default();
+        let at = |text: &str| retry_after(text, SystemTime::UNIX_EPOCH);
+        let check = |text: &str, least: f64, most: f64| {
+            let pause = policy.busy_pause(8, at(text)).as_secs_f64();
+            assert!((least..=most).contains(&pause), "{text}: {pause}");
+        };
+        check("1", 1.0, 1.25);
+        check("0.25", 0.25, 0.3125);
+        check("3600", 30.0, 37.5);
+        check("18446744073709551615", 30.0, 37.5);
+        check("1e400", 30.0, 37.5);
+        check("Thu, 01 Jan 1970 00:00:07 GMT", 7.0, 8.75);
+        // Not a pause: our own, which grows.
+        for text in ["0", "0.0001", "-1", "NaN", "soon", "", "Wed, 31 Dec 1969 23:59:00 GMT"] {
+            check(text, 2.5, 5.0);
+        }
     }
 }

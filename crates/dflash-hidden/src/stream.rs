@@ -20,6 +20,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
 use crate::counters::Counters;
+pub use crate::endpoint::ServersSeen;
 use crate::error::Error;
 use crate::fetch::{Fetched, Fetcher, Outcome, Request, joined};
 use crate::record::HiddenStates;
@@ -38,6 +39,8 @@ const WINDOW_UNIT: usize = 4096;
 pub struct StreamConfig {
     /// Servers, each `host:port` or a URL with or without `/v1`; commas separate several.
     pub endpoints: Vec<String>,
+    /// Directory in which a stock vLLM leaves hidden states; they are read and removed there alone.
+    pub shared_storage: Option<PathBuf>,
     /// Directory of stored samples: looked at first, and written to by [`OnGenerate::Cache`].
     pub offline_dir: Option<PathBuf>,
     /// The captures the draft needs, ascending.
@@ -62,6 +65,8 @@ pub struct StreamConfig {
     pub max_in_flight: usize,
     /// How often and how long to ask.
     pub retry: RetryPolicy,
+    /// What the servers were to the streams before this one; clones share it.
+    pub servers: ServersSeen,
     /// Set from outside to make a waiting call return [`Error::Interrupted`].
     pub stop: Arc<AtomicBool>,
 }
@@ -71,6 +76,7 @@ impl StreamConfig {
     pub fn new(endpoints: Vec<String>, layer_ids: Vec<u32>, hidden_size: usize) -> Self {
         Self {
             endpoints,
+            shared_storage: None,
             offline_dir: None,
             layer_ids,
             hidden_size,
@@ -83,6 +89,7 @@ impl StreamConfig {
             window_bytes: 256 << 20,
             max_in_flight: 16,
             retry: RetryPolicy::default(),
+            servers: ServersSeen::default(),
             stop: Arc::default(),
         }
     }

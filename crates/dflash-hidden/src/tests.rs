@@ -1,6 +1,7 @@
 //! What the tests of several modules share.
 
 use bytes::Bytes;
+use dflash_test_support::{ChaCha8Rng, Rng};
 use half::bf16;
 
 use crate::{Dtype, HiddenStates};
@@ -18,4 +19,28 @@ pub(crate) fn sample(layer_ids: &[u32], tokens: usize, hidden: usize) -> HiddenS
 /// Little-endian float32 values.
 pub(crate) fn f32s(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
+}
+
+/// A copy with one to three damages: flipped bits, other bytes, pieces missing, doubled or zeroed.
+pub(crate) fn damaged(bytes: &[u8], random: &mut ChaCha8Rng) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    for _ in 0..random.random_range(1..=3) {
+        if bytes.is_empty() {
+            return bytes;
+        }
+        let at = random.random_range(0..bytes.len());
+        let end = (at + random.random_range(1..64)).min(bytes.len());
+        match random.random_range(0..8) {
+            0..3 => bytes[at] ^= 1 << random.random_range(0..8),
+            3 => bytes[at] = random.random(),
+            4 => bytes.truncate(at),
+            5 => bytes[at..end].fill(0),
+            6 => drop(bytes.drain(at..end)),
+            _ => {
+                let piece = bytes[at..end].to_vec();
+                bytes.splice(at..at, piece);
+            }
+        }
+    }
+    bytes
 }

@@ -3,9 +3,9 @@
 //! vLLM runs the prompt, replies, and writes the file afterwards, holding an exclusive flock on
 //! `<file>.lock` until it is whole. The client waits for the lock, reads, and deletes both.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::TryLockError;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use reqwest::Response;
@@ -13,12 +13,19 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::error::Error;
-use crate::fetch::joined;
-use crate::offline::{Wanted, first_difference, parse_file};
+use crate::fetch::{Request, joined};
+use crate::offline::first_difference;
 use crate::own::Call;
-use crate::record::HiddenStates;
+use crate::record::{Dtype, HiddenStates};
 use crate::retry::Failure;
+use crate::storage::SharedFiles;
+use crate::tensor_file::{Wanted, open_regular};
 use crate::vllm_check::{Check, Extra, Finding};
+
+const PATH: &str = "/v1/completions";
+/// Room for a reply beside its tokens, and for each of them.
+const REPLY_ROOM: usize = 1 << 20;
+const TOKEN_ROOM: usize = 32;
 
 /// How long a file may take to appear. It is created before the reply or right after it, so a
 /// longer absence means that server and trainer do not share the directory.
@@ -74,19 +81,19 @@ pub(crate) async fn fetch(
         }
         reply => reply?,
     };
-    let url = call.endpoint.url("/v1/completions");
-    let bytes = reply.bytes().await.map_err(|error| call.transport(&url, error))?;
-    let files = SharedFiles::from_reply(&bytes, prompt, call.request.sample, &url)?;
-    files.wait_until_written().await?;
+    let body = call.body(PATH, reply, REPLY_ROOM + TOKEN_ROOM * prompt.len()).await?;
+    let files = named_files(call, &body)?;
+    wait_until_written(&files).await?;
     let config = call.config;
     let last = config.num_hidden_layers.filter(|_| call.with_last() || check.is_some());
     let (layer_ids, hidden_size) = (config.layer_ids.clone(), config.hidden_size);
-    let (prompt, sample) = (prompt.clone(), call.request.sample);
+    let request = call.request.clone();
     let read = move || {
-        let states = files.read(&layer_ids, last, hidden_size)?;
-        let states = check_rows(states, &prompt, sample, &files.data.display().to_string())?;
+        let with_last = last.filter(|last| !layer_ids.contains(last));
+        let with_last = with_last.map(|last| [&layer_ids[..], &[last]].concat());
+        let states = read(&files, &request, &layer_ids, with_last.as_deref(), hidden_size)?;
         let checked = match check {
-            Some(check) => Some((check.run(&bytes, &states)?, check)),
+            Some(check) => Some((check.run(&body, &states)?, check)),
             None => None,
         };
         Ok((states, checked))
@@ -102,7 +109,7 @@ pub(crate) async fn fetch(
 async fn post(call: &Call<'_>, model: &str, check: Option<&Check>) -> Result<Response, Failure> {
     let (prompt, check) = (&*call.request.input_ids, check.map(Check::extra));
     let body = CompletionRequest { model, prompt, max_tokens: 1, return_token_ids: true, check };
-    call.post("/v1/completions", &body).await
+    call.post(PATH, &body).await
 }
 
 /// vLLM generates a token after the prompt, so the prompt must leave room for it.
@@ -119,92 +126,62 @@ fn check_length(call: &Call<'_>, max_model_len: Option<usize>) -> Result<(), Fai
     }
 }
 
-/// The file that a reply names and its lock. Both are gone when this is dropped.
-#[derive(Debug)]
-struct SharedFiles {
-    data: PathBuf,
-    lock: PathBuf,
+/// The files that a reply names, if it is one to this prompt.
+fn named_files(call: &Call<'_>, body: &[u8]) -> Result<SharedFiles, Failure> {
+    let url = call.endpoint.url(PATH);
+    let (config, request) = (call.config, call.request);
+    let Some(dir) = &config.shared_storage else {
+        return Err(Failure::Doubtful(Error::NoStorage { url }));
+    };
+    let path = path_in(body, request, &url)?;
+    // One slot more than wanted may be there, of the widest type.
+    let largest_row = (config.layer_ids.len() + 1) * config.hidden_size * Dtype::F32.size();
+    SharedFiles::new(&path, dir, &url, (&request.input_ids, largest_row))
 }
 
-impl Drop for SharedFiles {
-    fn drop(&mut self) {
-        // Shared memory fills up otherwise. A file that is not there was never written.
-        let _ = fs::remove_file(&self.data);
-        let _ = fs::remove_file(&self.lock);
+/// The path in a reply to the prompt of `request`.
+fn path_in(body: &[u8], request: &Request, url: &str) -> Result<PathBuf, Failure> {
+    let origin = || url.to_owned();
+    let reply: CompletionReply = serde_json::from_slice(body).map_err(|_| {
+        let found = "it does not reply to a prompt as vLLM does".into();
+        Failure::Doubtful(Error::UnknownServer { url: origin(), found })
+    })?;
+    let path = reply.kv_transfer_params.and_then(|params| params.hidden_states_path);
+    let path = path.ok_or_else(|| Failure::Doubtful(Error::NoStatesPath { url: origin() }))?;
+    let ran = reply.choices.into_iter().next().and_then(|choice| choice.prompt_token_ids);
+    let missing = "choices[0].prompt_token_ids";
+    let ran =
+        ran.ok_or_else(|| Failure::Doubtful(Error::Incomplete { origin: origin(), missing }))?;
+    match position_of_difference(&ran, &request.input_ids) {
+        None => Ok(path),
+        Some(position) => {
+            let sample = request.sample;
+            Err(Failure::Invalid(Error::OtherTokens { origin: origin(), sample, position }))
+        }
     }
 }
 
-impl SharedFiles {
-    fn from_reply(body: &[u8], prompt: &[i64], sample: u64, url: &str) -> Result<Self, Failure> {
-        let origin = || url.to_owned();
-        let reply: CompletionReply = serde_json::from_slice(body).map_err(|_| {
-            let found = "it does not reply to a prompt as vLLM does".into();
-            Failure::Fatal(Error::UnknownServer { url: origin(), found })
-        })?;
-        let path = reply.kv_transfer_params.and_then(|params| params.hidden_states_path);
-        // The file will be deleted: whatever else a server names is left alone.
-        let path = path.filter(|path| path.extension().is_some_and(|end| end == "safetensors"));
-        let data = path.ok_or_else(|| Failure::Fatal(Error::NoStatesPath { url: origin() }))?;
-        let mut lock = data.clone().into_os_string();
-        lock.push(".lock");
-        let files = Self { data, lock: lock.into() };
-        let ran = reply.choices.into_iter().next().and_then(|choice| choice.prompt_token_ids);
-        let missing = "choices[0].prompt_token_ids";
-        let ran =
-            ran.ok_or_else(|| Failure::Fatal(Error::Incomplete { origin: origin(), missing }))?;
-        match position_of_difference(&ran, prompt) {
-            None => Ok(files),
-            Some(position) => {
-                Err(Failure::Invalid(Error::OtherTokens { origin: origin(), sample, position }))
+fn unreadable(files: &SharedFiles, source: io::Error) -> Failure {
+    Failure::Fatal(Error::SharedFile { path: files.data.clone(), source })
+}
+
+/// Waits for vLLM's exclusive lock to go.
+async fn wait_until_written(files: &SharedFiles) -> Result<(), Failure> {
+    let start = Instant::now();
+    loop {
+        let state = lock_state(files).map_err(|source| unreadable(files, source))?;
+        let waited = start.elapsed();
+        match state {
+            LockState::Written => return Ok(()),
+            LockState::Absent if waited > APPEARS_WITHIN => {
+                return Err(unreadable(files, io::ErrorKind::NotFound.into()));
             }
-        }
-    }
-
-    fn unreadable(&self, source: io::Error) -> Failure {
-        Failure::Fatal(Error::SharedFile { path: self.data.clone(), source })
-    }
-
-    /// Waits for vLLM's exclusive lock to go.
-    async fn wait_until_written(&self) -> Result<(), Failure> {
-        let start = Instant::now();
-        loop {
-            let state = lock_state(&self.lock, &self.data);
-            let state = state.map_err(|source| self.unreadable(source))?;
-            let waited = start.elapsed();
-            match state {
-                LockState::Written => return Ok(()),
-                LockState::Absent if waited > APPEARS_WITHIN => {
-                    return Err(self.unreadable(io::ErrorKind::NotFound.into()));
-                }
-                LockState::Held if waited > WRITTEN_WITHIN => {
-                    let (path, after) = (self.lock.clone(), WRITTEN_WITHIN);
-                    return Err(Failure::Transient(Error::StillLocked { path, after }));
-                }
-                _ => tokio::time::sleep(LOOK_EVERY).await,
+            LockState::Held if waited > WRITTEN_WITHIN => {
+                let (path, after) = (files.lock.clone(), WRITTEN_WITHIN);
+                return Err(Failure::Transient(Error::StillLocked { path, after }));
             }
+            _ => tokio::time::sleep(LOOK_EVERY).await,
         }
-    }
-
-    /// The wanted layers, and the last one if the server has captured it.
-    fn read(
-        &self,
-        layer_ids: &[u32],
-        last: Option<u32>,
-        hidden_size: usize,
-    ) -> Result<(Vec<i64>, HiddenStates), Failure> {
-        let bytes = fs::read(&self.data).map_err(|source| self.unreadable(source))?;
-        let parse =
-            |layer_ids: &[u32]| parse_file(&self.data, &bytes, Wanted { layer_ids, hidden_size });
-        let last = last.filter(|last| !layer_ids.contains(last));
-        let with_last = last.map(|last| [layer_ids, &[last]].concat());
-        let parsed = match with_last.map(|ids| parse(&ids)) {
-            Some(Ok(parsed)) => Ok(parsed),
-            _ => parse(layer_ids),
-        };
-        parsed.map_err(|error| match error {
-            Error::Shape { .. } => Failure::Fatal(error),
-            _ => Failure::Invalid(error),
-        })
     }
 }
 
@@ -214,43 +191,136 @@ enum LockState {
     Written,
 }
 
-fn lock_state(lock: &Path, data: &Path) -> io::Result<LockState> {
-    let file = match File::open(lock) {
+fn lock_state(files: &SharedFiles) -> io::Result<LockState> {
+    let file = match open_regular(&files.lock, false) {
         Ok(file) => file,
         // vLLM makes the lock before it replies, unless it was told to do without.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Ok(if data.exists() { LockState::Written } else { LockState::Absent });
+            return Ok(if files.has_data()? { LockState::Written } else { LockState::Absent });
         }
         Err(error) => return Err(error),
     };
     match file.try_lock_shared() {
         // Free before the data is there: vLLM has made the file and not locked it yet.
-        Ok(()) if data.exists() => Ok(LockState::Written),
+        Ok(()) if files.has_data()? => Ok(LockState::Written),
         Ok(()) => Ok(LockState::Absent),
         Err(TryLockError::WouldBlock) => Ok(LockState::Held),
         Err(TryLockError::Error(error)) => Err(error),
     }
 }
 
-/// Refuses what prefix caching, chunked prefill or a broken server leave behind.
-fn check_rows(
-    (stored_ids, states): (Vec<i64>, HiddenStates),
-    prompt: &[i64],
-    sample: u64,
-    origin: &str,
+/// The wanted layers, and the last one if the server has captured it. Refuses what prefix caching,
+/// chunked prefill or a broken server leave behind.
+fn read(
+    files: &SharedFiles,
+    request: &Request,
+    layer_ids: &[u32],
+    with_last: Option<&[u32]>,
+    hidden_size: usize,
 ) -> Result<HiddenStates, Failure> {
-    let origin = || origin.to_owned();
-    if states.tokens != prompt.len() {
-        let (expected, got) = (prompt.len(), states.tokens);
-        return Err(Failure::Invalid(Error::RowCount { origin: origin(), expected, got }));
+    let refused = |error| match error {
+        Error::SharedFile { .. } => Failure::Fatal(error),
+        Error::Shape { .. } | Error::FileSize { .. } => Failure::Doubtful(error),
+        _ => Failure::Invalid(error),
+    };
+    let mut file = files.open().map_err(refused)?;
+    let (expected, origin) = (request.input_ids.len(), files.data.display().to_string());
+    let (tokens, ids) = file.token_ids(expected).map_err(refused)?;
+    let got = file.rows().unwrap_or(tokens);
+    if got != expected {
+        return Err(Failure::Invalid(Error::RowCount { origin, expected, got }));
     }
-    if let Some(position) = position_of_difference(&stored_ids, prompt) {
-        return Err(Failure::Invalid(Error::OtherTokens { origin: origin(), sample, position }));
+    let position = (tokens > expected).then_some(expected);
+    if let Some(position) = position_of_difference(&ids, &request.input_ids).or(position) {
+        let sample = request.sample;
+        return Err(Failure::Invalid(Error::OtherTokens { origin, sample, position }));
     }
-    states.check_rows(&origin()).map_err(Failure::Invalid)?;
+    let mut take = |layer_ids| file.states(Wanted { layer_ids, hidden_size, tokens: expected });
+    let states = match with_last.map(&mut take) {
+        Some(Ok(states)) => states,
+        _ => take(layer_ids).map_err(refused)?,
+    };
+    states.check_rows(&origin).map_err(Failure::Invalid)?;
     Ok(states)
 }
 
 fn position_of_difference(a: &[i64], b: &[i64]) -> Option<usize> {
     first_difference(a, b).or(first_difference(b, a))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use dflash_test_support::random;
+    use safetensors::Dtype as StoredDtype;
+    use safetensors::tensor::TensorView;
+
+    use super::*;
+    use crate::tests::{damaged, sample};
+
+    const PROMPT: [i64; 3] = [10, 11, 12];
+
+    fn request() -> Request {
+        Request { sample: 7, input_ids: PROMPT.to_vec() }
+    }
+
+    #[test]
+    fn a_damaged_reply_names_no_other_file_for_other_tokens() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("cmpl-1.safetensors");
+        let reply = serde_json::json!({"choices": [{"prompt_token_ids": PROMPT}],
+            "kv_transfer_params": {"hidden_states_path": file}});
+        let reply = reply.to_string();
+        let named = |body: &[u8]| {
+            let path = path_in(body, &request(), "url").ok()?;
+            SharedFiles::new(&path, dir.path(), "url", (&PROMPT, 64)).ok()
+        };
+        assert_eq!(
+            named(reply.as_bytes()).unwrap().data,
+            fs::canonicalize(&dir).unwrap().join("cmpl-1.safetensors")
+        );
+        let mut random = random();
+        for _ in 0..10_000 {
+            if let Some(files) = named(&damaged(reply.as_bytes(), &mut random)) {
+                assert_eq!(files.data.parent(), Some(fs::canonicalize(&dir).unwrap().as_path()));
+            }
+        }
+    }
+
+    /// As vLLM writes it, with one slot more than is wanted.
+    fn write(path: &Path) -> Vec<u8> {
+        let states = sample(&[2, 5, 8], 3, 4);
+        let row = |row: usize, id: u32| states.layer(id).unwrap()[row * 8..][..8].to_vec();
+        let rows: Vec<u8> = (0..3).flat_map(|r| [2, 5, 8].map(|id| row(r, id)).concat()).collect();
+        let ids: Vec<u8> = PROMPT.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let ids = TensorView::new(StoredDtype::I64, vec![3], &ids).unwrap();
+        let view = TensorView::new(StoredDtype::BF16, vec![3, 3, 4], &rows).unwrap();
+        let tensors = [("hidden_states", view), ("token_ids", ids)];
+        fs::write(path, safetensors::serialize(tensors, None).unwrap()).unwrap();
+        rows
+    }
+
+    #[test]
+    fn a_damaged_file_gives_no_rows_but_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("cmpl-1.safetensors");
+        let files = || SharedFiles::new(&path, dir.path(), "url", (&PROMPT, 3 * 16)).unwrap();
+        let mut random = random();
+        let (rows, whole) = (write(&path), fs::read(&path).unwrap());
+        let take = |files: &SharedFiles| read(files, &request(), &[2, 5], None, 4);
+        let right = take(&files()).unwrap();
+        assert_eq!(right, sample(&[2, 5], 3, 4));
+        assert!(!path.exists(), "what was read is removed");
+        for _ in 0..10_000 {
+            let bytes = damaged(&whole, &mut random);
+            fs::write(&path, &bytes).unwrap();
+            if let Ok(states) = take(&files()) {
+                // Without a digest, damage in the rows themselves cannot be noticed.
+                let has_rows = bytes.windows(rows.len()).any(|window| window == rows);
+                assert!(states == right || !has_rows);
+            }
+        }
+    }
 }

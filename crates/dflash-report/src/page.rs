@@ -175,6 +175,7 @@ fn summary(run: &Run) -> String {
             ("samples missing", Some(stream.missing as f64)),
             ("samples rejected by the server", Some(stream.rejected as f64)),
             ("samples with invalid hidden states", Some(stream.invalid as f64)),
+            ("messages damaged on the way", Some(stream.damaged as f64)),
             ("samples cached", Some(stream.cached as f64)),
             ("MiB of hidden states", Some(stream.bytes as f64 / f64::from(1 << 20))),
         ])

@@ -93,6 +93,7 @@ pub struct StreamCounters {
     pub missing: u64,
     pub rejected: u64,
     pub invalid: u64,
+    pub damaged: u64,
     pub cached: u64,
     pub bytes: u64,
 }
@@ -167,12 +168,12 @@ impl Line for ValidationLine {
 
 impl StreamCounters {
     /// All counts, so that ranks can add them up.
-    pub fn counts(&mut self) -> [&mut u64; 11] {
+    pub fn counts(&mut self) -> [&mut u64; 12] {
         let Self { requests, retries, busy, generated, stored, stale, .. } = self;
-        let Self { missing, rejected, invalid, cached, bytes, .. } = self;
+        let Self { missing, rejected, invalid, damaged, cached, bytes, .. } = self;
         [
-            requests, retries, busy, generated, stored, stale, missing, rejected, invalid, cached,
-            bytes,
+            requests, retries, busy, generated, stored, stale, missing, rejected, invalid, damaged,
+            cached, bytes,
         ]
     }
 }

@@ -4,16 +4,31 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_odds};
+use crate::check::{Invalid, at_least_one, at_odds};
 use crate::choices::{OnGenerate, OnMissing};
+
+/// The longest time that a server may be waited for, seconds.
+const LONGEST_WAIT: u64 = 7 * 24 * 3600;
 
 /// Servers, stored states, and how much of them is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct HiddenStatesSettings {
-    /// Hidden-state servers: `dflash hidden-server` or a stock vLLM; commas separate several.
+    /// Hidden-state servers: `dflash hidden-server` or a stock vLLM, over http or https; commas
+    /// separate several.
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "endpoint", value_name = "URL", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "http://127.0.0.1:8000/v1"))]
     pub vllm_endpoint: Vec<String>,
+    /// Directory in which a stock vLLM leaves hidden states (its shared_storage_path). The files that
+    /// it names are read and removed only there.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    pub shared_storage_path: Option<PathBuf>,
+    /// How long to wait for a server at the start, seconds; one that says it is loading gets
+    /// --server-timeout if that is longer, and so does any server of a run that goes on.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 60))]
+    pub wait_for_server: u64,
+    /// How long a server may be gone or busy in the middle of a run, seconds.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 300))]
+    pub server_timeout: u64,
     /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub hidden_states_path: Option<PathBuf>,
@@ -38,8 +53,18 @@ impl HiddenStatesSettings {
     }
 
     /// # Errors
-    /// A use of stored states without a folder of them.
+    /// Times beyond reason; a use of stored states without a folder of them.
     pub fn check(&self) -> Result<(), Invalid> {
+        at_least_one([("server_timeout", self.server_timeout)])?;
+        let times =
+            [("wait_for_server", self.wait_for_server), ("server_timeout", self.server_timeout)];
+        if let Some((key, seconds)) = times.into_iter().find(|(_, time)| *time > LONGEST_WAIT) {
+            return Err(Invalid::new(
+                key,
+                seconds,
+                format!("it may be up to {LONGEST_WAIT}, a week"),
+            ));
+        }
         if self.hidden_states_path.is_some() {
             return Ok(());
         }

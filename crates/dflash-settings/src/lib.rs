@@ -23,6 +23,7 @@ mod prepare;
 mod regenerate;
 mod report;
 mod rows;
+mod secrets;
 mod train;
 mod validation;
 
@@ -47,5 +48,6 @@ pub use prepare::{DEFAULT_TARGET, PrepareSettings};
 pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
 pub use rows::RowSettings;
+pub use secrets::{hide_passwords, hide_passwords_in, shown_endpoint};
 pub use train::TrainSettings;
 pub use validation::ValidationSettings;

@@ -235,6 +235,7 @@ pub(crate) fn counted(by: &Counters) -> StreamCounters {
         missing: by.missing,
         rejected: by.rejected,
         invalid: by.invalid,
+        damaged: by.damaged,
         cached: by.cached,
         bytes: by.bytes,
     }

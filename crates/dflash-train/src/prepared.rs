@@ -1,9 +1,10 @@
 //! A run with all that its settings name opened, before anything is written or computed.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use dflash_data::Dataset;
-use dflash_hidden::StreamConfig;
+use dflash_hidden::{RetryPolicy, StreamConfig};
 use dflash_identity::TargetIdentity;
 use dflash_model::draft::DraftConfig;
 use dflash_model::place;
@@ -91,7 +92,17 @@ impl<'a> Prepared<'a> {
         let teacher = self.teacher_layer().filter(|layer| !own.contains(layer));
         let layer_ids = own.iter().copied().chain(teacher).collect();
         let endpoints = hidden.vllm_endpoint.clone();
+        let (startup, deadline) = (hidden.wait_for_server, hidden.server_timeout);
+        // Whoever goes on has had a server, which may be on its way back.
+        let startup = if self.resume.is_some() { startup.max(deadline) } else { startup };
+        let retry = RetryPolicy {
+            startup: Duration::from_secs(startup),
+            deadline: Duration::from_secs(deadline),
+            ..RetryPolicy::default()
+        };
         StreamConfig {
+            retry,
+            shared_storage: hidden.shared_storage_path.clone(),
             offline_dir: hidden.hidden_states_path.clone(),
             vocab_size: Some(target.vocab_size as usize),
             num_hidden_layers: Some(target.num_hidden_layers as u32),

@@ -128,9 +128,17 @@ impl Prepared<'_> {
             resumed_at_step: position.step,
             dataset: Some(position.dataset.clone()),
             target: Some(self.identity.clone()),
-            config: serde_json::to_value(self.config).expect("settings print"),
+            config: self.shown_config(),
             ..Provenance::default()
         }
+    }
+
+    /// The settings and the command as they are recorded: without the passwords of endpoints.
+    fn shown_config(&self) -> serde_json::Value {
+        let endpoints = &self.config.settings.hidden_states.vllm_endpoint;
+        let mut config = serde_json::to_value(self.config).expect("settings print");
+        dflash_settings::hide_passwords_in(&mut config, endpoints);
+        config
     }
 
     /// Where a fresh run begins.

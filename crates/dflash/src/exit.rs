@@ -12,6 +12,7 @@ use std::io::{self, Write};
 use std::panic::PanicHookInfo;
 
 use dflash_console::say;
+use dflash_settings::hide_passwords;
 
 use crate::error::Error;
 use crate::signals::{OrdinaryEnd, Signals};
@@ -51,7 +52,8 @@ pub fn report(error: &anyhow::Error) {
         }
         last = cause;
     }
-    say(text);
+    // Arguments and answers that are quoted may hold an address with its password.
+    say(hide_passwords(&text, &[]));
 }
 
 /// Leaves the process without running static destructors. Standard output is flushed first, and

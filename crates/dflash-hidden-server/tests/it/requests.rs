@@ -112,7 +112,7 @@ async fn the_model_list_tells_what_clients_check() {
     let list: serde_json::Value = serde_json::from_slice(&list).unwrap();
     let expected = json!({"object": "list", "data": [{
         "id": "double", "object": "model", "owned_by": "dflash", "root": "/models/double",
-        "max_model_len": 64,
+        "max_model_len": 64, "protocol": 2,
         "metadata": {"hidden_size": 4, "num_hidden_layers": 8, "vocab_size": 100,
                      "layer_ids": [0, 2, 5], "dtype": "bf16"},
     }]});
@@ -131,4 +131,27 @@ async fn work_is_counted() {
     let text = String::from_utf8_lossy(&text).into_owned();
     let bytes = 4 * LAYERS.len() * 4 * 2;
     assert!(text.contains(&format!("dflash_hidden_server_bytes_total {bytes}\n")), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_prompt_is_sent_back_and_a_good_one_has_its_digest() {
+    let server = Running::start(config());
+    let digest = dflash_hidden::prompt_digest(&[1, 2], Some(&[2]));
+    for body in [
+        json!({"input_ids": [1, 3], "layer_ids": [2], "digest": digest}),
+        json!({"input_ids": [1, 2], "layer_ids": [5], "digest": digest}),
+        json!({"input_ids": [1, 2], "digest": digest}),
+        json!({"input_ids": [1, 2], "layer_ids": [2], "digest": "00000000"}),
+    ] {
+        let (status, error) = refusal(server.post(body.to_string()).await).await;
+        assert_eq!(status, 409, "{body}");
+        assert!(error["message"].as_str().unwrap().contains("damaged"), "{error}");
+    }
+    let good = json!({"input_ids": [1, 2], "layer_ids": [2], "digest": digest});
+    let reply = server.post(good.to_string()).await;
+    let sent = reply.headers()[dflash_hidden::DIGEST_HEADER].to_str().unwrap().to_owned();
+    let body = reply.bytes().await.unwrap();
+    let own = dflash_hidden::ReplyDigest::of(Some(digest), [&body]);
+    assert_eq!(sent, own.to_string());
+    assert!(server.desk.batches().len() == 1, "no damaged prompt reached the model");
 }

@@ -12,8 +12,9 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
-    Dtype, Error, Fetched, HiddenStates, Metadata, ModelCard, ModelList, Request, RetryPolicy,
-    StatesRequest, Stream, StreamConfig, WantedRow, encode_stream,
+    DIGEST_HEADER, Dtype, Error, Fetched, HiddenStates, Metadata, ModelCard, ModelList,
+    ReplyDigest, Request, RetryPolicy, StatesRequest, Stream, StreamConfig, WantedRow,
+    encode_stream, prompt_digest,
 };
 use tokio::sync::oneshot;
 
@@ -67,7 +68,7 @@ where
         let number = counter.fetch_add(1, Ordering::SeqCst);
         answer(number, request)
     });
-    let router = Router::new().route("/v1/models", get(async || Json(models())));
+    let router = Router::new().route("/v1/models", get(async || list(&models())));
     (Server::start(router.route("/v1/hidden_states", states)), count)
 }
 
@@ -96,14 +97,28 @@ pub(crate) fn states_of(input_ids: &[i64], layer_ids: &[u32]) -> HiddenStates {
     HiddenStates::new(layer_ids.to_vec(), input_ids.len(), HIDDEN, Dtype::Bf16, layers).unwrap()
 }
 
+/// A list of models with its digest.
+pub(crate) fn list(models: &ModelList) -> Response {
+    let body = Bytes::from(serde_json::to_vec(models).unwrap());
+    ([(DIGEST_HEADER, ReplyDigest::of(None, [&body]).to_string())], body).into_response()
+}
+
 /// What a good server answers.
 pub(crate) fn good(request: &StatesRequest) -> Response {
     let ids = request.input_ids.as_ref().unwrap();
-    arrow(&states_of(ids, request.layer_ids.as_ref().unwrap()))
+    arrow(request, &states_of(ids, request.layer_ids.as_ref().unwrap()))
 }
 
-pub(crate) fn arrow(states: &HiddenStates) -> Response {
-    Body::from(encode_stream(states, "tiny").unwrap().concat()).into_response()
+/// A reply to `request` with these states, and the body that it has.
+pub(crate) fn arrow(request: &StatesRequest, states: &HiddenStates) -> Response {
+    let body = Bytes::from(encode_stream(states, "tiny").unwrap().concat());
+    ([(DIGEST_HEADER, reply_digest(request, &body))], Body::from(body)).into_response()
+}
+
+pub(crate) fn reply_digest(request: &StatesRequest, body: &Bytes) -> String {
+    let ids = request.input_ids.as_ref().unwrap();
+    let prompt = prompt_digest(ids, request.layer_ids.as_deref());
+    ReplyDigest::of(Some(prompt), [body]).to_string()
 }
 
 pub(crate) fn status(code: u16, message: &str) -> Response {
@@ -120,6 +135,7 @@ pub(crate) fn config(endpoints: &[&str]) -> StreamConfig {
         startup: Duration::from_millis(200),
         first_pause: Duration::from_millis(5),
         longest_pause: Duration::from_millis(40),
+        longest_wait: Duration::from_secs(1),
         ..RetryPolicy::default()
     };
     StreamConfig { retry, ..StreamConfig::new(endpoints, LAYERS.to_vec(), HIDDEN) }

@@ -1,6 +1,7 @@
 //! The client against servers that behave as badly as real ones.
 
 mod fake;
+mod hostile;
 mod offline;
 mod own_server;
 mod prefetch;

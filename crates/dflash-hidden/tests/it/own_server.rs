@@ -5,22 +5,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use axum::Json;
 use axum::Router;
 use axum::body::Body;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use dflash_hidden::{
-    Counters, Error, HiddenStates, StatesRequest, StreamConfig, TARGET_HEADER, encode_stream,
+    Counters, DIGEST_HEADER, Error, HiddenStates, StatesRequest, StreamConfig, TARGET_HEADER,
+    encode_stream,
 };
 use dflash_identity::TargetIdentity;
 use dflash_test_support::eventually;
 
 use crate::fake::assert_right;
 use crate::fake::{
-    LAYERS, Server, arrow, config, drain, full_text, good, models, own_server, single_rows, start,
-    states_of, status,
+    LAYERS, Server, arrow, config, drain, full_text, good, list, models, own_server, reply_digest,
+    single_rows, start, states_of, status,
 };
 
 /// What does not wait for a request, which may take ten seconds, is done within this.
@@ -76,23 +76,25 @@ fn server_errors_are_tried_again() {
 #[test]
 fn a_reply_cut_short_is_tried_again() {
     let counters = recovers_from(async |number, request| {
-        let whole =
-            encode_stream(&states_of(&request.input_ids.unwrap(), &LAYERS), "tiny").unwrap();
-        let whole = whole.concat();
-        let sent = if number < 2 { whole.len() / 2 } else { whole.len() };
+        let states = states_of(request.input_ids.as_ref().unwrap(), &LAYERS);
+        let whole = bytes::Bytes::from(encode_stream(&states, "tiny").unwrap().concat());
+        let digest = [(DIGEST_HEADER, reply_digest(&request, &whole))];
         let cut = futures::stream::iter([
-            Ok(bytes::Bytes::copy_from_slice(&whole[..sent])),
+            Ok(whole.slice(..whole.len() / 2)),
             Err(std::io::Error::other("gone")),
         ]);
         match number {
-            // Once with the length announced, once chunked.
-            0 => ([("content-length", whole.len().to_string())], Body::from_stream(cut))
-                .into_response(),
-            1 => Body::from_stream(cut).into_response(),
-            _ => Body::from(whole).into_response(),
+            // With the length announced, chunked, and with another length announced.
+            0 => {
+                let length = [("content-length", whole.len().to_string())];
+                (digest, length, Body::from_stream(cut)).into_response()
+            }
+            1 => (digest, Body::from_stream(cut)).into_response(),
+            2 => (digest, Body::from(whole.slice(..whole.len() / 2))).into_response(),
+            _ => good(&request),
         }
     });
-    assert_eq!((counters.retries, counters.generated), (2, 3));
+    assert_eq!((counters.retries, counters.generated, counters.damaged), (3, 3, 1));
 }
 
 #[test]
@@ -101,7 +103,7 @@ fn noise_instead_of_arrow_is_tried_again() {
         0 => "<html>welcome</html>".into_response(),
         _ => good(&request),
     });
-    assert_eq!(counters.retries, 1);
+    assert_eq!((counters.retries, counters.damaged), (1, 1));
 }
 
 /// The error that ends a stream against this server.
@@ -128,7 +130,8 @@ fn fails_after(
     change: impl Fn(HiddenStates) -> HiddenStates + Clone + Send + Sync + 'static,
 ) -> String {
     let (error, counters) = fails_with(move |_, request: StatesRequest| {
-        let reply = arrow(&change(states_of(&request.input_ids.unwrap(), &LAYERS)));
+        let reply =
+            arrow(&request, &change(states_of(request.input_ids.as_ref().unwrap(), &LAYERS)));
         async { reply }
     });
     assert!(matches!(error, Error::TooManyFailures { count: 8, .. }), "{error:?}");
@@ -179,7 +182,7 @@ fn a_few_refused_prompts_are_left_out_and_counted() {
         (counters.rejected, counters.missing + counters.invalid, counters.generated),
         (5, 0, 5)
     );
-    assert_eq!(requests.load(Ordering::SeqCst), 10, "a refusal is final");
+    assert_eq!(requests.load(Ordering::SeqCst), 15, "a second refusal is final");
 }
 
 #[test]
@@ -191,7 +194,7 @@ fn when_every_prompt_is_refused_the_reason_is_told() {
 #[test]
 fn a_server_replaced_by_another_one_is_noticed() {
     let (error, _) = fails_with(async |_, request: StatesRequest| {
-        arrow(&states_of(&request.input_ids.unwrap(), &[2, 6]))
+        arrow(&request, &states_of(request.input_ids.as_ref().unwrap(), &[2, 6]))
     });
     assert!(matches!(error, Error::LayerMismatch { .. }), "{error:?}");
     assert!(error.to_string().contains("--target-layer-ids 2 5"), "{error}");
@@ -210,15 +213,15 @@ fn a_sample_that_is_not_available_names_its_last_failure() {
 }
 
 /// What the start says about a server with this model list.
-fn preflight(list: Router, change: impl FnOnce(&mut dflash_hidden::StreamConfig)) -> String {
-    let server = Server::start(list);
+fn preflight(listing: Router, change: impl FnOnce(&mut dflash_hidden::StreamConfig)) -> String {
+    let server = Server::start(listing);
     let mut config = config(&[&server.url]);
     change(&mut config);
     full_text(&start(config, single_rows(0..1)).unwrap_err())
 }
 
 fn listed() -> Router {
-    Router::new().route("/v1/models", get(async || Json(models())))
+    Router::new().route("/v1/models", get(async || list(&models())))
 }
 
 #[test]
@@ -249,7 +252,7 @@ fn an_unreachable_server_is_named_within_moments() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let began = Instant::now();
     let error = start(config(&[&format!("http://{free}/v1")]), single_rows(0..1)).unwrap_err();
-    assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
+    assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
     let text = full_text(&error);
     assert!(text.contains(&free.to_string()) && text.contains("dflash hidden-server"), "{text}");
     assert!(began.elapsed() < SOON);
@@ -259,16 +262,13 @@ fn an_unreachable_server_is_named_within_moments() {
 #[test]
 fn a_loading_server_is_waited_for() {
     let asked = Arc::new(AtomicBool::new(false));
-    let list = move || {
+    let reply = move || {
         let loaded = asked.swap(true, Ordering::SeqCst);
-        let reply = if loaded {
-            Json(models()).into_response()
-        } else {
-            StatusCode::SERVICE_UNAVAILABLE.into_response()
-        };
+        let reply =
+            if loaded { list(&models()) } else { StatusCode::SERVICE_UNAVAILABLE.into_response() };
         async { reply }
     };
-    let server = Server::start(Router::new().route("/v1/models", get(list)));
+    let server = Server::start(Router::new().route("/v1/models", get(reply)));
     assert!(start(config(&[&server.url]), vec![]).unwrap().next_row().is_none());
 }
 

@@ -35,6 +35,8 @@ struct Quirks {
     locks: bool,
     /// Whether the client sees what it writes.
     shares_storage: bool,
+    /// What it makes of the directory and the file it is about to name; the file that it names.
+    names: fn(&Path, PathBuf) -> PathBuf,
     /// How long writing takes.
     writing: Duration,
     refuses: bool,
@@ -50,6 +52,7 @@ impl Default for Quirks {
             names_a_file: true,
             locks: true,
             shares_storage: true,
+            names: |_, path| path,
             writing: Duration::from_millis(30),
             refuses: false,
             log_probabilities: Some(|state| log_probabilities(state, 1.0)),
@@ -72,7 +75,8 @@ fn vllm(quirks: Quirks) -> Vllm {
         {"id": "tiny", "object": "model", "owned_by": "vllm", "root": "tiny", "max_model_len": 64}]});
     let complete = post(move |Json(request): Json<Value>| {
         let number = count.fetch_add(1, Ordering::SeqCst);
-        let reply = answer(&quirks, &dir.join(format!("req-{number}.safetensors")), &request);
+        let path = dir.join(format!("req-{number}.safetensors"));
+        let reply = answer(&quirks, &(quirks.names)(&dir, path), &request);
         async { reply }
     });
     let router = Router::new()
@@ -171,7 +175,9 @@ fn left_in(dir: &Path) -> Vec<PathBuf> {
 }
 
 fn config_for(vllm: &Vllm) -> StreamConfig {
-    config(&[&format!("{}/v1", vllm.server.url)])
+    let mut config = config(&[&format!("{}/v1", vllm.server.url)]);
+    config.shared_storage = Some(vllm.storage.path().into());
+    config
 }
 
 #[test]
@@ -245,11 +251,11 @@ fn a_vllm_without_the_connector_is_told_what_to_start_with() {
 }
 
 #[test]
-fn a_refused_body_is_not_sent_again() {
+fn a_refused_body_is_sent_once_more() {
     let vllm = vllm(Quirks { refuses: true, ..Quirks::default() });
     let mut stream = start(config_for(&vllm), single_rows(0..3)).unwrap();
     assert!(drain(&mut stream).iter().flatten().all(|fetched| fetched.states.is_none()));
-    assert_eq!((stream.counters().rejected, vllm.requests.load(Ordering::SeqCst)), (3, 3));
+    assert_eq!((stream.counters().rejected, vllm.requests.load(Ordering::SeqCst)), (3, 6));
 }
 
 #[test]
@@ -298,4 +304,88 @@ fn a_vllm_that_cannot_be_checked_is_used_by_its_name() {
         drain(&mut stream).iter().flatten().for_each(assert_right);
         assert_eq!((stream.counters().generated, stream.counters().rejected), (12, 0));
     }
+}
+
+/// A directory beside the storage, with a file that is precious.
+fn precious() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    fs::write(&path, "weights").unwrap();
+    (dir, path)
+}
+
+/// What a stream says of a server that only names `path` and writes nothing.
+fn refused(vllm: &Vllm) -> String {
+    let mut stream = start(config_for(vllm), single_rows(0..20)).unwrap();
+    let error = std::iter::from_fn(|| stream.next_row()).find_map(Result::err).unwrap();
+    assert_eq!(stream.counters().generated, 0);
+    full_text(&error)
+}
+
+#[test]
+fn files_outside_of_the_storage_are_neither_read_nor_removed() {
+    static OUTSIDE: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
+    let (_dir, path) = precious();
+    OUTSIDE.set(path.clone()).unwrap();
+    let quiet = Quirks { shares_storage: false, ..Quirks::default() };
+    let server = vllm(Quirks { names: |_, _| OUTSIDE.get().unwrap().clone(), ..quiet.clone() });
+    let text = refused(&server);
+    assert!(text.contains("model.safetensors") && text.contains("--shared-storage-path"), "{text}");
+    // By a link inside, and by a way out of it.
+    let link = |dir: &Path, path: PathBuf| {
+        let _ = std::os::unix::fs::symlink(OUTSIDE.get().unwrap(), dir.join("link.safetensors"));
+        drop(path);
+        dir.join("link.safetensors")
+    };
+    let text = refused(&vllm(Quirks { names: link, ..quiet.clone() }));
+    assert!(text.contains("not a regular file"), "{text}");
+    let around = |dir: &Path, _: PathBuf| {
+        let there = OUTSIDE.get().unwrap().strip_prefix("/").unwrap();
+        dir.join("../../../../../../..").join(there)
+    };
+    assert!(refused(&vllm(Quirks { names: around, ..quiet })).contains("model.safetensors"));
+    assert_eq!(fs::read(&path).unwrap(), b"weights");
+}
+
+#[test]
+fn what_is_no_file_of_this_prompt_is_left_alone() {
+    let quiet = Quirks { shares_storage: false, ..Quirks::default() };
+    // A pipe in place of the file, and of its lock.
+    let data = |_: &Path, path: PathBuf| {
+        std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        path
+    };
+    let server = vllm(Quirks { names: data, ..quiet.clone() });
+    assert!(refused(&server).contains("not a regular file"));
+    let lock = |_: &Path, path: PathBuf| {
+        let lock = path.with_extension("safetensors.lock");
+        std::process::Command::new("mkfifo").arg(lock).status().unwrap();
+        fs::write(&path, "rows").unwrap();
+        path
+    };
+    assert!(refused(&vllm(Quirks { names: lock, ..quiet.clone() })).contains("not a regular file"));
+    // Larger than any memory, and nothing on the disk.
+    let sparse = |_: &Path, path: PathBuf| {
+        File::create(&path).unwrap().set_len(1 << 42).unwrap();
+        path
+    };
+    assert!(refused(&vllm(Quirks { names: sparse, ..quiet.clone() })).contains("left alone"));
+    // Another prompt's.
+    let other = |dir: &Path, _: PathBuf| {
+        let path = dir.join("other.safetensors");
+        fs::write(&path, file_bytes(&[1, 2, 3], &states_of(&[1, 2, 3], &LAYERS))).unwrap();
+        path
+    };
+    let server = vllm(Quirks { names: other, ..quiet });
+    let text = refused(&server);
+    assert!(text.contains("8 samples in a row"), "{text}");
+    assert!(server.storage.path().join("other.safetensors").exists());
+}
+
+#[test]
+fn a_vllm_needs_a_named_storage() {
+    let vllm = vllm(Quirks::default());
+    let config = config(&[&vllm.server.url]);
+    let text = full_text(&start(config, single_rows(0..1)).unwrap_err());
+    assert!(text.contains("--shared-storage-path DIR"), "{text}");
 }

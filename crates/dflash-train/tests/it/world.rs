@@ -29,7 +29,7 @@ const SETTINGS: &str = r#"{
     "scheduler_type": "cosine", "warmup_ratio": 0.04, "min_lr_ratio": 0.0, "decay_ratio": 0.2,
     "optimizer": "adamw", "weight_decay": 0.0, "norm_weight_decay": 0.0, "max_grad_norm": 1.0,
     "max_bad_steps": 10, "vllm_endpoint": [], "on_missing": "raise", "on_generate": "delete",
-    "window_mib": 1, "max_in_flight": 4, "validation_ratio": 0.0, "eval_limit": 32,
+    "wait_for_server": 0, "server_timeout": 60, "window_mib": 1, "max_in_flight": 4, "validation_ratio": 0.0, "eval_limit": 32,
     "eval_max_new_tokens": 128
 }"#;
 

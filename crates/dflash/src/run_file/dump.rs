@@ -1,6 +1,8 @@
 //! `--dump-config`: the resolved settings as a run file.
 
 use clap::{Arg, Command};
+use dflash_settings::hide_passwords_in;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::values_of;
@@ -19,7 +21,7 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     let (Some(command), Some(table)) = (definition.find_subcommand(&name), table_of(&name)) else {
         unreachable!("only commands with run files are asked for them");
     };
-    let values = values_of(&cli.command)?;
+    let values = without_passwords(values_of(&cli.command)?);
     let mut text = format!("# Settings of `dflash {name}`, defaults included.\n[{table}]\n");
     let mut absent = Vec::new();
     let mut heading = None;
@@ -38,6 +40,15 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     }
     text.push_str(&format!("\n# Without a value: {}\n", absent.join(", ")));
     Ok(text)
+}
+
+/// Nothing that is printed holds the password of an endpoint.
+fn without_passwords(values: Map<String, Value>) -> Map<String, Value> {
+    let endpoints = values.get("vllm_endpoint").and_then(|value| Vec::deserialize(value).ok());
+    let mut values = Value::Object(values);
+    hide_passwords_in(&mut values, &endpoints.unwrap_or_default());
+    let Value::Object(values) = values else { unreachable!("it was a map") };
+    values
 }
 
 /// Whether the setting is only a default and another one that excludes it was given.

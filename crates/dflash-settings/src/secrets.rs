@@ -1,0 +1,80 @@
+//! Passwords in the addresses of servers: used, and never shown or recorded.
+
+use serde_json::Value;
+
+/// What stands in place of a user's name and password.
+const HIDDEN: &str = "***";
+
+/// An endpoint without the name and password in front of its host.
+pub fn shown_endpoint(endpoint: &str) -> String {
+    let start = endpoint.find("://").map_or(0, |at| at + 3);
+    // The last one: a password that should have been escaped may hold others.
+    match endpoint.rfind('@').filter(|&at| at >= start) {
+        Some(at) => format!("{}{HIDDEN}{}", &endpoint[..start], &endpoint[at..]),
+        None => endpoint.to_owned(),
+    }
+}
+
+/// `text` without the passwords of `endpoints`, and of other URLs in it: for arguments and settings
+/// that are recorded.
+pub fn hide_passwords(text: &str, endpoints: &[String]) -> String {
+    let mut text = text.to_owned();
+    for endpoint in endpoints.iter().filter(|endpoint| endpoint.contains('@')) {
+        text = text.replace(endpoint, &shown_endpoint(endpoint));
+    }
+    let (mut shown, mut rest) = (String::new(), text.as_str());
+    while let Some(at) = rest.find("://") {
+        let (before, after) = rest.split_at(at + 3);
+        let end = after.find(['/', '?', '#', ',', '"', '\'', ' ']).unwrap_or(after.len());
+        let host = after[..end].rfind('@').map_or(0, |at| at);
+        shown.push_str(before);
+        shown.push_str(if host > 0 { HIDDEN } else { "" });
+        rest = &after[host..];
+    }
+    shown + rest
+}
+
+/// The same for every text in `value`, the keys left as they are.
+pub fn hide_passwords_in(value: &mut Value, endpoints: &[String]) {
+    match value {
+        Value::String(text) => *text = hide_passwords(text, endpoints),
+        Value::Array(values) => {
+            values.iter_mut().for_each(|value| hide_passwords_in(value, endpoints));
+        }
+        Value::Object(map) => {
+            map.values_mut().for_each(|value| hide_passwords_in(value, endpoints));
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_name_and_password_are_hidden() {
+        let check = |endpoint: &str, shown: &str| assert_eq!(shown_endpoint(endpoint), shown);
+        check("http://localhost:8000/v1", "http://localhost:8000/v1");
+        check("https://me:pass@host:8000/v1", "https://***@host:8000/v1");
+        check("me:p@ss/w@host:8000", "***@host:8000");
+        check("localhost:8000", "localhost:8000");
+    }
+
+    #[test]
+    fn recorded_texts_hold_no_password() {
+        let check = |text: &str, endpoints: &[&str], shown: &str| {
+            let endpoints: Vec<String> = endpoints.iter().map(ToString::to_string).collect();
+            assert_eq!(hide_passwords(text, &endpoints), shown);
+        };
+        check("--lr", &[], "--lr");
+        check("a://u:p@h/x,b://h2/x@1", &[], "a://***@h/x,b://h2/x@1");
+        check("--endpoint=u:p@h:1", &["u:p@h:1"], "--endpoint=***@h:1");
+        check("http://u:p@h:1,u:q@h:2", &["http://u:p@h:1", "u:q@h:2"], "http://***@h:1,***@h:2");
+        check(
+            "train.vllm_endpoint=[\"https://u:p@h\"]",
+            &[],
+            "train.vllm_endpoint=[\"https://***@h\"]",
+        );
+    }
+}
