@@ -3,8 +3,12 @@
 #[path = "../../dflash-hub/tests/it/fake_hub.rs"]
 mod fake_hub;
 
+#[path = "train/alike.rs"]
+mod alike;
 #[path = "train/ending.rs"]
 mod ending;
+#[path = "train/limits.rs"]
+mod limits;
 #[path = "train/mishaps.rs"]
 mod mishaps;
 #[path = "train/nodes.rs"]
