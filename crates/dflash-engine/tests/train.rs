@@ -3,10 +3,14 @@
 #[path = "../../dflash-hub/tests/it/fake_hub.rs"]
 mod fake_hub;
 
+#[path = "train/alike.rs"]
+mod alike;
 #[path = "train/ending.rs"]
 mod ending;
 #[path = "train/identity.rs"]
 mod identity;
+#[path = "train/limits.rs"]
+mod limits;
 #[path = "train/mishaps.rs"]
 mod mishaps;
 #[path = "train/nodes.rs"]

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, at_odds};
+use crate::check::{Invalid, MOST_MIB, MOST_SECONDS, at_odds, within};
 use crate::choices::{OnGenerate, OnMissing};
 
-/// The longest time that a server may be waited for, seconds.
-const LONGEST_WAIT: u64 = 7 * 24 * 3600;
+/// Connections that a rank may hold: servers answer a few requests at a time.
+const MOST_REQUESTS: u64 = 4096;
 
 /// Servers, stored states, and how much of them is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -49,22 +49,13 @@ pub struct HiddenStatesSettings {
 impl HiddenStatesSettings {
     /// Bytes of hidden states in flight or waiting.
     pub fn window_bytes(&self) -> usize {
-        self.window_mib.max(1) << 20
+        self.window_mib << 20
     }
 
     /// # Errors
-    /// Times beyond reason; a use of stored states without a folder of them.
+    /// A number out of its range, or a use of stored states without a folder of them.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([("server_timeout", self.server_timeout)])?;
-        let times =
-            [("wait_for_server", self.wait_for_server), ("server_timeout", self.server_timeout)];
-        if let Some((key, seconds)) = times.into_iter().find(|(_, time)| *time > LONGEST_WAIT) {
-            return Err(Invalid::new(
-                key,
-                seconds,
-                format!("it may be up to {LONGEST_WAIT}, a week"),
-            ));
-        }
+        self.check_window()?;
         if self.hidden_states_path.is_some() {
             return Ok(());
         }
@@ -77,5 +68,14 @@ impl HiddenStatesSettings {
             return Err(at_odds("on_missing", reason));
         }
         Ok(())
+    }
+
+    pub(crate) fn check_window(&self) -> Result<(), Invalid> {
+        within([
+            ("window_mib", self.window_mib as u64, 1..=MOST_MIB),
+            ("max_in_flight", self.max_in_flight as u64, 1..=MOST_REQUESTS),
+            ("wait_for_server", self.wait_for_server, 0..=MOST_SECONDS),
+            ("server_timeout", self.server_timeout, 1..=MOST_SECONDS),
+        ])
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, needs};
+use crate::check::{Invalid, MOST_ROWS, MOST_STEPS, MOST_TOKENS, needs, within};
 
 /// Held-out samples and prompts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -38,10 +38,10 @@ impl ValidationSettings {
     /// # Errors
     /// A number out of its range, something to validate on that is never used, or nothing.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("eval_every", self.eval_every.unwrap_or(1)),
-            ("eval_limit", self.eval_limit as u64),
-            ("eval_max_new_tokens", self.eval_max_new_tokens as u64),
+        within([
+            ("eval_every", self.eval_every.unwrap_or(1), 1..=MOST_STEPS),
+            ("eval_limit", self.eval_limit as u64, 1..=MOST_ROWS),
+            ("eval_max_new_tokens", self.eval_max_new_tokens as u64, 1..=MOST_TOKENS),
         ])?;
         self.check_ratio()?;
         match (self.eval_every, &self.eval_prompts) {
