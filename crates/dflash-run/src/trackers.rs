@@ -71,10 +71,9 @@ impl Trackers {
     /// I/O.
     pub fn open(run: &RunDir, trackers: &[Tracker], about: &RunAbout) -> Result<Self, Error> {
         let mut open: Vec<Box<dyn Track>> = Vec::new();
-        let mut trackers = trackers.to_vec();
-        trackers.dedup();
-        for tracker in trackers {
+        for (index, tracker) in trackers.iter().enumerate() {
             match tracker {
+                again if trackers[..index].contains(again) => {}
                 Tracker::Tensorboard => open.push(Box::new(Events::create(run)?)),
                 Tracker::Mlflow => open.push(Box::new(MlflowRun::open(run, about)?)),
                 Tracker::Wandb => open.push(Box::new(WandbRun::create(run, about)?)),

@@ -18,7 +18,7 @@ fn steps(lines: &[Value]) -> Vec<u64> {
 #[test]
 fn the_closing_words_say_what_happened() {
     let world = World::new();
-    std::fs::remove_file(world.stored(17)).unwrap();
+    (0..6).for_each(|sample| std::fs::remove_file(world.stored(sample)).unwrap());
     let missing = ["--on-missing", "skip"];
     let run = world.train("out", &[&SHORT[..], &missing].concat());
     assert!(run.success(), "{}", run.stderr);
@@ -40,7 +40,7 @@ fn the_closing_words_say_what_happened() {
          {skipped} samples skipped, 0 bad steps"
     );
     assert_eq!(words[2], expected);
-    assert!(skipped > 0 && samples > 24 && anchors >= samples);
+    assert!(skipped > 0 && samples > 6 && anchors >= samples, "{expected}");
     assert_eq!(words[3], format!("  checkpoint {}", run.stdout.trim()));
     assert_eq!(words.len(), 4, "{words:?}");
 }
@@ -104,7 +104,8 @@ fn a_run_s_directory_is_a_draft() {
         [(out.clone(), &best), (out.join("best"), &best), (out.join("latest"), &latest)]
     {
         assert_eq!(weights(&path), weights(&out.join(expected)), "{}", path.display());
-        assert_eq!(world.eval(&path), world.eval(&out.join(expected)), "{}", path.display());
+        let evaluated = world.eval(&path)["draft"].as_str().unwrap().to_owned();
+        assert!(evaluated.ends_with(expected.as_str()), "{evaluated}");
     }
     // what engines do with a path
     let (device, kind) = (tch::Device::Cpu, tch::Kind::Float);
