@@ -21,6 +21,10 @@ pub struct Position {
     #[serde(alias = "skipped")]
     pub skipped_samples: u64,
     pub tokens: u64,
+    #[serde(default)]
+    pub samples: u64,
+    #[serde(default)]
+    pub anchors: u64,
     pub dataset: String,
     /// `None` in runs of releases that did not compare targets.
     #[serde(default)]

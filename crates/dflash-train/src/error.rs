@@ -108,6 +108,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether it says no more than that the run was told to stop.
+    pub fn is_interruption(&self) -> bool {
+        matches!(self, Self::Hidden(dflash_hidden::Error::Interrupted))
+    }
+
     /// Whether the cause is a full disk or an exhausted quota.
     pub(crate) fn is_disk_full(&self) -> bool {
         let mut cause: Option<&dyn std::error::Error> = Some(self);
