@@ -17,15 +17,14 @@ pub(super) fn replace_slices(source: &str) -> String {
     while let Some(start) = rest.find('{') {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
-        let taken = if tag.starts_with("{#") {
-            tag.find("#}").map_or(tag.len(), |end| end + 2)
-        } else if tag.starts_with("{{") || tag.starts_with("{%") {
-            tag_length(tag)
-        } else {
-            1
+        let is_code = tag.starts_with("{{") || tag.starts_with("{%");
+        let length = match tag.as_bytes() {
+            [b'{', b'#', ..] => tag.find("#}").map_or(tag.len(), |end| end + 2),
+            _ if is_code => tag_length(tag),
+            _ => 1,
         };
-        let (tag, after) = tag.split_at(taken);
-        out.push_str(&in_tag(tag));
+        let (tag, after) = tag.split_at(length);
+        out.push_str(&if is_code { in_tag(tag) } else { tag.to_owned() });
         rest = after;
         if is_raw(tag) {
             let end = rest.find("endraw").unwrap_or(rest.len());
