@@ -47,7 +47,7 @@ impl Stamp {
             ("context", json!(config.max_position_embeddings)),
             ("end tokens", json!(limits.stop_ids)),
             ("--max-new-tokens", json!(limits.max_new_tokens)),
-            ("--dtype", json!(format!("{dtype:?}"))),
+            ("--dtype", json!(name_of(dtype))),
             ("sampling", json!("greedy")),
         ];
         Ok(Self(items.map(|(name, value)| (name.to_owned(), value)).into()))
@@ -72,6 +72,14 @@ impl Stamp {
     #[cfg(test)]
     pub(crate) fn of(items: &[(&str, i64)]) -> Self {
         Self(items.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect())
+    }
+}
+
+/// As the flag has it.
+fn name_of(dtype: Kind) -> String {
+    match dtype {
+        Kind::Float => "float32".to_owned(),
+        other => format!("{other:?}").to_lowercase(),
     }
 }
 

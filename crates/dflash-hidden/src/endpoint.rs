@@ -121,6 +121,7 @@ impl Endpoint {
             outstanding: AtomicU64::default(),
             damaged: AtomicU64::default(),
             health: Mutex::default(),
+            check: vllm_check::Progress::default(),
         })
     }
 

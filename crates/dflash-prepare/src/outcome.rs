@@ -85,8 +85,9 @@ impl Tally {
     /// Counts messages that have a key that nothing reads.
     pub(crate) fn unknown_key(&mut self, key: &str, messages: u64) {
         let name: String = key.chars().take(KEY_LENGTH).collect();
-        let has_room =
-            self.unknown_keys.len() < KEYS_SHOWN || self.unknown_keys.contains_key(&name);
+        let shown =
+            self.unknown_keys.len() - usize::from(self.unknown_keys.contains_key(OTHER_KEYS));
+        let has_room = shown < KEYS_SHOWN || self.unknown_keys.contains_key(&name);
         let name = if has_room { name } else { OTHER_KEYS.to_owned() };
         *self.unknown_keys.entry(name).or_default() += messages;
     }

@@ -219,6 +219,10 @@ mod tests {
         check_call("{{ messages[0].content or '-' }}{{ 'content' in messages[0] }}", "-True");
         check_call("{% if messages[0].content is not none %}x{% endif %}", "");
         check_call(
+            "{{ messages[0].content == none }}{{ messages[0].content != none }}",
+            "TrueFalse",
+        );
+        check_call(
             "{{ messages[0].tool_calls[0].function.name }}{{ messages[0].role }}",
             "fassistant",
         );

@@ -280,16 +280,17 @@ fn regenerated_rows_are_the_targets_answers_in_order() {
     assert_eq!(rows.len(), 4);
     assert_eq!(rows[0]["question"], "a b c");
     assert_eq!(rows[2]["messages"][0]["content"], "e f");
-    for row in &rows {
-        let ids = row["input_ids"].as_array().unwrap();
-        let mask: Vec<i64> =
-            row["loss_mask"].as_array().unwrap().iter().map(|bit| bit.as_i64().unwrap()).collect();
-        let made = mask.iter().sum::<i64>() as usize;
+    for (number, row) in rows.iter().enumerate() {
+        let (ids, mask) = (column(row, "input_ids"), column(row, "loss_mask"));
         assert_eq!(ids.len(), mask.len());
-        assert_eq!(mask[mask.len() - made..], vec![1; made]);
-        let ended = ids.last() == Some(&json!(1));
-        assert_eq!(row["finished"], json!(ended));
-        assert!(made == 15 || ended, "{row}");
+        let mut answers = mask.split(|&bit| bit == 0).filter(|answer| !answer.is_empty());
+        // The row of two turns has two answers.
+        assert_eq!(answers.clone().count(), if number == 1 { 2 } else { 1 });
+        let last = answers.next_back().unwrap();
+        assert_eq!(mask.last(), Some(&1));
+        let ended = ids.last() == Some(&1);
+        assert!(last.len() == 15 || ended, "{row}");
+        assert!(number == 1 || row["finished"] == json!(ended), "{row}");
     }
     assert_eq!(rows[0]["input_ids"].as_array().unwrap()[..5], [2, 4, 5, 6, 3].map(|id| json!(id)));
 }
@@ -430,7 +431,7 @@ fn other_settings_and_targets_are_refused_and_named() {
     let longer = RegenerateSettings { max_new_tokens: 20, ..settings.clone() };
     refused(&|| (), &longer, "--max-new-tokens: 15 there, 20 now");
     let doubles = RegenerateSettings { dtype: Dtype::Bfloat16, ..settings.clone() };
-    refused(&|| (), &doubles, "--dtype: ");
+    refused(&|| (), &doubles, "--dtype: float32 there, bfloat16 now");
     let edit = |name: &str, from: &str, to: &str| {
         let path = place.path("target").join(name);
         let text = fs::read_to_string(&path).unwrap();

@@ -13,8 +13,8 @@ pub(crate) fn run(settings: &RegenerateSettings, stop: &Arc<AtomicBool>) -> anyh
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let summary = regenerate(settings, &target_dir, stop)?;
     say(format!(
-        "{}: {} rows ({} from an earlier run), {} skipped as too long, {} ended early for the same \
-         reason, {} tokens in {:.1} s",
+        "{}: {} rows ({} from an earlier run), {} skipped as too long, {} ended early, \
+         {} tokens in {:.1} s",
         settings.output.display(),
         summary.rows,
         summary.resumed,

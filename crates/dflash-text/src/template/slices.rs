@@ -2,7 +2,8 @@
 //!
 //! minijinja's own slices panic on `''[::-1]`, and its steps backwards stop in other places than
 //! Python's. An expression's slice cannot be taken over by a program that uses minijinja, but a
-//! method can: `x[1:n]` becomes `x.__slice__(1, n, none)` before a template is compiled.
+//! method can: `x[1:n]` becomes `x.__slice__(1, n, none)` before a template is compiled. Likewise
+//! `x == none` becomes `x is none`, a test, which knows a content that is not there.
 
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
@@ -17,15 +18,14 @@ pub(super) fn replace_slices(source: &str) -> String {
     while let Some(start) = rest.find('{') {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
-        let taken = if tag.starts_with("{#") {
-            tag.find("#}").map_or(tag.len(), |end| end + 2)
-        } else if tag.starts_with("{{") || tag.starts_with("{%") {
-            tag_length(tag)
-        } else {
-            1
+        let is_code = tag.starts_with("{{") || tag.starts_with("{%");
+        let length = match tag.as_bytes() {
+            [b'{', b'#', ..] => tag.find("#}").map_or(tag.len(), |end| end + 2),
+            _ if is_code => tag_length(tag),
+            _ => 1,
         };
-        let (tag, after) = tag.split_at(taken);
-        out.push_str(&in_tag(tag));
+        let (tag, after) = tag.split_at(length);
+        out.push_str(&if is_code { in_tag(tag) } else { tag.to_owned() });
         rest = after;
         if is_raw(tag) {
             let end = rest.find("endraw").unwrap_or(rest.len());
@@ -115,10 +115,15 @@ fn in_tag(tag: &str) -> String {
     let mut open = vec![Bracket::new(' ')];
     let mut at = 0;
     while let Some(c) = tag[at..].chars().next() {
+        let Some(innermost) = open.last_mut() else { return tag.to_owned() };
+        if let Some((length, test)) = none_test(&tag[at..]) {
+            innermost.push(test);
+            at += length;
+            continue;
+        }
         let length = if matches!(c, '\'' | '"') { string_length(&tag[at..]) } else { c.len_utf8() };
         let text = &tag[at..at + length];
         at += length;
-        let Some(innermost) = open.last_mut() else { return tag.to_owned() };
         match c {
             '(' | '[' | '{' => open.push(Bracket::new(c)),
             ':' if innermost.open == '[' => innermost.parts.push(String::new()),
@@ -136,6 +141,19 @@ fn in_tag(tag: &str) -> String {
         Ok([whole]) => whole.parts.concat(),
         Err(_) => tag.to_owned(),
     }
+}
+
+/// The test that stands for a comparison with none at the start of `text`, and its length there.
+fn none_test(text: &str) -> Option<(usize, &'static str)> {
+    let (test, after) = match (text.strip_prefix("=="), text.strip_prefix("!=")) {
+        (Some(after), _) => (" is none", after),
+        (_, Some(after)) => (" is not none", after),
+        _ => return None,
+    };
+    let name = after.trim_start();
+    let after = name.strip_prefix("none").or_else(|| name.strip_prefix("None"))?;
+    let goes_on = after.starts_with(|c: char| c.is_alphanumeric() || c == '_');
+    (!goes_on).then_some((text.len() - after.len(), test))
 }
 
 /// `value[start:stop:step]`.
@@ -202,7 +220,9 @@ mod tests {
             "{% for m in (x.__slice__(a.__slice__(1,2,none),none,none)).__slice__(none,none,-1) %}",
         );
         check("{{ x[:n - 1 if n else 2] }}", "{{ x.__slice__(none,n - 1 if n else 2,none) }}");
+        check("{% if x==None and y != none %}", "{% if x is none and y  is not none %}");
         for kept in [
+            "{{ '== none' }} {{ x == nonet }} {{ x == 'none' }} == none",
             "x[1:2] {# y[1:] #} {{ '[1:2]' }} {{ \"]\\\"[:\" }}",
             "{% raw %}{{ x[1:] }}{% endraw %}",
             "{{ {'a': [1, {'b': 2}]}['a'][0] }} {{ f(a={1: 2}) }}",
