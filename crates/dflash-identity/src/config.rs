@@ -51,6 +51,9 @@ const IRRELEVANT: [&str; 38] = [
     "use_cache",
 ];
 
+/// Where RoPE is described, in files of before Transformers 5 and after.
+const ROPE: [&str; 2] = ["rope_scaling", "rope_parameters"];
+
 /// Digest of the normalised configuration.
 pub(crate) fn digest(config: &Value) -> String {
     let mut text = String::new();
@@ -73,7 +76,11 @@ fn normalised(value: &Value) -> Value {
             let mut map: Map<String, Value> = map
                 .iter()
                 .filter(|(key, value)| counts(key, value))
-                .map(|(key, value)| (key.clone(), normalised(value)))
+                .map(|(key, value)| match ROPE.contains(&key.as_str()) {
+                    // Taken apart below.
+                    true => (key.clone(), value.clone()),
+                    false => (key.clone(), normalised(value)),
+                })
                 .collect();
             unify_rope(&mut map);
             drop_defaults(&mut map, slides);
@@ -96,11 +103,10 @@ fn counts(key: &str, value: &Value) -> bool {
 /// Gathers what older files say of RoPE in several places as newer ones do.
 fn unify_rope(map: &mut Map<String, Value>) {
     let mut rope = Map::new();
-    for key in ["rope_scaling", "rope_parameters"] {
-        match map.remove(key) {
-            Some(Value::Object(inner)) => rope.extend(inner),
-            Some(other) => drop(map.insert(key.to_owned(), other)),
-            None => {}
+    for key in ROPE {
+        if let Some(Value::Object(inner)) = map.remove(key) {
+            let inner = inner.into_iter().filter(|(key, value)| counts(key, value));
+            rope.extend(inner.map(|(key, value)| (key, normalised(&value))));
         }
     }
     if let Some(kind) = rope.remove("type") {
@@ -234,6 +240,7 @@ mod tests {
         check("num_key_value_heads", json!(1));
         check("rms_norm_eps", json!(1e-5));
         check("rope_parameters", json!({"rope_theta": 10000.0}));
+        check("rope_parameters", json!({"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}));
         check("rope_scaling", json!({"type": "yarn", "factor": 4.0}));
         check("rope_scaling", json!({"rope_type": "llama3", "factor": 8.0}));
         check("tie_word_embeddings", json!(false));

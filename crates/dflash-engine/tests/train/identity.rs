@@ -115,8 +115,8 @@ fn states_cached_from_another_model_are_refused() {
     let two = Two::new();
     let server = two.serve(&two.other);
     let other = ["--verifier-name-or-path", &two.other];
-    let cache = ["--on-generate", "cache"];
-    let run = two.train_from("cached", &server.url, &[other, cache].concat());
+    let cache = ["--on-generate", "cache", "--epochs", "1"];
+    let run = two.train_from("cached", &server.url, &[&other[..], &cache].concat());
     assert!(run.success(), "{}", run.stderr);
     drop(server);
     let states = two.world.path("fetched").to_string_lossy().into_owned();
