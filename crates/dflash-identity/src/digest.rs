@@ -1,0 +1,25 @@
+//! Short digests of content.
+
+use sha2::{Digest as _, Sha256};
+
+/// Hexadecimal digits of a digest. 48 bits tell the models of a lifetime apart; this guards against
+/// mix-ups, not against people.
+const DIGITS: usize = 12;
+
+/// A running digest.
+#[derive(Default)]
+pub(crate) struct Digest(Sha256);
+
+impl Digest {
+    /// Adds `bytes` with their length, so that parts cannot run into each other.
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.0.update((bytes.len() as u64).to_le_bytes());
+        self.0.update(bytes);
+    }
+
+    pub(crate) fn hex(self) -> String {
+        let bytes = self.0.finalize();
+        let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        text[..DIGITS].to_owned()
+    }
+}

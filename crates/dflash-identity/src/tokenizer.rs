@@ -1,0 +1,52 @@
+//! A digest of what turns conversations into tokens, which is all that prepared data takes of a
+//! target.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::digest::Digest;
+use crate::{Error, config, read_json};
+
+/// Digest of `tokenizer.json` and the chat template in `dir`; `None` where there is no
+/// `tokenizer.json`.
+///
+/// # Errors
+/// A file that cannot be read.
+pub fn tokenizer_digest(dir: &Path) -> Result<Option<String>, Error> {
+    let path = dir.join("tokenizer.json");
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let mut tokenizer = read_json(&path)?;
+    if let Some(tokenizer) = tokenizer.as_object_mut() {
+        // What the last program asked of it, which is stored with it.
+        tokenizer.retain(|key, _| !["truncation", "padding"].contains(&key.as_str()));
+    }
+    let mut text = String::new();
+    config::write(&tokenizer, &mut text);
+    let mut digest = Digest::default();
+    digest.add(text.as_bytes());
+    digest.add(template(dir)?.as_bytes());
+    Ok(Some(digest.hex()))
+}
+
+/// The chat template, from where the tokenizer takes it.
+fn template(dir: &Path) -> Result<String, Error> {
+    let path = dir.join("chat_template.jinja");
+    if path.is_file() {
+        return std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source });
+    }
+    for name in ["chat_template.json", "tokenizer_config.json"] {
+        let path = dir.join(name);
+        if !path.is_file() {
+            continue;
+        }
+        match read_json(&path)?.get("chat_template") {
+            Some(Value::String(template)) => return Ok(template.clone()),
+            Some(several) if !several.is_null() => return Ok(several.to_string()),
+            _ => {}
+        }
+    }
+    Ok(String::new())
+}
