@@ -23,6 +23,8 @@ pub enum Error {
     Bind { address: SocketAddr, source: io::Error },
     #[error(transparent)]
     Model(#[from] dflash_model::Error),
+    #[error(transparent)]
+    Identity(#[from] dflash_identity::Error),
     #[error(
         "--max-model-len {asked} is more than the target's max_position_embeddings, {limit}; \
          leave it out or lower it"

@@ -11,7 +11,9 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
-use dflash_hidden::{ARROW_STREAM, Metadata, ModelCard, ModelList, StatesRequest, encode_stream};
+use dflash_hidden::{
+    ARROW_STREAM, Metadata, ModelCard, ModelList, StatesRequest, TARGET_HEADER, encode_stream,
+};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -136,7 +138,12 @@ async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response
     let states = states.map_err(Refusal::ModelFailed)?;
     let chunks =
         encode_stream(&states, &facts.name).map_err(|error| Refusal::ModelFailed(error.into()))?;
-    Ok(stream(chunks, slot))
+    let mut reply = stream(chunks, slot);
+    let digests = facts.metadata.target.as_ref().map(|target| target.digests().parse());
+    if let Some(Ok(digests)) = digests {
+        reply.headers_mut().insert(TARGET_HEADER, digests);
+    }
+    Ok(reply)
 }
 
 /// The whole body. One that announces itself as too large is refused before it arrives.

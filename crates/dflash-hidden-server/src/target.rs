@@ -4,6 +4,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 use dflash_hidden::Metadata;
+use dflash_identity::TargetIdentity;
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
 use dflash_settings::{DEFAULT_CAPTURES, Dtype, HiddenServerSettings, WireDtype};
@@ -37,7 +38,9 @@ impl TargetFeaturizer {
             multiply_in_bf16()?;
         }
         let target = Target::load(dir, &TargetOptions { device, dtype })?;
-        let facts = facts_of(&target, dir, settings, device_name(device, dtype, in_bf16))?;
+        let identity = TargetIdentity::read(dir, &settings.target)?;
+        let device = device_name(device, dtype, in_bf16);
+        let facts = facts_of(&target, (dir, identity), settings, device)?;
         Ok(Self { target, facts })
     }
 }
@@ -63,7 +66,7 @@ fn checkpoint_is_bf16(dir: &Path) -> bool {
 
 fn facts_of(
     target: &Target,
-    dir: &Path,
+    (dir, identity): (&Path, TargetIdentity),
     settings: &HiddenServerSettings,
     device: String,
 ) -> Result<ModelFacts, Error> {
@@ -80,7 +83,7 @@ fn facts_of(
         return Err(Error::TooLongContext { asked: max_model_len, limit });
     }
     Ok(ModelFacts {
-        name: name_of(&settings.target, dir),
+        name: identity.name.clone(),
         root: dir.display().to_string(),
         max_model_len,
         device,
@@ -90,6 +93,7 @@ fn facts_of(
             vocab_size: target.vocab_size() as usize,
             layer_ids,
             dtype: settings.wire_dtype,
+            target: Some(identity),
         },
     })
 }
@@ -107,16 +111,6 @@ fn device_name(device: Device, dtype: Kind, in_bf16: bool) -> String {
         _ => "another type",
     };
     format!("{device} in {kind}")
-}
-
-/// A repository's name on the Hub; else the directory's own, even if the user wrote `.` or a
-/// trailing slash.
-fn name_of(target: &str, dir: &Path) -> String {
-    if Path::new(target) != dir {
-        return target.split('@').next().unwrap_or(target).to_owned();
-    }
-    let whole = dir.canonicalize().unwrap_or_else(|_| dir.into());
-    whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
 }
 
 impl Featurizer for TargetFeaturizer {
@@ -195,17 +189,5 @@ mod tests {
         check(r#"{"dtype": "float32", "torch_dtype": "bfloat16"}"#, false);
         check("{}", false);
         check("no json", false);
-    }
-
-    #[test]
-    fn a_model_is_named_after_its_directory_or_repository() {
-        let dir = tempfile::tempdir().unwrap();
-        let model = dir.path().join("Qwen3-8B");
-        std::fs::create_dir(&model).unwrap();
-        let own = |dir: &Path| name_of(&dir.to_string_lossy(), dir);
-        assert_eq!(own(&model.join(".")), "Qwen3-8B");
-        assert_eq!(own(Path::new("absent/Model/")), "Model");
-        assert_eq!(name_of("Qwen/Qwen3-8B", dir.path()), "Qwen/Qwen3-8B");
-        assert_eq!(name_of("Qwen/Qwen3-8B@main", dir.path()), "Qwen/Qwen3-8B");
     }
 }

@@ -13,6 +13,7 @@ use crate::protocol::{Metadata, ModelList, OWNER, error_message};
 use crate::record::Dtype;
 use crate::retry::{Failure, RetryPolicy};
 use crate::stream::StreamConfig;
+use crate::vllm_check;
 
 /// A model list is a few hundred bytes; a server that needs longer is not serving.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -33,6 +34,7 @@ pub(crate) struct Endpoint {
     kind: OnceCell<Kind>,
     outstanding: AtomicU64,
     health: Mutex<Health>,
+    check: vllm_check::Progress,
 }
 
 #[derive(Debug, Default)]
@@ -87,8 +89,14 @@ impl Endpoint {
         Lease { endpoint: self, bytes }
     }
 
+    /// How far the check of a stock vLLM's model has come.
+    pub(crate) fn check(&self) -> &vllm_check::Progress {
+        &self.check
+    }
+
     pub(crate) fn mark_up(&self) {
         if std::mem::take(&mut *self.health()).failures > 0 {
+            self.check.restart();
             tracing::info!("{} answers again", self.base);
         }
     }
@@ -141,17 +149,26 @@ impl Endpoint {
             .map_err(|_| unknown("what it sends is not a list of models".into()))?;
         let card = list.data.into_iter().next();
         let card = card.ok_or_else(|| unknown("it lists no model".into()))?;
-        match (card.owned_by.as_str(), card.metadata) {
+        match (card.owned_by.as_str(), card.metadata.clone()) {
             (OWNER, Some(metadata)) => {
-                self.check(&card.id, &metadata, config).map_err(Failure::Fatal)?;
+                self.check_served(&card.id, &metadata, config).map_err(Failure::Fatal)?;
                 Ok(Kind::Own(metadata))
             }
-            ("vllm", _) => Ok(Kind::Vllm { model: card.id, max_model_len: card.max_model_len }),
+            ("vllm", _) => {
+                vllm_check::check_name(&self.base, &card, config.target.as_ref())
+                    .map_err(Failure::Fatal)?;
+                Ok(Kind::Vllm { model: card.id, max_model_len: card.max_model_len })
+            }
             (owner, _) => Err(unknown(format!("its models are owned by {owner:?}"))),
         }
     }
 
-    fn check(&self, model: &str, served: &Metadata, config: &StreamConfig) -> Result<(), Error> {
+    fn check_served(
+        &self,
+        model: &str,
+        served: &Metadata,
+        config: &StreamConfig,
+    ) -> Result<(), Error> {
         let compare = |key, expected: usize, got: usize| {
             let (url, model) = (self.base.clone(), model.to_owned());
             let mismatch = Error::ModelMismatch { url, model, key, expected, got };
@@ -164,6 +181,7 @@ impl Endpoint {
         if let Some(layers) = config.num_hidden_layers {
             compare("num_hidden_layers", layers as usize, served.num_hidden_layers as usize)?;
         }
+        self.check_target(model, served, config)?;
         let has = |id: &u32| served.layer_ids.contains(id) || *id == served.num_hidden_layers;
         if config.layer_ids.iter().all(has) {
             return Ok(());
@@ -173,6 +191,29 @@ impl Endpoint {
             wanted: config.layer_ids.clone(),
             served: served.layer_ids.clone(),
         })
+    }
+}
+
+impl Endpoint {
+    fn check_target(
+        &self,
+        model: &str,
+        served: &Metadata,
+        config: &StreamConfig,
+    ) -> Result<(), Error> {
+        let Some(target) = &config.target else { return Ok(()) };
+        match &served.target {
+            Some(served) if !served.is_same_as(target) => {
+                let (found, expected) = (served.to_string(), target.to_string());
+                Err(Error::OtherTarget { url: self.base.clone(), found, expected })
+            }
+            Some(_) => Ok(()),
+            None => {
+                let url = &self.base;
+                tracing::warn!("{url}: cannot tell whether {model} is {target}: it does not say");
+                Ok(())
+            }
+        }
     }
 }
 

@@ -42,6 +42,25 @@ pub enum Error {
          must use the same target"
     )]
     ModelMismatch { url: String, model: String, key: &'static str, expected: usize, got: usize },
+    #[error(
+        "{url} serves {found}, the draft is trained for {expected}; start the server with the \
+         target's files, or pass its model as --target"
+    )]
+    OtherTarget { url: String, found: String, expected: String },
+    #[error(
+        "{url}: {model} is not {target}: its log-probabilities differ from what the target computes \
+         from its last state by {difference:.3} nats, where rounding explains {bound:.3}; start the \
+         server with the target's files, or pass its model as --target"
+    )]
+    OtherHead { url: String, model: String, target: String, difference: f32, bound: f32 },
+    #[error("cannot compute the target's logits")]
+    TargetLogits { source: Box<dyn std::error::Error + Send + Sync> },
+    #[error(
+        "{} holds states of {found}, the draft is trained for {expected}; name another \
+         --hidden-states-path, or remove the files there",
+        .path.display()
+    )]
+    StatesOfOtherTarget { path: PathBuf, found: String, expected: String },
     #[error("{url} answered {status}: {message}")]
     Status { url: String, status: u16, message: String },
     #[error(

@@ -86,7 +86,10 @@ impl Fetcher {
         Ok(Self {
             client: client.build().map_err(Error::Client)?,
             pool,
-            files: config.offline_dir.clone().map(OfflineFiles::new),
+            files: config
+                .offline_dir
+                .clone()
+                .map(|dir| OfflineFiles::new(dir).of_target(config.target.clone())),
             config,
             counters: Mutex::default(),
             told: Once::new(),
@@ -108,8 +111,11 @@ impl Fetcher {
     /// may not be needed at all; it is then asked when the first one is missing.
     pub(crate) async fn preflight(&self) -> Result<(), Error> {
         let stored = self.files.as_ref().is_some_and(OfflineFiles::has_any);
-        if self.config.on_missing != OnMissing::Generate || stored {
+        if self.config.on_missing != OnMissing::Generate {
             return Ok(());
+        }
+        if stored {
+            return self.refuse_other_targets().await;
         }
         let probes = self.pool.endpoints().iter().map(|endpoint| self.wait_for(endpoint));
         let mut unreachable = Vec::new();
@@ -126,6 +132,18 @@ impl Fetcher {
         }
         for error in unreachable {
             tracing::warn!("going on without one server for now: {}", error.chain());
+        }
+        Ok(())
+    }
+
+    /// Asks every server once, and takes no for an answer: only one of another target is refused.
+    async fn refuse_other_targets(&self) -> Result<(), Error> {
+        let endpoints = self.pool.endpoints().iter();
+        let probes = endpoints.map(|endpoint| endpoint.probe(&self.client, &self.config));
+        for probe in futures::future::join_all(probes).await {
+            if let Err(Failure::Fatal(error @ Error::OtherTarget { .. })) = probe {
+                return Err(error);
+            }
         }
         Ok(())
     }

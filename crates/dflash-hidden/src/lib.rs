@@ -22,14 +22,16 @@ mod stream;
 #[cfg(test)]
 mod tests;
 mod vllm;
+mod vllm_check;
 mod wire;
 
 pub use counters::Counters;
 pub use error::Error;
 pub use fetch::{Fetched, Request};
 pub use offline::OfflineFiles;
-pub use protocol::{Metadata, ModelCard, ModelList, StatesRequest};
+pub use protocol::{Metadata, ModelCard, ModelList, StatesRequest, TARGET_HEADER};
 pub use record::{Dtype, HiddenStates};
 pub use retry::RetryPolicy;
 pub use stream::{FetchedRow, Stream, StreamConfig, WantedRow};
+pub use vllm_check::{LogitsFunction, TargetLogits};
 pub use wire::{ARROW_STREAM, decode_stream, encode_stream};

@@ -11,6 +11,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
+use dflash_identity::TargetIdentity;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype as StoredDtype, SafeTensors};
 
@@ -20,11 +21,14 @@ use crate::record::{Dtype, HiddenStates, f16_to_f32};
 
 /// Metadata key of the layer ids in files that we write.
 const LAYER_IDS: &str = "layer_ids";
+/// Metadata key of the target in files that we write.
+const TARGET: &str = "target";
 
 /// A directory of stored samples.
 #[derive(Debug, Clone)]
 pub struct OfflineFiles {
     dir: PathBuf,
+    target: Option<TargetIdentity>,
 }
 
 /// What looking for a stored sample found.
@@ -48,7 +52,14 @@ pub(crate) struct Wanted<'a> {
 impl OfflineFiles {
     /// Files in `dir`, which need not exist yet.
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir }
+        Self { dir, target: None }
+    }
+
+    /// The same files as ones of `target`: what is written says so, and what another target's
+    /// files say is refused.
+    #[must_use]
+    pub fn of_target(self, target: Option<TargetIdentity>) -> Self {
+        Self { target, ..self }
     }
 
     /// The file of dataset row `sample`.
@@ -70,7 +81,8 @@ impl OfflineFiles {
     /// tokens serves too: targets are causal.
     ///
     /// # Errors
-    /// [`Error::ReadFile`], [`Error::BadFile`], [`Error::Shape`], or a bad row.
+    /// [`Error::ReadFile`], [`Error::BadFile`], [`Error::StatesOfOtherTarget`], [`Error::Shape`],
+    /// or a bad row.
     pub(crate) fn read(&self, request: &Request, wanted: Wanted<'_>) -> Result<Stored, Error> {
         let path = self.path(request.sample);
         let bytes = match fs::read(&path) {
@@ -78,6 +90,7 @@ impl OfflineFiles {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Stored::Absent),
             Err(source) => return Err(Error::ReadFile { path, source }),
         };
+        self.check_target(&path, &bytes)?;
         let (token_ids, states) = parse_file(&path, &bytes, wanted)?;
         let origin = path.display().to_string();
         if let Some(position) = first_difference(&token_ids, &request.input_ids) {
@@ -87,6 +100,22 @@ impl OfflineFiles {
         let states = states.prefix(request.input_ids.len());
         states.check_rows(&origin)?;
         Ok(Stored::Found(states))
+    }
+
+    /// Other software's files do not say which target they are of; ours do.
+    fn check_target(&self, path: &Path, bytes: &[u8]) -> Result<(), Error> {
+        let bad = |reason: String| bad_file(path, reason);
+        let (_, header) =
+            SafeTensors::read_metadata(bytes).map_err(|error| bad(error.to_string()))?;
+        let stated = header.metadata().as_ref().and_then(|metadata| metadata.get(TARGET));
+        let (Some(target), Some(stated)) = (&self.target, stated) else { return Ok(()) };
+        let stated: TargetIdentity =
+            serde_json::from_str(stated).map_err(|error| bad(error.to_string()))?;
+        if stated.is_same_as(target) {
+            return Ok(());
+        }
+        let (path, found, expected) = (path.into(), stated.to_string(), target.to_string());
+        Err(Error::StatesOfOtherTarget { path, found, expected })
     }
 
     /// Stores a sample for later runs, whole or not at all.
@@ -104,10 +133,14 @@ impl OfflineFiles {
         let shape = vec![states.tokens, states.layer_ids.len(), states.hidden_size];
         let rows = interleave(states);
         let ids: Vec<u8> = token_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        let metadata = HashMap::from([
+        let mut metadata = HashMap::from([
             ("format".to_owned(), "pt".to_owned()),
             (LAYER_IDS.to_owned(), format!("{:?}", states.layer_ids)),
         ]);
+        if let Some(target) = &self.target {
+            let target = serde_json::to_string(target).expect("strings print");
+            metadata.insert(TARGET.to_owned(), target);
+        }
         let bytes = (|| {
             let rows = TensorView::new(stored_dtype(states.dtype), shape, &rows)?;
             let ids = TensorView::new(StoredDtype::I64, vec![token_ids.len()], &ids)?;

@@ -10,7 +10,7 @@ use reqwest::{Client, Response, StatusCode};
 use crate::endpoint::{Endpoint, transport};
 use crate::error::Error;
 use crate::fetch::Request;
-use crate::protocol::{Metadata, StatesRequest, error_message};
+use crate::protocol::{Metadata, StatesRequest, TARGET_HEADER, error_message};
 use crate::record::HiddenStates;
 use crate::retry::Failure;
 use crate::stream::StreamConfig;
@@ -67,6 +67,7 @@ pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenSt
     };
     let reply = call.post("/v1/hidden_states", &body).await?;
     let url = call.endpoint.url("/v1/hidden_states");
+    check_target(call, &reply, &url)?;
     let rows = layer_ids.len() * call.request.input_ids.len();
     let limit = rows * served.hidden_size * served.dtype.size() + STREAM_OVERHEAD;
     let body = read_body(call, reply, limit, &url).await?;
@@ -77,6 +78,20 @@ pub(crate) async fn fetch(call: &Call<'_>, served: &Metadata) -> Result<HiddenSt
     check_shape(&states, call, &layer_ids, &url)?;
     states.check_rows(&url).map_err(Failure::Invalid)?;
     Ok(states)
+}
+
+/// Catches another model that came behind the same address, or is behind it beside the right one.
+fn check_target(call: &Call<'_>, reply: &Response, url: &str) -> Result<(), Failure> {
+    let Some(target) = &call.config.target else { return Ok(()) };
+    let digests = reply.headers().get(TARGET_HEADER).and_then(|value| value.to_str().ok());
+    match digests.filter(|digests| target.contradicts(digests)) {
+        None => Ok(()),
+        Some(digests) => Err(Failure::Fatal(Error::OtherTarget {
+            url: url.to_owned(),
+            found: format!("a model of {digests}"),
+            expected: target.to_string(),
+        })),
+    }
 }
 
 /// Catches a server that was replaced by another while the trainer ran.

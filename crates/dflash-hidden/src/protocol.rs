@@ -1,5 +1,6 @@
 //! The JSON around the rows: requests, the model list, errors. Client and server share it.
 
+use dflash_identity::TargetIdentity;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -7,6 +8,10 @@ use crate::record::Dtype;
 
 /// `owned_by` of the models that our server lists; how a client knows it.
 pub(crate) const OWNER: &str = "dflash";
+
+/// Header of every reply with states: digests of the target that they come from, so that another
+/// model behind the same address is noticed at its first reply.
+pub const TARGET_HEADER: &str = "x-dflash-target";
 
 /// Body of `POST /v1/hidden_states`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -71,6 +76,9 @@ pub struct Metadata {
     pub layer_ids: Vec<u32>,
     /// Element type on the wire.
     pub dtype: Dtype,
+    /// Which model it is; `None` from a server that cannot tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<TargetIdentity>,
 }
 
 impl ModelCard {

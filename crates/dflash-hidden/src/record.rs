@@ -1,7 +1,7 @@
 //! The record: one prompt's rows for each captured layer, shared and never copied.
 
 use bytes::Bytes;
-use half::f16;
+use half::{bf16, f16};
 
 pub use dflash_settings::WireDtype as Dtype;
 
@@ -159,10 +159,14 @@ pub(crate) fn f16_to_f32(bytes: &[u8]) -> Vec<u8> {
         .collect()
 }
 
+/// bf16 values as float32.
+pub(crate) fn bf16_to_f32(bytes: &[u8]) -> Vec<f32> {
+    let value = |pair: &[u8]| bf16::from_le_bytes([pair[0], pair[1]]).to_f32();
+    bytes.chunks_exact(2).map(value).collect()
+}
+
 #[cfg(test)]
 mod tests {
-    use half::bf16;
-
     use super::*;
     use crate::tests::{f32s, sample};
 

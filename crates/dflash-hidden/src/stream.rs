@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use dflash_identity::TargetIdentity;
 use dflash_settings::{OnGenerate, OnMissing};
 use tokio::runtime::Runtime;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -23,6 +24,7 @@ use crate::error::Error;
 use crate::fetch::{Fetched, Fetcher, Outcome, Request, joined};
 use crate::record::HiddenStates;
 use crate::retry::RetryPolicy;
+use crate::vllm_check::TargetLogits;
 
 /// How soon a set stop flag is noticed.
 const STOP_POLL: Duration = Duration::from_millis(25);
@@ -46,6 +48,10 @@ pub struct StreamConfig {
     pub vocab_size: Option<usize>,
     /// The target's layers, compared with the server's if given.
     pub num_hidden_layers: Option<u32>,
+    /// The target, if given: servers and stored samples of another one are refused.
+    pub target: Option<TargetIdentity>,
+    /// What checks a stock vLLM, which does not say what it serves, against the target.
+    pub target_logits: Option<TargetLogits>,
     /// What to do about samples that are not stored.
     pub on_missing: OnMissing,
     /// What to do with samples that were generated.
@@ -70,6 +76,8 @@ impl StreamConfig {
             hidden_size,
             vocab_size: None,
             num_hidden_layers: None,
+            target: None,
+            target_logits: None,
             on_missing: OnMissing::Generate,
             on_generate: OnGenerate::Delete,
             window_bytes: 256 << 20,

@@ -8,6 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use reqwest::Response;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -17,6 +18,7 @@ use crate::offline::{Wanted, first_difference, parse_file};
 use crate::own::Call;
 use crate::record::HiddenStates;
 use crate::retry::Failure;
+use crate::vllm_check::{Check, Extra, Finding};
 
 /// How long a file may take to appear. It is created before the reply or right after it, so a
 /// longer absence means that server and trainer do not share the directory.
@@ -32,6 +34,8 @@ struct CompletionRequest<'a> {
     prompt: &'a [i64],
     max_tokens: u32,
     return_token_ids: bool,
+    #[serde(flatten)]
+    check: Option<Extra>,
 }
 
 #[derive(Deserialize)]
@@ -59,21 +63,46 @@ pub(crate) async fn fetch(
 ) -> Result<HiddenStates, Failure> {
     let prompt = &call.request.input_ids;
     check_length(call, max_model_len)?;
-    let body = CompletionRequest { model, prompt, max_tokens: 1, return_token_ids: true };
-    let reply = call.post("/v1/completions", &body).await?;
+    let mut check = Check::due(call, model);
+    let reply = match post(call, model, check.as_ref()).await {
+        // It may take the prompt and refuse what the check asks for.
+        Err(Failure::Rejected(_)) if check.is_some() => {
+            let reply = post(call, model, None).await?;
+            let refused = Finding::Unknown("it refuses to send log-probabilities");
+            check.take().inspect(|check| check.note(call.endpoint.check(), &refused));
+            reply
+        }
+        reply => reply?,
+    };
     let url = call.endpoint.url("/v1/completions");
     let bytes = reply.bytes().await.map_err(|error| call.transport(&url, error))?;
     let files = SharedFiles::from_reply(&bytes, prompt, call.request.sample, &url)?;
     files.wait_until_written().await?;
     let config = call.config;
-    let last = config.num_hidden_layers.filter(|_| call.with_last());
+    let last = config.num_hidden_layers.filter(|_| call.with_last() || check.is_some());
     let (layer_ids, hidden_size) = (config.layer_ids.clone(), config.hidden_size);
     let (prompt, sample) = (prompt.clone(), call.request.sample);
     let read = move || {
         let states = files.read(&layer_ids, last, hidden_size)?;
-        check(states, &prompt, sample, &files.data.display().to_string())
+        let states = check_rows(states, &prompt, sample, &files.data.display().to_string())?;
+        let checked = match check {
+            Some(check) => Some((check.run(&bytes, &states)?, check)),
+            None => None,
+        };
+        Ok((states, checked))
     };
-    joined(tokio::task::spawn_blocking(read).await).map_err(Failure::Fatal)?
+    let (states, checked) =
+        joined(tokio::task::spawn_blocking(read).await).map_err(Failure::Fatal)??;
+    if let Some((finding, check)) = checked {
+        check.note(call.endpoint.check(), &finding);
+    }
+    Ok(states)
+}
+
+async fn post(call: &Call<'_>, model: &str, check: Option<&Check>) -> Result<Response, Failure> {
+    let (prompt, check) = (&*call.request.input_ids, check.map(Check::extra));
+    let body = CompletionRequest { model, prompt, max_tokens: 1, return_token_ids: true, check };
+    call.post("/v1/completions", &body).await
 }
 
 /// vLLM generates a token after the prompt, so the prompt must leave room for it.
@@ -204,7 +233,7 @@ fn lock_state(lock: &Path, data: &Path) -> io::Result<LockState> {
 }
 
 /// Refuses what prefix caching, chunked prefill or a broken server leave behind.
-fn check(
+fn check_rows(
     (stored_ids, states): (Vec<i64>, HiddenStates),
     prompt: &[i64],
     sample: u64,

@@ -29,6 +29,7 @@ pub(crate) fn facts() -> ModelFacts {
             vocab_size: 100,
             layer_ids: LAYERS.to_vec(),
             dtype: Dtype::Bf16,
+            target: None,
         },
     }
 }

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use dflash_hidden::{Dtype, HiddenStates};
+use dflash_hidden::{Dtype, HiddenStates, ModelList, TARGET_HEADER};
 use dflash_hidden_server::{Error, Featurizer, Loader, PackedPrompts, TargetFeaturizer};
+use dflash_identity::TargetIdentity;
 use dflash_model::target::{Target, TargetConfig};
 use dflash_settings::HiddenServerSettings;
 use serde_json::json;
@@ -81,6 +82,25 @@ async fn served_rows_are_the_target_s() {
         let (status, _) = refusal(server.prompt(&[VOCAB]).await).await;
         assert_eq!(status, 400);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_list_and_every_reply_say_which_model_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    saved(dir.path());
+    let settings = HiddenServerSettings {
+        target: dir.path().to_string_lossy().into_owned(),
+        ..settings(Dtype::F32)
+    };
+    let expected = TargetIdentity::read(dir.path(), &settings.target).unwrap();
+    let server = Running::load(config(), loader(dir.path(), settings));
+    let list = server.get("/v1/models").await.bytes().await.unwrap();
+    let list: ModelList = serde_json::from_slice(&list).unwrap();
+    let served = list.data[0].metadata.as_ref().unwrap().target.as_ref().unwrap();
+    assert_eq!(served, &expected);
+    assert_eq!(list.data[0].id, expected.name);
+    let reply = server.prompt(&prompt(5, 3)).await;
+    assert_eq!(reply.headers()[TARGET_HEADER], expected.digests());
 }
 
 #[test]

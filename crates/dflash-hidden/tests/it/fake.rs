@@ -78,6 +78,7 @@ pub(crate) fn models() -> ModelList {
         vocab_size: 1000,
         layer_ids: LAYERS.to_vec(),
         dtype: Dtype::Bf16,
+        target: None,
     };
     ModelList::of(ModelCard::new("tiny".into(), "/models/tiny".into(), 4096, metadata))
 }

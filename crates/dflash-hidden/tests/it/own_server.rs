@@ -11,7 +11,10 @@ use axum::body::Body;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use dflash_hidden::{Counters, Error, HiddenStates, StatesRequest, encode_stream};
+use dflash_hidden::{
+    Counters, Error, HiddenStates, StatesRequest, StreamConfig, TARGET_HEADER, encode_stream,
+};
+use dflash_identity::TargetIdentity;
 use dflash_test_support::eventually;
 
 use crate::fake::assert_right;
@@ -312,4 +315,29 @@ fn a_hung_request_times_out_and_is_tried_elsewhere() {
     let mut stream = start(config, single_rows(0..1)).unwrap();
     drain(&mut stream).iter().flatten().for_each(assert_right);
     assert_eq!(stream.counters().retries, 1);
+}
+
+#[test]
+fn another_model_that_comes_behind_the_address_ends_the_stream_at_its_first_reply() {
+    fn identity(weights: &str) -> TargetIdentity {
+        let (name, config) = ("tiny".into(), "c0ffee".into());
+        TargetIdentity { name, config, weights: Some(weights.into()) }
+    }
+    let (server, _) = own_server(async |number, request| {
+        let mut reply = good(&request);
+        let served = identity(if number < 2 { "aaa" } else { "bbb" });
+        reply.headers_mut().insert(TARGET_HEADER, served.digests().parse().unwrap());
+        reply
+    });
+    let config =
+        StreamConfig { target: Some(identity("aaa")), max_in_flight: 1, ..config(&[&server.url]) };
+    let mut stream = start(config, single_rows(0..5)).unwrap();
+    for _ in 0..2 {
+        stream.next_row().unwrap().unwrap().samples.iter().for_each(assert_right);
+    }
+    let text = full_text(&stream.next_row().unwrap().unwrap_err());
+    let both = ["config c0ffee, weights bbb", "tiny (config c0ffee, weights aaa)"];
+    for expected in both.iter().chain(&[server.url.as_str()]) {
+        assert!(text.contains(expected), "no {expected:?} in {text}");
+    }
 }

@@ -10,7 +10,8 @@ use std::time::Duration;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use dflash_hidden::{HiddenStates, StreamConfig};
+use dflash_hidden::{HiddenStates, StreamConfig, TargetLogits};
+use dflash_identity::TargetIdentity;
 use dflash_settings::OnGenerate;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -37,6 +38,8 @@ struct Quirks {
     /// How long writing takes.
     writing: Duration,
     refuses: bool,
+    /// Log-probabilities that it reports, if it knows the option: from the last state's first value.
+    log_probabilities: Option<fn(f32) -> Value>,
 }
 
 impl Default for Quirks {
@@ -49,6 +52,7 @@ impl Default for Quirks {
             shares_storage: true,
             writing: Duration::from_millis(30),
             refuses: false,
+            log_probabilities: Some(|state| log_probabilities(state, 1.0)),
         }
     }
 }
@@ -87,6 +91,13 @@ fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
     }
     let ids: Vec<i64> = serde_json::from_value(request["prompt"].clone()).unwrap();
     let mut reply = json!({"choices": [{"prompt_token_ids": (quirks.echo)(&ids)}]});
+    if request.get("logprobs").is_some() {
+        assert_eq!(request["return_tokens_as_token_ids"], true);
+        let Some(of_state) = quirks.log_probabilities else {
+            return status(400, "logprobs are not supported");
+        };
+        reply["choices"][0]["logprobs"] = of_state(first_of_last_state(&ids));
+    }
     if quirks.names_a_file {
         reply["kv_transfer_params"] = json!({ "hidden_states_path": path });
     }
@@ -107,6 +118,38 @@ fn answer(quirks: &Quirks, path: &Path, request: &Value) -> Response {
         });
     }
     Json(reply).into_response()
+}
+
+/// The first value of the last token's last state.
+fn first_of_last_state(ids: &[i64]) -> f32 {
+    let states = states_of(ids, &[8]);
+    let rows = states.layer(8).unwrap();
+    let first = rows.len() - states.row_bytes();
+    f32::from_bits(u32::from(u16::from_le_bytes([rows[first], rows[first + 1]])) << 16)
+}
+
+/// What a model reports whose logit of token t is `t * state / 100` times `scale`.
+fn log_probabilities(state: f32, scale: f32) -> Value {
+    let value = |token: i64| token as f32 * state / 100.0 * scale - 40.0;
+    let top = [9, 7, 4, 2, 1].map(|token| (format!("token_id:{token}"), json!(value(token))));
+    let impossible = ("token_id:3".to_owned(), json!(-9999.0));
+    let top: serde_json::Map<String, Value> = top.into_iter().chain([impossible]).collect();
+    json!({"tokens": ["token_id:9"], "top_logprobs": [top]})
+}
+
+/// Streams of a target that computes its logits as [`log_probabilities`] says, called `name`.
+fn config_for_target(vllm: &Vllm, name: &str) -> StreamConfig {
+    let logits = |state: &[f32], ids: &[i64]| {
+        Ok(ids.iter().map(|id| *id as f32 * state[0] / 100.0).collect())
+    };
+    let target = TargetIdentity { name: name.into(), config: "c".into(), weights: None };
+    StreamConfig {
+        target: Some(target),
+        target_logits: Some(TargetLogits(Arc::new(logits))),
+        num_hidden_layers: Some(8),
+        vocab_size: Some(1000),
+        ..config_for(vllm)
+    }
 }
 
 fn file_bytes(ids: &[i64], states: &HiddenStates) -> Vec<u8> {
@@ -223,4 +266,36 @@ fn prompts_that_leave_no_room_for_a_token_are_not_sent() {
 fn storage_that_is_not_shared_is_named() {
     let text = fails_with(Quirks { shares_storage: false, ..Quirks::default() });
     assert!(text.contains("req-") && text.contains("shared_storage_path"), "{text}");
+}
+
+#[test]
+fn log_probabilities_tell_the_target_from_another_model() {
+    let vllm = vllm(Quirks::default());
+    let mut stream = start(config_for_target(&vllm, "tiny"), single_rows(0..20)).unwrap();
+    drain(&mut stream).iter().flatten().for_each(assert_right);
+    // An alias says nothing; what is computed does.
+    let mut stream = start(config_for_target(&vllm, "Owner/Name"), single_rows(0..4)).unwrap();
+    drain(&mut stream).iter().flatten().for_each(assert_right);
+    let other = Some((|state| log_probabilities(state, 1.3)) as fn(f32) -> Value);
+    let vllm = self::vllm(Quirks { log_probabilities: other, ..Quirks::default() });
+    let mut stream = start(config_for_target(&vllm, "tiny"), single_rows(0..20)).unwrap();
+    let error = stream.next_row().unwrap().unwrap_err();
+    let text = full_text(&error);
+    for expected in [&vllm.server.url, "tiny is not tiny (config c)", "nats", "--target"] {
+        assert!(text.contains(expected), "no {expected:?} in {text}");
+    }
+    assert_eq!(stream.counters().generated, 0);
+}
+
+#[test]
+fn a_vllm_that_cannot_be_checked_is_used_by_its_name() {
+    let refuses = Quirks { log_probabilities: None, ..Quirks::default() };
+    // Only the captured layers, without the last.
+    let lacks = Quirks { states: |ids| states_of(ids, &LAYERS), ..Quirks::default() };
+    for quirks in [refuses, lacks] {
+        let vllm = vllm(quirks);
+        let mut stream = start(config_for_target(&vllm, "tiny"), single_rows(0..12)).unwrap();
+        drain(&mut stream).iter().flatten().for_each(assert_right);
+        assert_eq!((stream.counters().generated, stream.counters().rejected), (12, 0));
+    }
 }

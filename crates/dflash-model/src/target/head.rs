@@ -48,6 +48,27 @@ impl TargetHead {
         Ok(Self { embedding_vh, norm_h, norm_eps: config.rms_norm_eps, lm_head_vh })
     }
 
+    /// The logits of the tokens `ids` from one state of the model in `dir` before the final norm, in
+    /// float32. Reads only what that needs: the norm, and a row of the lm_head for each token.
+    ///
+    /// # Errors
+    /// As [`super::Target::load`].
+    pub fn logits_of(dir: &Path, state_h: &[f32], ids: &[i64]) -> Result<Vec<f32>> {
+        let config = TargetConfig::load(dir)?;
+        let weights = Weights::open(dir)?;
+        let options = (Kind::Float, Device::Cpu);
+        let (rows, hidden) = (config.vocab_size, config.hidden_size);
+        let own = format!("{LM_HEAD}.weight");
+        let name = if config.tie_word_embeddings { EMBEDDING } else { &own };
+        weights.check_shape(name, &[rows, hidden])?;
+        let row = |&id: &i64| Ok(weights.row(name, id, hidden)?.to_kind(Kind::Float));
+        let head_ih = Tensor::stack(&ids.iter().map(row).collect::<Result<Vec<_>>>()?, 0);
+        let norm_h = weights.read(FINAL_NORM, &[hidden], options)?;
+        let state_th = Tensor::from_slice(state_h).view([1, -1]);
+        let logits_ti = rms_norm(&state_th, &norm_h, config.rms_norm_eps).mm(&head_ih.tr());
+        Ok(Vec::try_from(logits_ti.squeeze_dim(0))?)
+    }
+
     /// Embeddings of `ids` `[T]` as [T, H].
     pub fn embed(&self, ids: &Tensor) -> Tensor {
         self.embedding_vh.index_select(0, ids)

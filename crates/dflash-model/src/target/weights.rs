@@ -46,10 +46,24 @@ impl Weights {
     /// The tensor is missing, is of a type we do not read, or has another shape than
     /// `destination`.
     pub fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
-        let missing = || Error::MissingTensor { path: self.dir.clone(), name: name.into() };
-        let shard = &self.shards[*self.shard_of.get(name).ok_or_else(missing)?];
+        let shard = self.shard(name)?;
         shard.check_shape(name, &destination.size())?;
         shard.read_into(name, 0, destination)
+    }
+
+    /// As [`TensorFile::check_shape`].
+    pub(crate) fn check_shape(&self, name: &str, expected: &[i64]) -> Result<()> {
+        self.shard(name)?.check_shape(name, expected)
+    }
+
+    /// Row `number` of the matrix `name`, which has it, in its stored type.
+    pub(crate) fn row(&self, name: &str, number: i64, width: i64) -> Result<Tensor> {
+        self.shard(name)?.part(name, number * width..(number + 1) * width)
+    }
+
+    fn shard(&self, name: &str) -> Result<&TensorFile> {
+        let missing = || Error::MissingTensor { path: self.dir.clone(), name: name.into() };
+        Ok(&self.shards[*self.shard_of.get(name).ok_or_else(missing)?])
     }
 
     /// Tensor `name` of the given shape, as [`Self::read_into`] reads it.
