@@ -18,6 +18,7 @@ use crate::Sample;
 use crate::counts::{self, TokenCounts};
 use crate::digest::Digest;
 use crate::error::Error;
+use crate::origin::PreparedFor;
 use stream::{Columns, scan_shard};
 
 /// A prepared dataset on disk.
@@ -126,6 +127,14 @@ impl Dataset {
     /// of the content hash that the writer recorded.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.clone()
+    }
+
+    /// The target that the samples were made for, where that is recorded.
+    ///
+    /// # Errors
+    /// [`Error::Json`] where the record is damaged, [`Error::Read`].
+    pub fn prepared_for(&self) -> Result<Option<PreparedFor>, Error> {
+        PreparedFor::read(&self.dir)
     }
 
     /// How often each token is supervised, ascending by id: as the writer counted, or, where that

@@ -12,6 +12,13 @@ pub enum Error {
     /// Target or draft cannot be loaded.
     #[error(transparent)]
     Model(#[from] dflash_model::Error),
+    /// What a target or draft is cannot be read.
+    #[error(transparent)]
+    Identity(#[from] dflash_identity::Error),
+    #[error(
+        "the draft {path} was made for {found}, and --target is {expected}; pass its own target, or --allow-other-target to measure it on this one"
+    )]
+    OtherTarget { path: PathBuf, found: String, expected: String },
     /// The tokenizer or the data file cannot be read.
     #[error(transparent)]
     Text(#[from] dflash_text::Error),

@@ -6,7 +6,8 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use dflash_console::{Progress, Unit};
+use dflash_console::{Progress, Unit, say};
+use dflash_identity::TargetIdentity;
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::place;
@@ -40,6 +41,7 @@ pub fn evaluate(
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let draft = Draft::load(draft_dir, device, dtype)?;
+    check_target(settings, (target_dir, draft_dir))?;
     let vocabulary = DraftVocabulary::load(draft_dir)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let room = (target.config(), settings.max_new_tokens);
@@ -54,6 +56,24 @@ pub fn evaluate(
         dflash_files::write_bytes(path, &text)?;
     }
     Ok(report)
+}
+
+/// Refuses a draft that was made for another target, as far as it says, unless that is wanted.
+fn check_target(
+    settings: &EvalSettings,
+    (target_dir, draft_dir): (&Path, &Path),
+) -> Result<(), Error> {
+    let Some(made_for) = TargetIdentity::of_draft(draft_dir)? else { return Ok(()) };
+    let target = TargetIdentity::read(target_dir, &settings.target)?;
+    if made_for.is_same_as(&target) {
+        return Ok(());
+    }
+    if settings.allow_other_target {
+        say(format!("the draft was made for {made_for} and is measured on {target}"));
+        return Ok(());
+    }
+    let (found, expected) = (made_for.to_string(), target.to_string());
+    Err(Error::OtherTarget { path: draft_dir.into(), found, expected })
 }
 
 /// Both decoders, and what they have shown so far.

@@ -40,6 +40,8 @@ pub(crate) fn about(error: &anyhow::Error) -> Option<String> {
     use dflash_train::Error as Train;
     let key = match error.downcast_ref() {
         Some(Train::Setting(invalid)) => invalid.key,
+        Some(Train::OtherTarget { .. }) => "target",
+        Some(Train::OtherTokenizer { .. }) => "data_path",
         Some(Train::ForeignDraft { .. } | Train::BadWeights { .. }) => "from_pretrained",
         _ => match error.downcast_ref() {
             Some(dflash_dist::Error::BadLaunch { flag, .. }) => flag,

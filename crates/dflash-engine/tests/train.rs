@@ -5,6 +5,8 @@ mod fake_hub;
 
 #[path = "train/ending.rs"]
 mod ending;
+#[path = "train/identity.rs"]
+mod identity;
 #[path = "train/mishaps.rs"]
 mod mishaps;
 #[path = "train/nodes.rs"]

@@ -15,6 +15,8 @@ pub enum Error {
     )]
     Occupied { path: PathBuf },
     #[error(transparent)]
+    Identity(#[from] dflash_identity::Error),
+    #[error(transparent)]
     Data(#[from] dflash_data::Error),
     #[error(
         "{path}:{line}: {reason}; fix or delete the row, or pass --skip-bad-rows to drop such rows"

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use dflash_data::PreparedFor;
 use dflash_hub::{Hub, Part};
 use dflash_settings::PrepareSettings;
 use dflash_text::ChatTokenizer;
@@ -17,6 +18,8 @@ pub(crate) struct Model {
     pub(crate) dir: PathBuf,
     /// Rows of the target's embedding, or the tokenizer's size where no configuration says.
     pub(crate) vocab_size: usize,
+    /// What the dataset says of it.
+    pub(crate) identity: PreparedFor,
 }
 
 impl Model {
@@ -27,7 +30,8 @@ impl Model {
             tokenizer.extend_template_variables(variables.clone())?;
         }
         let vocab_size = embedding_rows(&dir).unwrap_or(0).max(tokenizer.len());
-        Ok(Self { tokenizer, dir, vocab_size })
+        let identity = PreparedFor::of(&dir, settings.target())?;
+        Ok(Self { tokenizer, dir, vocab_size, identity })
     }
 }
 

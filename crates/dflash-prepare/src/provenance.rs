@@ -27,6 +27,7 @@ pub(crate) fn document(
         "version": env!("CARGO_PKG_VERSION"),
         "target": settings.target(),
         "model_dir": model.dir,
+        "prepared_for": model.identity,
         "vocab_size": model.vocab_size,
         "tokenizer_size": model.tokenizer.len(),
         "sources": sources,

@@ -182,6 +182,22 @@ fn conversations_that_cannot_be_masked_are_dropped_and_counted() {
 }
 
 #[test]
+fn a_dataset_says_which_target_it_was_prepared_for() {
+    let bench = Bench::new(CHATML);
+    let row = r#"{"question": "q", "answer": "a"}"#;
+    bench.prepare(row).unwrap();
+    let data = dflash_data::Dataset::open(&bench.path("out")).unwrap();
+    let prepared_for = data.prepared_for().unwrap().unwrap();
+    let model = bench.path("model");
+    let expected = dflash_data::PreparedFor::of(&model, &model.to_string_lossy()).unwrap();
+    assert_eq!(prepared_for, expected);
+    assert!(prepared_for.tokenizer.is_some() && prepared_for.name == "model", "{prepared_for:?}");
+    // A dataset of other software says nothing.
+    fs::remove_file(bench.path("out/dflash_prepare.json")).unwrap();
+    assert_eq!(data.prepared_for().unwrap(), None);
+}
+
+#[test]
 fn rows_are_cut_to_the_sequence_length() {
     let bench = Bench::new(CHATML);
     let long = json!({"question": "q", "answer": "x".repeat(100)});

@@ -1,5 +1,6 @@
 //! `run.json`: what made a run, and what went on with it.
 
+use dflash_identity::TargetIdentity;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -14,6 +15,7 @@ pub struct Provenance {
     pub resumed_at_step: u64,
     pub earlier_starts: Vec<Start>,
     pub dataset: Option<String>,
+    pub target: Option<TargetIdentity>,
     pub config: Value,
 }
 

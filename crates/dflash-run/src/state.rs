@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use dflash_identity::TargetIdentity;
 use serde::{Deserialize, Serialize};
 
 use crate::{Checkpoint, Error};
@@ -21,6 +22,9 @@ pub struct Position {
     pub skipped_samples: u64,
     pub tokens: u64,
     pub dataset: String,
+    /// `None` in runs of releases that did not compare targets.
+    #[serde(default)]
+    pub target: Option<TargetIdentity>,
     pub seed: u64,
     pub total_seq_len: usize,
     /// `None` in runs from before there was validation, which train on all samples.

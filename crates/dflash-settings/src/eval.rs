@@ -42,6 +42,9 @@ pub struct EvalSettings {
     /// in the last place of the logits.
     #[cfg_attr(feature = "clap", arg(long, value_name = "X"))]
     pub tie_tolerance: Option<f64>,
+    /// Measure the draft although it was made for another target.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub allow_other_target: bool,
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,

@@ -95,6 +95,9 @@ impl PendingCheckpoint {
         if let Some(vocabulary) = &trainer.batches.blocks.vocabulary {
             vocabulary.save(dir)?;
         }
+        if let Some(target) = &position.target {
+            target.write_into_draft(dir)?;
+        }
         State { position: position.clone(), tensors_crc32 }.save(dir)?;
         Ok(self.dir.commit()?)
     }
@@ -139,7 +142,8 @@ fn restore(
         return Err(Error::Altered { path });
     }
     trainer.masters.restore(&trainer.draft, &file, stored.optimizer_steps())?;
-    Ok(state.position)
+    // A run of an earlier release does not say which target it is for.
+    Ok(Position { target: current.target, ..state.position })
 }
 
 /// The settings that no resumed run may change. What the flags do not say of a draft is the target's.

@@ -11,6 +11,21 @@ pub enum Error {
     /// A model directory or a checkpoint.
     #[error(transparent)]
     Model(#[from] dflash_model::Error),
+    /// What a target is cannot be read.
+    #[error(transparent)]
+    Identity(#[from] dflash_identity::Error),
+    /// The run to be resumed trains for another target.
+    #[error(
+        "cannot resume {}: it is trained for {found}, and --target is {expected}; pass its own target, or start a run for this one with --from-pretrained {} and another --save-path",
+        .path.display(), .path.display()
+    )]
+    OtherTarget { path: PathBuf, found: String, expected: String },
+    /// The data was made with another tokenizer.
+    #[error(
+        "--data-path {} was prepared with the tokenizer and chat template of {found}, and --target has those of {expected}; prepare the data for this target, or pass the one that it was prepared for",
+        .path.display()
+    )]
+    OtherTokenizer { path: PathBuf, found: String, expected: String },
     /// The dataset.
     #[error(transparent)]
     Data(#[from] dflash_data::Error),

@@ -7,6 +7,7 @@
 //!
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW
 //!   and Muon;
+//! - `same_target` compares the target with those that data, checkpoints and states are of;
 //! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `rows` reads and fetches it, `batch` turns it into
 //!   blocks and tensors, for training, validation, [`mod@bench`] and [`plan`] alike;
@@ -33,6 +34,7 @@ pub mod plan;
 mod prepared;
 mod rows;
 mod run;
+mod same_target;
 pub mod schedule;
 mod setup;
 mod shards;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use dflash_data::Dataset;
 use dflash_hidden::StreamConfig;
+use dflash_identity::TargetIdentity;
 use dflash_model::draft::DraftConfig;
 use dflash_model::place;
 use dflash_model::target::TargetConfig;
@@ -13,19 +14,22 @@ use crate::config::TrainConfig;
 use crate::order::Packing;
 use crate::rows::{StreamedRows, TargetSamples};
 use crate::warm_start::WarmStart;
-use crate::{Error, setup, validation};
+use crate::{Error, same_target, setup, validation};
 
 /// A run whose settings make sense. A launcher goes no further; a rank calls [`Self::run`].
 #[derive(Debug)]
 pub struct Prepared<'a> {
     pub(crate) config: &'a TrainConfig,
     pub(crate) target: TargetConfig,
+    pub(crate) identity: TargetIdentity,
     pub(crate) draft: DraftConfig,
     pub(crate) dataset: Arc<Dataset>,
     /// The checkpoint to go on from.
     pub(crate) resume: Option<Checkpoint>,
     /// The checkpoint whose weights a fresh run starts from.
     pub(crate) warm_start: Option<WarmStart>,
+    /// What is of another target and may be.
+    pub(crate) remarks: Vec<String>,
 }
 
 impl<'a> Prepared<'a> {
@@ -46,8 +50,16 @@ impl<'a> Prepared<'a> {
         if dataset.lengths().iter().all(|&length| length < 2) {
             return Err(Error::NothingToTrain { path: settings.data_path.clone() });
         }
+        let identity = TargetIdentity::read(&config.target_dir, &settings.target)?;
+        let mut remarks = Vec::new();
+        remarks.extend(same_target::check_dataset(&dataset, &config.target_dir, &identity)?);
         let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
-        Ok(Self { config, target, draft, dataset, resume, warm_start })
+        match (&resume, pretrained) {
+            (Some(checkpoint), _) => same_target::check_resumed(checkpoint, &identity)?,
+            (None, Some(dir)) => remarks.extend(same_target::check_pretrained(dir, &identity)?),
+            (None, None) => {}
+        }
+        Ok(Self { config, target, identity, draft, dataset, resume, warm_start, remarks })
     }
 
     /// The target's layer that a teacher's distribution is read after, where the objective needs it.
@@ -83,6 +95,8 @@ impl<'a> Prepared<'a> {
             offline_dir: hidden.hidden_states_path.clone(),
             vocab_size: Some(target.vocab_size as usize),
             num_hidden_layers: Some(target.num_hidden_layers as u32),
+            target: Some(self.identity.clone()),
+            target_logits: Some(same_target::logits(&self.config.target_dir)),
             on_missing: hidden.on_missing,
             on_generate: hidden.on_generate,
             window_bytes: hidden.window_bytes(),

@@ -127,6 +127,7 @@ impl Prepared<'_> {
             world_size: Some(world_size),
             resumed_at_step: position.step,
             dataset: Some(position.dataset.clone()),
+            target: Some(self.identity.clone()),
             config: serde_json::to_value(self.config).expect("settings print"),
             ..Provenance::default()
         }
@@ -138,6 +139,7 @@ impl Prepared<'_> {
         let optimizer = OptimizerConfig::from(&config.optimizer);
         Position {
             dataset: self.dataset.fingerprint(),
+            target: Some(self.identity.clone()),
             seed: config.rows.seed,
             total_seq_len: config.rows.total_seq_len,
             trained_samples: Some(self.packing().lengths.len()),

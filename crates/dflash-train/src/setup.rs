@@ -145,9 +145,17 @@ fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabu
     if let Some(found) = stored.as_ref().map(DraftVocabulary::target_size)
         && found != rows
     {
-        let (key, found, expected) =
-            ("number of target tokens", found.to_string(), rows.to_string());
-        return Err(Error::ForeignDraft { path: dir.into(), key, found, expected });
+        let (path, found, expected) = (dir.into(), found.to_string(), rows.to_string());
+        return Err(match resumed_dir {
+            Some(_) => {
+                let key = "a target whose number of tokens is";
+                Error::ResumeMismatch { path, key, found, expected }
+            }
+            None => {
+                let key = "number of target tokens";
+                Error::ForeignDraft { path, key, found, expected }
+            }
+        });
     }
     let size = stored.as_ref().map_or(rows, |stored| stored.selected().len());
     match config.draft.vocab_size {

@@ -57,6 +57,7 @@ impl Place {
             temperature: 0.0,
             seed: 0,
             tie_tolerance: None,
+            allow_other_target: false,
             device: Asked::Cpu,
             dtype: Dtype::Float32,
         }

@@ -72,6 +72,27 @@ impl World {
         self.dir.path().join(name)
     }
 
+    /// A target that differs from the world's in its weights alone, in the folder `name`.
+    pub(crate) fn write_other_target(&self, name: &str) {
+        write_target_of(&self.path(name), TargetConfig::qwen3(HIDDEN, 2, VOCABULARY), 2);
+    }
+
+    /// A target with more tokens than the world's.
+    pub(crate) fn write_wider_target(&self, name: &str) {
+        write_target_of(&self.path(name), TargetConfig::qwen3(HIDDEN, 2, VOCABULARY + 16), 2);
+    }
+
+    /// Copies a target; the copy's path.
+    pub(crate) fn copy_target(&self, name: &str, copy: &str) -> String {
+        let copy = self.path(copy);
+        std::fs::create_dir(&copy).unwrap();
+        for entry in std::fs::read_dir(self.path(name)).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+        }
+        copy.to_string_lossy().into_owned()
+    }
+
     /// Flags come after the defaults; a flag given again overrides.
     pub(crate) fn arguments(&self, save: &str, more: &[&str]) -> Vec<String> {
         let path = |name: &str| self.path(name).to_string_lossy().into_owned();
@@ -259,8 +280,11 @@ fn libtorch() -> std::ffi::OsString {
 }
 
 fn write_target(dir: &Path, hidden: i64) -> Target {
-    let config = TargetConfig::qwen3(hidden, 2, VOCABULARY);
-    let target = Target::random(config, 1, Device::Cpu);
+    write_target_of(dir, TargetConfig::qwen3(hidden, 2, VOCABULARY), 1)
+}
+
+fn write_target_of(dir: &Path, config: TargetConfig, seed: i64) -> Target {
+    let target = Target::random(config, seed, Device::Cpu);
     std::fs::create_dir(dir).unwrap();
     target.save(dir, Kind::Float).unwrap();
     std::fs::write(dir.join("tokenizer.json"), tokenizer_json()).unwrap();

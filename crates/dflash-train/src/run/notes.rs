@@ -19,6 +19,7 @@ impl Worker<'_, '_> {
             let note = "this CPU has no instructions for bfloat16: float32 is many times faster";
             notes.push(note.to_owned());
         }
+        notes.extend(self.prepared.remarks.iter().cloned());
         notes.extend(self.prepared.packing().cut_note());
         let schedule = Schedule::from(&self.prepared.config.settings.optimizer);
         if !schedule.reaches_peak(self.total) {

@@ -1,0 +1,52 @@
+//! Which target a dataset was prepared for, as `dflash_prepare.json` beside the shards says.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use dflash_identity::{Error as IdentityError, TargetIdentity, short_name, tokenizer_digest};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::Error;
+
+/// Where a dataset comes from. `datasets` does not keep the file.
+const FILE: &str = "dflash_prepare.json";
+
+/// The target whose tokenizer and chat template made the samples.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PreparedFor {
+    /// The target's name.
+    pub name: String,
+    /// Which model it is, where more than its tokenizer was at hand.
+    pub target: Option<TargetIdentity>,
+    /// Digest of tokenizer and chat template, which decide the samples.
+    pub tokenizer: Option<String>,
+}
+
+impl PreparedFor {
+    /// What data is prepared for with the model in `dir`, which the user called `name`.
+    ///
+    /// # Errors
+    /// A file of the model that cannot be read.
+    pub fn of(dir: &Path, name: &str) -> Result<Self, IdentityError> {
+        Ok(Self {
+            name: short_name(name, dir),
+            target: TargetIdentity::read_if_any(dir, name)?,
+            tokenizer: tokenizer_digest(dir)?,
+        })
+    }
+
+    /// What the dataset in `dir` says.
+    pub(crate) fn read(dir: &Path) -> Result<Option<Self>, Error> {
+        let path = dir.join(FILE);
+        let text = match std::fs::read(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            text => text.map_err(|source| Error::Read { path: path.clone(), source })?,
+        };
+        let parse = || {
+            let mut document: Value = serde_json::from_slice(&text)?;
+            serde_json::from_value(document["prepared_for"].take())
+        };
+        parse().map_err(|source| Error::Json { path, source })
+    }
+}
