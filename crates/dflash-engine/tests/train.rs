@@ -17,6 +17,8 @@ mod mishaps;
 mod nodes;
 #[path = "train/running.rs"]
 mod running;
+#[path = "train/servers.rs"]
+mod servers;
 #[path = "train/soak.rs"]
 mod soak;
 #[path = "train/speaking.rs"]
@@ -227,7 +229,10 @@ fn mistakes_are_named() {
     assert!(loss.stderr.contains("'hinge' for '--loss <TERMS>': the terms are ce, kl"));
     // with stored states at hand the server is asked only for what they lack
     let elsewhere = ["--hidden-states-path", "/nonexistent", "--on-missing", "generate"];
-    check(&[&elsewhere[..], &["--endpoint", "http://127.0.0.1:9"]].concat(), "127.0.0.1:9");
+    let absent = ["--endpoint", "http://127.0.0.1:9", "--wait-for-server", "0"];
+    check(&[&elsewhere[..], &absent].concat(), "127.0.0.1:9");
+    check(&["--server-timeout", "0"], "--server-timeout is 0, but it must be at least 1");
+    check(&["--wait-for-server", "99999999"], "--wait-for-server is 99999999, but");
 }
 
 #[test]

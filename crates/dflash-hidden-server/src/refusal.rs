@@ -28,7 +28,7 @@ pub(crate) enum Refusal {
     NoLayers,
     #[error("layer {id} is not captured; this server has {served:?} and the last layer, {last}")]
     LayerNotCaptured { id: u32, served: Vec<u32>, last: u32 },
-    #[error("the prompt does not have the digest that came with it; it was damaged on its way")]
+    #[error("the body does not have the digest that came with it; it was damaged on its way")]
     Damaged,
     #[error("model {asked:?} is not served here; this server runs {served:?}")]
     OtherModel { asked: String, served: String },

@@ -12,7 +12,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
-    ARROW_STREAM, DIGEST_HEADER, Metadata, ModelCard, ModelList, ReplyDigest, StatesRequest,
+    ARROW_STREAM, DIGEST_HEADER, Digest, Metadata, ModelCard, ModelList, StatesRequest,
     TARGET_HEADER, encode_stream, prompt_digest,
 };
 use futures::StreamExt;
@@ -111,7 +111,7 @@ async fn models(State(shared): State<Arc<Shared>>) -> Result<Response, Refusal> 
     let (id, root) = (facts.name.clone(), facts.root.clone());
     let card = ModelCard::new(id, root, facts.max_model_len, facts.metadata.clone());
     let body = Bytes::from(serde_json::to_vec(&ModelList::of(card))?);
-    let digest = ReplyDigest::of(None, [&body]).to_string();
+    let digest = Digest::of(None, [&body]).to_string();
     let headers = [(header::CONTENT_TYPE.as_str(), "application/json"), (DIGEST_HEADER, &digest)];
     Ok((headers, body).into_response())
 }
@@ -133,8 +133,9 @@ async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response
     let facts = shared.loaded()?;
     let body = read_body(request).await?;
     let request: StatesRequest = serde_json::from_slice(&body)?;
-    let prompt = digest_of(&request)?;
+    let asked = request.layer_ids.clone();
     let (input_ids, layer_ids) = validate(request, facts)?;
+    let prompt = prompt_digest(&input_ids, asked.as_deref());
     let slot = Arc::clone(&shared.slots)
         .try_acquire_owned()
         .map_err(|_| Refusal::Full { slots: shared.max_queue })?;
@@ -159,28 +160,26 @@ async fn read_body(request: Request) -> Result<Bytes, Refusal> {
     if announced_length(&parts.headers).is_some_and(|length| length > LARGEST_BODY) {
         return Err(Refusal::BodyTooLarge { limit: LARGEST_BODY });
     }
-    to_bytes(body, LARGEST_BODY).await.map_err(Refusal::BadBody)
+    let body = to_bytes(body, LARGEST_BODY).await.map_err(Refusal::BadBody)?;
+    check_digest(&parts.headers, &body)?;
+    Ok(body)
 }
 
 fn announced_length(headers: &HeaderMap) -> Option<usize> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// The digest of what was read, which must be the one that the client took of what it sent.
-fn digest_of(request: &StatesRequest) -> Result<String, Refusal> {
-    let StatesRequest { input_ids, prompt, layer_ids, digest, .. } = request;
-    let ids = input_ids.as_ref().or(prompt.as_ref());
-    let own = prompt_digest(ids.map_or(&[], Vec::as_slice), layer_ids.as_deref());
-    match digest {
-        Some(sent) if *sent != own => Err(Refusal::Damaged),
-        _ => Ok(own),
-    }
+/// Refuses a body that does not have the digest that came with it.
+fn check_digest(headers: &HeaderMap, body: &Bytes) -> Result<(), Refusal> {
+    let Some(sent) = headers.get(DIGEST_HEADER) else { return Ok(()) };
+    let own = Digest::of(None, [body]).to_string();
+    if sent.as_bytes() == own.as_bytes() { Ok(()) } else { Err(Refusal::Damaged) }
 }
 
 /// Sends `chunks` as they are; the slot goes back with the last of them, or when the client
 /// leaves.
 fn stream(chunks: Vec<Bytes>, prompt: String, slot: OwnedSemaphorePermit) -> Response {
-    let digest = ReplyDigest::of(Some(prompt), &chunks);
+    let digest = Digest::of(Some(prompt), &chunks);
     let chunks = futures::stream::iter(chunks).map(move |chunk| {
         let _held = &slot;
         Ok::<_, Infallible>(chunk)
@@ -196,7 +195,7 @@ fn stream(chunks: Vec<Bytes>, prompt: String, slot: OwnedSemaphorePermit) -> Res
 
 /// The prompt and the layers of a request, both as the model takes them.
 fn validate(request: StatesRequest, facts: &ModelFacts) -> Result<(Vec<i64>, Vec<u32>), Refusal> {
-    let StatesRequest { model, input_ids, prompt, layer_ids, digest: _ } = request;
+    let StatesRequest { model, input_ids, prompt, layer_ids } = request;
     if let Some(asked) = model.filter(|asked| *asked != facts.name && *asked != facts.root) {
         return Err(Refusal::OtherModel { asked, served: facts.name.clone() });
     }

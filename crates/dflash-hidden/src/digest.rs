@@ -10,7 +10,7 @@ use std::str::FromStr;
 use bytes::Bytes;
 use crc32fast::Hasher;
 
-/// The reply's header that holds its [`ReplyDigest`].
+/// The header of requests and replies that holds the [`Digest`] of their body.
 pub const DIGEST_HEADER: &str = "dflash-digest";
 
 /// The checksum of what a prompt asks for: its tokens, and the layers where it names them.
@@ -23,10 +23,10 @@ pub fn prompt_digest(input_ids: &[i64], layer_ids: Option<&[u32]>) -> String {
     hex(crc32fast::hash(&bytes))
 }
 
-/// What a reply says of itself.
+/// What a message says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReplyDigest {
-    /// [`prompt_digest`] of the request as the server has read it; absent where nothing was asked.
+pub struct Digest {
+    /// In a reply, [`prompt_digest`] of the request as the server has read it.
     pub prompt: Option<String>,
     /// Checksum of the body.
     pub body: String,
@@ -34,8 +34,8 @@ pub struct ReplyDigest {
     pub bytes: u64,
 }
 
-impl ReplyDigest {
-    /// The digest of a reply with this body.
+impl Digest {
+    /// The digest of a message with this body.
     pub fn of<'a>(prompt: Option<String>, body: impl IntoIterator<Item = &'a Bytes>) -> Self {
         let (mut hasher, mut bytes) = (Hasher::new(), 0);
         for chunk in body {
@@ -46,7 +46,7 @@ impl ReplyDigest {
     }
 }
 
-impl fmt::Display for ReplyDigest {
+impl fmt::Display for Digest {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(prompt) = &self.prompt {
             write!(out, "prompt={prompt}; ")?;
@@ -59,7 +59,7 @@ impl fmt::Display for ReplyDigest {
 #[derive(Debug)]
 pub struct NotADigest;
 
-impl FromStr for ReplyDigest {
+impl FromStr for Digest {
     type Err = NotADigest;
 
     fn from_str(text: &str) -> Result<Self, NotADigest> {
@@ -90,11 +90,11 @@ mod tests {
         let body = [Bytes::from_static(b"12345"), Bytes::from_static(b"6789")];
         // the check value of CRC-32
         let text = "prompt=00000001; body=cbf43926; bytes=9";
-        let digest = ReplyDigest::of(Some("00000001".into()), &body);
+        let digest = Digest::of(Some("00000001".into()), &body);
         assert_eq!(digest.to_string(), text);
-        assert_eq!(text.parse::<ReplyDigest>().unwrap(), digest);
+        assert_eq!(text.parse::<Digest>().unwrap(), digest);
         for bad in ["", "body=cbf43926", "bytes=9", "body=1; bytes=x", "body=1; bytes=9; more=1"] {
-            assert!(bad.parse::<ReplyDigest>().is_err(), "{bad}");
+            assert!(bad.parse::<Digest>().is_err(), "{bad}");
         }
     }
 

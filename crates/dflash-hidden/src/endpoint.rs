@@ -11,7 +11,7 @@ use reqwest::{Client, Response, StatusCode};
 use tokio::time::Instant;
 
 use crate::body::{self, BodyFault};
-use crate::digest::{DIGEST_HEADER, ReplyDigest};
+use crate::digest::{DIGEST_HEADER, Digest};
 use crate::error::Error;
 use crate::protocol::{Metadata, ModelCard, ModelList, OWNER, PROTOCOL_VERSION, error_message};
 use crate::record::Dtype;
@@ -281,7 +281,7 @@ impl Endpoint {
         }
         let digest = digest_of(reply.headers());
         let body = self.body(PATH, reply, LARGEST_LIST, PROBE_TIMEOUT).await?;
-        if digest.as_ref().is_some_and(|digest| *digest != ReplyDigest::of(None, [&body])) {
+        if digest.as_ref().is_some_and(|digest| *digest != Digest::of(None, [&body])) {
             return Err(self.damaged(PATH, "its list of models"));
         }
         let list: ModelList = serde_json::from_slice(&body)
@@ -423,7 +423,7 @@ impl Endpoint {
 }
 
 /// The digest that a reply brings, if it can be read.
-pub(crate) fn digest_of(headers: &HeaderMap) -> Option<ReplyDigest> {
+pub(crate) fn digest_of(headers: &HeaderMap) -> Option<Digest> {
     headers.get(DIGEST_HEADER)?.to_str().ok()?.parse().ok()
 }
 

@@ -31,7 +31,7 @@ mod vllm_check;
 mod wire;
 
 pub use counters::Counters;
-pub use digest::{DIGEST_HEADER, ReplyDigest, prompt_digest};
+pub use digest::{DIGEST_HEADER, Digest, prompt_digest};
 pub use error::{Error, NetworkFault};
 pub use fetch::{Fetched, Request};
 pub use offline::OfflineFiles;

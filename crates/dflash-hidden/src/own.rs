@@ -2,10 +2,10 @@
 
 use bytes::Bytes;
 use dflash_settings::OnGenerate;
-use reqwest::header::TRANSFER_ENCODING;
+use reqwest::header::{CONTENT_TYPE, TRANSFER_ENCODING};
 use reqwest::{Client, Response};
 
-use crate::digest::{ReplyDigest, prompt_digest};
+use crate::digest::{DIGEST_HEADER, Digest, prompt_digest};
 use crate::endpoint::{Endpoint, digest_of};
 use crate::error::Error;
 use crate::fetch::Request;
@@ -34,13 +34,17 @@ impl Call<'_> {
         self.config.on_generate == OnGenerate::Cache
     }
 
-    /// Posts `body` to `path` and hands back a successful reply.
+    /// Posts `body` to `path`, with its digest, and hands back a successful reply.
     pub(crate) async fn post(
         &self,
         path: &str,
         body: &impl serde::Serialize,
     ) -> Result<Response, Failure> {
-        let sent = self.client.post(self.endpoint.address(path)).json(body).send().await;
+        let body = Bytes::from(serde_json::to_vec(body).expect("numbers and strings"));
+        let digest = Digest::of(None, [&body]).to_string();
+        let post = self.client.post(self.endpoint.address(path)).body(body);
+        let post = post.header(CONTENT_TYPE, "application/json").header(DIGEST_HEADER, digest);
+        let sent = post.send().await;
         let after = self.config.retry.request_timeout;
         let reply = sent.map_err(|error| self.endpoint.transport(path, error, after))?;
         if reply.status().is_success() {
@@ -85,7 +89,6 @@ pub(crate) async fn fetch(
         model: Some(model.to_owned()),
         input_ids: Some(input_ids.clone()),
         layer_ids: Some(layer_ids.clone()),
-        digest: Some(prompt.clone()),
         ..StatesRequest::default()
     };
     let reply = call.post(PATH, &body).await?;
@@ -102,7 +105,7 @@ pub(crate) async fn fetch(
 /// A damaged length would have us wait for what never comes. Proxies may send a body in chunks.
 fn check_length(
     endpoint: &Endpoint,
-    digest: Option<&ReplyDigest>,
+    digest: Option<&Digest>,
     reply: &Response,
 ) -> Result<(), Failure> {
     let announced = reply.content_length();
@@ -117,11 +120,11 @@ fn check_length(
 /// The record in a reply's body, if both are what was asked for.
 fn accept(
     endpoint: &Endpoint,
-    digest: Option<ReplyDigest>,
+    digest: Option<Digest>,
     body: Bytes,
     expected: &Expected<'_>,
 ) -> Result<HiddenStates, Failure> {
-    let own = ReplyDigest::of(Some(expected.prompt.to_owned()), [&body]);
+    let own = Digest::of(Some(expected.prompt.to_owned()), [&body]);
     let sent = digest.ok_or_else(|| endpoint.damaged(PATH, "the head of its reply"))?;
     if sent.prompt != own.prompt {
         return Err(endpoint.damaged(PATH, "the prompt of its reply"));
@@ -195,7 +198,7 @@ mod tests {
         let states = sample(&[2, 5], 7, 6);
         let body = Bytes::from(encode_stream(&states, "tiny").unwrap().concat());
         let prompt = prompt_digest(&[1, 2, 3, 4, 5, 6, 7], Some(&[2, 5]));
-        let head = ReplyDigest::of(Some(prompt.clone()), [&body]).to_string();
+        let head = Digest::of(Some(prompt.clone()), [&body]).to_string();
         let expected = Expected {
             model: "tiny",
             prompt: &prompt,
@@ -223,10 +226,10 @@ mod tests {
         }
         // Nor one for other tokens, or by another model, with digests to match.
         let other = prompt_digest(&[1, 2, 3, 4, 5, 6, 8], Some(&[2, 5]));
-        let other = ReplyDigest::of(Some(other), [&body]).to_string();
+        let other = Digest::of(Some(other), [&body]).to_string();
         assert!(matches!(take(&other, body), Err(Failure::Damaged(_))));
         let body = Bytes::from(encode_stream(&states, "tidy").unwrap().concat());
-        let head = ReplyDigest::of(Some(prompt.clone()), [&body]).to_string();
+        let head = Digest::of(Some(prompt.clone()), [&body]).to_string();
         assert!(matches!(take(&head, body), Err(Failure::Doubtful(Error::ServerChanged { .. }))));
     }
 }

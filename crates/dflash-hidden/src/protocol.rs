@@ -36,9 +36,6 @@ pub struct StatesRequest {
     /// The layers to send; all captured ones when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer_ids: Option<Vec<u32>>,
-    /// [`prompt_digest`](crate::prompt_digest) of the prompt; the server checks it when given.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub digest: Option<String>,
 }
 
 /// Reply of `GET /v1/models`.

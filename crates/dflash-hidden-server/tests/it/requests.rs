@@ -3,6 +3,8 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 
+use bytes::Bytes;
+use dflash_hidden::{DIGEST_HEADER, Digest};
 use reqwest::Method;
 use serde_json::json;
 
@@ -134,24 +136,27 @@ async fn work_is_counted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_prompt_is_sent_back_and_a_good_one_has_its_digest() {
+async fn a_damaged_body_is_sent_back_and_a_reply_has_the_digests_of_prompt_and_body() {
     let server = Running::start(config());
-    let digest = dflash_hidden::prompt_digest(&[1, 2], Some(&[2]));
-    for body in [
-        json!({"input_ids": [1, 3], "layer_ids": [2], "digest": digest}),
-        json!({"input_ids": [1, 2], "layer_ids": [5], "digest": digest}),
-        json!({"input_ids": [1, 2], "digest": digest}),
-        json!({"input_ids": [1, 2], "layer_ids": [2], "digest": "00000000"}),
-    ] {
-        let (status, error) = refusal(server.post(body.to_string()).await).await;
-        assert_eq!(status, 409, "{body}");
+    let whole = Bytes::from(json!({"input_ids": [1, 2], "layer_ids": [2]}).to_string());
+    let digest = Digest::of(None, [&whole]).to_string();
+    let client = reqwest::Client::builder().no_proxy().tls_certs_only([]).build().unwrap();
+    let send = async |body: Bytes, digest: &str| {
+        let post = client.post(server.url("/v1/hidden_states")).body(body);
+        post.header(DIGEST_HEADER, digest).send().await.unwrap()
+    };
+    for at in 0..whole.len() {
+        let mut damaged = whole.to_vec();
+        damaged[at] ^= 1 << (at % 8);
+        let (status, error) = refusal(send(damaged.into(), &digest).await).await;
+        assert_eq!(status, 409, "byte {at}");
         assert!(error["message"].as_str().unwrap().contains("damaged"), "{error}");
     }
-    let good = json!({"input_ids": [1, 2], "layer_ids": [2], "digest": digest});
-    let reply = server.post(good.to_string()).await;
-    let sent = reply.headers()[dflash_hidden::DIGEST_HEADER].to_str().unwrap().to_owned();
+    assert_eq!(send(whole.clone(), "").await.status(), 409);
+    assert!(server.desk.batches().is_empty(), "no damaged prompt reached the model");
+    let reply = send(whole, &digest).await;
+    let sent = reply.headers()[DIGEST_HEADER].to_str().unwrap().to_owned();
     let body = reply.bytes().await.unwrap();
-    let own = dflash_hidden::ReplyDigest::of(Some(digest), [&body]);
-    assert_eq!(sent, own.to_string());
-    assert!(server.desk.batches().len() == 1, "no damaged prompt reached the model");
+    let prompt = dflash_hidden::prompt_digest(&[1, 2], Some(&[2]));
+    assert_eq!(sent, Digest::of(Some(prompt), [&body]).to_string());
 }

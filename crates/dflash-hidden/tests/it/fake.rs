@@ -12,9 +12,9 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
-    DIGEST_HEADER, Dtype, Error, Fetched, HiddenStates, Metadata, ModelCard, ModelList,
-    ReplyDigest, Request, RetryPolicy, StatesRequest, Stream, StreamConfig, WantedRow,
-    encode_stream, prompt_digest,
+    DIGEST_HEADER, Digest, Dtype, Error, Fetched, HiddenStates, Metadata, ModelCard, ModelList,
+    Request, RetryPolicy, StatesRequest, Stream, StreamConfig, WantedRow, encode_stream,
+    prompt_digest,
 };
 use tokio::sync::oneshot;
 
@@ -100,7 +100,7 @@ pub(crate) fn states_of(input_ids: &[i64], layer_ids: &[u32]) -> HiddenStates {
 /// A list of models with its digest.
 pub(crate) fn list(models: &ModelList) -> Response {
     let body = Bytes::from(serde_json::to_vec(models).unwrap());
-    ([(DIGEST_HEADER, ReplyDigest::of(None, [&body]).to_string())], body).into_response()
+    ([(DIGEST_HEADER, Digest::of(None, [&body]).to_string())], body).into_response()
 }
 
 /// What a good server answers.
@@ -118,7 +118,7 @@ pub(crate) fn arrow(request: &StatesRequest, states: &HiddenStates) -> Response 
 pub(crate) fn reply_digest(request: &StatesRequest, body: &Bytes) -> String {
     let ids = request.input_ids.as_ref().unwrap();
     let prompt = prompt_digest(ids, request.layer_ids.as_deref());
-    ReplyDigest::of(Some(prompt), [body]).to_string()
+    Digest::of(Some(prompt), [body]).to_string()
 }
 
 pub(crate) fn status(code: u16, message: &str) -> Response {

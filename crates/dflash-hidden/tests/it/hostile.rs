@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use bytes::Bytes;
-use dflash_hidden::{Error, StatesRequest, StreamConfig};
+use dflash_hidden::{DIGEST_HEADER, Digest, Error, StatesRequest, StreamConfig};
 use dflash_test_support::{ChaCha8Rng, Rng, random};
 
 use crate::fake::{
@@ -178,7 +178,9 @@ fn a_server_that_comes_back_as_another_stops_the_run_before_a_sample_is_lost() {
         (other_model, false, "now serves other; when the run began it served tiny"),
     ] {
         let server = replaced(second, refuses);
-        let mut stream = start(config(&[&server.url]), single_rows(0..20)).unwrap();
+        let mut config = config(&[&server.url]);
+        config.max_in_flight = 1;
+        let mut stream = start(config, single_rows(0..20)).unwrap();
         let mut right = 0;
         let error = loop {
             match stream.next_row().unwrap() {
@@ -273,16 +275,17 @@ fn bad_wire(server: &Server, one_in: u32, random: ChaCha8Rng) -> String {
 
 #[test]
 fn a_wire_that_turns_bits_costs_time_and_no_sample() {
-    let (server, _) = own_server(async |_, request| {
-        let prompt = dflash_hidden::prompt_digest(
-            request.input_ids.as_ref().unwrap(),
-            request.layer_ids.as_deref(),
-        );
-        match request.digest == Some(prompt) {
-            true => good(&request),
-            false => status(409, "damaged"),
-        }
-    });
+    let server = models_then(post(|headers: HeaderMap, body: Bytes| {
+        let own = Digest::of(None, [&body]).to_string();
+        let reply = match headers.get(DIGEST_HEADER) {
+            Some(sent) if sent.as_bytes() != own.as_bytes() => status(409, "damaged"),
+            _ => match serde_json::from_slice(&body) {
+                Ok(request) => good(&request),
+                Err(_) => status(400, "not a request"),
+            },
+        };
+        async { reply }
+    }));
     let url = bad_wire(&server, 4, random());
     let mut config = config(&[&url]);
     config.retry.startup = Duration::from_secs(60);

@@ -2,6 +2,7 @@
 
 mod fake;
 mod hostile;
+mod https;
 mod offline;
 mod own_server;
 mod prefetch;
