@@ -130,8 +130,10 @@ async fn read_body(
 /// What an error status means for the sample and the endpoint.
 async fn refusal(url: String, reply: Response) -> Failure {
     let status = reply.status();
-    let after = reply.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
-    let after = after.and_then(|seconds| seconds.parse().ok()).map(Duration::from_secs);
+    let wait = |name: &str| reply.headers().get(name)?.to_str().ok()?.parse().ok();
+    // Our server knows it to the millisecond.
+    let after = wait("retry-after-ms").map(Duration::from_millis);
+    let after = after.or_else(|| wait(RETRY_AFTER.as_str()).map(Duration::from_secs));
     let message = error_message(&reply.bytes().await.unwrap_or_default());
     let error = Error::Status { url, status: status.as_u16(), message };
     match status {
