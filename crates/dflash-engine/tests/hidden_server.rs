@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflash_model::target::{Target, TargetConfig};
 use dflash_test_support::eventually;
@@ -106,12 +106,15 @@ impl Server {
 
     /// From now on the process gets `more` bytes and no others.
     fn limit_memory(&self, more: usize) {
-        let pid = self.child.id();
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
         let kib: usize = line.split_whitespace().next().unwrap().parse().unwrap();
-        let limit = format!("--as={}", (kib << 10) + more);
-        let limited = Command::new("prlimit").args(["--pid", &pid.to_string(), &limit]).status();
+        self.limit(&format!("--as={}", (kib << 10) + more));
+    }
+
+    fn limit(&self, limit: &str) {
+        let pid = self.child.id().to_string();
+        let limited = Command::new("prlimit").args(["--pid", &pid, limit]).status();
         assert!(limited.expect("prlimit of util-linux").success());
     }
 }
@@ -147,4 +150,21 @@ fn a_process_without_memory_refuses_what_does_not_fit_and_lives_on() {
     assert_eq!(answers, [413, 200, 200, 413, 200]);
     assert_eq!(server.prompt(64).0, 200);
     assert!(server.child.try_wait().unwrap().is_none(), "it lives");
+}
+
+#[test]
+fn half_heads_leave_room_where_few_files_may_be_open() {
+    let server = Server::start();
+    server.limit("--nofile=64");
+    let half = |_| {
+        let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+        // Some are cut before they have said this much.
+        let _ = stream.write_all(b"GET /health HTTP/1.1\r\nHo");
+        stream
+    };
+    let _stuck: Vec<TcpStream> = (0..300).map(half).collect();
+    let began = Instant::now();
+    assert_eq!(server.prompt(3).0, 200);
+    // They would be cut after 30 seconds in any case.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }

@@ -40,7 +40,9 @@ const LARGEST_HEAD: usize = 64 << 10;
 const SECONDS_PER_BYTE: f64 = 1.0 / (1 << 20) as f64;
 /// How often overdue connections are looked for.
 const SWEEP: Duration = Duration::from_millis(200);
-/// The pause after a failed accept, most often for want of file descriptors.
+/// How many connections make room at once where the process may open no more files.
+const ROOM: usize = 16;
+/// The time that they get to close.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// All open connections.
@@ -315,7 +317,7 @@ impl Listener for Door {
                 }
                 Err(error) => {
                     tracing::debug!("cannot accept a connection: {error}");
-                    self.connections.make_room();
+                    (0..ROOM).for_each(|_| self.connections.make_room());
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }

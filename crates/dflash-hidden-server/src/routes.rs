@@ -158,21 +158,21 @@ async fn serve_prompt(
     if length > limit {
         return Err(Refusal::BodyTooLarge { limit });
     }
-    let body = request.into_body();
     client.served();
     // First the place, then the body, so that uploads count against the queue.
     let slot = match shared.admission.enter().await {
         Ok(slot) => slot,
-        Err(refusal) => return Err(put_off(refusal, client, body).await),
+        Err(refusal) => return Err(put_off(refusal, client, request).await),
     };
     client.receiving();
     let Ok(room) = shared.bodies.try_acquire_many(length.min(BODIES) as u32) else {
-        return Err(put_off(shared.admission.full(), client, body).await);
+        return Err(put_off(shared.admission.full(), client, request).await);
     };
-    let request = serde_json::from_slice(&read_body(body, limit).await?)?;
+    let body = read_body(request, limit).await?;
     drop(room);
     client.served();
-    let (input_ids, layer_ids) = validate(request, facts)?;
+    let (input_ids, layer_ids) = validate(serde_json::from_slice(&body)?, facts)?;
+    drop(body);
     let (reply, answer) = oneshot::channel();
     let job = Job { input_ids, layer_ids, reply };
     shared.queue.push(job).map_err(|_| Refusal::ShuttingDown)?;
@@ -185,16 +185,16 @@ async fn serve_prompt(
 
 /// Reads over the body of a request that is put off: a client that is still sending would find its
 /// connection closed instead of a reply.
-async fn put_off(refusal: Refusal, client: &Client, body: Body) -> Refusal {
+async fn put_off(refusal: Refusal, client: &Client, request: Request) -> Refusal {
     client.receiving();
-    let mut chunks = body.into_data_stream();
+    let mut chunks = request.into_body().into_data_stream();
     while let Some(Ok(_)) = chunks.next().await {}
     refusal
 }
 
 /// The whole body. It takes the memory of what has come, not of what is announced.
-async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, Refusal> {
-    let mut chunks = body.into_data_stream();
+async fn read_body(request: Request, limit: usize) -> Result<Bytes, Refusal> {
+    let mut chunks = request.into_body().into_data_stream();
     let mut whole = Vec::new();
     while let Some(chunk) = chunks.next().await {
         let chunk = chunk.map_err(Refusal::BadBody)?;
@@ -203,7 +203,7 @@ async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, Refusal> {
         }
         whole.extend_from_slice(&chunk);
     }
-    Ok(whole)
+    Ok(whole.into())
 }
 
 fn announced_length(headers: &HeaderMap) -> Option<usize> {

@@ -165,7 +165,7 @@ mod tests {
         check(|settings| settings.max_queue = 0, zero);
         let huge = format!("--max-queue is {}, but it must be between 1 and 65536", usize::MAX);
         check(|settings| settings.max_queue = usize::MAX, &huge);
-        let many = "--threads is 100000, but it must be between 1 and 4096";
+        let many = "--threads is 100000, but it must be between 1 and 1024";
         check(|settings| settings.threads = Some(100_000), many);
         for time in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
             let range = format!("--client-timeout is {time}, but it must be 0.1 to 86400 seconds");
