@@ -32,6 +32,12 @@ pub enum Error {
     TooLongContext { asked: usize, limit: usize },
     #[error("the target failed on a batch of {tokens} tokens: {reason}")]
     Batch { tokens: usize, reason: String },
+    /// Fewer tokens may fit.
+    #[error("no memory for a batch of {tokens} tokens: {reason}")]
+    OutOfMemory { tokens: usize, reason: String },
+    /// As many have fitted before.
+    #[error("no memory at present for a batch of {tokens} tokens: {reason}")]
+    ShortOfMemory { tokens: usize, reason: String },
     /// A fault of the model side.
     #[error("the target's rows do not form a record")]
     Rows(#[from] dflash_hidden::Error),

@@ -55,12 +55,17 @@ pub trait Featurizer {
 
     /// Runs `prompts`, each of which attends only to itself.
     ///
-    /// Returns for each of `layer_ids` (ascending) the rows of all tokens, row-major
-    /// `[tokens, hidden_size]` in the dtype of [`Metadata`], little-endian. Layers beyond the
+    /// Returns for each prompt and each of `layer_ids` (ascending) the rows of its tokens, row-major
+    /// `[tokens, hidden_size]` in the dtype of [`Metadata`], little-endian. Each prompt has memory
+    /// of its own, so that a client that takes its rows slowly holds no others. Layers beyond the
     /// last id need not run.
     ///
     /// # Errors
-    /// When this batch cannot be run; the model stays usable.
-    fn features(&mut self, prompts: &PackedPrompts, layer_ids: &[u32])
-    -> Result<Vec<Bytes>, Error>;
+    /// When this batch cannot be run; the model stays usable. A panic for want of memory counts as
+    /// an error.
+    fn features(
+        &mut self,
+        prompts: &PackedPrompts,
+        layer_ids: &[u32],
+    ) -> Result<Vec<Vec<Bytes>>, Error>;
 }

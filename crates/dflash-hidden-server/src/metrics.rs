@@ -39,6 +39,10 @@ pub(crate) struct Metrics {
     pub(crate) cancelled: Count,
     /// Prompts that the model failed on.
     pub(crate) failed: Count,
+    /// Batches that did not fit into memory.
+    pub(crate) out_of_memory: Count,
+    /// Connections cut because their client did not do its part.
+    pub(crate) cut: Count,
 }
 
 impl Metrics {
@@ -60,6 +64,8 @@ impl Metrics {
         line("put_off_total", "counter", "Requests beyond the queue.", count(&self.put_off));
         line("cancelled_total", "counter", "Requests left by clients.", count(&self.cancelled));
         line("failed_total", "counter", "Prompts the model failed on.", count(&self.failed));
+        line("out_of_memory_total", "counter", "Batches split.", count(&self.out_of_memory));
+        line("cut_total", "counter", "Connections cut.", count(&self.cut));
         line("in_use", "gauge", "Requests being served.", in_use as f64);
         line("waiting", "gauge", "Requests not yet started.", waiting as f64);
         line("uptime_seconds", "gauge", "Time since the start.", uptime.as_secs_f64());

@@ -1,9 +1,18 @@
 //! Why a request gets no rows, as a status and a JSON body.
 
+use std::time::Duration;
+
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
+
+use crate::error::Error;
+
+/// When to ask again, in milliseconds.
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+/// How often a client asks a server that is still loading, or has no memory.
+const FOR_THE_SERVER: Duration = Duration::from_secs(1);
 
 /// A refused request; the message goes to the client.
 #[derive(Debug, thiserror::Error)]
@@ -32,14 +41,23 @@ pub(crate) enum Refusal {
     Damaged,
     #[error("model {asked:?} is not served here; this server runs {served:?}")]
     OtherModel { asked: String, served: String },
-    #[error("{slots} requests are being served already; try again in a moment")]
-    Full { slots: usize },
+    #[error("{slots} requests are being served already; try again in {:.1} s", .after.as_secs_f64())]
+    Full { slots: usize, after: Duration },
     #[error("the model is still loading; try again in a moment")]
     Loading,
     #[error("the server is shutting down")]
     ShuttingDown,
+    #[error(
+        "this server has no memory for a prompt of {tokens} tokens; send shorter ones, or give it \
+         more memory"
+    )]
+    TooLargeForMemory { tokens: usize },
+    #[error(
+        "this server has no memory for a prompt of {tokens} tokens at present; try again later"
+    )]
+    ShortOfMemory { tokens: usize },
     #[error("{0}")]
-    ModelFailed(crate::error::Error),
+    ModelFailed(Error),
     #[error("there is no {path}; try POST /v1/hidden_states, GET /v1/models, /health or /metrics")]
     NoSuchPath { path: String },
     #[error("{path} does not take {method}")]
@@ -47,6 +65,15 @@ pub(crate) enum Refusal {
 }
 
 impl Refusal {
+    /// What a prompt's failure on the model side means for its client.
+    pub(crate) fn of_model(error: Error) -> Self {
+        match error {
+            Error::OutOfMemory { tokens, .. } => Self::TooLargeForMemory { tokens },
+            Error::ShortOfMemory { tokens, .. } => Self::ShortOfMemory { tokens },
+            error => Self::ModelFailed(error),
+        }
+    }
+
     fn status(&self) -> StatusCode {
         match self {
             Self::BadJson(_)
@@ -60,11 +87,16 @@ impl Refusal {
             | Self::LayerNotCaptured { .. } => StatusCode::BAD_REQUEST,
             // Not the client's fault: it sends the same again.
             Self::Damaged => StatusCode::CONFLICT,
-            Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            // The prompt alone is too large for this server, and will be the next time.
+            Self::BodyTooLarge { .. } | Self::TooLargeForMemory { .. } => {
+                StatusCode::PAYLOAD_TOO_LARGE
+            }
             Self::OtherModel { .. } | Self::NoSuchPath { .. } => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::Full { .. } => StatusCode::TOO_MANY_REQUESTS,
-            Self::Loading | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Loading | Self::ShuttingDown | Self::ShortOfMemory { .. } => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::ModelFailed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -84,7 +116,8 @@ impl Refusal {
     /// Whether the request itself is at fault.
     pub(crate) fn is_invalid_request(&self) -> bool {
         let status = self.status();
-        status.is_client_error() && status != StatusCode::TOO_MANY_REQUESTS
+        let ours = matches!(self, Self::Full { .. } | Self::TooLargeForMemory { .. });
+        status.is_client_error() && !ours
     }
 }
 
@@ -98,9 +131,16 @@ impl IntoResponse for Refusal {
         // In the shape that OpenAI-compatible clients read.
         let error = json!({"message": self.to_string(), "type": kind, "param": self.param()});
         let mut response = (self.status(), Json(json!({"error": error}))).into_response();
-        if matches!(self, Self::Full { .. } | Self::Loading) {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-        }
+        let after = match self {
+            Self::Full { after, .. } => after,
+            Self::Loading | Self::ShortOfMemory { .. } => FOR_THE_SERVER,
+            _ => return response,
+        };
+        // Whole seconds for everyone, and what OpenAI's clients look for first.
+        let seconds = after.as_secs_f64().ceil() as u64;
+        let headers = response.headers_mut();
+        headers.insert(header::RETRY_AFTER, seconds.max(1).into());
+        headers.insert(RETRY_AFTER_MS, (after.as_millis() as u64).into());
         response
     }
 }

@@ -2,30 +2,39 @@
 
 use std::convert::Infallible;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use axum::body::{Body, to_bytes};
-use axum::extract::{Request, State};
-use axum::http::{HeaderMap, Method, Uri, header};
+use axum::body::Body;
+use axum::extract::{ConnectInfo, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, Uri, header};
+use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use bytes::Bytes;
 use dflash_hidden::{
     ARROW_STREAM, DIGEST_HEADER, Digest, Metadata, ModelCard, ModelList, StatesRequest,
     TARGET_HEADER, encode_stream, prompt_digest,
 };
+use dflash_settings::HiddenServerSettings;
 use futures::StreamExt;
 use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Semaphore, oneshot};
 
+use crate::admission::{Admission, LONGEST_LINE, Slot};
+use crate::connections::{Client, Connections, watch};
 use crate::featurizer::ModelFacts;
 use crate::metrics::Metrics;
 use crate::queue::{Job, Queue};
 use crate::refusal::Refusal;
 
-/// Room for prompts of some four million tokens, far beyond any context.
-const LARGEST_BODY: usize = 32 << 20;
+/// Room in a body for what is not tokens, for generous spacing, and for prompts that are too long by
+/// so little that they deserve to be told by how much.
+const BODY_ROOM: usize = 1 << 20;
+/// What a token may take in a body: its digits, a comma, and the indentation of pretty printers.
+const TOKEN_ROOM: usize = 16;
+/// What all bodies under way may take together, or one of the largest.
+const BODIES: usize = 64 << 20;
 
 /// What the HTTP side and the model's thread share.
 #[derive(Debug)]
@@ -33,28 +42,38 @@ pub(crate) struct Shared {
     /// Set when the model has been loaded.
     pub(crate) facts: OnceLock<ModelFacts>,
     pub(crate) queue: Queue,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) admission: Admission,
+    pub(crate) connections: Arc<Connections>,
     start: Instant,
-    /// One permit per request, from its admission until its last byte has gone out. So the bound
-    /// covers waiting prompts and finished rows that a slow client has not taken.
-    slots: Arc<Semaphore>,
-    max_queue: usize,
+    /// Bytes of bodies under way.
+    bodies: Semaphore,
 }
 
 impl Shared {
-    pub(crate) fn new(max_queue: usize) -> Self {
+    pub(crate) fn new(settings: &HiddenServerSettings) -> Self {
+        let metrics = Arc::<Metrics>::default();
+        // Room for those in the queue and in line, and as many again for others.
+        let most = settings.max_queue + 3 * LONGEST_LINE;
+        let client_timeout = Duration::from_secs_f64(settings.client_timeout);
         Self {
             facts: OnceLock::new(),
             queue: Queue::default(),
-            metrics: Metrics::default(),
+            metrics: Arc::clone(&metrics),
+            admission: Admission::new(
+                settings.max_queue,
+                Duration::from_secs_f64(settings.max_wait),
+            ),
+            connections: Connections::new(most, client_timeout, metrics),
             start: Instant::now(),
-            slots: Arc::new(Semaphore::new(max_queue)),
-            max_queue,
+            bodies: Semaphore::new(BODIES),
         }
     }
 
-    fn in_use(&self) -> usize {
-        self.max_queue - self.slots.available_permits()
+    /// Sends away what waits.
+    pub(crate) fn close(&self) {
+        self.admission.close();
+        self.queue.close();
     }
 
     fn loaded(&self) -> Result<&ModelFacts, Refusal> {
@@ -71,6 +90,7 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/hidden_states", post(hidden_states))
         .fallback(async |uri: Uri| Refusal::NoSuchPath { path: uri.path().into() })
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn(watch))
         .with_state(shared)
 }
 
@@ -86,9 +106,11 @@ async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
         "status": "ok",
         "model": facts.name,
         "layer_ids": facts.metadata.layer_ids,
-        "in_use": shared.in_use(),
+        "in_use": shared.admission.in_use(),
+        "in_line": shared.admission.in_line(),
         "waiting": shared.queue.waiting(),
-        "max_queue": shared.max_queue,
+        "max_queue": shared.admission.max_queue(),
+        "connections": shared.connections.count(),
         "prompts": metrics.prompts.get(),
         "tokens": metrics.tokens.get(),
         "batches": metrics.batches.get(),
@@ -96,12 +118,14 @@ async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
         "put_off": metrics.put_off.get(),
         "cancelled": metrics.cancelled.get(),
         "failed": metrics.failed.get(),
+        "out_of_memory": metrics.out_of_memory.get(),
+        "cut": metrics.cut.get(),
         "uptime_s": shared.start.elapsed().as_secs(),
     })))
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
-    let (in_use, waiting) = (shared.in_use(), shared.queue.waiting());
+    let (in_use, waiting) = (shared.admission.in_use(), shared.queue.waiting());
     let text = shared.metrics.prometheus(in_use, waiting, shared.start.elapsed());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
@@ -118,9 +142,10 @@ async fn models(State(shared): State<Arc<Shared>>) -> Result<Response, Refusal> 
 
 async fn hidden_states(
     State(shared): State<Arc<Shared>>,
+    ConnectInfo(client): ConnectInfo<Client>,
     request: Request,
 ) -> Result<Response, Refusal> {
-    let reply = serve_prompt(&shared, request).await;
+    let reply = serve_prompt(&shared, &client, request).await;
     match &reply {
         Err(Refusal::Full { .. }) => shared.metrics.put_off.add(1),
         Err(refusal) if refusal.is_invalid_request() => shared.metrics.invalid.add(1),
@@ -129,21 +154,42 @@ async fn hidden_states(
     reply
 }
 
-async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusal> {
+async fn serve_prompt(
+    shared: &Shared,
+    client: &Client,
+    request: Request,
+) -> Result<Response, Refusal> {
     let facts = shared.loaded()?;
-    let body = read_body(request).await?;
+    let limit = BODY_ROOM + TOKEN_ROOM * facts.max_model_len;
+    let length = announced_length(request.headers()).unwrap_or(limit);
+    if length > limit {
+        return Err(Refusal::BodyTooLarge { limit });
+    }
+    client.served();
+    // First the place, then the body, so that uploads count against the queue.
+    let slot = match shared.admission.enter().await {
+        Ok(slot) => slot,
+        Err(refusal) => return Err(put_off(refusal, client, request).await),
+    };
+    client.receiving();
+    let Ok(room) = shared.bodies.try_acquire_many(length.min(BODIES) as u32) else {
+        return Err(put_off(shared.admission.full(), client, request).await);
+    };
+    let digest = request.headers().get(DIGEST_HEADER).cloned();
+    let body = read_body(request, limit).await?;
+    drop(room);
+    client.served();
+    check_digest(digest.as_ref(), &body)?;
     let request: StatesRequest = serde_json::from_slice(&body)?;
+    drop(body);
     let asked = request.layer_ids.clone();
     let (input_ids, layer_ids) = validate(request, facts)?;
     let prompt = prompt_digest(&input_ids, asked.as_deref());
-    let slot = Arc::clone(&shared.slots)
-        .try_acquire_owned()
-        .map_err(|_| Refusal::Full { slots: shared.max_queue })?;
     let (reply, answer) = oneshot::channel();
     let job = Job { input_ids, layer_ids, reply };
     shared.queue.push(job).map_err(|_| Refusal::ShuttingDown)?;
     let states = answer.await.map_err(|_| Refusal::ShuttingDown)?;
-    let states = states.map_err(Refusal::ModelFailed)?;
+    let states = states.map_err(Refusal::of_model)?;
     let chunks =
         encode_stream(&states, &facts.name).map_err(|error| Refusal::ModelFailed(error.into()))?;
     let mut reply = stream(chunks, prompt, slot);
@@ -154,15 +200,27 @@ async fn serve_prompt(shared: &Arc<Shared>, request: Request) -> Result<Response
     Ok(reply)
 }
 
-/// The whole body. One that announces itself as too large is refused before it arrives.
-async fn read_body(request: Request) -> Result<Bytes, Refusal> {
-    let (parts, body) = request.into_parts();
-    if announced_length(&parts.headers).is_some_and(|length| length > LARGEST_BODY) {
-        return Err(Refusal::BodyTooLarge { limit: LARGEST_BODY });
+/// Reads over the body of a request that is put off: a client that is still sending would find its
+/// connection closed instead of a reply.
+async fn put_off(refusal: Refusal, client: &Client, request: Request) -> Refusal {
+    client.receiving();
+    let mut chunks = request.into_body().into_data_stream();
+    while let Some(Ok(_)) = chunks.next().await {}
+    refusal
+}
+
+/// The whole body. It takes the memory of what has come, not of what is announced.
+async fn read_body(request: Request, limit: usize) -> Result<Bytes, Refusal> {
+    let mut chunks = request.into_body().into_data_stream();
+    let mut whole = Vec::new();
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(Refusal::BadBody)?;
+        if whole.len() + chunk.len() > limit {
+            return Err(Refusal::BodyTooLarge { limit });
+        }
+        whole.extend_from_slice(&chunk);
     }
-    let body = to_bytes(body, LARGEST_BODY).await.map_err(Refusal::BadBody)?;
-    check_digest(&parts.headers, &body)?;
-    Ok(body)
+    Ok(whole.into())
 }
 
 fn announced_length(headers: &HeaderMap) -> Option<usize> {
@@ -170,27 +228,24 @@ fn announced_length(headers: &HeaderMap) -> Option<usize> {
 }
 
 /// Refuses a body that does not have the digest that came with it.
-fn check_digest(headers: &HeaderMap, body: &Bytes) -> Result<(), Refusal> {
-    let Some(sent) = headers.get(DIGEST_HEADER) else { return Ok(()) };
+fn check_digest(sent: Option<&HeaderValue>, body: &Bytes) -> Result<(), Refusal> {
+    let Some(sent) = sent else { return Ok(()) };
     let own = Digest::of(None, [body]).to_string();
     if sent.as_bytes() == own.as_bytes() { Ok(()) } else { Err(Refusal::Damaged) }
 }
 
-/// Sends `chunks` as they are; the slot goes back with the last of them, or when the client
-/// leaves.
-fn stream(chunks: Vec<Bytes>, prompt: String, slot: OwnedSemaphorePermit) -> Response {
+/// Sends `chunks` as they are; the slot goes along, until the socket has taken the last of them or
+/// the client has left.
+fn stream(chunks: Vec<Bytes>, prompt: String, slot: Slot) -> Response {
     let digest = Digest::of(Some(prompt), &chunks);
-    let chunks = futures::stream::iter(chunks).map(move |chunk| {
-        let _held = &slot;
-        Ok::<_, Infallible>(chunk)
-    });
+    let chunks = futures::stream::iter(chunks).map(Ok::<_, Infallible>);
     let headers = [
         (header::CONTENT_TYPE.as_str(), ARROW_STREAM.to_owned()),
         // With its length announced, a client notices a reply that was cut short.
         (header::CONTENT_LENGTH.as_str(), digest.bytes.to_string()),
         (DIGEST_HEADER, digest.to_string()),
     ];
-    (headers, Body::from_stream(chunks)).into_response()
+    (headers, Extension(slot), Body::from_stream(chunks)).into_response()
 }
 
 /// The prompt and the layers of a request, both as the model takes them.

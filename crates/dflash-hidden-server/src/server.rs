@@ -11,11 +11,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-use axum::serve::ListenerExt;
 use dflash_hidden::Metadata;
 use dflash_settings::HiddenServerSettings;
 use tokio::sync::{oneshot, watch};
 
+use crate::connections::{Client, Door};
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts};
 use crate::routes::{Shared, router};
@@ -71,6 +71,7 @@ pub fn serve(
     stop: &Arc<AtomicBool>,
     ready: impl FnOnce(&Ready),
 ) -> Result<(), Error> {
+    settings.check_port_file()?;
     let (listener, address) = listen(&settings.host, settings.port)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -78,18 +79,20 @@ pub fn serve(
         .enable_all()
         .build()
         .map_err(Error::Runtime)?;
-    let shared = Arc::new(Shared::new(settings.max_queue.max(1)));
+    let shared = Arc::new(Shared::new(settings));
     let (loaded, when_loaded) = oneshot::channel();
     let model = start_model(load, &shared, settings.max_batch_tokens, loaded)?;
     let running = Running { shared: Arc::clone(&shared), address, stop: Arc::clone(stop), model };
     let outcome = runtime.block_on(running.run(listener, when_loaded, |facts| {
         if let Some(path) = &settings.port_file {
+            // Loading took its time.
+            settings.check_port_file()?;
             write_port(path, address)?;
         }
         ready(&Ready { address, facts: facts.clone() });
         Ok(())
     }));
-    shared.queue.close();
+    shared.close();
     runtime.shutdown_timeout(Duration::from_millis(100));
     outcome.map(join_within_grace)
 }
@@ -150,12 +153,14 @@ impl Running {
         let address = self.address;
         let failed = |source| Error::Serve { address, source };
         let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
-        // Replies end in small chunks: waiting to fill a packet would cost 40 ms each.
-        let listener = listener.tap_io(|tcp| drop(tcp.set_nodelay(true)));
+        let connections = Arc::clone(&self.shared.connections);
+        tokio::spawn(Arc::clone(&connections).sweep());
+        let listener = Door { listener, connections };
         let (closing, mut closed) = watch::channel(false);
         let until_closed = async move { drop(closed.wait_for(|closed| *closed).await) };
-        let server = axum::serve(listener, router(Arc::clone(&self.shared)))
-            .with_graceful_shutdown(until_closed);
+        let service = router(Arc::clone(&self.shared));
+        let service = service.into_make_service_with_connect_info::<Client>();
+        let server = axum::serve(listener, service).with_graceful_shutdown(until_closed);
         let mut server = tokio::spawn(server.into_future());
         let loaded = tokio::select! {
             // A loader that fails also ends its thread; its reason comes first.
@@ -175,7 +180,7 @@ impl Running {
         if !self.stop.load(Ordering::Relaxed) {
             return Err(Error::ModelGone);
         }
-        self.shared.queue.close();
+        self.shared.close();
         closing.send_replace(true);
         if tokio::time::timeout(REPLY_GRACE, server).await.is_err() {
             tracing::warn!("cutting the connections that are still open");

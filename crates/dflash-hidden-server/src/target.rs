@@ -12,6 +12,7 @@ use dflash_torch_sys::{cpu_multiplies_bf16, multiply_in_bf16};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
+use crate::contain::is_want_of_memory;
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
 
@@ -122,30 +123,65 @@ impl Featurizer for TargetFeaturizer {
         &mut self,
         prompts: &PackedPrompts,
         layer_ids: &[u32],
-    ) -> Result<Vec<Bytes>, Error> {
-        let failed = |error: tch::TchError| Error::Batch {
-            tokens: prompts.input_ids.len(),
-            reason: error.to_string(),
-        };
+    ) -> Result<Vec<Vec<Bytes>>, Error> {
+        let starts = &prompts.document_starts;
+        let mut rows = vec![Vec::with_capacity(layer_ids.len()); starts.len() - 1];
         no_grad(|| {
             let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(self.target.device());
-            let states = self.target.forward_packed(&ids_t, &prompts.document_starts, layer_ids);
-            let wire = self.facts.metadata.dtype;
-            states.iter().map(|state| row_bytes(state, wire).map_err(failed)).collect()
+            let states = self.target.forward_packed(&ids_t, starts, layer_ids);
+            for state_th in &states {
+                let host_th = on_host(state_th, self.facts.metadata.dtype)?;
+                for (rows, bounds) in rows.iter_mut().zip(starts.windows(2)) {
+                    rows.push(row_bytes(&host_th.f_narrow(
+                        0,
+                        bounds[0],
+                        bounds[1] - bounds[0],
+                    )?)?);
+                }
+            }
+            Ok(rows)
         })
+        .map_err(|error: Unfit| error.of_batch(prompts.input_ids.len()))
     }
 }
 
-/// Copies `state_th` [T, H] to the host once, in the wire's element type.
-fn row_bytes(state_th: &Tensor, dtype: WireDtype) -> Result<Bytes, tch::TchError> {
+/// Why there are no rows: libtorch's reason, or the allocator's.
+#[derive(Debug, thiserror::Error)]
+enum Unfit {
+    #[error(transparent)]
+    Torch(#[from] tch::TchError),
+    #[error("no memory for the rows: {0}")]
+    Rows(#[from] std::collections::TryReserveError),
+}
+
+impl Unfit {
+    fn of_batch(self, tokens: usize) -> Error {
+        let reason = self.to_string();
+        match self {
+            Self::Torch(_) if !is_want_of_memory(&reason) => Error::Batch { tokens, reason },
+            Self::Torch(_) | Self::Rows(_) => Error::OutOfMemory { tokens, reason },
+        }
+    }
+}
+
+/// `state_th` [T, H] on the host in the wire's element type, in one piece.
+fn on_host(state_th: &Tensor, dtype: WireDtype) -> Result<Tensor, tch::TchError> {
     let kind = match dtype {
         WireDtype::Bf16 => Kind::BFloat16,
         WireDtype::F32 => Kind::Float,
     };
-    let host = state_th.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-    let elements = host.numel();
-    let mut bytes = vec![0; elements * dtype.size()];
-    host.f_copy_data_u8(&mut bytes, elements)?;
+    state_th.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()
+}
+
+/// A copy of `host_th` [T, H].
+fn row_bytes(host_th: &Tensor) -> Result<Bytes, Unfit> {
+    let elements = host_th.numel();
+    let length = elements * host_th.kind().elt_size_in_bytes();
+    let mut bytes = Vec::new();
+    // An allocation that cannot fail would end the process where there is no memory.
+    bytes.try_reserve_exact(length)?;
+    bytes.resize(length, 0);
+    host_th.f_copy_data_u8(&mut bytes, elements)?;
     Ok(bytes.into())
 }
 
@@ -158,11 +194,12 @@ mod tests {
         let state = Tensor::from_slice(&[1.0f32, -2.5, 3.25, 0.1, 5.0, 6.0]).reshape([2, 3]);
         // A transposed view has the rows apart in memory.
         let view = state.tr();
-        let f32s = row_bytes(&view, WireDtype::F32).unwrap();
+        let bytes = |state: &Tensor, dtype| row_bytes(&on_host(state, dtype).unwrap()).unwrap();
+        let f32s = bytes(&view, WireDtype::F32);
         let values: Vec<f32> =
             f32s.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         assert_eq!(values, [1.0, 0.1, -2.5, 5.0, 3.25, 6.0]);
-        let bf16s = row_bytes(&state, WireDtype::Bf16).unwrap();
+        let bf16s = bytes(&state, WireDtype::Bf16);
         // bf16 is float32's upper half: 1.0 = 0x3f80, 0.1 rounds up to 0x3dcd.
         assert_eq!(
             (bf16s.len(), &bf16s[..2], &bf16s[6..8]),

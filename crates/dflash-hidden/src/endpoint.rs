@@ -378,8 +378,12 @@ impl Endpoint {
         if status.is_redirection() {
             return self.redirected(path, &reply);
         }
-        let after = reply.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
-        let after = after.and_then(|text| retry_after(text, SystemTime::now()));
+        let header = |name: &str| reply.headers().get(name)?.to_str().ok();
+        // Our server knows it to the millisecond.
+        let after = header("retry-after-ms").and_then(|ms| ms.parse().ok());
+        let after = after.map(Duration::from_millis).or_else(|| {
+            header(RETRY_AFTER.as_str()).and_then(|text| retry_after(text, SystemTime::now()))
+        });
         let message = error_message(&body::read_reason(reply).await);
         let error = Error::Status { url: self.url(path), status: status.as_u16(), message };
         match status {

@@ -7,8 +7,11 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, MOST_THREADS, MOST_TOKENS, layer_ids, within};
 use crate::choices::{Device, Dtype, WireDtype};
 
-/// Each holds a connection and a prompt.
-const MOST_REQUESTS: u64 = 65536;
+/// Each costs a connection, of which a process may have tens of thousands at most.
+const MOST_REQUESTS: u64 = 1 << 16;
+/// A day, in seconds.
+const LONGEST_WAIT: f64 = 86_400.0;
+const SHORTEST_TIMEOUT: f64 = 0.1;
 
 /// Run the target and serve hidden states of chosen layers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -41,9 +44,16 @@ pub struct HiddenServerSettings {
     /// Type of the rows that are sent.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = WireDtype::Bf16))]
     pub wire_dtype: WireDtype,
-    /// Maximum number of requests waiting or being answered; further ones get a 429.
+    /// Maximum number of requests being received, waiting or being answered.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_queue: usize,
+    /// How long further ones stand in line before they get a 429, in seconds.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 10.0))]
+    pub max_wait: f64,
+    /// How long a client may take to send the head of a request, to send its body, or to take its
+    /// reply (there a second more for each MiB), in seconds. Then its connection is cut.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
+    pub client_timeout: f64,
     /// Maximum number of tokens in one forward pass.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 2048))]
     pub max_batch_tokens: usize,
@@ -65,6 +75,124 @@ impl HiddenServerSettings {
             ("max_batch_tokens", self.max_batch_tokens as u64, 1..=MOST_TOKENS),
             ("max_model_len", self.max_model_len.unwrap_or(1) as u64, 1..=MOST_TOKENS),
             ("threads", self.threads.unwrap_or(1) as u64, 1..=MOST_THREADS),
-        ])
+        ])?;
+        let times = [
+            ("max_wait", self.max_wait, 0.0..=LONGEST_WAIT),
+            ("client_timeout", self.client_timeout, SHORTEST_TIMEOUT..=LONGEST_WAIT),
+        ];
+        if let Some((key, time, range)) =
+            times.into_iter().find(|(_, time, range)| !range.contains(time))
+        {
+            let expected = format!("it must be {} to {} seconds", range.start(), range.end());
+            return Err(Invalid::new(key, time, expected));
+        }
+        if self.target_layer_ids.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Invalid::new("target_layer_ids", "empty", "it must name a layer"));
+        }
+        self.check_port_file()
+    }
+
+    /// # Errors
+    /// A port file that would replace what is not a file, or that has no directory.
+    pub fn check_port_file(&self) -> Result<(), Invalid> {
+        let Some(path) = &self.port_file else { return Ok(()) };
+        let invalid = |expected: &str| Err(Invalid::new("port_file", path.display(), expected));
+        // Of the path itself: a link is replaced as well.
+        match path.symlink_metadata() {
+            Ok(found) if found.is_symlink() => {
+                return invalid("that is a symbolic link; name a regular file or a new one");
+            }
+            Ok(found) if !found.is_file() => {
+                return invalid("that is not a regular file; name one, or a new one");
+            }
+            _ => {}
+        }
+        match path.parent() {
+            Some(dir) if dir.as_os_str().is_empty() || dir.is_dir() => Ok(()),
+            _ => invalid("it must be a file in a directory that exists"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::path::Path;
+
+    use super::*;
+
+    fn settings() -> HiddenServerSettings {
+        HiddenServerSettings {
+            target: "m".into(),
+            target_layer_ids: None,
+            host: "127.0.0.1".into(),
+            port: 0,
+            port_file: None,
+            device: Device::Auto,
+            dtype: Dtype::Auto,
+            wire_dtype: WireDtype::Bf16,
+            max_queue: 256,
+            max_wait: 10.0,
+            client_timeout: 30.0,
+            max_batch_tokens: 2048,
+            max_model_len: None,
+            threads: None,
+        }
+    }
+
+    fn check(change: impl FnOnce(&mut HiddenServerSettings), expect: &str) {
+        let mut settings = settings();
+        change(&mut settings);
+        let message = settings.check().err().map(|invalid| invalid.to_string());
+        assert_eq!(message.as_deref().unwrap_or_default(), expect);
+    }
+
+    #[test]
+    fn numbers_without_sense_are_refused_with_their_range() {
+        check(|_| {}, "");
+        let zero = "--max-model-len is 0, but it must be at least 1 and at most 16777216";
+        check(|settings| settings.max_model_len = Some(0), zero);
+        let zero = "--max-queue is 0, but it must be at least 1 and at most 65536";
+        check(|settings| settings.max_queue = 0, zero);
+        let huge = format!("--max-queue is {}, but it must be at least 1 and at most 65536", usize::MAX);
+        check(|settings| settings.max_queue = usize::MAX, &huge);
+        let many = "--threads is 100000, but it must be at least 1 and at most 1024";
+        check(|settings| settings.threads = Some(100_000), many);
+        for time in [f64::NAN, f64::INFINITY, -1.0, 0.0] {
+            let range = format!("--client-timeout is {time}, but it must be 0.1 to 86400 seconds");
+            check(|settings| settings.client_timeout = time, &range);
+        }
+        check(|settings| settings.max_wait = 0.0, "");
+        let long = "--max-wait is 1000000, but it must be 0 to 86400 seconds";
+        check(|settings| settings.max_wait = 1e6, long);
+    }
+
+    #[test]
+    fn a_port_file_replaces_a_regular_file_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let port_file = |path: &Path, expect: &str| {
+            let shown = path.display();
+            let expect = if expect.is_empty() {
+                String::new()
+            } else {
+                format!("--port-file is {shown}, but {expect}")
+            };
+            check(|settings| settings.port_file = Some(path.to_owned()), &expect);
+        };
+        let file = dir.path().join("file");
+        port_file(&file, "");
+        std::fs::write(&file, "1\n").unwrap();
+        port_file(&file, "");
+        let link = dir.path().join("link");
+        symlink(&file, &link).unwrap();
+        port_file(&link, "that is a symbolic link; name a regular file or a new one");
+        let other = "that is not a regular file; name one, or a new one";
+        port_file(dir.path(), other);
+        port_file(Path::new("/dev/null"), other);
+        port_file(Path::new(".."), other);
+        port_file(Path::new("port"), "");
+        let nowhere = "it must be a file in a directory that exists";
+        port_file(&dir.path().join("none/port"), nowhere);
+        port_file(&file.join("port"), nowhere);
     }
 }

@@ -5,6 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::cli;
 use crate::command_line::CommandLine;
 use crate::error::Error;
 use crate::{libtorch, run_file};
@@ -31,6 +32,13 @@ const LIBRARY_SETTINGS: [&[(&str, &str)]; 2] = [
 const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:\
                       glibc.malloc.trim_threshold=4294967296";
 
+/// oneDNN keeps the code that it makes for each shape of a product, a thousand of them by default. A
+/// server's batches nearly all have shapes of their own: those of the last few are enough for the
+/// layers of one, and the rest is memory that grows with every request (LOG.md).
+const SERVER_SETTINGS: (&str, &str) = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16");
+/// Its older name, which oneDNN reads as well.
+const OLDER_NAME: &str = "DNNL_PRIMITIVE_CACHE_CAPACITY";
+
 /// Whether this program is the engine.
 pub(crate) fn is_this_program() -> bool {
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
@@ -43,6 +51,11 @@ pub fn exec(line: &CommandLine) -> Error {
     match command(line.arguments.clone()) {
         Ok(mut command) => {
             command.envs(run_file::handover(line));
+            let serves = matches!(line.cli.command, cli::Command::HiddenServer(_));
+            let (name, value) = SERVER_SETTINGS;
+            if serves && [name, OLDER_NAME].iter().all(|name| std::env::var_os(name).is_none()) {
+                command.env(name, value);
+            }
             let path = PathBuf::from(command.get_program());
             Error::StartEngine { path, source: command.exec() }
         }

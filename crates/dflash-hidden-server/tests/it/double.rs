@@ -1,7 +1,7 @@
 //! A model whose rows are known in advance and which waits when told to, and a server around it.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -39,6 +39,8 @@ pub(crate) fn facts() -> ModelFacts {
 pub(crate) struct Desk {
     closed: Mutex<bool>,
     opened: Condvar,
+    /// Batches of more tokens panic as libtorch's do that get no memory; 0 for no limit.
+    pub(crate) fits: AtomicUsize,
     /// Prompt lengths of every batch begun.
     pub(crate) batches: Mutex<Vec<Vec<i64>>>,
     /// Layers asked for with every batch.
@@ -106,24 +108,32 @@ impl Featurizer for Double {
     }
 
     /// Fails on batches of several prompts with token 99, and on single ones with token 98.
-    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Vec<Bytes>, Error> {
+    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Vec<Vec<Bytes>>, Error> {
         let PackedPrompts { input_ids, document_starts } = prompts;
         let lengths = document_starts.windows(2).map(|ends| ends[1] - ends[0]).collect();
         self.desk.batches.lock().unwrap().push(lengths);
         self.desk.layers.lock().unwrap().push(ids.to_vec());
         self.desk.pass();
         let tokens = input_ids.len();
+        let fits = self.desk.fits.load(Ordering::SeqCst);
+        if fits > 0 && tokens > fits {
+            panic!(
+                "called `Result::unwrap()` on an `Err` value: Torch(\"[enforce fail at \
+                 alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried \
+                 to allocate 9 bytes. Error code 12\\nframe #0\") (part of a test)"
+            );
+        }
         let several = document_starts.len() > 2;
         if input_ids.contains(&98) || several && input_ids.contains(&99) {
-            return Err(Error::Batch { tokens, reason: "out of memory".into() });
+            return Err(Error::Batch { tokens, reason: "a made-up fault".into() });
         }
         let documents =
             || document_starts.windows(2).map(|ends| ends[0] as usize..ends[1] as usize);
-        let rows = |&id: &u32| {
-            let parts = documents().map(|range| expected(&input_ids[range], &[id]));
-            parts.flat_map(|part| part.layer(id).unwrap().to_vec()).collect::<Vec<u8>>().into()
+        let rows = |range: std::ops::Range<usize>| {
+            let rows = expected(&input_ids[range], ids);
+            ids.iter().map(|&id| rows.layer(id).unwrap().to_vec().into()).collect()
         };
-        Ok(ids.iter().map(rows).collect())
+        Ok(documents().map(rows).collect())
     }
 }
 
@@ -147,6 +157,9 @@ pub(crate) fn config() -> HiddenServerSettings {
         dtype: ComputeDtype::Auto,
         wire_dtype: Dtype::Bf16,
         max_queue: 16,
+        // Those beyond the queue are told at once, except where a test is about the line.
+        max_wait: 0.0,
+        client_timeout: 30.0,
         max_batch_tokens: 100,
         max_model_len: None,
         threads: Some(1),

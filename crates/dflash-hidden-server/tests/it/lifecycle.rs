@@ -59,7 +59,8 @@ fn the_port_file_holds_the_port() {
     assert_eq!(port, server.address.port());
     let unwritable =
         HiddenServerSettings { port_file: Some("/no/such/dir/port".into()), ..config() };
-    assert!(start_error(&unwritable, double()).to_string().contains("/no/such/dir/port"));
+    let load: Loader = Box::new(|| panic!("it is refused before it loads"));
+    assert!(start_error(&unwritable, load).to_string().contains("/no/such/dir/port"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,6 +2,7 @@
 
 mod double;
 mod lifecycle;
+mod pressure;
 mod queueing;
 mod requests;
 mod stream;

@@ -50,6 +50,22 @@ fn samples_arrive_with_their_bytes_counted() {
 }
 
 #[test]
+fn milliseconds_come_before_seconds() {
+    let start = Instant::now();
+    let counters = recovers_from(async |number, request| match number {
+        0 => {
+            let mut full = status(429, "full");
+            full.headers_mut().insert("retry-after", "30".parse().unwrap());
+            full.headers_mut().insert("retry-after-ms", "50".parse().unwrap());
+            full
+        }
+        _ => good(&request),
+    });
+    assert_eq!((counters.busy, counters.generated), (1, 3));
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+#[test]
 fn a_full_server_is_asked_again_after_the_pause_it_names() {
     let start = Instant::now();
     let counters = recovers_from(async |number, request| match number {

@@ -1,0 +1,199 @@
+//! Places in the queue: who gets one, who waits for one in line, who is told to come back and when.
+//!
+//! A slot is held from before a request's body is read until the last byte of its reply has gone
+//! out. So the bound covers uploads, waiting prompts, and finished rows that a client has not taken.
+//!
+//! Turning everyone away while all slots are taken would be unfair: a client whose answer has just
+//! come asks again at once and takes the slot that it gave back, and those who were told to wait
+//! find none. So requests stand in line for a while, first come first served, which costs a
+//! connection but no memory for prompts or rows.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+
+use crate::refusal::Refusal;
+
+/// How many requests may stand in line; each costs a connection.
+pub(crate) const LONGEST_LINE: usize = 256;
+/// The shortest and the longest time that a client is told to wait.
+const WAITS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(30));
+/// How much a new gap between two answers counts in their mean.
+const NEWEST: f64 = 0.125;
+
+/// The slots and the line before them.
+#[derive(Debug)]
+pub(crate) struct Admission {
+    slots: Arc<Semaphore>,
+    max_queue: usize,
+    line: Semaphore,
+    /// How long a request may stand in line.
+    patience: Duration,
+    pace: Arc<Mutex<Pace>>,
+}
+
+impl Admission {
+    pub(crate) fn new(max_queue: usize, patience: Duration) -> Self {
+        Self {
+            slots: Arc::new(Semaphore::new(max_queue)),
+            max_queue,
+            line: Semaphore::new(LONGEST_LINE),
+            patience,
+            pace: Arc::new(Mutex::new(Pace { gap: 0.0, last: Instant::now(), put_off: 0 })),
+        }
+    }
+
+    /// A slot, at once or after a while in line.
+    pub(crate) async fn enter(&self) -> Result<Slot, Refusal> {
+        let Ok(_place) = self.line.try_acquire() else { return Err(self.full()) };
+        // In order, and so never ahead of those who came before.
+        match timeout(self.patience, Arc::clone(&self.slots).acquire_owned()).await {
+            Ok(permit) => {
+                let permit = permit.map_err(|_closed| Refusal::ShuttingDown)?;
+                Ok(Slot(Arc::new(Held {
+                    since: Instant::now(),
+                    pace: Arc::clone(&self.pace),
+                    _permit: permit,
+                })))
+            }
+            Err(_elapsed) => Err(self.full()),
+        }
+    }
+
+    pub(crate) fn full(&self) -> Refusal {
+        let ahead = self.in_use() + self.in_line();
+        let after = self.pace().time_for(ahead + 1);
+        Refusal::Full { slots: self.max_queue, after }
+    }
+
+    /// Sends those in line away.
+    pub(crate) fn close(&self) {
+        self.slots.close();
+    }
+
+    /// Slots taken.
+    pub(crate) fn in_use(&self) -> usize {
+        self.max_queue - self.slots.available_permits()
+    }
+
+    /// Requests in line, those about to get a slot included.
+    pub(crate) fn in_line(&self) -> usize {
+        LONGEST_LINE - self.line.available_permits()
+    }
+
+    pub(crate) fn max_queue(&self) -> usize {
+        self.max_queue
+    }
+
+    fn pace(&self) -> std::sync::MutexGuard<'_, Pace> {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A place in the queue; free again when the last clone is dropped. A reply carries one along.
+#[derive(Debug, Clone)]
+pub(crate) struct Slot(#[allow(dead_code, reason = "it is held")] Arc<Held>);
+
+#[derive(Debug)]
+struct Held {
+    since: Instant,
+    pace: Arc<Mutex<Pace>>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner).count(self.since);
+    }
+}
+
+/// How fast slots become free.
+#[derive(Debug)]
+struct Pace {
+    /// Mean seconds between two that became free while the server was busy.
+    gap: f64,
+    last: Instant,
+    put_off: u32,
+}
+
+impl Pace {
+    /// A slot taken `since` then is free again. A server that had nothing to do in between was not
+    /// slow: no gap is longer than the slot was held.
+    fn count(&mut self, since: Instant) {
+        let gap = self.last.max(since).elapsed().as_secs_f64();
+        self.gap += NEWEST * (gap - self.gap);
+        self.last = Instant::now();
+    }
+
+    /// When `slots` slots are likely to have become free, and up to half of that again, so that
+    /// those who were put off together do not come back together.
+    fn time_for(&mut self, slots: usize) -> Duration {
+        self.put_off = self.put_off.wrapping_add(1);
+        // Multiples of the golden ratio spread evenly, however many are taken.
+        let spread = (f64::from(self.put_off) * 0.618_033_988_75).fract();
+        let seconds = slots as f64 * self.gap * (1.0 + 0.5 * spread);
+        Duration::from_secs_f64(seconds.min(WAITS.1.as_secs_f64())).max(WAITS.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pace(gap: f64) -> Pace {
+        Pace { gap, last: Instant::now(), put_off: 0 }
+    }
+
+    #[test]
+    fn waits_follow_the_pace_within_bounds_and_differ() {
+        let check = |gap: f64, slots: usize, least: f64, most: f64| {
+            let mut pace = pace(gap);
+            let waits: Vec<f64> = (0..8).map(|_| pace.time_for(slots).as_secs_f64()).collect();
+            assert!(waits.iter().all(|wait| (least..=most).contains(wait)), "{gap}: {waits:?}");
+            waits
+        };
+        let waits = check(0.1, 9, 0.9, 1.35);
+        assert!(waits.iter().all(|wait| waits.iter().filter(|other| *other == wait).count() == 1));
+        check(0.0, 300, 0.05, 0.05);
+        check(1e9, 300, 30.0, 30.0);
+    }
+
+    #[test]
+    fn idle_time_is_no_slowness() {
+        let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).unwrap();
+        let mut pace = Pace { gap: 0.0, last: ago(3600), put_off: 0 };
+        pace.count(ago(8));
+        assert!((0.9..1.2).contains(&pace.gap), "{}", pace.gap);
+    }
+
+    #[tokio::test]
+    async fn those_in_line_come_first() {
+        let admission = Arc::new(Admission::new(1, Duration::from_secs(60)));
+        let first = admission.enter().await.unwrap();
+        let waiting = Arc::clone(&admission);
+        let second = tokio::spawn(async move { waiting.enter().await });
+        while admission.in_line() == 0 {
+            tokio::task::yield_now().await;
+        }
+        drop(first);
+        // Free, and yet not for whoever comes now.
+        let mut third = std::pin::pin!(admission.enter());
+        assert!(futures::poll!(third.as_mut()).is_pending());
+        drop(second.await.unwrap().unwrap());
+        third.await.unwrap();
+        assert_eq!((admission.in_use(), admission.in_line()), (0, 0));
+    }
+
+    #[tokio::test]
+    async fn a_line_has_an_end_and_a_patience() {
+        let admission = Admission::new(1, Duration::ZERO);
+        let _slot = admission.enter().await.unwrap();
+        let refusal = admission.enter().await.unwrap_err();
+        assert!(matches!(refusal, Refusal::Full { slots: 1, .. }), "{refusal:?}");
+        admission.close();
+        let refusal = admission.enter().await.unwrap_err();
+        assert!(matches!(refusal, Refusal::ShuttingDown), "{refusal:?}");
+    }
+}

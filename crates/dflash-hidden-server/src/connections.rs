@@ -1,0 +1,404 @@
+//! Who is connected, and for how long without doing their part.
+//!
+//! A client that stops in the middle of a request, or does not take its reply, holds a connection,
+//! a place in the queue and the reply's rows. Every connection therefore says what it waits for
+//! ([`Phase`]); one that waits for its client longer than it should is cut, and when there are too
+//! many, the one that has been waiting for its client longest makes room. A connection whose
+//! request is being served is never cut.
+
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
+
+use axum::body::{Body, HttpBody};
+use axum::extract::connect_info::Connected;
+use axum::extract::{ConnectInfo, Request};
+use axum::http::header::CONTENT_LENGTH;
+use axum::middleware::Next;
+use axum::response::Response;
+use axum::serve::{IncomingStream, Listener};
+use bytes::Bytes;
+use futures::task::AtomicWaker;
+use http_body::{Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::admission::Slot;
+use crate::metrics::Metrics;
+
+/// How long a connection may stay open between two requests: longer than the 90 s for which HTTP
+/// clients keep one, so that they close first and no request meets a closing connection.
+const KEPT_OPEN: Duration = Duration::from_secs(120);
+/// A request's first lines; ours have some 200 bytes.
+const LARGEST_HEAD: usize = 64 << 10;
+/// What a reply may take beyond the client's time, for each byte: a mebibyte per second, a tenth of
+/// a slow network.
+const SECONDS_PER_BYTE: f64 = 1.0 / (1 << 20) as f64;
+/// How often overdue connections are looked for.
+const SWEEP: Duration = Duration::from_millis(200);
+/// How many connections make room at once where the process may open no more files.
+const ROOM: usize = 16;
+/// The time that they get to close.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+
+/// All open connections.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    open: Mutex<Vec<Weak<Connection>>>,
+    most: usize,
+    client_timeout: Duration,
+    metrics: Arc<Metrics>,
+}
+
+impl Connections {
+    pub(crate) fn new(most: usize, client_timeout: Duration, metrics: Arc<Metrics>) -> Arc<Self> {
+        Arc::new(Self { open: Mutex::default(), most, client_timeout, metrics })
+    }
+
+    /// Open connections.
+    pub(crate) fn count(&self) -> usize {
+        lock(&self.open).iter().filter(|connection| connection.strong_count() > 0).count()
+    }
+
+    /// Cuts overdue connections, for ever.
+    pub(crate) async fn sweep(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(SWEEP).await;
+            let now = Instant::now();
+            for connection in self.all() {
+                let deadline = connection.state().deadline(self.client_timeout);
+                if deadline.is_some_and(|deadline| deadline < now) {
+                    self.cut(&connection);
+                }
+            }
+        }
+    }
+
+    fn add(&self) -> Arc<Connection> {
+        let connection = Arc::new(Connection::default());
+        if self.all().len() >= self.most {
+            self.make_room();
+        }
+        lock(&self.open).push(Arc::downgrade(&connection));
+        connection
+    }
+
+    /// Cuts the connection that has been waiting for its client longest.
+    fn make_room(&self) {
+        let waiting = |connection: &Arc<Connection>| connection.state().waits_for_its_client();
+        let all = self.all().into_iter().filter(waiting);
+        if let Some(connection) = all.min_by_key(|connection| connection.state().since) {
+            self.cut(&connection);
+        }
+    }
+
+    fn cut(&self, connection: &Connection) {
+        if !connection.cut.swap(true, Ordering::Relaxed) {
+            // Nothing is lost with one that is merely kept open.
+            if !matches!(connection.state().phase, Phase::Idle) {
+                self.metrics.cut.add(1);
+            }
+            connection.waker.wake();
+        }
+    }
+
+    /// Those still open and not cut; the others are forgotten.
+    fn all(&self) -> Vec<Arc<Connection>> {
+        let mut open = lock(&self.open);
+        let mut all = Vec::with_capacity(open.len());
+        open.retain(|connection| {
+            let connection = connection.upgrade();
+            let connection =
+                connection.filter(|connection| !connection.cut.load(Ordering::Relaxed));
+            all.extend(connection.clone());
+            connection.is_some()
+        });
+        all
+    }
+}
+
+/// What a connection waits for.
+#[derive(Debug, Default)]
+enum Phase {
+    /// The next request; nothing of it has come.
+    #[default]
+    Idle,
+    /// The rest of a request's first lines, of which so many bytes have come.
+    Head { bytes: usize },
+    /// The rest of a request's body.
+    Body,
+    /// The server's own work.
+    Served,
+    /// The client, to take its reply. `whole`: HTTP has all of it, and what is not sent yet is in
+    /// its buffer.
+    Sending { whole: bool, time: Duration, _slot: Option<Slot> },
+}
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    since: Instant,
+}
+
+impl State {
+    fn enter(&mut self, phase: Phase) {
+        *self = Self { phase, since: Instant::now() };
+    }
+
+    fn deadline(&self, client_timeout: Duration) -> Option<Instant> {
+        let time = match self.phase {
+            Phase::Idle => KEPT_OPEN,
+            Phase::Head { .. } | Phase::Body => client_timeout,
+            Phase::Served => return None,
+            Phase::Sending { time, .. } => client_timeout + time,
+        };
+        Some(self.since + time)
+    }
+
+    fn waits_for_its_client(&self) -> bool {
+        !matches!(self.phase, Phase::Served)
+    }
+}
+
+/// One connection, as its socket, its requests and the sweep see it.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    state: Mutex<State>,
+    cut: AtomicBool,
+    /// Wakes the task that serves it.
+    waker: AtomicWaker,
+}
+
+impl Default for Connection {
+    fn default() -> Self {
+        let state = Mutex::new(State { phase: Phase::Idle, since: Instant::now() });
+        Self { state, cut: AtomicBool::new(false), waker: AtomicWaker::new() }
+    }
+}
+
+impl Connection {
+    /// From now on the client is to send its request's body.
+    pub(crate) fn receiving(&self) {
+        self.state().enter(Phase::Body);
+    }
+
+    /// From now on the client has nothing to do.
+    pub(crate) fn served(&self) {
+        self.state().enter(Phase::Served);
+    }
+
+    fn sending(&self, bytes: u64, slot: Option<Slot>) {
+        let time = Duration::from_secs_f64(bytes as f64 * SECONDS_PER_BYTE);
+        self.state().enter(Phase::Sending { whole: false, time, _slot: slot });
+    }
+
+    /// HTTP has taken the whole reply, or dropped it.
+    fn handed_over(&self) {
+        if let Phase::Sending { whole, .. } = &mut self.state().phase {
+            *whole = true;
+        }
+    }
+
+    /// The socket has taken all that HTTP had.
+    fn flushed(&self) {
+        let mut state = self.state();
+        if matches!(state.phase, Phase::Sending { whole: true, .. }) {
+            state.enter(Phase::Idle);
+        }
+    }
+
+    /// `bytes` have come in.
+    fn received(&self, bytes: usize) {
+        let mut state = self.state();
+        match &mut state.phase {
+            Phase::Idle if bytes > 0 => state.enter(Phase::Head { bytes }),
+            Phase::Head { bytes: so_far } => *so_far += bytes,
+            _ => {}
+        }
+    }
+
+    /// Whether the first lines of a request have no end.
+    fn head_is_too_large(&self) -> bool {
+        matches!(self.state().phase, Phase::Head { bytes } if bytes > LARGEST_HEAD)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The connection that a request came by.
+#[derive(Debug, Clone)]
+pub(crate) struct Client(Arc<Connection>);
+
+impl std::ops::Deref for Client {
+    type Target = Connection;
+
+    fn deref(&self) -> &Connection {
+        &self.0
+    }
+}
+
+/// Around every request: watches its reply go out, and keeps the slot that the reply brings along
+/// until the socket has taken it all.
+pub(crate) async fn watch(
+    ConnectInfo(client): ConnectInfo<Client>,
+    request: Request,
+    next: Next,
+) -> Response {
+    client.receiving();
+    let mut response = next.run(request).await;
+    let slot = response.extensions_mut().remove::<Slot>();
+    let length = response.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
+    let length = length.and_then(|length| length.parse().ok());
+    client.sending(length.unwrap_or(response.body().size_hint().lower()), slot);
+    response.map(|body| Body::new(Outgoing { body, client }))
+}
+
+/// A reply's body that says when HTTP has all of it.
+struct Outgoing {
+    body: Body,
+    client: Client,
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        self.client.handed_over();
+    }
+}
+
+impl HttpBody for Outgoing {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Accepts whoever comes.
+#[derive(Debug)]
+pub(crate) struct Door {
+    pub(crate) listener: TcpListener,
+    pub(crate) connections: Arc<Connections>,
+}
+
+impl Listener for Door {
+    type Io = Socket;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Socket, SocketAddr) {
+        loop {
+            match self.listener.accept().await {
+                Ok((stream, address)) => {
+                    // Replies end in small chunks: waiting to fill a packet would cost 40 ms each.
+                    let _ = stream.set_nodelay(true);
+                    let client = Client(self.connections.add());
+                    return (Socket { stream, client }, address);
+                }
+                Err(error) => {
+                    tracing::debug!("cannot accept a connection: {error}");
+                    (0..ROOM).for_each(|_| self.connections.make_room());
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+impl Connected<IncomingStream<'_, Door>> for Client {
+    fn connect_info(stream: IncomingStream<'_, Door>) -> Self {
+        stream.io().client.clone()
+    }
+}
+
+/// A socket that can be cut from elsewhere.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    stream: TcpStream,
+    client: Client,
+}
+
+impl Socket {
+    /// The stream, unless it has been cut. Then it closes without waiting for what is unsent.
+    fn uncut(&mut self, context: &Context<'_>) -> io::Result<Pin<&mut TcpStream>> {
+        self.client.waker.register(context.waker());
+        if self.client.cut.load(Ordering::Relaxed) {
+            let _ = self.stream.set_zero_linger();
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        Ok(Pin::new(&mut self.stream))
+    }
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        // Before the read: what a read brings behind the last of these lines is body.
+        if self.client.head_is_too_large() {
+            return Poll::Ready(Err(io::ErrorKind::InvalidData.into()));
+        }
+        let before = buffer.filled().len();
+        ready!(self.uncut(context)?.poll_read(context, buffer))?;
+        self.client.received(buffer.filled().len() - before);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.uncut(context)?.poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.uncut(context)?.poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.uncut(context)?.poll_flush(context))?;
+        self.client.flushed();
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
