@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::*;
 
-/// Elements of a matrix: several stripes, and room between them.
+/// Elements of a matrix that counts whole.
 const ELEMENTS: usize = 40_000;
 
 fn tensors() -> Vec<(String, Vec<f32>)> {
@@ -67,13 +67,27 @@ fn a_copy_is_the_same_and_any_other_tensor_another_model() {
 }
 
 #[test]
-fn first_and_last_bytes_are_among_the_sampled() {
+fn every_element_of_a_small_tensor_counts() {
     let own = identity(&model(&tensors(), false));
-    for at in [0, ELEMENTS - 1] {
+    for at in [0, 1023, 1024, 1500, 20_001, ELEMENTS - 1] {
         let mut changed = tensors();
         changed[1].1[at] = -1.0;
         assert!(!own.is_same_as(&identity(&model(&changed, false))), "element {at}");
     }
+}
+
+#[test]
+fn a_large_tensor_is_sampled_from_its_first_byte_to_its_last() {
+    let elements = 600_000;
+    let with = |change: fn(usize, f32) -> f32| {
+        let values = (0..elements).map(|at| change(at, at as f32 / 7.0)).collect();
+        identity(&model(&[("model.layers.0.mlp.up_proj.weight".to_owned(), values)], false))
+    };
+    let own = with(|_, value| value);
+    assert_ne!(with(|_, value| value * 1.001), own);
+    assert_ne!(with(|at, value| if at == 0 { 1.0 } else { value }), own);
+    assert_ne!(with(|at, value| if at == 599_999 { 1.0 } else { value }), own);
+    assert_eq!(with(|at, value| if at == 1500 { 1.0 } else { value }), own, "between two stripes");
 }
 
 #[test]
