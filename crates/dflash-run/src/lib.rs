@@ -7,12 +7,15 @@
 //!   `run.json`;
 //! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it
 //!   besides tensors;
+//! - [`recorded`] and [`changes`] say which settings decide what a run computes, and which of them a
+//!   resumed run changes;
 //! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
 //! - [`Events`] is TensorBoard's file.
 //!
 //! docs/formats.md describes all of it; a test holds the keys there against the types here.
 
 mod acceptance;
+mod changes;
 mod checkpoints;
 mod directory;
 mod error;
@@ -23,6 +26,7 @@ mod save_path;
 mod state;
 
 pub use acceptance::{Acceptance, AcceptanceFigures, SlotCounts};
+pub use changes::{Change, changes, recorded};
 pub use checkpoints::{Best, Checkpoint};
 pub use directory::RunDir;
 pub use error::Error;
@@ -33,4 +37,4 @@ pub use lines::{
 };
 pub use provenance::{Provenance, Start};
 pub use save_path::SavePath;
-pub use state::{Position, ServedWeights, State};
+pub use state::{Position, SchedulePosition, ServedWeights, State};

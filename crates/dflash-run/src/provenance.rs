@@ -1,5 +1,7 @@
 //! `run.json`: what made a run, and what went on with it.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -14,6 +16,7 @@ pub struct Provenance {
     pub resumed_at_step: u64,
     pub earlier_starts: Vec<Start>,
     pub dataset: Option<String>,
+    pub settings: BTreeMap<String, String>,
     pub config: Value,
 }
 

@@ -47,5 +47,5 @@ pub use prepare::{DEFAULT_TARGET, PrepareSettings};
 pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
 pub use rows::RowSettings;
-pub use train::TrainSettings;
+pub use train::{Begin, TrainSettings};
 pub use validation::ValidationSettings;

@@ -79,6 +79,16 @@ pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
     }
 }
 
+/// What arithmetic is done on, as its maker calls it: its last bits may differ from another's.
+pub(crate) fn processor(device: Device) -> Option<String> {
+    if let Device::Cuda(_) = device {
+        return gpu_name();
+    }
+    let facts = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let model = facts.lines().find_map(|line| line.strip_prefix("model name"))?;
+    Some(model.trim_start_matches([' ', '\t', ':']).trim().to_owned())
+}
+
 /// The kernel's high-water mark of this process's resident memory, MiB.
 fn peak_resident_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;

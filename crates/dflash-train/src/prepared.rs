@@ -46,7 +46,7 @@ impl<'a> Prepared<'a> {
         if dataset.lengths().iter().all(|&length| length < 2) {
             return Err(Error::NothingToTrain { path: settings.data_path.clone() });
         }
-        let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
+        let resume = RunDir::at(&settings.save_path).start(settings.begin())?;
         Ok(Self { config, target, draft, dataset, resume, warm_start })
     }
 

@@ -8,9 +8,6 @@ use anyhow::Context;
 use dflash_dist::{Error, Finished, LaunchConfig, Role, launch};
 use dflash_settings::LaunchSettings;
 
-/// The flag by which restarted ranks continue from what was saved.
-const RESUME: &str = "--resume";
-
 /// The launcher kills ranks this long before its own time is over, to say which it had to kill.
 const LAST_WORDS: Duration = Duration::from_millis(1500);
 
@@ -31,11 +28,9 @@ pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<
     };
     let program = std::env::current_exe().context("cannot find this program's own path")?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let resumes = arguments.iter().any(|argument| argument == RESUME);
     let config = LaunchConfig {
         // The launcher has fetched what is named: every rank takes the same, and none asks again.
         env: vec![("HF_HUB_OFFLINE".into(), "1".into())],
-        restart_args: if resumes { Vec::new() } else { vec![RESUME.into()] },
         nnodes,
         node_rank,
         rdzv_endpoint: settings.rdzv_endpoint.clone(),

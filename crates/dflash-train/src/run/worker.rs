@@ -1,6 +1,5 @@
 //! The step loop: steps, checkpoints, validations, and how they end.
 
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -8,6 +7,7 @@ use dflash_dist::Communicator;
 use dflash_run::{Checkpoint, MetricLine, Position, RunDir, SavePath};
 
 use super::Outcome;
+use super::health::{Health, Weights};
 use crate::metrics::{Meter, counted};
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
@@ -36,6 +36,11 @@ pub(super) struct Worker<'a, 'p> {
     pub(super) begun_at: u64,
     /// Whether any step since had a slot to learn from.
     pub(super) had_slots: bool,
+    pub(super) health: Health,
+    /// Where the schedule ended before this process began, if it now ends elsewhere.
+    pub(super) ended_before: Option<u64>,
+    /// What was found on the way to the first step.
+    pub(super) notes: Vec<String>,
 }
 
 impl Worker<'_, '_> {
@@ -108,15 +113,17 @@ impl Worker<'_, '_> {
         result.vote.settle(failure)?;
         self.had_slots |= result.effect != Effect::Empty;
         self.advance(&result);
+        self.watch(&result, meter);
         let agreed = (result.vote, result.gradient_norm);
         meter.add(result, wait);
         Ok(agreed)
     }
 
     /// Learning rate of the step after `step`.
-    fn rate(&self, step: u64) -> f64 {
+    pub(super) fn rate(&self, step: u64) -> f64 {
         let settings = &self.prepared.config.settings.optimizer;
-        settings.lr * Schedule::from(settings).of_step(step, self.total)
+        let position = self.position.schedule.as_ref().expect("a run begins with a schedule");
+        settings.lr * Schedule::from(settings).of_stretched(step, position)
     }
 
     fn advance(&mut self, result: &StepResult) {
@@ -150,12 +157,14 @@ impl Worker<'_, '_> {
         }
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
         let due = settings.checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
-        if epoch_ended || due || diverged {
-            self.save(meter)?;
-        }
         if diverged {
+            self.save(meter)?;
+            meter.close();
             self.communicator.announce_permanent_failure();
-            return Err(Error::NonFinite { count, step });
+            return Err(Error::NonFinite { count, step, remedy: self.remedy() });
+        }
+        if epoch_ended || due {
+            self.save(meter)?;
         }
         if epoch_ended && self.begun_at == 0 && !self.had_slots {
             return Err(self.nothing_learned(meter)?);
@@ -189,7 +198,7 @@ impl Worker<'_, '_> {
             && save_path.note_acceptance(step, measured.figures.acceptance_length)?
         {
             meter.say(&format!("step {step} has the best acceptance length so far"));
-            self.prune(meter);
+            self.prune(meter, self.health.good);
         }
         Ok(())
     }
@@ -223,32 +232,52 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// All ranks bring their state, rank 0 writes. Returns the checkpoint's directory.
-    fn save(&mut self, meter: &mut Meter) -> Result<PathBuf, Error> {
+    /// All ranks bring their state, rank 0 writes. A state that is worth nothing is not written, and
+    /// one that is worth little is not what a run resumes.
+    fn save(&mut self, meter: &mut Meter) -> Result<(), Error> {
         let begun = Instant::now();
-        let path = self.write(meter)?;
+        self.write(meter)?;
         meter.exclude(begun.elapsed());
-        Ok(path)
+        Ok(())
     }
 
-    fn write(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
+    fn write(&mut self, meter: &Meter) -> Result<(), Error> {
         let (step, dir) = (self.position.step, &self.prepared.config.settings.save_path);
-        let saved = self.saved.replace(step);
-        if saved == Some(step) {
-            return Ok(Checkpoint::at(dir, step).dir);
+        if self.saved.replace(step) == Some(step) {
+            return Ok(());
         }
-        let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
+        if self.health.is_unmoved() && self.position.bad_in_a_row > 0 {
+            meter.say(&format!(
+                "step {step} is not saved: no step since {} was finite",
+                self.origin()
+            ));
+            return Ok(());
+        }
+        let weights = self.weights()?;
+        let ruin = self.ruin(weights);
+        if weights == Weights::NotFinite {
+            meter.say(&format!("step {step} is not saved: the weights are not finite"));
+            self.health.saved(step, ruin);
+            return Ok(());
+        }
+        let position = Position { diverged: ruin.is_some(), ..self.position.clone() };
+        let path = checkpoint::save(&self.trainer, &position, dir, self.communicator)?;
         // A rank that ends while rank 0 still writes would leave it only moments.
         self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
-        self.prune(meter);
-        Ok(path)
+        if let Some(sign) = &ruin {
+            meter.say(&format!("--resume will not take step {step}: {sign}"));
+        }
+        self.health.saved(step, ruin);
+        self.prune(meter, self.health.good);
+        Ok(())
     }
 
-    fn prune(&self, meter: &Meter) {
+    /// Removes old checkpoints, but for `spared`.
+    pub(super) fn prune(&self, meter: &Meter, spared: Option<u64>) {
         let Some(save_path) = &self.save_path else { return };
         // Room on the disk is not worth ending a run that trains well.
-        if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints) {
+        if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints, spared) {
             meter.say(&format!("no checkpoint was removed: {error}"));
         }
     }
@@ -257,7 +286,7 @@ impl Worker<'_, '_> {
     /// trained is saved first.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
         let saved = if self.position.step > self.begun_at {
-            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter)).map(|_| ())
+            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter))
         } else {
             Ok(())
         };
@@ -276,9 +305,21 @@ impl Worker<'_, '_> {
 
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
         meter.log(self.line(f64::NAN))?;
-        let checkpoint = self.save(meter)?;
+        self.save(meter)?;
         meter.close();
+        self.sum_up_bad_steps(meter);
         self.communicator.barrier()?;
-        Ok(Outcome { checkpoint, step: self.position.step, completed })
+        let (step, dir) = (self.position.step, &self.prepared.config.settings.save_path);
+        match (self.health.ruin.take(), self.kept()) {
+            (None, Some(kept)) => {
+                self.prune(meter, None);
+                Ok(Outcome { checkpoint: Checkpoint::at(dir, kept).dir, step, completed })
+            }
+            (ruin, _) => {
+                self.communicator.announce_permanent_failure();
+                let sign = ruin.unwrap_or_else(|| "no step has been finite".to_owned());
+                Err(Error::Diverged { step, sign, remedy: self.remedy() })
+            }
+        }
     }
 }
