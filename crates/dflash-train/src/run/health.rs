@@ -1,8 +1,8 @@
 //! Whether what a run has trained is worth keeping.
 //!
 //! A state is ruined when a number in it is not finite, when a weight is far beyond what any draft's
-//! weights are, or when the loss has grown to several times that of knowing nothing. The last shows
-//! only in the step after: a checkpoint is held to be good once the step after it was.
+//! weights are, or when the loss is far above that of guesses and above that of the run's beginning.
+//! The last shows only in the step after: a checkpoint is held to be good once the step after it was.
 
 use dflash_run::Position;
 
@@ -11,8 +11,12 @@ use crate::prepared::Prepared;
 /// Weights of drafts, norms included, stay below a hundred.
 const LARGEST_WEIGHT: f64 = 1e3;
 
-/// A loss of this many times that of knowing nothing is no fluctuation.
-const EXPLODED: f64 = 3.0;
+/// A loss of this many times that of guesses is no fluctuation.
+const ABOVE_GUESSES: f64 = 3.0;
+
+/// The loss of fresh weights is often above that (41 with the 4096 tokens of a small target, where
+/// guesses have 8): a run that has gone wrong is above its own beginning too.
+const ABOVE_FIRST: f64 = 1.5;
 
 /// What the losses say of the run so far, the same on all ranks.
 pub(super) struct Health {
@@ -129,10 +133,8 @@ impl Health {
     }
 
     fn is_exploded(&self, loss: f64, position: &Position) -> bool {
-        // a warm start begins below the loss of guesses; other losses than cross entropy have no
-        // such bound, and are held against their own beginning
-        let reference = position.first_loss.unwrap_or(0.0).max(self.ignorance);
-        !loss.is_finite() || loss > EXPLODED * reference
+        let first = position.first_loss.unwrap_or_default();
+        !loss.is_finite() || loss > (ABOVE_GUESSES * self.ignorance).max(ABOVE_FIRST * first)
     }
 }
 
@@ -197,7 +199,7 @@ mod tests {
         assert_eq!(position.first_loss, Some(5.0));
         health.saved(1, None);
         assert_eq!((health.unproven, health.good), (Some(1), None));
-        assert_eq!(health.add(14.0, &mut position), None, "below three times the first");
+        assert_eq!(health.add(11.0, &mut position), None, "below three times that of guesses");
         assert_eq!((health.unproven, health.good), (None, Some(1)));
         health.saved(2, None);
         assert_eq!(health.add(16.0, &mut position), Some(2));
@@ -209,6 +211,17 @@ mod tests {
         assert_eq!(health.last_good(), Some(1));
         assert!(health.is_unmoved());
         assert_eq!(health.judge(Weights::Sound, &position), None, "nothing is known since");
+    }
+
+    #[test]
+    fn fresh_weights_may_be_worse_than_guesses() {
+        let (mut health, mut position) = (health(8.3), Position::default());
+        assert_eq!(health.add(41.5, &mut position), None);
+        assert_eq!(health.judge(Weights::Sound, &position), None);
+        health.saved(1, None);
+        assert_eq!(health.add(60.0, &mut position), None);
+        health.saved(2, None);
+        assert_eq!(health.add(100.0, &mut position), Some(2));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::worker::Worker;
 use crate::schedule::Schedule;
 
 /// Share of the peak rate below which a schedule has as good as ended.
-const NEARLY_ENDED: f64 = 0.01;
+const NEARLY_ENDED: f64 = 0.05;
 
 impl Worker<'_, '_> {
     pub(super) fn notes(&self) -> Vec<String> {

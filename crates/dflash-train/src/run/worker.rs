@@ -186,7 +186,6 @@ impl Worker<'_, '_> {
             return Ok(());
         };
         if validation.measures() {
-            // best.json names a checkpoint that is there
             self.save(meter)?;
         }
         let begun = Instant::now();
@@ -194,7 +193,9 @@ impl Worker<'_, '_> {
         let line = validation.run(step, &self.trainer, self.communicator)?;
         meter.exclude(begun.elapsed());
         meter.validated(&line)?;
+        // best.json names a checkpoint that is there and worth something
         if let (Some(save_path), Some(measured)) = (&self.save_path, &line.prompts)
+            && self.kept() == Some(step)
             && save_path.note_acceptance(step, measured.figures.acceptance_length)?
         {
             meter.say(&format!("step {step} has the best acceptance length so far"));
