@@ -13,6 +13,9 @@ use crate::trainer::{Effect, StepResult};
 /// The default of --lr, which the paper trained with; a higher one is the first suspect.
 const USUAL_RATE: f64 = 6e-4;
 
+/// Muon's default beside it.
+const USUAL_MUON_RATE: f64 = 10.0 * USUAL_RATE;
+
 impl Worker<'_, '_> {
     /// Looks at what a step says of the run's health.
     pub(super) fn watch(&mut self, result: &StepResult, meter: &Meter) {
@@ -103,8 +106,10 @@ impl Worker<'_, '_> {
         let there = run.checkpoints().unwrap_or_default();
         let lower = self.lower_rates();
         let rates = flags(&lower);
-        let mut names = settings.allow_changed.clone().unwrap_or_default();
-        names.extend(lower.iter().map(|(flag, _)| (*flag).to_owned()));
+        let allowed = settings.allow_changed.as_deref().unwrap_or_default();
+        let mut names = allowed.to_vec();
+        let added = lower.iter().map(|(flag, _)| (*flag).to_owned());
+        names.extend(added.filter(|flag| !allowed.contains(flag)));
         let go_on = |step: u64| {
             let names = names.join(",");
             format!(
@@ -153,9 +158,8 @@ impl Worker<'_, '_> {
     /// Learning rates to try next, by their flags.
     fn lower_rates(&self) -> Vec<(&'static str, f64)> {
         let settings = &self.prepared.config.settings.optimizer;
-        let lower = if settings.lr > USUAL_RATE { USUAL_RATE } else { settings.lr / 10.0 };
-        let muon = settings.muon_lr.map(|rate| ("muon-lr", rate * lower / settings.lr));
-        [("lr", lower)].into_iter().chain(muon).collect()
+        let muon = settings.muon_lr.map(|rate| ("muon-lr", lower(rate, USUAL_MUON_RATE)));
+        [("lr", lower(settings.lr, USUAL_RATE))].into_iter().chain(muon).collect()
     }
 }
 
@@ -163,6 +167,11 @@ fn flags(rates: &[(&str, f64)]) -> String {
     let flags: Vec<String> =
         rates.iter().map(|(flag, rate)| format!("--{flag} {rate:.1e}")).collect();
     flags.join(" ")
+}
+
+/// The usual rate, or a tenth of one that is not above it.
+fn lower(rate: f64, usual: f64) -> f64 {
+    if rate > usual { usual } else { rate / 10.0 }
 }
 
 /// 1st, 2nd, 3rd, 4th.
