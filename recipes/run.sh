@@ -39,7 +39,7 @@ until [ "$(find "$OUT.servers" -type f -size +0 | wc -l)" -ge "$number" ]; do
   [ "$(jobs -rp | wc -l)" -eq "$number" ] || { echo "a server did not start" >&2; exit 1; }
 done
 
-CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume
+CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume-or-start
 dflash report "$OUT"
 
 # The last step's name sorts last.

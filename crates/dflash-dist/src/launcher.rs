@@ -46,8 +46,8 @@ pub enum Finished {
 /// them once; SIGUSR1, by which they save, as soon as their work is under way. Call it on a thread that outlives the call, such as the main one: to the
 /// kernel that thread is the workers' parent.
 ///
-/// After a death all ranks, those of other nodes too, are started again with
-/// [`LaunchConfig::restart_args`], up to [`LaunchConfig::max_restarts`] times; not if a restart
+/// After a death all ranks, those of other nodes too, are started again, with a higher
+/// `TORCHELASTIC_RESTART_COUNT`, up to [`LaunchConfig::max_restarts`] times; not if a restart
 /// cannot help, because a rank refused its settings before the work began.
 ///
 /// # Errors

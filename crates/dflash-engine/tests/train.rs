@@ -5,6 +5,8 @@ mod fake_hub;
 
 #[path = "train/alike.rs"]
 mod alike;
+#[path = "train/divergence.rs"]
+mod divergence;
 #[path = "train/ending.rs"]
 mod ending;
 #[path = "train/identity.rs"]
@@ -15,6 +17,8 @@ mod limits;
 mod mishaps;
 #[path = "train/nodes.rs"]
 mod nodes;
+#[path = "train/resume.rs"]
+mod resume;
 #[path = "train/running.rs"]
 mod running;
 #[path = "train/servers.rs"]
@@ -159,7 +163,8 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     assert!(warm.success(), "{}", warm.stderr);
     assert!(warm.stderr.contains("it proposes 24 of the target's 64 tokens"), "{}", warm.stderr);
     assert_eq!(load(warm.stdout.trim()), Some(other.clone()));
-    let on = world.train("warm", &["--max-steps", "6", "--resume"]);
+    let longer = ["--max-steps", "6", "--resume", "--allow-changed", "max-steps"];
+    let on = world.train("warm", &longer);
     assert!(on.success(), "{}", on.stderr);
     assert_eq!(load(on.stdout.trim()), Some(other));
     let all = ["--draft-vocab-size", "64", "--from-pretrained", draft, "--max-steps", "1"];

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::directory::names;
-use crate::{Error, ValidationLine};
+use crate::{Error, State, ValidationLine};
 
 /// What every name of a checkpoint begins with.
 pub(crate) const PREFIX: &str = "step-";
@@ -82,6 +82,19 @@ impl Checkpoint {
         self.dir.join(CONFIG).is_file()
     }
 
+    /// Whether it was saved by a run that had diverged, or found to be since; without a state that can
+    /// be read it is not known to be.
+    pub fn is_diverged(&self) -> bool {
+        State::load(&self.dir).is_ok_and(|state| state.position.diverged)
+    }
+
+    /// Notes that it is the state of a run that had diverged.
+    pub fn mark_diverged(&self) -> Result<(), Error> {
+        let mut state = State::load(&self.dir)?;
+        state.position.diverged = true;
+        state.save(&self.dir)
+    }
+
     /// Bytes of its files, the trainer's state included, as far as they can be read.
     pub fn bytes(&self) -> u64 {
         bytes_below(&self.dir)
@@ -101,13 +114,19 @@ impl Checkpoint {
     }
 }
 
-/// The checkpoint that the run would go on from.
+/// The checkpoint that the run would go on from: the newest that is not of a run that had diverged.
 ///
 /// # Errors
-/// An unreadable directory, or a newer checkpoint that is not complete: since it had its name only
-/// when it was whole, someone removed something, and should know what the run goes back to.
+/// An unreadable directory, checkpoints of a diverged run alone, or a newer checkpoint that is not
+/// complete: since it had its name only when it was whole, someone removed something, and should
+/// know what the run goes back to.
 pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
-    let latest = named(run)?.into_iter().rfind(Checkpoint::is_complete);
+    let mut complete = named(run)?;
+    complete.retain(Checkpoint::is_complete);
+    let latest = complete.iter().rfind(|checkpoint| !checkpoint.is_diverged()).cloned();
+    if let (None, Some(last)) = (&latest, complete.last()) {
+        return Err(Error::OnlyDiverged { path: run.into(), step: last.step });
+    }
     // Another run may be writing: only what lacks something now is damaged.
     let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
     match torn {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use dflash_settings::Begin;
 use serde_json::Value;
 
 use crate::checkpoints::{self, Best, Checkpoint};
@@ -88,11 +89,6 @@ impl RunDir {
         Ok(checkpoints)
     }
 
-    /// The newest complete checkpoint.
-    pub fn latest(&self) -> Result<Option<Checkpoint>, Error> {
-        Ok(self.checkpoints()?.pop())
-    }
-
     /// The checkpoint that best.json names, if it is there.
     pub fn best_checkpoint(&self) -> Result<Option<Checkpoint>, Error> {
         let named = self.best()?.map(|best| Checkpoint::at(&self.0, best.step));
@@ -109,26 +105,55 @@ impl RunDir {
     /// The checkpoint that a run begins from, if any.
     ///
     /// # Errors
-    /// Checkpoints of an earlier run without `resume`, files that no run wrote, a newest checkpoint
-    /// that is damaged.
-    pub fn start(&self, resume: bool) -> Result<Option<Checkpoint>, Error> {
-        match checkpoints::to_resume(&self.0)? {
-            Some(Checkpoint { step, .. }) if !resume => {
-                return Err(Error::EarlierRun { path: self.0.clone(), step });
+    /// What does not fit `begin`: checkpoints of an earlier run, or none; files that no run wrote; a
+    /// newest checkpoint that is damaged.
+    pub fn start(&self, begin: Begin) -> Result<Option<Checkpoint>, Error> {
+        let path = || self.0.clone();
+        match begin {
+            Begin::ResumeFrom(step) => return self.checkpoint(step).map(Some),
+            Begin::Fresh => {
+                if let Some(Checkpoint { step, .. }) = self.checkpoints()?.pop() {
+                    return Err(Error::EarlierRun { path: path(), step });
+                }
+                // What is left of a damaged checkpoint is not for a new run to write into.
+                checkpoints::to_resume(&self.0)?;
             }
-            Some(latest) => return Ok(Some(latest)),
-            None => {}
+            Begin::Resume | Begin::ResumeOrStart => {
+                if let Some(latest) = checkpoints::to_resume(&self.0)? {
+                    return Ok(Some(latest));
+                }
+            }
         }
         // A run that ended before its first checkpoint leaves its provenance, and may begin again.
-        if self.has_provenance() {
-            return Ok(None);
+        if !self.has_provenance() {
+            let is_link = |name: &String| {
+                served::LINKS.contains(&name.as_str()) && self.0.join(name).is_symlink()
+            };
+            let names = names(&self.0)?.into_iter();
+            let foreign = names.filter(|name| !is_negligible(name) && !is_link(name)).min();
+            if let Some(found) = foreign {
+                return Err(Error::Foreign { path: path(), found });
+            }
         }
-        let is_link = |name: &String| {
-            served::LINKS.contains(&name.as_str()) && self.0.join(name).is_symlink()
-        };
-        let names = names(&self.0)?.into_iter();
-        let foreign = names.filter(|name| !is_negligible(name) && !is_link(name)).min();
-        foreign.map_or(Ok(None), |found| Err(Error::Foreign { path: self.0.clone(), found }))
+        if begin == Begin::Resume { Err(Error::NothingToResume { path: path() }) } else { Ok(None) }
+    }
+
+    /// The newest checkpoint that is not of a run that had diverged.
+    ///
+    /// # Errors
+    /// A newer one that is damaged, or diverged ones alone.
+    pub fn latest(&self) -> Result<Option<Checkpoint>, Error> {
+        checkpoints::to_resume(&self.0)
+    }
+
+    /// The complete checkpoint of `step`.
+    fn checkpoint(&self, step: u64) -> Result<Checkpoint, Error> {
+        let there = self.checkpoints()?;
+        if let Some(found) = there.iter().find(|checkpoint| checkpoint.step == step) {
+            return Ok(found.clone());
+        }
+        let there = there.into_iter().map(|checkpoint| checkpoint.step).collect();
+        Err(Error::NoSuchStep { path: self.0.clone(), step, there })
     }
 
     /// A file's text with what is not UTF-8 replaced; `None` when there is no such file.
@@ -169,26 +194,45 @@ pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
 mod tests {
     use super::*;
 
-    fn start(names: &[&str], resume: bool) -> Result<Option<u64>, String> {
+    fn start(names: &[&str], begin: Begin) -> Result<Option<u64>, String> {
         let dir = tempfile::tempdir().unwrap();
         for name in names {
             let path = dir.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, "{}").unwrap();
         }
-        let found = RunDir::at(dir.path()).start(resume).map_err(|error| error.to_string())?;
+        let found = RunDir::at(dir.path()).start(begin).map_err(|error| error.to_string())?;
         Ok(found.map(|checkpoint| checkpoint.step))
     }
 
     #[test]
     fn a_run_begins_where_nothing_of_value_lies() {
-        assert_eq!(start(&[], false), Ok(None));
-        assert_eq!(start(&[".lock", ".run.json.17.tmp"], false), Ok(None));
-        assert_eq!(start(&["run.json", "notes.txt"], true), Ok(None));
-        assert_eq!(start(&["step-000004/config.json"], true), Ok(Some(4)));
-        let refused = start(&["step-000004/config.json"], false).unwrap_err();
+        for begin in [Begin::Fresh, Begin::ResumeOrStart] {
+            assert_eq!(start(&[], begin), Ok(None));
+            assert_eq!(start(&[".lock", ".run.json.17.tmp"], begin), Ok(None));
+            assert_eq!(start(&["run.json", "notes.txt"], begin), Ok(None));
+            let refused = start(&["thesis.tex", ".lock"], begin).unwrap_err();
+            assert!(refused.contains("holds thesis.tex, which no training run wrote"), "{refused}");
+        }
+        let refused = start(&["step-000004/config.json"], Begin::Fresh).unwrap_err();
         assert!(refused.contains("(last: step 4); pass --resume"), "{refused}");
-        let refused = start(&["thesis.tex", ".lock"], true).unwrap_err();
-        assert!(refused.contains("holds thesis.tex, which no training run wrote"), "{refused}");
+    }
+
+    #[test]
+    fn a_run_is_resumed_where_there_is_one() {
+        let two = ["step-000004/config.json", "step-000006/config.json", "run.json"];
+        for begin in [Begin::Resume, Begin::ResumeOrStart, Begin::ResumeFrom(6)] {
+            assert_eq!(start(&two, begin), Ok(Some(6)));
+        }
+        assert_eq!(start(&two, Begin::ResumeFrom(4)), Ok(Some(4)));
+        let refused = start(&two, Begin::ResumeFrom(5)).unwrap_err();
+        assert!(refused.ends_with("for --resume-from; there are 4, 6"), "{refused}");
+        let refused = start(&[], Begin::ResumeFrom(5)).unwrap_err();
+        assert!(refused.ends_with("it has none"), "{refused}");
+        for nothing in [&[][..], &["run.json"], &[".lock"]] {
+            let refused = start(nothing, Begin::Resume).unwrap_err();
+            assert!(refused.contains("there is no checkpoint in "), "{refused}");
+            assert!(refused.contains("pass --resume-or-start"), "{refused}");
+        }
     }
 }

@@ -24,6 +24,22 @@ pub enum Error {
         "{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path"
     )]
     EarlierRun { path: PathBuf, step: u64 },
+    /// There is nothing to go on from.
+    #[error(
+        "there is no checkpoint in {path} to resume; leave out --resume to start a run there, or pass --resume-or-start, which starts one wherever there is none"
+    )]
+    NothingToResume { path: PathBuf },
+    /// The step that was asked for has no checkpoint.
+    #[error(
+        "{path} has no checkpoint of step {step} for --resume-from; {}",
+        if .there.is_empty() { "it has none".to_owned() } else { format!("there are {}", steps(.there)) }
+    )]
+    NoSuchStep { path: PathBuf, step: u64, there: Vec<u64> },
+    /// All checkpoints are of a run that had diverged.
+    #[error(
+        "all checkpoints in {path} are of a run that had diverged; start again with another --save-path and a lower --lr, or pass --resume-from {step} to take the last one as it is"
+    )]
+    OnlyDiverged { path: PathBuf, step: u64 },
     /// Another process trains into the directory.
     #[error(
         "another run is writing to {path}; wait until it has ended, or name another --save-path"
@@ -56,4 +72,10 @@ pub enum Error {
     /// A checkpoint lacks a file.
     #[error("{path} is missing")]
     Missing { path: PathBuf },
+}
+
+/// Steps for people.
+pub(crate) fn steps(steps: &[u64]) -> String {
+    let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
+    steps.join(", ")
 }

@@ -7,6 +7,8 @@
 //!   `run.json`;
 //! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it
 //!   besides tensors;
+//! - [`recorded`] and [`changes`] say which settings decide what a run computes, and which of them a
+//!   resumed run changes;
 //! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
 //! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands for;
 //! - [`Trackers`] writes the lines again for TensorBoard, MLflow and Weights & Biases.
@@ -14,6 +16,7 @@
 //! docs/formats.md describes all of it; a test holds the keys there against the types here.
 
 mod acceptance;
+mod changes;
 mod checkpoints;
 mod directory;
 mod error;
@@ -28,6 +31,7 @@ mod trackers;
 mod wandb;
 
 pub use acceptance::{Acceptance, AcceptanceFigures, SlotCounts};
+pub use changes::{Change, changes, recorded};
 pub use checkpoints::{Best, Checkpoint};
 pub use directory::RunDir;
 pub use error::Error;
@@ -38,5 +42,5 @@ pub use lines::{
 pub use provenance::{Provenance, Start};
 pub use save_path::SavePath;
 pub use served::draft_dir;
-pub use state::{Position, ServedWeights, State};
+pub use state::{Position, SchedulePosition, ServedWeights, State};
 pub use trackers::{End, Entry, RunAbout, Trackers};

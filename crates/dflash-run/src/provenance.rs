@@ -1,5 +1,7 @@
 //! `run.json`: what made a run, and what went on with it.
 
+use std::collections::BTreeMap;
+
 use dflash_identity::TargetIdentity;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -16,6 +18,7 @@ pub struct Provenance {
     pub earlier_starts: Vec<Start>,
     pub dataset: Option<String>,
     pub target: Option<TargetIdentity>,
+    pub settings: BTreeMap<String, String>,
     pub config: Value,
 }
 

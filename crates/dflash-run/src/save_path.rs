@@ -1,7 +1,7 @@
 //! The lock on a run's directory: one process writes, sweeps and prunes.
 
 use std::fs::{File, TryLockError};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dflash_settings::CheckpointSettings;
 
@@ -53,26 +53,93 @@ impl SavePath {
         Ok(())
     }
 
-    /// Removes the checkpoints that need not stay; returns their steps. Each is renamed first, so
-    /// that a name that exists is complete at any moment.
+    /// Removes the checkpoints that need not stay, which `spared` does too; returns their steps. Each
+    /// is renamed first, so that a name that exists is complete at any moment. Of those of a run that
+    /// had diverged as many stay, beside the good ones.
     ///
     /// # Errors
     /// An unreadable record of the best step, a directory that cannot be removed.
-    pub fn prune(&self, retention: &CheckpointSettings) -> Result<Vec<u64>, Error> {
+    pub fn prune(
+        &self,
+        retention: &CheckpointSettings,
+        spared: Option<u64>,
+    ) -> Result<Vec<u64>, Error> {
         let Some(keep_last) = retention.keep_last else { return Ok(Vec::new()) };
         let mut checkpoints = self.run.checkpoints()?;
         checkpoints.retain(|checkpoint| checkpoint.has_our_name() && is_real_dir(&checkpoint.dir));
-        checkpoints.truncate(checkpoints.len().saturating_sub(keep_last.max(1) as usize));
+        let (mut diverged, mut good): (Vec<_>, Vec<_>) =
+            checkpoints.into_iter().partition(Checkpoint::is_diverged);
+        for kind in [&mut diverged, &mut good] {
+            kind.truncate(kind.len().saturating_sub(keep_last.max(1) as usize));
+        }
         let best = self.run.best()?.map(|best| best.step);
         let shown = served::shown(&self.run);
-        checkpoints.retain(|&Checkpoint { step, .. }| {
+        let mut old = [diverged, good].concat();
+        old.retain(|&Checkpoint { step, .. }| {
             let is_kept = retention.keep_every.is_some_and(|every| step.is_multiple_of(every));
-            !is_kept && best != Some(step) && !shown.contains(&step)
+            !is_kept && best != Some(step) && spared != Some(step) && !shown.contains(&step)
         });
-        for checkpoint in &checkpoints {
+        for checkpoint in &old {
             dflash_files::remove_dir(&checkpoint.dir)?;
         }
-        Ok(checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect())
+        Ok(old.into_iter().map(|checkpoint| checkpoint.step).collect())
+    }
+
+    /// Moves the checkpoints after `step` into a directory of their own, with copies of the lines,
+    /// for a run that goes on from there and will take these steps again. Returns their steps, and the
+    /// directory; `None` where there are none. They go newest first, so that what is left at any
+    /// moment is a run that can be resumed.
+    ///
+    /// # Errors
+    /// A file that cannot be copied or moved.
+    pub fn set_aside_after(&self, step: u64) -> Result<Option<(Vec<u64>, PathBuf)>, Error> {
+        let mut later = self.run.checkpoints()?;
+        later.retain(|it| it.step > step && it.has_our_name() && is_real_dir(&it.dir));
+        if later.is_empty() {
+            return Ok(None);
+        }
+        let aside = self.unused(&format!("after-{step:06}"));
+        std::fs::create_dir(&aside).map_err(dflash_files::Error::io("create", &aside))?;
+        for name in [MetricLine::FILE, ValidationLine::FILE, RunDir::BEST] {
+            let from = self.run.path().join(name);
+            if from.is_file() {
+                let copied = std::fs::copy(&from, aside.join(name));
+                copied.map_err(dflash_files::Error::io("copy", from))?;
+            }
+        }
+        self.forget_best_after(step)?;
+        for checkpoint in later.iter().rev() {
+            let to = aside.join(checkpoint.dir.file_name().expect("a checkpoint has a name"));
+            let moved = std::fs::rename(&checkpoint.dir, &to);
+            moved.map_err(dflash_files::Error::io("move", &checkpoint.dir))?;
+        }
+        Ok(Some((later.into_iter().map(|checkpoint| checkpoint.step).collect(), aside)))
+    }
+
+    /// A name beginning with `name` that nothing has here.
+    fn unused(&self, name: &str) -> PathBuf {
+        let numbered = (2u64..).map(|number| format!("{name}-{number}"));
+        let mut names = std::iter::once(name.to_owned()).chain(numbered);
+        let path = names.find_map(|name| {
+            let path = self.run.path().join(name);
+            (!path.exists()).then_some(path)
+        });
+        path.expect("there is a number that no name has")
+    }
+
+    /// Makes the best step one that is not after `step`.
+    fn forget_best_after(&self, step: u64) -> Result<(), Error> {
+        if self.run.best()?.is_none_or(|best| best.step <= step) {
+            return Ok(());
+        }
+        let path = self.run.path().join(RunDir::BEST);
+        std::fs::remove_file(&path).map_err(dflash_files::Error::io("remove", path))?;
+        for (at, line) in self.run.lines::<ValidationLine>()?.by_step {
+            if at <= step {
+                self.note_validation(&line)?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes what [`Self::prune`] would remove once one more checkpoint is there; returns the steps.
@@ -80,9 +147,13 @@ impl SavePath {
     ///
     /// # Errors
     /// As [`Self::prune`].
-    pub fn make_room(&self, retention: &CheckpointSettings) -> Result<Vec<u64>, Error> {
+    pub fn make_room(
+        &self,
+        retention: &CheckpointSettings,
+        spared: Option<u64>,
+    ) -> Result<Vec<u64>, Error> {
         let keep_last = retention.keep_last.map(|last| last.saturating_sub(1).max(1));
-        self.prune(&CheckpointSettings { keep_last, ..retention.clone() })
+        self.prune(&CheckpointSettings { keep_last, ..retention.clone() }, spared)
     }
 
     /// Notes a validation, if its step has a checkpoint; returns the quantity in which that is the
@@ -132,6 +203,7 @@ fn is_leftover(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{AcceptanceFigures, HeldOutPrompts, Position, State};
 
     fn with(names: &[&str]) -> (tempfile::TempDir, SavePath) {
         let dir = tempfile::tempdir().unwrap();
@@ -163,7 +235,7 @@ mod tests {
         if let Some(best) = best {
             std::fs::write(dir.path().join(RunDir::BEST), best).unwrap();
         }
-        claimed.prune(&retention).unwrap();
+        claimed.prune(&retention, None).unwrap();
         let mut names = left(&dir);
         names.retain(|name| name != RunDir::BEST);
         assert_eq!(names, expected, "{retention:?}");
@@ -181,11 +253,62 @@ mod tests {
         check(keep(Some(1), None), Some(best), &[FIVE[0], FIVE[4]]);
     }
 
+    /// Gives a checkpoint a state, of a run that had diverged or not.
+    fn mark(dir: &tempfile::TempDir, name: &str, diverged: bool) {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.join(Checkpoint::TRAINER)).unwrap();
+        let position = Position { diverged, ..Position::default() };
+        State { position, tensors_crc32: None }.save(&path).unwrap();
+    }
+
+    #[test]
+    fn the_last_good_checkpoint_outlives_those_of_a_diverged_run() {
+        let (dir, claimed) = with(&FIVE);
+        FIVE.iter().for_each(|name| mark(&dir, name, *name > FIVE[1]));
+        let latest = || RunDir::at(dir.path()).latest().map(|latest| latest.unwrap().step);
+        assert_eq!(latest().unwrap(), 20);
+        assert_eq!(claimed.prune(&keep(Some(1), None), Some(10)).unwrap(), [30, 40]);
+        assert_eq!(left(&dir), [FIVE[0], FIVE[1], FIVE[4]], "spared, good and diverged");
+        assert_eq!(claimed.prune(&keep(Some(1), None), None).unwrap(), [10]);
+        Checkpoint::at(dir.path(), 20).mark_diverged().unwrap();
+        let refused = latest().unwrap_err().to_string();
+        assert!(refused.contains("--resume-from 50 to take the last"), "{refused}");
+    }
+
+    #[test]
+    fn what_comes_after_a_step_is_moved_aside_with_its_lines() {
+        let (dir, claimed) = with(&FIVE);
+        let line = |step: u64, length: f64| {
+            let figures =
+                AcceptanceFigures { acceptance_length: length, ..AcceptanceFigures::default() };
+            let prompts = Some(HeldOutPrompts { figures, responses: 1 });
+            let line = ValidationLine { step, prompts, ..ValidationLine::default() };
+            RunDir::at(dir.path()).append(&line).unwrap();
+            claimed.note_validation(&line).unwrap();
+        };
+        [(10, 2.0), (20, 3.0), (30, 2.5), (50, 4.0)]
+            .into_iter()
+            .for_each(|(step, length)| line(step, length));
+        assert_eq!(claimed.set_aside_after(50).unwrap(), None);
+        let (steps, aside) = claimed.set_aside_after(30).unwrap().unwrap();
+        assert_eq!((steps, &aside), (vec![40, 50], &dir.path().join("after-000030")));
+        let run = RunDir::at(&aside);
+        assert_eq!(run.checkpoints().unwrap().len(), 2);
+        assert_eq!(run.best().unwrap().unwrap().step, 50);
+        assert_eq!(run.lines::<ValidationLine>().unwrap().by_step.len(), 4);
+        assert_eq!(RunDir::at(dir.path()).best().unwrap().unwrap().step, 20);
+        assert_eq!(RunDir::at(dir.path()).checkpoints().unwrap().len(), 3);
+        std::fs::create_dir(dir.path().join(FIVE[3])).unwrap();
+        std::fs::write(dir.path().join(FIVE[3]).join("config.json"), "{}").unwrap();
+        let (_, aside) = claimed.set_aside_after(30).unwrap().unwrap();
+        assert_eq!(aside, dir.path().join("after-000030-2"));
+    }
+
     #[test]
     fn room_is_made_by_what_would_go_after_the_next_save() {
         let check = |keep_last, expected: &[&str]| {
             let (dir, claimed) = with(&FIVE);
-            claimed.make_room(&keep(keep_last, None)).unwrap();
+            claimed.make_room(&keep(keep_last, None), None).unwrap();
             let mut names = left(&dir);
             names.retain(|name| name.starts_with(PREFIX));
             assert_eq!(names, expected, "{keep_last:?}");
@@ -202,7 +325,7 @@ mod tests {
     fn a_best_file_that_cannot_be_read_costs_no_checkpoint() {
         let (dir, claimed) = with(&FIVE);
         std::fs::write(dir.path().join(RunDir::BEST), "{").unwrap();
-        let refused = claimed.prune(&keep(Some(1), None));
+        let refused = claimed.prune(&keep(Some(1), None), None);
         assert!(refused.unwrap_err().to_string().contains(RunDir::BEST));
         assert_eq!(left(&dir).len(), 6);
     }
@@ -214,7 +337,7 @@ mod tests {
         std::fs::create_dir(dir.path().join(foreign[4])).unwrap();
         std::os::unix::fs::symlink(dir.path().join("notes"), dir.path().join("step-000003"))
             .unwrap();
-        assert!(claimed.prune(&keep(Some(1), None)).unwrap().is_empty());
+        assert!(claimed.prune(&keep(Some(1), None), None).unwrap().is_empty());
         assert_eq!(left(&dir).len(), 7);
     }
 

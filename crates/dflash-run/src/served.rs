@@ -41,7 +41,7 @@ pub fn draft_dir(path: &Path) -> Result<PathBuf, Error> {
     if let Some(run) = parent_run(path)? {
         let owner = || run.path().to_path_buf();
         if path.ends_with(LATEST) {
-            return found(run.latest()?).ok_or_else(|| Error::NoCheckpoint { path: owner() });
+            return found(newest(&run)?).ok_or_else(|| Error::NoCheckpoint { path: owner() });
         }
         if path.ends_with(BEST) {
             return found(run.best_checkpoint()?).ok_or_else(|| Error::NoBest { path: owner() });
@@ -51,7 +51,7 @@ pub fn draft_dir(path: &Path) -> Result<PathBuf, Error> {
     if !is_run(&run)? {
         return Ok(path.into());
     }
-    match found(run.best_checkpoint()?).or(found(run.latest()?)) {
+    match found(run.best_checkpoint()?).or(found(newest(&run)?)) {
         Some(dir) => Ok(dir),
         // Copied somewhere with its links followed, and without its checkpoints.
         None if path.join(FILES[0]).is_file() => Ok(path.into()),
@@ -59,9 +59,14 @@ pub fn draft_dir(path: &Path) -> Result<PathBuf, Error> {
     }
 }
 
+/// The newest complete checkpoint that is not of a run that had diverged.
+fn newest(run: &RunDir) -> Result<Option<Checkpoint>, Error> {
+    Ok(run.checkpoints()?.into_iter().rfind(|checkpoint| !checkpoint.is_diverged()))
+}
+
 /// Makes the links of `run` show what there is.
 pub(crate) fn publish(run: &RunDir) -> Result<(), Error> {
-    let (latest, best) = (run.latest()?, run.best_checkpoint()?);
+    let (latest, best) = (newest(run)?, run.best_checkpoint()?);
     let name = |checkpoint: &Checkpoint| checkpoint.dir.file_name().map(PathBuf::from);
     link(run, LATEST, latest.as_ref().and_then(name))?;
     link(run, BEST, best.as_ref().and_then(name))?;

@@ -1,5 +1,6 @@
 //! The position of a run: `trainer/state.json` in each checkpoint.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use dflash_identity::TargetIdentity;
@@ -40,6 +41,27 @@ pub struct Position {
     pub ema_decay: Option<f64>,
     #[serde(default)]
     pub served_weights: ServedWeights,
+    #[serde(default)]
+    pub schedule: Option<SchedulePosition>,
+    #[serde(default)]
+    pub first_loss: Option<f64>,
+    /// Such a state is never resumed unless it is asked for by its step.
+    #[serde(default)]
+    pub diverged: bool,
+    /// What decides what the run computes ([`crate::recorded`]); empty in runs of earlier releases.
+    #[serde(default)]
+    pub settings: BTreeMap<String, String>,
+}
+
+/// Where a learning-rate schedule stands, which is laid out over `planned` steps and stretched when
+/// the run's length changes: step `since` was at `at`, and the last one, `total`, will be at the end.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SchedulePosition {
+    pub planned: u64,
+    pub total: u64,
+    pub since: u64,
+    pub at: f64,
 }
 
 /// Which weights engines load from a checkpoint.

@@ -1,8 +1,8 @@
 //! docs/formats.md names the keys that are written, all of them and in their order.
 
 use dflash_run::{
-    AcceptanceFigures, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position, Provenance, Start,
-    State, StreamCounters, TeacherForced, ValidationLine,
+    AcceptanceFigures, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position, Provenance,
+    SchedulePosition, Start, State, StreamCounters, TeacherForced, ValidationLine,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -23,7 +23,7 @@ fn keys(value: &Value, prefix: &str) -> Vec<String> {
         Value::Array(items) if items.first().is_some_and(Value::is_object) => {
             keys(&items[0], &(path + "."))
         }
-        Value::Object(_) => keys(value, &(path + ".")),
+        Value::Object(members) if !members.is_empty() => keys(value, &(path + ".")),
         _ => vec![path],
     };
     let members = value.as_object().unwrap().iter();
@@ -52,7 +52,9 @@ fn every_key_is_documented() {
     let earlier_starts = vec![Start::default()];
     check("run.json", &Provenance { earlier_starts, ..Provenance::default() });
     check("best.json", &Best::default());
-    check("trainer/state.json", &State { position: Position::default(), tensors_crc32: None });
+    let schedule = Some(SchedulePosition { planned: 1, total: 1, since: 0, at: 0.0 });
+    let position = Position { schedule, ..Position::default() };
+    check("trainer/state.json", &State { position, tensors_crc32: None });
 }
 
 #[test]

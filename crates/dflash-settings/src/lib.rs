@@ -49,5 +49,5 @@ pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
 pub use rows::RowSettings;
 pub use secrets::{hide_passwords, hide_passwords_in, shown_endpoint};
-pub use train::TrainSettings;
+pub use train::{Begin, TrainSettings};
 pub use validation::ValidationSettings;

@@ -59,8 +59,8 @@ pub struct OptimizerSettings {
     /// Clip gradients to this global norm.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1.0))]
     pub max_grad_norm: f64,
-    /// Save and stop after N consecutive steps with a non-finite gradient (such steps are skipped
-    /// and counted).
+    /// Stop after N consecutive steps with a non-finite gradient (such steps are skipped and
+    /// counted).
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
     pub max_bad_steps: u64,
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_STEPS, MOST_TFLOPS, at_odds, positive, within};
+use crate::check::{Invalid, MOST_STEPS, MOST_TFLOPS, at_odds, needs, positive, within};
 use crate::choices::{SpeculatorType, Tracker};
 use crate::compute::ComputeSettings;
 use crate::draft::DraftSettings;
@@ -33,9 +33,18 @@ pub struct TrainSettings {
     /// Directory for checkpoints and metrics.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub save_path: PathBuf,
-    /// Continue the run in --save-path from its last complete checkpoint.
+    /// Continue the run in --save-path from its last good checkpoint; an error where there is none.
     #[cfg_attr(feature = "clap", arg(long))]
     pub resume: bool,
+    /// Continue the run in --save-path where it has a checkpoint, else start one.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub resume_or_start: bool,
+    /// Continue from the checkpoint of step N. Later ones, and their lines, are moved aside.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub resume_from: Option<u64>,
+    /// Settings that a resumed run may change, by the names that its refusal lists.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "NAME", action = clap::ArgAction::Set, value_delimiter = ','))]
+    pub allow_changed: Option<Vec<String>>,
     /// Kind of drafter; this program trains dflash.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SpeculatorType::Dflash))]
     pub speculator_type: SpeculatorType,
@@ -94,13 +103,50 @@ pub struct TrainSettings {
     pub validation: ValidationSettings,
 }
 
+/// What a run begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Begin {
+    /// Nothing: there must be no run yet.
+    Fresh,
+    /// The last good checkpoint, which must be there.
+    Resume,
+    /// The last good checkpoint, or nothing.
+    ResumeOrStart,
+    /// The checkpoint of this step.
+    ResumeFrom(u64),
+}
+
 impl TrainSettings {
+    /// What the flags say of where to begin; the one that says most counts.
+    pub fn begin(&self) -> Begin {
+        match self.resume_from {
+            Some(step) => Begin::ResumeFrom(step),
+            None if self.resume_or_start => Begin::ResumeOrStart,
+            None if self.resume => Begin::Resume,
+            None => Begin::Fresh,
+        }
+    }
+
+    /// Whether a resumed run may have another `setting` than it began with.
+    pub fn allows_changed(&self, setting: &str) -> bool {
+        self.allow_changed.iter().flatten().any(|name| name == setting)
+    }
+
+    /// Makes these the settings of a restarted rank, which goes on with what its job has saved,
+    /// however the job began.
+    pub fn restart(&mut self) {
+        (self.resume, self.resume_or_start, self.resume_from) = (false, true, None);
+    }
+
     /// # Errors
     /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
         within([("log_every", self.log_every, 1..=MOST_STEPS)])?;
         positive([("peak_tflops", self.peak_tflops.unwrap_or(1.0), MOST_TFLOPS)])?;
         self.check_trackers()?;
+        if self.allow_changed.is_some() && self.begin() == Begin::Fresh {
+            return Err(needs("allow_changed", "resume"));
+        }
         self.compute.check()?;
         self.launch.check()?;
         self.checkpoints.check()?;

@@ -15,7 +15,7 @@ use crate::config::TrainConfig;
 use crate::prepared::Prepared;
 
 /// Keys in which ranks may differ. All others are compared, those of new settings too.
-const MAY_DIFFER: [&str; 20] = [
+const MAY_DIFFER: [&str; 23] = [
     // Paths, which nodes may have mounted elsewhere. What is behind them is compared.
     "target",
     "target_dir",
@@ -39,7 +39,10 @@ const MAY_DIFFER: [&str; 20] = [
     "max_in_flight",
     // How the run was started, and what this node shows.
     "command",
+    "job",
     "no_progress",
+    "log_to",
+    "run_name",
 ];
 
 /// Bytes that are read at each of several places of a large file.

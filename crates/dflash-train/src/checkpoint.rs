@@ -9,8 +9,8 @@ use dflash_files::PendingDir;
 use dflash_model::checkpoint::{TensorFile, TensorWriter};
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
 use dflash_model::objective::DraftVocabulary;
-use dflash_run::{Checkpoint, Position, State};
-use dflash_settings::TrainSettings;
+use dflash_run::{Change, Checkpoint, Position, State, changes};
+use dflash_settings::{Invalid, TrainSettings};
 
 use crate::Error;
 use crate::optimizer::{Algorithm, OptimizerConfig};
@@ -119,15 +119,18 @@ impl PendingCheckpoint {
     }
 }
 
-/// Puts a checkpoint into `trainer`, whatever ranks wrote it. Returns its position; `current` is where
-/// this run would begin, with its settings.
+/// Puts a checkpoint into `trainer`, whatever ranks wrote it. Returns its position, and what this run
+/// changes of its settings; `current` is where this run would begin, with its own, and `allowed`
+/// names those that may differ.
 pub(crate) fn resume(
     trainer: &mut Trainer,
     checkpoint: &Checkpoint,
-    current: &Position,
-) -> Result<Position, Error> {
-    restore(trainer, checkpoint, current).map_err(|error| match error {
-        mismatch @ Error::ResumeMismatch { .. } => mismatch,
+    (current, allowed): (&Position, &[String]),
+) -> Result<(Position, Vec<Change>), Error> {
+    restore(trainer, checkpoint, (current, allowed)).map_err(|error| match error {
+        refused @ (Error::ResumeMismatch { .. }
+        | Error::SettingsChanged { .. }
+        | Error::Setting(_)) => refused,
         error => checkpoint.clone().damaged(error).into(),
     })
 }
@@ -135,8 +138,8 @@ pub(crate) fn resume(
 fn restore(
     trainer: &mut Trainer,
     Checkpoint { step, dir }: &Checkpoint,
-    current: &Position,
-) -> Result<Position, Error> {
+    (current, allowed): (&Position, &[String]),
+) -> Result<(Position, Vec<Change>), Error> {
     let state = State::load(dir)?;
     let stored = &state.position;
     let vocabulary = DraftVocabulary::load(dir)?;
@@ -151,6 +154,8 @@ fn restore(
             return Err(Error::ResumeMismatch { path: dir.clone(), key, found, expected });
         }
     }
+    let changes = changes(&stored.settings, &current.settings);
+    check_allowed(dir, (&changes, allowed), &current)?;
     let path = dir.join(Checkpoint::TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);
@@ -159,7 +164,33 @@ fn restore(
     }
     trainer.masters.restore(&trainer.draft, &file, stored.optimizer_steps())?;
     // A run of an earlier release does not say which target it is for.
-    Ok(Position { target: current.target, ..state.position })
+    Ok((Position { target: current.target, ..state.position }, changes))
+}
+
+/// Refuses changes that nobody asked for by name, and names that no setting has.
+fn check_allowed(
+    dir: &Path,
+    (changes, allowed): (&[Change], &[String]),
+    current: &Position,
+) -> Result<(), Error> {
+    let same = |name: &str, other: &str| {
+        name.trim_start_matches('-').replace('_', "-") == other.replace('_', "-")
+    };
+    let is_known = |name: &String| current.settings.keys().any(|key| same(name, key));
+    if let Some(unknown) = allowed.iter().find(|name| !is_known(name)) {
+        let known: Vec<String> = current.settings.keys().map(|key| key.replace('_', "-")).collect();
+        let expected = format!("a resumed run can change {}", known.join(", "));
+        return Err(Invalid::new("allow_changed", unknown, expected).into());
+    }
+    let needs_leave: Vec<&Change> = changes.iter().filter(|change| change.needs_leave).collect();
+    let is_allowed = |change: &&&Change| allowed.iter().any(|name| same(name, &change.name));
+    if needs_leave.iter().all(|change| is_allowed(&change)) {
+        return Ok(());
+    }
+    let names: Vec<&str> = needs_leave.iter().map(|change| change.name.as_str()).collect();
+    let (path, names) = (dir.into(), names.join(","));
+    let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+    Err(Error::SettingsChanged { path, changes: changes.join(", "), names })
 }
 
 /// The settings that no resumed run may change. What the flags do not say of a draft is the target's.

@@ -21,6 +21,9 @@ pub struct TrainConfig {
     pub pretrained_dir: Option<PathBuf>,
     /// How the run was started, for its records.
     pub command: Vec<String>,
+    /// The job that the run's ranks belong to, where its launcher gave it a name of its own: after a
+    /// restart ranks go on with what their own job saved.
+    pub job: Option<String>,
     /// Set when the run is to end early.
     #[serde(skip)]
     pub stop: Arc<AtomicBool>,

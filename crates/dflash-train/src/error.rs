@@ -76,6 +76,11 @@ pub enum Error {
         "cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}"
     )]
     ResumeMismatch { path: PathBuf, key: &'static str, found: String, expected: String },
+    /// The run to be resumed was made with other settings, which may be changed on purpose.
+    #[error(
+        "cannot resume {path} with other settings: {changes}; pass what it was trained with, or --allow-changed {names} to go on with these"
+    )]
+    SettingsChanged { path: PathBuf, changes: String, names: String },
     /// A file of a checkpoint is not the one that was written.
     #[error("{} is not what this step's state.json describes", .path.display())]
     Altered { path: PathBuf },
@@ -102,9 +107,12 @@ pub enum Error {
     },
     /// Loss or gradient are not finite.
     #[error(
-        "loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr or raise --max-bad-steps, and --resume"
+        "loss or gradient of {count} steps in a row is not finite (last: step {step}); {remedy}"
     )]
-    NonFinite { count: u64, step: u64 },
+    NonFinite { count: u64, step: u64, remedy: String },
+    /// The weights at the end are worth nothing.
+    #[error("the run has diverged: at step {step} {sign}; {remedy}")]
+    Diverged { step: u64, sign: String, remedy: String },
 }
 
 impl Error {

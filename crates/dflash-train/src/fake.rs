@@ -51,6 +51,8 @@ pub(crate) struct Beside {
     pub(crate) fails_at: Option<u64>,
     /// What every rank broadcasts; without it this rank its own value, and others their number.
     pub(crate) broadcast_value: Option<f64>,
+    /// The broadcast from which on rank 0's value is not a number, counted from 1.
+    pub(crate) not_finite_from: Option<u64>,
     /// How often each call came so far.
     pub(crate) broadcasts: AtomicU64,
     pub(crate) sums: AtomicU64,
@@ -86,8 +88,10 @@ impl Communicator for Beside {
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), dflash_dist::Error> {
-        self.broadcasts.fetch_add(1, Relaxed);
-        if let Some(value) = self.broadcast_value.or((root > 0).then_some(root as f64)) {
+        let broadcast = self.broadcasts.fetch_add(1, Relaxed) + 1;
+        if self.not_finite_from.is_some_and(|from| broadcast >= from) {
+            let _ = tensor.fill_(f64::NAN);
+        } else if let Some(value) = self.broadcast_value.or((root > 0).then_some(root as f64)) {
             let _ = tensor.fill_(value);
         }
         Ok(())

@@ -100,6 +100,16 @@ fn memory_bytes() -> Option<f64> {
     Some(kib * 1024.0)
 }
 
+/// What arithmetic is done on, as its maker calls it: its last bits may differ from another's.
+pub(crate) fn processor(device: Device) -> Option<String> {
+    if let Device::Cuda(_) = device {
+        return gpu_name();
+    }
+    let facts = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let model = facts.lines().find_map(|line| line.strip_prefix("model name"))?;
+    Some(model.trim_start_matches([' ', '\t', ':']).trim().to_owned())
+}
+
 /// The kernel's high-water mark of this process's resident memory, MiB.
 fn peak_resident_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;

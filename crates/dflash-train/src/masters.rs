@@ -176,6 +176,25 @@ impl Masters {
         Ok(())
     }
 
+    /// Whether all numbers of this rank's share are finite, and the largest weight in it.
+    pub(crate) fn soundness(&self) -> (bool, f64) {
+        let mut finite = true;
+        let mut largest = 0.0;
+        for StateTensor { name, tensor, .. } in self.state() {
+            if tensor.numel() == 0 {
+                continue;
+            }
+            // both are NaN where any number is
+            let (least, most) = tensor.aminmax(None, false);
+            let bound = least.double_value(&[]).abs().max(most.double_value(&[]).abs());
+            finite &= least.double_value(&[]).is_finite() && most.double_value(&[]).is_finite();
+            if name == MASTERS {
+                largest = bound;
+            }
+        }
+        (finite, largest)
+    }
+
     /// Float32 numbers that this rank holds.
     pub(crate) fn elements(&self) -> i64 {
         self.state().iter().map(|part| part.tensor.numel() as i64).sum()

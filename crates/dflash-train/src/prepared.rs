@@ -59,8 +59,9 @@ impl<'a> Prepared<'a> {
         let identity = TargetIdentity::read(&config.target_dir, &settings.target)?;
         let mut remarks = Vec::new();
         remarks.extend(same_target::check_dataset(&dataset, &config.target_dir, &identity)?);
-        let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
+        let resume = RunDir::at(&settings.save_path).start(settings.begin())?;
         match (&resume, pretrained) {
+            (Some(_), _) if settings.allows_changed("target") => {}
             (Some(checkpoint), _) => same_target::check_resumed(checkpoint, &identity)?,
             (None, Some(dir)) => remarks.extend(same_target::check_pretrained(dir, &identity)?),
             (None, None) => {}

@@ -1,18 +1,21 @@
 //! One worker's life, from a prepared run to its last checkpoint.
 
+mod divergence;
+mod health;
 mod notes;
 mod summary;
 #[cfg(test)]
 mod tests;
 mod worker;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
 use dflash_model::place;
-use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights};
-use dflash_settings::MatmulPrecision;
+use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights, recorded};
+use dflash_settings::{Invalid, MatmulPrecision};
 use tch::{Device, Kind};
 
 use crate::optimizer::OptimizerConfig;
@@ -20,7 +23,8 @@ use crate::order::{Length, RowOrder, Stride};
 use crate::prepared::Prepared;
 use crate::rows::RowSource;
 use crate::validation::{AcceptanceProbe, Validation};
-use crate::{Error, checkpoint, setup};
+use crate::{Error, checkpoint, machine, schedule, setup};
+use health::Health;
 use worker::Worker;
 
 /// How a run ended.
@@ -74,20 +78,42 @@ impl Prepared<'_> {
             let (rank, ranks) = (communicator.rank() as u64, communicator.world_size() as u64);
             let place = (communicator.rank(), communicator.world_size());
             let mut trainer = setup::trainer(self, device, place)?;
-            let mut position = self.start();
+            let mut position = self.start(self.facts(communicator, device));
+            let mut notes = Vec::new();
             if let Some(checkpoint) = &self.resume {
-                position = checkpoint::resume(&mut trainer, checkpoint, &position)?;
+                let allowed = config.allow_changed.as_deref().unwrap_or_default();
+                let current = std::mem::take(&mut position);
+                let (stored, changes) =
+                    checkpoint::resume(&mut trainer, checkpoint, (&current, allowed))?;
+                if stored.settings.is_empty() {
+                    let note = "an earlier release saved this run: its settings are not compared";
+                    notes.push(note.to_owned());
+                }
+                position = self.go_on(stored, current)?;
+                notes.extend(changes.iter().map(|change| format!("changed: {change}")));
             }
             let share = Stride { first: position.rows + rank, stride: ranks };
             let length = self.length(&position, ranks);
             let (order, mut planned) = RowOrder::plan(self.packing(), length, share)?;
             let total = self.total_steps(&order, &position, ranks);
+            let before = position.schedule;
+            position.schedule = Some(match before {
+                Some(before) => schedule::stretched(before, position.step, total),
+                None => schedule::planned(total),
+            });
             let own = (total - position.step) as usize * config.rows.gradient_accumulation_steps;
             planned.truncate(own);
             let mut rows = source.start(planned)?;
             let mut save_path = None;
             if rank == 0 {
-                save_path = Some(SavePath::claim(&config.save_path)?);
+                let claimed = SavePath::claim(&config.save_path)?;
+                if self.resume.is_some()
+                    && let Some(aside) = claimed.set_aside_after(position.step)?
+                {
+                    notes.push(aside_note(aside));
+                    notes.extend(claimed.publish().err().map(|error| error.to_string()));
+                }
+                save_path = Some(claimed);
                 let provenance = self.provenance(&position, communicator.world_size());
                 RunDir::at(&config.save_path).record(provenance)?;
             }
@@ -97,13 +123,16 @@ impl Prepared<'_> {
                 prepared: self,
                 begun_at: position.step,
                 had_slots: false,
+                health: Health::begin(self, &position),
+                ended_before: before.map(|before| before.total).filter(|&end| end != total),
+                notes,
                 order,
                 communicator,
                 trainer,
                 position,
                 total,
                 save_path,
-                saved: None,
+                saved: self.resume.as_ref().map(|checkpoint| checkpoint.step),
                 validation,
             };
             worker.train(&mut *rows)
@@ -130,6 +159,7 @@ impl Prepared<'_> {
             resumed_at_step: position.step,
             dataset: Some(position.dataset.clone()),
             target: Some(self.identity.clone()),
+            settings: position.settings.clone(),
             config: self.shown_config(),
             ..Provenance::default()
         }
@@ -143,8 +173,58 @@ impl Prepared<'_> {
         config
     }
 
+    /// What decides what the run computes: the settings, and what they come to here.
+    fn facts(
+        &self,
+        communicator: &dyn Communicator,
+        (device, kind): (Device, Kind),
+    ) -> BTreeMap<String, String> {
+        let settings = &self.config.settings;
+        let ranks = communicator.world_size();
+        let rows = ranks * settings.rows.gradient_accumulation_steps;
+        let device_name = if let Device::Cuda(_) = device { "cuda" } else { "cpu" };
+        let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
+        let known = [
+            ("target", Some(self.identity.digests())),
+            ("device", Some(device_name.to_owned())),
+            ("compute_dtype", Some(dtype.to_owned())),
+            ("ranks", Some(ranks.to_string())),
+            ("rows_per_step", Some(rows.to_string())),
+            ("threads", Some(tch::get_num_threads().to_string())),
+            ("processor", machine::processor(device)),
+            ("dflash", Some(env!("CARGO_PKG_VERSION").to_owned())),
+            ("libtorch", dflash_torch_sys::libtorch_version().ok()),
+            ("from_pretrained", settings.draft.from_pretrained.clone()),
+        ];
+        let known = known.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
+        recorded(settings).into_iter().chain(known).collect()
+    }
+
+    /// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one.
+    fn go_on(&self, mut stored: Position, current: Position) -> Result<Position, Error> {
+        let began_with = stored.settings.remove("from_pretrained");
+        let mut settings = current.settings;
+        if let Some(asked) = settings.remove("from_pretrained")
+            && !stored.settings.is_empty()
+            && began_with.as_ref() != Some(&asked)
+        {
+            let began =
+                began_with.map_or_else(|| "fresh".to_owned(), |draft| format!("from {draft}"));
+            let expected = format!("the run to be resumed began {began}; leave out the flag");
+            return Err(Invalid::new("from_pretrained", asked, expected).into());
+        }
+        settings.extend(began_with.map(|draft| ("from_pretrained".to_owned(), draft)));
+        if stored.settings.get("loss") != settings.get("loss") {
+            stored.first_loss = None;
+        }
+        if std::mem::take(&mut stored.diverged) {
+            stored.bad_in_a_row = 0;
+        }
+        Ok(Position { settings, ..stored })
+    }
+
     /// Where a fresh run begins.
-    fn start(&self) -> Position {
+    fn start(&self, settings: BTreeMap<String, String>) -> Position {
         let config = &self.config.settings;
         let optimizer = OptimizerConfig::from(&config.optimizer);
         Position {
@@ -156,6 +236,7 @@ impl Prepared<'_> {
             optimizer: optimizer.algorithm.name().to_owned(),
             ema_decay: optimizer.ema_decay,
             served_weights: ServedWeights::of(optimizer.ema_decay),
+            settings,
             ..Position::default()
         }
     }
@@ -179,4 +260,12 @@ impl Prepared<'_> {
             position.step + remaining.div_ceil(ranks * rows.gradient_accumulation_steps as u64);
         rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
+}
+
+/// What is said of checkpoints that were moved aside.
+fn aside_note((steps, aside): (Vec<u64>, PathBuf)) -> String {
+    let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
+    let noun = if steps.len() == 1 { "the checkpoint of step" } else { "the checkpoints of steps" };
+    let (steps, aside) = (steps.join(", "), aside.display());
+    format!("{noun} {steps} and the lines are now in {aside}; remove it when nobody needs it")
 }

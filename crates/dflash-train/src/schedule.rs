@@ -1,5 +1,6 @@
 //! Learning-rate schedules: a multiplier of the peak rate for each step.
 
+use dflash_run::SchedulePosition;
 use dflash_settings::{OptimizerSettings, SchedulerType};
 
 /// How long the warm-up is.
@@ -37,12 +38,17 @@ impl Schedule {
     /// Multiplier at `step` of `total`: 0 at step 0 of a warm-up, 1 at its end, the minimum at
     /// `total`. For cosine and linear it is the one of Transformers' schedules.
     pub fn multiplier(&self, step: u64, total: u64) -> f64 {
+        self.at(step as f64, total)
+    }
+
+    /// The same between two steps.
+    fn at(&self, step: f64, total: u64) -> f64 {
         let warmup = self.warmup.steps(total);
-        if step < warmup {
-            return step as f64 / warmup as f64;
+        if step < warmup as f64 {
+            return step / warmup as f64;
         }
         let span = total.saturating_sub(warmup).max(1) as f64;
-        let progress = ((step - warmup) as f64 / span).min(1.0);
+        let progress = ((step - warmup as f64) / span).min(1.0);
         let shape = match self.kind {
             SchedulerType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             SchedulerType::Linear => 1.0 - progress,
@@ -66,6 +72,34 @@ impl Schedule {
     pub fn of_step(&self, step: u64, total: u64) -> f64 {
         self.multiplier(step + 1, total + 1)
     }
+
+    /// The same of a run whose length may have changed on the way.
+    pub(crate) fn of_stretched(&self, step: u64, position: &SchedulePosition) -> f64 {
+        self.at(reached(position, step + 1), position.planned + 1)
+    }
+}
+
+/// The schedule of a fresh run of `total` steps.
+pub(crate) fn planned(total: u64) -> SchedulePosition {
+    SchedulePosition { planned: total, total, since: 0, at: 0.0 }
+}
+
+/// The schedule of a run that has taken `step` steps and is now to take `total`. What is left of the
+/// schedule is stretched or pressed together over the steps that are left, so that the rate goes
+/// on from where it is, and ends where it was to end.
+pub(crate) fn stretched(position: SchedulePosition, step: u64, total: u64) -> SchedulePosition {
+    if position.total == total {
+        return position;
+    }
+    SchedulePosition { total, since: step, at: reached(&position, step), ..position }
+}
+
+/// How far the schedule is at `step`, in the steps that it was planned over: from `since` on evenly,
+/// so that the last step is followed by the schedule's end.
+fn reached(position: &SchedulePosition, step: u64) -> f64 {
+    let SchedulePosition { planned, total, since, at } = *position;
+    let left = (total + 1).saturating_sub(since).max(1) as f64;
+    at + step.saturating_sub(since) as f64 * ((planned as f64 + 1.0 - at) / left)
 }
 
 impl From<&OptimizerSettings> for Schedule {
@@ -78,8 +112,8 @@ impl From<&OptimizerSettings> for Schedule {
 }
 
 /// `1 - sqrt` over the last `length` steps.
-fn decay(step: u64, total: u64, length: f64) -> f64 {
-    let begun = step as f64 - (total as f64 - length);
+fn decay(step: f64, total: u64, length: f64) -> f64 {
+    let begun = step - (total as f64 - length);
     if begun <= 0.0 { 1.0 } else { 1.0 - (begun / length).min(1.0).sqrt() }
 }
 
@@ -125,6 +159,52 @@ mod tests {
         let schedule = Schedule { minimum: 0.1, ..schedule(SchedulerType::Cosine) };
         assert!((schedule.multiplier(100, 100) - 0.1).abs() < 1e-12);
         assert_eq!(schedule.multiplier(10, 100), 1.0);
+    }
+
+    #[test]
+    fn a_run_whose_length_stays_follows_its_schedule_to_the_bit() {
+        use SchedulerType::{Cosine, Linear, None, Wsd};
+        for kind in [Cosine, Linear, Wsd, None] {
+            let (schedule, whole) = (schedule(kind), planned(97));
+            assert_eq!(stretched(whole, 40, 97), whole);
+            for step in 0..97 {
+                assert_eq!(schedule.of_stretched(step, &whole), schedule.of_step(step, 97));
+            }
+        }
+    }
+
+    /// The largest change between two steps of a run that is lengthened or shortened, twice.
+    fn largest_jump(kind: SchedulerType, [first, second]: [(u64, u64); 2]) -> f64 {
+        let schedule = schedule(kind);
+        let (once, last) = (stretched(planned(100), first.0, first.1), second.1);
+        let twice = stretched(once, second.0, last);
+        let rates: Vec<f64> = (0..last)
+            .map(|step| match step {
+                step if step < first.0 => schedule.of_step(step, 100),
+                step if step < second.0 => schedule.of_stretched(step, &once),
+                step => schedule.of_stretched(step, &twice),
+            })
+            .collect();
+        assert!(kind == SchedulerType::None || rates[last as usize - 1] < 0.3, "{kind:?}");
+        // the warm-up is over after ten steps; from then on no rate rises
+        assert!(rates[10..].is_sorted_by(|a, b| a >= b), "{kind:?} {rates:?}");
+        rates.windows(2).map(|pair| (pair[1] - pair[0]).abs()).skip(10).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn a_run_whose_length_changes_goes_on_from_its_rate() {
+        use SchedulerType::{Cosine, Linear, None, Wsd};
+        for kind in [Cosine, Linear, None] {
+            assert!(largest_jump(kind, [(50, 200), (120, 600)]) < 0.03, "{kind:?}");
+            assert!(largest_jump(kind, [(50, 90), (60, 80)]) < 0.06, "{kind:?}");
+            assert!(largest_jump(kind, [(99, 300), (300, 301)]) < 0.03, "{kind:?}");
+        }
+        // 1 - sqrt falls steeply at first
+        assert!(largest_jump(Wsd, [(50, 200), (120, 600)]) < 0.23);
+        // at its end a schedule stays there
+        let (schedule, end) = (schedule(Cosine), stretched(planned(100), 100, 500));
+        assert!(schedule.of_step(99, 100) >= schedule.of_stretched(100, &end));
+        assert!((100..500).all(|step| schedule.of_stretched(step, &end) > 0.0));
     }
 
     #[test]

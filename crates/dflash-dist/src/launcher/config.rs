@@ -24,8 +24,6 @@ pub struct LaunchConfig {
     /// Its arguments, the same for all ranks; its environment tells it that it is a worker (see
     /// [`Role`](crate::Role)).
     pub args: Vec<OsString>,
-    /// More arguments for ranks that are started again.
-    pub restart_args: Vec<OsString>,
     /// More variables for all ranks.
     pub env: Vec<(OsString, OsString)>,
     /// Workers to start on this machine.
@@ -52,7 +50,6 @@ impl LaunchConfig {
         Self {
             program,
             args,
-            restart_args: Vec::new(),
             env: Vec::new(),
             nproc,
             nnodes: 1,

@@ -128,9 +128,6 @@ fn death(worker: &Worker, status: ExitStatus) -> Option<Death> {
 fn command(config: &LaunchConfig, store: &AttemptStore, local_rank: usize) -> Command {
     let mut command = Command::new(&config.program);
     command.args(&config.args).stdin(Stdio::null());
-    if store.attempt > 0 {
-        command.args(&config.restart_args);
-    }
     command.envs(variables(config, store, local_rank));
     let is_unset = |(name, _): &(&str, String)| std::env::var_os(name).is_none();
     command.envs(defaults(config.nproc).into_iter().filter(is_unset));
@@ -200,18 +197,6 @@ mod tests {
         check("MASTER_ADDR", "127.0.0.1");
         check("MASTER_PORT", &store.launch.port.to_string());
         check("TORCHELASTIC_RESTART_COUNT", "2");
-    }
-
-    #[test]
-    fn only_a_restarted_worker_gets_the_arguments_of_a_restart() {
-        let mut config = LaunchConfig::new("worker".into(), vec!["train".into()], 2);
-        config.restart_args = vec!["--resume".into()];
-        let check = |attempt, expected: &[&str]| {
-            let command = command(&config, &attempt_store(attempt), 0);
-            assert_eq!(command.get_args().collect::<Vec<_>>(), expected);
-        };
-        check(0, &["train"]);
-        check(1, &["train", "--resume"]);
     }
 
     #[test]

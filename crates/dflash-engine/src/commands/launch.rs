@@ -8,9 +8,6 @@ use dflash::{Ending, OnSignal, Signals};
 use dflash_dist::{Error, Finished, LaunchConfig, Role, launch};
 use dflash_settings::LaunchSettings;
 
-/// The flag by which restarted ranks continue from what was saved.
-const RESUME: &str = "--resume";
-
 /// Ranks for each core, beyond which they only get in each other's way.
 const RANKS_PER_CORE: usize = 4;
 /// So many may be tried on any machine.
@@ -36,11 +33,9 @@ pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<
     };
     let program = std::env::current_exe().context("cannot find this program's own path")?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let resumes = arguments.iter().any(|argument| argument == RESUME);
     let config = LaunchConfig {
         // The launcher has fetched what is named: every rank takes the same, and none asks again.
         env: vec![("HF_HUB_OFFLINE".into(), "1".into())],
-        restart_args: if resumes { Vec::new() } else { vec![RESUME.into()] },
         nnodes,
         node_rank,
         rdzv_endpoint: settings.rdzv_endpoint.clone(),

@@ -11,7 +11,8 @@ use dflash::{Ending, Signals};
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hub::{Hub, Part};
-use dflash_settings::{TrainSettings, ValidationSettings};
+use dflash_run::RunDir;
+use dflash_settings::{Begin, TrainSettings, ValidationSettings};
 use dflash_train::config::TrainConfig;
 use dflash_train::{Acceptance, Prepared, ProbeError, Served, Share};
 
@@ -38,12 +39,19 @@ fn is_interruption(error: &anyhow::Error) -> bool {
         || error.downcast_ref().is_some_and(dflash_train::Error::is_interruption)
 }
 
-fn start(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
+fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
     let stop = signals.stop();
     let role = launch::role(&settings.launch)?;
+    if let Role::Worker(env) = &role
+        && env.restart_count > 0
+        && (settings.begin() != Begin::Fresh || !is_of_another_job(&settings.save_path, env)?)
+    {
+        settings.restart();
+    }
     let mut config = resolve(settings, signals)?;
     if let Role::Worker(env) = &role {
         config.progress &= env.rank == 0;
+        config.job = job(env);
     }
     let settings = &config.settings;
     let launch = match &role {
@@ -70,6 +78,19 @@ fn start(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
         (_, Some(launch)) => launch::start(launch, grace, signals),
         _ => train(&prepared, &WorkerEnv::alone(), acceptance, stop),
     }
+}
+
+/// The name of a rank's job; torchrun's default is the same for all jobs.
+fn job(env: &WorkerEnv) -> Option<String> {
+    (env.run_id != "none").then(|| env.run_id.clone())
+}
+
+/// Whether another job is known to have left the run in `save_path`: one that the first attempt of
+/// this job was refused to go on with, as its restarts must be.
+fn is_of_another_job(save_path: &Path, env: &WorkerEnv) -> anyhow::Result<bool> {
+    let made = RunDir::at(save_path).provenance()?;
+    let other = made.as_ref().and_then(|made| made.config["job"].as_str());
+    Ok(other.zip(job(env)).is_some_and(|(other, own)| other != own))
 }
 
 /// Time from SIGTERM to the end: what the user says, or enough to end a step and to save.
@@ -119,6 +140,7 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
         draft: draft.shape_with_mask(&settings.draft, &target_dir)?,
         pretrained_dir: draft.dir,
         command: std::env::args().collect(),
+        job: None,
         stop: Arc::clone(stop),
         save: Arc::clone(signals.save()),
         progress: !settings.no_progress,

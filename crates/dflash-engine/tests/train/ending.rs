@@ -289,7 +289,7 @@ fn ranks_that_would_resume_different_checkpoints_are_refused() {
     assert!(run.success(), "{}", run.stderr);
     let port = free_port().to_string();
     let ranks = ["mine", "theirs"].iter().enumerate().map(|(rank, save)| {
-        let mut command = world.command(save, &["--resume", "--collective-timeout", "20"]);
+        let mut command = world.command(save, &["--resume-or-start", "--collective-timeout", "20"]);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
         Running::start(command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port))
     });

@@ -23,7 +23,7 @@ fn states_that_go_missing_on_one_rank_end_the_run_with_all_that_was_trained() {
     let trained = losses(&world.path("part")).last().map_or(0, |(step, _)| *step);
     let expected = (trained > 0).then(|| format!("step-{trained:06}"));
     assert_eq!(saved, expected.into_iter().collect::<Vec<_>>());
-    let resumed = world.train("part", &[&two[..], &["--resume"]].concat());
+    let resumed = world.train("part", &[&two[..], &["--resume-or-start"]].concat());
     assert!(resumed.success(), "{}", resumed.stderr);
     super::assert_same_losses(&losses(&world.path("whole")), &losses(&world.path("part")));
 }

@@ -70,7 +70,7 @@ struct Victim<'a> {
 
 impl Victim<'_> {
     fn start(&self) -> Running {
-        let more = [&ARGUMENTS[..], &["--keep-last", "2", "--resume"]].concat();
+        let more = [&ARGUMENTS[..], &["--keep-last", "2", "--resume-or-start"]].concat();
         Running::start(&mut self.world.command("part", &more))
     }
 

@@ -33,6 +33,8 @@ fn position(checkpoint: &Path) -> serde_json::Value {
     let mut state: serde_json::Value = serde_json::from_str(&text).unwrap();
     // other worlds add up in another order
     assert!(state["tensors_crc32"].take().is_u64());
+    assert!(state["first_loss"].take().is_f64());
+    assert!(state["settings"]["ranks"].take().is_string());
     state
 }
 

@@ -122,7 +122,7 @@ fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
     trainer.masters.stream(&Single, &mut |part| drop(part.shallow_clone().zero_())).unwrap();
     let _ = trainer.draft.flat().shallow_clone().zero_();
     let resuming = peak_of(|| {
-        resume(trainer, &Checkpoint::at(path, 3), &position(0)).unwrap();
+        resume(trainer, &Checkpoint::at(path, 3), (&position(0), &[])).unwrap();
     });
     let stored = TensorFile::open(&saved.join(Checkpoint::TENSORS)).unwrap();
     let mut entries = trainer.masters.entries().into_iter();

@@ -5,13 +5,16 @@ use tch::{Device, Kind};
 use super::worker::Worker;
 use crate::schedule::Schedule;
 
+/// Share of the peak rate below which a schedule has as good as ended.
+const NEARLY_ENDED: f64 = 0.05;
+
 impl Worker<'_, '_> {
     pub(super) fn notes(&self) -> Vec<String> {
         let draft = &self.trainer.draft;
         let mut notes = vec![self.announcement()];
-        match self.position.step {
-            0 => notes.extend(self.warm_start_notes()),
-            step => notes.push(format!("resuming step {step} of {}", self.total)),
+        match &self.prepared.resume {
+            None => notes.extend(self.warm_start_notes()),
+            Some(_) => notes.extend(self.resume_notes()),
         }
         if (draft.device(), draft.flat().kind()) == (Device::Cpu, Kind::BFloat16)
             && !dflash_torch_sys::cpu_multiplies_bf16()
@@ -22,8 +25,9 @@ impl Worker<'_, '_> {
         notes.extend(self.prepared.remarks.iter().cloned());
         notes.extend(self.prepared.packing().cut_note());
         let schedule = Schedule::from(&self.prepared.config.settings.optimizer);
-        if !schedule.reaches_peak(self.total) {
-            let total = self.total;
+        let planned = self.position.schedule.map_or(self.total, |position| position.planned);
+        if !schedule.reaches_peak(planned) {
+            let total = planned;
             notes
                 .push(format!("the warm-up is longer than the {total} steps: --lr is not reached"));
         }
@@ -49,6 +53,29 @@ impl Worker<'_, '_> {
             if ranks == 1 { "rank" } else { "ranks" },
             self.trainer.masters.elements() as f64 / 1e6,
         )
+    }
+
+    /// Where the run goes on, with what, and how its schedule does.
+    fn resume_notes(&self) -> Vec<String> {
+        let (step, total) = (self.position.step, self.total);
+        let rest = if step == total { ": nothing is left to train" } else { "" };
+        let mut notes = vec![format!("resuming step {step} of {total}{rest}")];
+        notes.extend(self.notes.iter().cloned());
+        let Some(end) = self.ended_before.filter(|_| step < total) else { return notes };
+        let (from, rate) = (step + 1, self.rate(step));
+        notes.push(format!(
+            "the schedule was to end at step {end} and now ends at {total}: what is left of it takes \
+             steps {from} to {total}, and the learning rate goes on from {rate:.3e}"
+        ));
+        let peak = self.prepared.config.settings.optimizer.lr;
+        if rate < NEARLY_ENDED * peak && self.rate(total - 1) <= rate {
+            notes.push(format!(
+                "little is learned at this rate; for a schedule of its own start a run from this one's \
+                 weights, with --from-pretrained {} and another --save-path",
+                self.prepared.resume.as_ref().map_or_else(String::new, |it| it.dir.display().to_string())
+            ));
+        }
+        notes
     }
 
     fn warm_start_notes(&self) -> Vec<String> {

@@ -99,7 +99,7 @@ fn every_sample_is_read_once_an_epoch() {
 }
 
 #[test]
-fn so_many_bad_steps_in_a_row_end_the_run_saved_and_for_good() {
+fn so_many_bad_steps_in_a_row_end_the_run_for_good_and_leave_no_checkpoint() {
     let world = World::new();
     (0..World::SAMPLES).for_each(|sample| world.spoil(sample));
     let config = with(world.config("out"), |settings| settings.optimizer.max_bad_steps = 3);
@@ -110,10 +110,68 @@ fn so_many_bad_steps_in_a_row_end_the_run_saved_and_for_good() {
     let lines = world.lines("out", "metrics.jsonl");
     assert_eq!((lines.len(), &lines[2]["bad_steps"]), (3, &json!(3)));
     assert!(lines[2]["loss"].is_null());
-    assert_eq!(world.saved("out"), [3]);
-    // the count goes on where it stood
+    assert!(error.contains("add to the command: --lr 6.0e-4"), "{error}");
+    assert_eq!(world.saved("out"), [0_u64; 0], "the weights are those of the start");
+}
+
+#[test]
+fn a_run_of_bad_steps_alone_is_no_success() {
+    let world = World::new();
+    (0..World::SAMPLES).for_each(|sample| world.spoil(sample));
+    let config = with(world.config("out"), |settings| settings.rows.max_steps = Some(2));
+    let error = refused(world.train_on(&config, &streamed(&config), &Single));
+    assert!(error.contains("at step 2 no step has been finite"), "{error}");
+}
+
+#[test]
+fn bad_steps_after_the_last_checkpoint_leave_it_the_latest() {
+    let world = World::new();
+    let config = |save: &str| {
+        with(world.config(save), |settings| {
+            settings.optimizer.max_bad_steps = 3;
+            settings.checkpoints.save_every = Some(2);
+            settings.checkpoints.keep_last = Some(1);
+        })
+    };
+    let first = with(config("out"), |settings| settings.rows.max_steps = Some(5));
+    world.train(&first).unwrap();
+    (0..World::SAMPLES).for_each(|sample| world.spoil(sample));
+    let longer = with(resumed(&config("out")), |settings| {
+        settings.allow_changed = Some(vec!["max-steps".to_owned()]);
+    });
+    let error = refused(world.train(&longer));
+    assert!(error.contains("step-000005; to go on from it with a lower learning rate"), "{error}");
+    assert!(error.contains("--resume-from 5 --lr 6.0e-4 --allow-changed max-steps,lr"), "{error}");
+    assert_eq!(world.saved("out"), [5]);
+}
+
+#[test]
+fn what_was_trained_before_the_last_bad_steps_is_kept() {
+    let world = World::new();
+    let config = with(world.config("out"), |settings| {
+        settings.optimizer.max_bad_steps = 3;
+        settings.checkpoints.save_every = Some(2);
+        settings.rows.max_steps = Some(9);
+    });
+    let rank_0 = Beside { not_finite_from: Some(4), ..Beside::default() };
+    let error = refused(world.train_on(&config, &world.rows(), &rank_0));
+    assert!(error.contains("3 steps in a row is not finite (last: step 6)"), "{error}");
+    // step 3 moved something, the bad ones nothing
+    assert!(error.contains("--resume-from 4 "), "{error}");
+    assert_eq!(world.saved("out"), [2, 4]);
+    // without a checkpoint before, the last state is kept for those who ask for it
+    let config = with(config, |settings| {
+        settings.save_path = world.path("lone");
+        settings.checkpoints.save_every = None;
+    });
+    let rank_0 = Beside { not_finite_from: Some(4), ..Beside::default() };
+    let error = refused(world.train_on(&config, &world.rows(), &rank_0));
+    assert!(error.contains("until then is in step-000006"), "{error}");
+    assert!(error.contains("--resume-from 6 --lr 6.0e-4 --allow-changed lr"), "{error}");
     let error = refused(world.train(&resumed(&config)));
-    assert!(error.contains("4 steps in a row is not finite (last: step 4)"), "{error}");
+    assert!(error.contains("are of a run that had diverged"), "{error}");
+    let asked = with(config, |settings| settings.resume_from = Some(6));
+    assert_eq!(world.train(&asked).unwrap().step, 9);
 }
 
 #[test]
@@ -213,7 +271,8 @@ fn all_ranks_clip_by_the_norm_of_rank_0() {
         file.any_tensor("mean").unwrap().abs().max().double_value(&[])
     };
     assert!(mean(&other) < 0.02 * mean(&own.checkpoint), "clipped by the other norm");
-    let none = told("none", f64::NAN);
+    let rank_0 = Beside { broadcast_value: Some(f64::NAN), ..Beside::default() };
+    let none = refused(world.train_on(&one("none"), &world.rows(), &rank_0));
+    assert!(none.contains("no step has been finite"), "{none}");
     assert_eq!(world.lines("none", "metrics.jsonl")[0]["bad_steps"], 1);
-    assert_eq!(mean(&none), 0.0);
 }

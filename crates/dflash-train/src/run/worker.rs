@@ -1,12 +1,12 @@
 //! The step loop: steps, checkpoints, validations, and how they end.
 
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dflash_dist::Communicator;
 use dflash_run::{Checkpoint, End, MetricLine, Position, RunDir, SavePath};
 
+use super::health::{Health, Weights};
 use super::{Outcome, summary};
 use crate::metrics::{Meter, counted, trackers};
 use crate::order::RowOrder;
@@ -36,6 +36,11 @@ pub(super) struct Worker<'a, 'p> {
     pub(super) begun_at: u64,
     /// Whether any step since had a slot to learn from.
     pub(super) had_slots: bool,
+    pub(super) health: Health,
+    /// Where the schedule ended before this process began, if it now ends elsewhere.
+    pub(super) ended_before: Option<u64>,
+    /// What was found on the way to the first step.
+    pub(super) notes: Vec<String>,
 }
 
 impl Worker<'_, '_> {
@@ -118,6 +123,7 @@ impl Worker<'_, '_> {
         result.vote.settle(failure)?;
         self.had_slots |= result.effect != Effect::Empty;
         self.advance(&result);
+        self.watch(&result, meter);
         let agreed = (result.vote, result.gradient_norm);
         meter.add(result, wait);
         Ok(agreed)
@@ -131,9 +137,10 @@ impl Worker<'_, '_> {
     }
 
     /// Learning rate of the step after `step`.
-    fn rate(&self, step: u64) -> f64 {
+    pub(super) fn rate(&self, step: u64) -> f64 {
         let settings = &self.prepared.config.settings.optimizer;
-        settings.lr * Schedule::from(settings).of_step(step, self.total)
+        let position = self.position.schedule.as_ref().expect("a run begins with a schedule");
+        settings.lr * Schedule::from(settings).of_stretched(step, position)
     }
 
     fn advance(&mut self, result: &StepResult) {
@@ -171,12 +178,17 @@ impl Worker<'_, '_> {
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
         let checkpoints = &settings.checkpoints;
         let due = checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
-        if (epoch_ended && !checkpoints.no_epoch_checkpoints) || due || diverged {
-            self.save(meter)?;
-        }
+        let due = due || (epoch_ended && !checkpoints.no_epoch_checkpoints);
         if diverged {
+            self.save(meter)?;
+            self.sum_up_bad_steps(meter);
+            self.summarise("diverged", meter);
+            meter.close(End::Failed)?;
             self.communicator.announce_permanent_failure();
-            return Err(Error::NonFinite { count, step });
+            return Err(Error::NonFinite { count, step, remedy: self.remedy() });
+        }
+        if due {
+            self.save(meter)?;
         }
         if epoch_ended && self.begun_at == 0 && !self.had_slots {
             return Err(self.nothing_learned(meter)?);
@@ -199,7 +211,6 @@ impl Worker<'_, '_> {
         };
         meter.say(&validation.announcement(step));
         if validation.measures() || step == total {
-            // best.json names a checkpoint that is there
             self.save(meter)?;
         }
         let begun = Instant::now();
@@ -207,11 +218,13 @@ impl Worker<'_, '_> {
         let line = meter.aside(|| validation.run(step, &self.trainer, self.communicator))?;
         meter.exclude(begun.elapsed());
         meter.validated(&line)?;
+        // best.json names a checkpoint that is there and worth something
         if let Some(save_path) = &self.save_path
+            && self.kept() == Some(step)
             && let Some(quantity) = save_path.note_validation(&line)?
         {
             meter.say(&format!("step {step} has the best {quantity} so far"));
-            self.prune(meter);
+            self.prune(meter, self.health.good);
         }
         Ok(())
     }
@@ -249,33 +262,52 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// All ranks bring their state, rank 0 writes. Returns the checkpoint's directory.
-    fn save(&mut self, meter: &mut Meter) -> Result<PathBuf, Error> {
+    /// All ranks bring their state, rank 0 writes. A state that is worth nothing is not written, and
+    /// one that is worth little is not what a run resumes.
+    fn save(&mut self, meter: &mut Meter) -> Result<(), Error> {
         let begun = Instant::now();
-        let path = self.write(meter)?;
+        self.write(meter)?;
         meter.exclude(begun.elapsed());
-        Ok(path)
+        Ok(())
     }
 
-    fn write(&mut self, meter: &Meter) -> Result<PathBuf, Error> {
-        let (step, dir) = (self.position.step, &self.prepared.config.settings.save_path);
-        let saved = self.saved.replace(step);
-        if saved == Some(step) {
-            return Ok(Checkpoint::at(dir, step).dir);
+    fn write(&mut self, meter: &Meter) -> Result<(), Error> {
+        let step = self.position.step;
+        if self.saved.replace(step) == Some(step) {
+            return Ok(());
         }
-        let path = self.write_with_room(meter)?;
+        if self.health.is_unmoved() && self.position.bad_in_a_row > 0 {
+            meter.say(&format!(
+                "step {step} is not saved: no step since {} was finite",
+                self.origin()
+            ));
+            return Ok(());
+        }
+        let weights = self.weights()?;
+        let ruin = self.ruin(weights);
+        if weights == Weights::NotFinite {
+            meter.say(&format!("step {step} is not saved: the weights are not finite"));
+            self.health.saved(step, ruin);
+            return Ok(());
+        }
+        let position = Position { diverged: ruin.is_some(), ..self.position.clone() };
+        let path = self.write_with_room(&position, meter)?;
         // A rank that ends while rank 0 still writes would leave it only moments.
         self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
-        self.prune(meter);
-        Ok(path)
+        if let Some(sign) = &ruin {
+            meter.say(&format!("--resume will not take step {step}: {sign}"));
+        }
+        self.health.saved(step, ruin);
+        self.prune(meter, self.health.good);
+        Ok(())
     }
 
     /// Writes the checkpoint of this step. Where the disk is full and --keep-last would remove others
     /// after it, they go first and it is written again.
-    fn write_with_room(&self, meter: &Meter) -> Result<PathBuf, Error> {
+    fn write_with_room(&self, position: &Position, meter: &Meter) -> Result<PathBuf, Error> {
         let dir = &self.prepared.config.settings.save_path;
-        let save = || checkpoint::save(&self.trainer, &self.position, dir, self.communicator);
+        let save = || checkpoint::save(&self.trainer, position, dir, self.communicator);
         let outcome = save();
         if let Err(Error::Dist(_)) = outcome {
             return outcome;
@@ -290,7 +322,7 @@ impl Worker<'_, '_> {
     /// Whether checkpoints could be removed that need not stay once this step's is there.
     fn make_room(&self, meter: &Meter) -> bool {
         let Some(save_path) = &self.save_path else { return false };
-        match save_path.make_room(&self.prepared.config.settings.checkpoints) {
+        match save_path.make_room(&self.prepared.config.settings.checkpoints, self.health.good) {
             Ok(removed) if removed.is_empty() => false,
             Ok(removed) => {
                 let steps: Vec<String> = removed.iter().map(ToString::to_string).collect();
@@ -308,15 +340,15 @@ impl Worker<'_, '_> {
         }
     }
 
-    /// Points the links to what there is now, and removes what need not stay.
-    fn prune(&self, meter: &Meter) {
+    /// Points the links to what there is now, and removes what need not stay, but for `spared`.
+    pub(super) fn prune(&self, meter: &Meter, spared: Option<u64>) {
         let Some(save_path) = &self.save_path else { return };
         // Links are for engines: a file system that has none is no reason to end.
         if let Err(error) = save_path.publish() {
             meter.say(&format!("the run's directory does not show its newest draft: {error}"));
         }
         // Room on the disk is not worth ending a run that trains well.
-        if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints) {
+        if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints, spared) {
             meter.say(&format!("no checkpoint was removed: {error}"));
         }
     }
@@ -334,7 +366,7 @@ impl Worker<'_, '_> {
     /// trained is saved first.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
         let saved = if self.position.step > self.begun_at {
-            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter)).map(|_| ())
+            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter))
         } else {
             Ok(())
         };
@@ -356,10 +388,27 @@ impl Worker<'_, '_> {
 
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
         meter.log(self.line(f64::NAN))?;
-        let checkpoint = self.save(meter)?;
-        self.summarise(if completed { "done" } else { "stopped" }, meter);
-        meter.close(if completed { End::Finished } else { End::Stopped })?;
+        self.save(meter)?;
+        self.sum_up_bad_steps(meter);
+        let (how, end) = match (self.health.ruin.is_some() || self.kept().is_none(), completed) {
+            (true, _) => ("diverged", End::Failed),
+            (false, true) => ("done", End::Finished),
+            (false, false) => ("stopped", End::Stopped),
+        };
+        self.summarise(how, meter);
+        meter.close(end)?;
         self.communicator.barrier()?;
-        Ok(Outcome { checkpoint, step: self.position.step, completed })
+        let (step, dir) = (self.position.step, &self.prepared.config.settings.save_path);
+        match (self.health.ruin.take(), self.kept()) {
+            (None, Some(kept)) => {
+                self.prune(meter, None);
+                Ok(Outcome { checkpoint: Checkpoint::at(dir, kept).dir, step, completed })
+            }
+            (ruin, _) => {
+                self.communicator.announce_permanent_failure();
+                let sign = ruin.unwrap_or_else(|| "no step has been finite".to_owned());
+                Err(Error::Diverged { step, sign, remedy: self.remedy() })
+            }
+        }
     }
 }

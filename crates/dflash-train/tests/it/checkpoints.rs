@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use dflash_settings::CheckpointSettings;
+use dflash_run::recorded;
+use dflash_settings::{CheckpointSettings, Dtype, SchedulerType, TrainSettings};
 use dflash_train::config::TrainConfig;
 
 use crate::load;
@@ -102,6 +103,93 @@ fn another_draft_is_refused_by_the_flag_that_differs() {
 }
 
 #[test]
+fn other_settings_are_listed_and_refused_unless_allowed() {
+    let world = World::new();
+    world.train(&world.config("out")).unwrap();
+    let check = |change: fn(&mut TrainSettings), expected: &str| {
+        let config = with(resumed(&world.config("out")), change);
+        let error = refused(world.train(&config));
+        assert!(error.contains(&format!("with other settings: {expected};")), "{error}");
+        let (name, _) = expected.split_once(' ').unwrap();
+        assert!(error.contains(&format!("--allow-changed {name} to go on")), "{error}");
+        let leave = vec![name.replace('-', "_")];
+        let allowed = with(config, |settings| settings.allow_changed = Some(leave));
+        // what is trained further would be the next check's past
+        assert!(world.train(&with(allowed, |it| it.rows.epochs = Some(2))).is_ok(), "{expected}");
+    };
+    check(|it| it.objective.loss = vec!["kl".parse().unwrap()], "loss ce -> kl");
+    check(|it| it.objective.gamma = Some(5.0), "gamma 4.0 -> 5.0");
+    check(|it| it.objective.gamma = None, "gamma 4.0 -> default");
+    check(|it| it.objective.dpace_alpha = Some(0.5), "dpace-alpha default -> 0.5");
+    check(|it| it.objective.teacher_labels = true, "teacher-labels false -> true");
+    check(|it| it.optimizer.lr = 0.02, "lr 0.01 -> 0.02");
+    check(|it| it.optimizer.max_grad_norm = 2.0, "max-grad-norm 1.0 -> 2.0");
+    check(|it| it.optimizer.weight_decay = 0.1, "weight-decay 0.0 -> 0.1");
+    check(|it| it.optimizer.adam_beta2 = Some(0.9), "adam-beta2 default -> 0.9");
+    check(|it| it.optimizer.warmup_ratio = 0.1, "warmup-ratio 0.04 -> 0.1");
+    check(|it| it.optimizer.min_lr_ratio = 0.1, "min-lr-ratio 0.0 -> 0.1");
+    check(
+        |it| it.optimizer.scheduler_type = SchedulerType::Linear,
+        "scheduler-type cosine -> linear",
+    );
+    check(|it| it.rows.anchors_per_sequence = 4, "anchors-per-sequence 8 -> 4");
+    check(|it| it.rows.max_anchors = 9, "max-anchors 3072 -> 9");
+    check(|it| it.rows.max_steps = Some(2), "max-steps default -> 2");
+    check(|it| it.compute.compute_dtype = Dtype::Bfloat16, "compute-dtype float32 -> bfloat16");
+    check(|it| it.rows.gradient_accumulation_steps = 2, "rows-per-step 1 -> 2");
+    let unknown = with(resumed(&world.config("out")), |settings| {
+        settings.allow_changed = Some(vec!["learning-rate".to_owned()]);
+    });
+    let error = refused(world.train(&unknown));
+    assert!(
+        error.contains("--allow-changed is learning-rate, but a resumed run can change"),
+        "{error}"
+    );
+    let other_start = with(resumed(&world.config("out")), |settings| {
+        settings.draft.from_pretrained = Some("elsewhere".to_owned());
+    });
+    let error = refused(world.train(&other_start));
+    assert!(error.contains("--from-pretrained is elsewhere, but the run"), "{error}");
+}
+
+#[test]
+fn every_setting_is_compared_or_left_out_on_purpose() {
+    let world = World::new();
+    let keys: Vec<String> = recorded(&world.config("out").settings).into_keys().collect();
+    // A setting that is new here changes what a run computes; if it does not, dflash-run's list of
+    // free settings has to name it.
+    let expected = [
+        "adam_beta2",
+        "anchors_per_sequence",
+        "decay_ratio",
+        "dpace_alpha",
+        "epochs",
+        "eval_limit",
+        "eval_max_new_tokens",
+        "eval_prompts",
+        "gamma",
+        "loss",
+        "loss_chunk_mib",
+        "lr",
+        "matmul_precision",
+        "max_anchors",
+        "max_grad_norm",
+        "max_steps",
+        "min_lr_ratio",
+        "muon_lr",
+        "norm_weight_decay",
+        "on_missing",
+        "scheduler_type",
+        "teacher_labels",
+        "warmup_ratio",
+        "warmup_steps",
+        "weight_decay",
+        "zero",
+    ];
+    assert_eq!(keys, expected);
+}
+
+#[test]
 fn a_bound_on_steps_counts_those_of_another_batch_size() {
     let world = World::new();
     let config = with(world.config("out"), |settings| {
@@ -113,6 +201,7 @@ fn a_bound_on_steps_counts_those_of_another_batch_size() {
     let config = with(resumed(&config), |settings| {
         settings.rows.max_steps = Some(9);
         settings.rows.gradient_accumulation_steps = 1;
+        settings.allow_changed = Some(vec!["max_steps".to_owned(), "--rows-per-step".to_owned()]);
     });
     assert_eq!(world.train(&config).unwrap().step, 9);
 }

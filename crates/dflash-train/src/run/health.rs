@@ -1,0 +1,242 @@
+//! Whether what a run has trained is worth keeping.
+//!
+//! A state is ruined when a number in it is not finite, when a weight is far beyond what any draft's
+//! weights are, or when the loss is far above that of guesses and above that of the run's beginning.
+//! The last shows only in the step after: a checkpoint is held to be good once the step after it was.
+
+use dflash_run::Position;
+
+use crate::prepared::Prepared;
+
+/// Weights of drafts, norms included, stay below a hundred.
+const LARGEST_WEIGHT: f64 = 1e3;
+
+/// A loss of this many times that of guesses is no fluctuation.
+const ABOVE_GUESSES: f64 = 3.0;
+
+/// The loss of fresh weights is often above that (41 with the 4096 tokens of a small target, where
+/// guesses have 8): a run that has gone wrong is above its own beginning too.
+const ABOVE_FIRST: f64 = 1.5;
+
+/// What the losses say of the run so far, the same on all ranks.
+pub(super) struct Health {
+    /// The loss of a draft that gives every token the same probability, nats.
+    ignorance: f64,
+    /// Over the steps since the last checkpoint that moved something.
+    sum: f64,
+    moved: u64,
+    /// The last checkpoint, until the step after it shows that it is good.
+    pub(super) unproven: Option<u64>,
+    /// The last checkpoint that is known to be good.
+    pub(super) good: Option<u64>,
+    /// Steps of this process that were not finite, and the last of them.
+    pub(super) bad: u64,
+    pub(super) last_bad: u64,
+    /// Whether any step of this process moved something.
+    pub(super) has_moved: bool,
+    /// A checkpoint whose weights are sound, with which the run got nowhere.
+    pub(super) stuck: Option<u64>,
+    /// What is wrong with the weights of the last state that was to be saved.
+    pub(super) ruin: Option<String>,
+}
+
+/// What all ranks find in their shares of the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Weights {
+    Sound,
+    TooLarge,
+    NotFinite,
+}
+
+impl Health {
+    pub(super) fn begin(prepared: &Prepared<'_>, position: &Position) -> Self {
+        let settings = &prepared.config.settings.objective;
+        let coefficients: f64 = settings.loss.iter().map(|term| term.coefficient).sum();
+        let tokens = prepared
+            .config
+            .draft
+            .vocab_size
+            .map_or(prepared.target.vocab_size as f64, |n| n as f64);
+        let unproven = prepared.resume.as_ref().filter(|it| !it.is_diverged()).map(|it| it.step);
+        debug_assert!(unproven.is_none_or(|step| step == position.step));
+        Self {
+            ignorance: coefficients * tokens.ln(),
+            sum: 0.0,
+            moved: 0,
+            unproven,
+            good: None,
+            bad: 0,
+            last_bad: 0,
+            has_moved: false,
+            stuck: None,
+            ruin: None,
+        }
+    }
+
+    /// Adds the loss of a step that moved something; the checkpoint before it that it shows to be
+    /// ruined, if it does.
+    pub(super) fn add(&mut self, loss: f64, position: &mut Position) -> Option<u64> {
+        position.first_loss.get_or_insert(loss);
+        self.sum += loss;
+        self.moved += 1;
+        self.has_moved = true;
+        let saved = self.unproven.take()?;
+        if self.is_exploded(loss, position) {
+            return Some(saved);
+        }
+        self.good = Some(saved);
+        None
+    }
+
+    /// Notes a step that was not finite; whether to say so. The first are said, and then ever fewer.
+    pub(super) fn add_bad(&mut self, step: u64) -> bool {
+        self.bad += 1;
+        self.last_bad = step;
+        self.bad <= 3 || self.bad.is_power_of_two()
+    }
+
+    /// Whether nothing has moved since the last checkpoint, or since this process began.
+    pub(super) fn is_unmoved(&self) -> bool {
+        self.moved == 0
+    }
+
+    /// What is wrong with a state of these weights, if something is.
+    pub(super) fn judge(&self, weights: Weights, position: &Position) -> Option<String> {
+        let mean = self.sum / self.moved as f64;
+        match weights {
+            Weights::NotFinite => Some("the weights are not finite".to_owned()),
+            Weights::TooLarge => Some(format!("weights are beyond {LARGEST_WEIGHT}")),
+            Weights::Sound if self.moved > 0 && self.is_exploded(mean, position) => {
+                let (first, ignorance) = (position.first_loss.unwrap_or(f64::NAN), self.ignorance);
+                Some(format!(
+                    "the loss is {mean:.4}, which was {first:.4} in the first step and is \
+                     {ignorance:.4} for guesses"
+                ))
+            }
+            Weights::Sound => None,
+        }
+    }
+
+    /// Notes a checkpoint of `step`, good by what is known, or ruined.
+    pub(super) fn saved(&mut self, step: u64, ruin: Option<String>) {
+        (self.sum, self.moved) = (0.0, 0);
+        if ruin.is_none() {
+            self.good = self.unproven.take().or(self.good);
+            self.unproven = Some(step);
+        }
+        self.ruin = ruin;
+    }
+
+    /// The last checkpoint that is good, as far as is known.
+    pub(super) fn last_good(&self) -> Option<u64> {
+        self.unproven.or(self.good)
+    }
+
+    fn is_exploded(&self, loss: f64, position: &Position) -> bool {
+        let first = position.first_loss.unwrap_or_default();
+        !loss.is_finite() || loss > (ABOVE_GUESSES * self.ignorance).max(ABOVE_FIRST * first)
+    }
+}
+
+impl Weights {
+    /// Of a share whose numbers are all `finite`, the `largest` of its weights given.
+    pub(super) fn of((finite, largest): (bool, f64)) -> Self {
+        match finite {
+            false => Self::NotFinite,
+            true if largest > LARGEST_WEIGHT => Self::TooLarge,
+            true => Self::Sound,
+        }
+    }
+
+    /// As a rank tells it to the others, and back.
+    pub(super) fn to_byte(self) -> u8 {
+        self as u8
+    }
+
+    pub(super) fn from_byte(byte: u8) -> Self {
+        [Self::Sound, Self::TooLarge]
+            .into_iter()
+            .find(|it| it.to_byte() == byte)
+            .unwrap_or(Self::NotFinite)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn health(ignorance: f64) -> Health {
+        Health {
+            ignorance,
+            sum: 0.0,
+            moved: 0,
+            unproven: None,
+            good: None,
+            bad: 0,
+            last_bad: 0,
+            has_moved: false,
+            stuck: None,
+            ruin: None,
+        }
+    }
+
+    #[test]
+    fn weights_are_judged_by_the_worst() {
+        let check = |finite, largest, expect| assert_eq!(Weights::of((finite, largest)), expect);
+        check(true, 80.0, Weights::Sound);
+        check(true, 1e4, Weights::TooLarge);
+        check(false, 1.0, Weights::NotFinite);
+        for weights in [Weights::Sound, Weights::TooLarge, Weights::NotFinite] {
+            assert_eq!(Weights::from_byte(weights.to_byte()), weights);
+        }
+        assert!(Weights::NotFinite > Weights::TooLarge && Weights::TooLarge > Weights::Sound);
+    }
+
+    #[test]
+    fn a_checkpoint_is_good_once_the_step_after_it_is() {
+        let (mut health, mut position) = (health(4.0), Position::default());
+        assert_eq!(health.add(5.0, &mut position), None);
+        assert_eq!(position.first_loss, Some(5.0));
+        health.saved(1, None);
+        assert_eq!((health.unproven, health.good), (Some(1), None));
+        assert_eq!(health.add(11.0, &mut position), None, "below three times that of guesses");
+        assert_eq!((health.unproven, health.good), (None, Some(1)));
+        health.saved(2, None);
+        assert_eq!(health.add(16.0, &mut position), Some(2));
+        assert_eq!(health.last_good(), Some(1));
+        assert!(
+            health.judge(Weights::Sound, &position).unwrap().starts_with("the loss is 16.0000")
+        );
+        health.saved(3, Some("ruined".to_owned()));
+        assert_eq!(health.last_good(), Some(1));
+        assert!(health.is_unmoved());
+        assert_eq!(health.judge(Weights::Sound, &position), None, "nothing is known since");
+    }
+
+    #[test]
+    fn fresh_weights_may_be_worse_than_guesses() {
+        let (mut health, mut position) = (health(8.3), Position::default());
+        assert_eq!(health.add(41.5, &mut position), None);
+        assert_eq!(health.judge(Weights::Sound, &position), None);
+        health.saved(1, None);
+        assert_eq!(health.add(60.0, &mut position), None);
+        health.saved(2, None);
+        assert_eq!(health.add(100.0, &mut position), Some(2));
+    }
+
+    #[test]
+    fn a_spike_below_guesses_is_no_ruin() {
+        let (mut health, mut position) = (health(11.0), Position::default());
+        health.add(0.5, &mut position);
+        health.saved(1, None);
+        assert_eq!(health.add(20.0, &mut position), None);
+    }
+
+    #[test]
+    fn bad_steps_are_said_ever_less_often() {
+        let mut health = health(1.0);
+        let said: Vec<u64> = (1..=40).filter(|&step| health.add_bad(step)).collect();
+        assert_eq!(said, [1, 2, 3, 4, 8, 16, 32]);
+        assert_eq!((health.bad, health.last_bad), (40, 40));
+    }
+}
