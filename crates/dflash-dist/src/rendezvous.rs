@@ -98,6 +98,16 @@ pub(crate) fn serve(host: &str, port: u16, limit: Duration) -> Result<Store, Tor
     Store::serve_everywhere(port, limit)
 }
 
+/// Connects to the store at `host:port`. c10d waits without a limit for the first answer of what
+/// listens there, which may be another program.
+pub(crate) fn reach(host: &str, port: u16, limit: Duration) -> Result<Store, TorchError> {
+    let host = host.to_owned();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(Store::connect(&host, port, limit)));
+    let late = TorchError::StillRunning { operation: "reach the store", after: limit };
+    receiver.recv_timeout(limit.saturating_add(Duration::from_secs(1))).unwrap_or(Err(late))
+}
+
 /// One process's attempt to meet the others.
 struct Meeting<'a> {
     env: &'a WorkerEnv,
@@ -116,7 +126,7 @@ impl Meeting<'_> {
         }
         self.await_listener()?;
         let left = self.limit.saturating_sub(self.start.elapsed());
-        Store::connect(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
+        reach(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
     /// Tries until someone listens. c10d would retry too, but slowly, and it writes its attempts to
@@ -242,6 +252,16 @@ mod tests {
         assert!(!elsewhere("localhost"));
         // An address that no machine has (RFC 5737).
         assert!(elsewhere("192.0.2.1"));
+    }
+
+    #[test]
+    fn another_program_at_the_store_s_port_is_not_waited_for() {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = silent.local_addr().unwrap().port();
+        let begun = Instant::now();
+        let error = reach("127.0.0.1", port, SHORT).unwrap_err().to_string();
+        assert!(error.starts_with("reach the store: "), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(10));
     }
 
     #[test]

@@ -117,6 +117,6 @@ impl PlanSettings {
         self.objective.check()?;
         self.optimizer.check()?;
         self.hidden_states.check_window()?;
-        self.validation.check_ratio()
+        self.validation.check_ranges()
     }
 }

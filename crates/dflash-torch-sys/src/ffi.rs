@@ -200,6 +200,9 @@ fn translated(text: &str) -> String {
     if let Some(limit) = waited(&lower) {
         return format!("no answer from a peer within {limit:.1} s");
     }
+    if lower.contains("application timeout caused pair closure") {
+        return "no answer from a peer in time".to_owned();
+    }
     text.to_owned()
 }
 
@@ -236,6 +239,8 @@ mod tests {
         check(&reset, "a peer closed the connection ([10.0.0.2]:4: Connection reset by peer)");
         let late = format!("{pair} Timed out waiting 2000ms for recv operation to complete");
         check(&late, "no answer from a peer within 2.0 s");
+        let cut = format!("{pair} Application timeout caused pair closure");
+        check(&cut, "no answer from a peer in time");
         let store = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote \
                      server shutdown or crash?";
         check(store, "the store's process has ended, or the connection to it is gone");

@@ -168,7 +168,7 @@ impl Digest {
         }
         let mut bytes = [0; PROBE as usize];
         for probe in 0..PROBES {
-            file.read_exact_at(&mut bytes, (size - PROBE) / (PROBES - 1) * probe)?;
+            file.read_exact_at(&mut bytes, (size - PROBE) * probe / (PROBES - 1))?;
             self.add(&bytes);
         }
         Ok(())

@@ -314,7 +314,7 @@ mod tests {
         let range = "it must be at least 1 and at most 16777216";
         check("--max-new-tokens 0", Some(&format!("--max-new-tokens is 0, but {range}")));
         let range = "it must be at least 0 and at most 1000";
-        check("--temperature -1", Some(&format!("--temperature is -1, but {range}")));
+        check("--temperature=-1", Some(&format!("--temperature is -1, but {range}")));
         check("--temperature nan", Some(&format!("--temperature is NaN, but {range}")));
     }
 }

@@ -57,7 +57,7 @@ impl LaunchStore {
             serve(&host, port)?
         } else if await_listener(config, (&host, port), signals)? {
             let unreachable = |source| Error::Endpoint { host: host.clone(), port, source };
-            Store::connect(&host, port, ANSWER).map_err(unreachable)?
+            rendezvous::reach(&host, port, ANSWER).map_err(unreachable)?
         } else {
             return Ok(None);
         };

@@ -100,8 +100,10 @@ fn what_nodes_may_have_of_their_own_does_not_count() {
 fn ranks_of_other_launchers_compare_as_well() {
     let world = World::new();
     let port = free_port().to_string();
-    let schemes: [[(&str, &str); 2]; 2] =
-        [[("RANK", "WORLD_SIZE"), ("", "")], [("SLURM_PROCID", "SLURM_NTASKS"), ("SLURM_LOCALID", "")]];
+    let schemes: [[(&str, &str); 2]; 2] = [
+        [("RANK", "WORLD_SIZE"), ("", "")],
+        [("SLURM_PROCID", "SLURM_NTASKS"), ("SLURM_LOCALID", "")],
+    ];
     for [(rank_name, size_name), (local_name, _)] in schemes {
         let ranks = ["0.01", "0.02", "0.01"].iter().enumerate().map(|(rank, lr)| {
             let number = rank.to_string();

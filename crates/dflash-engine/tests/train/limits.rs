@@ -93,7 +93,9 @@ impl Drop for Disk {
 
 fn bytes_in(path: &Path) -> u64 {
     let entries = std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
-    entries.map(|path| if path.is_dir() { bytes_in(&path) } else { path.metadata().unwrap().len() }).sum()
+    entries
+        .map(|path| if path.is_dir() { bytes_in(&path) } else { path.metadata().unwrap().len() })
+        .sum()
 }
 
 #[test]
@@ -108,7 +110,11 @@ fn a_full_disk_is_freed_of_what_keep_last_would_remove() {
     let Some(_disk) = Disk::new(&world.path("disk"), one * 5 / 2 + (64 << 10)) else { return };
     let tight = world.train("disk/run", &steps);
     assert!(tight.success(), "{}", tight.stderr);
-    assert!(tight.stderr.contains("the disk is full; the checkpoints of steps "), "{}", tight.stderr);
+    assert!(
+        tight.stderr.contains("the disk is full; the checkpoints of steps "),
+        "{}",
+        tight.stderr
+    );
     let last = kept.last().unwrap();
     assert_eq!(sorted_checkpoints(&world.path("disk/run")).last(), Some(last));
     assert_eq!(world.state("disk/run", last), world.state("roomy", last));
@@ -132,7 +138,9 @@ fn on_a_terminal_the_checkpoint_s_path_has_a_line_of_its_own() {
     let mut script = Command::new("script");
     script.args(["-qec", &command]).arg(&log).env("OMP_NUM_THREADS", "1").env("TERM", "xterm");
     match script.stdin(std::process::Stdio::null()).output() {
-        Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout)),
+        Ok(output) => {
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout))
+        }
         Err(error) => {
             println!("skipped: no program `script` here ({error})");
             return;
@@ -154,7 +162,8 @@ fn reports_name_devices_as_flags_do() {
     assert!(report["device"].as_str().unwrap().starts_with("cpu, float32, "), "{report}");
     let target = world.path("target").to_string_lossy().into_owned();
     let bench = ["bench", "train-step", "--json", "--target", &target, "--device", "cpu"];
-    let small = ["--tokens", "64", "--docs", "2", "--anchors", "4", "--block", "4", "--layers", "1"];
+    let small =
+        ["--tokens", "64", "--docs", "2", "--anchors", "4", "--block", "4", "--layers", "1"];
     let bench = world.engine(&[&bench[..], &small, &["--captures", "2", "--steps", "1"]].concat());
     assert!(bench.success(), "{}", bench.stderr);
     let bench: serde_json::Value = serde_json::from_str(&bench.stdout).unwrap();

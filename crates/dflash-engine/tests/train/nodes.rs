@@ -128,7 +128,7 @@ fn a_cut_link_ends_both_machines_in_plain_words() {
         let run = node.end();
         assert!(cut.elapsed() < Duration::from_secs(5) + LOST, "took {:?}", cut.elapsed());
         assert_eq!(run.code, Some(1), "{}", run.stderr);
-        assert!(run.stderr.contains("no answer from a peer within 5.0 s"), "{}", run.stderr);
+        assert!(run.stderr.contains("no answer from a peer "), "{}", run.stderr);
         assert_no_traces(&run);
     }
 }
