@@ -6,6 +6,11 @@ use std::{fmt, io};
 
 use dflash_torch_sys::Error as TorchError;
 
+use crate::Difference;
+
+/// Differences between ranks that a message lists: another program may differ in everything.
+const SHOWN_DIFFERENCES: usize = 8;
+
 /// Errors name the rank and the operation, the variable, the flag, or the process that died.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
@@ -28,6 +33,11 @@ pub enum Error {
         .missing.len(), .waited.as_secs(), list(.missing)
     )]
     RanksMissing { rank: usize, missing: Vec<usize>, world_size: usize, waited: Duration },
+    #[error(
+        "rank {rank}: the ranks were not started alike: {}; give all of them the same settings, \
+         data, target, program and threads", first_few(.differences)
+    )]
+    RanksDiffer { rank: usize, differences: Vec<Difference> },
     #[error("rank {rank}: the rendezvous at {host}:{port} failed")]
     Rendezvous { rank: usize, host: String, port: u16, source: TorchError },
     #[error(
@@ -132,6 +142,15 @@ fn list(ranks: &[usize]) -> String {
     ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
+fn first_few(differences: &[Difference]) -> String {
+    let shown = differences.iter().take(SHOWN_DIFFERENCES).map(ToString::to_string);
+    let text = shown.collect::<Vec<_>>().join("; ");
+    match differences.len().saturating_sub(SHOWN_DIFFERENCES) {
+        0 => text,
+        more => format!("{text}; and {more} more"),
+    }
+}
+
 fn detail(lost_peer: &Option<String>, silent: &[usize]) -> String {
     let Some(report) = lost_peer else { return String::new() };
     let suspects = match silent {
@@ -144,6 +163,22 @@ fn detail(lost_peer: &Option<String>, silent: &[usize]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_differs_is_listed_up_to_a_few() {
+        let difference = |name: usize| Difference {
+            name: format!("--flag-{name}"),
+            values: vec![(Some("1".to_owned()), vec![0]), (Some("2".to_owned()), vec![1])],
+        };
+        let check = |count: usize, expected: &str| {
+            let differences = (0..count).map(difference).collect();
+            let text = Error::RanksDiffer { rank: 1, differences }.to_string();
+            assert!(text.contains(expected), "{text}");
+        };
+        check(1, "alike: --flag-0 is 1 on rank 0 and 2 on rank 1; give all of them");
+        check(2, "; --flag-1 is 1 on rank 0 and 2 on rank 1; give all");
+        check(10, "; --flag-7 is 1 on rank 0 and 2 on rank 1; and 2 more; give all");
+    }
 
     #[test]
     fn a_dead_worker_is_named_with_its_cause() {

@@ -6,6 +6,7 @@
 //! ([`connect`]) and then talks through a [`Communicator`]. [`launch`] starts the workers
 //! of one machine and sees to it that none outlives the job.
 
+mod agreement;
 mod communicator;
 mod error;
 mod gloo;
@@ -16,6 +17,7 @@ mod single;
 mod wait;
 mod worker_env;
 
+pub use agreement::Difference;
 pub use communicator::{Communicator, Pending};
 pub use error::{Error, ExitCause};
 pub use gloo::Gloo;

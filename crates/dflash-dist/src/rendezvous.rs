@@ -8,6 +8,7 @@ use dflash_settings::Backend;
 use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Store};
 use tch::Device;
 
+use crate::agreement::{self, present_key};
 use crate::nccl;
 use crate::wait::until;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
@@ -23,7 +24,7 @@ const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 const INTERFACE_VARIABLE: &str = "GLOO_SOCKET_IFNAME";
 
 /// How long to wait for others, and what carries the tensors.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct ConnectOptions {
     /// For all ranks to come to the rendezvous.
     pub join_timeout: Duration,
@@ -33,13 +34,20 @@ pub struct ConnectOptions {
     pub device: Device,
     /// What carries tensors that are on a GPU.
     pub backend: Backend,
+    /// What all ranks must have in common: what it is, such as a flag, and its value.
+    pub common: Vec<(String, String)>,
 }
 
 impl ConnectOptions {
     /// For a process that computes on the CPU, `timeout` for the meeting and each collective.
     pub fn cpu(timeout: Duration) -> Self {
-        let (join_timeout, collective_timeout) = (timeout, timeout);
-        Self { join_timeout, collective_timeout, device: Device::Cpu, backend: Backend::Auto }
+        Self {
+            join_timeout: timeout,
+            collective_timeout: timeout,
+            device: Device::Cpu,
+            backend: Backend::Auto,
+            common: Vec::new(),
+        }
     }
 }
 
@@ -48,7 +56,8 @@ impl ConnectOptions {
 ///
 /// # Errors
 /// [`Error::Listen`] when rank 0's port is taken, [`Error::Unreachable`] when the store
-/// does not answer, [`Error::RanksMissing`] when ranks stay away, [`Error::NoAddress`],
+/// does not answer, [`Error::RanksMissing`] when ranks stay away, [`Error::RanksDiffer`] when they
+/// do not have in common what they should, [`Error::NoAddress`],
 /// [`Error::NoNccl`] when NCCL was asked for and is not available,
 /// and [`Error::Rendezvous`] for everything else.
 pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Communicator>, Error> {
@@ -58,7 +67,8 @@ pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Comm
     let store = meeting.open_store()?;
     let prefix = store_prefix(&env.run_id, env.restart_count);
     let store = store.prefixed(&prefix).map_err(|source| meeting.failed(source))?;
-    meeting.call_roll(&store)?;
+    meeting.call_roll(&store, &options.common)?;
+    meeting.compare(&store)?;
     let bind = meeting.bind()?;
     let timeout = options.collective_timeout;
     let config = GlooConfig { rank: env.rank, size: env.world_size, bind, timeout };
@@ -88,6 +98,16 @@ pub(crate) fn serve(host: &str, port: u16, limit: Duration) -> Result<Store, Tor
     Store::serve_everywhere(port, limit)
 }
 
+/// Connects to the store at `host:port`. c10d waits without a limit for the first answer of what
+/// listens there, which may be another program.
+pub(crate) fn reach(host: &str, port: u16, limit: Duration) -> Result<Store, TorchError> {
+    let host = host.to_owned();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(Store::connect(&host, port, limit)));
+    let late = TorchError::StillRunning { operation: "reach the store", after: limit };
+    receiver.recv_timeout(limit.saturating_add(Duration::from_secs(1))).unwrap_or(Err(late))
+}
+
 /// One process's attempt to meet the others.
 struct Meeting<'a> {
     env: &'a WorkerEnv,
@@ -106,7 +126,7 @@ impl Meeting<'_> {
         }
         self.await_listener()?;
         let left = self.limit.saturating_sub(self.start.elapsed());
-        Store::connect(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
+        reach(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
     /// Tries until someone listens. c10d would retry too, but slowly, and it writes its attempts to
@@ -128,8 +148,9 @@ impl Meeting<'_> {
     }
 
     /// Signs in and waits for all others, so that who is missing can be named.
-    fn call_roll(&self, store: &Store) -> Result<(), Error> {
-        store.set(&present_key(self.env.rank), b"").map_err(|source| self.failed(source))?;
+    fn call_roll(&self, store: &Store, common: &[(String, String)]) -> Result<(), Error> {
+        let signed_in = agreement::sign_in(store, self.env.rank, common);
+        signed_in.map_err(|source| self.failed(source))?;
         let (rank, world_size) = (self.env.rank, self.env.world_size);
         let mut missing: Vec<usize> = (0..world_size).collect();
         loop {
@@ -142,6 +163,16 @@ impl Meeting<'_> {
             }
             std::thread::sleep(POLL);
         }
+    }
+
+    /// Refuses ranks that were started with other settings, data or programs.
+    fn compare(&self, store: &Store) -> Result<(), Error> {
+        let differences = agreement::differences(store, self.env.world_size);
+        let differences = differences.map_err(|source| self.failed(source))?;
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(Error::RanksDiffer { rank: self.env.rank, differences })
     }
 
     fn still_missing(&self, store: &Store, ranks: &[usize]) -> Result<Vec<usize>, Error> {
@@ -174,10 +205,6 @@ impl Meeting<'_> {
         let (rank, port) = (self.env.rank, self.env.master_port);
         Error::Rendezvous { rank, host: self.host.to_owned(), port, source }
     }
-}
-
-fn present_key(rank: usize) -> String {
-    format!("present/{rank}")
 }
 
 fn chosen_interface() -> Option<String> {
@@ -225,6 +252,16 @@ mod tests {
         assert!(!elsewhere("localhost"));
         // An address that no machine has (RFC 5737).
         assert!(elsewhere("192.0.2.1"));
+    }
+
+    #[test]
+    fn another_program_at_the_store_s_port_is_not_waited_for() {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = silent.local_addr().unwrap().port();
+        let begun = Instant::now();
+        let error = reach("127.0.0.1", port, SHORT).unwrap_err().to_string();
+        assert!(error.starts_with("reach the store: "), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(10));
     }
 
     #[test]

@@ -3,6 +3,8 @@
 #[path = "../../dflash-hub/tests/it/fake_hub.rs"]
 mod fake_hub;
 
+#[path = "train/alike.rs"]
+mod alike;
 #[path = "train/ending.rs"]
 mod ending;
 #[path = "train/mishaps.rs"]

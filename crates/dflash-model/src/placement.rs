@@ -28,9 +28,36 @@ pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<(Device, Kind),
     Ok((device, kind))
 }
 
+/// A device as flags name it, such as `cpu` or `cuda:1`.
+pub fn device_name(device: Device) -> String {
+    match device {
+        Device::Cpu => "cpu".to_owned(),
+        Device::Cuda(number) => format!("cuda:{number}"),
+        Device::Mps => "mps".to_owned(),
+        Device::Vulkan => "vulkan".to_owned(),
+    }
+}
+
+/// A kind of numbers as flags name it, such as `bfloat16`.
+pub fn kind_name(kind: Kind) -> String {
+    match kind {
+        Kind::Float => "float32".to_owned(),
+        Kind::Double => "float64".to_owned(),
+        Kind::Half => "float16".to_owned(),
+        kind => format!("{kind:?}").to_lowercase(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn devices_and_kinds_have_the_names_of_flags() {
+        assert_eq!([Device::Cpu, Device::Cuda(1)].map(device_name), ["cpu", "cuda:1"]);
+        let kinds = [Kind::Float, Kind::BFloat16, Kind::Double, Kind::Int64].map(kind_name);
+        assert_eq!(kinds, ["float32", "bfloat16", "float64", "int64"]);
+    }
 
     #[test]
     fn a_device_is_had_or_refused() {

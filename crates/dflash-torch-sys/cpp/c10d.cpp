@@ -17,6 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -71,6 +72,12 @@ char* started(DflashWork** work, Start&& start) noexcept {
 }  // namespace
 
 extern "C" {
+
+// Keeps libtorch from writing to stderr by itself, in this process and from now on: what c10d logs
+// with a stack trace it throws as well.
+void dflash_quiet_logs() {
+  FLAGS_caffe2_log_level = c10::GLOG_FATAL;
+}
 
 // Lets products of float32 matrices on the CPU round their factors to bfloat16, in this process
 // and from now on; sums stay float32.

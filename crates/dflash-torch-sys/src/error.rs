@@ -15,7 +15,7 @@ pub enum Error {
     #[error("listen on {address}")]
     Listen { address: SocketAddr, source: std::io::Error },
     /// A wait ended before the work did; the work goes on.
-    #[error("{operation}: not done after {after:?}")]
+    #[error("{operation}: not done after {} s", .after.as_secs_f64())]
     StillRunning { operation: &'static str, after: Duration },
     #[error("the loaded libtorch does not say its version; dflash needs libtorch 2.11.0")]
     NoVersion,

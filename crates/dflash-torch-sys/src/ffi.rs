@@ -33,6 +33,8 @@ pub(crate) type RawTensor = c_void;
 pub(crate) type Failure = *mut c_char;
 
 unsafe extern "C" {
+    pub(crate) fn dflash_quiet_logs();
+
     pub(crate) fn dflash_multiply_in_bf16() -> Failure;
     pub(crate) fn dflash_peak_device_bytes(index: i32, bytes: *mut i64) -> Failure;
     pub(crate) fn dflash_show_config(report: *mut *mut c_char) -> Failure;
@@ -147,14 +149,68 @@ pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
-/// An exception's text without gloo's "`[file:line]` " in front and the lines of a
-/// backtrace behind.
+/// What an exception says, in words for those who start jobs: without source positions and the lines
+/// of a backtrace, the usual failures of connections in our own words.
 fn plain(message: &str) -> String {
-    let line = message.lines().next().unwrap_or_default().trim();
-    match line.strip_prefix("[/").and_then(|rest| rest.split_once("] ")) {
-        Some((position, rest)) if !position.contains(' ') => rest.to_owned(),
-        _ => line.to_owned(),
+    let line = message.lines().next().unwrap_or_default();
+    let text = line.split("Exception raised from ").next().unwrap_or_default();
+    translated(without_positions(text).trim())
+}
+
+/// `text` without `[path/file.cc:123] `, wherever it is.
+fn without_positions(text: &str) -> String {
+    let mut kept = String::new();
+    let mut rest = text;
+    while let Some(start) = rest.find('[') {
+        let (before, after) = rest.split_at(start);
+        kept.push_str(before);
+        rest = match after.split_once(']') {
+            Some((position, behind)) if is_position(&position[1..]) => behind.trim_start(),
+            _ => {
+                kept.push('[');
+                &after[1..]
+            }
+        };
     }
+    kept + rest
+}
+
+/// Whether it is a source file with a line, such as `/src/gloo/pair.cc:553`.
+fn is_position(text: &str) -> bool {
+    let Some((file, line)) = text.rsplit_once(':') else { return false };
+    let is_source = [".cc", ".cpp", ".h", ".hpp"].iter().any(|end| file.ends_with(end));
+    is_source && !line.is_empty() && line.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// The failures that users meet. gloo names the peer's address in brackets.
+fn translated(text: &str) -> String {
+    let lower = text.to_lowercase();
+    let peer = text.find(" [").map_or_else(String::new, |at| format!(" ({})", text[at..].trim()));
+    let gone = ["connection closed by peer", "connection reset by peer", "broken pipe"];
+    if gone.iter().any(|words| lower.contains(words)) {
+        return format!("a peer closed the connection{peer}");
+    }
+    if lower.contains("remote server shutdown or crash") || lower.contains("failed to recv, got 0")
+    {
+        return "the store's process has ended, or the connection to it is gone".to_owned();
+    }
+    if lower.contains("connection refused") {
+        return format!("nobody listens there: connection refused{peer}");
+    }
+    if let Some(limit) = waited(&lower) {
+        return format!("no answer from a peer within {limit:.1} s");
+    }
+    if lower.contains("application timeout caused pair closure") {
+        return "no answer from a peer in time".to_owned();
+    }
+    text.to_owned()
+}
+
+/// The seconds of gloo's `timed out waiting 2000ms for recv operation to complete`.
+fn waited(text: &str) -> Option<f64> {
+    let (_, after) = text.split_once("timed out waiting ")?;
+    let (number, _) = after.split_once("ms")?;
+    Some(number.trim().parse::<f64>().ok()? / 1000.0)
 }
 
 #[cfg(test)]
@@ -164,11 +220,30 @@ mod tests {
     #[test]
     fn messages_lose_position_and_backtrace_only() {
         let check = |input: &str, expected: &str| assert_eq!(plain(input), expected);
-        check("[/src/gloo/pair.cc:553] Connection closed by peer", "Connection closed by peer");
-        check("Connection closed\nException raised from x\nframe #0", "Connection closed");
-        check("[::1]:29500 refused", "[::1]:29500 refused");
-        check("[/a b] kept", "[/a b] kept");
+        check("[/src/gloo/pair.cc:553] kept", "kept");
+        check("failed with [../third_party/gloo/pair.cc:144] no error", "failed with no error");
+        check("kept\nException raised from x\nframe #0", "kept");
+        check("kept. Exception raised from f at a.cpp:1 (most recent call first):", "kept.");
+        check("[::1]:29500 in use", "[::1]:29500 in use");
+        check("[/a b] kept [", "[/a b] kept [");
         check("", "");
+    }
+
+    #[test]
+    fn the_usual_failures_are_said_in_words() {
+        let check = |input: &str, expected: &str| assert_eq!(plain(input), expected);
+        let pair = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534]";
+        let closed = format!("{pair} Connection closed by peer [127.0.0.1]:40522");
+        check(&closed, "a peer closed the connection ([127.0.0.1]:40522)");
+        let reset = format!("{pair} Read error [10.0.0.2]:4: Connection reset by peer");
+        check(&reset, "a peer closed the connection ([10.0.0.2]:4: Connection reset by peer)");
+        let late = format!("{pair} Timed out waiting 2000ms for recv operation to complete");
+        check(&late, "no answer from a peer within 2.0 s");
+        let cut = format!("{pair} Application timeout caused pair closure");
+        check(&cut, "no answer from a peer in time");
+        let store = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote \
+                     server shutdown or crash?";
+        check(store, "the store's process has ended, or the connection to it is gone");
     }
 
     #[test]

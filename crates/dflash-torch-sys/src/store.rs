@@ -3,6 +3,7 @@
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{IntoRawFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::Once;
 use std::time::Duration;
 
 use crate::Error;
@@ -118,6 +119,7 @@ impl Store {
     }
 
     fn tcp(host: &str, port: u16, role: Role, timeout: Duration) -> Result<Self, Error> {
+        quiet_logs();
         let (mut raw, mut used) = (std::ptr::null_mut(), port);
         let (operation, is_server, listener) = match role {
             Role::Client => ("reach the store", false, None),
@@ -145,6 +147,20 @@ impl Drop for Store {
         // SAFETY: owned, freed once.
         unsafe { ffi::dflash_store_free(self.raw.as_ptr()) }
     }
+}
+
+/// libtorch's own log, for those who look for faults in it.
+const LOG_VARIABLE: &str = "TORCH_CPP_LOG_LEVEL";
+
+/// Keeps c10d's logs, with their stack traces, off the terminal unless the user asked for them.
+fn quiet_logs() {
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        if std::env::var_os(LOG_VARIABLE).is_none() {
+            // SAFETY: sets a number that is read without a lock, as libtorch's own setter does.
+            unsafe { ffi::dflash_quiet_logs() }
+        }
+    });
 }
 
 /// What a connection to the store comes with.

@@ -10,6 +10,7 @@
 //! - `warm_start` takes the weights of another draft;
 //! - `order` says which packed row is whose, `rows` reads and fetches it, `batch` turns it into
 //!   blocks and tensors, for training, validation, [`mod@bench`] and [`plan`] alike;
+//! - `agreement` says what all ranks must have in common;
 //! - `run` holds the loop, `vote` what ranks tell each other in a step;
 //! - `validation` measures on held-out rows and prompts;
 //! - `trainer` does one step, `masters` holds the parameters in float32, `shards` says which rank
@@ -17,6 +18,7 @@
 //! - `checkpoint` keeps it all in the run's directory ([`dflash_run`]), `metrics` shows it;
 //! - [`machine`] knows what the hardware can do, [`plan`] what a run will take of it.
 
+mod agreement;
 mod batch;
 pub mod bench;
 mod checkpoint;

@@ -51,6 +51,7 @@ impl Prepared<'_> {
             collective_timeout: Duration::from_secs(config.launch.collective_timeout),
             device: device.0,
             backend: config.launch.backend,
+            common: self.common(device)?,
         };
         let communicator = connect(env, &options)?;
         if config.compute.matmul_precision == MatmulPrecision::Bfloat16 {

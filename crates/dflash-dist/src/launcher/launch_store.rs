@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dflash_torch_sys::Store;
@@ -16,6 +16,10 @@ use crate::rendezvous::{self, store_prefix};
 /// For one answer of the store.
 const ANSWER: Duration = Duration::from_secs(10);
 
+/// So long no more is asked of a store that left a question without an answer: a link that was cut
+/// must not cost the time of every question.
+const SILENCE: Duration = Duration::from_secs(60);
+
 /// The store and its address, the same for all attempts.
 #[derive(Clone)]
 pub(super) struct LaunchStore {
@@ -23,7 +27,15 @@ pub(super) struct LaunchStore {
     pub(super) port: u16,
     pub(super) run_id: String,
     /// On node 0 the server; elsewhere a client of it.
+    pub(super) store: Patient,
+}
+
+/// A store that is asked with patience, but for a limited time. Clones and prefixes share the limit.
+#[derive(Clone)]
+pub(super) struct Patient {
     pub(super) store: Arc<Store>,
+    /// When it last left a question without an answer.
+    silent: Arc<Mutex<Option<Instant>>>,
 }
 
 /// What one attempt's workers are told, and what they say.
@@ -32,7 +44,7 @@ pub(super) struct AttemptStore {
     /// 0-based.
     pub(super) attempt: usize,
     /// The keys of this attempt's workers.
-    pub(super) store: Arc<Store>,
+    pub(super) store: Patient,
 }
 
 impl LaunchStore {
@@ -45,24 +57,24 @@ impl LaunchStore {
             serve(&host, port)?
         } else if await_listener(config, (&host, port), signals)? {
             let unreachable = |source| Error::Endpoint { host: host.clone(), port, source };
-            Store::connect(&host, port, ANSWER).map_err(unreachable)?
+            rendezvous::reach(&host, port, ANSWER).map_err(unreachable)?
         } else {
             return Ok(None);
         };
-        Ok(Some(Self { host, port, run_id, store: Arc::new(store) }))
+        Ok(Some(Self { host, port, run_id, store: Patient::new(store) }))
     }
 
     /// One machine needs no agreement on a port.
     fn local() -> Result<Self, Error> {
         let (host, run_id) = ("127.0.0.1".to_owned(), format!("local-{}", std::process::id()));
         let store = serve(&host, 0)?;
-        Ok(Self { host, port: store.port(), run_id, store: Arc::new(store) })
+        Ok(Self { host, port: store.port(), run_id, store: Patient::new(store) })
     }
 
     /// The part of it that one attempt's workers use.
     pub(super) fn of_attempt(&self, attempt: usize) -> Result<AttemptStore, Error> {
         let store = self.store.prefixed(&store_prefix(&self.run_id, attempt));
-        let store = Arc::new(store.map_err(listen(self.port))?);
+        let store = store.map_err(listen(self.port))?;
         Ok(AttemptStore { launch: self.clone(), attempt, store })
     }
 }
@@ -70,36 +82,57 @@ impl LaunchStore {
 impl AttemptStore {
     /// What the rank wrote about a peer before it ended.
     pub(super) fn lost_peer(&self, rank: usize) -> Option<String> {
-        read(&self.store, lost_peer_key(rank))
+        self.store.read(lost_peer_key(rank))
     }
 
     /// Whether a rank has said that its settings were good and its work under way, and none that
     /// a restart would meet the same fault.
     pub(super) fn may_improve(&self) -> bool {
-        let has = |key: &'static str| within(&self.store, move |store| store.contains(key).ok());
+        let has = |key: &'static str| self.store.ask(move |store| store.contains(key).ok());
         has(BEGAN_KEY).unwrap_or(false) && !has(PERMANENT_KEY).unwrap_or(false)
     }
 }
 
-/// Asks the store on a thread of its own: a node that lost its power does not close connections,
-/// and the launcher must go on watching its workers. `None` without an answer.
-pub(super) fn within<T: Send + 'static>(
-    store: &Arc<Store>,
-    question: impl FnOnce(&Store) -> Option<T> + Send + 'static,
-) -> Option<T> {
-    let store = Arc::clone(store);
-    let (sender, receiver) = std::sync::mpsc::channel();
-    std::thread::spawn(move || sender.send(question(&store)));
-    receiver.recv_timeout(ANSWER).ok().flatten()
-}
+impl Patient {
+    pub(super) fn new(store: Store) -> Self {
+        Self { store: Arc::new(store), silent: Arc::default() }
+    }
 
-/// The text at `key`, if it is set.
-pub(super) fn read(store: &Arc<Store>, key: String) -> Option<String> {
-    let text = within(store, move |store| match store.contains(&key) {
-        Ok(true) => store.get(&key).ok(),
-        _ => None,
-    })?;
-    Some(String::from_utf8_lossy(&text).into_owned())
+    /// The part of it with this prefix.
+    pub(super) fn prefixed(&self, prefix: &str) -> Result<Self, dflash_torch_sys::Error> {
+        let store = Arc::new(self.store.prefixed(prefix)?);
+        Ok(Self { store, silent: Arc::clone(&self.silent) })
+    }
+
+    /// Asks on a thread of its own: a node that lost its power does not close connections, and the
+    /// launcher must go on watching its workers. `None` without an answer.
+    pub(super) fn ask<T: Send + 'static>(
+        &self,
+        question: impl FnOnce(&Store) -> Option<T> + Send + 'static,
+    ) -> Option<T> {
+        if self.silent().is_some_and(|since| since.elapsed() < SILENCE) {
+            return None;
+        }
+        let store = Arc::clone(&self.store);
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || sender.send(question(&store)));
+        let answer = receiver.recv_timeout(ANSWER);
+        *self.silent() = answer.is_err().then(Instant::now);
+        answer.ok().flatten()
+    }
+
+    /// The text at `key`, if it is set.
+    pub(super) fn read(&self, key: String) -> Option<String> {
+        let text = self.ask(move |store| match store.contains(&key) {
+            Ok(true) => store.get(&key).ok(),
+            _ => None,
+        })?;
+        Some(String::from_utf8_lossy(&text).into_owned())
+    }
+
+    fn silent(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.silent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 fn serve(host: &str, port: u16) -> Result<Store, Error> {

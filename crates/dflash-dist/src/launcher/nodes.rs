@@ -4,13 +4,12 @@
 //! Every node writes keys of its own, except for the failure of an attempt: the first to claim it
 //! writes it, and all take it as theirs. A launcher alone agrees with itself.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dflash_torch_sys::Store;
 
 use super::failure::Failure;
-use super::launch_store::{LaunchStore, read, within};
+use super::launch_store::{LaunchStore, Patient};
 use super::signals::Signals;
 use super::{LaunchConfig, POLL};
 use crate::Error;
@@ -25,7 +24,7 @@ pub(super) struct Nodes {
     nnodes: usize,
     join_timeout: Duration,
     /// `None` for one node.
-    store: Option<Arc<Store>>,
+    store: Option<Patient>,
     attempt: usize,
     looked: Instant,
 }
@@ -40,7 +39,7 @@ impl Nodes {
             let prefixed = launch.store.prefixed(&format!("dflash/{}/launchers", launch.run_id));
             let (host, port) = (launch.host.clone(), launch.port);
             let failed = |source| Error::Endpoint { host, port, source };
-            store = Some(Arc::new(prefixed.map_err(failed)?));
+            store = Some(prefixed.map_err(failed)?);
         }
         let looked = Instant::now();
         let nodes = Self { node_rank, nnodes, join_timeout, store, attempt: 0, looked };
@@ -149,7 +148,7 @@ impl Nodes {
     }
 
     fn failure(&self) -> Option<Failure> {
-        let report = read(self.store.as_ref()?, self.key("failed"))?;
+        let report = self.store.as_ref()?.read(self.key("failed"))?;
         Some(Failure::from_report(&report))
     }
 
@@ -194,6 +193,6 @@ impl Nodes {
         &self,
         question: impl FnOnce(&Store) -> Option<T> + Send + 'static,
     ) -> Option<T> {
-        within(self.store.as_ref()?, question)
+        self.store.as_ref()?.ask(question)
     }
 }

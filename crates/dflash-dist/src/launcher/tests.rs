@@ -48,7 +48,7 @@ fn the_cause_is_told_from_its_consequences() {
                  expected: (usize, Option<&str>, &[usize])| {
         let store = attempt_store(0);
         if let Some(rank) = lost {
-            store.store.set(&lost_peer_key(rank), b"barrier failed").unwrap();
+            store.store.store.set(&lost_peer_key(rank), b"barrier failed").unwrap();
         }
         let error = failure::of_deaths(deaths, &config(), &store).error;
         let Error::WorkerDied { rank, lost_peer, silent, .. } = error else { panic!("{error}") };
@@ -67,7 +67,7 @@ fn the_cause_is_told_from_its_consequences() {
 fn what_may_pass_is_tried_again() {
     let check = |cause, said: &[&str], expected: bool| {
         let store = attempt_store(0);
-        said.iter().for_each(|key| store.store.set(key, b"").unwrap());
+        said.iter().for_each(|key| store.store.store.set(key, b"").unwrap());
         let failure = failure::of_deaths(&[death(0, cause)], &config(), &store);
         assert_eq!(failure.may_pass, expected, "{cause:?} {said:?}");
     };

@@ -167,12 +167,8 @@ fn variables(
 }
 
 /// What workers get unless the user has set it.
-fn defaults(nproc: usize) -> [(&'static str, String); 2] {
-    [
-        ("OMP_NUM_THREADS", threads_each(nproc).to_string()),
-        // c10d warns of every address that has no name; errors that matter are thrown.
-        ("TORCH_CPP_LOG_LEVEL", "ERROR".to_owned()),
-    ]
+fn defaults(nproc: usize) -> [(&'static str, String); 1] {
+    [("OMP_NUM_THREADS", threads_each(nproc).to_string())]
 }
 
 /// An equal share of the machine's cores; otherwise each worker would start a thread for every

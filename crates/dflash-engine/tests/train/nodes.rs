@@ -4,10 +4,11 @@
 //! address that faces the world would not be found by its peers.
 
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use crate::assert_same_losses;
-use crate::running::{Running, send};
-use crate::world::{World, losses};
+use crate::running::{Running, free_port, send, start_workers};
+use crate::world::{Run, World, losses};
 
 const ENDPOINT: &str = "10.77.0.1:29411";
 
@@ -108,4 +109,66 @@ fn a_rank_killed_on_one_machine_is_named_and_started_again_on_both() {
     }
     assert!(first.stderr.contains("node 1 reports: rank 3"), "{}", first.stderr);
     assert_same_losses(&losses(&world.path("two")), &losses(&world.path("one")));
+}
+
+/// The stated time for a job whose nodes lost each other, beyond --collective-timeout.
+const LOST: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_cut_link_ends_both_machines_in_plain_words() {
+    let Some(machines) = Machines::new("cut") else { return };
+    let world = World::new();
+    let more = ["--epochs", "4000", "--collective-timeout", "5"];
+    let [mut first, second] = [0, 1].map(|node| machines.start(&world, "out", node, &more));
+    first.await_step(&world.path("out"), 5);
+    // No packet comes any more, and none says so.
+    ip(&format!("-n {} link set cable down", machines.names[1])).unwrap();
+    let cut = Instant::now();
+    for node in [first, second] {
+        let run = node.end();
+        assert!(cut.elapsed() < Duration::from_secs(5) + LOST, "took {:?}", cut.elapsed());
+        assert_eq!(run.code, Some(1), "{}", run.stderr);
+        assert!(run.stderr.contains("no answer from a peer "), "{}", run.stderr);
+        assert_no_traces(&run);
+    }
+}
+
+#[test]
+fn the_end_of_a_launcher_is_told_in_plain_words() {
+    let world = World::new();
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let [mut first, second] = ["0", "1"].map(|node| {
+        let place = ["--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
+        let more = ["--nproc", "1", "--epochs", "4000", "--collective-timeout", "5"];
+        Running::start(&mut world.command("out", &[&place[..], &more].concat()))
+    });
+    first.await_step(&world.path("out"), 5);
+    send("-KILL", first.id());
+    let run = second.end();
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    assert!(run.stderr.contains("a peer closed the connection"), "{}", run.stderr);
+    assert_no_traces(&run);
+}
+
+#[test]
+fn a_rank_without_a_launcher_says_that_its_peer_is_gone() {
+    let world = World::new();
+    for killed in [0, 1] {
+        let save = format!("out-{killed}");
+        let more = ["--epochs", "4000", "--collective-timeout", "5"];
+        let mut ranks = start_workers(&world, &save, &more, 2);
+        ranks[0].await_step(&world.path(&save), 5);
+        send("-KILL", ranks[killed].id());
+        let run = ranks.remove(1 - killed).end();
+        assert_eq!(run.code, Some(1), "{}", run.stderr);
+        assert!(run.stderr.contains("a peer closed the connection"), "{}", run.stderr);
+        assert_no_traces(&run);
+    }
+}
+
+/// What C++ writes when it fails is for those who wrote it.
+fn assert_no_traces(run: &Run) {
+    for trace in ["frame #", "Exception raised", ".cpp:", ".cc:", "[c10d]"] {
+        assert!(!run.stderr.contains(trace), "{trace}: {}", run.stderr);
+    }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::world::{Run, World};
 
 /// For processes to start and meet on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A process with what it has said so far; killed when dropped.
 pub(crate) struct Running {

@@ -5,6 +5,7 @@ use std::path::Path;
 use tch::{Kind, Tensor};
 
 use crate::checkpoint::{TensorFile, write_safetensors};
+use crate::placement::kind_name;
 use crate::{Error, Result};
 
 /// File of the vocabulary in a checkpoint: `d2t` and `t2d` as speculators defines them.
@@ -112,8 +113,10 @@ impl DraftVocabulary {
 fn list(file: &TensorFile, path: &Path, (name, kind): (&str, Kind)) -> Result<Vec<i64>> {
     let tensor = file.any_tensor(name)?;
     if tensor.dim() != 1 || tensor.kind() != kind {
-        let found = format!("a tensor of {:?} with shape {:?}", tensor.kind(), tensor.size());
-        return Err(Error::config(path, name, found, &format!("a list of {kind:?} is needed")));
+        let found =
+            format!("a tensor of {} with shape {:?}", kind_name(tensor.kind()), tensor.size());
+        let expected = format!("a list of {} is needed", kind_name(kind));
+        return Err(Error::config(path, name, found, &expected));
     }
     Ok(Vec::try_from(tensor.to_kind(Kind::Int64))?)
 }
