@@ -209,6 +209,9 @@ mod tests {
     fn nothing_to_do_is_an_error_that_names_the_flag() {
         let dir = tempfile::tempdir().unwrap();
         let error = make(&DemoTargetSettings { held_out: 0, ..config(dir.path()) }).unwrap_err();
-        assert_eq!(error.to_string(), "--held-out is 0, but it must be at least 1");
+        assert_eq!(
+            error.to_string(),
+            "--held-out is 0, but it must be at least 1 and at most 1000000"
+        );
     }
 }

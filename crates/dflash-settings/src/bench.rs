@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, MOST_LAYERS, MOST_TOKENS, block_size, within};
 use crate::choices::Device;
-use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS};
+use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
 
-/// A longer row is surely a mistake, and would not fit anywhere.
-const MAX_TOKENS: usize = 1 << 24;
+/// Nobody waits for more.
+const MOST_STEPS: u64 = 1_000_000;
 
 /// What can be timed.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -81,22 +81,15 @@ impl BenchSettings {
 
 impl TrainStepSettings {
     fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("tokens", self.tokens as u64),
-            ("anchors", self.anchors as u64),
-            ("docs", self.docs as u64),
-            ("layers", self.layers as u64),
-            ("steps", self.steps as u64),
-            ("captures", self.captures as u64),
+        within([
+            ("tokens", self.tokens as u64, 1..=MOST_TOKENS),
+            ("anchors", self.anchors as u64, 1..=MOST_TOKENS),
+            ("docs", self.docs as u64, 1..=MOST_TOKENS),
+            ("layers", self.layers as u64, 1..=MOST_DRAFT_LAYERS),
+            ("steps", self.steps as u64, 1..=MOST_STEPS),
+            ("warmup", self.warmup as u64, 0..=MOST_STEPS),
+            ("captures", self.captures as u64, 1..=MOST_LAYERS),
         ])?;
-        if self.tokens > MAX_TOKENS {
-            let expected = format!("rows have at most {MAX_TOKENS} tokens");
-            return Err(Invalid::new("tokens", self.tokens, expected));
-        }
-        if self.block < 2 {
-            let expected = "a block holds the anchor and at least one token to predict";
-            return Err(Invalid::new("block", self.block, expected));
-        }
-        Ok(())
+        block_size("block", self.block)
     }
 }

@@ -1,6 +1,30 @@
 //! The error for a setting that cannot be used, and the ranges that several settings share.
 
 use std::fmt::Display;
+use std::ops::RangeInclusive;
+
+/// More tokens than any row, document or answer has.
+pub(crate) const MOST_TOKENS: u64 = 1 << 24;
+/// More optimizer steps than any run takes.
+pub(crate) const MOST_STEPS: u64 = 1_000_000_000;
+/// More rows than any dataset has.
+pub(crate) const MOST_ROWS: u64 = 1_000_000_000_000;
+/// Eleven days. As milliseconds, which is what sockets take, it fits in 31 bits.
+pub(crate) const MOST_SECONDS: u64 = 1_000_000;
+/// Far beyond what any draft guesses right; each anchor costs memory in proportion.
+const MOST_SLOTS: u64 = 1024;
+/// More than a rack of GPUs has.
+pub(crate) const MOST_TFLOPS: f64 = 1e6;
+/// A TiB.
+pub(crate) const MOST_MIB: u64 = 1 << 20;
+/// More cores than any machine has.
+pub(crate) const MOST_THREADS: u64 = 1024;
+/// More layers than any model has.
+pub(crate) const MOST_LAYERS: u64 = 1024;
+/// More rows than any embedding has.
+pub(crate) const MOST_VOCABULARY: u64 = 1 << 24;
+/// A rate at which every run diverges, in numbers that float32 has.
+pub(crate) const MOST_RATE: f64 = 1e12;
 
 /// A setting that cannot be used.
 ///
@@ -23,23 +47,60 @@ impl Invalid {
     }
 }
 
-/// Counts that must not be 0.
-pub(crate) fn at_least_one<const N: usize>(
-    counts: [(&'static str, u64); N],
+/// Whole numbers, each with its range.
+pub(crate) fn within<const N: usize>(
+    numbers: [(&'static str, u64, RangeInclusive<u64>); N],
 ) -> Result<(), Invalid> {
-    match counts.into_iter().find(|(_, count)| *count == 0) {
-        Some((key, _)) => Err(Invalid::new(key, 0, "it must be at least 1")),
+    match numbers.into_iter().find(|(_, number, range)| !range.contains(number)) {
+        Some((key, number, range)) => {
+            let (least, most) = range.into_inner();
+            let expected = format!("it must be at least {least} and at most {most}");
+            Err(Invalid::new(key, number, expected))
+        }
         None => Ok(()),
     }
 }
 
-/// Numbers above 0.
-pub(crate) fn positive<const N: usize>(numbers: [(&'static str, f64); N]) -> Result<(), Invalid> {
-    let bad = |number: f64| !(number > 0.0 && number.is_finite());
-    match numbers.into_iter().find(|(_, number)| bad(*number)) {
-        Some((key, number)) => Err(Invalid::new(key, number, "it must be a positive number")),
+/// Numbers above 0, each with the largest.
+pub(crate) fn positive<const N: usize>(
+    numbers: [(&'static str, f64, f64); N],
+) -> Result<(), Invalid> {
+    match numbers.into_iter().find(|&(_, number, most)| !(number > 0.0 && number <= most)) {
+        Some((key, number, most)) => {
+            Err(Invalid::new(key, number, format!("it must be above 0 and at most {most}")))
+        }
         None => Ok(()),
     }
+}
+
+/// Numbers from 0, each with the largest.
+pub(crate) fn from_zero<const N: usize>(
+    numbers: [(&'static str, f64, f64); N],
+) -> Result<(), Invalid> {
+    match numbers.into_iter().find(|(_, number, most)| !(0.0..=*most).contains(number)) {
+        Some((key, number, most)) => {
+            Err(Invalid::new(key, number, format!("it must be at least 0 and at most {most}")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Layers of the target that are captured.
+pub(crate) fn layer_ids(ids: Option<&[u32]>) -> Result<(), Invalid> {
+    let largest = ids.into_iter().flatten().max().copied().unwrap_or_default();
+    within([("target_layer_ids", largest.into(), 0..=MOST_LAYERS)])
+}
+
+/// The slots of a block.
+pub(crate) fn block_size(key: &'static str, slots: usize) -> Result<(), Invalid> {
+    if slots < 2 {
+        let expected = format!(
+            "a block holds the anchor and at least one token to predict; it must be at least 2 \
+             and at most {MOST_SLOTS}"
+        );
+        return Err(Invalid::new(key, slots, expected));
+    }
+    within([(key, slots as u64, 2..=MOST_SLOTS)])
 }
 
 /// Numbers from 0 to 1.
@@ -71,12 +132,24 @@ mod tests {
 
     #[test]
     fn ranges_name_the_flag_the_value_and_the_range() {
-        check(at_least_one([("max_anchors", 1)]), None);
-        let zero = Some("--max-anchors is 0, but it must be at least 1");
-        check(at_least_one([("epochs", 3), ("max_anchors", 0)]), zero);
-        check(positive([("lr", 1e-9)]), None);
-        check(positive([("lr", f64::NAN)]), Some("--lr is NaN, but it must be a positive number"));
-        check(positive([("lr", 0.0)]), Some("--lr is 0, but it must be a positive number"));
+        check(within([("max_anchors", 1, 1..=9)]), None);
+        let range = "it must be at least 1 and at most 9";
+        let zero = format!("--max-anchors is 0, but {range}");
+        check(within([("epochs", 3, 1..=9), ("max_anchors", 0, 1..=9)]), Some(&zero));
+        check(within([("epochs", 10, 1..=9)]), Some(&format!("--epochs is 10, but {range}")));
+        check(positive([("lr", 1e-9, 2.0)]), None);
+        for wrong in [f64::NAN, 0.0, -1.0, 2.5, f64::INFINITY] {
+            let refusal = format!("--lr is {wrong}, but it must be above 0 and at most 2");
+            check(positive([("lr", wrong, 2.0)]), Some(&refusal));
+        }
+        check(from_zero([("temperature", 0.0, 2.0)]), None);
+        for wrong in [f64::NAN, -1.0, 2.5] {
+            let refusal =
+                format!("--temperature is {wrong}, but it must be at least 0 and at most 2");
+            check(from_zero([("temperature", wrong, 2.0)]), Some(&refusal));
+        }
+        check(layer_ids(Some(&[1, 1024])), None);
+        assert!(layer_ids(Some(&[1, u32::MAX])).is_err());
         check(shares([("decay_ratio", 1.0)]), None);
         check(
             shares([("decay_ratio", 1.1)]),

@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, within};
+
+/// The corpus is made in memory, of a language of a few thousand words.
+const MOST: u64 = 1_000_000;
 
 /// Make the demo's corpus and train its tiny target.
 ///
@@ -35,10 +38,10 @@ impl DemoTargetSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("rows", self.rows as u64),
-            ("held_out", self.held_out as u64),
-            ("steps", self.steps as u64),
+        within([
+            ("rows", self.rows as u64, 1..=MOST),
+            ("held_out", self.held_out as u64, 1..=MOST),
+            ("steps", self.steps as u64, 1..=MOST),
         ])
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, MOST_TOKENS, MOST_VOCABULARY, block_size, layer_ids, within};
 
 /// Default captured layers of a draft: the paper's.
 pub const DEFAULT_CAPTURES: usize = 5;
@@ -11,8 +11,8 @@ pub const DEFAULT_LAYERS: usize = 5;
 /// Default slots of a block: the paper's.
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 
-/// Far beyond what any draft guesses right; each anchor costs memory in proportion.
-const MAX_BLOCK_SIZE: usize = 1024;
+/// More than targets have, whose work a draft is to save.
+pub(crate) const MOST_DRAFT_LAYERS: u64 = 128;
 
 /// Shape of the draft; the rest is copied from the target.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -48,21 +48,18 @@ impl DraftSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("num_layers", self.num_layers.unwrap_or(1) as u64),
-            ("sliding_window", self.sliding_window.unwrap_or(1) as u64),
-            ("draft_vocab_size", self.draft_vocab_size.unwrap_or(1) as u64),
-        ])?;
-        match self.block_size {
-            Some(slots @ (0 | 1)) => {
-                let expected = "a block holds the anchor and at least one token to predict";
-                Err(Invalid::new("block_size", slots, expected))
-            }
-            Some(slots) if slots > MAX_BLOCK_SIZE => {
-                let expected = format!("blocks have at most {MAX_BLOCK_SIZE} slots");
-                Err(Invalid::new("block_size", slots, expected))
-            }
-            _ => Ok(()),
+        let mask = self.mask_token_id.unwrap_or_default();
+        if !(0..MOST_VOCABULARY as i64).contains(&mask) {
+            let expected = format!("token ids are from 0 to {}", MOST_VOCABULARY - 1);
+            return Err(Invalid::new("mask_token_id", mask, expected));
         }
+        layer_ids(self.target_layer_ids.as_deref())?;
+        block_size("block_size", self.block_size.unwrap_or(DEFAULT_BLOCK_SIZE))?;
+        let vocabulary = self.draft_vocab_size.unwrap_or(1) as u64;
+        within([
+            ("num_layers", self.num_layers.unwrap_or(1) as u64, 1..=MOST_DRAFT_LAYERS),
+            ("sliding_window", self.sliding_window.unwrap_or(1) as u64, 1..=MOST_TOKENS),
+            ("draft_vocab_size", vocabulary, 1..=MOST_VOCABULARY),
+        ])
     }
 }

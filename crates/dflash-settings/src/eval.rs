@@ -4,8 +4,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, MOST_ROWS, MOST_TOKENS, from_zero, within};
 use crate::choices::{Device, Dtype};
+
+/// At this temperature all tokens of any vocabulary are as good as equally likely.
+const MOST_TEMPERATURE: f64 = 1000.0;
+/// Beyond the difference of any two logits.
+const MOST_TOLERANCE: f64 = 1e6;
 
 /// Measure a drafter: real speculative decoding against plain greedy decoding.
 ///
@@ -54,19 +59,13 @@ impl EvalSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("max_new_tokens", self.max_new_tokens as u64),
-            ("limit", self.limit.unwrap_or(1) as u64),
+        within([
+            ("max_new_tokens", self.max_new_tokens as u64, 1..=MOST_TOKENS),
+            ("limit", self.limit.unwrap_or(1) as u64, 1..=MOST_ROWS),
         ])?;
-        let numbers = [
-            ("temperature", self.temperature),
-            ("tie_tolerance", self.tie_tolerance.unwrap_or_default()),
-        ];
-        match numbers.into_iter().find(|(_, number)| !(*number >= 0.0 && number.is_finite())) {
-            Some((key, number)) => {
-                Err(Invalid::new(key, number, "it must be 0 or a positive number"))
-            }
-            None => Ok(()),
-        }
+        from_zero([
+            ("temperature", self.temperature, MOST_TEMPERATURE),
+            ("tie_tolerance", self.tie_tolerance.unwrap_or_default(), MOST_TOLERANCE),
+        ])
     }
 }

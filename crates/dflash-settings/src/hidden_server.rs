@@ -4,8 +4,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, MOST_THREADS, MOST_TOKENS, layer_ids, within};
 use crate::choices::{Device, Dtype, WireDtype};
+
+/// Each holds a connection and a prompt.
+const MOST_REQUESTS: u64 = 65536;
 
 /// Run the target and serve hidden states of chosen layers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -56,11 +59,12 @@ impl HiddenServerSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("max_queue", self.max_queue as u64),
-            ("max_batch_tokens", self.max_batch_tokens as u64),
-            ("max_model_len", self.max_model_len.unwrap_or(1) as u64),
-            ("threads", self.threads.unwrap_or(1) as u64),
+        layer_ids(self.target_layer_ids.as_deref())?;
+        within([
+            ("max_queue", self.max_queue as u64, 1..=MOST_REQUESTS),
+            ("max_batch_tokens", self.max_batch_tokens as u64, 1..=MOST_TOKENS),
+            ("max_model_len", self.max_model_len.unwrap_or(1) as u64, 1..=MOST_TOKENS),
+            ("threads", self.threads.unwrap_or(1) as u64, 1..=MOST_THREADS),
         ])
     }
 }

@@ -4,8 +4,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_odds};
+use crate::check::{Invalid, MOST_MIB, at_odds, within};
 use crate::choices::{OnGenerate, OnMissing};
+
+/// Connections that a rank may hold: servers answer a few requests at a time.
+const MOST_REQUESTS: u64 = 4096;
 
 /// Servers, stored states, and how much of them is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -34,12 +37,13 @@ pub struct HiddenStatesSettings {
 impl HiddenStatesSettings {
     /// Bytes of hidden states in flight or waiting.
     pub fn window_bytes(&self) -> usize {
-        self.window_mib.max(1) << 20
+        self.window_mib << 20
     }
 
     /// # Errors
-    /// A use of stored states without a folder of them.
+    /// A number out of its range, or a use of stored states without a folder of them.
     pub fn check(&self) -> Result<(), Invalid> {
+        self.check_window()?;
         if self.hidden_states_path.is_some() {
             return Ok(());
         }
@@ -52,5 +56,12 @@ impl HiddenStatesSettings {
             return Err(at_odds("on_missing", reason));
         }
         Ok(())
+    }
+
+    pub(crate) fn check_window(&self) -> Result<(), Invalid> {
+        within([
+            ("window_mib", self.window_mib as u64, 1..=MOST_MIB),
+            ("max_in_flight", self.max_in_flight as u64, 1..=MOST_REQUESTS),
+        ])
     }
 }

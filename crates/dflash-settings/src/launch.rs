@@ -2,8 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, needs};
+use crate::check::{Invalid, MOST_SECONDS, MOST_STEPS, needs, within};
 use crate::choices::Backend;
+
+/// More than any machine has GPUs. How many fit on this one is checked when they are started.
+pub(crate) const MOST_RANKS: u64 = 1024;
+/// More machines than any cluster has.
+pub(crate) const MOST_NODES: u64 = 65536;
+/// After so many restarts something else is wrong.
+const MOST_RESTARTS: u64 = 10_000;
 
 /// Ranks: how many, where, and what happens when one dies.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -59,12 +66,24 @@ impl LaunchSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("nproc", self.nproc.unwrap_or(1) as u64),
-            ("nnodes", self.nnodes as u64),
-            ("join_timeout", self.join_timeout),
-            ("collective_timeout", self.collective_timeout),
-        ])
+        within([
+            ("nproc", self.nproc.unwrap_or(1) as u64, 1..=MOST_RANKS),
+            ("nnodes", self.nnodes as u64, 1..=MOST_NODES),
+            ("max_restarts", self.max_restarts as u64, 0..=MOST_RESTARTS),
+            ("join_timeout", self.join_timeout, 1..=MOST_SECONDS),
+            ("collective_timeout", self.collective_timeout, 1..=MOST_SECONDS),
+        ])?;
+        match self.node_rank {
+            Some(node) if node >= self.nnodes => {
+                let expected = format!(
+                    "with --nnodes {} it must be at least 0 and at most {}",
+                    self.nnodes,
+                    self.nnodes - 1
+                );
+                Err(Invalid::new("node_rank", node, expected))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -72,11 +91,11 @@ impl CheckpointSettings {
     /// # Errors
     /// A number out of its range, or --keep-every alone.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("save_every", self.save_every.unwrap_or(1)),
-            ("keep_last", self.keep_last.unwrap_or(1)),
-            ("keep_every", self.keep_every.unwrap_or(1)),
-            ("grace", self.grace.unwrap_or(1)),
+        within([
+            ("save_every", self.save_every.unwrap_or(1), 1..=MOST_STEPS),
+            ("keep_last", self.keep_last.unwrap_or(1), 1..=MOST_STEPS),
+            ("keep_every", self.keep_every.unwrap_or(1), 1..=MOST_STEPS),
+            ("grace", self.grace.unwrap_or(1), 1..=MOST_SECONDS),
         ])?;
         if self.keep_every.is_some() && self.keep_last.is_none() {
             return Err(needs("keep_every", "keep_last"));

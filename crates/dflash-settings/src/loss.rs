@@ -24,6 +24,9 @@ pub enum ElementLoss {
     Lk,
 }
 
+/// Terms are weighed against each other, and the sum is a loss in float32.
+const MOST_COEFFICIENT: f64 = 1e6;
+
 /// The losses and their names on the command line.
 const NAMES: [(&str, ElementLoss); 7] = [
     ("ce", ElementLoss::CrossEntropy),
@@ -63,8 +66,8 @@ impl FromStr for LossTerm {
             .ok_or("the terms are ce, kl, rkl, jsd, tv, nla and lk")?;
         let coefficient: Option<f64> = coefficient.parse().ok();
         let coefficient = coefficient
-            .filter(|value| value.is_finite() && *value > 0.0)
-            .ok_or("the coefficient must be a positive number")?;
+            .filter(|value| *value > 0.0 && *value <= MOST_COEFFICIENT)
+            .ok_or("the coefficient must be a positive number, at most 1e6")?;
         Ok(Self { loss, coefficient })
     }
 }
@@ -110,7 +113,7 @@ mod tests {
     fn other_terms_are_refused() {
         let refusal = |text: &str| text.parse::<LossTerm>().unwrap_err();
         assert!(refusal("mse").contains("the terms are ce, kl"));
-        for text in ["ce=0", "ce=-1", "kl=x", "kl=inf", "kl=nan", "kl="] {
+        for text in ["ce=0", "ce=-1", "kl=x", "kl=inf", "kl=1e308", "kl=nan", "kl="] {
             assert!(refusal(text).contains("positive number"), "{text}");
         }
     }

@@ -2,11 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, positive, shares};
+use crate::check::{Invalid, MOST_MIB, positive, shares, within};
 use crate::loss::LossTerm;
 
 /// Default memory of one chunk of logits, MiB: what fits a CPU's caches.
 pub const DEFAULT_LOSS_CHUNK_MIB: usize = 8;
+
+/// The weight of the last slot of the longest block is then that of the first.
+const MOST_GAMMA: f64 = 1e6;
 
 /// The loss and the weights of slots.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -48,13 +51,14 @@ impl ObjectiveSettings {
 
     /// Bytes of one chunk of logits.
     pub fn chunk_bytes(&self) -> usize {
-        self.loss_chunk_mib.max(1) << 20
+        self.loss_chunk_mib << 20
     }
 
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        positive([("gamma", self.gamma.unwrap_or(1.0))])?;
+        positive([("gamma", self.gamma.unwrap_or(1.0), MOST_GAMMA)])?;
+        within([("loss_chunk_mib", self.loss_chunk_mib as u64, 1..=MOST_MIB)])?;
         shares([("dpace_alpha", self.dpace_alpha.unwrap_or(1.0))])
     }
 }

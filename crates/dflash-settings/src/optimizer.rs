@@ -2,8 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, at_odds, positive, shares};
+use crate::check::{Invalid, MOST_RATE, MOST_STEPS, at_odds, positive, shares, within};
 use crate::choices::{OptimizerKind, SchedulerType};
+
+/// Beyond this even small rates turn weights around.
+const MOST_DECAY: f64 = 1e6;
+/// Clips nothing: sums of squares in float32 overflow before.
+const MOST_NORM: f64 = 1e20;
 
 /// Learning rate, its schedule, and the optimizer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -59,9 +64,9 @@ impl OptimizerSettings {
     /// A number out of its range, or one without effect beside another setting.
     pub fn check(&self) -> Result<(), Invalid> {
         positive([
-            ("lr", self.lr),
-            ("muon_lr", self.muon_lr.unwrap_or(1.0)),
-            ("max_grad_norm", self.max_grad_norm),
+            ("lr", self.lr, MOST_RATE),
+            ("muon_lr", self.muon_lr.unwrap_or(1.0), MOST_RATE),
+            ("max_grad_norm", self.max_grad_norm, MOST_NORM),
         ])?;
         shares([
             ("warmup_ratio", self.warmup_ratio),
@@ -69,16 +74,25 @@ impl OptimizerSettings {
             ("decay_ratio", self.decay_ratio),
             ("adam_beta2", self.adam_beta2.unwrap_or_default()),
         ])?;
-        at_least_one([("max_bad_steps", self.max_bad_steps)])?;
+        if self.adam_beta2 == Some(1.0) {
+            let expected = "a mean that keeps all of itself never moves; it must be below 1";
+            return Err(Invalid::new("adam_beta2", 1.0, expected));
+        }
+        within([
+            ("warmup_steps", self.warmup_steps.unwrap_or_default(), 0..=MOST_STEPS),
+            ("max_bad_steps", self.max_bad_steps, 1..=MOST_STEPS),
+        ])?;
         if self.muon_lr.is_some() && self.optimizer != OptimizerKind::Muon {
             return Err(at_odds("muon_lr", "needs --optimizer muon"));
         }
         let decays =
             [("weight_decay", self.weight_decay), ("norm_weight_decay", self.norm_weight_decay)];
         if let Some((key, decay)) =
-            decays.into_iter().find(|(_, decay)| !(0.0..1e6).contains(decay))
+            decays.into_iter().find(|(_, decay)| !(0.0..=MOST_DECAY).contains(decay))
         {
-            return Err(Invalid::new(key, decay, "weights decay by a share from 0"));
+            let expected =
+                format!("weights decay by a share; it must be at least 0 and at most {MOST_DECAY}");
+            return Err(Invalid::new(key, decay, expected));
         }
         match self.ema_decay {
             Some(decay) if !(decay > 0.0 && decay < 1.0) => {

@@ -4,18 +4,23 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, needs, positive};
+use crate::check::{Invalid, MOST_TFLOPS, MOST_TOKENS, needs, positive, within};
 use crate::compute::ComputeSettings;
 use crate::draft::DraftSettings;
 use crate::hidden_states::HiddenStatesSettings;
+use crate::launch::{MOST_NODES, MOST_RANKS};
 use crate::objective::ObjectiveSettings;
 use crate::optimizer::OptimizerSettings;
 use crate::rows::RowSettings;
 use crate::validation::ValidationSettings;
 
+/// All their rows are packed as a run would.
+const MOST_DOCUMENTS: u64 = 100_000_000;
+
 /// Say what a training run will take: memory, arithmetic, time, hidden states.
 ///
-/// Takes the flags (and the run file) of `dflash train`. Of the target only config.json is read, and
+/// Takes the command line (and the run file) of `dflash train` as it stands: put `plan` in place of
+/// `train`. What does not change the plan, such as --save-path, is passed over. Of the target only config.json is read, and
 /// nothing is computed. Without a dataset, --rows and --mean-length describe one.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
@@ -33,12 +38,15 @@ pub struct PlanSettings {
     /// Tokens of a document, with --rows.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS"))]
     pub mean_length: Option<usize>,
-    /// Ranks: GPUs, or processes on CPUs.
+    /// Ranks on a machine: GPUs, or processes on CPUs.
     #[cfg_attr(
         feature = "clap",
         arg(long, visible_alias = "gpus", value_name = "N", default_value_t = 1)
     )]
     pub nproc: usize,
+    /// Machines with as many ranks each.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    pub nnodes: usize,
     /// Plan for this GPU, such as H100, instead of this machine's.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
     pub gpu: Option<String>,
@@ -80,15 +88,21 @@ pub struct PlanSettings {
 }
 
 impl PlanSettings {
+    /// Ranks of all machines.
+    pub fn ranks(&self) -> usize {
+        self.nproc * self.nnodes
+    }
+
     /// # Errors
     /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("nproc", self.nproc as u64),
-            ("rows", self.documents.unwrap_or(1) as u64),
-            ("mean_length", self.mean_length.unwrap_or(1) as u64),
+        within([
+            ("nproc", self.nproc as u64, 1..=MOST_RANKS * MOST_NODES),
+            ("nnodes", self.nnodes as u64, 1..=MOST_NODES),
+            ("rows", self.documents.unwrap_or(1) as u64, 1..=MOST_DOCUMENTS),
+            ("mean_length", self.mean_length.unwrap_or(1) as u64, 1..=MOST_TOKENS),
         ])?;
-        positive([("tflops", self.tflops.unwrap_or(1.0))])?;
+        positive([("tflops", self.tflops.unwrap_or(1.0), MOST_TFLOPS)])?;
         match (self.documents, self.mean_length) {
             (Some(_), None) => return Err(needs("rows", "mean_length")),
             (None, Some(_)) => return Err(needs("mean_length", "rows")),
@@ -102,6 +116,7 @@ impl PlanSettings {
         self.rows.check()?;
         self.objective.check()?;
         self.optimizer.check()?;
-        self.validation.check_ratio()
+        self.hidden_states.check_window()?;
+        self.validation.check_ranges()
     }
 }

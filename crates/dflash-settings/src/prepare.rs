@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::check::{Invalid, at_least_one, positive};
+use crate::check::{Invalid, MOST_ROWS, MOST_THREADS, MOST_TOKENS, positive, within};
 
 /// The target of DFlash's own guide; used when none is named.
 pub const DEFAULT_TARGET: &str = "Qwen/Qwen3-8B";
+
+/// A TB.
+const MOST_SHARD_MB: f64 = 1e6;
 
 /// Turn conversations into a tokenized, masked dataset.
 ///
@@ -89,15 +92,13 @@ impl PrepareSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        if self.seq_length < 2 {
-            let expected = "a row of one token has nothing to predict; it must be at least 2";
-            return Err(Invalid::new("seq_length", self.seq_length, expected));
-        }
-        positive([("shard_mb", self.shard_mb)])?;
-        at_least_one([
-            ("minimum_valid_tokens", self.minimum_valid_tokens as u64),
-            ("limit", self.limit.unwrap_or(1) as u64),
-            ("workers", self.workers.unwrap_or(1) as u64),
+        positive([("shard_mb", self.shard_mb, MOST_SHARD_MB)])?;
+        within([
+            // a row of one token has nothing to predict
+            ("seq_length", self.seq_length as u64, 2..=MOST_TOKENS),
+            ("minimum_valid_tokens", self.minimum_valid_tokens as u64, 1..=MOST_TOKENS),
+            ("limit", self.limit.unwrap_or(1) as u64, 1..=MOST_ROWS),
+            ("workers", self.workers.unwrap_or(1) as u64, 1..=MOST_THREADS),
         ])
     }
 

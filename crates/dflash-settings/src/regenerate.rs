@@ -4,8 +4,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, MOST_ROWS, MOST_TOKENS, within};
 use crate::choices::{Device, Dtype};
+
+/// Each sequence has a cache of its own.
+const MOST_BATCH: u64 = 65536;
 
 /// Replace the answers of a dataset by the target's own.
 ///
@@ -44,10 +47,10 @@ impl RegenerateSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("max_new_tokens", self.max_new_tokens as u64),
-            ("limit", self.limit.unwrap_or(1) as u64),
-            ("batch", self.batch as u64),
+        within([
+            ("max_new_tokens", self.max_new_tokens as u64, 1..=MOST_TOKENS),
+            ("limit", self.limit.unwrap_or(1) as u64, 1..=MOST_ROWS),
+            ("batch", self.batch as u64, 1..=MOST_BATCH),
         ])
     }
 }

@@ -2,10 +2,16 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one};
+use crate::check::{Invalid, MOST_STEPS, MOST_TOKENS, within};
 
 /// Epochs of the DFlash paper's recipe.
 const DEFAULT_EPOCHS: u64 = 6;
+
+/// More passes over the data than anyone can want; each is planned before the first step, which takes
+/// time and memory.
+const MOST_EPOCHS: u64 = 100_000;
+/// More rows than a step of any run takes.
+const MOST_MICRO_BATCHES: u64 = 100_000;
 
 /// Packed rows and their anchors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -43,17 +49,15 @@ impl RowSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("anchors_per_sequence", self.anchors_per_sequence as u64),
-            ("max_anchors", self.max_anchors as u64),
-            ("gradient_accumulation_steps", self.gradient_accumulation_steps as u64),
-            ("epochs", self.epochs.unwrap_or(1)),
-            ("max_steps", self.max_steps.unwrap_or(1)),
-        ])?;
-        if self.total_seq_len < 2 {
-            let expected = "a row needs room for an anchor and a token to predict";
-            return Err(Invalid::new("total_seq_len", self.total_seq_len, expected));
-        }
-        Ok(())
+        let micro_batches = self.gradient_accumulation_steps as u64;
+        within([
+            // a row needs room for an anchor and a token to predict
+            ("total_seq_len", self.total_seq_len as u64, 2..=MOST_TOKENS),
+            ("anchors_per_sequence", self.anchors_per_sequence as u64, 1..=MOST_TOKENS),
+            ("max_anchors", self.max_anchors as u64, 1..=MOST_TOKENS),
+            ("gradient_accumulation_steps", micro_batches, 1..=MOST_MICRO_BATCHES),
+            ("epochs", self.epochs.unwrap_or(1), 1..=MOST_EPOCHS),
+            ("max_steps", self.max_steps.unwrap_or(1), 1..=MOST_STEPS),
+        ])
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, positive};
+use crate::check::{Invalid, MOST_STEPS, MOST_TFLOPS, positive, within};
 use crate::choices::SpeculatorType;
 use crate::compute::ComputeSettings;
 use crate::draft::DraftSettings;
@@ -90,8 +90,8 @@ impl TrainSettings {
     /// # Errors
     /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([("log_every", self.log_every)])?;
-        positive([("peak_tflops", self.peak_tflops.unwrap_or(1.0))])?;
+        within([("log_every", self.log_every, 1..=MOST_STEPS)])?;
+        positive([("peak_tflops", self.peak_tflops.unwrap_or(1.0), MOST_TFLOPS)])?;
         self.compute.check()?;
         self.launch.check()?;
         self.checkpoints.check()?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, at_least_one, needs};
+use crate::check::{Invalid, MOST_ROWS, MOST_STEPS, MOST_TOKENS, needs, within};
 
 /// Held-out samples and prompts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -38,12 +38,7 @@ impl ValidationSettings {
     /// # Errors
     /// A number out of its range, something to validate on that is never used, or nothing.
     pub fn check(&self) -> Result<(), Invalid> {
-        at_least_one([
-            ("eval_every", self.eval_every.unwrap_or(1)),
-            ("eval_limit", self.eval_limit as u64),
-            ("eval_max_new_tokens", self.eval_max_new_tokens as u64),
-        ])?;
-        self.check_ratio()?;
+        self.check_ranges()?;
         match (self.eval_every, &self.eval_prompts) {
             (None, Some(_)) => Err(needs("eval_prompts", "eval_every")),
             (None, None) if self.validation_ratio > 0.0 => {
@@ -58,7 +53,12 @@ impl ValidationSettings {
         }
     }
 
-    pub(crate) fn check_ratio(&self) -> Result<(), Invalid> {
+    pub(crate) fn check_ranges(&self) -> Result<(), Invalid> {
+        within([
+            ("eval_every", self.eval_every.unwrap_or(1), 1..=MOST_STEPS),
+            ("eval_limit", self.eval_limit as u64, 1..=MOST_ROWS),
+            ("eval_max_new_tokens", self.eval_max_new_tokens as u64, 1..=MOST_TOKENS),
+        ])?;
         if (0.0..1.0).contains(&self.validation_ratio) {
             return Ok(());
         }

@@ -10,6 +10,7 @@ use dflash_model::checkpoint::{TensorFile, TensorWriter};
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
 use dflash_model::objective::DraftVocabulary;
 use dflash_run::{Checkpoint, Position, State};
+use dflash_settings::TrainSettings;
 
 use crate::Error;
 use crate::optimizer::{Algorithm, OptimizerConfig};
@@ -34,12 +35,27 @@ impl Prepared<'_> {
 
 /// Bytes of a checkpoint: the state in float32, the model in bfloat16.
 fn bytes(draft: &DraftConfig, optimizer: &OptimizerConfig) -> i64 {
+    DraftLayout::new(draft).elements() * (4 * state(optimizer) + 2)
+}
+
+/// Numbers of state for each parameter.
+fn state(optimizer: &OptimizerConfig) -> i64 {
     let moments = match optimizer.algorithm {
         Algorithm::AdamW => 2,
         Algorithm::Muon(_) => 1,
     };
-    let state = 1 + moments + i64::from(optimizer.ema_decay.is_some());
-    DraftLayout::new(draft).elements() * (4 * state + 2)
+    1 + moments + i64::from(optimizer.ema_decay.is_some())
+}
+
+/// Bytes that a rank on a CPU holds whatever its rows are: the state, of which other ranks may hold a
+/// share, and the gradients.
+pub(crate) fn least_memory(draft: &DraftConfig, settings: &TrainSettings) -> f64 {
+    let own = if settings.compute.splits_state() {
+        1
+    } else {
+        state(&OptimizerConfig::from(&settings.optimizer))
+    };
+    DraftLayout::new(draft).elements() as f64 * 4.0 * (own + 1) as f64
 }
 
 /// Writes the checkpoint of `position`, unless it is there already. All ranks bring their share of

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use dflash_settings::Invalid;
 use tch::Device;
 
 /// Dense bfloat16 peaks of tensor cores with float32 sums, TFLOP/s, by a part of the GPU's name; the
@@ -79,6 +80,26 @@ pub(crate) fn peak_memory_mib(device: Device) -> Option<f64> {
     }
 }
 
+/// Refuses what needs more memory than the machine has, which `key` with its `value` asks for: an
+/// allocation that fails ends the process.
+pub(crate) fn check_memory(bytes: f64, (key, value): (&'static str, usize)) -> Result<(), Invalid> {
+    let Some(all) = memory_bytes().filter(|&all| bytes > all) else { return Ok(()) };
+    let expected = format!(
+        "this takes at least {:.0} GB of memory, and the machine has {:.0} GB",
+        bytes / 1e9,
+        all / 1e9
+    );
+    Err(Invalid::new(key, value, expected))
+}
+
+/// The machine's memory.
+fn memory_bytes() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
+    let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024.0)
+}
+
 /// The kernel's high-water mark of this process's resident memory, MiB.
 fn peak_resident_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -123,6 +144,14 @@ mod tests {
         assert_eq!(name_in(driver.path()).as_deref(), Some("NVIDIA H200"));
         add("0000:03:00.0", "NVIDIA L4");
         assert_eq!(name_in(driver.path()), None);
+    }
+
+    #[test]
+    fn what_no_machine_holds_is_refused() {
+        assert_eq!(check_memory(1e6, ("num_layers", 5)), Ok(()));
+        let refused = check_memory(1e18, ("num_layers", 5)).unwrap_err().to_string();
+        let expected = "--num-layers is 5, but this takes at least 1000000000 GB of memory";
+        assert!(refused.starts_with(expected), "{refused}");
     }
 
     #[test]

@@ -104,7 +104,7 @@ pub fn plan(settings: &PlanSettings, target_dir: &Path, shape: &DraftShape) -> R
 
 impl Planned<'_> {
     fn plan(&self, target: &TargetConfig, draft: &DraftConfig) -> Result<Plan, Error> {
-        let (ranks, rows) = (self.settings.nproc, &self.settings.rows);
+        let (ranks, rows) = (self.settings.ranks(), &self.settings.rows);
         let epoch = rows::Epoch::of(self, draft, target.vocab_size)?;
         let memory = memory::memory(self, (target, draft), &epoch.largest);
         let per_step = (ranks * rows.gradient_accumulation_steps) as f64;

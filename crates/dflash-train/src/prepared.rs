@@ -8,12 +8,13 @@ use dflash_model::draft::DraftConfig;
 use dflash_model::place;
 use dflash_model::target::TargetConfig;
 use dflash_run::{Checkpoint, RunDir};
+use tch::Device;
 
 use crate::config::TrainConfig;
 use crate::order::Packing;
 use crate::rows::{StreamedRows, TargetSamples};
 use crate::warm_start::WarmStart;
-use crate::{Error, setup, validation};
+use crate::{Error, checkpoint, machine, setup, validation};
 
 /// A run whose settings make sense. A launcher goes no further; a rank calls [`Self::run`].
 #[derive(Debug)]
@@ -39,7 +40,11 @@ impl<'a> Prepared<'a> {
         let pretrained = config.pretrained_dir.as_deref();
         let warm_start = pretrained.map(|dir| WarmStart::open(dir, &draft)).transpose()?;
         let settings = &config.settings;
-        place(settings.compute.device, settings.compute.compute_dtype, 0)?;
+        let (device, _) = place(settings.compute.device, settings.compute.compute_dtype, 0)?;
+        if device == Device::Cpu {
+            let bytes = checkpoint::least_memory(&draft, settings);
+            machine::check_memory(bytes, ("num_layers", config.draft.num_layers))?;
+        }
         let dataset = Arc::new(Dataset::open(&settings.data_path)?);
         validation::check(config, dataset.lengths())?;
         // a slot to learn from has an anchor before it

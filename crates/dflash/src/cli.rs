@@ -55,13 +55,10 @@ pub enum Command {
     )]
     HiddenServer(HiddenServerSettings),
     /// Train a drafter against a running hidden-state server.
-    #[command(allow_negative_numbers = true)]
     Train(Box<TrainSettings>),
     /// Say what a training run will take: memory, arithmetic, time, hidden states.
-    #[command(allow_negative_numbers = true)]
     Plan(Box<PlanSettings>),
     /// Measure a drafter: real speculative decoding against plain greedy decoding.
-    #[command(allow_negative_numbers = true)]
     Eval(EvalSettings),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportSettings),
@@ -124,17 +121,31 @@ pub(crate) const VLLM_FLAGS: &str = "vllm_flags";
 
 /// The whole command line, run files included.
 pub fn definition() -> clap::Command {
-    Cli::command().mut_subcommands(|command| {
-        let command = last_wins(command);
+    let all = Cli::command();
+    let passed_over = only_for_training(&all);
+    all.mut_subcommands(|command| {
+        let command = as_typed(command);
+        let plans = command.get_name() == "plan";
+        let command = if plans { command.args(passed_over.clone()) } else { command };
         let Some(table) = table_of(command.get_name()) else { return command };
         let command = command.args(run_file_arguments(table));
         if table == "hidden_server" { command.args(server_arguments()) } else { command }
     })
 }
 
-/// Of a flag that is given twice the last counts, but for those that collect their values.
-fn last_wins(command: clap::Command) -> clap::Command {
-    command.args_override_self(true).mut_subcommands(last_wins)
+/// The flags of `train` that do not change a plan. `plan` takes them and passes them over, so that it
+/// can be put in place of `train` in any command line.
+fn only_for_training(all: &clap::Command) -> Vec<Arg> {
+    let arguments = |name| all.find_subcommand(name).into_iter().flat_map(|c| c.get_arguments());
+    let own: Vec<_> = arguments("plan").map(Arg::get_id).collect();
+    let others = arguments("train").filter(|arg| !own.contains(&arg.get_id()));
+    others.map(|arg| arg.clone().required(false).hide(true)).collect()
+}
+
+/// Of a flag that is given twice the last counts, but for those that collect their values. What
+/// follows a flag and looks like a negative number is its value, to be refused with the flag's range.
+fn as_typed(command: clap::Command) -> clap::Command {
+    command.args_override_self(true).allow_negative_numbers(true).mut_subcommands(as_typed)
 }
 
 fn run_file_arguments(table: &str) -> [Arg; 3] {
@@ -167,6 +178,8 @@ fn server_arguments() -> [Arg; 1] {
 
 #[cfg(test)]
 mod tests {
+    use clap::FromArgMatches;
+
     use super::*;
     use crate::command_line;
 
@@ -220,6 +233,56 @@ mod tests {
         assert_eq!(loss, ["ce", "tv"]);
     }
 
+    /// A value that the flag takes; `None` for a switch.
+    fn some_value(arg: &Arg) -> Option<String> {
+        if !arg.get_action().takes_values() {
+            return None;
+        }
+        if let Some(choice) = arg.get_possible_values().first() {
+            return Some(choice.get_name().to_owned());
+        }
+        let default = arg.get_default_values().first().map(|value| value.to_string_lossy().into());
+        let tries = ["1", "2", "0.5", "http://h:1", "x"].map(str::to_owned);
+        default.into_iter().chain(tries).find(|value| {
+            let long = arg.get_long().unwrap();
+            let line = ["dflash", "train", "--target=t", "--data-path=d", "--save-path=s"];
+            let line = line.map(str::to_owned).into_iter().chain([format!("--{long}={value}")]);
+            definition().try_get_matches_from(line).is_ok()
+        })
+    }
+
+    #[test]
+    fn a_plan_takes_every_flag_of_a_training() {
+        let mut all = definition();
+        all.build();
+        let train = all.find_subcommand("train").unwrap();
+        let mut passed_over = 0;
+        for arg in
+            train.get_arguments().filter(|arg| !matches!(arg.get_id().as_str(), "help" | "version"))
+        {
+            let Some(long) = arg.get_long() else { continue };
+            let names = arg.get_all_aliases().unwrap_or_default().into_iter().chain([long]);
+            for name in names {
+                let given = match some_value(arg) {
+                    Some(value) => format!("--{name}={value}"),
+                    None => format!("--{name}"),
+                };
+                let line =
+                    ["dflash", "plan", "--target=t", "--data-path=d", "--save-path=s", &given];
+                let matches = definition().try_get_matches_from(line);
+                let matches = matches.unwrap_or_else(|error| panic!("{given}: {error}"));
+                let cli = Cli::from_arg_matches(&matches).unwrap();
+                assert!(matches!(cli.command, Command::Plan(_)));
+            }
+            let plan = definition();
+            let plan = plan.find_subcommand("plan").unwrap();
+            passed_over += usize::from(
+                plan.get_arguments().any(|own| own.get_id() == arg.get_id() && own.is_hide_set()),
+            );
+        }
+        assert!(passed_over > 5, "{passed_over}");
+    }
+
     #[test]
     fn sources_and_aliases_parse() {
         let line = "dflash prepare --data a b --data c --num-proc 3 --max-samples 7 --model m";
@@ -240,11 +303,12 @@ mod tests {
             assert_eq!(refused.map(|invalid| invalid.to_string()).as_deref(), expect);
         };
         check("--temperature 0.7", None);
-        check("--limit 0", Some("--limit is 0, but it must be at least 1"));
-        check("--max-new-tokens 0", Some("--max-new-tokens is 0, but it must be at least 1"));
-        let negative = "--temperature is -1, but it must be 0 or a positive number";
-        check("--temperature -1", Some(negative));
-        let nan = "--temperature is NaN, but it must be 0 or a positive number";
-        check("--temperature nan", Some(nan));
+        let range = "it must be at least 1 and at most 1000000000000";
+        check("--limit 0", Some(&format!("--limit is 0, but {range}")));
+        let range = "it must be at least 1 and at most 16777216";
+        check("--max-new-tokens 0", Some(&format!("--max-new-tokens is 0, but {range}")));
+        let range = "it must be at least 0 and at most 1000";
+        check("--temperature=-1", Some(&format!("--temperature is -1, but {range}")));
+        check("--temperature nan", Some(&format!("--temperature is NaN, but {range}")));
     }
 }

@@ -1,5 +1,7 @@
 //! From the program's arguments to a command with its settings, wherever they come from.
 
+mod numbers;
+
 use std::ffi::OsString;
 
 use clap::FromArgMatches;
@@ -52,7 +54,12 @@ pub fn read() -> CommandLine {
 /// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
     let args = with_hyphens(args);
-    let strict = definition().try_get_matches_from(&args);
+    parse_typed(&args).map_err(|refusal| numbers::explain(&args, refusal))
+}
+
+/// As [`parse`], with clap's own words about numbers that the flag's type cannot hold.
+fn parse_typed(args: &[OsString]) -> Result<(CommandLine, bool), Refusal> {
+    let strict = definition().try_get_matches_from(args);
     match strict {
         Ok(matches) if !run_file::has_settings_elsewhere(&matches) => {
             let cli = Cli::from_arg_matches(&matches)?;
@@ -64,7 +71,7 @@ pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal>
         }
         // What is missing on the command line may come from elsewhere.
         Err(error) if error.kind() != ErrorKind::MissingRequiredArgument => Err(error.into()),
-        _ => run_file::resolve(args),
+        _ => run_file::resolve(args.to_vec()),
     }
 }
 

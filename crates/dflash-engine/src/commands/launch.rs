@@ -11,6 +11,11 @@ use dflash_settings::LaunchSettings;
 /// The flag by which restarted ranks continue from what was saved.
 const RESUME: &str = "--resume";
 
+/// Ranks for each core, beyond which they only get in each other's way.
+const RANKS_PER_CORE: usize = 4;
+/// So many may be tried on any machine.
+const FEW_RANKS: usize = 8;
+
 /// The launcher kills ranks this long before its own time is over, to say which it had to kill.
 const LAST_WORDS: Duration = Duration::from_millis(1500);
 
@@ -44,7 +49,19 @@ pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<
         ..LaunchConfig::new(program, arguments, nproc)
     };
     config.check()?;
+    check_room(nproc)?;
     Ok(config)
+}
+
+/// Refuses more ranks than the machine can run: each holds the draft and its state.
+fn check_room(nproc: usize) -> Result<(), Error> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let most = (RANKS_PER_CORE * cores).max(FEW_RANKS);
+    if nproc <= most {
+        return Ok(());
+    }
+    let expected = format!("1 to {most} on this machine of {cores} cores");
+    Err(Error::BadLaunch { flag: "--nproc", value: nproc.to_string(), expected })
 }
 
 /// Starts the ranks, which have `grace` to save after SIGTERM, and follows them to their end.

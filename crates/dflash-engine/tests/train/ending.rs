@@ -261,7 +261,7 @@ fn what_several_nodes_need_is_named() {
     check(&["--nnodes", "2"], "--node-rank is missing; --nnodes 2 needs it");
     check(&["--nnodes", "2", "--node-rank", "1"], "--rdzv-endpoint is missing");
     let two = ["--nnodes", "2", "--rdzv-endpoint", &endpoint, "--join-timeout", "1", "--node-rank"];
-    check(&[&two[..], &["2"]].concat(), "--node-rank is 2, expected 0 to 1");
+    check(&[&two[..], &["2"]].concat(), "--node-rank is 2, but with --nnodes 2 it must be");
     check(&[&two[..], &["1"]].concat(), &format!("nothing answers at --rdzv-endpoint {endpoint}"));
     check(&[&two[..], &["0"]].concat(), "1 of 2 nodes did not join within 1 s: node 1");
     check(&["--nnodes", "0"], "--nnodes is 0");

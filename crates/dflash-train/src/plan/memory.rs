@@ -69,7 +69,7 @@ pub(super) fn memory(
     };
     let width = if bf16 { 2.0 } else { 4.0 };
     let splits = settings.compute.splits_state();
-    let share = if splits { elements / settings.nproc as f64 } else { elements };
+    let share = if splits { elements / settings.ranks() as f64 } else { elements };
     let moments = match settings.optimizer.optimizer {
         OptimizerKind::Adamw => 2.0,
         OptimizerKind::Muon => 1.0,
