@@ -9,8 +9,8 @@ use std::sync::atomic::AtomicBool;
 use dflash_console::{Progress, Unit};
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
-use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions};
+use dflash_model::{device_name, kind_name, place};
 use dflash_run::Acceptance;
 use dflash_settings::EvalSettings;
 use dflash_text::ChatTokenizer;
@@ -161,9 +161,9 @@ impl<'a> Measurement<'a> {
             block_size: self.speculator.block_size(),
             draft_vocabulary: self.speculator.vocabulary_size(),
             device: format!(
-                "{:?}, {:?}, {} threads",
-                self.target.device(),
-                self.target.dtype(),
+                "{}, {}, {} threads",
+                device_name(self.target.device()),
+                kind_name(self.target.dtype()),
                 tch::get_num_threads()
             ),
             steps: self.acceptance.steps(),

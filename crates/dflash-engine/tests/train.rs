@@ -7,6 +7,8 @@ mod fake_hub;
 mod alike;
 #[path = "train/ending.rs"]
 mod ending;
+#[path = "train/limits.rs"]
+mod limits;
 #[path = "train/mishaps.rs"]
 mod mishaps;
 #[path = "train/nodes.rs"]

@@ -73,6 +73,16 @@ impl SavePath {
         Ok(checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect())
     }
 
+    /// Removes what [`Self::prune`] would remove once one more checkpoint is there; returns the steps.
+    /// The newest stays in any case.
+    ///
+    /// # Errors
+    /// As [`Self::prune`].
+    pub fn make_room(&self, retention: &CheckpointSettings) -> Result<Vec<u64>, Error> {
+        let keep_last = retention.keep_last.map(|last| last.saturating_sub(1).max(1));
+        self.prune(&CheckpointSettings { keep_last, ..retention.clone() })
+    }
+
     /// Notes what was measured of the checkpoint of `step`; returns whether it is the best.
     pub fn note_acceptance(&self, step: u64, acceptance_length: f64) -> Result<bool, Error> {
         if self.run.best()?.is_some_and(|best| best.acceptance_length >= acceptance_length) {
@@ -155,6 +165,23 @@ mod tests {
         check(keep(Some(1), Some(20)), None, &[FIVE[1], FIVE[3], FIVE[4]]);
         let best = r#"{"step": 10, "acceptance_length": 3.5}"#;
         check(keep(Some(1), None), Some(best), &[FIVE[0], FIVE[4]]);
+    }
+
+    #[test]
+    fn room_is_made_by_what_would_go_after_the_next_save() {
+        let check = |keep_last, expected: &[&str]| {
+            let (dir, claimed) = with(&FIVE);
+            claimed.make_room(&keep(keep_last, None)).unwrap();
+            let mut names = left(&dir);
+            names.retain(|name| name.starts_with(PREFIX));
+            assert_eq!(names, expected, "{keep_last:?}");
+        };
+        check(None, &FIVE);
+        check(Some(9), &FIVE);
+        check(Some(3), &FIVE[3..]);
+        check(Some(2), &FIVE[4..]);
+        // the only good one stays
+        check(Some(1), &FIVE[4..]);
     }
 
     #[test]

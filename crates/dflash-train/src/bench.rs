@@ -8,9 +8,10 @@ use std::time::Instant;
 
 use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
+use dflash_model::draft::{DraftConfig, DraftLayout};
 use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_model::target::{TargetConfig, TargetHead, default_layer_ids};
-use dflash_model::{Kernels, place};
+use dflash_model::{Kernels, device_name, place};
 use dflash_settings::{DEFAULT_LOSS_CHUNK_MIB, Dtype, Invalid, TrainStepSettings};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -62,8 +63,12 @@ pub fn train_step(settings: &TrainStepSettings, target_dir: &Path) -> Result<Ste
     }
     let (device, kind) = place(settings.device, Dtype::Auto, 0)?;
     tch::no_grad(|| {
+        let config = draft(settings, target_dir)?;
+        if device == Device::Cpu {
+            check_memory(settings, &config)?;
+        }
         let row = RandomRow::new(settings);
-        let mut trainer = trainer(settings, target_dir, (device, kind))?;
+        let mut trainer = trainer(settings, config, target_dir, (device, kind))?;
         let config = trainer.draft.config();
         let shape = [tokens as i64, config.captures() * config.hidden_size];
         let features_tk = Tensor::randn(shape, (kind, device));
@@ -100,11 +105,17 @@ fn layer_ids(captures: usize, layers: usize) -> Result<Vec<u32>, Error> {
     Ok((0..captures as u32).collect())
 }
 
-fn trainer(
-    settings: &TrainStepSettings,
-    target_dir: &Path,
-    (device, kind): (Device, Kind),
-) -> Result<Trainer, Error> {
+/// Refuses shapes whose hidden states or weights alone do not fit.
+fn check_memory(settings: &TrainStepSettings, config: &DraftConfig) -> Result<(), Error> {
+    let width = (config.captures() * config.hidden_size) as f64;
+    let features = settings.tokens as f64 * width * 4.0;
+    machine::check_memory(features, ("tokens", settings.tokens))?;
+    // weights, gradients and two moments
+    let state = DraftLayout::new(config).elements() as f64 * 16.0;
+    Ok(machine::check_memory(state, ("layers", settings.layers))?)
+}
+
+fn draft(settings: &TrainStepSettings, target_dir: &Path) -> Result<DraftConfig, Error> {
     let target = TargetConfig::load(target_dir)?;
     let shape = DraftShape {
         num_layers: settings.layers,
@@ -114,7 +125,15 @@ fn trainer(
         sliding_window: None,
         vocab_size: None,
     };
-    let config = setup::draft_config(&target, &shape)?;
+    setup::draft_config(&target, &shape)
+}
+
+fn trainer(
+    settings: &TrainStepSettings,
+    config: DraftConfig,
+    target_dir: &Path,
+    (device, kind): (Device, Kind),
+) -> Result<Trainer, Error> {
     let head = TargetHead::load(target_dir, device, kind)?;
     let objective = Objective {
         terms: vec![(ElementLoss::CrossEntropy, 1.0)],
@@ -153,7 +172,7 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
         params_m: draft.layout().trained() as f64 / 1e6,
         slots,
         tflops: flops / median / 1e12,
-        device: format!("{:?}", draft.device()),
+        device: device_name(draft.device()),
     }
 }
 

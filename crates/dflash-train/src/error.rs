@@ -1,5 +1,6 @@
 //! What can go wrong with a training run.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use dflash_settings::Invalid;
@@ -89,4 +90,36 @@ pub enum Error {
         "loss or gradient of {count} steps in a row is not finite (last: step {step}); lower --lr or raise --max-bad-steps, and --resume"
     )]
     NonFinite { count: u64, step: u64 },
+}
+
+impl Error {
+    /// Whether the cause is a full disk or an exhausted quota.
+    pub(crate) fn is_disk_full(&self) -> bool {
+        let mut cause: Option<&dyn std::error::Error> = Some(self);
+        while let Some(error) = cause {
+            if let Some(io) = error.downcast_ref::<std::io::Error>() {
+                return matches!(io.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+            }
+            cause = error.source();
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_known_however_deep_it_is() {
+        let full = |kind: ErrorKind| {
+            let files = dflash_files::Error::io("write", "x")(kind.into());
+            let run = dflash_run::Error::from(files);
+            Error::from(run).is_disk_full()
+        };
+        assert!(full(ErrorKind::StorageFull));
+        assert!(full(ErrorKind::QuotaExceeded));
+        assert!(!full(ErrorKind::PermissionDenied));
+        assert!(!Error::NothingToTrain { path: "x".into() }.is_disk_full());
+    }
 }

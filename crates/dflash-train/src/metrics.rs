@@ -140,10 +140,14 @@ impl Meter {
         }
     }
 
-    /// Leaves the bar as it is.
+    /// Leaves the bar as it is; what follows has a line of its own.
     pub(crate) fn close(&mut self) {
-        if let Some(outputs) = &mut self.outputs {
+        let Some(outputs) = &mut self.outputs else { return };
+        if !outputs.bar.is_finished() {
             outputs.bar.abandon();
+            if !outputs.bar.is_hidden() {
+                say("");
+            }
         }
     }
 }

@@ -237,12 +237,49 @@ impl Worker<'_, '_> {
         if saved == Some(step) {
             return Ok(Checkpoint::at(dir, step).dir);
         }
-        let path = checkpoint::save(&self.trainer, &self.position, dir, self.communicator)?;
+        let path = self.write_with_room(meter)?;
         // A rank that ends while rank 0 still writes would leave it only moments.
         self.communicator.barrier()?;
         meter.say(&format!("saved {}", path.display()));
         self.prune(meter);
         Ok(path)
+    }
+
+    /// Writes the checkpoint of this step. Where the disk is full and --keep-last would remove others
+    /// after it, they go first and it is written again.
+    fn write_with_room(&self, meter: &Meter) -> Result<PathBuf, Error> {
+        let dir = &self.prepared.config.settings.save_path;
+        let save = || checkpoint::save(&self.trainer, &self.position, dir, self.communicator);
+        let outcome = save();
+        if let Err(Error::Dist(_)) = outcome {
+            return outcome;
+        }
+        let full = outcome.as_ref().err().is_some_and(Error::is_disk_full);
+        let again = full && self.make_room(meter);
+        // Only rank 0 knows; all bring their share again.
+        let said = self.communicator.all_gather_bytes(&[u8::from(again)])?;
+        if said[0] == [1] { save() } else { outcome }
+    }
+
+    /// Whether checkpoints could be removed that need not stay once this step's is there.
+    fn make_room(&self, meter: &Meter) -> bool {
+        let Some(save_path) = &self.save_path else { return false };
+        match save_path.make_room(&self.prepared.config.settings.checkpoints) {
+            Ok(removed) if removed.is_empty() => false,
+            Ok(removed) => {
+                let steps: Vec<String> = removed.iter().map(ToString::to_string).collect();
+                meter.say(&format!(
+                    "the disk is full; the checkpoints of steps {} went before this one is saved, \
+                     as --keep-last has it",
+                    steps.join(", ")
+                ));
+                true
+            }
+            Err(error) => {
+                meter.say(&format!("the disk is full, and no checkpoint was removed: {error}"));
+                false
+            }
+        }
     }
 
     fn prune(&self, meter: &Meter) {
