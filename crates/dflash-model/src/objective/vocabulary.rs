@@ -155,7 +155,7 @@ mod tests {
         assert!(message(ids(&[1, -1]), four()).contains("`d2t`"));
         assert!(message(ids(&[]), four()).contains("`d2t`"));
         assert!(message(ids(&[0, 2]), four()).contains("`t2d` is another selection"));
-        assert!(message(ids(&[0, 1]), ids(&[1, 0])).contains("`t2d` is a tensor of Int64"));
+        assert!(message(ids(&[0, 1]), ids(&[1, 0])).contains("`t2d` is a tensor of int64"));
         assert!(message(ids(&[0, 1]).unsqueeze(0), four()).contains("shape [1, 2]"));
     }
 }
