@@ -27,7 +27,8 @@ fn tensorboard_reads_our_events() {
     let lines: Vec<MetricLine> = [1, 2, 4].map(line).into();
     lines.iter().for_each(|line| events.add(&Entry::of(line, 1.7e9)).unwrap());
     let python = |arguments: &[&str]| {
-        Command::new("python3").args(arguments).output().ok().filter(|it| it.status.success())
+        let python = std::env::var("DFLASH_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+        Command::new(python).args(arguments).output().ok().filter(|it| it.status.success())
     };
     if python(&["-c", "import tensorboard"]).is_none() {
         println!("skipped: python3 has no tensorboard to read our events with");
