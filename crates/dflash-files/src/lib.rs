@@ -238,6 +238,25 @@ pub fn remove_dir(path: &Path) -> Result<(), Error> {
     fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))
 }
 
+/// Makes `path` a symbolic link to `target`, in place of the link that may be there: at any moment
+/// it leads to the one or to the other.
+///
+/// # Errors
+/// I/O, as on a file system without links.
+pub fn replace_link(path: &Path, target: &Path) -> Result<(), Error> {
+    let aside = aside_name(path);
+    if aside.is_symlink() {
+        // Left by a process that had our id and was killed.
+        fs::remove_file(&aside).map_err(Error::io("remove", &aside))?;
+    }
+    std::os::unix::fs::symlink(target, &aside).map_err(Error::io("create the link", path))?;
+    if let Err(source) = fs::rename(&aside, path) {
+        let _ = fs::remove_file(&aside);
+        return Err(Error::Io { action: "replace the link", path: path.into(), source });
+    }
+    sync_parent(path)
+}
+
 /// The directories above `path` that do not exist, outermost first.
 fn missing_parents(path: &Path) -> Vec<PathBuf> {
     let above = path.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty());

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
 use crate::directory::names;
+use crate::{Error, ValidationLine};
 
 /// What every name of a checkpoint begins with.
 pub(crate) const PREFIX: &str = "step-";
@@ -21,13 +21,47 @@ pub struct Checkpoint {
     pub dir: PathBuf,
 }
 
-/// Content of `best.json`: the step with the highest measured acceptance length.
+/// Content of `best.json`: the step whose validation was best.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     pub step: u64,
-    #[serde(alias = "tau_per_step")]
-    pub acceptance_length: f64,
+    #[serde(default, alias = "tau_per_step")]
+    pub acceptance_length: Option<f64>,
+    #[serde(default)]
+    pub expected_acceptance_length: Option<f64>,
+}
+
+impl Best {
+    /// What a validation found: of real decoding, where there was any, else on held-out rows.
+    pub(crate) fn of(line: &ValidationLine) -> Option<Self> {
+        let measured = line.prompts.as_ref().map(|prompts| prompts.figures.acceptance_length);
+        let rows = line.rows.as_ref().and_then(|rows| rows.figures.expected_acceptance_length);
+        let expected = if measured.is_some() { None } else { rows };
+        let best = Self {
+            step: line.step,
+            acceptance_length: measured.filter(|length| length.is_finite()),
+            expected_acceptance_length: expected.filter(|length| length.is_finite()),
+        };
+        best.quantity().map(|_| best)
+    }
+
+    /// The quantity that makes it the best, and its value.
+    pub fn quantity(&self) -> Option<(&'static str, f64)> {
+        let measured = self.acceptance_length.map(|length| ("acceptance length", length));
+        let expected = self.expected_acceptance_length;
+        measured.or(expected.map(|length| ("expected acceptance length", length)))
+    }
+
+    /// Whether it takes the place of `other`. What decoding measured outweighs what rows let expect.
+    pub(crate) fn beats(&self, other: &Self) -> bool {
+        match (self.acceptance_length, other.acceptance_length) {
+            (Some(own), Some(others)) => own > others,
+            (Some(_), None) => true,
+            (None, Some(_)) => false,
+            (None, None) => self.expected_acceptance_length > other.expected_acceptance_length,
+        }
+    }
 }
 
 impl Checkpoint {

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::Error;
 use crate::checkpoints::{self, Best, Checkpoint};
 use crate::lines::{Line, Lines};
 use crate::provenance::Provenance;
 use crate::save_path::is_negligible;
+use crate::{Error, served};
 
 /// A run's directory, which may be absent, someone else's, or in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,7 +88,18 @@ impl RunDir {
         Ok(checkpoints)
     }
 
-    /// The step with the highest measured acceptance length, if one was measured.
+    /// The newest complete checkpoint.
+    pub fn latest(&self) -> Result<Option<Checkpoint>, Error> {
+        Ok(self.checkpoints()?.pop())
+    }
+
+    /// The checkpoint that best.json names, if it is there.
+    pub fn best_checkpoint(&self) -> Result<Option<Checkpoint>, Error> {
+        let named = self.best()?.map(|best| Checkpoint::at(&self.0, best.step));
+        Ok(named.filter(Checkpoint::is_complete))
+    }
+
+    /// The step whose validation was best, if there was one.
     pub fn best(&self) -> Result<Option<Best>, Error> {
         let Some(text) = self.text(Self::BEST)? else { return Ok(None) };
         let path = self.0.join(Self::BEST);
@@ -112,7 +123,11 @@ impl RunDir {
         if self.has_provenance() {
             return Ok(None);
         }
-        let foreign = names(&self.0)?.into_iter().filter(|name| !is_negligible(name)).min();
+        let is_link = |name: &String| {
+            served::LINKS.contains(&name.as_str()) && self.0.join(name).is_symlink()
+        };
+        let names = names(&self.0)?.into_iter();
+        let foreign = names.filter(|name| !is_negligible(name) && !is_link(name)).min();
         foreign.map_or(Ok(None), |found| Err(Error::Foreign { path: self.0.clone(), found }))
     }
 

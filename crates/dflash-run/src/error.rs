@@ -41,6 +41,18 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A run has saved nothing yet.
+    #[error("{path} holds no complete checkpoint; wait for the run's first, or name a draft")]
+    NoCheckpoint { path: PathBuf },
+    /// Nothing was validated.
+    #[error(
+        "{path} has no best checkpoint, because no checkpoint was validated (--eval-every); name {}",
+        .path.join("latest").display()
+    )]
+    NoBest { path: PathBuf },
+    /// Something of the user's is where a link should be.
+    #[error("{path} is not a link that this run made; move it away")]
+    NotALink { path: PathBuf },
     /// A checkpoint lacks a file.
     #[error("{path} is missing")]
     Missing { path: PathBuf },

@@ -7,18 +7,18 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use prost::Message;
 
-use crate::{Error, Line, RunDir};
+use crate::trackers::{End, Entry, Track, seconds_since_1970};
+use crate::{Error, RunDir};
 
 /// What TensorBoard expects in the first event of a file.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// An open file of events. Every line is handed to the operating system at once.
 #[derive(Debug)]
-pub struct Events {
+pub(crate) struct Events {
     path: PathBuf,
     file: File,
 }
@@ -53,40 +53,42 @@ struct Scalar {
 
 impl Events {
     /// Begins a file in the run's directory. Each start of a run has its own.
-    pub fn create(run: &RunDir) -> Result<Self, Error> {
+    pub(crate) fn create(run: &RunDir) -> Result<Self, Error> {
         let dir = run.path().join(RunDir::EVENTS);
         std::fs::create_dir_all(&dir).map_err(dflash_files::Error::io("create", &dir))?;
         // TensorBoard reads what has "tfevents" in its name, in the order of the names.
-        let (seconds, process) = (wall_time() as u64, std::process::id());
+        let (seconds, process) = (seconds_since_1970() as u64, std::process::id());
         let path = dir.join(format!("events.out.tfevents.{seconds:010}.{process}"));
         let file = File::options().create(true).append(true).open(&path);
         let file = file.map_err(dflash_files::Error::io("create", &path))?;
         let mut events = Self { path, file };
-        events.write(Event { file_version: Some(FILE_VERSION.to_owned()), ..Event::default() })?;
+        let file_version = Some(FILE_VERSION.to_owned());
+        let wall_time = seconds_since_1970();
+        events.write(&Event { wall_time, file_version, ..Event::default() })?;
         Ok(events)
     }
 
-    /// Writes the numbers of a line.
-    pub fn add<T: Line>(&mut self, line: &T) -> Result<(), Error> {
-        let value = line
-            .scalars()
-            .into_iter()
-            .map(|(tag, number)| Scalar { tag, simple_value: Some(number as f32) })
-            .collect();
-        let step = line.step() as i64;
-        self.write(Event { step, summary: Some(Summary { value }), ..Event::default() })
-    }
-
-    fn write(&mut self, event: Event) -> Result<(), Error> {
-        let event = Event { wall_time: wall_time(), ..event };
+    fn write(&mut self, event: &Event) -> Result<(), Error> {
         let written = self.file.write_all(&framed(&event.encode_to_vec()));
         Ok(written.map_err(dflash_files::Error::io("write", &self.path))?)
     }
 }
 
-/// Seconds since 1970.
-fn wall_time() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+impl Track for Events {
+    fn add(&mut self, entry: &Entry) -> Result<(), Error> {
+        let scalar = |(tag, number): &(String, f64)| {
+            let simple_value = Some(*number as f32);
+            Scalar { tag: tag.clone(), simple_value }
+        };
+        let value = entry.scalars.iter().map(scalar).collect();
+        let (step, wall_time) = (entry.step as i64, entry.time);
+        self.write(&Event { step, wall_time, summary: Some(Summary { value }), ..Event::default() })
+    }
+
+    /// The format has no word for it.
+    fn close(&mut self, _: End) -> Result<(), Error> {
+        Ok(())
+    }
 }
 
 /// A TFRecord.
@@ -163,13 +165,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut events = Events::create(&RunDir::at(dir.path())).unwrap();
         let figures = TeacherForced { loss: Some(1.5), ..TeacherForced::default() };
-        events.add(&MetricLine { step: 7, figures, ..MetricLine::default() }).unwrap();
+        let line = MetricLine { step: 7, figures, ..MetricLine::default() };
+        events.add(&Entry::of(&line, 1.7e9)).unwrap();
         let bytes = std::fs::read(&events.path).unwrap();
         let written = messages(&bytes);
         assert_eq!(written.len(), 2);
         let event = Event::decode(written[1]).unwrap();
-        let zeros = [("train/skipped_samples", 0.0), ("train/bad_steps", 0.0)];
-        assert_eq!(event.step, 7);
+        let counts = ["samples", "tokens", "anchors", "skipped_samples", "bad_steps"];
+        let zeros: Vec<String> = counts.iter().map(|name| format!("train/{name}")).collect();
+        let zeros: Vec<(&str, f32)> = zeros.iter().map(|tag| (tag.as_str(), 0.0)).collect();
+        assert_eq!((event.step, event.wall_time), (7, 1.7e9));
         assert_eq!(scalars(&event), [&[("train/loss", 1.5)][..], &zeros].concat());
     }
 
@@ -177,7 +182,8 @@ mod tests {
     fn a_full_disk_is_an_error() {
         let path = PathBuf::from("/dev/full");
         let file = File::options().append(true).open(&path).unwrap();
-        let refused = Events { path, file }.add(&MetricLine::default()).unwrap_err();
+        let entry = Entry::of(&MetricLine::default(), 0.0);
+        let refused = Events { path, file }.add(&entry).unwrap_err();
         assert!(matches!(refused, Error::Files(error) if error.is_disk_full()));
     }
 }

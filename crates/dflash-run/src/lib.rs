@@ -8,7 +8,8 @@
 //! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it
 //!   besides tensors;
 //! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
-//! - [`Events`] is TensorBoard's file.
+//! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands for;
+//! - [`Trackers`] writes the lines again for TensorBoard, MLflow and Weights & Biases.
 //!
 //! docs/formats.md describes all of it; a test holds the keys there against the types here.
 
@@ -18,19 +19,24 @@ mod directory;
 mod error;
 mod events;
 mod lines;
+mod mlflow;
 mod provenance;
 mod save_path;
+mod served;
 mod state;
+mod trackers;
+mod wandb;
 
 pub use acceptance::{Acceptance, AcceptanceFigures, SlotCounts};
 pub use checkpoints::{Best, Checkpoint};
 pub use directory::RunDir;
 pub use error::Error;
-pub use events::Events;
 pub use lines::{
     HeldOutPrompts, HeldOutRows, Line, Lines, MetricLine, StreamCounters, TeacherForced,
     ValidationLine,
 };
 pub use provenance::{Provenance, Start};
 pub use save_path::SavePath;
+pub use served::draft_dir;
 pub use state::{Position, ServedWeights, State};
+pub use trackers::{End, Entry, RunAbout, Trackers};

@@ -15,7 +15,7 @@ use crate::AcceptanceFigures;
 pub trait Line: Serialize + DeserializeOwned {
     /// Name of the file.
     const FILE: &'static str;
-    /// TensorBoard's name of the group.
+    /// Trackers' name of the group.
     const GROUP: &'static str;
     /// Whether a line is on the disk before the run goes on.
     const DURABLE: bool;
@@ -23,11 +23,15 @@ pub trait Line: Serialize + DeserializeOwned {
     /// Optimizer steps taken.
     fn step(&self) -> u64;
 
-    /// The finite numbers of the line under TensorBoard's tags, which docs/formats.md describes.
+    /// The finite numbers of the line under trackers' tags, which docs/formats.md describes. Step and
+    /// time are not among them: they are what the numbers are drawn over.
     fn scalars(&self) -> Vec<(String, f64)> {
         let mut found = Vec::new();
         let mut line = serde_json::to_value(self).expect("a line prints");
-        line.as_object_mut().expect("lines are objects").shift_remove("step");
+        let members = line.as_object_mut().expect("lines are objects");
+        for over in ["step", "time"] {
+            members.shift_remove(over);
+        }
         collect(Self::GROUP.to_owned(), &line, &mut found);
         found
     }
@@ -54,6 +58,10 @@ pub struct TeacherForced {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricLine {
     pub step: u64,
+    #[serde(default)]
+    pub time: Option<f64>,
+    #[serde(default)]
+    pub elapsed_s: Option<f64>,
     pub epoch: Option<f64>,
     #[serde(flatten)]
     pub figures: TeacherForced,
@@ -68,6 +76,12 @@ pub struct MetricLine {
     pub interval_s: Option<f64>,
     pub eta_s: Option<f64>,
     pub peak_memory_mib: Option<f64>,
+    #[serde(default)]
+    pub samples: u64,
+    #[serde(default)]
+    pub tokens: u64,
+    #[serde(default)]
+    pub anchors: u64,
     #[serde(default)]
     pub skipped_samples: u64,
     #[serde(default)]

@@ -7,7 +7,7 @@ use dflash_settings::CheckpointSettings;
 
 use crate::checkpoints::{Best, Checkpoint, PREFIX};
 use crate::directory::names;
-use crate::{Error, Line, MetricLine, RunDir, ValidationLine};
+use crate::{Error, Line, MetricLine, RunDir, ValidationLine, served};
 
 /// Locked by rank 0 for the whole run; the kernel unlocks it when the process dies.
 const LOCK: &str = ".lock";
@@ -36,6 +36,7 @@ impl SavePath {
         }
         let claimed = Self { run: RunDir::at(path), _lock: lock };
         claimed.sweep()?;
+        served::withdraw(&claimed.run)?;
         Ok(claimed)
     }
 
@@ -63,9 +64,10 @@ impl SavePath {
         checkpoints.retain(|checkpoint| checkpoint.has_our_name() && is_real_dir(&checkpoint.dir));
         checkpoints.truncate(checkpoints.len().saturating_sub(keep_last.max(1) as usize));
         let best = self.run.best()?.map(|best| best.step);
+        let shown = served::shown(&self.run);
         checkpoints.retain(|&Checkpoint { step, .. }| {
             let is_kept = retention.keep_every.is_some_and(|every| step.is_multiple_of(every));
-            !is_kept && best != Some(step)
+            !is_kept && best != Some(step) && !shown.contains(&step)
         });
         for checkpoint in &checkpoints {
             dflash_files::remove_dir(&checkpoint.dir)?;
@@ -73,14 +75,25 @@ impl SavePath {
         Ok(checkpoints.into_iter().map(|checkpoint| checkpoint.step).collect())
     }
 
-    /// Notes what was measured of the checkpoint of `step`; returns whether it is the best.
-    pub fn note_acceptance(&self, step: u64, acceptance_length: f64) -> Result<bool, Error> {
-        if self.run.best()?.is_some_and(|best| best.acceptance_length >= acceptance_length) {
-            return Ok(false);
+    /// Notes a validation, if its step has a checkpoint; returns the quantity in which that is the
+    /// best so far.
+    pub fn note_validation(&self, line: &ValidationLine) -> Result<Option<&'static str>, Error> {
+        let Some(found) = Best::of(line) else { return Ok(None) };
+        let beaten = self.run.best()?.is_none_or(|best| found.beats(&best));
+        if !beaten || !Checkpoint::at(self.run.path(), line.step).is_complete() {
+            return Ok(None);
         }
-        let text = serde_json::to_vec(&Best { step, acceptance_length }).expect("numbers print");
+        let text = serde_json::to_vec(&found).expect("numbers print");
         dflash_files::write_bytes(&self.run.path().join(RunDir::BEST), &text)?;
-        Ok(true)
+        Ok(found.quantity().map(|(quantity, _)| quantity))
+    }
+
+    /// Lets links in the directory show its newest and its best checkpoint. See [`crate::served`].
+    ///
+    /// # Errors
+    /// A file system without links, or something else under a link's name.
+    pub fn publish(&self) -> Result<(), Error> {
+        served::publish(&self.run)
     }
 }
 
@@ -101,7 +114,8 @@ fn is_leftover(name: &str) -> bool {
     };
     let Some((kept, process)) = inner.rsplit_once('.') else { return false };
     let files = [RunDir::PROVENANCE, RunDir::BEST, MetricLine::FILE, ValidationLine::FILE];
-    let is_ours = kept.starts_with(PREFIX) || files.contains(&kept);
+    let is_link = served::LINKS.contains(&kept);
+    let is_ours = kept.starts_with(PREFIX) || files.contains(&kept) || is_link;
     is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
 }
 

@@ -20,6 +20,10 @@ pub struct Position {
     #[serde(alias = "skipped")]
     pub skipped_samples: u64,
     pub tokens: u64,
+    #[serde(default)]
+    pub samples: u64,
+    #[serde(default)]
+    pub anchors: u64,
     pub dataset: String,
     pub seed: u64,
     pub total_seq_len: usize,

@@ -51,7 +51,7 @@ fn every_key_is_documented() {
     check("validation.jsonl", &validation);
     let earlier_starts = vec![Start::default()];
     check("run.json", &Provenance { earlier_starts, ..Provenance::default() });
-    check("best.json", &Best { step: 1, acceptance_length: 1.0 });
+    check("best.json", &Best::default());
     check("trainer/state.json", &State { position: Position::default(), tensors_crc32: None });
 }
 

@@ -2,7 +2,10 @@
 
 use std::process::Command;
 
-use dflash_run::{Events, Line, MetricLine, RunDir, StreamCounters, TeacherForced};
+use dflash_run::{
+    Entry, Line, MetricLine, RunAbout, RunDir, StreamCounters, TeacherForced, Trackers,
+};
+use dflash_settings::Tracker;
 
 fn line(step: u64) -> MetricLine {
     let figures = TeacherForced {
@@ -20,11 +23,12 @@ fn tensorboard_reads_our_events() {
     let reader = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tensorboard/read.py");
     let dir = tempfile::tempdir().unwrap();
     let run = RunDir::at(dir.path());
-    let mut events = Events::create(&run).unwrap();
+    let mut events = Trackers::open(&run, &[Tracker::Tensorboard], &RunAbout::default()).unwrap();
     let lines: Vec<MetricLine> = [1, 2, 4].map(line).into();
-    lines.iter().for_each(|line| events.add(line).unwrap());
+    lines.iter().for_each(|line| events.add(&Entry::of(line, 1.7e9)).unwrap());
     let python = |arguments: &[&str]| {
-        Command::new("python3").args(arguments).output().ok().filter(|it| it.status.success())
+        let python = std::env::var("DFLASH_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+        Command::new(python).args(arguments).output().ok().filter(|it| it.status.success())
     };
     if python(&["-c", "import tensorboard"]).is_none() {
         println!("skipped: python3 has no tensorboard to read our events with");

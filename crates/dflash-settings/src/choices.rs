@@ -67,6 +67,20 @@ choices! {
         Muon,
     }
 
+    /// Programs that show a run's metrics.
+    Tracker {
+        /// TensorBoard's event files.
+        Tensorboard,
+        /// MLflow's file store.
+        Mlflow,
+        /// Weights & Biases, as a run that was made offline.
+        Wandb,
+        /// Trackio, which reads TensorBoard's files.
+        Trackio,
+        /// None of them.
+        None,
+    }
+
     /// Learning-rate schedules.
     SchedulerType {
         /// Half a cosine.

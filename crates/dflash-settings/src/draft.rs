@@ -19,7 +19,9 @@ const MAX_BLOCK_SIZE: usize = 1024;
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DraftSettings {
     /// Start from the weights of this draft: a checkpoint directory written by dflash,
-    /// z-lab or speculators, or its name OWNER/NAME on the Hub. The flags below default to its values.
+    /// z-lab or speculators, a run's directory (its best checkpoint, or the newest where nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. The flags below
+    /// default to its values.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub from_pretrained: Option<String>,
     /// Layers of the draft. Default: 5.

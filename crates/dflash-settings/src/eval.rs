@@ -17,7 +17,8 @@ pub struct EvalSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// The drafter: its directory, or its name OWNER/NAME on the Hub.
+    /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: String,
     /// Prompts, JSON or JSONL: question/answer, messages, ShareGPT, `turns` or input_ids rows.

@@ -40,15 +40,22 @@ pub struct LaunchSettings {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct CheckpointSettings {
-    /// Steps between checkpoints, besides those at the ends of epochs.
+    /// Steps between checkpoints, besides those at the ends of epochs (unless
+    /// --no-epoch-checkpoints) and of the run.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub save_every: Option<u64>,
+    /// Write no checkpoints at the ends of epochs. The last one of a run is always written.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub no_epoch_checkpoints: bool,
     /// Keep only the last N checkpoints, and the best one where best.json names it. Default: all.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub keep_last: Option<u64>,
     /// With --keep-last: also keep those of steps that are multiples of N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub keep_every: Option<u64>,
+    /// End with code 0 instead of 143 when SIGTERM stopped the run before its end and it has saved.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub sigterm_is_success: bool,
     /// Seconds a run has after SIGTERM to finish its step and save. Default: 19, plus one for each
     /// 100 MB of a checkpoint.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS"))]

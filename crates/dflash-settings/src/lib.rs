@@ -30,7 +30,7 @@ pub use bench::{BenchSettings, BenchSubject, TrainStepSettings};
 pub use check::Invalid;
 pub use choices::{
     Backend, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind, SchedulerType,
-    SpeculatorType, WireDtype,
+    SpeculatorType, Tracker, WireDtype,
 };
 pub use compute::ComputeSettings;
 pub use demo_target::DemoTargetSettings;

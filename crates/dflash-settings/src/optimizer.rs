@@ -33,9 +33,15 @@ pub struct OptimizerSettings {
     /// Muon's peak learning rate, for the matrices. Default: ten times --lr.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR"))]
     pub muon_lr: Option<f64>,
+    /// Decay of AdamW's mean of gradients. Default: 0.9.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    pub adam_beta1: Option<f64>,
     /// Decay of AdamW's mean of squared gradients. Default: 0.999.
     #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
     pub adam_beta2: Option<f64>,
+    /// Added to the root of that mean, so that nothing is divided by 0. Default: 1e-8.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "E"))]
+    pub adam_epsilon: Option<f64>,
     /// Decoupled weight decay of matrices.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
     pub weight_decay: f64,
@@ -61,14 +67,21 @@ impl OptimizerSettings {
         positive([
             ("lr", self.lr),
             ("muon_lr", self.muon_lr.unwrap_or(1.0)),
+            ("adam_epsilon", self.adam_epsilon.unwrap_or(1.0)),
             ("max_grad_norm", self.max_grad_norm),
         ])?;
         shares([
             ("warmup_ratio", self.warmup_ratio),
             ("min_lr_ratio", self.min_lr_ratio),
             ("decay_ratio", self.decay_ratio),
-            ("adam_beta2", self.adam_beta2.unwrap_or_default()),
         ])?;
+        let means = [("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)];
+        if let Some((key, Some(decay))) =
+            means.into_iter().find(|(_, decay)| !(0.0..1.0).contains(&decay.unwrap_or_default()))
+        {
+            let expected = "a mean keeps a share of itself from 0 and below 1";
+            return Err(Invalid::new(key, decay, expected));
+        }
         at_least_one([("max_bad_steps", self.max_bad_steps)])?;
         if self.muon_lr.is_some() && self.optimizer != OptimizerKind::Muon {
             return Err(at_odds("muon_lr", "needs --optimizer muon"));
