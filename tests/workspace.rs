@@ -10,3 +10,5 @@ mod front;
 mod pipeline;
 #[path = "workspace/program.rs"]
 mod program;
+#[path = "workspace/streams.rs"]
+mod streams;

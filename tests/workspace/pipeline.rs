@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::program::{Finished, dflash, path, run};
 
 /// Corpus, prompts and target that all tests here share; removed with the target folder.
-fn demo() -> &'static Path {
+pub(crate) fn demo() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
         let dir = path().with_file_name("dflash-tests-demo");
@@ -25,17 +25,17 @@ fn demo() -> &'static Path {
     })
 }
 
-fn target() -> String {
+pub(crate) fn target() -> String {
     demo().join("target").display().to_string()
 }
 
-fn scratch() -> (TempDir, String) {
+pub(crate) fn scratch() -> (TempDir, String) {
     let dir = tempfile::tempdir().expect("a scratch directory");
     let shown = dir.path().display().to_string();
     (dir, shown)
 }
 
-fn prepared(dir: &str) -> String {
+pub(crate) fn prepared(dir: &str) -> String {
     let data = format!("{dir}/data");
     let rows = demo().join("conversations.jsonl");
     let line = format!("--data {} --output {data} --seq-length 512", rows.display());
@@ -44,19 +44,24 @@ fn prepared(dir: &str) -> String {
 }
 
 /// A running hidden-state server, ended when dropped.
-struct Server {
+pub(crate) struct Server {
     child: Child,
     port: u16,
 }
 
 impl Server {
-    fn start(dir: &str) -> Self {
+    pub(crate) fn start(dir: &str) -> Self {
+        Self::speaking(dir, Stdio::null())
+    }
+
+    /// A server whose stderr is given.
+    pub(crate) fn speaking(dir: &str, stderr: Stdio) -> Self {
         let port_file = PathBuf::from(format!("{dir}/port"));
         let child = Command::new(path())
             .args(["hidden-server", &target(), "--target-layer-ids", "2", "3", "5", "6"])
             .args(["--port", "0", "--port-file"])
             .arg(&port_file)
-            .stderr(Stdio::null())
+            .stderr(stderr)
             .spawn()
             .expect("the server starts");
         let written = || fs::read_to_string(&port_file).ok().filter(|text| text.ends_with('\n'));
@@ -65,12 +70,12 @@ impl Server {
         Self { child, port: digits.parse().expect("a port") }
     }
 
-    fn endpoint(&self) -> String {
+    pub(crate) fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}/v1", self.port)
     }
 
     /// Sends SIGINT and waits; (exit code, time it took).
-    fn interrupt(&mut self) -> (Option<i32>, Duration) {
+    pub(crate) fn interrupt(&mut self) -> (Option<i32>, Duration) {
         let began = Instant::now();
         signal("-INT", self.child.id());
         let status = self.child.wait().expect("the server ends");
@@ -100,7 +105,7 @@ fn wait_for<T>(limit: Duration, mut probe: impl FnMut() -> Option<T>) -> Option<
     }
 }
 
-fn train_line(endpoint: &str, data: &str, save_path: &str) -> String {
+pub(crate) fn train_line(endpoint: &str, data: &str, save_path: &str) -> String {
     format!(
         "train --verifier-name-or-path {} --speculator-type dflash --num-layers 1 \
          --data-path {data} --vllm-endpoint {endpoint} --save-path {save_path} --epochs 1 \
@@ -123,7 +128,7 @@ fn conversations_become_a_measured_drafter() {
     let report = format!("{dir}/eval.json");
     let prompts = demo().join("prompts.jsonl");
     let table = dflash(&format!(
-        "eval --target {} --draft {drafts}/step-000002 --prompts {} --max-new-tokens 24 \
+        "eval --target {} --draft {drafts} --prompts {} --max-new-tokens 24 \
          --json {report}",
         target(),
         prompts.display()

@@ -9,7 +9,7 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use progress::{Progress, Unit};
+pub use progress::{Progress, Show, Unit};
 
 static LOST_WRITES: AtomicU64 = AtomicU64::new(0);
 

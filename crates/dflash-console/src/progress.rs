@@ -20,6 +20,17 @@ pub enum Unit {
     Bytes,
 }
 
+/// Where progress is seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Show {
+    /// As a bar on a terminal, elsewhere as lines.
+    Bar,
+    /// As lines.
+    Lines,
+    /// Nowhere: another process shows it.
+    Nothing,
+}
+
 /// Progress through a known amount of work. The bar disappears when this is dropped.
 #[derive(Debug)]
 pub struct Progress {
@@ -29,7 +40,7 @@ pub struct Progress {
     started: Instant,
     /// What was done before.
     done_before: u64,
-    /// The last line; `None` on a terminal.
+    /// The last line; `None` where there are none.
     last_line: Option<Instant>,
 }
 
@@ -39,6 +50,14 @@ impl Progress {
     /// # Panics
     /// Never: the bar's templates are constants.
     pub fn new(title: impl Into<String>, unit: Unit, total: u64) -> Self {
+        Self::shown(Show::Bar, title, unit, total)
+    }
+
+    /// As [`Self::new`], seen where `show` says.
+    ///
+    /// # Panics
+    /// Never.
+    pub fn shown(show: Show, title: impl Into<String>, unit: Unit, total: u64) -> Self {
         let template = match unit {
             Unit::Items => "{prefix} {bar:30} {pos} of {len}, {eta} left  {msg}",
             Unit::Bytes => {
@@ -47,13 +66,13 @@ impl Progress {
         };
         let style = ProgressStyle::with_template(template).expect("a well-formed template");
         let title = title.into();
-        let is_terminal = io::stderr().is_terminal();
-        let bar = if is_terminal { ProgressBar::new(total) } else { ProgressBar::hidden() };
+        let draws = show == Show::Bar && io::stderr().is_terminal();
+        let bar = if draws { ProgressBar::new(total) } else { ProgressBar::hidden() };
         bar.set_style(style);
         bar.set_length(total);
         bar.set_prefix(title.clone());
         let started = Instant::now();
-        let last_line = (!is_terminal).then_some(started);
+        let last_line = (!draws && show != Show::Nothing).then_some(started);
         Self { title, unit, bar, started, done_before: 0, last_line }
     }
 
@@ -90,7 +109,8 @@ impl Progress {
         let now_done = done.saturating_sub(self.done_before).max(1);
         let per_unit = self.started.elapsed().as_secs_f64() / now_done as f64;
         let left = per_unit * (total - done) as f64;
-        format!("{}: {amounts}, {left:.0} s left, {message}", self.title)
+        let message = if message.is_empty() { String::new() } else { format!(", {message}") };
+        format!("{}: {amounts}, {left:.0} s left{message}", self.title)
     }
 }
 

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
+use dflash_console::{Progress, Show, Unit};
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
@@ -52,7 +53,8 @@ impl Probe {
     }
 
     /// Decodes the prompts `first`, `first + stride`, ... greedily with the proposals of `draft`, on
-    /// its device and in its precision; of a pruned `vocabulary` only its tokens are proposed.
+    /// its device and in its precision, and shows how far it is; of a pruned `vocabulary` only its
+    /// tokens are proposed.
     ///
     /// # Errors
     /// A target that cannot be loaded or does not fit; [`Error::Interrupted`].
@@ -60,7 +62,7 @@ impl Probe {
         &mut self,
         (draft, vocabulary): (&Draft, Option<&DraftVocabulary>),
         (first, stride): (usize, usize),
-        stop: &AtomicBool,
+        (show, stop): (Show, &AtomicBool),
     ) -> Result<Acceptance, Error> {
         let target = match &self.target {
             Some(target) => target,
@@ -73,7 +75,12 @@ impl Probe {
         let mut speculator = Speculator::new(target, draft, vocabulary, Sampler::new(0.0, 0))?;
         let limits = Limits::new(target, &self.tokenizer, self.config.max_new_tokens);
         let room = (target.config(), limits.max_new_tokens);
-        for prompt in self.prompts.iter().skip(first).step_by(stride) {
+        let own: Vec<&Prompt> = self.prompts.iter().skip(first).step_by(stride).collect();
+        let title = "validation, decoding prompts";
+        let mut progress = Progress::shown(show, title, Unit::Items, own.len() as u64);
+        for (done, prompt) in own.into_iter().enumerate() {
+            let length = acceptance.figures().acceptance_length;
+            progress.update(done as u64, format_args!("acceptance length {length:.2}"));
             prompt.dialogue(&self.tokenizer, room, |ids| {
                 let speculation = speculator.generate(ids, &limits, stop)?;
                 acceptance.record(&speculation.accepted);

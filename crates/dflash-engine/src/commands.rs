@@ -1,9 +1,6 @@
 //! From a parsed command to the library that does the work.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-
-use dflash::Command;
+use dflash::{Command, Ending, Signals};
 use dflash_settings::Invalid;
 
 mod bench;
@@ -16,14 +13,15 @@ mod plan;
 mod regenerate;
 mod train;
 
-/// Runs `command` until it is done or `stop` is set.
+/// Runs `command` until it is done or a signal stops it.
 ///
 /// # Errors
 /// What the command's library reports.
-pub(crate) fn run(command: Command, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    match command {
+pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending> {
+    let stop = signals.stop();
+    let returned = match command {
+        Command::Train(settings) => return train::run(*settings, signals),
         Command::HiddenServer(settings) => hidden_server::run(&settings, stop),
-        Command::Train(settings) => train::run(*settings, stop),
         Command::Plan(settings) => plan::run(&settings, stop),
         Command::Eval(settings) => eval::run(&settings, stop),
         Command::Regenerate(settings) => regenerate::run(&settings, stop),
@@ -32,7 +30,8 @@ pub(crate) fn run(command: Command, stop: &Arc<AtomicBool>) -> anyhow::Result<()
         Command::Prepare(_) | Command::Report(_) => {
             anyhow::bail!("start `dflash`; its engine does not run this command")
         }
-    }
+    };
+    returned.map(|()| Ending::Returned)
 }
 
 /// The key of the setting that an error is about, if it is about one.

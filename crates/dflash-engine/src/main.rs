@@ -10,15 +10,15 @@ fn main() {
     exit::install_panic_hook();
     let line = command_line::read();
     let (cli, places) = (line.cli, line.places);
-    let end = cli.command.ordinary_end();
-    let signals = Signals::install(end).unwrap_or_else(|error| exit::fault(error));
+    let signals = Signals::install(cli.command.on_signal());
+    let signals = signals.unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);
     for note in line.notes {
         tracing::warn!("{note}");
     }
     open_cuda();
-    let outcome = places.explain(commands::run(cli.command, signals.stop()), commands::about);
-    exit::finish(&outcome, &signals, end)
+    let outcome = places.explain(commands::run(cli.command, &signals), commands::about);
+    exit::finish(&outcome, &signals)
 }
 
 /// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second.

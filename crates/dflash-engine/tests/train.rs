@@ -13,6 +13,8 @@ mod nodes;
 mod running;
 #[path = "train/soak.rs"]
 mod soak;
+#[path = "train/speaking.rs"]
+mod speaking;
 #[path = "train/state.rs"]
 mod state;
 #[path = "train/world.rs"]
@@ -158,7 +160,7 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
 }
 
 #[test]
-fn the_second_moment_s_decay_is_a_setting() {
+fn adamw_s_constants_are_settings() {
     let world = World::new();
     let train = |name: &str, more: &[&str]| {
         let run = world.train(name, &[&["--max-steps", "4"], more].concat());
@@ -166,8 +168,15 @@ fn the_second_moment_s_decay_is_a_setting() {
         losses(&world.path(name))
     };
     let usual = train("usual", &[]);
-    assert_eq!(train("same", &["--adam-beta2", "0.999"]), usual);
-    assert_ne!(train("other", &["--adam-beta2", "0.9"]), usual);
+    let same = ["--adam-beta1", "0.9", "--adam-beta2", "0.999", "--adam-epsilon", "1e-8"];
+    assert_eq!(train("same", &same), usual);
+    for (index, other) in
+        [["--adam-beta1", "0.5"], ["--adam-beta2", "0.9"], ["--adam-epsilon", "1"]]
+            .iter()
+            .enumerate()
+    {
+        assert_ne!(train(&format!("other-{index}"), other), usual, "{other:?}");
+    }
 }
 
 #[test]
@@ -197,6 +206,12 @@ fn mistakes_are_named() {
     check(&["--muon-lr", "0.1"], "--muon-lr needs --optimizer muon");
     check(&["--optimizer", "muon", "--muon-lr", "0"], "--muon-lr is 0");
     check(&["--ema-decay", "1"], "--ema-decay is 1");
+    check(&["--adam-beta1", "1"], "--adam-beta1 is 1, but");
+    check(&["--adam-beta2", "NaN"], "--adam-beta2 is NaN, but");
+    check(&["--adam-epsilon", "0"], "--adam-epsilon is 0, but");
+    check(&["--log-to", "trackio"], "trackio.import_tf_events");
+    check(&["--log-to", "none,mlflow"], "--log-to names trackers beside none");
+    check(&["--run-name", ""], "--run-name is \"\", but");
     check(&["--weight-decay=-1"], "--weight-decay is -1");
     check(&["--norm-weight-decay", "NaN"], "--norm-weight-decay is NaN");
     check(&["--data-path", "/nonexistent"], "/nonexistent");

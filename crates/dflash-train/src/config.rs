@@ -24,6 +24,9 @@ pub struct TrainConfig {
     /// Set when the run is to end early.
     #[serde(skip)]
     pub stop: Arc<AtomicBool>,
+    /// Set when the run is to save and go on; lowered when it does.
+    #[serde(skip)]
+    pub save: Arc<AtomicBool>,
     /// Whether to show progress: rank 0 does, unless it is told not to.
     #[serde(skip)]
     pub progress: bool,

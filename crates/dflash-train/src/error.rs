@@ -90,3 +90,10 @@ pub enum Error {
     )]
     NonFinite { count: u64, step: u64 },
 }
+
+impl Error {
+    /// Whether it says no more than that the run was told to stop.
+    pub fn is_interruption(&self) -> bool {
+        matches!(self, Self::Hidden(dflash_hidden::Error::Interrupted))
+    }
+}

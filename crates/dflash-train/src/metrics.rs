@@ -1,14 +1,18 @@
-//! What a run shows: a progress bar, JSON lines and TensorBoard events.
+//! What a run shows: a progress bar, JSON lines and trackers' files.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dflash_console::say;
 use dflash_hidden::Counters;
 use dflash_model::objective::{Statistics, StatisticsReport};
-use dflash_run::{Events, MetricLine, RunDir, StreamCounters, TeacherForced, ValidationLine};
+use dflash_run::{
+    End, Entry, MetricLine, RunAbout, RunDir, StreamCounters, TeacherForced, Trackers,
+    ValidationLine,
+};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tch::Device;
 
+use crate::config::TrainConfig;
 use crate::trainer::{Effect, StepResult};
 use crate::{Error, machine};
 
@@ -19,6 +23,7 @@ pub(crate) struct Meter {
     peak_tflops: Option<f64>,
     /// Of the loss's denominator.
     epsilon: f64,
+    begun: Instant,
     interval: Interval,
     outputs: Option<Outputs>,
 }
@@ -37,7 +42,7 @@ struct Interval {
 
 struct Outputs {
     run: RunDir,
-    events: Events,
+    trackers: Trackers,
     /// Hidden where there is no terminal, or where it was not asked for: then lines are written.
     bar: ProgressBar,
 }
@@ -53,23 +58,23 @@ impl Meter {
     /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
     pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
         let interval = Interval::begin(StreamCounters::default());
-        Self { device, peak_tflops, epsilon, interval, outputs: None }
+        Self { device, peak_tflops, epsilon, begun: Instant::now(), interval, outputs: None }
     }
 
     /// Makes the meter write into `run`, where lines after `step` are dropped.
     pub(crate) fn open(
         &mut self,
         run: RunDir,
+        trackers: Trackers,
         (step, total): (u64, u64),
         progress: bool,
     ) -> Result<(), Error> {
         run.keep_until::<MetricLine>(step)?;
-        let events = Events::create(&run)?;
         let target =
             if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
         bar.set_style(bar_style());
-        self.outputs = Some(Outputs { run, events, bar });
+        self.outputs = Some(Outputs { run, trackers, bar });
         Ok(())
     }
 
@@ -107,6 +112,8 @@ impl Meter {
         let left = outputs.bar.length().unwrap_or_default().saturating_sub(line.step);
         let (wait, tflops) = (wait.as_secs_f64(), flops / seconds / 1e12);
         outputs.write(&MetricLine {
+            time: Some(seconds_since_1970()),
+            elapsed_s: Some(self.begun.elapsed().as_secs_f64()),
             slots_per_s: Some(report.supervised as f64 / seconds),
             tokens_per_s: Some(tokens / seconds),
             tflops: Some(tflops),
@@ -130,7 +137,21 @@ impl Meter {
     /// Shows a validation.
     pub(crate) fn validated(&mut self, line: &ValidationLine) -> Result<(), Error> {
         self.say(&summary(line));
-        self.outputs.as_mut().map_or(Ok(()), |outputs| Ok(outputs.events.add(line)?))
+        let entry = Entry::of(line, seconds_since_1970());
+        self.outputs.as_mut().map_or(Ok(()), |outputs| Ok(outputs.trackers.add(&entry)?))
+    }
+
+    /// Does `work`, which may draw a bar of its own.
+    pub(crate) fn aside<T>(&self, work: impl FnOnce() -> T) -> T {
+        match &self.outputs {
+            Some(outputs) => outputs.bar.suspend(work),
+            None => work(),
+        }
+    }
+
+    /// Time since the first step of this process was near.
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
     }
 
     /// Says something above the progress bar.
@@ -140,18 +161,18 @@ impl Meter {
         }
     }
 
-    /// Leaves the bar as it is.
-    pub(crate) fn close(&mut self) {
-        if let Some(outputs) = &mut self.outputs {
-            outputs.bar.abandon();
-        }
+    /// Leaves the bar as it is, and tells the trackers how the run ended.
+    pub(crate) fn close(&mut self, end: End) -> Result<(), Error> {
+        let Some(outputs) = &mut self.outputs else { return Ok(()) };
+        outputs.bar.abandon();
+        Ok(outputs.trackers.close(end)?)
     }
 }
 
 impl Outputs {
     fn write(&mut self, line: &MetricLine) -> Result<(), Error> {
         self.run.append(line)?;
-        self.events.add(line)?;
+        self.trackers.add(&Entry::of(line, line.time.unwrap_or_default()))?;
         let message = message(line);
         if self.bar.is_hidden() {
             let (total, left) = (self.bar.length().unwrap_or(line.step), shown(line.eta_s));
@@ -167,6 +188,23 @@ impl Outputs {
             false => self.bar.println(message),
         }
     }
+}
+
+/// The files for the trackers that the run's settings name; those of an earlier start go on after
+/// `step`.
+pub(crate) fn trackers(config: &TrainConfig, step: u64) -> Result<Trackers, Error> {
+    let settings = &config.settings;
+    let path = std::path::absolute(&settings.save_path);
+    let path = path.unwrap_or_else(|_| settings.save_path.clone());
+    let last = path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let name = settings.run_name.clone().or(last).unwrap_or_else(|| "dflash".to_owned());
+    let about =
+        RunAbout { name, config: serde_json::to_value(config).expect("settings print"), step };
+    Ok(Trackers::open(&RunDir::at(path), &settings.log_to, &about)?)
+}
+
+fn seconds_since_1970() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
 /// What the progress says of a line.

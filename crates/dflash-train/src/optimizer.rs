@@ -83,7 +83,11 @@ impl From<&OptimizerSettings> for OptimizerConfig {
                 OptimizerKind::Adamw => Algorithm::AdamW,
                 OptimizerKind::Muon => Algorithm::Muon(MuonConfig { rate_ratio, ..usual }),
             },
-            adamw: AdamWConfig { beta2: settings.adam_beta2.unwrap_or(adamw.beta2), ..adamw },
+            adamw: AdamWConfig {
+                beta1: settings.adam_beta1.unwrap_or(adamw.beta1),
+                beta2: settings.adam_beta2.unwrap_or(adamw.beta2),
+                epsilon: settings.adam_epsilon.unwrap_or(adamw.epsilon),
+            },
             weight_decay: WeightDecay { matrices, norms },
             ema_decay: settings.ema_decay,
         }

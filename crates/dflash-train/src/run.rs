@@ -1,6 +1,7 @@
 //! One worker's life, from a prepared run to its last checkpoint.
 
 mod notes;
+mod summary;
 #[cfg(test)]
 mod tests;
 mod worker;

@@ -37,6 +37,8 @@ pub(crate) struct Trainer {
 pub(crate) struct StepSums {
     /// Tokens of the packed rows.
     pub(crate) tokens: f64,
+    /// Samples of the packed rows.
+    pub(crate) samples: f64,
     /// Samples left out.
     pub(crate) skipped: f64,
     /// Arithmetic that the rows needed.
@@ -158,9 +160,10 @@ impl Step<'_> {
     ) -> Result<StepResult, Error> {
         // On the host and with a timeout, so that a rank that hangs is found before the GPU waits
         // for it.
-        let StepSums { tokens, skipped, flops, stream } = &mut sums;
+        let StepSums { tokens, samples, skipped, flops, stream } = &mut sums;
         let mut counts = stream.counts().map(|count| *count as f64);
-        let mut numbers: Vec<_> = [tokens, skipped, flops].into_iter().chain(&mut counts).collect();
+        let mut numbers: Vec<_> =
+            [tokens, samples, skipped, flops].into_iter().chain(&mut counts).collect();
         let vector = self.statistics.sums_mut();
         let vote = add_up(self.communicator, vote, &mut numbers, Some(vector))?;
         stream.counts().into_iter().zip(counts).for_each(|(count, sum)| *count = sum as u64);

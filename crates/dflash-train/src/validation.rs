@@ -6,6 +6,7 @@
 
 use std::time::Instant;
 
+use dflash_console::{Progress, Show, Unit};
 use dflash_data::{pack_rows, split_index};
 use dflash_dist::Communicator;
 use dflash_model::draft::Draft;
@@ -43,6 +44,8 @@ pub struct Share {
     pub rank: usize,
     /// All of them.
     pub ranks: usize,
+    /// Where the rank shows how far it is.
+    pub show: Show,
 }
 
 /// One rank's part in the validations of a run.
@@ -50,8 +53,10 @@ pub(crate) struct Validation<'a, 'p> {
     every: u64,
     /// This rank's held-out rows.
     rows: Vec<PlannedRow>,
-    /// Whether any rank has rows.
-    has_rows: bool,
+    /// Of all ranks.
+    all_rows: usize,
+    /// Where this rank shows how far it is.
+    show: Show,
     source: &'a dyn RowSource,
     probe: Option<AcceptanceProbe<'p>>,
     run: RunDir,
@@ -89,7 +94,12 @@ impl<'a, 'p> Validation<'a, 'p> {
         let held_out = prepared.packing().lengths.len()..lengths.len();
         let order: Vec<u32> = held_out.map(|sample| sample as u32).collect();
         let packed = pack_rows(&order, lengths, settings.rows.total_seq_len);
-        let has_rows = !packed.is_empty();
+        let all_rows = packed.len();
+        let show = match communicator.rank() {
+            0 if prepared.config.progress => Show::Bar,
+            0 => Show::Lines,
+            _ => Show::Nothing,
+        };
         let rows = packed
             .into_iter()
             .skip(communicator.rank())
@@ -101,7 +111,7 @@ impl<'a, 'p> Validation<'a, 'p> {
             run.keep_until::<ValidationLine>(step)?;
         }
         let last = agreed_last_step(&run, communicator)?;
-        Ok(Some(Self { every, rows, has_rows, source, probe, run, last }))
+        Ok(Some(Self { every, rows, all_rows, show, source, probe, run, last }))
     }
 
     /// Whether a validation follows `step`, the last of which is `total`, and has not been done.
@@ -114,6 +124,17 @@ impl<'a, 'p> Validation<'a, 'p> {
         self.probe.is_some()
     }
 
+    /// What is about to happen after `step`.
+    pub(crate) fn announcement(&self, step: u64) -> String {
+        let rows = format!("{} held-out rows", self.all_rows);
+        let on = match (self.all_rows, self.measures()) {
+            (0, _) => "held-out prompts".to_owned(),
+            (_, true) => format!("{rows} and held-out prompts"),
+            (_, false) => rows,
+        };
+        format!("step {step}: validating on {on}")
+    }
+
     /// Validates the draft as it is now.
     pub(crate) fn run(
         &mut self,
@@ -124,12 +145,12 @@ impl<'a, 'p> Validation<'a, 'p> {
         let begun = Instant::now();
         let draft = trainer.masters.served(&trainer.draft, communicator)?;
         let mut line = ValidationLine { step, ..ValidationLine::default() };
-        if self.has_rows {
+        if self.all_rows > 0 {
             line.rows = Some(self.teacher_forced(trainer, &draft, communicator)?);
         }
         if let Some(probe) = &mut self.probe {
             let served = (&draft, trainer.batches.blocks.vocabulary.as_ref());
-            line.prompts = Some(measured(probe, served, communicator)?);
+            line.prompts = Some(measured(probe, served, (communicator, self.show))?);
         }
         line.seconds = Some(begun.elapsed().as_secs_f64());
         self.last = Some(step);
@@ -164,7 +185,11 @@ impl<'a, 'p> Validation<'a, 'p> {
         (statistics, skipped): (&mut Statistics, &mut f64),
     ) -> Result<(), Error> {
         let mut rows = self.source.start(self.rows.clone())?;
-        while let Some(row) = rows.next()? {
+        let total = self.rows.len() as u64;
+        let mut progress = Progress::shown(self.show, "validation, rows", Unit::Items, total);
+        for done in 0.. {
+            let Some(row) = rows.next()? else { break };
+            progress.update(done, "");
             *skipped += row.skipped as f64;
             if let Some(own) = trainer.validate(draft, &row) {
                 statistics.add(&own);
@@ -178,9 +203,9 @@ impl<'a, 'p> Validation<'a, 'p> {
 fn measured(
     probe: &mut AcceptanceProbe<'_>,
     served: Served<'_>,
-    communicator: &dyn Communicator,
+    (communicator, show): (&dyn Communicator, Show),
 ) -> Result<HeldOutPrompts, Halt> {
-    let share = Share { rank: communicator.rank(), ranks: communicator.world_size() };
+    let share = Share { rank: communicator.rank(), ranks: communicator.world_size(), show };
     let block_size = served.0.config().block_size;
     let (counts, vote, own) = match probe(served, share) {
         Ok(Some(counts)) => (counts, Vote::Continue, None),

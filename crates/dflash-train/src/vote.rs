@@ -12,6 +12,8 @@ pub(crate) enum Vote {
     /// The step counts, and the run goes on.
     #[default]
     Continue,
+    /// It was asked to save: the step counts, all save, and the run goes on.
+    Save,
     /// It was told to stop: the step counts, then the run ends.
     Stop,
     /// It was told to stop before it had its rows: the step is void, and the run ends.
@@ -21,7 +23,7 @@ pub(crate) enum Vote {
 }
 
 /// The votes that are counted; a rank without one of them votes [`Vote::Continue`].
-const COUNTED: [Vote; 3] = [Vote::Stop, Vote::Abandon, Vote::Fail];
+const COUNTED: [Vote; 4] = [Vote::Save, Vote::Stop, Vote::Abandon, Vote::Fail];
 
 /// Why a run ends before its schedule does.
 #[derive(Debug)]
@@ -43,10 +45,7 @@ impl<E: Into<Error>> From<E> for Halt {
 impl Vote {
     /// The vote of a rank that met `error` on its way to its rows or prompts.
     pub(crate) fn of(error: &Error) -> Self {
-        match error {
-            Error::Hidden(dflash_hidden::Error::Interrupted) => Self::Abandon,
-            _ => Self::Fail,
-        }
+        if error.is_interruption() { Self::Abandon } else { Self::Fail }
     }
 
     pub(crate) fn is_void(self) -> bool {
@@ -56,7 +55,7 @@ impl Vote {
     /// What the ranks' common vote means for one that met the error `own`.
     pub(crate) fn settle(self, own: Option<Error>) -> Result<(), Halt> {
         match self {
-            Self::Continue | Self::Stop => Ok(()),
+            Self::Continue | Self::Save | Self::Stop => Ok(()),
             Self::Abandon => Err(Halt::Stopped),
             Self::Fail => Err(Halt::Failed(own.filter(|error| Self::of(error) == Self::Fail))),
         }
@@ -111,13 +110,13 @@ mod tests {
 
     #[test]
     fn every_vote_reaches_all_and_the_strongest_decides() {
-        for vote in [Vote::Continue, Vote::Stop, Vote::Abandon, Vote::Fail] {
+        for vote in [Vote::Continue, Vote::Save, Vote::Stop, Vote::Abandon, Vote::Fail] {
             let common = add_up(&Single, vote, &mut [&mut 0.0, &mut 0.0], None).unwrap();
             assert_eq!(common, vote);
             assert_eq!(common.is_void(), common.settle(None).is_err());
         }
         assert!(Vote::Fail > Vote::Abandon && Vote::Abandon > Vote::Stop);
-        assert!(Vote::Stop > Vote::Continue);
+        assert!(Vote::Stop > Vote::Save && Vote::Save > Vote::Continue);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use dflash_settings::{
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-use crate::signals::OrdinaryEnd;
+use crate::signals::OnSignal;
 
 /// Train DFlash drafters: from conversations to a measured draft model.
 #[derive(Debug, Clone, Parser, Serialize, Deserialize)]
@@ -91,12 +91,15 @@ impl Command {
         }
     }
 
-    /// Which signals are an ordinary way for the command to end.
-    pub fn ordinary_end(&self) -> OrdinaryEnd {
+    /// What signals mean to the command.
+    pub fn on_signal(&self) -> OnSignal {
         match self {
-            Self::HiddenServer(_) => OrdinaryEnd::AnySignal,
-            Self::Train(_) => OrdinaryEnd::Termination,
-            _ => OrdinaryEnd::Never,
+            Self::HiddenServer(_) => OnSignal::Shutdown,
+            Self::Train(settings) => {
+                let sigterm_is_success = settings.checkpoints.sigterm_is_success;
+                OnSignal::Save { sigterm_is_success }
+            }
+            _ => OnSignal::Interrupt,
         }
     }
 }
@@ -189,13 +192,16 @@ mod tests {
     }
 
     #[test]
-    fn a_server_ends_by_signals_and_a_training_by_termination() {
+    fn a_server_ends_by_signals_and_a_training_saves() {
         let check = |line, expected| {
-            assert_eq!(parse(line).unwrap().command.ordinary_end(), expected, "{line}");
+            assert_eq!(parse(line).unwrap().command.on_signal(), expected, "{line}");
         };
-        check("dflash prepare --target m --data d --output o", OrdinaryEnd::Never);
-        check("dflash hidden-server --target m --target-layer-ids 1 2", OrdinaryEnd::AnySignal);
-        check("dflash train --target t --data-path d --save-path s", OrdinaryEnd::Termination);
+        check("dflash prepare --target m --data d --output o", OnSignal::Interrupt);
+        check("dflash hidden-server --target m --target-layer-ids 1 2", OnSignal::Shutdown);
+        let train = "dflash train --target t --data-path d --save-path s";
+        check(train, OnSignal::Save { sigterm_is_success: false });
+        let succeeds = format!("{train} --sigterm-is-success");
+        check(&succeeds, OnSignal::Save { sigterm_is_success: true });
     }
 
     #[test]

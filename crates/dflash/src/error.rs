@@ -101,7 +101,7 @@ pub enum Error {
         source: io::Error,
     },
     /// No handler could be installed for Ctrl-C.
-    #[error("cannot handle SIGINT and SIGTERM")]
+    #[error("cannot handle signals such as SIGTERM")]
     Signals {
         /// The operating system's answer.
         #[source]

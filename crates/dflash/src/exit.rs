@@ -2,19 +2,23 @@
 //!
 //! | code | meaning |
 //! |---|---|
-//! | 0 | done; also a server that a signal ends, and a training that SIGTERM stops, once it has saved |
+//! | 0 | done; also a server that a signal ends, and with --sigterm-is-success a training that SIGTERM stops, once it has saved |
 //! | 1 | something the user can mend: input, paths, ports, disk |
 //! | 2 | the command line itself (clap) |
 //! | 101 | a bug: a panic somewhere |
-//! | 128 + n | ended by signal n: 130 after Ctrl-C, 143 after SIGTERM |
+//! | 128 + n | ended by signal n before its end: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM |
+//!
+//! A training that a signal stops has saved when it ends with 128 + n, unless it says that its time
+//! was over; one that could not save ends with 1. One whose other ranks were stopped ends with 143.
 
 use std::io::{self, Write};
 use std::panic::PanicHookInfo;
 
 use dflash_console::say;
+use signal_hook::consts::SIGTERM;
 
 use crate::error::Error;
-use crate::signals::{OrdinaryEnd, Signals};
+use crate::signals::{OnSignal, Signals};
 
 /// Everything was done.
 pub const DONE: i32 = 0;
@@ -23,15 +27,26 @@ pub const FAULT: i32 = 1;
 /// A bug; the code that Rust itself uses for a panic.
 pub const BUG: i32 = 101;
 
+/// How a command ended that met no error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// It has returned. A signal, if one came, has cut it short.
+    Returned,
+    /// It has done all that it had to do, whatever signals came.
+    Complete,
+    /// It was stopped before its end and left all in order.
+    Stopped,
+}
+
 /// Ends the process with the code that `outcome` and a received signal call for.
 ///
 /// An error goes to stderr with its causes. The exit skips static destructors: libtorch's take
 /// long, and a worker thread that still runs could crash in them.
-pub fn finish(outcome: &anyhow::Result<()>, signals: &Signals, end: OrdinaryEnd) -> ! {
+pub fn finish(outcome: &anyhow::Result<Ending>, signals: &Signals) -> ! {
     if let Err(error) = outcome {
         report(error);
     }
-    at_once(code(outcome.is_ok(), signals.received(), end))
+    at_once(code(outcome.as_ref().ok().copied(), signals.received(), signals.on_signal()))
 }
 
 /// Reports an error that kept a command from starting, and leaves with [`FAULT`].
@@ -54,11 +69,16 @@ pub fn report(error: &anyhow::Error) {
     say(text);
 }
 
-/// Leaves the process without running static destructors. Standard output is flushed first, and
-/// what is half written is removed.
-pub fn at_once(code: i32) -> ! {
+/// Leaves the process without running static destructors. Standard output is flushed first, whose
+/// failure is a fault, and what is half written is removed.
+pub fn at_once(mut code: i32) -> ! {
     dflash_files::remove_pending();
-    let _ = io::stdout().flush();
+    if let Err(error) = io::stdout().flush()
+        && code == DONE
+    {
+        say(format!("error: cannot write to standard output: {error}"));
+        code = FAULT;
+    }
     signal_hook::low_level::exit(code)
 }
 
@@ -87,12 +107,20 @@ fn panic_text(info: &PanicHookInfo<'_>) -> String {
     info.payload_as_str().unwrap_or("panic without a message").to_owned()
 }
 
-fn code(succeeded: bool, signal: Option<i32>, end: OrdinaryEnd) -> i32 {
-    match signal {
-        Some(signal) if succeeded && end.is_by(signal) => DONE,
-        Some(signal) => 128 + signal,
-        None if succeeded => DONE,
-        None => FAULT,
+/// The code of a command that ended as `ending` says, or with an error.
+fn code(ending: Option<Ending>, signal: Option<i32>, on_signal: OnSignal) -> i32 {
+    let ended_by = match (ending, on_signal) {
+        (Some(Ending::Complete), _) => None,
+        // Of several ranks one may have been asked alone: then by a scheduler.
+        (Some(Ending::Stopped), _) => Some(signal.unwrap_or(SIGTERM)),
+        // Whoever restarts it must know that it could not save.
+        (None, OnSignal::Save { .. }) => None,
+        (Some(Ending::Returned) | None, _) => signal,
+    };
+    match ended_by {
+        Some(signal) if ending.is_none() || !on_signal.is_success(signal) => 128 + signal,
+        _ if ending.is_none() => FAULT,
+        _ => DONE,
     }
 }
 
@@ -101,16 +129,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_signal_decides_unless_it_is_the_ordinary_end() {
-        let (never, termination) = (OrdinaryEnd::Never, OrdinaryEnd::Termination);
-        assert_eq!(code(true, None, never), 0);
-        assert_eq!(code(false, None, never), 1);
-        assert_eq!(code(true, Some(2), never), 130);
-        assert_eq!(code(true, Some(15), never), 143);
-        assert_eq!(code(true, Some(2), termination), 130);
-        assert_eq!(code(true, Some(15), termination), 0);
-        assert_eq!(code(false, Some(15), termination), 143);
-        assert_eq!(code(true, Some(2), OrdinaryEnd::AnySignal), 0);
-        assert_eq!(code(false, Some(2), OrdinaryEnd::AnySignal), 130);
+    fn a_signal_decides_unless_all_is_done_or_it_is_how_the_command_ends() {
+        let check = |ending: Option<Ending>, signals: [Option<i32>; 4], on_signal, expected| {
+            let codes = signals.map(|signal| code(ending, signal, on_signal));
+            assert_eq!(codes, expected, "{ending:?} {on_signal:?}");
+        };
+        let signals = [None, Some(1), Some(2), Some(15)];
+        let returned = Some(Ending::Returned);
+        check(returned, signals, OnSignal::Interrupt, [0, 129, 130, 143]);
+        check(None, signals, OnSignal::Interrupt, [1, 129, 130, 143]);
+        check(returned, signals, OnSignal::Shutdown, [0; 4]);
+        check(None, signals, OnSignal::Shutdown, [1, 129, 130, 143]);
+        for (sigterm_is_success, termination) in [(false, 143), (true, 0)] {
+            let training = OnSignal::Save { sigterm_is_success };
+            check(Some(Ending::Complete), signals, training, [0; 4]);
+            let stopped = [termination, 129, 130, termination];
+            check(Some(Ending::Stopped), signals, training, stopped);
+            check(None, signals, training, [1; 4]);
+        }
     }
 }

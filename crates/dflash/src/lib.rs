@@ -18,4 +18,5 @@ pub mod signals;
 
 pub use cli::{Cli, Command};
 pub use error::Error;
-pub use signals::{OrdinaryEnd, SAVE_GRACE, Signals, set_save_grace};
+pub use exit::Ending;
+pub use signals::{OnSignal, SAVE_GRACE, Signals, set_save_grace};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash::command_line::{self, CommandLine};
-use dflash::{Command, OrdinaryEnd, Signals, engine, exit, logging};
+use dflash::{Command, Ending, OnSignal, Signals, engine, exit, logging};
 
 fn main() {
     exit::install_panic_hook();
@@ -23,8 +23,8 @@ fn main() {
 }
 
 fn run_here(line: &CommandLine, run: impl FnOnce(&Arc<AtomicBool>) -> anyhow::Result<()>) -> ! {
-    let signals = Signals::install(OrdinaryEnd::Never).unwrap_or_else(|error| exit::fault(error));
+    let signals = Signals::install(OnSignal::Interrupt).unwrap_or_else(|error| exit::fault(error));
     logging::init(line.cli.global);
     let outcome = line.places.explain(run(signals.stop()), commands::prepare::about);
-    exit::finish(&outcome, &signals, OrdinaryEnd::Never)
+    exit::finish(&outcome.map(|()| Ending::Returned), &signals)
 }

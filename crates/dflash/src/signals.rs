@@ -1,10 +1,10 @@
-//! SIGINT and SIGTERM: a flag that long calls poll, and a deadline for those that do not.
+//! Signals: flags that long calls poll, and a deadline for those that do not.
 //!
-//! The first signal sets the flag; the command then has [`GRACE`] to end on its own, or
-//! [`SAVE_GRACE`] (or what [`set_save_grace`] says) where SIGTERM is an [`OrdinaryEnd`] that leaves
-//! work to be saved. A second one ends the process at once. A terminal sends Ctrl-C to the whole
-//! process group while a launcher forwards it as well, so signals within [`ECHO`] of the first count
-//! as the same one.
+//! The first signal that asks for the end sets the stop flag; the command then has [`GRACE`] to end
+//! on its own, or [`SAVE_GRACE`] (or what [`set_save_grace`] says) where the signal leaves work to be
+//! saved. A second one ends the process at once. A terminal sends Ctrl-C to the whole process group
+//! while a launcher forwards it as well, so signals within [`ECHO`] of the first count as the same
+//! one. SIGUSR1 asks a training to save and go on.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dflash_console::say;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals as Incoming;
 
 use crate::error::Error;
@@ -35,35 +35,54 @@ pub fn set_save_grace(grace: Duration) {
     SAVE_GRACE_MS.store(grace.as_millis() as u64, Ordering::SeqCst);
 }
 
-/// Which signals are an ordinary way for a command to end. It exits with 0 after them, once it has
-/// done what there was to do.
+/// What signals mean to a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OrdinaryEnd {
-    /// None: what a signal cuts short is unfinished.
-    Never,
-    /// SIGTERM, by which schedulers ask for the machine back. Ctrl-C stays an interruption, so that
-    /// a script that is interrupted does not go on to its next command.
-    Termination,
-    /// Both.
-    AnySignal,
+pub enum OnSignal {
+    /// They cut it short.
+    Interrupt,
+    /// They end a server, in an orderly way.
+    Shutdown,
+    /// They stop a training before its end. SIGTERM, by which schedulers ask for the machine back,
+    /// and SIGHUP, by which a terminal says goodbye, give it time to save; Ctrl-C gives it moments.
+    Save {
+        /// Whether a training that SIGTERM stopped has succeeded.
+        sigterm_is_success: bool,
+    },
 }
 
-impl OrdinaryEnd {
-    /// Whether `signal` is one of them.
-    pub fn is_by(self, signal: i32) -> bool {
+impl OnSignal {
+    /// Whether a command that `signal` stopped before its end has done what it should.
+    pub fn is_success(self, signal: i32) -> bool {
         match self {
-            Self::Never => false,
-            Self::Termination => signal == SIGTERM,
-            Self::AnySignal => true,
+            Self::Interrupt => false,
+            Self::Shutdown => true,
+            Self::Save { sigterm_is_success } => sigterm_is_success && signal == SIGTERM,
         }
+    }
+
+    /// The signals that are handled. One that the parent had us ignore, as `nohup` does with SIGHUP,
+    /// stays ignored.
+    fn handled(self) -> Vec<i32> {
+        let mut handled = vec![SIGINT, SIGTERM];
+        if matches!(self, Self::Save { .. }) {
+            handled.push(SIGUSR1);
+            handled.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
+        }
+        handled
+    }
+
+    /// Whether `signal` leaves work to be saved, for which there is more time.
+    fn saves_after(self, signal: i32) -> bool {
+        matches!(self, Self::Save { .. }) && [SIGTERM, SIGHUP].contains(&signal)
     }
 }
 
 /// The installed handlers.
 #[derive(Debug, Clone)]
 pub struct Signals {
-    end: OrdinaryEnd,
+    on_signal: OnSignal,
     stop: Arc<AtomicBool>,
+    save: Arc<AtomicBool>,
     received: Arc<AtomicI32>,
 }
 
@@ -72,10 +91,11 @@ impl Signals {
     ///
     /// # Errors
     /// When the operating system refuses a handler.
-    pub fn install(end: OrdinaryEnd) -> Result<Self, Error> {
+    pub fn install(on_signal: OnSignal) -> Result<Self, Error> {
         let incoming =
-            Incoming::new([SIGINT, SIGTERM]).map_err(|source| Error::Signals { source })?;
-        let signals = Self { end, stop: Arc::default(), received: Arc::default() };
+            Incoming::new(on_signal.handled()).map_err(|source| Error::Signals { source })?;
+        let (stop, save, received) = (Arc::default(), Arc::default(), Arc::default());
+        let signals = Self { on_signal, stop, save, received };
         let watched = signals.clone();
         thread::Builder::new()
             .name("signals".into())
@@ -84,32 +104,38 @@ impl Signals {
         Ok(signals)
     }
 
+    /// What they mean.
+    pub fn on_signal(&self) -> OnSignal {
+        self.on_signal
+    }
+
     /// The flag that a long call polls.
     pub fn stop(&self) -> &Arc<AtomicBool> {
         &self.stop
     }
 
-    /// The first signal received, if any.
-    pub fn received(&self) -> Option<i32> {
-        Some(self.received.load(Ordering::SeqCst)).filter(|signal| *signal != 0)
+    /// The flag by which a training is asked to save and go on; whoever saves lowers it.
+    pub fn save(&self) -> &Arc<AtomicBool> {
+        &self.save
     }
 
-    /// A server has nothing to save, so the longer time is only for those that SIGTERM ends.
-    fn saves_after(&self, signal: i32) -> bool {
-        self.end == OrdinaryEnd::Termination && signal == SIGTERM
+    /// The first signal received that asks for the end, if any.
+    pub fn received(&self) -> Option<i32> {
+        Some(self.received.load(Ordering::SeqCst)).filter(|signal| *signal != 0)
     }
 
     fn watch(&self, mut incoming: Incoming) {
         let mut first: Option<Instant> = None;
         for signal in incoming.forever() {
             match first {
+                _ if signal == SIGUSR1 => self.save.store(true, Ordering::SeqCst),
                 None => {
                     first = Some(Instant::now());
                     self.begin_to_stop(signal);
                 }
                 Some(at) if at.elapsed() < ECHO => {}
                 // A scheduler that repeats itself must not cost the work that is being saved.
-                Some(_) if signal == SIGTERM && self.saves_after(signal) => {}
+                Some(_) if self.on_signal.saves_after(signal) => {}
                 Some(_) => exit::at_once(128 + signal),
             }
         }
@@ -119,7 +145,7 @@ impl Signals {
         self.received.store(signal, Ordering::SeqCst);
         self.stop.store(true, Ordering::SeqCst);
         // The deadline has a thread of its own: this one must keep listening for a second signal.
-        let (grace, remedy) = if self.saves_after(signal) {
+        let (grace, remedy) = if self.on_signal.saves_after(signal) {
             let grace = Duration::from_millis(SAVE_GRACE_MS.load(Ordering::SeqCst));
             (grace, "; --grace gives it more time to save")
         } else {
@@ -134,24 +160,47 @@ impl Signals {
     }
 }
 
+/// Whether this process was started with `signal` ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    ignores(&status, signal)
+}
+
+/// The same by the text of /proc/self/status, whose mask has bit 0 for signal 1.
+fn ignores(status: &str, signal: i32) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use signal_hook::low_level::raise;
 
     #[test]
-    fn an_interrupt_is_not_an_ordinary_end_of_a_training() {
-        let check = |end: OrdinaryEnd, expected: [bool; 2]| {
-            assert_eq!([SIGINT, SIGTERM].map(|signal| end.is_by(signal)), expected, "{end:?}");
+    fn only_termination_may_be_a_success_of_a_training() {
+        let check = |on_signal: OnSignal, expected: [bool; 3]| {
+            let found = [SIGINT, SIGTERM, SIGHUP].map(|signal| on_signal.is_success(signal));
+            assert_eq!(found, expected, "{on_signal:?}");
         };
-        check(OrdinaryEnd::Never, [false, false]);
-        check(OrdinaryEnd::Termination, [false, true]);
-        check(OrdinaryEnd::AnySignal, [true, true]);
+        check(OnSignal::Interrupt, [false; 3]);
+        check(OnSignal::Shutdown, [true; 3]);
+        check(OnSignal::Save { sigterm_is_success: false }, [false; 3]);
+        check(OnSignal::Save { sigterm_is_success: true }, [false, true, false]);
+    }
+
+    #[test]
+    fn an_ignored_signal_is_found_in_the_mask() {
+        let status = "Name:\tx\nSigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\n";
+        assert!(ignores(status, SIGHUP) && ignores(status, 13));
+        assert!(!ignores(status, SIGINT) && !ignores("", SIGHUP));
+        assert!(!is_ignored(SIGTERM));
     }
 
     #[test]
     fn the_first_signal_sets_the_flag_and_its_echo_does_nothing() {
-        let signals = Signals::install(OrdinaryEnd::Never).unwrap();
+        let signals = Signals::install(OnSignal::Interrupt).unwrap();
         assert_eq!(signals.received(), None);
         raise(SIGTERM).unwrap();
         let began = Instant::now();

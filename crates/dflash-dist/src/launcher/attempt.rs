@@ -1,5 +1,6 @@
 //! One start of all workers of this machine, followed to its end.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::failure::{self, Failure};
@@ -57,6 +58,9 @@ impl Attempt<'_> {
                 elsewhere.map_or(Ended::Well(Finished::Completed), Ended::Badly)
             }
             End::Asked => self.stop(&mut workers, nodes)?,
+            End::Deaths(deaths) if failure::were_stopped(&deaths) => {
+                self.see_off(&mut workers, nodes)?
+            }
             End::Deaths(deaths) => Ended::Badly(self.fall(&mut workers, &deaths, nodes)),
             End::Elsewhere(failure) => {
                 workers.signal(libc::SIGTERM);
@@ -75,6 +79,7 @@ impl Attempt<'_> {
             if self.signals.any() {
                 return End::Asked;
             }
+            self.pass_on_save(workers);
             let deaths = workers.deaths();
             let watched = watched_until.is_some_and(|end| Instant::now() >= end);
             if !deaths.is_empty() && (watched || workers.all_ended()) {
@@ -89,6 +94,33 @@ impl Attempt<'_> {
                 return End::Elsewhere(failure);
             }
             std::thread::sleep(POLL);
+        }
+    }
+
+    /// Passes SIGUSR1 on, once the ranks listen to it: before, it would end them.
+    fn pass_on_save(&self, workers: &Workers) {
+        let save = self.signals.save();
+        if save.load(Ordering::Relaxed) && self.store.has_begun() {
+            save.store(false, Ordering::Relaxed);
+            workers.signal(libc::SIGUSR1);
+        }
+    }
+
+    /// Waits for the rest of ranks that save and end because some of them were told to.
+    fn see_off(&self, workers: &mut Workers, nodes: &Nodes) -> Result<Ended, Error> {
+        let killed = workers.finish(self.config.save_grace);
+        let deaths = workers.deaths();
+        if killed.is_empty() && failure::were_stopped(&deaths) {
+            return self.stopped_well(nodes);
+        }
+        let failure = failure::of_deaths(&deaths, self.config, &self.store);
+        Err(nodes.agree(failure).after(self.store.attempt))
+    }
+
+    fn stopped_well(&self, nodes: &Nodes) -> Result<Ended, Error> {
+        match nodes.all_done(LAST_TO_STOP) {
+            None => Ok(Ended::Well(Finished::Stopped)),
+            Some(failure) => Err(failure.after(self.store.attempt)),
         }
     }
 
@@ -112,10 +144,12 @@ impl Attempt<'_> {
         if terminated && !killed.is_empty() {
             return Err(Error::NotStopped { ranks: killed, after: grace });
         }
-        match nodes.all_done(LAST_TO_STOP) {
-            None => Ok(Ended::Well(Finished::Stopped)),
-            Some(failure) => Err(failure.after(self.store.attempt)),
+        if killed.is_empty() && workers.deaths().is_empty() {
+            // They were at their end when the signal came.
+            let elsewhere = nodes.all_done(LAST_TO_STOP);
+            return Ok(elsewhere.map_or(Ended::Well(Finished::Completed), Ended::Badly));
         }
+        self.stopped_well(nodes)
     }
 
     /// Stops the rest after a death, and finds its cause among all nodes.

@@ -9,8 +9,9 @@ use crate::{Error, ExitCause};
 /// wrong.
 const REFUSALS: [i32; 2] = [1, 2];
 
-/// Exit codes of a rank that was asked to end (SIGINT, SIGTERM) and could not save in time.
-const ASKED: [i32; 2] = [130, 143];
+/// Exit codes of a rank that was asked to end (SIGHUP, SIGINT, SIGTERM). It has saved, or says that
+/// there was no time for it.
+const ASKED: [i32; 3] = [129, 130, 143];
 
 /// Why an attempt failed.
 #[derive(Debug)]
@@ -94,10 +95,15 @@ fn silent(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Vec<
         .collect()
 }
 
+/// Whether these ranks ended because one of them was told to stop.
+pub(super) fn were_stopped(deaths: &[Death]) -> bool {
+    deaths.iter().all(|death| matches!(death.cause, ExitCause::Code(code) if ASKED.contains(&code)))
+}
+
 /// Whether a worker that was sent `signal` ended as one should.
 pub(super) fn is_orderly(death: &Death, signal: i32) -> bool {
     match death.cause {
-        ExitCause::Code(code) => code == 128 + signal && signal == libc::SIGINT,
+        ExitCause::Code(code) => code == 128 + signal,
         ExitCause::Signal(ended_by) => ended_by == signal,
     }
 }

@@ -76,8 +76,16 @@ impl AttemptStore {
     /// Whether a rank has said that its settings were good and its work under way, and none that
     /// a restart would meet the same fault.
     pub(super) fn may_improve(&self) -> bool {
-        let has = |key: &'static str| within(&self.store, move |store| store.contains(key).ok());
-        has(BEGAN_KEY).unwrap_or(false) && !has(PERMANENT_KEY).unwrap_or(false)
+        self.has_begun() && !self.has(PERMANENT_KEY)
+    }
+
+    /// Whether the work of the ranks is under way.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has(BEGAN_KEY)
+    }
+
+    fn has(&self, key: &'static str) -> bool {
+        within(&self.store, move |store| store.contains(key).ok()).unwrap_or(false)
     }
 }
 

@@ -4,25 +4,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use signal_hook::SigId;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 
 use crate::Error;
 
-/// Notes SIGINT and SIGTERM while it lives, beside whatever handlers the program has.
+/// Notes SIGINT, SIGTERM and SIGUSR1 while it lives, beside whatever handlers the program has.
 pub(super) struct Signals<'a> {
     /// The caller's own way to end the job.
     stop: &'a AtomicBool,
     interrupted: Arc<AtomicBool>,
     terminated: Arc<AtomicBool>,
+    asked_to_save: Arc<AtomicBool>,
     handlers: Vec<SigId>,
 }
 
 impl<'a> Signals<'a> {
     pub(super) fn watch(stop: &'a AtomicBool) -> Result<Self, Error> {
-        let (interrupted, terminated) = (Arc::default(), Arc::default());
-        let mut signals = Self { stop, interrupted, terminated, handlers: Vec::new() };
+        let mut signals = Self {
+            stop,
+            interrupted: Arc::default(),
+            terminated: Arc::default(),
+            asked_to_save: Arc::default(),
+            handlers: Vec::new(),
+        };
         signals.note(SIGINT, Arc::clone(&signals.interrupted))?;
         signals.note(SIGTERM, Arc::clone(&signals.terminated))?;
+        signals.note(SIGUSR1, Arc::clone(&signals.asked_to_save))?;
         Ok(signals)
     }
 
@@ -31,6 +38,11 @@ impl<'a> Signals<'a> {
         [self.stop, &self.interrupted, &self.terminated]
             .iter()
             .any(|flag| flag.load(Ordering::Relaxed))
+    }
+
+    /// Whether SIGUSR1 came and was not passed on yet.
+    pub(super) fn save(&self) -> &AtomicBool {
+        &self.asked_to_save
     }
 
     /// SIGINT after Ctrl-C, else SIGTERM.

@@ -90,7 +90,7 @@ fn only_the_signal_that_was_sent_ends_in_order() {
     };
     check(ExitCause::Signal(libc::SIGTERM), libc::SIGTERM, true);
     check(ExitCause::Signal(libc::SIGKILL), libc::SIGTERM, false);
-    check(ExitCause::Code(143), libc::SIGTERM, false);
+    check(ExitCause::Code(143), libc::SIGTERM, true);
     check(ExitCause::Code(130), libc::SIGINT, true);
     check(ExitCause::Code(1), libc::SIGTERM, false);
 }

@@ -21,11 +21,20 @@ pub(super) struct Draft {
     config: Option<DraftConfig>,
 }
 
+/// The directory of the draft `name`: a checkpoint, a run or its `latest` or `best`, or a repository.
+pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf> {
+    let found = dflash_run::draft_dir(Path::new(name))?;
+    if found != Path::new(name) {
+        tracing::info!("{name} stands for {}", found.display());
+        return Ok(found);
+    }
+    Ok(Hub::from_env().model(name, Part::Draft, stop)?)
+}
+
 impl Draft {
     pub(super) fn locate(settings: &DraftSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<Self> {
         let named = settings.from_pretrained.as_deref();
-        let fetched = named.map(|name| Hub::from_env().model(name, Part::Draft, stop));
-        let dir = fetched.transpose()?;
+        let dir = named.map(|name| find(name, stop)).transpose()?;
         let config = dir.as_deref().map(DraftConfig::load).transpose()?;
         Ok(Self { dir, config })
     }

@@ -1,10 +1,10 @@
 //! The ranks of `dflash train`: from settings to a launch.
 
 use std::ffi::OsString;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::Context;
+use dflash::{Ending, OnSignal, Signals};
 use dflash_dist::{Error, Finished, LaunchConfig, Role, launch};
 use dflash_settings::LaunchSettings;
 
@@ -51,12 +51,19 @@ pub(super) fn config(settings: &LaunchSettings, nproc: usize) -> anyhow::Result<
 pub(super) fn start(
     config: LaunchConfig,
     grace: Duration,
-    stop: &AtomicBool,
-) -> anyhow::Result<()> {
+    signals: &Signals,
+) -> anyhow::Result<Ending> {
     let save_grace = grace - LAST_WORDS.min(grace / 10);
-    match launch(&LaunchConfig { save_grace, ..config }, stop)? {
-        Finished::Completed => {}
-        Finished::Stopped => tracing::warn!("stopped; --resume continues"),
+    let sigterm_is_success = signals.on_signal() == OnSignal::Save { sigterm_is_success: true };
+    match launch(&LaunchConfig { save_grace, ..config }, signals.stop())? {
+        // With --sigterm-is-success ranks that were stopped end with 0 too.
+        Finished::Completed if signals.received().is_some() && sigterm_is_success => {
+            Ok(Ending::Stopped)
+        }
+        Finished::Completed => Ok(Ending::Complete),
+        Finished::Stopped => {
+            tracing::warn!("stopped; --resume continues");
+            Ok(Ending::Stopped)
+        }
     }
-    Ok(())
 }

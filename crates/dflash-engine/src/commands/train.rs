@@ -1,10 +1,13 @@
 //! `dflash train`: settings to one library call, or to a launch of ranks.
 
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use anyhow::Context;
+use dflash::{Ending, Signals};
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hub::{Hub, Part};
@@ -19,9 +22,26 @@ use super::launch;
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Runs the command.
-pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
+    start(settings, signals).or_else(|error| match is_interruption(&error) {
+        true => {
+            tracing::warn!("stopped before the first step; there was nothing to save");
+            Ok(Ending::Stopped)
+        }
+        false => Err(error),
+    })
+}
+
+/// Whether a signal, and no fault, kept the run from its first step. Later the loop sees to it.
+fn is_interruption(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(dflash_hub::Error::Interrupted))
+        || error.downcast_ref().is_some_and(dflash_train::Error::is_interruption)
+}
+
+fn start(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
+    let stop = signals.stop();
     let role = launch::role(&settings.launch)?;
-    let mut config = resolve(settings, stop)?;
+    let mut config = resolve(settings, signals)?;
     if let Role::Worker(env) = &role {
         config.progress &= env.rank == 0;
     }
@@ -47,7 +67,7 @@ pub(crate) fn run(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
     let acceptance = acceptance.map(AcceptanceMeter::open).transpose()?;
     match (role, launch) {
         (Role::Worker(env), _) => train(&prepared, &env, acceptance, stop),
-        (_, Some(launch)) => launch::start(launch, grace, stop),
+        (_, Some(launch)) => launch::start(launch, grace, signals),
         _ => train(&prepared, &WorkerEnv::alone(), acceptance, stop),
     }
 }
@@ -62,7 +82,7 @@ fn train(
     env: &WorkerEnv,
     mut acceptance: Option<AcceptanceMeter>,
     stop: &AtomicBool,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Ending> {
     let outcome = match &mut acceptance {
         None => prepared.run(env, None)?,
         Some(meter) => {
@@ -70,20 +90,29 @@ fn train(
             prepared.run(env, Some(&mut probe))?
         }
     };
+    let ending = if outcome.completed { Ending::Complete } else { Ending::Stopped };
     if env.rank > 0 {
-        return Ok(());
+        return Ok(ending);
     }
     if !outcome.completed {
         // An orderly end: what there was is saved. The exit code tells which signal asked for it.
         let (step, checkpoint) = (outcome.step, outcome.checkpoint.display());
         tracing::warn!("stopped at step {step}; --resume continues {checkpoint}");
     }
-    println!("{}", outcome.checkpoint.display());
-    Ok(())
+    let written = writeln!(std::io::stdout(), "{}", outcome.checkpoint.display());
+    match (written, ending) {
+        // The terminal that hung up, or a reader that was stopped too.
+        (Err(error), Ending::Stopped) => {
+            tracing::warn!("the checkpoint's path did not reach standard output: {error}");
+        }
+        (written, _) => written.context("cannot write to standard output")?,
+    }
+    Ok(ending)
 }
 
 /// The settings, and what they mean for this target and draft.
-fn resolve(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<TrainConfig> {
+fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainConfig> {
+    let stop = signals.stop();
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let draft = Draft::locate(&settings.draft, stop)?;
     Ok(TrainConfig {
@@ -91,6 +120,7 @@ fn resolve(settings: TrainSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<Tr
         pretrained_dir: draft.dir,
         command: std::env::args().collect(),
         stop: Arc::clone(stop),
+        save: Arc::clone(signals.save()),
         progress: !settings.no_progress,
         target_dir,
         settings,
@@ -123,7 +153,7 @@ impl AcceptanceMeter {
         share: Share,
         stop: &AtomicBool,
     ) -> Result<Option<Acceptance>, ProbeError> {
-        match self.0.measure(served, (share.rank, share.ranks), stop) {
+        match self.0.measure(served, (share.rank, share.ranks), (share.show, stop)) {
             Err(dflash_decode::Error::Interrupted) => Ok(None),
             Err(error) => Err(error.into()),
             Ok(acceptance) => Ok(Some(acceptance)),

@@ -22,11 +22,12 @@ const LONG: [&str; 2] = ["--epochs", "30"];
 /// What a run that SIGTERM stopped has said and left, and that it goes on exactly.
 fn check_stopped(world: &World, name: &str, ranks: &str, run: &Run, asked: Instant) {
     assert!(asked.elapsed() < TERMINATION, "took {:?}", asked.elapsed());
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert_eq!(run.code, Some(143), "{}", run.stderr);
     let last = sorted_checkpoints(&world.path(name)).pop().unwrap();
     assert!(run.stdout.trim().ends_with(&last), "{} is not {last}", run.stdout);
     let step: u64 = last.strip_prefix("step-").unwrap().parse().unwrap();
     assert!(run.stderr.contains(&format!("stopped at step {step};")), "{}", run.stderr);
+    assert!(run.stderr.contains(&format!("stopped: {step} of ")), "{}", run.stderr);
     let whole = world.train(&format!("{name}-whole"), &[&LONG[..], &["--nproc", ranks]].concat());
     assert!(whole.success(), "{}", whole.stderr);
     let resumed = world.train(name, &[&LONG[..], &["--nproc", ranks, "--resume"]].concat());
@@ -76,7 +77,7 @@ fn termination_of_one_worker_without_our_launcher_stops_all() {
     send("-TERM", workers[1].id());
     let asked = Instant::now();
     let second = workers.pop().unwrap().end();
-    assert_eq!(second.code, Some(0), "{}", second.stderr);
+    assert_eq!(second.code, Some(143), "{}", second.stderr);
     check_stopped(&world, "workers", "2", &workers.pop().unwrap().end(), asked);
 }
 
@@ -98,7 +99,7 @@ fn a_large_state_is_saved_after_termination_in_the_time_that_it_is_given() {
     let world = World::large();
     let ranks = ["--nproc", "2", "--zero", "1", "--grace", "90"];
     let run = stop_while_the_disk_hangs(&world, "enough", 3, &ranks);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert_eq!(run.code, Some(143), "{}", run.stderr);
     let names = sorted_checkpoints(&world.path("enough"));
     assert_eq!(names.len(), 1);
     let dir = world.path("enough").join(&names[0]);
@@ -145,6 +146,71 @@ fn an_interrupted_run_has_the_signal_s_code() {
     run.await_step(&world.path("int"), 3);
     send("-INT", run.id());
     assert_eq!(run.end().code, Some(130));
+}
+
+#[test]
+fn the_end_after_termination_may_count_as_success() {
+    let world = World::new();
+    for (name, ranks, signal, code) in
+        [("one", "1", "-TERM", 0), ("all", "2", "-TERM", 0), ("hup", "2", "-HUP", 129)]
+    {
+        let more = [&LONG[..], &["--nproc", ranks, "--sigterm-is-success"]].concat();
+        let mut run = Running::start(&mut world.command(name, &more));
+        run.await_step(&world.path(name), 3);
+        send(signal, run.id());
+        let run = run.end();
+        assert_eq!(run.code, Some(code), "{name}: {}", run.stderr);
+        assert!(run.stderr.contains("stopped at step "), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn a_closed_terminal_saves_unless_the_signal_is_ignored() {
+    let world = World::new();
+    for (name, ranks) in [("alone", "1"), ("both", "2")] {
+        let more = [&LONG[..], &["--nproc", ranks, "--no-epoch-checkpoints"]].concat();
+        let mut run = Running::start(&mut world.command(name, &more));
+        run.await_step(&world.path(name), 3);
+        send("-HUP", run.id());
+        let run = run.end();
+        assert_eq!(run.code, Some(129), "{}", run.stderr);
+        assert_eq!(sorted_checkpoints(&world.path(name)).len(), 1, "{}", run.stderr);
+    }
+    let command = world.command("ignored", &[]);
+    let mut nohup = std::process::Command::new("nohup");
+    nohup.arg(command.get_program()).args(command.get_args()).env("OMP_NUM_THREADS", "1");
+    let mut run = Running::start(nohup.stdin(std::process::Stdio::null()));
+    run.await_step(&world.path("ignored"), 2);
+    send("-HUP", run.id());
+    let run = run.end();
+    assert!(run.success(), "{}", run.stderr);
+}
+
+#[test]
+fn a_run_saves_and_goes_on_when_it_is_asked_to() {
+    let world = World::new();
+    for (name, ranks) in [("alone", "1"), ("both", "2")] {
+        let two = [&LONG[..], &["--nproc", ranks, "--no-epoch-checkpoints"]].concat();
+        let mut run = Running::start(&mut world.command(name, &two));
+        run.await_step(&world.path(name), 3);
+        send("-USR1", run.id());
+        run.await_said("saved ", 1);
+        // one rank of several is enough
+        if ranks == "2" {
+            send("-USR1", run.ranks()[1]);
+            run.await_said("saved ", 2);
+        }
+        let run = run.end();
+        assert!(run.success(), "{}", run.stderr);
+        let saved = sorted_checkpoints(&world.path(name));
+        let expected = 1 + ranks.parse::<usize>().unwrap();
+        assert_eq!(saved.len(), expected, "{saved:?}: {}", run.stderr);
+        let whole = world.train(&format!("{name}-whole"), &two);
+        assert_eq!(losses(&world.path(name)), losses(&world.path(&format!("{name}-whole"))));
+        let last = saved.last().unwrap();
+        assert_eq!(world.state(name, last), world.state(&format!("{name}-whole"), last));
+        assert!(whole.success());
+    }
 }
 
 #[test]

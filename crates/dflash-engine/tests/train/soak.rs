@@ -74,6 +74,22 @@ impl Victim<'_> {
         Running::start(&mut self.world.command("part", &more))
     }
 
+    /// What engines are given is a whole checkpoint, whenever the run was killed.
+    fn check_links(&self, save_path: &Path, found: &BTreeMap<String, Vec<u8>>) {
+        let served = |path: &Path| std::fs::read(path.join("model.safetensors"));
+        if save_path.join("latest").is_symlink() {
+            let own = served(save_path).expect("a directory that shows a draft");
+            let newest = served(&save_path.join("latest")).expect("a link that leads somewhere");
+            assert_eq!(own, newest, "nothing was validated");
+            let served: Vec<_> =
+                found.keys().map(|name| served(&save_path.join(name)).unwrap()).collect();
+            assert!(served.contains(&newest), "it shows a checkpoint of the run");
+        }
+        let newest = found.keys().next_back().map(|name| save_path.join(name));
+        let found = dflash_run::draft_dir(&save_path.join("latest"));
+        assert_eq!(found.ok(), newest.or(Some(save_path.join("latest"))).filter(|it| it.exists()));
+    }
+
     /// Lets it train for up to `longest`, or in every fourth turn only begin to start, and kills
     /// it; false where it had reached its end.
     fn kill_once(&mut self, turn: u32, longest: Duration, random: &mut ChaCha8Rng) -> bool {
@@ -97,6 +113,7 @@ impl Victim<'_> {
         for (name, state) in &found {
             assert!(self.expected[name] == *state, "{name} is not what it should be");
         }
+        self.check_links(&save_path, &found);
         let newest = found.keys().next_back().cloned();
         let saved = last_saved(&said).max(self.newest.take());
         assert!(newest >= saved, "{saved:?} was saved, but {newest:?} is the newest");
@@ -134,6 +151,8 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
     assert_eq!(world.state("part", &last), world.state("whole", &last));
     assert!(half_written(&world.path("part")).is_empty(), "what kills left is swept");
     assert_eq!(sorted_checkpoints(&world.path("part")).len(), 2);
+    let shown = std::fs::canonicalize(world.path("part").join("latest")).unwrap();
+    assert!(shown.ends_with(&last), "{}", shown.display());
 }
 
 #[test]

@@ -10,6 +10,7 @@ use super::labels::BlockLabels;
 use super::weight::Denominator;
 
 const DENOMINATOR: i64 = 1;
+const BLOCKS: i64 = 3;
 /// What precedes the counts per slot.
 const HEAD: i64 = 4;
 
@@ -58,6 +59,11 @@ impl Statistics {
     /// The vector itself, to be all-reduced.
     pub fn sums_mut(&mut self) -> &mut Tensor {
         &mut self.sums
+    }
+
+    /// Blocks with a supervised slot. Waits for the device, if the sums are still there.
+    pub fn blocks(&self) -> u64 {
+        self.sums.double_value(&[BLOCKS]) as u64
     }
 
     /// The summed loss denominator, a float64 scalar on the device.

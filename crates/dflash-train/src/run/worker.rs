@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use dflash_dist::Communicator;
-use dflash_run::{Checkpoint, MetricLine, Position, RunDir, SavePath};
+use dflash_run::{Checkpoint, End, MetricLine, Position, RunDir, SavePath};
 
-use super::Outcome;
-use crate::metrics::{Meter, counted};
+use super::{Outcome, summary};
+use crate::metrics::{Meter, counted, trackers};
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
 use crate::rows::Rows;
@@ -44,7 +44,10 @@ impl Worker<'_, '_> {
         self.notes().iter().for_each(|note| meter.say(note));
         match self.steps(rows, &mut meter) {
             Ok(()) => self.finish(&mut meter, true),
-            Err(Halt::Stopped) => self.finish(&mut meter, false),
+            Err(Halt::Stopped) => {
+                let completed = self.is_complete();
+                self.finish(&mut meter, completed)
+            }
             Err(Halt::Failed(own)) => self.break_off(&mut meter, own),
             Err(Halt::Broken(error)) => Err(error),
         }
@@ -60,6 +63,9 @@ impl Worker<'_, '_> {
                 self.communicator.announce_work();
             }
             self.keep(epoch, norm, meter)?;
+            if vote == Vote::Save {
+                self.save(meter)?;
+            }
             // Ranks that were not told to stop would validate to the end.
             if vote == Vote::Stop {
                 return Err(Halt::Stopped);
@@ -94,11 +100,15 @@ impl Worker<'_, '_> {
             });
             let batch = loaded.and_then(|loaded| {
                 sums.tokens += loaded.row.input_ids.len() as f64;
+                sums.samples += loaded.states.len() as f64;
                 sums.skipped += loaded.skipped as f64;
                 step.batch(&loaded)
             });
             sums.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
             step.add(batch, micro == accumulation)?;
+        }
+        if config.save.swap(false, Ordering::Relaxed) {
+            vote = vote.max(Vote::Save);
         }
         if config.stop.load(Ordering::Relaxed) {
             vote = vote.max(Vote::Stop);
@@ -111,6 +121,13 @@ impl Worker<'_, '_> {
         let agreed = (result.vote, result.gradient_norm);
         meter.add(result, wait);
         Ok(agreed)
+    }
+
+    /// Whether a run that was told to stop had come to its end.
+    fn is_complete(&self) -> bool {
+        let (step, total) = (self.position.step, self.total);
+        let validates = self.validation.as_ref().is_some_and(|it| it.is_due(step, total));
+        step == total && !validates
     }
 
     /// Learning rate of the step after `step`.
@@ -129,6 +146,8 @@ impl Worker<'_, '_> {
         match result.effect {
             Effect::Moved => {
                 position.tokens += result.sums.tokens as u64;
+                position.samples += result.sums.samples as u64;
+                position.anchors += result.statistics.blocks();
                 position.bad_in_a_row = 0;
             }
             Effect::NotFinite => {
@@ -145,12 +164,14 @@ impl Worker<'_, '_> {
         let settings = &self.prepared.config.settings;
         let (step, count) = (self.position.step, self.position.bad_in_a_row);
         let diverged = count >= settings.optimizer.max_bad_steps;
-        if diverged || step.is_multiple_of(settings.log_every) {
+        let at_an_end = step == 1 || step == self.total;
+        if diverged || at_an_end || step.is_multiple_of(settings.log_every) {
             meter.log(self.line(norm))?;
         }
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
-        let due = settings.checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
-        if epoch_ended || due || diverged {
+        let checkpoints = &settings.checkpoints;
+        let due = checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
+        if (epoch_ended && !checkpoints.no_epoch_checkpoints) || due || diverged {
             self.save(meter)?;
         }
         if diverged {
@@ -176,19 +197,20 @@ impl Worker<'_, '_> {
         let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
             return Ok(());
         };
-        if validation.measures() {
+        meter.say(&validation.announcement(step));
+        if validation.measures() || step == total {
             // best.json names a checkpoint that is there
             self.save(meter)?;
         }
         let begun = Instant::now();
         let Some(validation) = &mut self.validation else { return Ok(()) };
-        let line = validation.run(step, &self.trainer, self.communicator)?;
+        let line = meter.aside(|| validation.run(step, &self.trainer, self.communicator))?;
         meter.exclude(begun.elapsed());
         meter.validated(&line)?;
-        if let (Some(save_path), Some(measured)) = (&self.save_path, &line.prompts)
-            && save_path.note_acceptance(step, measured.figures.acceptance_length)?
+        if let Some(save_path) = &self.save_path
+            && let Some(quantity) = save_path.note_validation(&line)?
         {
-            meter.say(&format!("step {step} has the best acceptance length so far"));
+            meter.say(&format!("step {step} has the best {quantity} so far"));
             self.prune(meter);
         }
         Ok(())
@@ -203,7 +225,8 @@ impl Worker<'_, '_> {
         let mut meter = Meter::silent(device, peak, epsilon);
         if self.communicator.rank() == 0 {
             let run = RunDir::at(&config.settings.save_path);
-            meter.open(run, (self.position.step, self.total), config.progress)?;
+            let trackers = trackers(config, self.position.step)?;
+            meter.open(run, trackers, (self.position.step, self.total), config.progress)?;
         }
         Ok(meter)
     }
@@ -216,6 +239,9 @@ impl Worker<'_, '_> {
             epoch: Some(self.order.progress(position.rows)),
             lr: Some(self.rate(position.step.saturating_sub(1))),
             gradient_norm: Some(gradient_norm),
+            samples: position.samples,
+            tokens: position.tokens,
+            anchors: position.anchors,
             skipped_samples: position.skipped_samples,
             bad_steps: position.bad_steps,
             ema_decay: self.prepared.config.settings.optimizer.ema_decay,
@@ -245,11 +271,25 @@ impl Worker<'_, '_> {
         Ok(path)
     }
 
+    /// Points the links to what there is now, and removes what need not stay.
     fn prune(&self, meter: &Meter) {
         let Some(save_path) = &self.save_path else { return };
+        // Links are for engines: a file system that has none is no reason to end.
+        if let Err(error) = save_path.publish() {
+            meter.say(&format!("the run's directory does not show its newest draft: {error}"));
+        }
         // Room on the disk is not worth ending a run that trains well.
         if let Err(error) = save_path.prune(&self.prepared.config.settings.checkpoints) {
             meter.say(&format!("no checkpoint was removed: {error}"));
+        }
+    }
+
+    /// The closing words of rank 0.
+    fn summarise(&self, how: &str, meter: &Meter) {
+        if self.communicator.rank() == 0 {
+            let run = RunDir::at(&self.prepared.config.settings.save_path);
+            let steps = (self.begun_at, self.total);
+            meter.say(&summary::closing(how, &run, (&self.position, steps), meter.elapsed()));
         }
     }
 
@@ -261,7 +301,10 @@ impl Worker<'_, '_> {
         } else {
             Ok(())
         };
-        meter.close();
+        self.summarise("ended early", meter);
+        if let Err(error) = meter.close(End::Failed) {
+            meter.say(&error.to_string());
+        }
         let Some(error) = own else {
             saved?;
             // The rank at fault does not come: so the launcher sees that this one lost a peer.
@@ -277,7 +320,8 @@ impl Worker<'_, '_> {
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
         meter.log(self.line(f64::NAN))?;
         let checkpoint = self.save(meter)?;
-        meter.close();
+        self.summarise(if completed { "done" } else { "stopped" }, meter);
+        meter.close(if completed { End::Finished } else { End::Stopped })?;
         self.communicator.barrier()?;
         Ok(Outcome { checkpoint, step: self.position.step, completed })
     }

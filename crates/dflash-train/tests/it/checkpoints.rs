@@ -20,7 +20,7 @@ fn old_checkpoints_go_and_the_best_stays() {
             save_every: Some(1),
             keep_last: Some(2),
             keep_every: Some(5),
-            grace: None,
+            ..CheckpointSettings::default()
         };
         settings.rows.max_steps = Some(12);
     });

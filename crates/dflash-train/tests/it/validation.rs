@@ -19,7 +19,7 @@ fn validated(config: TrainConfig, every: u64, measures: bool) -> TrainConfig {
 /// Says that acceptance follows from the weights, which it does.
 #[allow(clippy::unnecessary_wraps, reason = "a probe may fail")]
 fn probe((draft, _): Served<'_>, share: Share) -> Result<Option<Acceptance>, ProbeError> {
-    assert_eq!(share, Share { rank: 0, ranks: 1 });
+    assert_eq!(share, Share { rank: 0, ranks: 1, show: dflash_console::Show::Lines });
     let digest = draft.flat().abs().sum(Kind::Double).double_value(&[]) as u64;
     let reached = vec![100, digest % 101, digest % 13, 0];
     Ok(Some(Acceptance { reached, responses: 2, length_sum: 3.0 }))

@@ -21,6 +21,7 @@ use tch::{Device, Kind, Tensor};
 /// Two short epochs.
 const SETTINGS: &str = r#"{
     "resume": false, "speculator_type": "dflash", "log_every": 1, "no_progress": true,
+    "log_to": ["tensorboard"], "no_epoch_checkpoints": false, "sigterm_is_success": false,
     "device": "cpu", "compute_dtype": "auto", "recompute": false, "zero": 0,
     "matmul_precision": "float32", "nnodes": 1, "backend": "auto", "max_restarts": 0,
     "join_timeout": 1, "collective_timeout": 1, "anchors_per_sequence": 8, "max_anchors": 3072,
@@ -138,6 +139,7 @@ impl World {
             pretrained_dir: None,
             command: Vec::new(),
             stop: Arc::default(),
+            save: Arc::default(),
             progress: false,
         }
     }
