@@ -4,7 +4,7 @@
 #
 #   TARGET=DIR DRAFT=DIR PROMPTS=FILE scripts/interop.sh
 #
-# Defaults: what the demo left in demo-run. Further variables: COUNT (100 prompts), TOKENS (220 new
+# Defaults: what the demo left in demo-run; the draft is the run's directory itself. Further variables: COUNT (100 prompts), TOKENS (220 new
 # tokens), TOLERANCE (0.03), VLLM_CPU (a script with `install` and `serve MODEL PORT FLAGS...`).
 # Where that script is absent, nothing is compared and the run says so.
 set -euo pipefail
@@ -13,16 +13,15 @@ cd "$(dirname "$0")/.."
 vllm=${VLLM_CPU:-../shared/tools/vllm_cpu.sh}
 target=${TARGET:-demo-run/target}
 prompts=${PROMPTS:-demo-run/prompts.jsonl}
-draft=${DRAFT:-$(find demo-run/drafts -maxdepth 1 -name 'step-*' -type d 2>/dev/null | sort | tail -n1)}
+draft=${DRAFT:-demo-run/drafts}
 count=${COUNT:-100} tokens=${TOKENS:-220} tolerance=${TOLERANCE:-0.03}
 out=${OUT:-target/interop}
 server=
 
 main() {
   [ -f "$vllm" ] || { echo "skipped: no stock vLLM at $vllm; set VLLM_CPU" >&2; exit 0; }
-  [ -n "$draft" ] || { echo "interop: no drafter; run 'make demo' or set TARGET, DRAFT, PROMPTS" >&2; exit 1; }
   for path in "$target/config.json" "$draft/config.json" "$prompts"; do
-    [ -f "$path" ] || { echo "interop: $path is missing; set TARGET, DRAFT, PROMPTS" >&2; exit 1; }
+    [ -f "$path" ] || { echo "interop: $path is missing; run 'make demo' or set TARGET, DRAFT, PROMPTS" >&2; exit 1; }
   done
   mkdir -p "$out"
   trap stop EXIT
