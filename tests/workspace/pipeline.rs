@@ -198,7 +198,7 @@ fn an_unreachable_server_is_named() {
     let (_dir, dir) = scratch();
     let data = prepared(&dir);
     let line = train_line("http://127.0.0.1:9/v1", &data, &format!("{dir}/drafts"));
-    let finished = dflash(&format!("{line} --max-steps 1"));
+    let finished = dflash(&format!("{line} --max-steps 1 --wait-for-server 0"));
     assert!(finished.fault().contains("127.0.0.1:9"), "{finished:?}");
 }
 

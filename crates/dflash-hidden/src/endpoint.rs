@@ -288,7 +288,8 @@ impl Endpoint {
             .map_err(|_| unknown("what it sends is not a list of models".into()))?;
         let card = list.data.into_iter().next();
         let card = card.ok_or_else(|| unknown("it lists no model".into()))?;
-        if card.id.len() > LONGEST_NAME || card.id.chars().any(char::is_control) {
+        // It is sent and shown as it is.
+        if card.id.is_empty() || clean(&card.id, LONGEST_NAME) != card.id {
             return Err(unknown("its model's name is not one".into()));
         }
         self.kind_of(card, digest.is_some(), config, &unknown)
