@@ -16,11 +16,17 @@ use crate::contain::is_want_of_memory;
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
 
+/// Where oneDNN makes code for every number of tokens, batches are filled up to a multiple of this with
+/// a prompt that nobody asked for. So there are a few dozen shapes instead of one for each batch.
+const GRAIN: usize = 32;
+
 /// A [`Target`] that hands out rows.
 #[derive(Debug)]
 pub struct TargetFeaturizer {
     target: Target,
     facts: ModelFacts,
+    /// Batches have a multiple of so many tokens.
+    grain: usize,
 }
 
 impl TargetFeaturizer {
@@ -42,7 +48,7 @@ impl TargetFeaturizer {
         let identity = TargetIdentity::read(dir, &settings.target)?;
         let device = device_name(device, dtype, in_bf16);
         let facts = facts_of(&target, (dir, identity), settings, device)?;
-        Ok(Self { target, facts })
+        Ok(Self { target, facts, grain: if in_bf16 { GRAIN } else { 1 } })
     }
 }
 
@@ -126,9 +132,10 @@ impl Featurizer for TargetFeaturizer {
     ) -> Result<Vec<Vec<Bytes>>, Error> {
         let starts = &prompts.document_starts;
         let mut rows = vec![Vec::with_capacity(layer_ids.len()); starts.len() - 1];
+        let PackedPrompts { input_ids, document_starts } = filled_up(prompts, self.grain);
         no_grad(|| {
-            let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(self.target.device());
-            let states = self.target.forward_packed(&ids_t, starts, layer_ids);
+            let ids_t = Tensor::from_slice(&input_ids).to_device(self.target.device());
+            let states = self.target.forward_packed(&ids_t, &document_starts, layer_ids);
             for state_th in &states {
                 let host_th = on_host(state_th, self.facts.metadata.dtype)?;
                 for (rows, bounds) in rows.iter_mut().zip(starts.windows(2)) {
@@ -143,6 +150,17 @@ impl Featurizer for TargetFeaturizer {
         })
         .map_err(|error: Unfit| error.of_batch(prompts.input_ids.len()))
     }
+}
+
+/// `prompts` with one more behind them where their tokens are not a multiple of `grain`.
+fn filled_up(prompts: &PackedPrompts, grain: usize) -> PackedPrompts {
+    let mut filled = prompts.clone();
+    let tokens = filled.input_ids.len().next_multiple_of(grain);
+    if tokens > filled.input_ids.len() {
+        filled.input_ids.resize(tokens, 0);
+        filled.document_starts.push(tokens as i64);
+    }
+    filled
 }
 
 /// Why there are no rows: libtorch's reason, or the allocator's.
@@ -205,6 +223,21 @@ mod tests {
             (bf16s.len(), &bf16s[..2], &bf16s[6..8]),
             (12, &[0x80, 0x3f][..], &[0xcd, 0x3d][..])
         );
+    }
+
+    #[test]
+    fn batches_are_filled_up_to_a_multiple() {
+        let check = |tokens: usize, grain: usize, starts: &[i64]| {
+            let ids: Vec<i64> = (1..=tokens as i64).collect();
+            let filled = filled_up(&PackedPrompts::new([ids.as_slice()].into_iter()), grain);
+            assert_eq!(filled.document_starts, starts, "{tokens} by {grain}");
+            assert_eq!(filled.input_ids[..tokens], ids);
+            assert_eq!(filled.input_ids.len() as i64, *starts.last().unwrap());
+        };
+        check(5, 1, &[0, 5]);
+        check(31, 32, &[0, 31, 32]);
+        check(32, 32, &[0, 32]);
+        check(33, 32, &[0, 33, 64]);
     }
 
     #[test]

@@ -193,12 +193,12 @@ mod tests {
         for step in 1..=3 {
             save(run, step);
             // killed before the links were changed, and started again
-            claimed.prune(&keep).unwrap();
+            claimed.prune(&keep, None).unwrap();
             assert!(served(run).is_none_or(|served| served + 1 == step));
             assert!(step == 1 || run.join("latest").exists());
             claimed.publish().unwrap();
             assert_eq!(served(run), Some(step));
-            assert_eq!(claimed.prune(&keep).unwrap().len(), usize::from(step > 1));
+            assert_eq!(claimed.prune(&keep, None).unwrap().len(), usize::from(step > 1));
             assert_eq!(served(run), Some(step));
         }
         drop(claimed);

@@ -48,7 +48,7 @@ pub struct HiddenServerSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_queue: usize,
     /// How long further ones stand in line before they get a 429, in seconds.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 10.0))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
     pub max_wait: f64,
     /// How long a client may take to send the head of a request, to send its body, or to take its
     /// reply (there a second more for each MiB), in seconds. Then its connection is cut.
@@ -132,7 +132,7 @@ mod tests {
             dtype: Dtype::Auto,
             wire_dtype: WireDtype::Bf16,
             max_queue: 256,
-            max_wait: 10.0,
+            max_wait: 30.0,
             client_timeout: 30.0,
             max_batch_tokens: 2048,
             max_model_len: None,

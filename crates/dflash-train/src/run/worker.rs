@@ -1,5 +1,6 @@
 //! The step loop: steps, checkpoints, validations, and how they end.
 
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
