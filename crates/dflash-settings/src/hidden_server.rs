@@ -154,7 +154,8 @@ mod tests {
         check(|settings| settings.max_model_len = Some(0), zero);
         let zero = "--max-queue is 0, but it must be at least 1 and at most 65536";
         check(|settings| settings.max_queue = 0, zero);
-        let huge = format!("--max-queue is {}, but it must be at least 1 and at most 65536", usize::MAX);
+        let huge =
+            format!("--max-queue is {}, but it must be at least 1 and at most 65536", usize::MAX);
         check(|settings| settings.max_queue = usize::MAX, &huge);
         let many = "--threads is 100000, but it must be at least 1 and at most 1024";
         check(|settings| settings.threads = Some(100_000), many);
