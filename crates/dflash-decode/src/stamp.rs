@@ -8,9 +8,9 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use dflash_identity::TargetIdentity;
 use dflash_model::target::TargetConfig;
 use dflash_settings::RegenerateSettings;
 use dflash_text::ChatTokenizer;
@@ -40,8 +40,7 @@ impl Stamp {
     ) -> Result<Self, Error> {
         let items = [
             ("data", json!(file_digest(&settings.data)?)),
-            ("target's config.json", json!(file_digest(&target_dir.join("config.json"))?)),
-            ("target's weights", json!(weights_digest(target_dir)?)),
+            ("target", json!(TargetIdentity::read(target_dir, "")?.digests())),
             ("tokenizer", json!(tokenizer_digest(target_dir)?)),
             ("chat template", json!(digest(format!("{:?}", tokenizer.template_sources())))),
             ("context", json!(config.max_position_embeddings)),
@@ -130,55 +129,6 @@ fn tokenizer_digest(dir: &Path) -> Result<String, Error> {
     Ok(hex(hash))
 }
 
-/// Parts of a weight file that are read, and bytes of each.
-const PARTS: u64 = 256;
-const PART_BYTES: u64 = 4096;
-
-/// Of the names, sizes and headers of the weights, and of parts spread evenly over each file: other
-/// weights of the same shape differ everywhere, and reading all takes minutes for a large target.
-fn weights_digest(dir: &Path) -> Result<String, Error> {
-    let entries = std::fs::read_dir(dir).map_err(read_error(dir))?;
-    let mut paths = Vec::<PathBuf>::new();
-    for entry in entries {
-        paths.push(entry.map_err(read_error(dir))?.path());
-    }
-    paths.retain(|path| path.extension().is_some_and(|ending| ending == "safetensors"));
-    paths.sort();
-    let mut hash = Sha256::new();
-    for path in paths {
-        let mut sample = || -> io::Result<()> {
-            let file = File::open(&path)?;
-            let size = file.metadata()?.len();
-            hash.update(path.file_name().unwrap_or_default().as_encoded_bytes());
-            hash.update(size.to_le_bytes());
-            let mut header = [0; 8];
-            file.read_exact_at(&mut header, 0)?;
-            // A header that is no header was refused when the target was loaded.
-            let header = u64::from_le_bytes(header).min(size).min(1 << 27);
-            hash_part(&mut hash, &file, 0, header + 8)?;
-            for part in 0..PARTS {
-                hash_part(&mut hash, &file, size / PARTS * part, PART_BYTES)?;
-            }
-            hash_part(&mut hash, &file, size.saturating_sub(PART_BYTES), PART_BYTES)
-        };
-        sample().map_err(read_error(&path))?;
-    }
-    Ok(hex(hash))
-}
-
-fn hash_part(hash: &mut Sha256, file: &File, start: u64, length: u64) -> io::Result<()> {
-    let mut part = vec![0; length as usize];
-    let mut filled = 0;
-    while filled < part.len() {
-        match file.read_at(&mut part[filled..], start + filled as u64)? {
-            0 => break,
-            read => filled += read,
-        }
-    }
-    hash.update(&part[..filled]);
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -193,19 +143,10 @@ mod tests {
     }
 
     #[test]
-    fn a_digest_knows_what_counts() {
+    fn a_tokenizer_s_digest_leaves_out_its_template() {
         let dir = tempfile::tempdir().unwrap();
         let write =
             |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
-        let mut weights = vec![7u8; 1 << 21];
-        weights[..8].copy_from_slice(&100u64.to_le_bytes());
-        write("model.safetensors", &weights);
-        let before = weights_digest(dir.path()).unwrap();
-        assert_eq!(weights_digest(dir.path()).unwrap(), before);
-        weights[1 << 20] ^= 1;
-        write("model.safetensors", &weights);
-        assert_ne!(weights_digest(dir.path()).unwrap(), before);
-
         write("tokenizer.json", b"{}");
         write("tokenizer_config.json", br#"{"eos_token": "e", "chat_template": "a"}"#);
         let before = tokenizer_digest(dir.path()).unwrap();

@@ -41,7 +41,10 @@ impl Kind {
     /// What must stay the same while a run lasts.
     fn identity(&self) -> String {
         match self {
-            Self::Own { model, .. } => model.clone(),
+            Self::Own { model, metadata } => match &metadata.target {
+                Some(target) => format!("{model} ({})", target.digests()),
+                None => model.clone(),
+            },
             Self::Vllm { model, .. } => format!("{model} by vLLM"),
         }
     }

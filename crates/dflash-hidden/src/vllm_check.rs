@@ -198,7 +198,8 @@ impl Check {
         if difference <= bound {
             return Ok(Finding::Agrees(difference));
         }
-        Err(Failure::Fatal(Error::OtherHead {
+        // A damaged reply says so once, another model says so again.
+        Err(Failure::Doubtful(Error::OtherHead {
             url: self.url.clone(),
             model: self.model.clone(),
             target: self.target.to_string(),

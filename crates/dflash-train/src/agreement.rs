@@ -62,7 +62,7 @@ impl Prepared<'_> {
         add("the version of dflash", env!("CARGO_PKG_VERSION").to_owned());
         add("the version of libtorch", dflash_torch_sys::libtorch_version()?);
         add("the fingerprint of the data (--data-path)", self.dataset.fingerprint());
-        add("the digest of the target's files (--target)", model_digest(&config.target_dir)?);
+        add("the identity of the target (--target)", self.identity.digests());
         add(
             "the digest of the draft to start from (--from-pretrained)",
             or_none(draft.map(model_digest))?,

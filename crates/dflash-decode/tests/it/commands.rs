@@ -454,7 +454,7 @@ fn other_settings_and_targets_are_refused_and_named() {
             save_target(config, 5, &place.path("target"));
         },
         &settings,
-        "target's weights: ",
+        "target: ",
     );
     let afresh = RegenerateSettings { overwrite: true, ..settings };
     assert_eq!(place.run(&afresh).unwrap().resumed, 0);

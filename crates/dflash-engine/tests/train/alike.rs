@@ -78,7 +78,7 @@ fn launchers_with_other_data_targets_or_threads_are_refused() {
     std::fs::write(&weights, bytes).unwrap();
     let own = path(&world, "target");
     let flag = "--verifier-name-or-path";
-    check(&world, [&[flag, &own], &[flag, &target]], &[], "the digest of the target's files");
+    check(&world, [&[flag, &own], &[flag, &target]], &[], "the identity of the target");
 
     let threads = "the number of CPU threads (OMP_NUM_THREADS) is 1 on rank 0 and 2 on rank 1";
     check(&world, [&[], &[]], &[("OMP_NUM_THREADS", "2")], threads);
