@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test soak lint check bench interop clean
+.PHONY: help setup build demo test soak hostile lint check bench interop clean
 
 # One profile for programs and tests: libtorch's bindings take minutes to build, once is enough.
 CARGO_FLAGS ?= --release
@@ -29,6 +29,9 @@ test: build ## all tests, with the counts at the end
 
 soak: build ## train under fifty kill -9 at random moments, and compare with an unhurt run
 	@scripts/soak.sh
+
+hostile: build ## what mistaken and hostile users, servers and clients do, and a crowd of 10,000 requests
+	@scripts/hostile.sh
 
 lint: setup ## format, lints, docs, dependency policy
 	$(CARGO) fmt --all --check

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# All tests that stand for somebody who means ill or is mistaken: ranks that differ, other targets,
+# resumed runs that changed, diverging runs, servers that lie, damaged wires, clients that press,
+# readers that leave, numbers beyond reason, faulty data. Then a crowd of 10,000 requests on a real
+# server. They are part of `make test` but for the crowd.
+#
+#   TARGET=DIR REQUESTS=10000 scripts/hostile.sh
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+failed=0
+suite() { # WHAT TARGET FILTER...
+  local what=$1 target=$2
+  shift 2
+  local said
+  said=$(env -u LIBTORCH cargo test --release --workspace --no-fail-fast $target -- "$@" 2>&1)
+  local status=$?
+  # tests, and seconds of the slowest binary's
+  local counts
+  counts=$(awk '/^test result:/ { passed += $4; failed += $6; sub(/s$/, "", $NF); seconds += $NF }
+    END { printf "%d passed, %d failed, %.0f s", passed, failed, seconds }' <<<"$said")
+  printf '%-58s %s\n' "$what" "$counts"
+  if [ "$status" -ne 0 ]; then
+    failed=1
+    grep -E '^test .* FAILED$|^error' <<<"$said" >&2
+  fi
+}
+
+suite "ranks agree on everything" "--test train" alike:: nodes::
+suite "targets have an identity" "--test train" identity::
+suite "resume says what it does" "--test train" resume::
+suite "diverged runs end well" "--test train" divergence::
+suite "runs speak, signals, trackers" "--test train" speaking:: ending::
+suite "a wrong or hostile server does no harm" "--test train" servers::
+suite "clients of hostile servers, the wire, the server pressed" "--test it" hostile:: pressure:: https:: vllm_server:: own_server::
+suite "damaged replies, streams and files" "--lib" damaged
+suite "a lost reader is no success" "--test workspace" streams::
+suite "hostile values, on every flag" "--test hostile" ""
+suite "limits of the machine, the disk and the terminal" "--test train" limits::
+suite "faulty data" "--test prepare --test regenerate" ""
+
+target=${TARGET:-}
+for dir in demo-run/target target/release/dflash-tests-demo/target; do
+  [ -z "$target" ] && [ -f "$dir/config.json" ] && target=$dir
+done
+if [ -n "$target" ]; then
+  python3 scripts/server_load.py "$target" --requests "${REQUESTS:-10000}" || failed=1
+else
+  echo "skipped: no target for the crowd; run 'make demo' or set TARGET" >&2
+fi
+exit "$failed"
