@@ -16,22 +16,26 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NOWHERE: &str = "/proc/none/x";
 
 /// Flags that may be 0.
-const MAY_BE_ZERO: [&str; 20] = [
+const MAY_BE_ZERO: [&str; 24] = [
+    "adam-beta1",
     "adam-beta2",
     "decay-ratio",
     "dpace-alpha",
     "mask-token-id",
     "max-restarts",
+    "max-wait",
     "min-lr-ratio",
     "node-rank",
     "norm-weight-decay",
     "port",
+    "resume-from",
     "seed",
     "shuffle-seed",
     "target-layer-ids",
     "temperature",
     "tie-tolerance",
     "validation-ratio",
+    "wait-for-server",
     "warmup",
     "warmup-ratio",
     "warmup-steps",
@@ -40,7 +44,7 @@ const MAY_BE_ZERO: [&str; 20] = [
 ];
 
 /// Flags that may be any whole number.
-const MAY_BE_ANYTHING: [&str; 2] = ["seed", "shuffle-seed"];
+const MAY_BE_ANYTHING: [&str; 3] = ["resume-from", "seed", "shuffle-seed"];
 
 const WHOLE: [&str; 5] = ["0", "-1", "18446744073709551615", "99999999999999999999999", "nan"];
 const REAL: [&str; 6] = ["0", "-1", "1e308", "inf", "-inf", "nan"];

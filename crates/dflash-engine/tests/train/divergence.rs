@@ -29,7 +29,7 @@ fn follow(world: &World, save: &str, (more, failed): (&[&str], &Run)) -> Run {
     run
 }
 
-const DIVERGE: [&str; 4] = ["--lr", "1e30", "--max-bad-steps", "3"];
+const DIVERGE: [&str; 4] = ["--lr", "1e12", "--max-bad-steps", "3"];
 
 #[test]
 fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_its_advice_works() {

@@ -152,8 +152,13 @@ fn a_run_goes_on_with_its_own_target_only() {
     // A copy elsewhere, under another name, is the same target.
     let copy = two.world.copy_target("target", "renamed");
     let own = ["--verifier-name-or-path", &copy, "--resume", "--epochs", "2"];
-    let run = two.world.train("out", &own);
+    let run = two.world.train("out", &[&own[..], &["--allow-changed", "epochs"]].concat());
     assert!(run.success(), "{}", run.stderr);
+    // Who names the change may go on with another.
+    let leave = ["--epochs", "3", "--allow-changed", "epochs,target"];
+    let run = two.world.train("out", &[&other[..], &leave].concat());
+    assert!(run.success(), "{}", run.stderr);
+    assert!(run.stderr.contains("changed: target config "), "{}", run.stderr);
 }
 
 #[test]

@@ -159,7 +159,9 @@ fn every_setting_is_compared_or_left_out_on_purpose() {
     // A setting that is new here changes what a run computes; if it does not, dflash-run's list of
     // free settings has to name it.
     let expected = [
+        "adam_beta1",
         "adam_beta2",
+        "adam_epsilon",
         "anchors_per_sequence",
         "decay_ratio",
         "dpace_alpha",
