@@ -7,7 +7,7 @@
 //!   `run.json`;
 //! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it
 //!   besides tensors;
-//! - [`recorded`] and [`changes`] say which settings decide what a run computes, and which of them a
+//! - [`recorded`] and [`changes()`] say which settings decide what a run computes, and which of them a
 //!   resumed run changes;
 //! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
 //! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands for;

@@ -169,7 +169,7 @@ impl SavePath {
         Ok(found.quantity().map(|(quantity, _)| quantity))
     }
 
-    /// Lets links in the directory show its newest and its best checkpoint. See [`crate::served`].
+    /// Lets links in the directory show its newest and its best checkpoint.
     ///
     /// # Errors
     /// A file system without links, or something else under a link's name.
