@@ -1,7 +1,9 @@
 //! Starts the built programs.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::time::Duration;
 
 /// The front program that `make build` left.
 pub(crate) fn path() -> PathBuf {
@@ -56,7 +58,15 @@ pub(crate) fn dflash(args: &str) -> Finished {
     run(Command::new(path()).args(args.split_whitespace()))
 }
 
-/// Runs a command to its end.
+/// Runs a command to its end. A program that was just copied is busy for as long as a process that
+/// another test starts in that moment still holds the copy open.
 pub(crate) fn run(command: &mut Command) -> Finished {
-    command.output().expect("the program starts").into()
+    loop {
+        match command.output() {
+            Err(error) if error.kind() == ErrorKind::ExecutableFileBusy => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            output => return output.expect("the program starts").into(),
+        }
+    }
 }
