@@ -16,7 +16,9 @@ use safetensors::tensor::TensorView;
 use crate::error::Error;
 use crate::fetch::Request;
 use crate::record::{Dtype, HiddenStates};
-use crate::tensor_file::{DIGEST, LAYER_IDS, TensorFile, Wanted, bad_file, digest, open_regular};
+use crate::tensor_file::{
+    DIGEST, FORMAT, LAYER_IDS, TensorFile, Wanted, bad_file, digest, open_regular,
+};
 
 /// Metadata key of the target in files that we write.
 const TARGET: &str = "target";
@@ -125,7 +127,7 @@ impl OfflineFiles {
         let (dtype, layer_ids) = (stored_dtype(states.dtype), format!("{:?}", states.layer_ids));
         let digest = digest((dtype, &shape, &layer_ids), &ids, &rows);
         let mut metadata = HashMap::from([
-            ("format".to_owned(), "pt".to_owned()),
+            (FORMAT.to_owned(), "pt".to_owned()),
             (LAYER_IDS.to_owned(), layer_ids),
             (DIGEST.to_owned(), digest),
         ]);
@@ -281,11 +283,13 @@ mod tests {
     fn a_file_without_its_digest_is_written_anew() {
         let (_dir, files) = stored(&[2, 5]);
         let bytes = fs::read(files.path(7)).unwrap();
-        let text = String::from_utf8_lossy(&bytes).find("digest").unwrap();
+        let place = |key| String::from_utf8_lossy(&bytes).find(key).unwrap();
         let mut old = bytes.clone();
-        old[text] = b'x';
-        fs::write(files.path(7), old).unwrap();
-        let text = read(&files, &request(&[10])).unwrap_err().to_string();
-        assert!(text.contains("earlier release") && text.contains("remove it"), "{text}");
+        for (key, reason) in [("digest", "earlier release"), ("layer_ids", "it is damaged")] {
+            old[place(key)] = b'x';
+            fs::write(files.path(7), &old).unwrap();
+            let text = read(&files, &request(&[10])).unwrap_err().to_string();
+            assert!(text.contains(reason) && text.contains("remove it"), "{text}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 //! A file is read as far as it is wanted, in blocks, and never by what its header claims: a damaged
 //! or foreign file costs no more than a good one.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
@@ -22,6 +23,9 @@ use crate::text::clean;
 pub(crate) const LAYER_IDS: &str = "layer_ids";
 /// Metadata key of the [`digest`] in files that we write.
 pub(crate) const DIGEST: &str = "digest";
+
+/// Metadata key that other writers set too, to the library that the tensors are for.
+pub(crate) const FORMAT: &str = "format";
 
 /// A header of two tensors takes a few hundred bytes.
 const LARGEST_HEADER: u64 = 1 << 20;
@@ -142,10 +146,7 @@ impl<R: Read + Seek> TensorFile<R> {
             got: clean(&format!("hidden_states {:?} of layers {layer_ids:?}", rows.shape), 300),
         };
         let Some(digest) = self.stated(DIGEST) else {
-            if stated.is_some() {
-                let reason = "an earlier release wrote it, without a digest";
-                return Err(bad_file(&self.path, reason));
-            }
+            self.check_foreign()?;
             let columns = columns.ok_or_else(misfit)?;
             self.check_rows(&ids, &rows)?;
             return self.gather(&rows, &columns, wanted, None);
@@ -193,6 +194,18 @@ impl<R: Read + Seek> TensorFile<R> {
             return Ok(info);
         }
         Err(bad_file(&self.path, &format!("token_ids is {:?} {:?}", info.dtype, info.shape)))
+    }
+
+    /// Other writers' files have no digest, and no metadata but perhaps a format: a key beside it
+    /// is one of ours, of a file from before digests or of a damaged one.
+    fn check_foreign(&self) -> Result<(), Error> {
+        let keys = self.header.metadata().iter().flat_map(HashMap::keys);
+        let reason = match keys.filter(|key| *key != FORMAT).max_by_key(|key| *key == LAYER_IDS) {
+            None => return Ok(()),
+            Some(key) if key == LAYER_IDS => "an earlier release wrote it, without a digest",
+            Some(key) => &format!("its metadata has \"{key}\" and no digest: it is damaged"),
+        };
+        Err(bad_file(&self.path, reason))
     }
 
     /// One row for each token, of a type that we know.
