@@ -6,11 +6,10 @@
 //! fewer.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
-use dflash_identity::TargetIdentity;
+use dflash_identity::{TargetIdentity, file_digest};
 use dflash_model::target::TargetConfig;
 use dflash_settings::RegenerateSettings;
 use dflash_text::ChatTokenizer;
@@ -94,18 +93,6 @@ fn digest(bytes: impl AsRef<[u8]>) -> String {
 fn read_error(path: &Path) -> impl FnOnce(io::Error) -> Error {
     let path = path.to_path_buf();
     move |source| dflash_text::Error::Read { path, source }.into()
-}
-
-/// Of the file's content.
-pub(crate) fn file_digest(path: &Path) -> Result<String, Error> {
-    let mut file = File::open(path).map_err(read_error(path))?;
-    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut buffer).map_err(read_error(path))? {
-            0 => return Ok(hex(hash)),
-            read => hash.update(&buffer[..read]),
-        }
-    }
 }
 
 /// Of the tokenizer's files, but for the chat template that may stand among them.

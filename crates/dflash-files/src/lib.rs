@@ -7,6 +7,7 @@
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 mod pending;
 
@@ -285,8 +286,11 @@ pub fn is_absent_or_empty(path: &Path) -> Result<bool, Error> {
 
 /// The name under which `path` is written before it is renamed: hidden, beside it, ours.
 fn aside_name(path: &Path) -> PathBuf {
+    static NAMES: AtomicU64 = AtomicU64::new(0);
+    // Two threads may write the same file.
+    let number = NAMES.fetch_add(1, Ordering::Relaxed);
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}.tmp", std::process::id()))
+    path.with_file_name(format!(".{name}.{}-{number}.tmp", std::process::id()))
 }
 
 fn sync_tree(dir: &Path) -> Result<(), Error> {
@@ -323,6 +327,23 @@ mod tests {
             .collect();
         names.sort();
         names
+    }
+
+    #[test]
+    fn threads_that_write_one_file_do_not_meet() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        std::thread::scope(|scope| {
+            for byte in 0..4 {
+                let path = &path;
+                scope.spawn(move || {
+                    (0..50).for_each(|_| write_bytes(path, &[byte; 1000]).unwrap());
+                });
+            }
+        });
+        let whole = fs::read(&path).unwrap();
+        assert!(whole.len() == 1000 && whole.iter().all(|byte| *byte == whole[0]));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]

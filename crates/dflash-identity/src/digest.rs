@@ -1,6 +1,12 @@
 //! Short digests of content.
 
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
 use sha2::{Digest as _, Sha256};
+
+use crate::Error;
 
 /// Hexadecimal digits of a digest. 48 bits tell the models of a lifetime apart; this guards against
 /// mix-ups, not against people.
@@ -21,5 +27,21 @@ impl Digest {
         let bytes = self.0.finalize();
         let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         text[..DIGITS].to_owned()
+    }
+}
+
+/// The digest of a whole file, which is read piece by piece.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn file_digest(path: &Path) -> Result<String, Error> {
+    let fault = |source| Error::Read { path: path.into(), source };
+    let mut file = File::open(path).map_err(fault)?;
+    let (mut digest, mut piece) = (Digest::default(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut piece).map_err(fault)? {
+            0 => return Ok(digest.hex()),
+            read => digest.0.update(&piece[..read]),
+        }
     }
 }

@@ -197,7 +197,9 @@ fn is_leftover(name: &str) -> bool {
     let files = [RunDir::PROVENANCE, RunDir::BEST, MetricLine::FILE, ValidationLine::FILE];
     let is_link = served::LINKS.contains(&kept);
     let is_ours = kept.starts_with(PREFIX) || files.contains(&kept) || is_link;
-    is_ours && !process.is_empty() && process.bytes().all(|byte| byte.is_ascii_digit())
+    is_ours
+        && !process.is_empty()
+        && process.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-')
 }
 
 #[cfg(test)]
@@ -344,7 +346,7 @@ mod tests {
     #[test]
     fn leftovers_of_killed_runs_are_swept() {
         let dir = tempfile::tempdir().unwrap();
-        let stale = [".step-000003.17.tmp", ".step-000004.1.tmp"];
+        let stale = [".step-000003.17.tmp", ".step-000004.1-12.tmp"];
         for name in stale {
             std::fs::create_dir_all(dir.path().join(name).join("trainer")).unwrap();
         }

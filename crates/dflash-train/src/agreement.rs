@@ -1,11 +1,7 @@
 //! What every rank of a run must have in common with the others: the settings, the data, the target,
 //! the program. The ranks compare it before they connect.
 
-use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-
+use dflash_identity::{TargetIdentity, file_digest};
 use dflash_model::{device_name, kind_name};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
@@ -45,11 +41,6 @@ const MAY_DIFFER: [&str; 23] = [
     "run_name",
 ];
 
-/// Bytes that are read at each of several places of a large file.
-const PROBE: u64 = 4096;
-/// Places of a large file that are read, from its first bytes to its last.
-const PROBES: u64 = 32;
-
 impl Prepared<'_> {
     /// What this rank, which computes at `place`, must have in common with the others: names and
     /// values. To compare one thing more is one line more.
@@ -63,11 +54,13 @@ impl Prepared<'_> {
         add("the version of libtorch", dflash_torch_sys::libtorch_version()?);
         add("the fingerprint of the data (--data-path)", self.dataset.fingerprint());
         add("the identity of the target (--target)", self.identity.digests());
+        let draft = draft.map(|dir| TargetIdentity::read(dir, "")).transpose()?;
         add(
             "the digest of the draft to start from (--from-pretrained)",
-            or_none(draft.map(model_digest))?,
+            draft.map_or_else(none, |draft| draft.digests()),
         );
-        add("the digest of the prompts (--eval-prompts)", or_none(prompts.map(file_digest))?);
+        let prompts = prompts.map(file_digest).transpose()?;
+        add("the digest of the prompts (--eval-prompts)", prompts.unwrap_or_else(none));
         add("the place and type of the computation", computation(place));
         add("the number of CPU threads (OMP_NUM_THREADS)", tch::get_num_threads().to_string());
         Ok(common)
@@ -111,72 +104,8 @@ fn computation((device, kind): (Device, Kind)) -> String {
     format!("{device}, {}", kind_name(kind))
 }
 
-fn or_none(digest: Option<Result<String, Error>>) -> Result<String, Error> {
-    digest.unwrap_or_else(|| Ok("none".to_owned()))
-}
-
-/// Of a model's directory: its configuration, and samples of its weights.
-fn model_digest(dir: &Path) -> Result<String, Error> {
-    let entries = std::fs::read_dir(dir).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-    let entries = entries.map_err(dflash_files::Error::io("read", dir))?;
-    let is_weights = |path: &PathBuf| path.extension().is_some_and(|end| end == "safetensors");
-    let mut paths: Vec<PathBuf> = entries.iter().map(|entry| entry.path()).collect();
-    paths.retain(is_weights);
-    paths.push(dir.join("config.json"));
-    paths.sort();
-    let mut digest = Digest::default();
-    for path in paths {
-        digest.add(path.file_name().unwrap_or_default().as_encoded_bytes());
-        digest.sample(&path).map_err(dflash_files::Error::io("read", path))?;
-    }
-    Ok(digest.hex())
-}
-
-fn file_digest(path: &Path) -> Result<String, Error> {
-    let mut digest = Digest::default();
-    let text = std::fs::read(path).map_err(dflash_files::Error::io("read", path))?;
-    digest.add(&text);
-    Ok(digest.hex())
-}
-
-/// FNV-1a, 64 bits.
-struct Digest(u64);
-
-impl Default for Digest {
-    fn default() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl Digest {
-    fn add(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    }
-
-    /// The size of a file and its bytes, of a large one those at some places.
-    fn sample(&mut self, path: &Path) -> std::io::Result<()> {
-        let file = File::open(path)?;
-        let size = file.metadata()?.len();
-        self.add(&size.to_le_bytes());
-        if size <= PROBE * PROBES {
-            let mut all = Vec::new();
-            file.take(PROBE * PROBES).read_to_end(&mut all)?;
-            self.add(&all);
-            return Ok(());
-        }
-        let mut bytes = [0; PROBE as usize];
-        for probe in 0..PROBES {
-            file.read_exact_at(&mut bytes, (size - PROBE) * probe / (PROBES - 1))?;
-            self.add(&bytes);
-        }
-        Ok(())
-    }
-
-    fn hex(&self) -> String {
-        format!("{:016x}", self.0)
-    }
+fn none() -> String {
+    "none".to_owned()
 }
 
 #[cfg(test)]
@@ -211,28 +140,5 @@ mod tests {
         assert_eq!(settings(&given), settings(&open));
         given.draft.num_layers += 1;
         assert_ne!(settings(&given), settings(&open));
-    }
-
-    #[test]
-    fn a_model_s_digest_follows_configuration_and_weights() {
-        let dir = tempfile::tempdir().unwrap();
-        let weights = dir.path().join("model.safetensors");
-        let mut bytes = vec![7; (PROBE * PROBES * 3) as usize];
-        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
-        let mut digest_with = |change: &dyn Fn(&mut Vec<u8>)| {
-            change(&mut bytes);
-            std::fs::write(&weights, &bytes).unwrap();
-            model_digest(dir.path()).unwrap()
-        };
-        let first = digest_with(&|_| ());
-        assert_eq!(digest_with(&|_| ()), first);
-        let last = digest_with(&|bytes| *bytes.last_mut().unwrap() = 8);
-        let longer = digest_with(&|bytes| bytes.push(8));
-        let small = digest_with(&|bytes| bytes.truncate(10));
-        std::fs::write(dir.path().join("config.json"), "{ }").unwrap();
-        let all = [first, last, longer, small, model_digest(dir.path()).unwrap()];
-        for (at, one) in all.iter().enumerate() {
-            assert!(!all[..at].contains(one), "{all:?}");
-        }
     }
 }

@@ -148,8 +148,15 @@ fn serve(host: &str, port: u16) -> Result<Store, Error> {
 }
 
 fn listen(port: u16) -> impl FnOnce(dflash_torch_sys::Error) -> Error {
-    let remedy = "another program has it: choose another with --rdzv-endpoint on all nodes";
-    move |source| Error::Listen { port, remedy, source }
+    move |source| {
+        let remedy = match source {
+            dflash_torch_sys::Error::Listen { .. } => {
+                "another program has it: choose another with --rdzv-endpoint on all nodes"
+            }
+            _ => "the store does not answer there; see the cause",
+        };
+        Error::Listen { port, remedy, source }
+    }
 }
 
 /// Waits until node 0 listens: nodes start at different times. False if a signal came first.
