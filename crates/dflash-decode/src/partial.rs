@@ -11,13 +11,13 @@ use std::io::{self, BufRead, BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use dflash_files::PendingFile;
-use dflash_identity::file_digest;
+use dflash_identity::{file_digest, hex};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::Error;
-use crate::stamp::{Stamp, hex};
+use crate::stamp::Stamp;
 
 /// The first line of a partial file.
 #[derive(Debug, Serialize, Deserialize)]

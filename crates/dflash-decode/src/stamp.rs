@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-use dflash_identity::{TargetIdentity, file_digest};
+use dflash_identity::{TargetIdentity, file_digest, hex};
 use dflash_model::target::TargetConfig;
 use dflash_settings::RegenerateSettings;
 use dflash_text::ChatTokenizer;
@@ -82,12 +82,12 @@ fn name_of(dtype: Kind) -> String {
 }
 
 /// The first 64 bits of SHA-256: enough against mistakes, and short enough to be shown.
-pub(crate) fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+fn short(hash: Sha256) -> String {
+    hex(hash)[..16].to_owned()
 }
 
 fn digest(bytes: impl AsRef<[u8]>) -> String {
-    hex(Sha256::new_with_prefix(bytes))
+    short(Sha256::new_with_prefix(bytes))
 }
 
 fn read_error(path: &Path) -> impl FnOnce(io::Error) -> Error {
@@ -113,7 +113,7 @@ fn tokenizer_digest(dir: &Path) -> Result<String, Error> {
             _ => hash.update(bytes),
         }
     }
-    Ok(hex(hash))
+    Ok(short(hash))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Short digests of content.
+//! Digests of content.
 
 use std::fs::File;
 use std::io::Read;
@@ -24,24 +24,27 @@ impl Digest {
     }
 
     pub(crate) fn hex(self) -> String {
-        let bytes = self.0.finalize();
-        let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-        text[..DIGITS].to_owned()
+        hex(self.0)[..DIGITS].to_owned()
     }
 }
 
-/// The digest of a whole file, which is read piece by piece.
+/// A finished SHA-256 in hexadecimal digits.
+pub fn hex(hash: Sha256) -> String {
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// SHA-256 of a whole file in hexadecimal digits. The file is read piece by piece.
 ///
 /// # Errors
 /// The file cannot be read.
 pub fn file_digest(path: &Path) -> Result<String, Error> {
     let fault = |source| Error::Read { path: path.into(), source };
     let mut file = File::open(path).map_err(fault)?;
-    let (mut digest, mut piece) = (Digest::default(), vec![0; 1 << 20]);
+    let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
     loop {
         match file.read(&mut piece).map_err(fault)? {
-            0 => return Ok(digest.hex()),
-            read => digest.0.update(&piece[..read]),
+            0 => return Ok(hex(hash)),
+            read => hash.update(&piece[..read]),
         }
     }
 }

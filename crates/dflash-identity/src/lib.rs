@@ -20,7 +20,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-pub use digest::file_digest;
+pub use digest::{file_digest, hex};
 pub use error::Error;
 pub use name::{same_name, short_name};
 pub use tokenizer::tokenizer_digest;
