@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::stream;
 use reqwest::header::{CONTENT_LENGTH, CONTENT_TYPE, ETAG};
-use reqwest::{Body, Method, Response, Url};
+use reqwest::{Body, Method, RequestBuilder, Response, Url};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -82,7 +82,7 @@ pub(crate) async fn upload(
     if let Some(verify) = verify {
         let body = json!({"oid": file.sha256, "size": file.bytes});
         let url = address(api, &verify.href)?;
-        answered(api, url, (JSON, body)).await?;
+        answered(api, api.request(Method::POST, url), (JSON, body)).await?;
     }
     Ok(true)
 }
@@ -149,7 +149,9 @@ async fn send_parts(
         parts.push(json!({"partNumber": place + 1, "etag": etag}));
     }
     let body = json!({"oid": file.sha256, "parts": parts});
-    answered(api, address(api, &upload.href)?, (LFS_JSON, body)).await
+    // Its address holds its own permission, as those of the parts.
+    let request = api.plain(Method::POST, address(api, &upload.href)?);
+    answered(api, request, (LFS_JSON, body)).await
 }
 
 /// Sends a part. The addresses are the storage's own and hold their own permission, so the token stays
@@ -240,15 +242,15 @@ fn next_piece(open: &mut std::fs::File, left: u64) -> std::io::Result<Bytes> {
 /// Posts to an address that the Hub named, whose answer says nothing but that all is well.
 async fn answered(
     api: &Api<'_>,
-    url: Url,
+    request: RequestBuilder,
     (kind, body): (&'static str, Value),
 ) -> Result<(), Refusal> {
-    let request = || {
-        let request = api.request(Method::POST, url.clone()).header(CONTENT_TYPE, kind);
-        let sent = request.timeout(QUIET).body(body.to_string()).send();
+    let request = request.header(CONTENT_TYPE, kind).timeout(QUIET).body(body.to_string());
+    let repeated = || {
+        let sent = request.try_clone().expect("a body in memory").send();
         Ok(async { sent.await.map_err(|error| lost(&error)) })
     };
-    let answer = api.send(request).await;
+    let answer = api.send(repeated).await;
     answer.map(drop).map_err(|fault| api.refusal(CHECK, fault))
 }
 

@@ -263,6 +263,11 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
+    /// The storage has another host: what is meant for the Hub alone must not go there.
+    fn elsewhere(&self) -> String {
+        self.endpoint.replace("127.0.0.1", "localhost")
+    }
+
     fn json(&self) -> Value {
         serde_json::from_slice(&self.request.body).unwrap_or_default()
     }
@@ -376,7 +381,7 @@ impl Call<'_> {
             if world.storage.contains_key(oid) {
                 return json!({"oid": oid, "size": size});
             }
-            let storage = format!("{}/storage/{oid}", self.endpoint);
+            let storage = format!("{}/storage/{oid}", self.elsewhere());
             let upload = match world.part.filter(|&part| size > part as u64) {
                 Some(part) => {
                     transfer = "multipart";
@@ -385,7 +390,8 @@ impl Call<'_> {
                         let url = format!("{storage}?part={number}&signature=s");
                         header[format!("{number:05}")] = json!(url);
                     }
-                    json!({"href": format!("{storage}/complete"), "header": header})
+                    let complete = format!("{}/storage/{oid}/complete", self.endpoint);
+                    json!({"href": complete, "header": header})
                 }
                 None => json!({"href": format!("{storage}?signature=s")}),
             };
@@ -501,7 +507,7 @@ impl Call<'_> {
         let id = blob.id();
         if blob.large {
             return Answer::new(302, "")
-                .with("location", format!("{}/cdn/{id}", self.endpoint))
+                .with("location", format!("{}/cdn/{id}", self.elsewhere()))
                 .with("x-linked-etag", quoted(&id))
                 .with("x-linked-size", blob.content.len())
                 .with("x-repo-commit", &commit.id);
