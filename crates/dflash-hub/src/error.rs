@@ -41,7 +41,7 @@ pub enum Error {
         /// The Hub's address.
         from: String,
         /// Why.
-        reason: Refusal,
+        reason: Box<Refusal>,
     },
     /// A push ended after its commit.
     #[error("{repository} is published ({url}), but not in the collection {collection}: {reason}")]
@@ -53,7 +53,7 @@ pub enum Error {
         /// The collection as it was named.
         collection: String,
         /// Why.
-        reason: Refusal,
+        reason: Box<Refusal>,
     },
     /// Nobody has logged in.
     #[error(

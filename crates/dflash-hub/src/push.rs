@@ -122,7 +122,7 @@ impl Hub {
                 repository: publication.repository.clone(),
                 url: published.url.clone(),
                 collection: collection.clone(),
-                reason,
+                reason: Box::new(reason),
             })?;
             published.collection = Some(self.page(&format!("collections/{slug}")));
         }
@@ -140,7 +140,8 @@ impl Hub {
 
     fn not_published(&self, publication: &Publication, reason: Refusal) -> Error {
         let repository = publication.repository.clone();
-        Error::Publish { repository, from: shown_endpoint(self.address()), reason }
+        let from = shown_endpoint(self.address());
+        Error::Publish { repository, from, reason: Box::new(reason) }
     }
 }
 
