@@ -164,6 +164,7 @@ fn the_model_knows_no_rank_no_socket_and_no_command_line() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "it is a table")]
 fn libraries_depend_on_what_the_layers_allow() {
     let graph = Graph::read();
     let allowed = [
