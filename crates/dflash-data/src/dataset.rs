@@ -18,7 +18,7 @@ use crate::Sample;
 use crate::counts::{self, TokenCounts};
 use crate::digest::Digest;
 use crate::error::Error;
-use crate::origin::PreparedFor;
+use crate::origin::{PreparedFor, preparation};
 use stream::{Columns, scan_shard};
 
 /// A prepared dataset on disk.
@@ -135,6 +135,15 @@ impl Dataset {
     /// [`Error::Json`] where the record is damaged, [`Error::Read`].
     pub fn prepared_for(&self) -> Result<Option<PreparedFor>, Error> {
         PreparedFor::read(&self.dir)
+    }
+
+    /// All that is recorded of how the samples were made: `dflash_prepare.json`, which
+    /// docs/formats.md describes.
+    ///
+    /// # Errors
+    /// [`Error::Json`] where the record is damaged, [`Error::Read`].
+    pub fn preparation(&self) -> Result<Option<serde_json::Value>, Error> {
+        preparation(&self.dir)
     }
 
     /// How often each token is supervised, ascending by id: as the writer counted, or, where that

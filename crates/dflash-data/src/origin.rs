@@ -38,15 +38,18 @@ impl PreparedFor {
 
     /// What the dataset in `dir` says.
     pub(crate) fn read(dir: &Path) -> Result<Option<Self>, Error> {
-        let path = dir.join(FILE);
-        let text = match std::fs::read(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            text => text.map_err(|source| Error::Read { path: path.clone(), source })?,
-        };
-        let parse = || {
-            let mut document: Value = serde_json::from_slice(&text)?;
-            serde_json::from_value(document["prepared_for"].take())
-        };
-        parse().map_err(|source| Error::Json { path, source })
+        let Some(mut document) = preparation(dir)? else { return Ok(None) };
+        let entry = serde_json::from_value(document["prepared_for"].take());
+        entry.map_err(|source| Error::Json { path: dir.join(FILE), source })
     }
+}
+
+/// All that the dataset in `dir` says of its making.
+pub(crate) fn preparation(dir: &Path) -> Result<Option<Value>, Error> {
+    let path = dir.join(FILE);
+    let text = match std::fs::read(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        text => text.map_err(|source| Error::Read { path: path.clone(), source })?,
+    };
+    serde_json::from_slice(&text).map(Some).map_err(|source| Error::Json { path, source })
 }

@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use dflash_console::{Progress, Unit, say};
-use dflash_identity::TargetIdentity;
+use dflash_identity::{TargetIdentity, file_digest};
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetOptions};
 use dflash_model::{device_name, kind_name, place};
-use dflash_run::Acceptance;
+use dflash_run::{Acceptance, Checkpoint};
 use dflash_settings::EvalSettings;
 use dflash_text::ChatTokenizer;
 
@@ -27,7 +27,8 @@ use crate::speculative::{Speculation, Speculator};
 /// Tokens that the untimed first answer makes, each way.
 const WARM_UP_TOKENS: usize = 32;
 
-/// Decodes every prompt both ways and reports. Writes the JSON file, if one is asked for.
+/// Decodes every prompt both ways and reports. Writes the JSON file, if one is asked for, and keeps
+/// the report beside the draft where that is a checkpoint of a run.
 ///
 /// The report's [`EvalReport::check`] says whether the texts agree.
 ///
@@ -41,7 +42,7 @@ pub fn evaluate(
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let draft = Draft::load(draft_dir, device, dtype)?;
-    check_target(settings, (target_dir, draft_dir))?;
+    let measured_of = identify(settings, (target_dir, draft_dir))?;
     let vocabulary = DraftVocabulary::load(draft_dir)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let room = (target.config(), settings.max_new_tokens);
@@ -50,30 +51,47 @@ pub fn evaluate(
     let speculator = Speculator::new(&target, &draft, vocabulary.as_ref(), sampler)?;
     let measured =
         Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
-    let report = measured.report(settings, (target_dir, draft_dir), skipped);
+    let report = measured.report(settings, (target_dir, draft_dir), measured_of, skipped);
+    let document = serde_json::to_value(&report).expect("a report holds numbers and strings");
     if let Some(path) = &settings.json {
-        let text = serde_json::to_vec_pretty(&report).expect("a report holds numbers and strings");
+        let text = serde_json::to_vec_pretty(&document).expect("JSON prints");
         dflash_files::write_bytes(path, &text)?;
     }
+    keep_beside(draft_dir, &document);
     Ok(report)
 }
 
-/// Refuses a draft that was made for another target, as far as it says, unless that is wanted.
-fn check_target(
+/// Keeps the report beside the checkpoint of a run that it is of, where that can be written to: the
+/// figures are printed all the same.
+fn keep_beside(draft_dir: &Path, report: &serde_json::Value) {
+    let kept = Checkpoint::of_run(draft_dir).and_then(|found| match found {
+        Some(checkpoint) => checkpoint.keep_evaluation(report),
+        None => Ok(()),
+    });
+    if let Err(error) = kept {
+        say(format!("the report is not kept beside the checkpoint: {error}"));
+    }
+}
+
+/// Which weights and which target are measured. Refuses a draft that was made for another target, as
+/// far as it says, unless that is wanted.
+fn identify(
     settings: &EvalSettings,
     (target_dir, draft_dir): (&Path, &Path),
-) -> Result<(), Error> {
-    let Some(made_for) = TargetIdentity::of_draft(draft_dir)? else { return Ok(()) };
+) -> Result<(Option<String>, TargetIdentity), Error> {
     let target = TargetIdentity::read(target_dir, &settings.target)?;
-    if made_for.is_same_as(&target) {
-        return Ok(());
-    }
-    if settings.allow_other_target {
+    if let Some(made_for) = TargetIdentity::of_draft(draft_dir)?
+        && !made_for.is_same_as(&target)
+    {
+        if !settings.allow_other_target {
+            let (found, expected) = (made_for.to_string(), target.to_string());
+            return Err(Error::OtherTarget { path: draft_dir.into(), found, expected });
+        }
         say(format!("the draft was made for {made_for} and is measured on {target}"));
-        return Ok(());
     }
-    let (found, expected) = (made_for.to_string(), target.to_string());
-    Err(Error::OtherTarget { path: draft_dir.into(), found, expected })
+    let weights = draft_dir.join("model.safetensors");
+    let digest = weights.is_file().then(|| file_digest(&weights)).transpose()?;
+    Ok((digest, target))
 }
 
 /// Both decoders, and what they have shown so far.
@@ -167,11 +185,14 @@ impl<'a> Measurement<'a> {
         self,
         settings: &EvalSettings,
         (target_dir, draft_dir): (&Path, &Path),
+        (draft_weights, target_identity): (Option<String>, TargetIdentity),
         skipped: usize,
     ) -> EvalReport {
         EvalReport {
             target: target_dir.into(),
             draft: draft_dir.into(),
+            draft_weights,
+            target_identity,
             prompts: settings.prompts.clone(),
             responses: self.whole.len(),
             skipped,

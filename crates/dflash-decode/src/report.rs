@@ -3,6 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 
+use dflash_identity::TargetIdentity;
 use dflash_run::{AcceptanceFigures, SlotCounts};
 use serde::Serialize;
 
@@ -66,6 +67,10 @@ fn median(mut values: Vec<f64>) -> f64 {
 pub struct EvalReport {
     pub target: PathBuf,
     pub draft: PathBuf,
+    /// Digest of the file of the draft's weights; `None` where they are in shards.
+    pub draft_weights: Option<String>,
+    /// Which model the target is.
+    pub target_identity: TargetIdentity,
     pub prompts: PathBuf,
     /// Answers made.
     pub responses: usize,

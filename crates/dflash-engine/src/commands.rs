@@ -27,7 +27,7 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         Command::Regenerate(settings) => regenerate::run(&settings, stop),
         Command::Bench(settings) => bench::run(&settings, stop),
         Command::DemoTarget(settings) => demo_target::run(&settings, stop),
-        Command::Prepare(_) | Command::Report(_) => {
+        Command::Prepare(_) | Command::Push(_) | Command::Report(_) => {
             anyhow::bail!("start `dflash`; its engine does not run this command")
         }
     };

@@ -146,7 +146,7 @@ fn reason(error: HFError) -> Reason {
 
 /// The innermost cause says what happened ("connection refused"); the layers above only say that
 /// a request failed.
-fn innermost(error: &HFError) -> String {
+pub(crate) fn innermost(error: &HFError) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(deeper) = cause.source() {
         cause = deeper;

@@ -1,5 +1,9 @@
 //! What can go wrong between a name and its files.
 
+use std::path::PathBuf;
+
+use crate::push::Refusal;
+
 /// Messages name the model or dataset and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -26,6 +30,66 @@ pub enum Error {
         /// What works without the Hub.
         instead: &'static str,
     },
+    /// A push ended before its commit.
+    #[error(
+        "cannot push to {repository} at {from}: {reason}{}",
+        if reason.leaves_doubt() { "" } else { "; nothing was published" }
+    )]
+    Publish {
+        /// `OWNER/NAME`.
+        repository: String,
+        /// The Hub's address.
+        from: String,
+        /// Why.
+        reason: Box<Refusal>,
+    },
+    /// A push ended after its commit.
+    #[error("{repository} is published ({url}), but not in the collection {collection}: {reason}")]
+    Collection {
+        /// `OWNER/NAME`.
+        repository: String,
+        /// Its page.
+        url: String,
+        /// The collection as it was named.
+        collection: String,
+        /// Why.
+        reason: Box<Refusal>,
+    },
+    /// Nobody has logged in.
+    #[error(
+        "a push needs a token with write access: set HF_TOKEN, name a file with --token-file, or log \
+         in with `hf auth login` (which leaves {})",
+        .file.display()
+    )]
+    NoToken {
+        /// Where a login would have left it.
+        file: PathBuf,
+    },
+    /// A file of a token.
+    #[error("cannot read the token in {}: {source}", .path.display())]
+    TokenFile {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// Something else than a token.
+    #[error("{origin} holds no token of the Hub, which is one word of plain letters and digits")]
+    TokenShape {
+        /// The variable or file.
+        origin: String,
+    },
+    /// A file that is to go.
+    #[error("cannot read {}: {source}", .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// The system refuses threads for the network.
+    #[error("cannot start threads for the network: {0}")]
+    Threads(std::io::Error),
     /// The run was asked to stop.
     #[error("interrupted")]
     Interrupted,

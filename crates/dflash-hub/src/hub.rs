@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dflash_console::say;
+use dflash_settings::shown_endpoint;
 
 use crate::client::Session;
 use crate::error::{Error, Reason};
@@ -114,23 +115,20 @@ impl Hub {
     fn failed(&self, what: String, reason: Reason, instead: &'static str) -> Error {
         let from = match &self.endpoint {
             _ if self.offline => " (HF_HUB_OFFLINE is set)".to_owned(),
-            Some(endpoint) => format!(" from {endpoint}"),
+            Some(endpoint) => format!(" from {}", shown_endpoint(endpoint)),
             None => String::new(),
         };
         Error::Fetch { what, from, reason, instead }
     }
 }
 
-/// Runs a download until it ends or the run is asked to stop.
-fn until_stopped<T>(
+/// Runs `work` until it ends or the run is asked to stop.
+pub(crate) fn until_stopped<T>(
     stop: &AtomicBool,
-    work: impl Future<Output = Result<T, Reason>>,
-) -> Result<Result<T, Reason>, Error> {
+    work: impl Future<Output = T>,
+) -> Result<T, Error> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
-    let runtime = match builder.worker_threads(2).enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return Ok(Err(Reason::Client(error.to_string()))),
-    };
+    let runtime = builder.worker_threads(2).enable_all().build().map_err(Error::Threads)?;
     let outcome = runtime.block_on(async {
         let stopped = async {
             while !stop.load(Ordering::Relaxed) {

@@ -75,6 +75,18 @@ impl Part {
         }
     }
 
+    /// The files of `dir` that make up this part; the weights last.
+    ///
+    /// # Errors
+    /// The name of one that is missing and nothing works without.
+    pub fn present(self, dir: &Path) -> Result<Vec<String>, String> {
+        if let Some(missing) = self.missing(dir) {
+            return Err(missing);
+        }
+        let there = self.files().into_iter().filter(|file| dir.join(file).is_file());
+        Ok(there.chain(self.weights(dir)).collect())
+    }
+
     /// The first file that `dir` lacks and nothing works without.
     pub(crate) fn missing(self, dir: &Path) -> Option<String> {
         let needed = if self == Self::Tokenizer { TOKENIZER } else { CONFIG };

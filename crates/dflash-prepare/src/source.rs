@@ -8,23 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_hub::{Hub, Split};
+use dflash_settings::DATA_PRESETS;
 use dflash_text::RawRow;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::Error;
 use sample::sampled;
-
-/// The short names that the field's tools share, and what they stand for.
-const PRESETS: [(&str, &str); 7] = [
-    ("sharegpt", "hf:Aeala/ShareGPT_Vicuna_unfiltered"),
-    ("ultrachat", "hf:HuggingFaceH4/ultrachat_200k:train_sft"),
-    ("gsm8k", "hf:openai/gsm8k:main:train"),
-    ("magpie", "hf:Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered"),
-    ("open-perfectblend", "hf:mlabonne/open-perfectblend"),
-    ("nemotron", "hf:nvidia/Llama-Nemotron-Post-Training-Dataset:SFT:chat"),
-    ("codealpaca", "hf:HuggingFaceH4/CodeAlpaca_20K"),
-];
 
 /// One word after `--data` and the files that it stands for.
 #[derive(Debug, Clone, Serialize)]
@@ -120,10 +110,10 @@ fn place(spec: &str) -> Result<Place, Error> {
         };
     }
     let unknown = || {
-        let presets = PRESETS.map(|(name, _)| name).join(", ");
+        let presets = DATA_PRESETS.map(|(name, _)| name).join(", ");
         Error::UnknownData { spec: spec.to_owned(), presets }
     };
-    let preset = PRESETS.iter().find(|(name, _)| *name == spec);
+    let preset = DATA_PRESETS.iter().find(|(name, _)| *name == spec);
     let name = preset.map_or(spec, |(_, name)| name);
     let parts: Vec<&str> = name.strip_prefix("hf:").ok_or_else(unknown)?.split(':').collect();
     let (repo, config, split) = match parts[..] {

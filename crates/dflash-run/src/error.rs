@@ -16,6 +16,13 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
+    /// A file of measurements holds something else.
+    #[error("{} is not a report of `dflash eval`: {source}", .path.display())]
+    Evaluation {
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
     /// The directory holds something that no run wrote.
     #[error("{path} holds {found}, which no training run wrote; name another --save-path")]
     Foreign { path: PathBuf, found: String },

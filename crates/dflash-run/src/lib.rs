@@ -10,6 +10,7 @@
 //! - [`recorded`] and [`changes()`] say which settings decide what a run computes, and which of them a
 //!   resumed run changes;
 //! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
+//! - [`Evaluation`] is what `dflash eval` found, kept beside the checkpoint that it measured;
 //! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands for;
 //! - [`Trackers`] writes the lines again for TensorBoard, MLflow and Weights & Biases.
 //!
@@ -20,6 +21,7 @@ mod changes;
 mod checkpoints;
 mod directory;
 mod error;
+mod evaluations;
 mod events;
 mod lines;
 mod mlflow;
@@ -35,6 +37,7 @@ pub use changes::{Change, changes, recorded};
 pub use checkpoints::{Best, Checkpoint};
 pub use directory::RunDir;
 pub use error::Error;
+pub use evaluations::{Evaluation, Identical, Rates};
 pub use lines::{
     HeldOutPrompts, HeldOutRows, Line, Lines, MetricLine, StreamCounters, TeacherForced,
     ValidationLine,

@@ -17,6 +17,7 @@ pub struct Provenance {
     pub resumed_at_step: u64,
     pub earlier_starts: Vec<Start>,
     pub dataset: Option<String>,
+    pub data: Option<Value>,
     pub target: Option<TargetIdentity>,
     pub settings: BTreeMap<String, String>,
     pub config: Value,

@@ -116,7 +116,7 @@ fn link(run: &RunDir, name: &str, target: Option<PathBuf>) -> Result<(), Error> 
 }
 
 /// The run's directory that `path` is in.
-fn parent_run(path: &Path) -> Result<Option<RunDir>, Error> {
+pub(crate) fn parent_run(path: &Path) -> Result<Option<RunDir>, Error> {
     let Some(parent) = path.parent() else { return Ok(None) };
     let run = RunDir::at(if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
     Ok(is_run(&run)?.then_some(run))

@@ -10,6 +10,17 @@ use crate::check::{Invalid, MOST_ROWS, MOST_THREADS, MOST_TOKENS, positive, with
 /// The target of DFlash's own guide; used when none is named.
 pub const DEFAULT_TARGET: &str = "Qwen/Qwen3-8B";
 
+/// The short names of datasets that the field's tools share, and what they stand for.
+pub const DATA_PRESETS: [(&str, &str); 7] = [
+    ("sharegpt", "hf:Aeala/ShareGPT_Vicuna_unfiltered"),
+    ("ultrachat", "hf:HuggingFaceH4/ultrachat_200k:train_sft"),
+    ("gsm8k", "hf:openai/gsm8k:main:train"),
+    ("magpie", "hf:Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered"),
+    ("open-perfectblend", "hf:mlabonne/open-perfectblend"),
+    ("nemotron", "hf:nvidia/Llama-Nemotron-Post-Training-Dataset:SFT:chat"),
+    ("codealpaca", "hf:HuggingFaceH4/CodeAlpaca_20K"),
+];
+
 /// A TB.
 const MOST_SHARD_MB: f64 = 1e6;
 

@@ -114,7 +114,7 @@ impl Prepared<'_> {
                     notes.extend(claimed.publish().err().map(|error| error.to_string()));
                 }
                 save_path = Some(claimed);
-                let provenance = self.provenance(&position, communicator.world_size());
+                let provenance = self.provenance(&position, communicator.world_size())?;
                 RunDir::at(&config.save_path).record(provenance)?;
             }
             let at = (communicator, position.step);
@@ -151,18 +151,19 @@ impl Prepared<'_> {
         Err(Error::RanksDisagree { rank, path, found, expected })
     }
 
-    fn provenance(&self, position: &Position, world_size: usize) -> Provenance {
-        Provenance {
+    fn provenance(&self, position: &Position, world_size: usize) -> Result<Provenance, Error> {
+        Ok(Provenance {
             dflash: Some(env!("CARGO_PKG_VERSION").to_owned()),
             libtorch: dflash_torch_sys::libtorch_version().ok(),
             world_size: Some(world_size),
             resumed_at_step: position.step,
             dataset: Some(position.dataset.clone()),
+            data: self.dataset.preparation()?,
             target: Some(self.identity.clone()),
             settings: position.settings.clone(),
             config: self.shown_config(),
             ..Provenance::default()
-        }
+        })
     }
 
     /// The settings and the command as they are recorded: without the passwords of endpoints.

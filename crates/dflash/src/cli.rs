@@ -4,7 +4,7 @@
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
     BenchSettings, DemoTargetSettings, EvalSettings, HiddenServerSettings, Invalid, PlanSettings,
-    PrepareSettings, RegenerateSettings, ReportSettings, TrainSettings,
+    PrepareSettings, PushSettings, RegenerateSettings, ReportSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -62,6 +62,8 @@ pub enum Command {
     Eval(EvalSettings),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportSettings),
+    /// Publish a drafter on the Hugging Face Hub, with a model card.
+    Push(Box<PushSettings>),
     /// Replace the answers of a dataset by the target's own.
     Regenerate(RegenerateSettings),
     /// Time parts of the work on random data.
@@ -81,6 +83,7 @@ impl Command {
             Self::Train(settings) => settings.check(),
             Self::Plan(settings) => settings.check(),
             Self::Eval(settings) => settings.check(),
+            Self::Push(settings) => settings.check(),
             Self::Regenerate(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),

@@ -17,6 +17,7 @@ fn main() {
             run_here(&line, |stop| commands::prepare::run(settings, stop))
         }
         Command::Report(settings) => run_here(&line, |_| commands::report::run(settings)),
+        Command::Push(settings) => run_here(&line, |stop| commands::push::run(settings, stop)),
         // Nothing is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }

@@ -8,8 +8,10 @@ use crate::models::{draft_config, random_draft, save_target};
 use dflash_decode::{
     Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, evaluate, regenerate,
 };
+use dflash_identity::file_digest;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -162,6 +164,35 @@ fn eval_reports_acceptance_speed_and_the_proof() {
     for line in ["acceptance length (tau)", "of reached", "speed-up", "lossless  yes: "] {
         assert!(table.contains(line), "{table}");
     }
+}
+
+#[test]
+fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
+    let place = Place::new();
+    let prompts = place.write("prompts.jsonl", PROMPTS);
+    let checkpoint = Checkpoint::at(&place.path("run"), 7);
+    fs::create_dir(place.path("run")).unwrap();
+    fs::rename(place.path("draft"), &checkpoint.dir).unwrap();
+    let settings = EvalSettings { json: None, ..place.settings(&prompts) };
+    let measure = |dir: &Path| evaluate(&settings, (&place.path("target"), dir), &GO).unwrap();
+    let report = measure(&checkpoint.dir);
+    let kept = checkpoint.evaluations().unwrap();
+    let weights = file_digest(&checkpoint.dir.join("model.safetensors")).unwrap();
+    assert_eq!(kept.len(), 1);
+    assert_eq!(kept[0].draft_weights.as_ref(), Some(&weights));
+    assert_eq!(kept[0].target_identity.as_ref(), Some(&report.target_identity));
+    assert_eq!((kept[0].responses, &kept[0].prompts), (report.responses, &prompts));
+    assert_eq!(kept[0].acceptance, report.acceptance);
+    assert_eq!(kept[0].lossless.as_ref().unwrap().identical, report.lossless.unwrap().identical);
+    assert_eq!(RunDir::at(place.path("run")).checkpoints().unwrap().len(), 1);
+    // Measured again it is one report; a directory of somebody else's stays as it is.
+    measure(&checkpoint.dir);
+    assert_eq!(checkpoint.evaluations().unwrap().len(), 1);
+    let elsewhere = place.path("elsewhere");
+    fs::rename(&checkpoint.dir, &elsewhere).unwrap();
+    fs::remove_file(elsewhere.join(Checkpoint::EVALUATIONS)).unwrap();
+    measure(&elsewhere);
+    assert!(!elsewhere.join(Checkpoint::EVALUATIONS).exists());
 }
 
 #[test]

@@ -134,6 +134,17 @@ fn a_part_fetches_its_own_files_only() {
 }
 
 #[test]
+fn a_password_in_the_address_is_not_shown() {
+    for endpoint in ["http://user:pass@127.0.0.1:9", "http://user:pa/ss@127.0.0.1:9"] {
+        let cache = Some(tempfile::tempdir().unwrap().path().into());
+        let hub = Hub { endpoint: Some(endpoint.into()), cache, offline: false };
+        let text = refusal(&hub, "some/target", Part::Config);
+        assert!(text.contains(" from http://***@127.0.0.1:9"), "{text}");
+        assert!(!text.contains("user") && !text.contains("ss@"), "{text}");
+    }
+}
+
+#[test]
 fn a_directory_is_used_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub { endpoint: Some("http://127.0.0.1:9".into()), ..Hub::default() };

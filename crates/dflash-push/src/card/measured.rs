@@ -1,0 +1,91 @@
+//! What was measured.
+
+use std::fmt::Write;
+
+use dflash_run::Evaluation;
+
+use super::{Card, code, plain};
+use crate::origin::file_name;
+
+impl Card<'_> {
+    pub(super) fn measured(&self) -> String {
+        let mut text = "## Measured\n\n".to_owned();
+        if self.evidence.is_empty() {
+            text.push_str(
+                "**Nothing.** This drafter was published without an evaluation: how many of its \
+                 proposals its target accepts, and whether it saves time, is not known.\n",
+            );
+            return text;
+        }
+        text.push_str(
+            "With `dflash eval`: every prompt is answered with and without the drafter, in one process \
+             by turns. The acceptance length is the number of tokens per verify step, the target's own \
+             included, over all steps and as the mean over answers. Speeds are of the machine that \
+             each row names.\n\n\
+             | prompts | answers | tokens | acceptance length | mean over answers | plain, tokens/s | \
+             speculative, tokens/s | speed-up | texts equal to plain decoding |\n\
+             |---|---|---|---|---|---|---|---|---|\n",
+        );
+        self.evidence.iter().for_each(|report| text.push_str(&row(report)));
+        text.push('\n');
+        self.evidence.iter().for_each(|report| text.push_str(&details(report)));
+        if self.drafter.gguf().next().is_some() && !self.drafter.is_gguf_alone() {
+            text.push_str(
+                "\nThe figures are of `model.safetensors`; the GGUF files were not measured apart.\n",
+            );
+        }
+        text
+    }
+}
+
+fn row(report: &Evaluation) -> String {
+    let (acceptance, speed) = (&report.acceptance, &report.tokens_per_second);
+    format!(
+        "| {} | {} | {} | {:.3} | {:.3} | {:.1} | {:.1} | {:.2}x | {} |\n",
+        plain(&prompts_name(report)),
+        report.responses,
+        report.tokens,
+        acceptance.acceptance_length,
+        acceptance.acceptance_length_per_response,
+        speed.plain,
+        speed.speculative,
+        speed.speed_up,
+        identical(report)
+    )
+}
+
+fn identical(report: &Evaluation) -> String {
+    let Some(lossless) = &report.lossless else { return "not compared: sampled".to_owned() };
+    let mut text = format!("{} of {}", lossless.identical, lossless.responses);
+    for (count, word) in [(lossless.ties.len(), "tied"), (lossless.failures.len(), "differ")] {
+        if count > 0 {
+            write!(text, ", {count} {word}").expect("grows");
+        }
+    }
+    text
+}
+
+/// How a row was measured, and its slots.
+fn details(report: &Evaluation) -> String {
+    let way = match report.temperature {
+        0.0 => "greedy".to_owned(),
+        temperature => format!("temperature {temperature}"),
+    };
+    let slots = report.acceptance.acceptance_by_slot.iter().enumerate();
+    let slots =
+        slots.filter_map(|(slot, share)| Some(format!("{slot}: {:.1}%", 100.0 * (*share)?)));
+    format!(
+        "- {}: {way}, at most {} tokens an answer, blocks of {}; {}. Share of all steps in which each \
+         slot was accepted: {}.\n",
+        code(&prompts_name(report)),
+        report.max_new_tokens,
+        report.block_size,
+        plain(&report.device),
+        slots.collect::<Vec<_>>().join(", ")
+    )
+}
+
+/// The prompts' file without its directories, which are of this machine.
+pub(super) fn prompts_name(report: &Evaluation) -> String {
+    file_name(&report.prompts.to_string_lossy())
+}

@@ -1,0 +1,94 @@
+//! Commands that serve the drafter.
+
+use std::fmt::Write;
+
+use super::Card;
+use crate::shape::Layout;
+
+/// Stands for a target whose name is not known.
+const TARGET: &str = "TARGET";
+
+impl Card<'_> {
+    pub(super) fn serving(&self) -> String {
+        let mut text = "## Serving\n".to_owned();
+        let Some(block) = self.drafter.shape.block_size.filter(|&block| block > 1) else {
+            text.push_str("\nThe files do not say how many tokens a block has.\n");
+            return text;
+        };
+        let target = self.base_model().unwrap_or_else(|| TARGET.to_owned());
+        if !self.drafter.is_gguf_alone() {
+            text.push_str(&self.engines(&target, block));
+        }
+        text.push_str(&self.llama_cpp(block));
+        if self.drafter.shape.layout == Layout::ZLab {
+            text.push_str(&self.transformers(&target));
+        }
+        text
+    }
+
+    fn engines(&self, target: &str, block: u64) -> String {
+        let repo = &self.settings.repo;
+        let drafts = block - 1;
+        let revision = self.settings.revision.as_ref();
+        let vllm = revision.map_or_else(String::new, |name| format!(", \"revision\": \"{name}\""));
+        let sglang = revision.map_or_else(String::new, |name| {
+            format!(" \\\n  --speculative-draft-model-revision {name}")
+        });
+        format!(
+            "\nvLLM:\n\n```sh\nvllm serve {target} \\\n  --speculative-config '{{\"method\": \
+             \"dflash\", \"model\": \"{repo}\"{vllm}, \"num_speculative_tokens\": {drafts}}}'\n```\n\
+             \nSGLang:\n\n```sh\npython -m sglang.launch_server --model-path {target} \\\n  \
+             --speculative-algorithm DFLASH --speculative-draft-model-path {repo} \\\n  \
+             --speculative-num-draft-tokens {block}{sglang}\n```\n"
+        )
+    }
+
+    fn llama_cpp(&self, block: u64) -> String {
+        let repo = &self.settings.repo;
+        let mut text = "\nllama.cpp, with the target as GGUF:\n\n```sh\n".to_owned();
+        let mut files = self.drafter.gguf().peekable();
+        let file = match files.peek() {
+            Some(file) => {
+                writeln!(text, "hf download {repo} {file} --local-dir .").expect("grows");
+                (*file).to_owned()
+            }
+            None => {
+                writeln!(
+                    text,
+                    "# There is no GGUF file here; llama.cpp's converter makes one.\n\
+                     hf download {repo} --local-dir drafter\n\
+                     python convert_hf_to_gguf.py drafter --target-model-dir TARGET_DIR --outfile \
+                     drafter.gguf"
+                )
+                .expect("grows");
+                "drafter.gguf".to_owned()
+            }
+        };
+        let drafts = block - 1;
+        write!(
+            text,
+            "llama-server -m target.gguf -md {file} --spec-type draft-dflash --spec-draft-n-max \
+             {drafts}\n```\n"
+        )
+        .expect("grows");
+        text
+    }
+
+    fn transformers(&self, target: &str) -> String {
+        let repo = &self.settings.repo;
+        format!(
+            "\nTransformers, with [z-lab's loop](https://github.com/z-lab/dflash):\n\n```python\n\
+             from dflash.model import DFlashDraftModel, dflash_generate\n\
+             from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+             target = AutoModelForCausalLM.from_pretrained(\"{target}\", dtype=\"auto\").eval()\n\
+             draft = DFlashDraftModel.from_pretrained(\"{repo}\", dtype=target.dtype).eval()\n\
+             tokenizer = AutoTokenizer.from_pretrained(\"{target}\")\n\
+             messages = [{{\"role\": \"user\", \"content\": \"What is 17 times 23?\"}}]\n\
+             ids = tokenizer.apply_chat_template(\n    messages, add_generation_prompt=True, \
+             return_tensors=\"pt\", return_dict=False)\n\
+             output = dflash_generate(draft, target, ids, max_new_tokens=256,\n                         \
+             stop_token_ids=[tokenizer.eos_token_id])\n\
+             print(tokenizer.decode(output[0, ids.shape[1]:], skip_special_tokens=True))\n```\n"
+        )
+    }
+}

@@ -1,0 +1,132 @@
+//! Cards of drafters that know much and little of themselves.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use dflash_identity::TargetIdentity;
+use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates};
+use dflash_settings::PushSettings;
+use serde_json::json;
+
+use super::*;
+use crate::shape::Shape;
+
+fn settings(more: serde_json::Value) -> PushSettings {
+    let mut settings = json!({"draft": "d", "repo": "me/drafter", "private": false,
+        "dry_run": false, "allow_unevaluated": true, "create_pr": false});
+    settings.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    serde_json::from_value(settings).unwrap()
+}
+
+fn drafter(target: &str) -> Drafter {
+    let identity = TargetIdentity { name: target.into(), config: "c0".into(), weights: None };
+    Drafter {
+        place: PathBuf::from("/home/someone/drafts"),
+        files: BTreeMap::from([("config.json".to_owned(), PathBuf::from("/home/someone/x"))]),
+        shape: Shape { block_size: Some(8), layers: Some(4), ..Shape::default() },
+        made_for: Some(identity),
+        origin: None,
+        digest: None,
+        evaluations: Vec::new(),
+    }
+}
+
+fn report() -> Evaluation {
+    Evaluation {
+        prompts: PathBuf::from("/home/someone/gsm8k_test.jsonl"),
+        responses: 100,
+        tokens: 9000,
+        max_new_tokens: 220,
+        block_size: 8,
+        device: "cpu, float32, 2 threads".to_owned(),
+        acceptance: AcceptanceFigures {
+            acceptance_length: 3.43216,
+            acceptance_length_per_response: 3.5,
+            acceptance_by_slot: vec![None, Some(0.75), Some(0.5)],
+        },
+        tokens_per_second: Rates { speculative: 473.0, plain: 438.0, speed_up: 1.0799 },
+        lossless: Some(Identical {
+            responses: 100,
+            identical: 99,
+            ties: vec![json!({})],
+            failures: vec![],
+        }),
+        ..Evaluation::default()
+    }
+}
+
+fn text(target: &str, more: serde_json::Value, evidence: &[Evaluation]) -> String {
+    let (settings, drafter) = (settings(more), drafter(target));
+    Card { settings: &settings, drafter: &drafter, evidence }.text()
+}
+
+fn check(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+    assert!(!text.contains("someone"), "{text}");
+}
+
+#[test]
+fn figures_stand_as_they_were_measured() {
+    let text = text("Qwen/Qwen3-8B", json!({"license": "mit", "language": ["no"]}), &[report()]);
+    check(
+        &text,
+        &[
+            "---\nlicense: mit\nlanguage:\n- \"no\"\nlibrary_name: transformers\n",
+            "base_model: Qwen/Qwen3-8B\nbase_model_relation: adapter\n",
+            "  - task:\n      type: text-generation\n",
+            "    dataset:\n      type: gsm8k_test\n      name: gsm8k_test.jsonl\n",
+            "    - type: acceptance_length\n      name: Tokens per verify step\n      value: 3.432\n",
+            "| gsm8k_test.jsonl | 100 | 9000 | 3.432 | 3.500 | 438.0 | 473.0 | 1.08x | 99 of 100, 1 tied |",
+            "greedy, at most 220 tokens an answer, blocks of 8; cpu, float32, 2 threads.",
+            "accepted: 1: 75.0%, 2: 50.0%.",
+            "\"model\": \"me/drafter\", \"num_speculative_tokens\": 7}'",
+            "--speculative-num-draft-tokens 8",
+            "--spec-type draft-dflash --spec-draft-n-max 7",
+            "dflash_generate(draft, target",
+        ],
+    );
+}
+
+#[test]
+fn what_is_not_known_is_said_to_be_so() {
+    let text = text("qwen3-tiny", json!({}), &[]);
+    check(
+        &text,
+        &[
+            "speculative decoding with qwen3-tiny,",
+            "TARGET below stands for",
+            "**Nothing.** This drafter was published without an evaluation",
+            "vllm serve TARGET",
+            "The files say nothing of how it was trained.",
+            "The run does not say what it was trained on.",
+        ],
+    );
+    for absent in ["base_model", "model-index", "license", "datasets"] {
+        assert!(!text.contains(absent), "{absent} in\n{text}");
+    }
+}
+
+#[test]
+fn settings_add_what_the_run_does_not_know() {
+    let more = json!({"base_model": "my/target", "dataset": ["a/b", "a/b"], "revision": "v2"});
+    let text = text("local", more, &[]);
+    check(
+        &text,
+        &[
+            "base_model: my/target\n",
+            "datasets:\n- a/b\ntags:",
+            "vllm serve my/target",
+            "\"revision\": \"v2\"",
+            "Whoever published it names a/b.",
+        ],
+    );
+}
+
+#[test]
+fn text_from_elsewhere_stays_in_its_cell() {
+    let strange = Evaluation { prompts: "a|b<i>\n`c.jsonl".into(), ..report() };
+    let text = text("Qwen/Qwen3-8B", json!({}), &[strange]);
+    check(&text, &["| a\\|b&lt;i> `c.jsonl | 100 |", "name: \"a|b<i>\\n`c.jsonl\""]);
+}

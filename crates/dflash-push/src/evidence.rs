@@ -1,0 +1,52 @@
+//! Reports of `dflash eval`, held against the drafter that they are to speak for.
+
+use std::path::{Path, PathBuf};
+
+use dflash_run::Evaluation;
+
+use crate::Error;
+use crate::drafter::Drafter;
+
+/// The reports that stand with the drafter and those in `files`, all of its weights.
+///
+/// # Errors
+/// A report of other weights or of another target; no report where one is `needed`.
+pub(crate) fn gather(
+    drafter: &Drafter,
+    files: &[PathBuf],
+    needed: bool,
+) -> Result<Vec<Evaluation>, Error> {
+    let mut reports = drafter.evaluations.clone();
+    for file in files {
+        let named = Evaluation::read(file)?.into_iter().map(|report| (file.clone(), report));
+        reports.extend(named);
+    }
+    let mut evidence = Vec::new();
+    for (path, report) in reports {
+        check(drafter, &path, &report)?;
+        if !evidence.contains(&report) {
+            evidence.push(report);
+        }
+    }
+    if evidence.is_empty() && needed {
+        return Err(Error::Unevaluated { draft: drafter.place.clone() });
+    }
+    Ok(evidence)
+}
+
+fn check(drafter: &Drafter, path: &Path, report: &Evaluation) -> Result<(), Error> {
+    let (Some(found), Some(expected)) = (&report.draft_weights, &drafter.digest) else {
+        return Err(Error::UnknownWeights { report: path.into() });
+    };
+    if found != expected {
+        let (found, expected) = (found.clone(), expected.clone());
+        return Err(Error::OtherWeights { report: path.into(), found, expected });
+    }
+    if let (Some(measured), Some(made_for)) = (&report.target_identity, &drafter.made_for)
+        && !measured.is_same_as(made_for)
+    {
+        let (found, expected) = (measured.to_string(), made_for.to_string());
+        return Err(Error::OtherTarget { report: path.into(), found, expected });
+    }
+    Ok(())
+}

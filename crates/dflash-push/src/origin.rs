@@ -1,0 +1,178 @@
+//! How a drafter was made, as its run recorded it.
+
+use dflash_run::{Checkpoint, Position, Provenance, State};
+use dflash_settings::DATA_PRESETS;
+use serde_json::Value;
+
+use crate::Error;
+
+/// The settings that decide what a drafter becomes, in the order of the card.
+const RECIPE: [&str; 28] = [
+    "speculator_type",
+    "epochs",
+    "max_steps",
+    "optimizer",
+    "lr",
+    "muon_lr",
+    "scheduler_type",
+    "warmup_ratio",
+    "warmup_steps",
+    "min_lr_ratio",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
+    "ema_decay",
+    "loss",
+    "gamma",
+    "dpace_alpha",
+    "teacher_labels",
+    "block_size",
+    "num_layers",
+    "draft_vocab_size",
+    "total_seq_len",
+    "anchors_per_sequence",
+    "max_anchors",
+    "gradient_accumulation_steps",
+    "validation_ratio",
+    "seed",
+];
+
+/// A run, up to one of its checkpoints.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    provenance: Provenance,
+    /// `None` where the trainer's state was removed.
+    pub(crate) position: Option<Position>,
+    pub(crate) step: u64,
+}
+
+impl Origin {
+    /// What the run of `checkpoint` says; `None` where it left no record.
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Option<Self>, Error> {
+        let Some(provenance) = checkpoint.run().provenance()? else { return Ok(None) };
+        let has_state = checkpoint.dir.join(Checkpoint::STATE).is_file();
+        let state = has_state.then(|| State::load(&checkpoint.dir)).transpose()?;
+        let position = state.map(|state| state.position);
+        Ok(Some(Self { provenance, position, step: checkpoint.step }))
+    }
+
+    /// The settings that were given or have a default, by name.
+    pub(crate) fn recipe(&self) -> Vec<(&'static str, String)> {
+        let value = |key| shown(&self.provenance.config[key]);
+        RECIPE.into_iter().filter_map(|key| Some((key, value(key)?))).collect()
+    }
+
+    /// Releases and machine: name and value.
+    pub(crate) fn surroundings(&self) -> Vec<(&'static str, String)> {
+        let setting = |key| self.provenance.settings.get(key).cloned();
+        let ranks = self.provenance.world_size.map(|ranks| ranks.to_string());
+        let facts = [
+            ("dflash", self.provenance.dflash.clone()),
+            ("libtorch", self.provenance.libtorch.clone()),
+            ("ranks", ranks),
+            ("device", setting("device")),
+            ("computed in", setting("compute_dtype")),
+            ("processor", setting("processor").filter(|_| setting("device") == Some("cpu".into()))),
+        ];
+        facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+
+    /// Steps at which the run was resumed.
+    pub(crate) fn resumes(&self) -> Vec<u64> {
+        self.provenance.resumes()
+    }
+
+    /// How the dataset was prepared, if that is known.
+    pub(crate) fn data(&self) -> Option<Data<'_>> {
+        self.provenance.data.as_ref().filter(|data| data.is_object()).map(Data)
+    }
+}
+
+/// What `dflash_prepare.json` said of the dataset.
+pub(crate) struct Data<'a>(&'a Value);
+
+impl Data<'_> {
+    /// Where the rows are from: datasets by their names, files by theirs without directories.
+    pub(crate) fn sources(&self) -> Vec<String> {
+        self.specs().map(|spec| repository(spec).unwrap_or_else(|| file_name(spec))).collect()
+    }
+
+    /// Of these the datasets on the Hub.
+    pub(crate) fn datasets(&self) -> Vec<String> {
+        self.specs().filter_map(repository).collect()
+    }
+
+    /// Counts and limits: name and value.
+    pub(crate) fn facts(&self) -> Vec<(&'static str, String)> {
+        let facts = [
+            ("rows read", "rows_in"),
+            ("samples", "rows"),
+            ("tokens", "tokens"),
+            ("supervised tokens", "supervised_tokens"),
+            ("longest sample, tokens", "seq_length"),
+            ("samples cut to that", "truncated"),
+            ("at most this many rows", "limit"),
+            ("drawn with seed", "shuffle_seed"),
+            ("chat template's variables", "chat_template_kwargs"),
+        ];
+        facts.into_iter().filter_map(|(name, key)| Some((name, shown(&self.0[key])?))).collect()
+    }
+
+    /// Rows that were dropped, by reason.
+    pub(crate) fn dropped(&self) -> Vec<(String, String)> {
+        let dropped = self.0["dropped"].as_object().into_iter().flatten();
+        dropped.filter_map(|(reason, it)| Some((reason.clone(), shown(&it["count"])?))).collect()
+    }
+
+    fn specs(&self) -> impl Iterator<Item = &str> {
+        let sources = self.0["sources"].as_array().into_iter().flatten();
+        sources.filter_map(|source| source["data"].as_str())
+    }
+}
+
+/// The dataset on the Hub that a word after `--data` stands for.
+fn repository(spec: &str) -> Option<String> {
+    let preset =
+        DATA_PRESETS.iter().find(|(name, _)| *name == spec).map(|(_, stands_for)| *stands_for);
+    let name = preset.unwrap_or(spec).strip_prefix("hf:")?;
+    name.split(':').next().map(str::to_owned)
+}
+
+/// The last part of a path: the rest is of this machine.
+pub(crate) fn file_name(path: &str) -> String {
+    path.trim_end_matches('/').rsplit(['/', '\\']).next().unwrap_or_default().to_owned()
+}
+
+/// A setting for people; `None` where there is none.
+fn shown(value: &Value) -> Option<String> {
+    match value {
+        Value::Null => None,
+        Value::String(text) => Some(text.clone()),
+        Value::Array(items) => {
+            let items: Vec<String> = items.iter().filter_map(shown).collect();
+            Some(items.join(", "))
+        }
+        other => Some(other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn sources_have_names_and_no_places() {
+        let data = json!({"rows": 7, "limit": null, "dropped": {"empty":
+            {"count": 3, "first": "/home/me/x:1"}}, "sources": [
+            {"data": "gsm8k", "files": ["/home/me/.cache/x.parquet"]},
+            {"data": "hf:some/data:config:split", "files": []},
+            {"data": "/home/me/chats/", "files": []}, {"data": "rows.jsonl", "files": []}]});
+        let data = Data(&data);
+        assert_eq!(data.sources(), ["openai/gsm8k", "some/data", "chats", "rows.jsonl"]);
+        assert_eq!(data.datasets(), ["openai/gsm8k", "some/data"]);
+        assert_eq!(data.facts(), [("samples", "7".to_owned())]);
+        assert_eq!(data.dropped(), [("empty".to_owned(), "3".to_owned())]);
+    }
+}

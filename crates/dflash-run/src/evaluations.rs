@@ -1,0 +1,190 @@
+//! What `dflash eval` measured, kept beside the draft that it measured: `evaluations.json` in a
+//! checkpoint of a run. Each report tells by a digest which weights it is of, so that a table of
+//! figures never goes with another draft.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use dflash_identity::TargetIdentity;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::{AcceptanceFigures, Checkpoint, Error, RunDir, served};
+
+/// The keys that make two reports measurements of the same thing: the later one counts.
+const SAME: [&str; 6] =
+    ["prompts", "responses", "max_new_tokens", "temperature", "device", "target_identity"];
+const WEIGHTS: &str = "draft_weights";
+
+/// The report of an evaluation, as far as it is published. What reports of earlier releases do not
+/// say is none or zero.
+#[expect(missing_docs, reason = "docs/eval.md describes the keys of a report")]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    #[serde(default)]
+    pub draft_weights: Option<String>,
+    #[serde(default)]
+    pub target_identity: Option<TargetIdentity>,
+    pub prompts: PathBuf,
+    pub responses: usize,
+    pub tokens: usize,
+    pub max_new_tokens: usize,
+    pub temperature: f64,
+    pub block_size: usize,
+    pub device: String,
+    #[serde(flatten)]
+    pub acceptance: AcceptanceFigures,
+    pub tokens_per_second: Rates,
+    pub lossless: Option<Identical>,
+}
+
+/// Tokens per second, prompts included.
+#[expect(missing_docs, reason = "docs/eval.md describes the keys of a report")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Rates {
+    pub speculative: f64,
+    pub plain: f64,
+    pub speed_up: f64,
+}
+
+/// How many answers are those of plain greedy decoding.
+#[expect(missing_docs, reason = "docs/eval.md describes the keys of a report")]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Identical {
+    pub responses: usize,
+    pub identical: usize,
+    pub ties: Vec<Value>,
+    pub failures: Vec<Value>,
+}
+
+impl Evaluation {
+    /// The reports in `path`: what `dflash eval --json` wrote, or a checkpoint's `evaluations.json`.
+    ///
+    /// # Errors
+    /// An unreadable file, or one that holds something else.
+    pub fn read(path: &Path) -> Result<Vec<Self>, Error> {
+        let bytes = std::fs::read(path).map_err(dflash_files::Error::io("read", path))?;
+        let reports = reports(&bytes).and_then(|reports| {
+            reports.into_iter().map(serde_json::from_value).collect::<Result<_, _>>()
+        });
+        reports.map_err(|source| Error::Evaluation { path: path.into(), source })
+    }
+}
+
+impl Checkpoint {
+    /// What was measured of it.
+    pub const EVALUATIONS: &str = "evaluations.json";
+
+    /// The checkpoint that `dir` is, if a run of ours made it.
+    ///
+    /// # Errors
+    /// An unreadable directory.
+    pub fn of_run(dir: &Path) -> Result<Option<Self>, Error> {
+        let Some(run) = served::parent_run(dir)? else { return Ok(None) };
+        let found = run.checkpoints()?.into_iter().find(|it| it.dir.file_name() == dir.file_name());
+        Ok(found.filter(Self::has_our_name))
+    }
+
+    /// The run that it is of.
+    pub fn run(&self) -> RunDir {
+        RunDir::at(self.dir.parent().unwrap_or(Path::new(".")))
+    }
+
+    /// What was measured of it; nothing where nothing was.
+    ///
+    /// # Errors
+    /// As [`Evaluation::read`].
+    pub fn evaluations(&self) -> Result<Vec<Evaluation>, Error> {
+        let path = self.dir.join(Self::EVALUATIONS);
+        if path.is_file() { Evaluation::read(&path) } else { Ok(Vec::new()) }
+    }
+
+    /// Adds a report of `dflash eval`, in place of one of the same prompts and settings and of those
+    /// of other weights.
+    ///
+    /// # Errors
+    /// A file that cannot be written, or holds something else than reports.
+    pub fn keep_evaluation(&self, report: &Value) -> Result<(), Error> {
+        let path = self.dir.join(Self::EVALUATIONS);
+        let mut kept = match std::fs::read(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+            bytes => {
+                let bytes = bytes.map_err(dflash_files::Error::io("read", &path))?;
+                let fault = |source| Error::Evaluation { path: path.clone(), source };
+                reports(&bytes).map_err(fault)?
+            }
+        };
+        kept.retain(|other| {
+            let is_same = SAME.iter().all(|&key| other.get(key) == report.get(key));
+            other.get(WEIGHTS) == report.get(WEIGHTS) && !is_same
+        });
+        kept.push(report.clone());
+        let text = serde_json::to_vec_pretty(&kept).expect("JSON prints");
+        Ok(dflash_files::write_bytes(&path, &text)?)
+    }
+}
+
+/// One report, or a list of them.
+fn reports(bytes: &[u8]) -> serde_json::Result<Vec<Value>> {
+    match serde_json::from_slice(bytes)? {
+        Value::Array(reports) => Ok(reports),
+        report => Ok(vec![report]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn report(prompts: &str, weights: &str, length: f64) -> Value {
+        let mut report = serde_json::to_value(Evaluation::default()).unwrap();
+        report["prompts"] = json!(prompts);
+        report[WEIGHTS] = json!(weights);
+        report["acceptance_length"] = json!(length);
+        report
+    }
+
+    fn kept(checkpoint: &Checkpoint) -> Vec<(String, f64)> {
+        let found = checkpoint.evaluations().unwrap();
+        let of =
+            |it: Evaluation| (it.prompts.display().to_string(), it.acceptance.acceptance_length);
+        found.into_iter().map(of).collect()
+    }
+
+    #[test]
+    fn a_report_replaces_its_like_and_those_of_other_weights() {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint = Checkpoint::at(dir.path(), 7);
+        std::fs::create_dir(&checkpoint.dir).unwrap();
+        assert_eq!(kept(&checkpoint), []);
+        let keep = |report| checkpoint.keep_evaluation(&report).unwrap();
+        keep(report("a", "1", 2.0));
+        keep(report("b", "1", 3.0));
+        keep(report("a", "1", 2.5));
+        assert_eq!(kept(&checkpoint), [("b".to_owned(), 3.0), ("a".to_owned(), 2.5)]);
+        keep(report("c", "2", 4.0));
+        assert_eq!(kept(&checkpoint), [("c".to_owned(), 4.0)]);
+        let path = checkpoint.dir.join(Checkpoint::EVALUATIONS);
+        std::fs::write(&path, "{torn").unwrap();
+        let refused = checkpoint.keep_evaluation(&report("a", "1", 2.0)).unwrap_err().to_string();
+        assert!(refused.contains("evaluations.json is not a report of `dflash eval`"), "{refused}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{torn");
+    }
+
+    #[test]
+    fn only_a_run_s_checkpoint_keeps_reports() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = |name: &str| {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(&path).unwrap();
+            std::fs::write(path.join("config.json"), "{}").unwrap();
+            path
+        };
+        let (ours, theirs) = (place("run/step-000007"), place("run/step-7"));
+        let export = place("export");
+        let found = |path: &Path| Checkpoint::of_run(path).unwrap().map(|it| it.step);
+        assert_eq!((found(&ours), found(&theirs), found(&export)), (Some(7), None, None));
+        assert_eq!(found(&ours.join("")), Some(7));
+    }
+}
