@@ -31,8 +31,13 @@ fn compile_decode() {
     };
     let level = |name: &str, flags: &[&str]| {
         let mut build = loops();
-        flags.iter().for_each(|flag| drop(build.flag(flag)));
-        build.define("LEVEL", name).file("cpp/decode.cpp").compile(&format!("dflash_decode_{name}"));
+        for flag in flags {
+            build.flag(flag);
+        }
+        build
+            .define("LEVEL", name)
+            .file("cpp/decode.cpp")
+            .compile(&format!("dflash_decode_{name}"));
     };
     loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
     if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {

@@ -457,9 +457,10 @@ impl Layer {
         };
         let gate_up = Product {
             matrix: Matrix::pack_gated(weights.gate_up.weight_io, kind),
-            bias: weights.gate_up.bias_o.map(|bias| {
-                gated(&bias.unsqueeze(0), Kind::Float).flatten(0, -1).contiguous()
-            }),
+            bias: weights
+                .gate_up
+                .bias_o
+                .map(|bias| gated(&bias.unsqueeze(0), Kind::Float).flatten(0, -1).contiguous()),
         };
         Self {
             qkv: plain(&weights.qkv),
@@ -539,8 +540,7 @@ impl Head {
 
     /// Logits [R, V] of `x` [R, H] (float32), behind a norm (weight `[H]`, epsilon) where there is one.
     pub fn logits(&self, x: &Tensor, norm: Option<(&Tensor, f64)>) -> Tensor {
-        let logits =
-            Tensor::empty([x.size()[0], self.matrix.outputs], (Kind::Float, Device::Cpu));
+        let logits = Tensor::empty([x.size()[0], self.matrix.outputs], (Kind::Float, Device::Cpu));
         self.run(x, norm, (Some(&logits), None));
         logits
     }

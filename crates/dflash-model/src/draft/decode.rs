@@ -6,7 +6,7 @@ use dflash_torch_sys::decode::{
 };
 use tch::{Kind, Tensor};
 
-use super::{Draft, LayerKind, LayerViews};
+use super::{Draft, LayerKind, LayerViews, linear};
 use crate::fused;
 use crate::ops::{RotaryTables, attention};
 
@@ -192,11 +192,17 @@ impl Draft {
             cache.length += rows;
             return;
         }
-        let kv_all = self.context(features_tk).matmul(&self.decode_weights().context_kv);
+        let context = self.context(features_tk);
         let width = 2 * self.config.kv_width();
+        // Many rows, where few are packed, take the weights as they lie: copies would gain nothing.
+        let kv_all =
+            cache.few_rows.is_none().then(|| context.matmul(&self.decode_weights().context_kv));
         for (index, (layer, (k, v))) in self.views.layers.iter().zip(&cache.layers).enumerate() {
-            let kv =
-                self.project_context(layer, &kv_all.narrow(1, index as i64 * width, width), &rope);
+            let kv = match &kv_all {
+                Some(kv_all) => kv_all.narrow(1, index as i64 * width, width),
+                None => linear(&context, &layer.kv),
+            };
+            let kv = self.project_context(layer, &kv, &rope);
             k.narrow(1, cache.length, rows).copy_(&kv.k_jtd);
             v.narrow(1, cache.length, rows).copy_(&kv.v_jtd);
         }
@@ -204,7 +210,11 @@ impl Draft {
     }
 
     /// The packed weights and their cache, for `rows` few enough.
-    fn few_for<'a>(&'a self, cache: &'a ContextCache, rows: i64) -> Option<(&'a FewRows, &'a Cache)> {
+    fn few_for<'a>(
+        &'a self,
+        cache: &'a ContextCache,
+        rows: i64,
+    ) -> Option<(&'a FewRows, &'a Cache)> {
         let held = cache.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&rows))?;
         Some((self.few_rows()?, held))
     }

@@ -69,17 +69,25 @@ impl Target {
     ) -> CachedOutput {
         let rows = ids_t.size()[0];
         let mut x_th = self.embed(ids_t).to_kind(Kind::Float);
-        let states = Tensor::empty([captures.len() as i64, rows, self.hidden_size()], (Kind::Float, self.device()));
+        let states = Tensor::empty(
+            [captures.len() as i64, rows, self.hidden_size()],
+            (Kind::Float, self.device()),
+        );
         // An id that is asked for again takes the state of its first place.
         let first = |id: u32| captures.iter().position(|&capture| capture == id);
         let state = |id: u32| first(id).map(|place| states.get(place as i64));
         if let Some(embedded) = state(0) {
             embedded.shallow_clone().copy_(&x_th);
         }
-        let outputs: Vec<Option<Tensor>> =
-            (1..=self.num_layers() as u32).map(state).collect();
+        let outputs: Vec<Option<Tensor>> = (1..=self.num_layers() as u32).map(state).collect();
         let RotaryTables { cos_td, sin_td } = cache.rope(rows);
-        few.stack.forward(&mut x_th, (held, cache.len() as i64), (&cos_td, &sin_td), &outputs, None);
+        few.stack.forward(
+            &mut x_th,
+            (held, cache.len() as i64),
+            (&cos_td, &sin_td),
+            &outputs,
+            None,
+        );
         let states = states.to_kind(self.dtype());
         let place = |&id: &u32| first(id).expect("it is in the list") as i64;
         CachedOutput {
