@@ -10,6 +10,41 @@ fn main() {
     println!("cargo:rerun-if-changed=cpp");
     compile(&libtorch());
     compile_kernels();
+    compile_decode();
+}
+
+/// The passes of decoding, once for each instruction set that is chosen among when the program runs.
+fn compile_decode() {
+    let loops = || {
+        let mut build = cc::Build::new();
+        build
+            .cpp(true)
+            .std("c++17")
+            .opt_level(3)
+            .flag("-fopenmp-simd")
+            .flag("-fno-math-errno")
+            .flag("-fno-trapping-math")
+            // Vectors of one size everywhere; where registers are smaller the compiler splits them,
+            // and notes that functions compiled otherwise could not take them.
+            .flag("-Wno-psabi");
+        build
+    };
+    let level = |name: &str, flags: &[&str]| {
+        let mut build = loops();
+        for flag in flags {
+            build.flag(flag);
+        }
+        build
+            .define("LEVEL", name)
+            .file("cpp/decode.cpp")
+            .compile(&format!("dflash_decode_{name}"));
+    };
+    loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
+    if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
+        level("v4", &["-march=x86-64-v4"]);
+        level("v3", &["-march=x86-64-v3"]);
+    }
+    level("baseline", &[]);
 }
 
 /// Loops for the CPU: for speed, not for the traps and error codes of floating point.

@@ -138,6 +138,32 @@ fn conversations_become_a_measured_drafter() {
     let report: Value = serde_json::from_str(&fs::read_to_string(report).unwrap()).unwrap();
     assert!(report["acceptance_length"].as_f64().unwrap() >= 1.0, "{report}");
     assert_eq!(report["lossless"]["holds"], true, "{report}");
+    check_bench(&drafts, &prompts);
+}
+
+/// What the bench prints follows from what it measured, and the answers are the same both ways.
+fn check_bench(drafts: &str, prompts: &Path) {
+    let (target, prompts) = (target(), prompts.display());
+    let line = format!("bench decode --target {target} --draft {drafts} --prompts {prompts}");
+    for dtype in ["float32", "bfloat16"] {
+        let more = format!("--limit 2 --max-new-tokens 24 --dtype {dtype} --json");
+        let finished = dflash(&format!("{line} {more}")).ok();
+        let report: Value = serde_json::from_str(&finished.stdout).unwrap();
+        let figure = |name: &str| report[name].as_f64().unwrap();
+        let tau = figure("acceptance_length");
+        let efficiency = figure("speculative") / (tau * figure("plain"));
+        assert!((1.0..=4.0).contains(&tau) && figure("plain") > 0.0, "{report}");
+        assert!((efficiency - figure("efficiency")).abs() < 1e-9, "{report}");
+        let cost = figure("step_ms") / figure("plain_token_ms");
+        assert!((cost - figure("step_cost")).abs() < 1e-9, "{report}");
+        assert_eq!([&report["answers"], &report["identical"]], [2, 2], "{report}");
+        assert!(report["device"].as_str().unwrap().contains("threads"), "{report}");
+    }
+    let table = dflash(&format!("{line} --limit 1 --max-new-tokens 8")).ok().stdout;
+    assert!(table.contains(" plain tokens\n") && table.contains("1 of 1 identical"), "{table}");
+    let refused = dflash(&format!("{line} --max-new-tokens 1"));
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("--max-new-tokens"), "{}", refused.stderr);
 }
 
 /// oneDNN's code for a thousand shapes of products took 0.3 to 0.6 GB more.

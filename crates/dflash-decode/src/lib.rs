@@ -6,6 +6,7 @@
 //! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
+mod bench;
 mod dialogue;
 mod error;
 mod eval;
@@ -21,6 +22,7 @@ mod sampling;
 mod speculative;
 mod stamp;
 
+pub use bench::{DecodeReport, bench_decode};
 pub use error::Error;
 pub use eval::evaluate;
 pub use lossless::{Difference, Lossless, compare};

@@ -141,7 +141,7 @@ impl<'a> PlainDecoder<'a> {
         let ids_t = Tensor::from_slice(ids).to_device(self.target.device());
         let hidden_td = self.target.forward_cached(&ids_t, &mut self.cache, &[]).hidden_td;
         let last = hidden_td.narrow(0, ids.len() as i64 - 1, 1);
-        tch::no_grad(|| self.sampler.choose(&self.target.logits(&last)))
+        tch::no_grad(|| self.sampler.next(self.target, &last))
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_console::{Progress, Unit};
+use dflash_model::ops::most_likely;
 use dflash_model::place;
 use dflash_model::target::{BatchCache, Target, TargetConfig, TargetOptions};
 use dflash_settings::RegenerateSettings;
@@ -21,7 +22,6 @@ use crate::dialogue::{Dialogue, Next, Speaker};
 use crate::partial::{Found, PartialOutput, find};
 use crate::plain::{Limits, check, roomy};
 use crate::rows::{Place, read_rows};
-use crate::sampling::most_likely;
 use crate::stamp::Stamp;
 
 /// What a regeneration did.

@@ -4,6 +4,8 @@
 //! the cumulative distribution on the device: the same seed gives the same text, and only the
 //! chosen tokens travel. Shapes: `r` rows (positions), `v` vocabulary.
 
+use dflash_model::ops::most_likely;
+use dflash_model::target::Target;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
@@ -35,6 +37,14 @@ impl Sampler {
         self.draw(&self.distributions(logits_1v))[0]
     }
 
+    /// The token after one row [1, H] of the target's residual stream.
+    pub(crate) fn next(&mut self, target: &Target, hidden_1d: &Tensor) -> i64 {
+        if self.is_greedy() {
+            return target.most_likely(hidden_1d).int64_value(&[0]);
+        }
+        self.choose(&target.logits(hidden_1d))
+    }
+
     /// Distributions [R, V] of logits [R, V], float64. Greedy sampling has none.
     pub(crate) fn distributions(&self, logits_rv: &Tensor) -> Tensor {
         debug_assert!(!self.is_greedy(), "greedy decoding compares tokens, not distributions");
@@ -59,12 +69,6 @@ impl Sampler {
     pub(crate) fn uniform(&mut self) -> f64 {
         (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
-}
-
-/// The most likely token of each row `[R]`; of equal ones the first.
-pub(crate) fn most_likely(logits_rv: &Tensor) -> Tensor {
-    // Three to four times as fast as argmax on CPU: only this reduction is vectorised there.
-    logits_rv.max_dim(-1, false).1
 }
 
 #[cfg(test)]

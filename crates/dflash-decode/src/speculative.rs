@@ -10,12 +10,13 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::{ContextCache, Draft};
 use dflash_model::objective::DraftVocabulary;
+use dflash_model::ops::most_likely;
 use dflash_model::target::{CachedOutput, KvCache, Target, check_layer_ids};
 use tch::{Kind, Tensor, no_grad};
 
 use crate::Error;
 use crate::plain::{Answer, Generation, Limits, check, roomy};
-use crate::sampling::{Sampler, most_likely};
+use crate::sampling::Sampler;
 
 /// One answer and how its steps went.
 #[derive(Debug, Clone, PartialEq)]
@@ -146,7 +147,7 @@ impl<'a> Speculator<'a> {
         let output = self.run_target(&self.to_device(prompt));
         let rows = prompt.len() as i64;
         self.keep(&output, 0, rows);
-        self.sampler.choose(&self.target.logits(&output.hidden_td.narrow(0, rows - 1, 1)))
+        self.sampler.next(self.target, &output.hidden_td.narrow(0, rows - 1, 1))
     }
 
     fn step(&mut self, bonus: i64) -> Verified {
@@ -154,10 +155,12 @@ impl<'a> Speculator<'a> {
         let bonus_1 = self.to_device(&[bonus]);
         let proposal = self.propose(&bonus_1, anchor);
         let output = self.run_target(&Tensor::cat(&[&bonus_1, &proposal.ids_b], 0));
-        let logits_bv = self.target.logits(&output.hidden_td);
         let verified = match &proposal.distributions_bv {
-            None => verify_greedy(&proposal.ids_b, &logits_bv),
-            Some(draft_bv) => self.verify_sampled(&proposal.ids_b, draft_bv, &logits_bv),
+            None => verify_greedy(&proposal.ids_b, &self.target.most_likely(&output.hidden_td)),
+            Some(draft_bv) => {
+                let logits_bv = self.target.logits(&output.hidden_td);
+                self.verify_sampled(&proposal.ids_b, draft_bv, &logits_bv)
+            }
         };
         self.keep(&output, anchor, verified.accepted.len() as i64 + 1);
         verified
@@ -169,18 +172,20 @@ impl<'a> Speculator<'a> {
         let normed_bh = self.draft.forward_block(&self.context, &block_bh, anchor);
         let slots = self.masks_bh.size()[0];
         let normed_bh = normed_bh.narrow(0, 1, slots);
+        if self.sampler.is_greedy() {
+            let ids_b = match &self.head {
+                None => self.target.most_likely_of_normed(&normed_bh),
+                Some(head) => {
+                    let chosen_b = most_likely(&normed_bh.mm(&head.lm_head_hv));
+                    head.ids_v.index_select(0, &chosen_b)
+                }
+            };
+            return Proposal { ids_b, distributions_bv: None };
+        }
         let logits_bv = match &self.head {
             None => self.target.lm_head(&normed_bh),
             Some(head) => normed_bh.mm(&head.lm_head_hv),
         };
-        if self.sampler.is_greedy() {
-            let chosen_b = most_likely(&logits_bv);
-            let ids_b = match &self.head {
-                None => chosen_b,
-                Some(head) => head.ids_v.index_select(0, &chosen_b),
-            };
-            return Proposal { ids_b, distributions_bv: None };
-        }
         let mut distributions_bv = self.sampler.distributions(&logits_bv);
         if let Some(head) = &self.head {
             distributions_bv = head.widen(&distributions_bv, self.target);
@@ -247,11 +252,11 @@ impl PrunedHead {
     }
 }
 
-/// Accepts proposals while they are the target's most likely tokens.
-fn verify_greedy(ids_b: &Tensor, logits_bv: &Tensor) -> Verified {
+/// Accepts proposals while they are the target's most likely tokens `own_b`.
+fn verify_greedy(ids_b: &Tensor, own_b: &Tensor) -> Verified {
     // One transfer for both: on a GPU every read waits for the whole step.
     let slots = ids_b.size()[0] as usize;
-    let both = to_host(&Tensor::cat(&[ids_b, &most_likely(logits_bv)], 0));
+    let both = to_host(&Tensor::cat(&[ids_b, own_b], 0));
     let (proposed, own) = both.split_at(slots);
     let accepted = proposed.iter().zip(own).take_while(|(proposal, own)| proposal == own).count();
     Verified { accepted: proposed[..accepted].to_vec(), bonus: own[accepted] }

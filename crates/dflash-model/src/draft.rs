@@ -19,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 
 pub use config::{DraftConfig, LayerKind};
 pub use decode::ContextCache;
-use decode::DecodeWeights;
+use decode::{DecodeWeights, FewRows};
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};
 
@@ -50,6 +50,8 @@ pub struct Draft {
     rotary: Rotary,
     kernels: Kernels,
     decode: OnceCell<DecodeWeights>,
+    /// What few rows go through on a CPU; `None` inside where they do not.
+    few_rows: OnceCell<Option<FewRows>>,
 }
 
 impl Draft {
@@ -58,13 +60,13 @@ impl Draft {
         let layout = DraftLayout::new(&config);
         let views = DraftViews::new(&config, &layout, &flat);
         let rotary = Rotary::new(config.head_dim, config.rope_theta, flat.device());
-        let (kernels, decode) = (Kernels::Fast, OnceCell::new());
-        Self { config, layout, flat, views, rotary, kernels, decode }
+        let (kernels, decode, few_rows) = (Kernels::Fast, OnceCell::new(), OnceCell::new());
+        Self { config, layout, flat, views, rotary, kernels, decode, few_rows }
     }
 
     /// The same draft, computed by `kernels`.
     pub fn with_kernels(self, kernels: Kernels) -> Self {
-        Self { kernels, ..self }
+        Self { kernels, few_rows: OnceCell::new(), ..self }
     }
 
     /// A draft of float32 zeros, to be filled.

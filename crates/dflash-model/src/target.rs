@@ -9,6 +9,7 @@
 mod batch;
 mod cache;
 mod config;
+mod few_rows;
 mod head;
 mod layer;
 mod layer_ids;
@@ -18,12 +19,14 @@ mod parameters;
 mod rotary;
 mod weights;
 
+use std::cell::OnceCell;
 use std::path::Path;
 
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use self::cache::CachedAttention;
+use self::few_rows::FewRows;
 use self::head::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use self::layer::{Attend, DecoderLayer, norm};
 use self::packed::PackedAttention;
@@ -31,7 +34,7 @@ use self::parameters::{Init, Linear, LinearSpec};
 use self::rotary::{HeadTables, scale_frequencies};
 use crate::checkpoint::write_safetensors_as;
 use crate::fused::Norm;
-use crate::ops::{Rotary, rms_norm};
+use crate::ops::{Rotary, most_likely, rms_norm};
 use crate::{Error, Result};
 
 pub use self::batch::BatchCache;
@@ -61,6 +64,8 @@ pub struct Target {
     lm_head: LmHead,
     rotary: Rotary,
     kernels: Kernels,
+    /// What few rows go through on a CPU; `None` inside where they do not.
+    few_rows: OnceCell<Option<FewRows>>,
 }
 
 /// The output projection.
@@ -129,12 +134,14 @@ impl Target {
         let rotary = Rotary::new(config.head_dim, config.rope.theta, init.options.1)
             .map_frequencies(|frequency| scale_frequencies(&config.rope, frequency));
         let kernels = Kernels::Fast;
-        Ok(Self { config, embedding_vh, layers, norm_h, lm_head, rotary, kernels })
+        let few_rows = OnceCell::new();
+        Ok(Self { config, embedding_vh, layers, norm_h, lm_head, rotary, kernels, few_rows })
     }
 
     /// The same target, computed by `kernels`.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
+        self.few_rows = OnceCell::new();
         self.layers.iter_mut().for_each(|layer| layer.kernels = kernels);
         self
     }
@@ -190,11 +197,28 @@ impl Target {
 
     /// Logits [T, V] of `hidden_td` [T, H], the residual stream before the final norm.
     pub fn logits(&self, hidden_td: &Tensor) -> Tensor {
-        self.lm_head(&self.normed(hidden_td))
+        let few = self.few_logits(hidden_td, false);
+        few.unwrap_or_else(|| self.lm_head(&self.normed(hidden_td)))
+    }
+
+    /// The most likely token `[T]` (int64) after each row of `hidden_td` [T, H], the residual stream
+    /// before the final norm; of equally likely ones the first.
+    pub fn most_likely(&self, hidden_td: &Tensor) -> Tensor {
+        let few = self.few_most_likely(hidden_td, false);
+        few.unwrap_or_else(|| most_likely(&self.logits(hidden_td)))
+    }
+
+    /// As [`Self::most_likely`], of states that are normed already.
+    pub fn most_likely_of_normed(&self, normed_td: &Tensor) -> Tensor {
+        let few = self.few_most_likely(normed_td, true);
+        few.unwrap_or_else(|| most_likely(&self.lm_head(normed_td)))
     }
 
     /// Logits [T, V] of states that are normed already: the target's or the draft's.
     pub fn lm_head(&self, normed_td: &Tensor) -> Tensor {
+        if let Some(logits_tv) = self.few_logits(normed_td, true) {
+            return logits_tv;
+        }
         match &self.lm_head {
             LmHead::Own(linear) => linear.apply(normed_td),
             LmHead::Tied { transposed_hv: Some(lm_head_hv) } => normed_td.mm(lm_head_hv),
@@ -242,7 +266,8 @@ impl Target {
 
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
-        KvCache::new(&self.config, &self.rotary, &self.embedding_vh, max_tokens)
+        let few = self.few_rows().map(|few| &few.stack);
+        KvCache::new(&self.config, &self.rotary, (&self.embedding_vh, few), max_tokens)
     }
 
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
@@ -257,6 +282,11 @@ impl Target {
     ) -> CachedOutput {
         let tokens = ids_t.size()[0];
         no_grad(|| {
+            if let Some((few, held)) = self.few_rows().zip(cache.few_rows(tokens)) {
+                let output = self.forward_few(few, ids_t, (cache, held), captures);
+                cache.advance(tokens);
+                return output;
+            }
             let mut attention = CachedAttention::new(cache, tokens);
             let tables = attention.tables(tokens);
             let output = self.run(ids_t, &tables, &mut attention, captures, self.num_layers());

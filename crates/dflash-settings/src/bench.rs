@@ -1,9 +1,11 @@
 //! The settings of `dflash bench`.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_LAYERS, MOST_TOKENS, block_size, within};
-use crate::choices::Device;
+use crate::check::{Invalid, MOST_LAYERS, MOST_ROWS, MOST_TOKENS, block_size, within};
+use crate::choices::{Device, Dtype};
 use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
 
 /// Nobody waits for more.
@@ -16,9 +18,11 @@ const MOST_STEPS: u64 = 1_000_000;
 pub enum BenchSubject {
     /// One optimizer step: forward, backward, clipping and AdamW on random hidden states.
     TrainStep(TrainStepSettings),
+    /// Decoding: plain and speculative greedy answers to real prompts, in turns.
+    Decode(BenchDecodeSettings),
 }
 
-/// Time parts of the work on random data.
+/// Time parts of the work.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct BenchSettings {
@@ -69,13 +73,56 @@ pub struct TrainStepSettings {
     pub json: bool,
 }
 
+/// What is decoded.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct BenchDecodeSettings {
+    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
+    pub target: String,
+    /// The drafter: its directory, that of a run, or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
+    pub draft: String,
+    /// Prompts, JSON or JSONL, of any layout that `dflash eval` takes.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub prompts: PathBuf,
+    /// Use only the first N rows of the prompts.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 100))]
+    pub limit: usize,
+    /// Longest answer, in tokens.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 220))]
+    pub max_new_tokens: usize,
+    /// Where to compute: auto, cpu, cuda or cuda:N.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
+    pub device: Device,
+    /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub dtype: Dtype,
+    /// Time the draft although it was made for another target.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub allow_other_target: bool,
+    /// Print one JSON line instead of a table.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub json: bool,
+}
+
 impl BenchSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
         match &self.subject {
             BenchSubject::TrainStep(settings) => settings.check(),
+            BenchSubject::Decode(settings) => settings.check(),
         }
+    }
+}
+
+impl BenchDecodeSettings {
+    fn check(&self) -> Result<(), Invalid> {
+        within([
+            ("limit", self.limit as u64, 1..=MOST_ROWS),
+            ("max_new_tokens", self.max_new_tokens as u64, 2..=MOST_TOKENS),
+        ])
     }
 }
 

@@ -28,7 +28,7 @@ mod secrets;
 mod train;
 mod validation;
 
-pub use bench::{BenchSettings, BenchSubject, TrainStepSettings};
+pub use bench::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSettings};
 pub use check::Invalid;
 pub use choices::{
     Backend, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind, SchedulerType,

@@ -1,7 +1,8 @@
 //! What tch does not reach in libtorch: the c10d store and gloo process group, the
 //! version of the library in use, and the loading of its CUDA half and of NCCL at run time.
 //!
-//! [`kernels`] are the trainer's elementwise loops for the CPU.
+//! [`kernels`] are the trainer's elementwise loops for the CPU, [`decode`] the decoder's passes of a
+//! few rows.
 //!
 //! All `unsafe` that touches libtorch lives here. The C++ under `cpp/` catches every
 //! exception and the functions of this crate return them as [`Error`]; a Rust panic never
@@ -13,6 +14,7 @@
 #![allow(unsafe_code, reason = "calls into libtorch through a C interface")]
 
 mod cuda;
+pub mod decode;
 mod error;
 mod ffi;
 mod group;

@@ -1,8 +1,12 @@
 //! The decoding pass: one block at a time over cached keys and values of the accepted context.
 
-use tch::Tensor;
+use dflash_torch_sys::decode::{
+    Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Projection, Shape, Stack, storage,
+    takes,
+};
+use tch::{Kind, Tensor};
 
-use super::{Draft, LayerKind, LayerViews};
+use super::{Draft, LayerKind, LayerViews, linear};
 use crate::fused;
 use crate::ops::{RotaryTables, attention};
 
@@ -11,6 +15,8 @@ use crate::ops::{RotaryTables, attention};
 pub struct ContextCache {
     /// Per layer keys and values, [kv heads, capacity + B, D].
     layers: Vec<(Tensor, Tensor)>,
+    /// The memory behind `layers` where few rows take the compiled passes.
+    few_rows: Option<Cache>,
     /// Rotary tables of all positions there is room for.
     rope: RotaryTables,
     capacity: i64,
@@ -31,6 +37,66 @@ impl ContextCache {
     /// Forgets all positions from `length` on.
     pub fn truncate(&mut self, length: i64) {
         self.length = self.length.min(length);
+    }
+}
+
+/// The draft's layers on a CPU for a few rows, packed; the weights of a checkpoint take bfloat16.
+#[derive(Debug)]
+pub(super) struct FewRows {
+    stack: Stack,
+    fc: Matrix,
+    /// Norm of the joined context and of the last layer, float32 `[H]`.
+    norms: (Tensor, Tensor),
+}
+
+impl FewRows {
+    fn new(draft: &Draft) -> Option<Self> {
+        let (c, views) = (&draft.config, &draft.views);
+        if !takes(draft.kernels, &draft.flat) || draft.layout.elements() > MAX_PACKED_ELEMENTS {
+            return None;
+        }
+        let shape = Shape {
+            hidden: c.hidden_size,
+            inner: c.intermediate_size,
+            query_heads: c.num_attention_heads,
+            kv_heads: c.num_key_value_heads,
+            head_dim: c.head_dim,
+            eps: c.rms_norm_eps,
+            causal: false,
+        };
+        let kind = storage([&draft.flat]);
+        let turned = |layer: &LayerViews| {
+            [&layer.qkv, &layer.o, &layer.gate_up, &layer.down].map(Tensor::tr)
+        };
+        let turned: Vec<[Tensor; 4]> = views.layers.iter().map(turned).collect();
+        let layers: Vec<LayerWeights> = (0..turned.len())
+            .map(|index| layer_weights(&views.layers[index], &turned[index], draft.window(index)))
+            .collect();
+        let float = |x: &Tensor| x.to_kind(Kind::Float).contiguous();
+        Some(Self {
+            stack: Stack::new(shape, &layers, kind),
+            fc: Matrix::pack(&views.fc.tr(), kind),
+            norms: (float(&views.hidden_norm), float(&views.norm)),
+        })
+    }
+}
+
+fn layer_weights<'a>(
+    layer: &'a LayerViews,
+    turned: &'a [Tensor; 4],
+    window: Option<i64>,
+) -> LayerWeights<'a> {
+    let [qkv, output, gate_up, down] =
+        turned.each_ref().map(|weight_io| Projection { weight_io, bias_o: None });
+    LayerWeights {
+        qkv,
+        output,
+        gate_up,
+        down,
+        input_norm: &layer.input_norm,
+        post_norm: &layer.post_norm,
+        head_norms: Some((&layer.q_norm, &layer.k_norm)),
+        window,
     }
 }
 
@@ -74,15 +140,34 @@ impl Draft {
         self.decode.get_or_init(|| DecodeWeights::new(&self.views.layers))
     }
 
+    /// Made with the first cache, as [`Self::decode_weights`].
+    fn few_rows(&self) -> Option<&FewRows> {
+        self.few_rows.get_or_init(|| FewRows::new(self)).as_ref()
+    }
+
+    /// How many positions a layer's slot sees, itself included; `None` for all.
+    fn window(&self, layer: usize) -> Option<i64> {
+        match self.config.layers[layer] {
+            LayerKind::Sliding => self.config.sliding_window.map(|window| window as i64),
+            _ => None,
+        }
+    }
+
     /// A cache for up to `capacity` context positions.
     pub fn new_cache(&self, capacity: i64) -> ContextCache {
         let c = &self.config;
         let rows = capacity + c.block_size as i64;
         let shape = [c.num_key_value_heads, rows, c.head_dim];
         let empty = || Tensor::zeros(shape, (self.flat.kind(), self.flat.device()));
-        let layers = c.layers.iter().map(|_| (empty(), empty())).collect();
+        let few_rows = self.few_rows().map(|few| few.stack.new_cache(rows));
+        let layer = |index: usize| match &few_rows {
+            None => (empty(), empty()),
+            Some(held) => (held.keys(index), held.values(index)),
+        };
+        let layers = (0..c.layers.len()).map(layer).collect();
         let positions: Vec<i64> = (0..rows).collect();
-        ContextCache { layers, rope: self.tables(&positions), capacity, length: 0 }
+        let rope = self.tables(&positions);
+        ContextCache { layers, few_rows, rope, capacity, length: 0 }
     }
 
     /// Appends the features of accepted tokens: `features_tk` [T, K*H] of the positions that
@@ -99,16 +184,39 @@ impl Draft {
         let rows = features_tk.size()[0];
         assert_eq!(first_position, cache.length, "context positions must be contiguous");
         assert!(cache.length + rows <= cache.capacity, "the context cache is full");
-        let kv_all = self.context(features_tk).matmul(&self.decode_weights().context_kv);
         let rope = cache.rope.narrow(first_position, rows);
+        if let Some((few, held)) = self.few_for(cache, rows) {
+            let features_tk = features_tk.to_kind(Kind::Float).contiguous();
+            let (fc, tables) = ((&few.fc, &few.norms.0), (&rope.cos_td, &rope.sin_td));
+            few.stack.extend(&features_tk, fc, (held, first_position), tables);
+            cache.length += rows;
+            return;
+        }
+        let context = self.context(features_tk);
         let width = 2 * self.config.kv_width();
+        // Many rows, where few are packed, take the weights as they lie: copies would gain nothing.
+        let kv_all =
+            cache.few_rows.is_none().then(|| context.matmul(&self.decode_weights().context_kv));
         for (index, (layer, (k, v))) in self.views.layers.iter().zip(&cache.layers).enumerate() {
-            let kv =
-                self.project_context(layer, &kv_all.narrow(1, index as i64 * width, width), &rope);
+            let kv = match &kv_all {
+                Some(kv_all) => kv_all.narrow(1, index as i64 * width, width),
+                None => linear(&context, &layer.kv),
+            };
+            let kv = self.project_context(layer, &kv, &rope);
             k.narrow(1, cache.length, rows).copy_(&kv.k_jtd);
             v.narrow(1, cache.length, rows).copy_(&kv.v_jtd);
         }
         cache.length += rows;
+    }
+
+    /// The packed weights and their cache, for `rows` few enough.
+    fn few_for<'a>(
+        &'a self,
+        cache: &'a ContextCache,
+        rows: i64,
+    ) -> Option<(&'a FewRows, &'a Cache)> {
+        let held = cache.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&rows))?;
+        Some((self.few_rows()?, held))
     }
 
     /// Runs one block: `block_bh` [B', H] are the embeddings of [bonus token, MASK, ...], the
@@ -123,6 +231,14 @@ impl Draft {
     ) -> Tensor {
         let slots = block_bh.size()[0];
         let rope = cache.rope.narrow(anchor_position, slots);
+        if let Some((few, held)) = self.few_for(cache, slots) {
+            assert_eq!(anchor_position, cache.length, "a block follows its context");
+            let mut x = block_bh.to_dtype(Kind::Float, false, true).contiguous();
+            let tables = (&rope.cos_td, &rope.sin_td);
+            let none: Vec<Option<Tensor>> = self.views.layers.iter().map(|_| None).collect();
+            few.stack.forward(&mut x, (held, anchor_position), tables, &none, Some(&few.norms.1));
+            return x.to_kind(self.flat.kind());
+        }
         let mut x = block_bh.shallow_clone();
         for (index, layer) in self.views.layers.iter().enumerate() {
             let mask = self.decode_mask(index, cache.length, slots);
@@ -157,10 +273,7 @@ impl Draft {
 
     /// Additive mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
     fn decode_mask(&self, index: usize, length: i64, slots: i64) -> Option<Tensor> {
-        let window = match (self.config.layers[index], self.config.sliding_window) {
-            (LayerKind::Sliding, Some(window)) => window as i64,
-            _ => return None,
-        };
+        let window = self.window(index)?;
         let group = self.config.queries_per_kv();
         let mut mask = vec![f32::NEG_INFINITY; (slots * group * (length + slots)) as usize];
         for (row, keys) in mask.chunks_mut((length + slots) as usize).enumerate() {

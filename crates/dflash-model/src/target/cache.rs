@@ -4,18 +4,21 @@
 //! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens is
 //! changing a number. Shapes: `m` key heads, `s` capacity, `d` head dimension.
 
+use dflash_torch_sys::decode::{Cache, MAX_ROWS, Stack};
 use tch::{Kind, Tensor};
 
 use super::config::TargetConfig;
 use super::layer::{Attend, Place, Projected};
 use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
-use crate::ops::{Rotary, attention};
+use crate::ops::{Rotary, RotaryTables, attention};
 
 /// Keys and values of one sequence, for every layer of a target.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<KvLayer>,
+    /// The memory behind `layers` where few rows take the compiled passes.
+    few_rows: Option<Cache>,
     tables: HeadTables,
     len: i64,
     capacity: i64,
@@ -31,7 +34,7 @@ impl KvCache {
     pub(crate) fn new(
         config: &TargetConfig,
         rotary: &Rotary,
-        like: &Tensor,
+        (like, few): (&Tensor, Option<&Stack>),
         capacity: usize,
     ) -> Self {
         let options = (like.kind(), like.device());
@@ -40,10 +43,18 @@ impl KvCache {
         // The operating system hands out pages as rows are written: spare capacity costs nothing.
         let empty = || Tensor::empty(shape, options);
         let positions = Tensor::arange(capacity, (Kind::Int64, like.device()));
+        let few_rows = few.map(|stack| stack.new_cache(capacity));
+        let layer = |layer: usize| match &few_rows {
+            None => KvLayer { k_1msd: empty(), v_1msd: empty() },
+            Some(held) => {
+                let [k_1msd, v_1msd] =
+                    [held.keys(layer), held.values(layer)].map(|x| x.unsqueeze(0));
+                KvLayer { k_1msd, v_1msd }
+            }
+        };
         Self {
-            layers: (0..config.num_hidden_layers)
-                .map(|_| KvLayer { k_1msd: empty(), v_1msd: empty() })
-                .collect(),
+            layers: (0..config.num_hidden_layers).map(layer).collect(),
+            few_rows,
             tables: HeadTables::new(rotary, &positions, like.kind()),
             len: 0,
             capacity,
@@ -70,7 +81,27 @@ impl KvCache {
         self.len = self.len.min(len as i64);
     }
 
-    /// Makes `tokens` rows, already written by [`CachedAttention`], part of the sequence.
+    /// The memory for `tokens` more of them, if they are few enough for the compiled passes.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub(crate) fn few_rows(&self, tokens: i64) -> Option<&Cache> {
+        self.check_room(tokens);
+        self.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&tokens))
+    }
+
+    /// Half tables of the next `tokens` positions.
+    pub(crate) fn rope(&self, tokens: i64) -> RotaryTables {
+        self.tables.half.narrow(self.len, tokens)
+    }
+
+    /// A caller that grows a sequence past its plan is a bug.
+    fn check_room(&self, tokens: i64) {
+        let (len, capacity) = (self.len, self.capacity);
+        assert!(len + tokens <= capacity, "{len} + {tokens} tokens exceed the cache's {capacity}");
+    }
+
+    /// Makes `tokens` rows, already written, part of the sequence.
     pub(crate) fn advance(&mut self, tokens: i64) {
         self.len += tokens;
     }
@@ -87,10 +118,9 @@ impl<'a> CachedAttention<'a> {
     /// Attention for `tokens` more tokens.
     ///
     /// # Panics
-    /// When they do not fit: a caller that grows a sequence past its plan is a bug.
+    /// When they do not fit.
     pub(crate) fn new(cache: &'a mut KvCache, tokens: i64) -> Self {
-        let (len, capacity) = (cache.len, cache.capacity);
-        assert!(len + tokens <= capacity, "{len} + {tokens} tokens exceed the cache's {capacity}");
+        cache.check_room(tokens);
         Self { cache, masks: Masks::default() }
     }
 
@@ -111,8 +141,8 @@ impl Attend for CachedAttention<'_> {
         }
         let first_key = place.window.map_or(0, |window| (start + 1 - window).max(0));
         let keys = start + tokens - first_key;
-        let k = layer.k_1msd.narrow(2, first_key, keys);
-        let v = layer.v_1msd.narrow(2, first_key, keys);
+        let [k, v] = [&layer.k_1msd, &layer.v_1msd]
+            .map(|x| dense(&x.narrow(2, first_key, keys), projected.q_tnd.kind()));
         if tokens == 1 {
             return one_token(projected, &k, &v);
         }
@@ -121,6 +151,13 @@ impl Attend for CachedAttention<'_> {
         let q = heads_first(&projected.q_tnd);
         side_by_side(&attention(&q, &k, &v, (Some(&mask), false), projected.kernels))
     }
+}
+
+/// Cached rows in `kind` with the head dimension's elements side by side, as attention takes them: a
+/// copy where the cache holds them for the compiled passes.
+fn dense(x: &Tensor, kind: Kind) -> Tensor {
+    let x = x.to_kind(kind);
+    if x.stride().last() == Some(&1) { x } else { x.contiguous() }
 }
 
 /// One token sees all keys, so the query heads of a group can stand in for a sequence: no mask, and

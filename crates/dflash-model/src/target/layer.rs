@@ -4,6 +4,7 @@
 //! to which document or cache, and it does so behind [`Attend`]. Shapes: `t` tokens, `h` hidden,
 //! `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
+use dflash_torch_sys::decode::LayerWeights;
 use dflash_torch_sys::kernels::{self, Kernels};
 use tch::Tensor;
 
@@ -135,6 +136,20 @@ impl DecoderLayer {
         };
         let (q_tnd, k_tmd) = (qk.narrow(1, 0, queries), qk.narrow(1, queries, keys));
         Projected { q_tnd, k_tmd, v_tmd, kernels }
+    }
+
+    /// The weights, to be packed.
+    pub(crate) fn weights(&self) -> LayerWeights<'_> {
+        LayerWeights {
+            qkv: self.qkv.projection(),
+            output: self.output.projection(),
+            gate_up: self.gate_up.projection(),
+            down: self.down.projection(),
+            input_norm: &self.input_norm_h,
+            post_norm: &self.post_attention_norm_h,
+            head_norms: self.qk_norm.as_ref().map(|norms| (&norms.query_d, &norms.key_d)),
+            window: self.place.window,
+        }
     }
 
     /// The parameters as they are trained: fused projections, norms.

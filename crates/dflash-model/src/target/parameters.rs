@@ -5,6 +5,7 @@
 //! on CPU the few-row products of decoding run up to twice as fast that way. Shapes: `i` input,
 //! `o` output of a projection, `t` tokens.
 
+use dflash_torch_sys::decode::Projection;
 use tch::{Device, Kind, Tensor};
 
 use super::config::INITIALIZER_RANGE;
@@ -116,6 +117,16 @@ impl Linear {
             Some(bias_o) => sum + bias_o,
             None => sum,
         }
+    }
+
+    /// The weight [I, O] and its bias.
+    pub(crate) fn projection(&self) -> Projection<'_> {
+        Projection { weight_io: &self.weight_io, bias_o: self.bias_o.as_ref() }
+    }
+
+    /// The weight [I, O].
+    pub(crate) fn weight_io(&self) -> Tensor {
+        self.weight_io.shallow_clone()
     }
 
     /// The weight's columns [I, o] of the outputs `ids_o`, in one piece.

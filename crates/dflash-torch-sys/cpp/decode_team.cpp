@@ -1,0 +1,202 @@
+// The threads that run `decode.cpp` together, and the choice of its instruction set.
+//
+// A pass over a small model takes under a millisecond and its threads meet forty times, so they wait
+// by spinning, which libgomp's threads here must not (they share the machine with servers). Spinning
+// is bounded: between passes a thread that waits too long sleeps, within one it yields. Where a thread
+// was kept from running, the next passes run on the caller alone, since two threads on one core cost
+// a time slice at each meeting. No result depends on the number of threads.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "decode.h"
+
+namespace {
+
+// Of some 15 ns each: 60 us, many times what threads that run wait for each other.
+constexpr int kSpins = 4000;
+// Between passes: 300 us, enough for what a decoder does there.
+constexpr int kIdleSpins = 20000;
+// Passes that the caller runs alone after one that was held up: doubled each time it happens again.
+constexpr int kMostAlone = 64;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+using Body = void (*)(const void*, int64_t, int64_t, DflashBarrier*);
+
+class Team {
+ public:
+  void run(Body body, const void* work, int64_t threads) {
+    std::unique_lock<std::mutex> only(busy_, std::try_to_lock);
+    if (threads <= 1 || !only.owns_lock() || alone_ > 0) {
+      if (only.owns_lock() && alone_ > 0) --alone_;
+      DflashBarrier none{};
+      none.threads = 1;
+      body(work, 0, 1, &none);
+      return;
+    }
+    hire(threads - 1);
+    body_ = body;
+    work_ = work;
+    threads_ = std::min<int64_t>(threads, hired_ + 1);
+    barrier_.threads = static_cast<uint32_t>(threads_);
+    barrier_.late = 0;
+    finished_.store(0, std::memory_order_relaxed);
+    turn_.fetch_add(1);
+    const bool slept = asleep_.load() > 0;
+    if (slept) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    body(work, 0, threads_, &barrier_);
+    await_workers();
+    // One that had to wake says nothing about the machine.
+    if (!slept) back_off(__atomic_load_n(&barrier_.late, __ATOMIC_RELAXED) != 0);
+  }
+
+ private:
+  // Workers live as long as the process. Where no more can be started, fewer do the work.
+  void hire(int64_t workers) {
+    for (; hired_ < workers; ++hired_) {
+      try {
+        std::thread([this, number = hired_ + 1, seen = turn_.load()] { serve(number, seen); })
+            .detach();
+      } catch (const std::system_error&) {
+        return;
+      }
+    }
+  }
+
+  void serve(int64_t number, uint32_t seen) {
+    for (;;) {
+      await_turn(seen);
+      ++seen;
+      if (number < threads_) body_(work_, number, threads_, &barrier_);
+      finished_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  void await_turn(uint32_t seen) {
+    for (int spins = 0; spins < kIdleSpins; ++spins) {
+      if (turn_.load(std::memory_order_acquire) != seen) return;
+      pause();
+    }
+    std::unique_lock<std::mutex> lock(sleep_);
+    asleep_.fetch_add(1);
+    wake_.wait(lock, [&] { return turn_.load() != seen; });
+    asleep_.fetch_sub(1);
+  }
+
+  void await_workers() {
+    for (int spins = 0; finished_.load(std::memory_order_acquire) != hired_; ++spins) {
+      if (spins < kSpins) {
+        pause();
+        continue;
+      }
+      __atomic_store_n(&barrier_.late, 1, __ATOMIC_RELAXED);
+      std::this_thread::yield();
+    }
+  }
+
+  void back_off(bool late) {
+    penalty_ = late ? std::min(2 * penalty_ + 1, kMostAlone) : penalty_ / 2;
+    if (late) alone_ = penalty_;
+  }
+
+  std::mutex busy_, sleep_;
+  std::condition_variable wake_;
+  alignas(64) std::atomic<uint32_t> turn_{0};
+  alignas(64) std::atomic<int64_t> finished_{0};
+  alignas(64) std::atomic<int> asleep_{0};
+  Body body_ = nullptr;
+  const void* work_ = nullptr;
+  int64_t threads_ = 1, hired_ = 0;
+  int alone_ = 0, penalty_ = 0;
+  DflashBarrier barrier_{};
+};
+
+// Never destroyed: workers may wait in it while the process ends.
+Team& team() {
+  static Team* const team = new Team;
+  return *team;
+}
+
+enum class Level { kBaseline, kV3, kV4 };
+
+Level level() {
+#if defined(__x86_64__)
+  static const Level found = [] {
+    __builtin_cpu_init();
+    const auto v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi2");
+    const auto v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl");
+    return v3 && v4 ? Level::kV4 : v3 ? Level::kV3 : Level::kBaseline;
+  }();
+  return found;
+#else
+  return Level::kBaseline;
+#endif
+}
+
+template <typename Work>
+using Function = void (*)(const Work*, int64_t, int64_t, DflashBarrier*);
+
+template <typename Work, Function<Work> function>
+void erased(const void* work, int64_t thread, int64_t threads, DflashBarrier* barrier) {
+  function(static_cast<const Work*>(work), thread, threads, barrier);
+}
+
+}  // namespace
+
+extern "C" {
+
+void dflash_barrier_wait(DflashBarrier* barrier) {
+  if (barrier->threads == 1) return;
+  const uint32_t turn = __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == barrier->threads) {
+    __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&barrier->turn, turn + 1, __ATOMIC_RELEASE);
+    return;
+  }
+  for (int spins = 0; __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE) == turn; ++spins) {
+    if (spins < kSpins) {
+      pause();
+      continue;
+    }
+    __atomic_store_n(&barrier->late, 1, __ATOMIC_RELAXED);
+    std::this_thread::yield();
+  }
+}
+
+#if defined(__x86_64__)
+#define DFLASH_CHOOSE(work, name)                                                          \
+  level() == Level::kV4   ? erased<work, dflash_decode_##name##_v4>                        \
+  : level() == Level::kV3 ? erased<work, dflash_decode_##name##_v3>                        \
+                          : erased<work, dflash_decode_##name##_baseline>
+#else
+#define DFLASH_CHOOSE(work, name) erased<work, dflash_decode_##name##_baseline>
+#endif
+
+void dflash_decode_pass(const DflashPass* pass, int64_t threads) {
+  team().run(DFLASH_CHOOSE(DflashPass, pass), pass, threads);
+}
+
+void dflash_decode_context(const DflashContext* context, int64_t threads) {
+  team().run(DFLASH_CHOOSE(DflashContext, context), context, threads);
+}
+
+void dflash_decode_head(const DflashHead* head, int64_t threads) {
+  team().run(DFLASH_CHOOSE(DflashHead, head), head, threads);
+}
+}
