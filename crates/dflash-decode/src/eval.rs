@@ -21,7 +21,7 @@ use crate::lossless::{Lossless, compare};
 use crate::plain::{Generation, Limits, PlainDecoder};
 use crate::prompts::{Prompt, usable_prompts};
 use crate::report::{EvalReport, Speed, Timing};
-use crate::sampling::Sampler;
+use crate::sampling::{Sampler, Sampling};
 use crate::speculative::{Speculation, Speculator};
 
 /// Tokens that the untimed first answer makes, each way.
@@ -46,7 +46,7 @@ pub fn evaluate(
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let room = (target.config(), settings.max_new_tokens);
     let (prompts, skipped) = usable_prompts((&settings.prompts, settings.limit), &tokenizer, room)?;
-    let sampler = Sampler::new(settings.temperature, settings.seed);
+    let sampler = Sampler::new(Sampling::at(settings.temperature), settings.seed);
     let speculator = Speculator::new(&target, &draft, vocabulary.as_ref(), sampler)?;
     let measured =
         Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
@@ -95,7 +95,7 @@ impl<'a> Measurement<'a> {
         (target, tokenizer): (&'a Target, &'a ChatTokenizer),
         speculator: Speculator<'a>,
     ) -> Self {
-        let sampler = Sampler::new(settings.temperature, settings.seed);
+        let sampler = Sampler::new(Sampling::at(settings.temperature), settings.seed);
         let greedy = sampler.is_greedy();
         Self {
             target,

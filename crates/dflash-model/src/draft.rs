@@ -18,8 +18,8 @@ use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 pub use config::{DraftConfig, LayerKind};
-pub use decode::ContextCache;
 use decode::DecodeWeights;
+pub use decode::{ContextCache, ContextPart};
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};
 

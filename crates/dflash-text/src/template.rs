@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use minijinja::{Environment, context};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::error::Error;
 use crate::message::Message;
@@ -62,7 +62,7 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         tools: Option<&Value>,
-        add_generation_prompt: bool,
+        (add_generation_prompt, more): (bool, &Map<String, Value>),
     ) -> Result<String, Error> {
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let tool_use = tools.and_then(|_| self.environment.get_template(TOOL_USE).ok());
@@ -70,7 +70,10 @@ impl ChatTemplate {
             let default = || self.environment.get_template(DEFAULT);
             tool_use.map_or_else(default, Ok)?.render(context! {
                 messages, tools, add_generation_prompt, documents => (),
-                ..minijinja::Value::from_serialize(&self.variables)
+                ..minijinja::value::merge_maps([
+                    minijinja::Value::from_serialize(more),
+                    minijinja::Value::from_serialize(&self.variables),
+                ])
             })
         };
         caught::catch(render)

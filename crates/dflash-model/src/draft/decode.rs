@@ -1,10 +1,14 @@
 //! The decoding pass: one block at a time over cached keys and values of the accepted context.
 
+mod blocks;
+
 use tch::Tensor;
 
 use super::{Draft, LayerKind, LayerViews};
 use crate::fused;
 use crate::ops::{RotaryTables, attention};
+
+pub use blocks::ContextPart;
 
 /// Keys and values of the context of every layer, with room for one block behind them.
 #[derive(Debug)]

@@ -4,6 +4,8 @@
 //! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens is
 //! changing a number. Shapes: `m` key heads, `s` capacity, `d` head dimension.
 
+mod sequences;
+
 use tch::{Kind, Tensor};
 
 use super::config::TargetConfig;
@@ -11,6 +13,8 @@ use super::layer::{Attend, Place, Projected};
 use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
 use crate::ops::{Rotary, attention};
+
+pub use sequences::SequencePart;
 
 /// Keys and values of one sequence, for every layer of a target.
 #[derive(Debug)]
