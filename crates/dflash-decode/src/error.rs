@@ -16,7 +16,7 @@ pub enum Error {
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
     #[error(
-        "the draft {path} was made for {found}, and --target is {expected}; pass its own target, or --allow-other-target to measure it on this one"
+        "the draft {path} was made for {found}, and --target is {expected}; pass its own target, or --allow-other-target to use it on this one"
     )]
     OtherTarget { path: PathBuf, found: String, expected: String },
     /// The tokenizer or the data file cannot be read.

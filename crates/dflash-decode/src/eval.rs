@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use dflash_console::{Progress, Unit, say};
+use dflash_console::{Progress, Unit};
 use dflash_identity::TargetIdentity;
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
@@ -18,6 +18,7 @@ use dflash_text::ChatTokenizer;
 
 use crate::Error;
 use crate::lossless::{Lossless, compare};
+use crate::models::check_target;
 use crate::plain::{Generation, Limits, PlainDecoder};
 use crate::prompts::{Prompt, usable_prompts};
 use crate::report::{EvalReport, Speed, Timing};
@@ -41,7 +42,8 @@ pub fn evaluate(
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let draft = Draft::load(draft_dir, device, dtype)?;
-    check_target(settings, (target_dir, draft_dir))?;
+    let identity = TargetIdentity::read(target_dir, &settings.target)?;
+    check_target(&identity, draft_dir, settings.allow_other_target)?;
     let vocabulary = DraftVocabulary::load(draft_dir)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let room = (target.config(), settings.max_new_tokens);
@@ -56,24 +58,6 @@ pub fn evaluate(
         dflash_files::write_bytes(path, &text)?;
     }
     Ok(report)
-}
-
-/// Refuses a draft that was made for another target, as far as it says, unless that is wanted.
-fn check_target(
-    settings: &EvalSettings,
-    (target_dir, draft_dir): (&Path, &Path),
-) -> Result<(), Error> {
-    let Some(made_for) = TargetIdentity::of_draft(draft_dir)? else { return Ok(()) };
-    let target = TargetIdentity::read(target_dir, &settings.target)?;
-    if made_for.is_same_as(&target) {
-        return Ok(());
-    }
-    if settings.allow_other_target {
-        say(format!("the draft was made for {made_for} and is measured on {target}"));
-        return Ok(());
-    }
-    let (found, expected) = (made_for.to_string(), target.to_string());
-    Err(Error::OtherTarget { path: draft_dir.into(), found, expected })
 }
 
 /// Both decoders, and what they have shown so far.

@@ -12,6 +12,7 @@ mod engine;
 mod error;
 mod eval;
 mod lossless;
+mod models;
 mod partial;
 mod plain;
 mod probe;
@@ -30,6 +31,7 @@ pub use engine::{
 pub use error::Error;
 pub use eval::evaluate;
 pub use lossless::{Difference, Lossless, compare};
+pub use models::{Models, ModelsConfig};
 pub use plain::{Generation, Limits, PlainDecoder};
 pub use probe::{Probe, ProbeConfig};
 pub use regenerate::{Answered, BatchDecoder, RegenerateSummary, regenerate};

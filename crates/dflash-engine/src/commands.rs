@@ -11,6 +11,7 @@ mod hidden_server;
 mod launch;
 mod plan;
 mod regenerate;
+mod serve;
 mod train;
 
 /// Runs `command` until it is done or a signal stops it.
@@ -25,6 +26,7 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         Command::Plan(settings) => plan::run(&settings, stop),
         Command::Eval(settings) => eval::run(&settings, stop),
         Command::Regenerate(settings) => regenerate::run(&settings, stop),
+        Command::Serve(settings) => serve::run(&settings, stop),
         Command::Bench(settings) => bench::run(&settings, stop),
         Command::DemoTarget(settings) => demo_target::run(&settings, stop),
         Command::Prepare(_) | Command::Report(_) => {
