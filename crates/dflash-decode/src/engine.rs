@@ -98,7 +98,7 @@ pub struct Logprob {
 }
 
 /// A verified block.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Block {
     /// What the draft proposed.
     pub proposed: Vec<i64>,

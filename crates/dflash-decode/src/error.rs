@@ -75,6 +75,15 @@ pub enum Error {
         "speculative decoding is not lossless: {failures} of {responses} answers differ from plain greedy decoding by more than a tie"
     )]
     NotLossless { failures: usize, responses: usize },
+    #[error("the prompt is empty; give it some text")]
+    EmptyPrompt,
+    #[error(
+        "the prompt has {tokens} tokens, which leaves no room for an answer within the target's \
+         {context} positions; shorten it"
+    )]
+    LongPrompt { tokens: usize, context: usize },
+    #[error("cannot write the answer to standard output: {source}")]
+    Output { source: std::io::Error },
     /// The user stopped the run.
     #[error("interrupted")]
     Interrupted,

@@ -6,11 +6,13 @@
 //! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
+mod blocks;
 mod dialogue;
 mod drafter;
 mod engine;
 mod error;
 mod eval;
+mod generate;
 mod lossless;
 mod models;
 mod partial;
@@ -30,6 +32,7 @@ pub use engine::{
 };
 pub use error::Error;
 pub use eval::evaluate;
+pub use generate::{Conversation, GenerateSummary, PlainSpeed};
 pub use lossless::{Difference, Lossless, compare};
 pub use models::{Models, ModelsConfig};
 pub use plain::{Generation, Limits, PlainDecoder};

@@ -3,8 +3,9 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, DemoTargetSettings, EvalSettings, HiddenServerSettings, Invalid, PlanSettings,
-    PrepareSettings, RegenerateSettings, ReportSettings, ServeSettings, TrainSettings,
+    BenchSettings, DemoTargetSettings, EvalSettings, GenerateSettings, HiddenServerSettings,
+    Invalid, PlanSettings, PrepareSettings, RegenerateSettings, ReportSettings, ServeSettings,
+    TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -19,7 +20,7 @@ use crate::signals::OnSignal;
     version,
     propagate_version = true,
     disable_help_subcommand = true,
-    after_help = "The usual order: prepare, hidden-server (left running), train, eval.\n\
+    after_help = "The usual order: prepare, hidden-server (left running), train, eval, serve.\n\
                   `dflash COMMAND --help` explains each flag."
 )]
 pub struct Cli {
@@ -65,6 +66,10 @@ pub enum Command {
     Report(ReportSettings),
     /// Replace the answers of a dataset by the target's own.
     Regenerate(RegenerateSettings),
+    /// Answer a prompt, or chat, in the terminal.
+    #[command(after_help = "Example: dflash generate --target Qwen3-8B --draft drafts/qwen3-8b \
+                      --show-blocks \"Why is the sky blue?\"")]
+    Generate(GenerateSettings),
     /// Serve the target with its drafter: OpenAI's chat completions and completions.
     Serve(ServeSettings),
     /// Time parts of the work on random data.
@@ -85,6 +90,7 @@ impl Command {
             Self::Plan(settings) => settings.check(),
             Self::Eval(settings) => settings.check(),
             Self::Regenerate(settings) => settings.check(),
+            Self::Generate(settings) => settings.check(),
             Self::Serve(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),
