@@ -38,10 +38,12 @@ def resident_mib(pid):
 
 
 class Server:
-    def __init__(self, target, directory):
+    """A server that takes requests; `arguments` begin with its command."""
+
+    def __init__(self, arguments, directory):
         port_file = os.path.join(directory, "port")
         self.log = open(os.path.join(directory, "server.log"), "wb")
-        command = [PROGRAM, "hidden-server", target, "--port", "0", "--port-file", port_file]
+        command = [PROGRAM, *arguments, "--port", "0", "--port-file", port_file]
         self.process = subprocess.Popen(command, stderr=self.log)
         for _ in range(1200):
             if os.path.exists(port_file):
@@ -51,7 +53,6 @@ class Server:
             time.sleep(0.1)
         with open(port_file, encoding="ascii") as file:
             self.port = int(file.read())
-        self.vocabulary = json.loads(self.get("/v1/models"))["data"][0]["metadata"]["vocab_size"]
 
     def get(self, path, timeout=60):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -79,6 +80,7 @@ class Crowd:
     def __init__(self, server, requests, clients):
         self.server, self.left, self.clients = server, requests, clients
         self.total, self.done, self.waited, self.gone, self.faults = requests, 0, [], 0, []
+        self.vocabulary = json.loads(server.get("/v1/models"))["data"][0]["metadata"]["vocab_size"]
         self.memory = {}
         self.lock = threading.Lock()
 
@@ -109,7 +111,7 @@ class Crowd:
         rng = random.Random(seed)
         connection = None
         while self.take():
-            tokens = [rng.randrange(self.server.vocabulary) for _ in range(rng.randint(1, 100))]
+            tokens = [rng.randrange(self.vocabulary) for _ in range(rng.randint(1, 100))]
             leaves = rng.random() < 0.1
             begun = time.monotonic()
             try:
@@ -173,7 +175,7 @@ def main():
     parser.add_argument("--clients", type=int, default=16)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(args.target, directory)
+        server = Server(["hidden-server", args.target], directory)
         crowd = Crowd(server, args.requests, args.clients)
         begun = time.monotonic()
         crowd.run()

@@ -138,6 +138,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
         "dflash-data",
         "dflash-files",
         "dflash-hidden",
+        "dflash-http",
         "dflash-hub",
         "dflash-identity",
         "dflash-prepare",
@@ -200,14 +201,16 @@ fn libraries_depend_on_what_the_layers_allow() {
         (
             "dflash-hidden-server",
             &[
-                "dflash-files",
                 "dflash-hidden",
+                "dflash-http",
                 "dflash-identity",
                 "dflash-model",
                 "dflash-settings",
                 "dflash-torch-sys",
             ],
         ),
+        ("dflash-http", &["dflash-files"]),
+        ("dflash-serve", &["dflash-decode", "dflash-http", "dflash-settings", "dflash-text"]),
         (
             "dflash-decode",
             &[

@@ -22,6 +22,8 @@ fn every_command_has_its_help_without_libtorch() {
         "report",
         "push",
         "regenerate",
+        "generate",
+        "serve",
         "demo-target",
     ] {
         let help = bare(&[command, "--help"]).ok().stdout;

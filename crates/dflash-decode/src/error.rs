@@ -16,7 +16,7 @@ pub enum Error {
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
     #[error(
-        "the draft {path} was made for {found}, and --target is {expected}; pass its own target, or --allow-other-target to measure it on this one"
+        "the draft {path} was made for {found}, and --target is {expected}; pass its own target, or --allow-other-target to use it on this one"
     )]
     OtherTarget { path: PathBuf, found: String, expected: String },
     /// The tokenizer or the data file cannot be read.
@@ -75,6 +75,15 @@ pub enum Error {
         "speculative decoding is not lossless: {failures} of {responses} answers differ from plain greedy decoding by more than a tie"
     )]
     NotLossless { failures: usize, responses: usize },
+    #[error("the prompt is empty; give it some text")]
+    EmptyPrompt,
+    #[error(
+        "the prompt has {tokens} tokens, which leaves no room for an answer within the target's \
+         {context} positions; shorten it"
+    )]
+    LongPrompt { tokens: usize, context: usize },
+    #[error("cannot write the answer to standard output: {source}")]
+    Output { source: std::io::Error },
     /// The user stopped the run.
     #[error("interrupted")]
     Interrupted,

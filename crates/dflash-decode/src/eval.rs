@@ -18,10 +18,11 @@ use dflash_text::ChatTokenizer;
 
 use crate::Error;
 use crate::lossless::{Lossless, compare};
+use crate::models::check_target;
 use crate::plain::{Generation, Limits, PlainDecoder};
 use crate::prompts::{Prompt, usable_prompts};
 use crate::report::{EvalReport, Speed, Timing};
-use crate::sampling::Sampler;
+use crate::sampling::{Sampler, Sampling};
 use crate::speculative::{Speculation, Speculator};
 
 /// Tokens that the untimed first answer makes, each way.
@@ -42,12 +43,16 @@ pub fn evaluate(
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let draft = Draft::load(draft_dir, device, dtype)?;
-    let measured_of = identify(settings, (target_dir, draft_dir))?;
+    let identity = TargetIdentity::read(target_dir, &settings.target)?;
+    check_target(&identity, draft_dir, settings.allow_other_target)?;
+    let weights = draft_dir.join("model.safetensors");
+    let digest = weights.is_file().then(|| file_digest(&weights)).transpose()?;
+    let measured_of = (digest, identity);
     let vocabulary = DraftVocabulary::load(draft_dir)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let room = (target.config(), settings.max_new_tokens);
     let (prompts, skipped) = usable_prompts((&settings.prompts, settings.limit), &tokenizer, room)?;
-    let sampler = Sampler::new(settings.temperature, settings.seed);
+    let sampler = Sampler::new(Sampling::at(settings.temperature), settings.seed);
     let speculator = Speculator::new(&target, &draft, vocabulary.as_ref(), sampler)?;
     let measured =
         Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
@@ -73,27 +78,6 @@ fn keep_beside(draft_dir: &Path, report: &serde_json::Value) {
     }
 }
 
-/// Which weights and which target are measured. Refuses a draft that was made for another target, as
-/// far as it says, unless that is wanted.
-fn identify(
-    settings: &EvalSettings,
-    (target_dir, draft_dir): (&Path, &Path),
-) -> Result<(Option<String>, TargetIdentity), Error> {
-    let target = TargetIdentity::read(target_dir, &settings.target)?;
-    if let Some(made_for) = TargetIdentity::of_draft(draft_dir)?
-        && !made_for.is_same_as(&target)
-    {
-        if !settings.allow_other_target {
-            let (found, expected) = (made_for.to_string(), target.to_string());
-            return Err(Error::OtherTarget { path: draft_dir.into(), found, expected });
-        }
-        say(format!("the draft was made for {made_for} and is measured on {target}"));
-    }
-    let weights = draft_dir.join("model.safetensors");
-    let digest = weights.is_file().then(|| file_digest(&weights)).transpose()?;
-    Ok((digest, target))
-}
-
 /// Both decoders, and what they have shown so far.
 struct Measurement<'a> {
     target: &'a Target,
@@ -113,7 +97,7 @@ impl<'a> Measurement<'a> {
         (target, tokenizer): (&'a Target, &'a ChatTokenizer),
         speculator: Speculator<'a>,
     ) -> Self {
-        let sampler = Sampler::new(settings.temperature, settings.seed);
+        let sampler = Sampler::new(Sampling::at(settings.temperature), settings.seed);
         let greedy = sampler.is_greedy();
         Self {
             target,

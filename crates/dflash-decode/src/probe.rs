@@ -14,7 +14,7 @@ use dflash_text::ChatTokenizer;
 use crate::Error;
 use crate::plain::Limits;
 use crate::prompts::{Prompt, usable_prompts};
-use crate::sampling::Sampler;
+use crate::sampling::{Sampler, Sampling};
 use crate::speculative::Speculator;
 
 /// What to measure on.
@@ -72,7 +72,8 @@ impl Probe {
             }
         };
         let mut acceptance = Acceptance::new(draft.config().block_size);
-        let mut speculator = Speculator::new(target, draft, vocabulary, Sampler::new(0.0, 0))?;
+        let mut speculator =
+            Speculator::new(target, draft, vocabulary, Sampler::new(Sampling::GREEDY, 0))?;
         let limits = Limits::new(target.config(), &self.tokenizer, self.config.max_new_tokens);
         let room = (target.config(), limits.max_new_tokens);
         let own: Vec<&Prompt> = self.prompts.iter().skip(first).step_by(stride).collect();

@@ -10,23 +10,68 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
 
-/// Chooses tokens, and owns the random state.
-#[derive(Debug, Clone)]
-pub struct Sampler {
+/// How tokens are chosen from logits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
     /// Divisor of the logits; 0 chooses the most likely token.
-    temperature: f64,
-    random: ChaCha8Rng,
+    pub temperature: f64,
+    /// Only the most likely tokens that together have at least this share; 1 for all.
+    pub top_p: f64,
+    /// Only so many of the most likely tokens; `None` for all.
+    pub top_k: Option<usize>,
 }
 
-impl Sampler {
-    /// Greedy at temperature 0, else random by `seed`.
-    pub fn new(temperature: f64, seed: u64) -> Self {
-        Self { temperature, random: ChaCha8Rng::seed_from_u64(seed) }
+impl Sampling {
+    /// Always the most likely token.
+    pub const GREEDY: Self = Self::at(0.0);
+
+    /// All tokens, at a temperature.
+    pub const fn at(temperature: f64) -> Self {
+        Self { temperature, top_p: 1.0, top_k: None }
     }
 
     /// Whether tokens are the most likely ones.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
+    }
+
+    /// Distributions [R, V] of logits [R, V], float64. Greedy sampling has none.
+    pub(crate) fn distributions(&self, logits_rv: &Tensor) -> Tensor {
+        debug_assert!(!self.is_greedy(), "greedy decoding compares tokens, not distributions");
+        let scaled_rv = logits_rv.to_kind(Kind::Double) / self.temperature;
+        let tokens = logits_rv.size()[1];
+        let top_k = self.top_k.map_or(tokens, |count| tokens.min(count as i64));
+        if top_k == tokens && self.top_p >= 1.0 {
+            return scaled_rv.softmax(-1, Kind::Double);
+        }
+        // Most likely first; of equal ones the first, so that the cut does not depend on chance.
+        let (sorted_rk, ids_rk) = scaled_rv.sort_stable(true, -1, true);
+        let shares_rk = sorted_rk.narrow(1, 0, top_k).softmax(-1, Kind::Double);
+        // A token stays while those before it do not have the whole share: at least one does.
+        let before_rk = shares_rk.cumsum(-1, Kind::Double) - &shares_rk;
+        let kept_rk = shares_rk.masked_fill(&before_rk.ge(self.top_p), 0.0);
+        let total_r1 = kept_rk.sum_dim_intlist([-1i64].as_slice(), true, Kind::Double);
+        let none_rv = Tensor::zeros_like(&scaled_rv);
+        none_rv.scatter(1, &ids_rk.narrow(1, 0, top_k), &(kept_rk / total_r1))
+    }
+}
+
+/// Chooses tokens, and owns the random state.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    sampling: Sampling,
+    random: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// Random by `seed`, where `sampling` is not greedy.
+    pub fn new(sampling: Sampling, seed: u64) -> Self {
+        Self { sampling, random: ChaCha8Rng::seed_from_u64(seed) }
+    }
+
+    /// Whether tokens are the most likely ones.
+    pub fn is_greedy(&self) -> bool {
+        self.sampling.is_greedy()
     }
 
     /// A token for one row of logits [1, V].
@@ -45,10 +90,9 @@ impl Sampler {
         self.choose(&target.logits(hidden_1d))
     }
 
-    /// Distributions [R, V] of logits [R, V], float64. Greedy sampling has none.
+    /// As [`Sampling::distributions`].
     pub(crate) fn distributions(&self, logits_rv: &Tensor) -> Tensor {
-        debug_assert!(!self.is_greedy(), "greedy decoding compares tokens, not distributions");
-        (logits_rv.to_kind(Kind::Double) / self.temperature).softmax(-1, Kind::Double)
+        self.sampling.distributions(logits_rv)
     }
 
     /// One token for each row of non-negative weights [R, V], drawn in proportion to them.
@@ -77,7 +121,7 @@ mod tests {
 
     #[test]
     fn draws_follow_the_weights_and_never_pick_a_zero() {
-        let mut sampler = Sampler::new(1.0, 7);
+        let mut sampler = Sampler::new(Sampling::at(1.0), 7);
         let weights = Tensor::from_slice(&[0.0, 0.2, 0.0, 0.6, 0.0]).unsqueeze(0);
         let draws = sampler.draw(&weights.expand([20_000, 5], false));
         let share = |id| draws.iter().filter(|&&draw| draw == id).count() as f64 / 20_000.0;
@@ -90,13 +134,42 @@ mod tests {
     fn a_seed_fixes_the_draws_and_temperature_sharpens_them() {
         let logits = Tensor::from_slice(&[1.0f32, 2.0, 0.0]).unsqueeze(0);
         let draw = |temperature: f64| -> Vec<i64> {
-            let mut sampler = Sampler::new(temperature, 7);
+            let mut sampler = Sampler::new(Sampling::at(temperature), 7);
             (0..50).map(|_| sampler.choose(&logits)).collect()
         };
         assert_eq!(draw(1.0), draw(1.0));
         assert_ne!(draw(1.0), draw(5.0));
         assert_eq!(draw(0.01), [1; 50]);
-        assert_eq!(Sampler::new(0.0, 7).choose(&logits), 1);
+        assert_eq!(Sampler::new(Sampling::GREEDY, 7).choose(&logits), 1);
+    }
+
+    #[test]
+    fn filters_keep_the_most_likely_and_their_proportions() {
+        let logits = Tensor::from_slice(&[0.1f64, 0.4, 0.2, 0.3]).log().unsqueeze(0);
+        let check = |sampling: Sampling, expect: [f64; 4]| {
+            let found: Vec<f64> = Vec::try_from(sampling.distributions(&logits).get(0)).unwrap();
+            let apart = found.iter().zip(expect).map(|(found, expect)| (found - expect).abs());
+            assert!(apart.fold(0.0, f64::max) < 1e-12, "{sampling:?}: {found:?}");
+        };
+        let all = Sampling::at(1.0);
+        check(all, [0.1, 0.4, 0.2, 0.3]);
+        check(Sampling { top_k: Some(2), ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        check(Sampling { top_k: Some(9), ..all }, [0.1, 0.4, 0.2, 0.3]);
+        // 0.4 is not half, 0.4 and 0.3 are.
+        check(Sampling { top_p: 0.5, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        check(Sampling { top_p: 0.3, ..all }, [0.0, 1.0, 0.0, 0.0]);
+        check(Sampling { top_p: 1e-9, ..all }, [0.0, 1.0, 0.0, 0.0]);
+        // Of the three that top-k leaves, 4/9 is not half.
+        let both = Sampling { top_p: 0.5, top_k: Some(3), ..all };
+        check(both, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+    }
+
+    #[test]
+    fn of_equal_tokens_the_filters_keep_the_first() {
+        let logits = Tensor::zeros([1, 5], (Kind::Float, tch::Device::Cpu));
+        let sampling = Sampling { top_k: Some(2), ..Sampling::at(0.7) };
+        let found: Vec<f64> = Vec::try_from(sampling.distributions(&logits).get(0)).unwrap();
+        assert_eq!(found, [0.5, 0.5, 0.0, 0.0, 0.0]);
     }
 
     #[test]

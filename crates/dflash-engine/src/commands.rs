@@ -7,10 +7,12 @@ mod bench;
 mod demo_target;
 mod draft;
 mod eval;
+mod generate;
 mod hidden_server;
 mod launch;
 mod plan;
 mod regenerate;
+mod serve;
 mod train;
 
 /// Runs `command` until it is done or a signal stops it.
@@ -25,6 +27,8 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         Command::Plan(settings) => plan::run(&settings, stop),
         Command::Eval(settings) => eval::run(&settings, stop),
         Command::Regenerate(settings) => regenerate::run(&settings, stop),
+        Command::Generate(settings) => generate::run(&settings, stop),
+        Command::Serve(settings) => serve::run(&settings, stop),
         Command::Bench(settings) => bench::run(&settings, stop),
         Command::DemoTarget(settings) => demo_target::run(&settings, stop),
         Command::Prepare(_) | Command::Push(_) | Command::Report(_) => {

@@ -1,8 +1,5 @@
 //! Why a server does not start, or ends.
 
-use std::io;
-use std::net::SocketAddr;
-
 /// A failure, naming the address or the model it concerns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -12,15 +9,8 @@ pub enum Error {
     Setting(#[from] dflash_settings::Invalid),
     #[error(transparent)]
     Torch(#[from] dflash_torch_sys::Error),
-    #[error("cannot listen on host {host:?}; pass --host 127.0.0.1, or 0.0.0.0 for all interfaces")]
-    BadHost { host: String, source: io::Error },
-    #[error(
-        "port {} is in use on {}; stop the program that listens there, or pass another --port \
-         (0 picks a free one)", .address.port(), .address.ip()
-    )]
-    PortInUse { address: SocketAddr },
-    #[error("cannot listen on {address}; pass another --host or --port")]
-    Bind { address: SocketAddr, source: io::Error },
+    #[error(transparent)]
+    Http(#[from] dflash_http::Error),
     #[error(transparent)]
     Model(#[from] dflash_model::Error),
     #[error(transparent)]
@@ -41,12 +31,4 @@ pub enum Error {
     /// A fault of the model side.
     #[error("the target's rows do not form a record")]
     Rows(#[from] dflash_hidden::Error),
-    #[error("the model's thread ended unexpectedly; its message is above")]
-    ModelGone,
-    #[error(transparent)]
-    Files(#[from] dflash_files::Error),
-    #[error("cannot start the server's threads")]
-    Runtime(#[source] io::Error),
-    #[error("the listener on {address} failed")]
-    Serve { address: SocketAddr, source: io::Error },
 }

@@ -1,22 +1,9 @@
 //! Counters of the server: a few numbers in `/health`, all of them in `/metrics`.
 
 use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A counter that only grows.
-#[derive(Debug, Default)]
-pub(crate) struct Count(AtomicU64);
-
-impl Count {
-    pub(crate) fn add(&self, amount: u64) {
-        self.0.fetch_add(amount, Ordering::Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
+use dflash_http::Count;
 
 /// What has happened since the start.
 #[derive(Debug, Default)]
@@ -41,13 +28,16 @@ pub(crate) struct Metrics {
     pub(crate) failed: Count,
     /// Batches that did not fit into memory.
     pub(crate) out_of_memory: Count,
-    /// Connections cut because their client did not do its part.
-    pub(crate) cut: Count,
 }
 
 impl Metrics {
     /// Prometheus' text format.
-    pub(crate) fn prometheus(&self, in_use: usize, waiting: usize, uptime: Duration) -> String {
+    pub(crate) fn prometheus(
+        &self,
+        (in_use, waiting): (usize, usize),
+        cut: u64,
+        uptime: Duration,
+    ) -> String {
         let seconds = self.busy_nanos.get() as f64 / 1e9;
         let mut out = String::new();
         let mut line = |name: &str, kind: &str, help: &str, value: f64| {
@@ -65,7 +55,7 @@ impl Metrics {
         line("cancelled_total", "counter", "Requests left by clients.", count(&self.cancelled));
         line("failed_total", "counter", "Prompts the model failed on.", count(&self.failed));
         line("out_of_memory_total", "counter", "Batches split.", count(&self.out_of_memory));
-        line("cut_total", "counter", "Connections cut.", count(&self.cut));
+        line("cut_total", "counter", "Connections cut.", cut as f64);
         line("in_use", "gauge", "Requests being served.", in_use as f64);
         line("waiting", "gauge", "Requests not yet started.", waiting as f64);
         line("uptime_seconds", "gauge", "Time since the start.", uptime.as_secs_f64());
@@ -81,7 +71,7 @@ mod tests {
     fn the_text_is_prometheus() {
         let metrics = Metrics::default();
         metrics.tokens.add(216);
-        let text = metrics.prometheus(3, 2, Duration::ZERO);
+        let text = metrics.prometheus((3, 2), 0, Duration::ZERO);
         assert!(text.contains("\ndflash_hidden_server_tokens_total 216\n"), "{text}");
         assert!(text.contains("# TYPE dflash_hidden_server_waiting gauge\n"), "{text}");
         assert!(text.lines().all(|line| line.starts_with('#') || line.split(' ').count() == 2));

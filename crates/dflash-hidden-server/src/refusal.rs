@@ -2,15 +2,12 @@
 
 use std::time::Duration;
 
-use axum::Json;
-use axum::http::{HeaderName, StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use serde_json::json;
+use dflash_http::NoSlot;
 
 use crate::error::Error;
 
-/// When to ask again, in milliseconds.
-const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 /// How often a client asks a server that is still loading, or has no memory.
 const FOR_THE_SERVER: Duration = Duration::from_secs(1);
 
@@ -121,26 +118,28 @@ impl Refusal {
     }
 }
 
+impl From<NoSlot> for Refusal {
+    fn from(no_slot: NoSlot) -> Self {
+        match no_slot {
+            NoSlot::Full { slots, after } => Self::Full { slots, after },
+            NoSlot::Closed => Self::ShuttingDown,
+        }
+    }
+}
+
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let kind = match self.status() {
-            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
-            status if status.is_server_error() => "server_error",
-            _ => "invalid_request_error",
-        };
-        // In the shape that OpenAI-compatible clients read.
-        let error = json!({"message": self.to_string(), "type": kind, "param": self.param()});
-        let mut response = (self.status(), Json(json!({"error": error}))).into_response();
         let after = match self {
-            Self::Full { after, .. } => after,
-            Self::Loading | Self::ShortOfMemory { .. } => FOR_THE_SERVER,
-            _ => return response,
+            Self::Full { after, .. } => Some(after),
+            Self::Loading | Self::ShortOfMemory { .. } => Some(FOR_THE_SERVER),
+            _ => None,
         };
-        // Whole seconds for everyone, and what OpenAI's clients look for first.
-        let seconds = after.as_secs_f64().ceil() as u64;
-        let headers = response.headers_mut();
-        headers.insert(header::RETRY_AFTER, seconds.max(1).into());
-        headers.insert(RETRY_AFTER_MS, (after.as_millis() as u64).into());
-        response
+        let param = self.param().map(str::to_owned);
+        dflash_http::Refusal {
+            param,
+            after,
+            ..dflash_http::Refusal::new(self.status(), self.to_string())
+        }
+        .into_response()
     }
 }

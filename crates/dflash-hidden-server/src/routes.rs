@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, Uri, header};
+use axum::http::{HeaderValue, Method, Uri, header};
 use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -16,13 +16,14 @@ use dflash_hidden::{
     ARROW_STREAM, DIGEST_HEADER, Digest, Metadata, ModelCard, ModelList, StatesRequest,
     TARGET_HEADER, encode_stream, prompt_digest,
 };
+use dflash_http::{
+    Admission, Client, Connections, LONGEST_LINE, Slot, announced_length, drain, read_body, watch,
+};
 use dflash_settings::HiddenServerSettings;
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::admission::{Admission, LONGEST_LINE, Slot};
-use crate::connections::{Client, Connections, watch};
 use crate::featurizer::ModelFacts;
 use crate::metrics::Metrics;
 use crate::queue::{Job, Queue};
@@ -59,12 +60,12 @@ impl Shared {
         Self {
             facts: OnceLock::new(),
             queue: Queue::default(),
-            metrics: Arc::clone(&metrics),
+            metrics,
             admission: Admission::new(
                 settings.max_queue,
                 Duration::from_secs_f64(settings.max_wait),
             ),
-            connections: Connections::new(most, client_timeout, metrics),
+            connections: Connections::new(most, client_timeout),
             start: Instant::now(),
             bodies: Semaphore::new(BODIES),
         }
@@ -119,14 +120,18 @@ async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
         "cancelled": metrics.cancelled.get(),
         "failed": metrics.failed.get(),
         "out_of_memory": metrics.out_of_memory.get(),
-        "cut": metrics.cut.get(),
+        "cut": shared.connections.cut_so_far(),
         "uptime_s": shared.start.elapsed().as_secs(),
     })))
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     let (in_use, waiting) = (shared.admission.in_use(), shared.queue.waiting());
-    let text = shared.metrics.prometheus(in_use, waiting, shared.start.elapsed());
+    let text = shared.metrics.prometheus(
+        (in_use, waiting),
+        shared.connections.cut_so_far(),
+        shared.start.elapsed(),
+    );
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
@@ -169,14 +174,15 @@ async fn serve_prompt(
     // First the place, then the body, so that uploads count against the queue.
     let slot = match shared.admission.enter().await {
         Ok(slot) => slot,
-        Err(refusal) => return Err(put_off(refusal, client, request).await),
+        Err(no_slot) => return Err(put_off(no_slot.into(), client, request).await),
     };
     client.receiving();
     let Ok(room) = shared.bodies.try_acquire_many(length.min(BODIES) as u32) else {
-        return Err(put_off(shared.admission.full(), client, request).await);
+        return Err(put_off(shared.admission.full().into(), client, request).await);
     };
     let digest = request.headers().get(DIGEST_HEADER).cloned();
-    let body = read_body(request, limit).await?;
+    let body = read_body(request, limit).await.map_err(Refusal::BadBody)?;
+    let body = body.ok_or(Refusal::BodyTooLarge { limit })?;
     drop(room);
     client.served();
     check_digest(digest.as_ref(), &body)?;
@@ -200,31 +206,11 @@ async fn serve_prompt(
     Ok(reply)
 }
 
-/// Reads over the body of a request that is put off: a client that is still sending would find its
-/// connection closed instead of a reply.
+/// Reads over the body of a request that gets `refusal`.
 async fn put_off(refusal: Refusal, client: &Client, request: Request) -> Refusal {
     client.receiving();
-    let mut chunks = request.into_body().into_data_stream();
-    while let Some(Ok(_)) = chunks.next().await {}
+    drain(request).await;
     refusal
-}
-
-/// The whole body. It takes the memory of what has come, not of what is announced.
-async fn read_body(request: Request, limit: usize) -> Result<Bytes, Refusal> {
-    let mut chunks = request.into_body().into_data_stream();
-    let mut whole = Vec::new();
-    while let Some(chunk) = chunks.next().await {
-        let chunk = chunk.map_err(Refusal::BadBody)?;
-        if whole.len() + chunk.len() > limit {
-            return Err(Refusal::BodyTooLarge { limit });
-        }
-        whole.extend_from_slice(&chunk);
-    }
-    Ok(whole.into())
-}
-
-fn announced_length(headers: &HeaderMap) -> Option<usize> {
-    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
 /// Refuses a body that does not have the digest that came with it.

@@ -18,7 +18,7 @@ use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 pub use config::{DraftConfig, LayerKind};
-pub use decode::ContextCache;
+pub use decode::{ContextCache, ContextPart};
 use decode::{DecodeWeights, FewRows};
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};

@@ -161,6 +161,13 @@ pub(crate) fn attention(
     Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, None, groups > 1)
 }
 
+/// Cached rows in `kind` with the head dimension's elements side by side, as attention takes them: a
+/// copy where the cache holds them for the compiled passes.
+pub(crate) fn dense(x: &Tensor, kind: Kind) -> Tensor {
+    let x = x.to_kind(kind);
+    if x.stride().last() == Some(&1) { x } else { x.contiguous() }
+}
+
 /// The column of the largest of each row of `logits_rv` [R, V], `[R]`; of equal ones the first.
 pub fn most_likely(logits_rv: &Tensor) -> Tensor {
     // Three to four times as fast as argmax on CPU: only this reduction is vectorised there.

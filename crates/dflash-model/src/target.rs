@@ -38,7 +38,7 @@ use crate::ops::{Rotary, most_likely, rms_norm};
 use crate::{Error, Result};
 
 pub use self::batch::BatchCache;
-pub use self::cache::KvCache;
+pub use self::cache::{KvCache, SequencePart};
 pub use self::config::{Family, Llama3Scaling, RopeConfig, TargetConfig};
 pub use self::head::TargetHead;
 pub use self::layer_ids::{check_layer_ids, default_layer_ids};

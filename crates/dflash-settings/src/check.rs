@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
+use std::path::Path;
 
 /// More tokens than any row, document or answer has.
 pub(crate) const MOST_TOKENS: u64 = 1 << 24;
@@ -25,6 +26,15 @@ pub(crate) const MOST_LAYERS: u64 = 1024;
 pub(crate) const MOST_VOCABULARY: u64 = 1 << 24;
 /// A rate at which every run diverges, in numbers that float32 has.
 pub(crate) const MOST_RATE: f64 = 1e12;
+
+/// Each costs a connection, of which a process may have tens of thousands at most.
+pub(crate) const MOST_REQUESTS: u64 = 1 << 16;
+/// A day, in seconds.
+pub(crate) const LONGEST_WAIT: f64 = 86_400.0;
+/// Of what a client is to do, in seconds.
+pub(crate) const SHORTEST_TIMEOUT: f64 = 0.1;
+/// At this temperature all tokens of any vocabulary are as good as equally likely.
+pub(crate) const MOST_TEMPERATURE: f64 = 1000.0;
 
 /// A setting that cannot be used.
 ///
@@ -82,6 +92,39 @@ pub(crate) fn from_zero<const N: usize>(
             Err(Invalid::new(key, number, format!("it must be at least 0 and at most {most}")))
         }
         None => Ok(()),
+    }
+}
+
+/// Times, each with its range.
+pub(crate) fn seconds<const N: usize>(
+    times: [(&'static str, f64, RangeInclusive<f64>); N],
+) -> Result<(), Invalid> {
+    match times.into_iter().find(|(_, time, range)| !range.contains(time)) {
+        Some((key, time, range)) => {
+            let expected = format!("it must be {} to {} seconds", range.start(), range.end());
+            Err(Invalid::new(key, time, expected))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses a port file that would replace what is not a file, or that has no directory.
+pub(crate) fn port_file(path: Option<&Path>) -> Result<(), Invalid> {
+    let Some(path) = path else { return Ok(()) };
+    let invalid = |expected: &str| Err(Invalid::new("port_file", path.display(), expected));
+    // Of the path itself: a link is replaced as well.
+    match path.symlink_metadata() {
+        Ok(found) if found.is_symlink() => {
+            return invalid("that is a symbolic link; name a regular file or a new one");
+        }
+        Ok(found) if !found.is_file() => {
+            return invalid("that is not a regular file; name one, or a new one");
+        }
+        _ => {}
+    }
+    match path.parent() {
+        Some(dir) if dir.as_os_str().is_empty() || dir.is_dir() => Ok(()),
+        _ => invalid("it must be a file in a directory that exists"),
     }
 }
 

@@ -33,6 +33,16 @@ choices! {
         Dflash,
     }
 
+    /// Whether to use colors.
+    ColorChoice {
+        /// On a terminal, unless NO_COLOR is set.
+        Auto,
+        /// In any case.
+        Always,
+        /// Never.
+        Never,
+    }
+
     /// Type of weights and activations.
     Dtype {
         /// bfloat16 on a GPU, float32 on a CPU.

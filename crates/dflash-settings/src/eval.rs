@@ -4,11 +4,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_ROWS, MOST_TOKENS, from_zero, within};
+use crate::check::{Invalid, MOST_ROWS, MOST_TEMPERATURE, MOST_TOKENS, from_zero, within};
 use crate::choices::{Device, Dtype};
 
-/// At this temperature all tokens of any vocabulary are as good as equally likely.
-const MOST_TEMPERATURE: f64 = 1000.0;
 /// Beyond the difference of any two logits.
 const MOST_TOLERANCE: f64 = 1e6;
 

@@ -4,14 +4,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_THREADS, MOST_TOKENS, layer_ids, within};
+use crate::check::{
+    Invalid, LONGEST_WAIT, MOST_REQUESTS, MOST_THREADS, MOST_TOKENS, SHORTEST_TIMEOUT, layer_ids,
+    port_file, seconds, within,
+};
 use crate::choices::{Device, Dtype, WireDtype};
-
-/// Each costs a connection, of which a process may have tens of thousands at most.
-const MOST_REQUESTS: u64 = 1 << 16;
-/// A day, in seconds.
-const LONGEST_WAIT: f64 = 86_400.0;
-const SHORTEST_TIMEOUT: f64 = 0.1;
 
 /// Run the target and serve hidden states of chosen layers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -76,16 +73,10 @@ impl HiddenServerSettings {
             ("max_model_len", self.max_model_len.unwrap_or(1) as u64, 1..=MOST_TOKENS),
             ("threads", self.threads.unwrap_or(1) as u64, 1..=MOST_THREADS),
         ])?;
-        let times = [
+        seconds([
             ("max_wait", self.max_wait, 0.0..=LONGEST_WAIT),
             ("client_timeout", self.client_timeout, SHORTEST_TIMEOUT..=LONGEST_WAIT),
-        ];
-        if let Some((key, time, range)) =
-            times.into_iter().find(|(_, time, range)| !range.contains(time))
-        {
-            let expected = format!("it must be {} to {} seconds", range.start(), range.end());
-            return Err(Invalid::new(key, time, expected));
-        }
+        ])?;
         if self.target_layer_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Invalid::new("target_layer_ids", "empty", "it must name a layer"));
         }
@@ -95,22 +86,7 @@ impl HiddenServerSettings {
     /// # Errors
     /// A port file that would replace what is not a file, or that has no directory.
     pub fn check_port_file(&self) -> Result<(), Invalid> {
-        let Some(path) = &self.port_file else { return Ok(()) };
-        let invalid = |expected: &str| Err(Invalid::new("port_file", path.display(), expected));
-        // Of the path itself: a link is replaced as well.
-        match path.symlink_metadata() {
-            Ok(found) if found.is_symlink() => {
-                return invalid("that is a symbolic link; name a regular file or a new one");
-            }
-            Ok(found) if !found.is_file() => {
-                return invalid("that is not a regular file; name one, or a new one");
-            }
-            _ => {}
-        }
-        match path.parent() {
-            Some(dir) if dir.as_os_str().is_empty() || dir.is_dir() => Ok(()),
-            _ => invalid("it must be a file in a directory that exists"),
-        }
+        port_file(self.port_file.as_deref())
     }
 }
 

@@ -12,6 +12,7 @@ mod compute;
 mod demo_target;
 mod draft;
 mod eval;
+mod generate;
 mod hidden_server;
 mod hidden_states;
 mod launch;
@@ -25,19 +26,21 @@ mod regenerate;
 mod report;
 mod rows;
 mod secrets;
+mod serve;
 mod train;
 mod validation;
 
 pub use bench::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSettings};
 pub use check::Invalid;
 pub use choices::{
-    Backend, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind, SchedulerType,
-    SpeculatorType, Tracker, WireDtype,
+    Backend, ColorChoice, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind,
+    SchedulerType, SpeculatorType, Tracker, WireDtype,
 };
 pub use compute::ComputeSettings;
 pub use demo_target::DemoTargetSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
 pub use eval::EvalSettings;
+pub use generate::GenerateSettings;
 pub use hidden_server::HiddenServerSettings;
 pub use hidden_states::HiddenStatesSettings;
 pub use launch::{CheckpointSettings, LaunchSettings};
@@ -51,5 +54,6 @@ pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
 pub use rows::RowSettings;
 pub use secrets::{hide_passwords, hide_passwords_in, shown_endpoint};
+pub use serve::ServeSettings;
 pub use train::{Begin, TrainSettings};
 pub use validation::ValidationSettings;

@@ -85,7 +85,7 @@ pub struct PrepareSettings {
 }
 
 #[cfg(feature = "clap")]
-fn json_object(text: &str) -> Result<Map<String, Value>, String> {
+pub(crate) fn json_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not a JSON object: {error}"))
 }
 

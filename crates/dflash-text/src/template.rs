@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use minijinja::{Environment, context};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::error::Error;
 use crate::message::Message;
@@ -62,15 +62,17 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         tools: Option<&Value>,
-        add_generation_prompt: bool,
+        (add_generation_prompt, more): (bool, &Map<String, Value>),
     ) -> Result<String, Error> {
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
+        let mut variables = self.variables.clone();
+        variables.extend(more.clone());
         let tool_use = tools.and_then(|_| self.environment.get_template(TOOL_USE).ok());
         let render = || {
             let default = || self.environment.get_template(DEFAULT);
             tool_use.map_or_else(default, Ok)?.render(context! {
                 messages, tools, add_generation_prompt, documents => (),
-                ..minijinja::Value::from_serialize(&self.variables)
+                ..minijinja::Value::from_serialize(&variables)
             })
         };
         caught::catch(render)
@@ -165,7 +167,8 @@ mod tests {
     /// Renders a one-turn conversation, without a generation prompt.
     fn check(source: &str, expect: &str) {
         let messages = [Message::text(Role::User, "a<b>\n")];
-        let found = template(source).unwrap().render(&messages, None, false).unwrap();
+        let found =
+            template(source).unwrap().render(&messages, None, (false, &Map::new())).unwrap();
         assert_eq!(found, expect, "{source}");
     }
 
@@ -192,7 +195,7 @@ mod tests {
     #[test]
     fn a_refusal_carries_the_words_of_the_template() {
         let template = template("{{ raise_exception('roles must alternate') }}").unwrap();
-        let error = template.render(&[], None, false).unwrap_err().to_string();
+        let error = template.render(&[], None, (false, &Map::new())).unwrap_err().to_string();
         assert_eq!(error, "the chat template refused the conversation: roles must alternate");
     }
 
@@ -204,7 +207,8 @@ mod tests {
             tool_calls: Some(call),
             ..Message::text(Role::Assistant, "")
         };
-        let found = template(source).unwrap().render(&[message], None, false).unwrap();
+        let found =
+            template(source).unwrap().render(&[message], None, (false, &Map::new())).unwrap();
         assert_eq!(found, expect, "{source}");
     }
 
@@ -252,7 +256,7 @@ mod tests {
     fn the_template_is_found_where_transformers_finds_it() {
         let dir = tempfile::tempdir().unwrap();
         let load = || ChatTemplate::load(dir.path(), BTreeMap::new());
-        let render = || load().unwrap().render(&[], None, false).unwrap();
+        let render = || load().unwrap().render(&[], None, (false, &Map::new())).unwrap();
         assert!(load().unwrap_err().to_string().contains("has no chat template"));
 
         let config = dir.path().join("tokenizer_config.json");
@@ -265,8 +269,23 @@ mod tests {
         fs::write(&config, named.to_string()).unwrap();
         assert_eq!(render(), "plain");
         let tools = json!([{"name": "f"}]);
-        assert_eq!(load().unwrap().render(&[], Some(&tools), false).unwrap(), "tools");
+        assert_eq!(
+            load().unwrap().render(&[], Some(&tools), (false, &Map::new())).unwrap(),
+            "tools"
+        );
         fs::write(dir.path().join("chat_template.jinja"), "file").unwrap();
         assert_eq!(render(), "file");
+    }
+
+    #[test]
+    fn variables_of_a_call_win_over_the_templates_own() {
+        let template = template("{{ mode }}{{ bos_token }}").unwrap();
+        let render = |more: Value| {
+            let more = more.as_object().unwrap().clone();
+            template.render(&[], None, (false, &more)).unwrap()
+        };
+        let usual = render(json!({}));
+        assert_eq!(render(json!({"mode": "x"})), format!("x{usual}"));
+        assert_eq!(render(json!({"bos_token": "other"})), "other");
     }
 }

@@ -3,11 +3,13 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, DemoTargetSettings, EvalSettings, HiddenServerSettings, Invalid, PlanSettings,
-    PrepareSettings, PushSettings, RegenerateSettings, ReportSettings, TrainSettings,
+    BenchSettings, DemoTargetSettings, EvalSettings, GenerateSettings, HiddenServerSettings,
+    Invalid, PlanSettings, PrepareSettings, PushSettings, RegenerateSettings, ReportSettings,
+    ServeSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::signals::OnSignal;
 
@@ -18,7 +20,7 @@ use crate::signals::OnSignal;
     version,
     propagate_version = true,
     disable_help_subcommand = true,
-    after_help = "The usual order: prepare, hidden-server (left running), train, eval.\n\
+    after_help = "The usual order: prepare, hidden-server (left running), train, eval, serve.\n\
                   `dflash COMMAND --help` explains each flag."
 )]
 pub struct Cli {
@@ -66,6 +68,12 @@ pub enum Command {
     Push(Box<PushSettings>),
     /// Replace the answers of a dataset by the target's own.
     Regenerate(RegenerateSettings),
+    /// Answer a prompt, or chat, in the terminal.
+    #[command(after_help = "Example: dflash generate --target Qwen3-8B --draft drafts/qwen3-8b \
+                      --show-blocks \"Why is the sky blue?\"")]
+    Generate(GenerateSettings),
+    /// Serve the target with its drafter: OpenAI's chat completions and completions.
+    Serve(ServeSettings),
     /// Time parts of the work on random data.
     Bench(BenchSettings),
     /// Make the demo's corpus and train its tiny target.
@@ -85,6 +93,8 @@ impl Command {
             Self::Eval(settings) => settings.check(),
             Self::Push(settings) => settings.check(),
             Self::Regenerate(settings) => settings.check(),
+            Self::Generate(settings) => settings.check(),
+            Self::Serve(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),
             Self::Report(_) => Ok(()),
@@ -94,7 +104,10 @@ impl Command {
     /// What signals mean to the command.
     pub fn on_signal(&self) -> OnSignal {
         match self {
-            Self::HiddenServer(_) => OnSignal::Shutdown,
+            Self::HiddenServer(_) => OnSignal::Shutdown { drain: Duration::ZERO },
+            Self::Serve(settings) => {
+                OnSignal::Shutdown { drain: Duration::from_secs_f64(settings.drain_timeout) }
+            }
             Self::Train(settings) => {
                 let sigterm_is_success = settings.checkpoints.sigterm_is_success;
                 OnSignal::Save { sigterm_is_success }
@@ -105,13 +118,14 @@ impl Command {
 }
 
 /// The commands that read run files, and their tables; a plan is made for a run's settings.
-pub(crate) const TABLES: [(&str, &str); 6] = [
+pub(crate) const TABLES: [(&str, &str); 7] = [
     ("prepare", "prepare"),
     ("regenerate", "regenerate"),
     ("hidden-server", "hidden_server"),
     ("train", "train"),
     ("plan", "train"),
     ("eval", "eval"),
+    ("serve", "serve"),
 ];
 
 /// The table of a command, if it reads run files.
@@ -213,7 +227,12 @@ mod tests {
             assert_eq!(parse(line).unwrap().command.on_signal(), expected, "{line}");
         };
         check("dflash prepare --target m --data d --output o", OnSignal::Interrupt);
-        check("dflash hidden-server --target m --target-layer-ids 1 2", OnSignal::Shutdown);
+        check(
+            "dflash hidden-server --target m --target-layer-ids 1 2",
+            OnSignal::Shutdown { drain: Duration::ZERO },
+        );
+        let drain = Duration::from_secs(9);
+        check("dflash serve --target m --drain-timeout 9", OnSignal::Shutdown { drain });
         let train = "dflash train --target t --data-path d --save-path s";
         check(train, OnSignal::Save { sigterm_is_success: false });
         let succeeds = format!("{train} --sigterm-is-success");

@@ -35,13 +35,23 @@ const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741
 /// oneDNN keeps the code that it makes for each shape of a product, a thousand of them by default. A
 /// server's batches nearly all have shapes of their own: those of the last few are enough for the
 /// layers of one, and the rest is memory that grows with every request (LOG.md).
-const SERVER_SETTINGS: (&str, &str) = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16");
+const PRIMITIVE_CACHE: &str = "ONEDNN_PRIMITIVE_CACHE_CAPACITY";
 /// Its older name, which oneDNN reads as well.
 const OLDER_NAME: &str = "DNNL_PRIMITIVE_CACHE_CAPACITY";
 
 /// Whether this program is the engine.
 pub(crate) fn is_this_program() -> bool {
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
+}
+
+/// How many shapes of products oneDNN keeps code for; `None` where it may decide.
+fn kept_shapes(command: &cli::Command) -> Option<&'static str> {
+    match command {
+        cli::Command::HiddenServer(_) => Some("16"),
+        // Steps of as many sequences have the same shapes, of two models.
+        cli::Command::Serve(_) => Some("128"),
+        _ => None,
+    }
 }
 
 /// Finds libtorch and becomes the engine, with the same arguments.
@@ -51,10 +61,11 @@ pub fn exec(line: &CommandLine) -> Error {
     match command(line.arguments.clone()) {
         Ok(mut command) => {
             command.envs(run_file::handover(line));
-            let serves = matches!(line.cli.command, cli::Command::HiddenServer(_));
-            let (name, value) = SERVER_SETTINGS;
-            if serves && [name, OLDER_NAME].iter().all(|name| std::env::var_os(name).is_none()) {
-                command.env(name, value);
+            let is_free = |name: &&str| std::env::var_os(name).is_none();
+            if let Some(shapes) = kept_shapes(&line.cli.command)
+                && [PRIMITIVE_CACHE, OLDER_NAME].iter().all(is_free)
+            {
+                command.env(PRIMITIVE_CACHE, shapes);
             }
             let path = PathBuf::from(command.get_program());
             Error::StartEngine { path, source: command.exec() }

@@ -144,8 +144,9 @@ mod tests {
         let returned = Some(Ending::Returned);
         check(returned, signals, OnSignal::Interrupt, [0, 129, 130, 143]);
         check(None, signals, OnSignal::Interrupt, [1, 129, 130, 143]);
-        check(returned, signals, OnSignal::Shutdown, [0; 4]);
-        check(None, signals, OnSignal::Shutdown, [1, 129, 130, 143]);
+        let shutdown = OnSignal::Shutdown { drain: std::time::Duration::ZERO };
+        check(returned, signals, shutdown, [0; 4]);
+        check(None, signals, shutdown, [1, 129, 130, 143]);
         for (sigterm_is_success, termination) in [(false, 143), (true, 0)] {
             let training = OnSignal::Save { sigterm_is_success };
             check(Some(Ending::Complete), signals, training, [0; 4]);

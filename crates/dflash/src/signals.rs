@@ -41,7 +41,10 @@ pub enum OnSignal {
     /// They cut it short.
     Interrupt,
     /// They end a server, in an orderly way.
-    Shutdown,
+    Shutdown {
+        /// How long requests under way may take to end.
+        drain: Duration,
+    },
     /// They stop a training before its end. SIGTERM, by which schedulers ask for the machine back,
     /// and SIGHUP, by which a terminal says goodbye, give it time to save; Ctrl-C gives it moments.
     Save {
@@ -55,7 +58,7 @@ impl OnSignal {
     pub fn is_success(self, signal: i32) -> bool {
         match self {
             Self::Interrupt => false,
-            Self::Shutdown => true,
+            Self::Shutdown { .. } => true,
             Self::Save { sigterm_is_success } => sigterm_is_success && signal == SIGTERM,
         }
     }
@@ -148,6 +151,8 @@ impl Signals {
         let (grace, remedy) = if self.on_signal.saves_after(signal) {
             let grace = Duration::from_millis(SAVE_GRACE_MS.load(Ordering::SeqCst));
             (grace, "; --grace gives it more time to save")
+        } else if let OnSignal::Shutdown { drain } = self.on_signal {
+            (drain + GRACE, "")
         } else {
             (GRACE, "")
         };
@@ -185,7 +190,7 @@ mod tests {
             assert_eq!(found, expected, "{on_signal:?}");
         };
         check(OnSignal::Interrupt, [false; 3]);
-        check(OnSignal::Shutdown, [true; 3]);
+        check(OnSignal::Shutdown { drain: Duration::ZERO }, [true; 3]);
         check(OnSignal::Save { sigterm_is_success: false }, [false; 3]);
         check(OnSignal::Save { sigterm_is_success: true }, [false, true, false]);
     }

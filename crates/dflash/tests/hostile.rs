@@ -16,11 +16,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NOWHERE: &str = "/proc/none/x";
 
 /// Flags that may be 0.
-const MAY_BE_ZERO: [&str; 24] = [
+const MAY_BE_ZERO: [&str; 26] = [
     "adam-beta1",
     "adam-beta2",
     "decay-ratio",
     "dpace-alpha",
+    "drain-timeout",
     "mask-token-id",
     "max-restarts",
     "max-wait",
@@ -28,6 +29,7 @@ const MAY_BE_ZERO: [&str; 24] = [
     "node-rank",
     "norm-weight-decay",
     "port",
+    "prefix-cache-mib",
     "resume-from",
     "seed",
     "shuffle-seed",

@@ -6,7 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, random_draft, save_target};
 use dflash_decode::{
-    Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, evaluate, regenerate,
+    Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, Sampling, evaluate,
+    regenerate,
 };
 use dflash_identity::file_digest;
 use dflash_model::objective::DraftVocabulary;
@@ -112,7 +113,7 @@ impl Place {
     fn answer(&self, prompt: &[i64]) -> Vec<i64> {
         let target = Target::load(&self.path("target"), &F32).unwrap();
         let limits = Limits { max_new_tokens: 15, stop_ids: vec![1] };
-        let mut plain = PlainDecoder::new(&target, Sampler::new(0.0, 0));
+        let mut plain = PlainDecoder::new(&target, Sampler::new(Sampling::GREEDY, 0));
         plain.generate(prompt, &limits, &GO).unwrap().tokens
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, draft_in, random_draft, random_target, random_target_in};
 use dflash_decode::{
-    BatchDecoder, Difference, Error, Limits, PlainDecoder, Sampler, Speculator, compare,
+    BatchDecoder, Difference, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, compare,
 };
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 static GO: AtomicBool = AtomicBool::new(false);
 
 fn greedy() -> Sampler {
-    Sampler::new(0.0, 0)
+    Sampler::new(Sampling::GREEDY, 0)
 }
 
 fn same_or_tied(difference: &Option<Difference>) -> bool {
@@ -108,7 +108,7 @@ fn a_vocabulary_of_all_tokens_changes_nothing() {
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
     for temperature in [0.0, 0.9] {
         let generate = |vocabulary| {
-            let sampler = Sampler::new(temperature, 3);
+            let sampler = Sampler::new(Sampling::at(temperature), 3);
             let mut speculator = Speculator::new(&target, &draft, vocabulary, sampler).unwrap();
             speculator.generate(&[1, 5], &limits, &GO).unwrap()
         };
@@ -219,7 +219,7 @@ fn check_distribution(vocabulary: Option<&DraftVocabulary>) {
     let draft = random_draft(draft_config(&target, 4), 5);
     let limits = Limits { max_new_tokens: 3, stop_ids: vec![] };
     let ids = prompt(5, 2, 4);
-    let sampler = Sampler::new(1.3, 11);
+    let sampler = Sampler::new(Sampling::at(1.3), 11);
     let mut speculator = Speculator::new(&target, &draft, vocabulary, sampler).unwrap();
     let samples = 4000;
     let mut counts = [0.0; 64];

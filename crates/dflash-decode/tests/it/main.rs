@@ -2,4 +2,5 @@
 
 mod commands;
 mod decoding;
+mod engine;
 mod models;

@@ -35,7 +35,7 @@ fn a_taken_port_is_named_with_the_way_out() {
 fn a_host_that_is_not_ours_is_named() {
     for host in ["203.0.113.7", "no such host"] {
         let error = start_error(&HiddenServerSettings { host: host.into(), ..config() }, double());
-        assert!(matches!(error, Error::BadHost { .. }), "{error:?}");
+        assert!(matches!(error, Error::Http(dflash_http::Error::BadHost { .. })), "{error:?}");
         assert!(error.to_string().contains(host), "{error}");
     }
 }
@@ -157,5 +157,5 @@ fn a_batch_that_takes_forever_does_not_hold_up_the_stop() {
 #[test]
 fn a_model_thread_that_dies_ends_the_server() {
     let load: Loader = Box::new(|| panic!("a bug (this message is part of a test)"));
-    assert!(matches!(start_error(&config(), load), Error::ModelGone));
+    assert!(matches!(start_error(&config(), load), Error::Http(dflash_http::Error::ModelGone)));
 }

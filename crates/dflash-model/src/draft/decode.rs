@@ -1,5 +1,7 @@
 //! The decoding pass: one block at a time over cached keys and values of the accepted context.
 
+mod blocks;
+
 use dflash_torch_sys::decode::{
     Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Projection, Shape, Stack, storage,
     takes,
@@ -8,7 +10,9 @@ use tch::{Kind, Tensor};
 
 use super::{Draft, LayerKind, LayerViews, linear};
 use crate::fused;
-use crate::ops::{RotaryTables, attention};
+use crate::ops::{RotaryTables, attention, dense};
+
+pub use blocks::ContextPart;
 
 /// Keys and values of the context of every layer, with room for one block behind them.
 #[derive(Debug)]
@@ -261,9 +265,9 @@ impl Draft {
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
         v.narrow(1, cache.length, slots).copy_(&own.v_jtd);
-        let total = cache.length + slots;
+        let (total, x_kind) = (cache.length + slots, x.kind());
         let folded = q_jngd.flatten(1, 2).unsqueeze(0);
-        let seen = |x: &Tensor| x.narrow(1, 0, total).unsqueeze(0);
+        let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), x_kind);
         let out = attention(&folded, &seen(k), &seen(v), (mask, false), self.kernels);
         let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
         let middle = x.addmm(&out, &weights.o);

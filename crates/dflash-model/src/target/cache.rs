@@ -4,6 +4,8 @@
 //! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens is
 //! changing a number. Shapes: `m` key heads, `s` capacity, `d` head dimension.
 
+mod sequences;
+
 use dflash_torch_sys::decode::{Cache, MAX_ROWS, Stack};
 use tch::{Kind, Tensor};
 
@@ -11,7 +13,9 @@ use super::config::TargetConfig;
 use super::layer::{Attend, Place, Projected};
 use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
-use crate::ops::{Rotary, RotaryTables, attention};
+use crate::ops::{Rotary, RotaryTables, attention, dense};
+
+pub use sequences::SequencePart;
 
 /// Keys and values of one sequence, for every layer of a target.
 #[derive(Debug)]
@@ -151,13 +155,6 @@ impl Attend for CachedAttention<'_> {
         let q = heads_first(&projected.q_tnd);
         side_by_side(&attention(&q, &k, &v, (Some(&mask), false), projected.kernels))
     }
-}
-
-/// Cached rows in `kind` with the head dimension's elements side by side, as attention takes them: a
-/// copy where the cache holds them for the compiled passes.
-fn dense(x: &Tensor, kind: Kind) -> Tensor {
-    let x = x.to_kind(kind);
-    if x.stride().last() == Some(&1) { x } else { x.contiguous() }
 }
 
 /// One token sees all keys, so the query heads of a group can stand in for a sequence: no mask, and

@@ -14,18 +14,30 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use crate::refusal::Refusal;
-
 /// How many requests may stand in line; each costs a connection.
-pub(crate) const LONGEST_LINE: usize = 256;
+pub const LONGEST_LINE: usize = 256;
 /// The shortest and the longest time that a client is told to wait.
 const WAITS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(30));
 /// How much a new gap between two answers counts in their mean.
 const NEWEST: f64 = 0.125;
 
+/// Why a request gets no slot.
+#[derive(Debug)]
+pub enum NoSlot {
+    /// All are taken, and the line is too long.
+    Full {
+        /// How many there are.
+        slots: usize,
+        /// When one is likely to be free.
+        after: Duration,
+    },
+    /// The server is shutting down.
+    Closed,
+}
+
 /// The slots and the line before them.
 #[derive(Debug)]
-pub(crate) struct Admission {
+pub struct Admission {
     slots: Arc<Semaphore>,
     max_queue: usize,
     line: Semaphore,
@@ -35,7 +47,8 @@ pub(crate) struct Admission {
 }
 
 impl Admission {
-    pub(crate) fn new(max_queue: usize, patience: Duration) -> Self {
+    /// `max_queue` slots; a request may stand in line for `patience`.
+    pub fn new(max_queue: usize, patience: Duration) -> Self {
         Self {
             slots: Arc::new(Semaphore::new(max_queue)),
             max_queue,
@@ -46,12 +59,15 @@ impl Admission {
     }
 
     /// A slot, at once or after a while in line.
-    pub(crate) async fn enter(&self) -> Result<Slot, Refusal> {
+    ///
+    /// # Errors
+    /// [`NoSlot`].
+    pub async fn enter(&self) -> Result<Slot, NoSlot> {
         let Ok(_place) = self.line.try_acquire() else { return Err(self.full()) };
         // In order, and so never ahead of those who came before.
         match timeout(self.patience, Arc::clone(&self.slots).acquire_owned()).await {
             Ok(permit) => {
-                let permit = permit.map_err(|_closed| Refusal::ShuttingDown)?;
+                let permit = permit.map_err(|_closed| NoSlot::Closed)?;
                 Ok(Slot(Arc::new(Held {
                     since: Instant::now(),
                     pace: Arc::clone(&self.pace),
@@ -62,28 +78,30 @@ impl Admission {
         }
     }
 
-    pub(crate) fn full(&self) -> Refusal {
+    /// The answer to one who gets no slot, with the time to wait.
+    pub fn full(&self) -> NoSlot {
         let ahead = self.in_use() + self.in_line();
         let after = self.pace().time_for(ahead + 1);
-        Refusal::Full { slots: self.max_queue, after }
+        NoSlot::Full { slots: self.max_queue, after }
     }
 
     /// Sends those in line away.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         self.slots.close();
     }
 
     /// Slots taken.
-    pub(crate) fn in_use(&self) -> usize {
+    pub fn in_use(&self) -> usize {
         self.max_queue - self.slots.available_permits()
     }
 
     /// Requests in line, those about to get a slot included.
-    pub(crate) fn in_line(&self) -> usize {
+    pub fn in_line(&self) -> usize {
         LONGEST_LINE - self.line.available_permits()
     }
 
-    pub(crate) fn max_queue(&self) -> usize {
+    /// How many slots there are.
+    pub fn max_queue(&self) -> usize {
         self.max_queue
     }
 
@@ -94,7 +112,7 @@ impl Admission {
 
 /// A place in the queue; free again when the last clone is dropped. A reply carries one along.
 #[derive(Debug, Clone)]
-pub(crate) struct Slot(#[allow(dead_code, reason = "it is held")] Arc<Held>);
+pub struct Slot(#[allow(dead_code, reason = "it is held")] Arc<Held>);
 
 #[derive(Debug)]
 struct Held {
@@ -191,9 +209,9 @@ mod tests {
         let admission = Admission::new(1, Duration::ZERO);
         let _slot = admission.enter().await.unwrap();
         let refusal = admission.enter().await.unwrap_err();
-        assert!(matches!(refusal, Refusal::Full { slots: 1, .. }), "{refusal:?}");
+        assert!(matches!(refusal, NoSlot::Full { slots: 1, .. }), "{refusal:?}");
         admission.close();
         let refusal = admission.enter().await.unwrap_err();
-        assert!(matches!(refusal, Refusal::ShuttingDown), "{refusal:?}");
+        assert!(matches!(refusal, NoSlot::Closed), "{refusal:?}");
     }
 }

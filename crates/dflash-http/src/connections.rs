@@ -4,7 +4,7 @@
 //! a place in the queue and the reply's rows. Every connection therefore says what it waits for
 //! ([`Phase`]); one that waits for its client longer than it should is cut, and when there are too
 //! many, the one that has been waiting for its client longest makes room. A connection whose
-//! request is being served is never cut.
+//! request is being served, or whose next piece of a reply is being made, is never cut.
 
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
@@ -28,7 +28,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::admission::Slot;
-use crate::metrics::Metrics;
+use crate::count::Count;
 
 /// How long a connection may stay open between two requests: longer than the 90 s for which HTTP
 /// clients keep one, so that they close first and no request meets a closing connection.
@@ -47,20 +47,26 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// All open connections.
 #[derive(Debug)]
-pub(crate) struct Connections {
+pub struct Connections {
     open: Mutex<Vec<Weak<Connection>>>,
     most: usize,
     client_timeout: Duration,
-    metrics: Arc<Metrics>,
+    cut: Count,
 }
 
 impl Connections {
-    pub(crate) fn new(most: usize, client_timeout: Duration, metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { open: Mutex::default(), most, client_timeout, metrics })
+    /// For `most` connections at a time, whose clients have `client_timeout` to do their part.
+    pub fn new(most: usize, client_timeout: Duration) -> Arc<Self> {
+        Arc::new(Self { open: Mutex::default(), most, client_timeout, cut: Count::default() })
+    }
+
+    /// Connections cut because their client did not do its part.
+    pub fn cut_so_far(&self) -> u64 {
+        self.cut.get()
     }
 
     /// Open connections.
-    pub(crate) fn count(&self) -> usize {
+    pub fn count(&self) -> usize {
         lock(&self.open).iter().filter(|connection| connection.strong_count() > 0).count()
     }
 
@@ -100,7 +106,7 @@ impl Connections {
         if !connection.cut.swap(true, Ordering::Relaxed) {
             // Nothing is lost with one that is merely kept open.
             if !matches!(connection.state().phase, Phase::Idle) {
-                self.metrics.cut.add(1);
+                self.cut.add(1);
             }
             connection.waker.wake();
         }
@@ -136,6 +142,10 @@ enum Phase {
     /// The client, to take its reply. `whole`: HTTP has all of it, and what is not sent yet is in
     /// its buffer.
     Sending { whole: bool, time: Duration, _slot: Option<Slot> },
+    /// The client, to take what has been made so far of a reply that comes piece by piece.
+    Streaming { whole: bool, _slot: Option<Slot> },
+    /// The server, to make the next piece.
+    Making { _slot: Option<Slot> },
 }
 
 #[derive(Debug)]
@@ -153,20 +163,21 @@ impl State {
         let time = match self.phase {
             Phase::Idle => KEPT_OPEN,
             Phase::Head { .. } | Phase::Body => client_timeout,
-            Phase::Served => return None,
+            Phase::Served | Phase::Making { .. } => return None,
+            Phase::Streaming { .. } => client_timeout,
             Phase::Sending { time, .. } => client_timeout + time,
         };
         Some(self.since + time)
     }
 
     fn waits_for_its_client(&self) -> bool {
-        !matches!(self.phase, Phase::Served)
+        !matches!(self.phase, Phase::Served | Phase::Making { .. })
     }
 }
 
 /// One connection, as its socket, its requests and the sweep see it.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub struct Connection {
     state: Mutex<State>,
     cut: AtomicBool,
     /// Wakes the task that serves it.
@@ -182,32 +193,60 @@ impl Default for Connection {
 
 impl Connection {
     /// From now on the client is to send its request's body.
-    pub(crate) fn receiving(&self) {
+    pub fn receiving(&self) {
         self.state().enter(Phase::Body);
     }
 
     /// From now on the client has nothing to do.
-    pub(crate) fn served(&self) {
+    pub fn served(&self) {
         self.state().enter(Phase::Served);
     }
 
-    fn sending(&self, bytes: u64, slot: Option<Slot>) {
-        let time = Duration::from_secs_f64(bytes as f64 * SECONDS_PER_BYTE);
-        self.state().enter(Phase::Sending { whole: false, time, _slot: slot });
+    /// A reply begins to go out: of so many bytes, or piece by piece.
+    fn sending(&self, bytes: Option<u64>, slot: Option<Slot>) {
+        self.state().enter(match bytes {
+            Some(bytes) => {
+                let time = Duration::from_secs_f64(bytes as f64 * SECONDS_PER_BYTE);
+                Phase::Sending { whole: false, time, _slot: slot }
+            }
+            None => Phase::Making { _slot: slot },
+        });
+    }
+
+    /// HTTP has taken a piece of a reply.
+    fn took_piece(&self) {
+        let mut state = self.state();
+        if let Phase::Making { _slot } = &mut state.phase {
+            let _slot = _slot.take();
+            state.enter(Phase::Streaming { whole: false, _slot });
+        }
     }
 
     /// HTTP has taken the whole reply, or dropped it.
     fn handed_over(&self) {
-        if let Phase::Sending { whole, .. } = &mut self.state().phase {
-            *whole = true;
+        let mut state = self.state();
+        match &mut state.phase {
+            Phase::Sending { whole, .. } | Phase::Streaming { whole, .. } => *whole = true,
+            Phase::Making { _slot } => {
+                let _slot = _slot.take();
+                state.enter(Phase::Streaming { whole: true, _slot });
+            }
+            _ => {}
         }
     }
 
     /// The socket has taken all that HTTP had.
     fn flushed(&self) {
         let mut state = self.state();
-        if matches!(state.phase, Phase::Sending { whole: true, .. }) {
-            state.enter(Phase::Idle);
+        match &mut state.phase {
+            Phase::Sending { whole: true, .. } | Phase::Streaming { whole: true, .. } => {
+                state.enter(Phase::Idle);
+            }
+            Phase::Streaming { whole: false, _slot } => {
+                let _slot = _slot.take();
+                state.enter(Phase::Making { _slot });
+            }
+            _ => {}
         }
     }
 
@@ -237,7 +276,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The connection that a request came by.
 #[derive(Debug, Clone)]
-pub(crate) struct Client(Arc<Connection>);
+pub struct Client(Arc<Connection>);
 
 impl std::ops::Deref for Client {
     type Target = Connection;
@@ -249,7 +288,7 @@ impl std::ops::Deref for Client {
 
 /// Around every request: watches its reply go out, and keeps the slot that the reply brings along
 /// until the socket has taken it all.
-pub(crate) async fn watch(
+pub async fn watch(
     ConnectInfo(client): ConnectInfo<Client>,
     request: Request,
     next: Next,
@@ -257,9 +296,9 @@ pub(crate) async fn watch(
     client.receiving();
     let mut response = next.run(request).await;
     let slot = response.extensions_mut().remove::<Slot>();
-    let length = response.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
-    let length = length.and_then(|length| length.parse().ok());
-    client.sending(length.unwrap_or(response.body().size_hint().lower()), slot);
+    let announced = response.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
+    let announced = announced.and_then(|length| length.parse().ok());
+    client.sending(announced.or(response.body().size_hint().exact()), slot);
     response.map(|body| Body::new(Outgoing { body, client }))
 }
 
@@ -283,7 +322,11 @@ impl HttpBody for Outgoing {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        if let Poll::Ready(Some(_)) = &polled {
+            self.client.took_piece();
+        }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

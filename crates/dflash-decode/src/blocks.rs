@@ -1,0 +1,40 @@
+//! How the parts of a block look: what was accepted of the draft, and what was rejected.
+
+/// Colors, or the marks of wdiff where there are none.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Marks {
+    pub(crate) colored: bool,
+}
+
+impl Marks {
+    /// Green, or `{+text+}`.
+    pub(crate) fn accepted(self, text: &str) -> String {
+        self.around(text, ("\x1b[32m", "\x1b[0m"), ("{+", "+}"))
+    }
+
+    /// Red and struck out, or `[-text-]`.
+    pub(crate) fn rejected(self, text: &str) -> String {
+        self.around(text, ("\x1b[31;9m", "\x1b[0m"), ("[-", "-]"))
+    }
+
+    fn around(self, text: &str, color: (&str, &str), plain: (&str, &str)) -> String {
+        let (before, after) = if self.colored { color } else { plain };
+        if text.is_empty() { String::new() } else { format!("{before}{text}{after}") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_told_apart_with_and_without_colors() {
+        let check = |colored, expect: &str| {
+            let marks = Marks { colored };
+            let shown = [marks.accepted("a"), marks.rejected("b"), marks.rejected("")].concat();
+            assert_eq!(shown, expect);
+        };
+        check(false, "{+a+}[-b-]");
+        check(true, "\x1b[32ma\x1b[0m\x1b[31;9mb\x1b[0m");
+    }
+}

@@ -1,0 +1,157 @@
+//! One sequence: its tokens, caches, sampler and limits.
+
+use dflash_model::draft::{ContextCache, Draft};
+use dflash_model::target::{KvCache, Target};
+use tch::{Kind, Tensor};
+
+use super::{Block, Finish, Logprob, NewToken, Output, Request, SequenceId};
+use crate::plain::roomy;
+use crate::sampling::Sampler;
+
+/// Tokens of an answer that a first cache has room for; it doubles as the answer grows.
+const FIRST_ANSWER: usize = 256;
+
+/// A prompt and its answer so far.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) id: SequenceId,
+    request: Request,
+    pub(super) sampler: Sampler,
+    /// Prompt and answer, all that the target accepted. Once the prompt is read, all but the last
+    /// one, the bonus token, are in the caches.
+    tokens: Vec<i64>,
+    /// Where the answer begins.
+    prompt: usize,
+    pub(super) cache: KvCache,
+    /// Of a sequence that drafts.
+    pub(super) context: Option<ContextCache>,
+    /// Whether its prompt is being read.
+    pub(super) begun: bool,
+    cached_tokens: usize,
+}
+
+impl Sequence {
+    pub(super) fn new(
+        id: SequenceId,
+        mut request: Request,
+        target: &Target,
+        draft: Option<&Draft>,
+    ) -> Self {
+        let tokens = std::mem::take(&mut request.prompt);
+        Self {
+            id,
+            sampler: Sampler::new(request.sampling, request.seed),
+            prompt: tokens.len(),
+            tokens,
+            request,
+            cache: target.new_cache(0),
+            context: draft.map(|draft| draft.new_cache(0)),
+            begun: false,
+            cached_tokens: 0,
+        }
+    }
+
+    pub(super) fn tokens(&self) -> &[i64] {
+        &self.tokens
+    }
+
+    pub(super) fn prompt_tokens(&self) -> usize {
+        self.prompt
+    }
+
+    /// The last token, whose own state no cache holds yet; `None` while the prompt is being read.
+    pub(super) fn bonus(&self) -> Option<i64> {
+        self.tokens[self.prompt..].last().copied()
+    }
+
+    /// Tokens whose rows can be copied; of the draft's cache too for one that `drafts`.
+    pub(super) fn cached_rows(&self, drafts: bool) -> usize {
+        match (&self.context, drafts) {
+            (_, false) => self.cache.len(),
+            (Some(context), true) => self.cache.len().min(context.len() as usize),
+            (None, true) => 0,
+        }
+    }
+
+    pub(super) fn caches(&self) -> (&KvCache, Option<&ContextCache>) {
+        (&self.cache, self.context.as_ref())
+    }
+
+    /// The caches, and the tokens that they hold.
+    pub(super) fn into_caches(self) -> (Vec<i64>, KvCache, Option<ContextCache>) {
+        let mut tokens = self.tokens;
+        tokens.truncate(self.cache.len());
+        (tokens, self.cache, self.context)
+    }
+
+    pub(super) fn cache_bytes(&self) -> usize {
+        self.cache.bytes() + self.context.as_ref().map_or(0, ContextCache::bytes)
+    }
+
+    /// Room that the sequence begins with.
+    pub(super) fn first_capacity(&self) -> usize {
+        roomy(self.prompt + self.request.max_new_tokens.min(FIRST_ANSWER))
+    }
+
+    /// Begins with the rows of another sequence that began alike.
+    pub(super) fn start_from(&mut self, cache: KvCache, context: Option<ContextCache>) {
+        self.cached_tokens = cache.len();
+        (self.cache, self.context) = (cache, context);
+    }
+
+    /// Makes room for `tokens` more in both caches.
+    pub(super) fn make_room(&mut self, tokens: usize, (target, draft): (&Target, Option<&Draft>)) {
+        let (held, needed) = (self.cache.len(), self.cache.len() + tokens);
+        if needed <= self.cache.capacity() {
+            return;
+        }
+        let capacity = roomy(needed.max(2 * self.cache.capacity()).max(self.first_capacity()));
+        self.cache = target.copy_cache(&self.cache, held, capacity);
+        if let Some((context, draft)) = self.context.as_mut().zip(draft) {
+            *context = draft.copy_cache(context, context.len(), capacity as i64);
+        }
+    }
+
+    /// Appends what a step made; `logits_bv` has a row for each of `tokens`, and more behind them.
+    pub(super) fn take(
+        &mut self,
+        tokens: Vec<i64>,
+        block: Option<Block>,
+        logits_bv: &Tensor,
+    ) -> Output {
+        let room = self.request.max_new_tokens - (self.tokens.len() - self.prompt);
+        let ends = |id: &i64| self.request.stop_ids.contains(id);
+        let stop = tokens.iter().take(room).position(ends);
+        let said = stop.map_or(tokens.len().min(room), |at| at + 1);
+        let finish = match stop {
+            Some(_) => Some(Finish::Stop),
+            None => (said == room).then_some(Finish::Length),
+        };
+        let logprobs = self.request.logprobs.map(|top| logprobs(&tokens[..said], top, logits_bv));
+        let logprob = |at: usize| logprobs.as_ref().map(|logprobs| logprobs[at].clone());
+        let new = tokens[..said].iter().enumerate();
+        let new = new.map(|(at, &id)| NewToken { id, logprob: logprob(at) }).collect();
+        self.tokens.extend(tokens);
+        Output { id: self.id, tokens: new, block, finish, cached_tokens: self.cached_tokens }
+    }
+}
+
+/// The logarithms of the probabilities of `tokens`, one for each of the first rows of logits [B, V].
+fn logprobs(tokens: &[i64], top: usize, logits_bv: &Tensor) -> Vec<Logprob> {
+    let rows = tokens.len() as i64;
+    let log_bv = logits_bv.narrow(0, 0, rows).log_softmax(-1, Kind::Double);
+    let ids_b1 = Tensor::from_slice(tokens).to_device(log_bv.device()).unsqueeze(1);
+    let chosen = floats(&log_bv.gather(1, &ids_b1, false));
+    let top = (top as i64).min(log_bv.size()[1]);
+    let (values_bt, ids_bt) = log_bv.topk(top, -1, true, true);
+    let (values, ids) = (floats(&values_bt), super::to_host(&ids_bt.flatten(0, -1)));
+    let best = |row: usize| {
+        let range = row * top as usize..(row + 1) * top as usize;
+        ids[range.clone()].iter().copied().zip(values[range].iter().copied()).collect()
+    };
+    chosen.iter().enumerate().map(|(row, &chosen)| Logprob { chosen, top: best(row) }).collect()
+}
+
+fn floats(values: &Tensor) -> Vec<f64> {
+    Vec::try_from(values.flatten(0, -1)).expect("logarithms are float64")
+}

@@ -1,0 +1,381 @@
+//! Sequences decoded together: each as it would be alone, and sampled from the target's
+//! distribution.
+
+use std::collections::HashMap;
+use std::sync::atomic::AtomicBool;
+
+use dflash_decode::{
+    Engine, EngineOptions, Finish, Limits, NewToken, Output, PlainDecoder, Request, Sampler,
+    Sampling, SequenceId, compare,
+};
+use dflash_model::draft::Draft;
+use dflash_model::target::Target;
+
+use crate::models::{draft_config, random_draft, random_target};
+
+const OPTIONS: EngineOptions = EngineOptions {
+    max_sequences: 8,
+    max_model_len: 400,
+    prefill_tokens: 24,
+    prefix_bytes: 1 << 20,
+};
+
+fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
+    (0..length).map(|at| ((at * 7 + seed * 13 + at * at) as i64) % vocab).collect()
+}
+
+fn request(prompt: Vec<i64>, max_new_tokens: usize) -> Request {
+    Request {
+        prompt,
+        max_new_tokens,
+        stop_ids: vec![],
+        sampling: Sampling::GREEDY,
+        seed: 0,
+        logprobs: None,
+        speculative: true,
+    }
+}
+
+fn models(vocab: i64, seed: i64) -> (Target, Draft) {
+    let target = random_target(vocab, seed);
+    let draft = random_draft(draft_config(&target, 4), seed);
+    (target, draft)
+}
+
+fn engine<'a>((target, draft): &'a (Target, Draft), options: EngineOptions) -> Engine<'a> {
+    Engine::speculative(target, (draft, None), options).unwrap()
+}
+
+/// What became of a request.
+#[derive(Debug, Default, Clone)]
+struct Answer {
+    tokens: Vec<NewToken>,
+    finish: Option<Finish>,
+    cached: usize,
+    accepted: usize,
+    rejected: usize,
+}
+
+impl Answer {
+    fn ids(&self) -> Vec<i64> {
+        self.tokens.iter().map(|token| token.id).collect()
+    }
+
+    fn add(&mut self, output: Output) {
+        assert!(self.finish.is_none(), "nothing comes after the end");
+        if let Some(block) = output.block {
+            self.accepted += block.accepted;
+            self.rejected += block.proposed.len() - block.accepted;
+        }
+        self.tokens.extend(output.tokens);
+        (self.finish, self.cached) = (output.finish, output.cached_tokens);
+    }
+}
+
+/// Answers all requests, each as soon as there is room; `stagger` steps lie between two.
+fn answers(engine: &mut Engine<'_>, requests: &[Request], stagger: usize) -> Vec<Answer> {
+    let mut asked: HashMap<SequenceId, usize> = HashMap::new();
+    let mut answers = vec![Answer::default(); requests.len()];
+    let (mut next, mut step) = (0, 0);
+    while next < requests.len() || !engine.is_empty() {
+        let due = |next: usize| next < requests.len() && step >= next * stagger;
+        while due(next) && engine.has_room() {
+            asked.insert(engine.add(requests[next].clone()), next);
+            next += 1;
+        }
+        for output in engine.step() {
+            answers[asked[&output.id]].add(output);
+        }
+        step += 1;
+    }
+    answers
+}
+
+#[test]
+fn every_text_is_that_of_plain_decoding() {
+    let (mut accepted, mut rejected) = (0, 0);
+    for (case, stagger) in [(1, 0), (2, 3), (3, 7)] {
+        let models = models(5, case);
+        let mut engine = engine(&models, OPTIONS);
+        let requests: Vec<Request> = (0..20)
+            .map(|n| Request {
+                stop_ids: if n % 4 == 0 { vec![2] } else { vec![] },
+                speculative: n % 5 != 1,
+                ..request(prompt(1 + n * 5 % 67, n, 5), 1 + n * 7 % 40)
+            })
+            .collect();
+        let mut plain = PlainDecoder::new(&models.0, Sampler::new(Sampling::GREEDY, 0));
+        let answers = answers(&mut engine, &requests, stagger);
+        for (request, answer) in requests.iter().zip(&answers) {
+            let limits = Limits {
+                max_new_tokens: request.max_new_tokens,
+                stop_ids: request.stop_ids.clone(),
+            };
+            let go = AtomicBool::new(false);
+            let expected = plain.generate(&request.prompt, &limits, &go).unwrap();
+            let texts = [expected.tokens.as_slice(), &answer.ids()];
+            let difference = compare(&models.0, &request.prompt, texts, None);
+            assert!(difference.as_ref().is_none_or(|d| d.is_tie()), "{case}: {difference:?}");
+            if difference.is_none() {
+                let finish = if expected.finished { Finish::Stop } else { Finish::Length };
+                assert_eq!(answer.finish, Some(finish));
+            }
+            assert_eq!(
+                answer.accepted + answer.rejected > 0,
+                request.speculative && answer.tokens.len() > 1
+            );
+        }
+        accepted += answers.iter().map(|answer| answer.accepted).sum::<usize>();
+        rejected += answers.iter().map(|answer| answer.rejected).sum::<usize>();
+    }
+    assert!(accepted > 60 && rejected > 60, "{accepted} accepted, {rejected} rejected");
+}
+
+#[test]
+fn a_request_is_answered_alike_alone_and_in_company() {
+    let models = models(30, 4);
+    let sampled = |n: usize| Request {
+        sampling: Sampling { temperature: 0.8, top_p: 0.9, top_k: Some(12) },
+        seed: n as u64,
+        logprobs: Some(3),
+        ..request(prompt(3 + n * 11, n, 30), 30)
+    };
+    let requests: Vec<Request> = (0..12).map(sampled).collect();
+    let together = answers(&mut engine(&models, OPTIONS), &requests, 1);
+    let texts: Vec<Vec<i64>> = together.iter().map(Answer::ids).collect();
+    assert!(texts.windows(2).all(|pair| pair[0] != pair[1]), "seeds and prompts differ");
+    for (request, text) in requests.iter().zip(&texts) {
+        let alone = answers(&mut engine(&models, OPTIONS), std::slice::from_ref(request), 0);
+        assert_eq!(alone[0].ids(), *text);
+    }
+}
+
+#[test]
+fn logprobs_are_the_targets_own() {
+    let models = models(12, 6);
+    let asked = Request {
+        sampling: Sampling { top_k: Some(2), ..Sampling::at(1.5) },
+        logprobs: Some(4),
+        ..request(prompt(9, 1, 12), 25)
+    };
+    let answer = answers(&mut engine(&models, OPTIONS), std::slice::from_ref(&asked), 0).remove(0);
+    let mut ids = asked.prompt.clone();
+    for token in &answer.tokens {
+        let expected = log_shares(&models.0, &ids);
+        let found = token.logprob.as_ref().unwrap();
+        assert!((found.chosen - expected[token.id as usize]).abs() < 1e-4, "{token:?}");
+        let mut best: Vec<f64> = expected.clone();
+        best.sort_by(|a, b| b.total_cmp(a));
+        assert_eq!(found.top.len(), 4);
+        for (rank, (id, share)) in found.top.iter().enumerate() {
+            assert!(
+                (share - best[rank]).abs() < 1e-4 && (share - expected[*id as usize]).abs() < 1e-4
+            );
+        }
+        ids.push(token.id);
+    }
+}
+
+#[test]
+fn a_prompt_that_begins_alike_is_not_read_again() {
+    let models = models(40, 7);
+    let long = prompt(90, 3, 40);
+    let follow_up = |answer: &Answer| {
+        let turn = [long.clone(), answer.ids(), prompt(10, 5, 40)].concat();
+        request(turn, 30)
+    };
+    let mut warm = engine(&models, OPTIONS);
+    let first = answers(&mut warm, &[request(long.clone(), 20)], 0).remove(0);
+    assert_eq!(first.cached, 0);
+    assert!(warm.cache_bytes().1 > 0);
+    let next = follow_up(&first);
+    let second = answers(&mut warm, std::slice::from_ref(&next), 0).remove(0);
+    // The prompt and all of the answer but its last token.
+    assert!((109..=110).contains(&second.cached), "{}", second.cached);
+    let cold = answers(&mut engine(&models, OPTIONS), std::slice::from_ref(&next), 0).remove(0);
+    assert_eq!((cold.cached, cold.ids()), (0, second.ids()));
+    // One that is the same to its end still reads its last token.
+    let again = answers(&mut warm, &[request(long.clone(), 20)], 0).remove(0);
+    assert_eq!((again.cached, again.ids()), (89, first.ids()));
+    let other = answers(&mut warm, &[request(prompt(90, 4, 40), 20)], 0).remove(0);
+    assert_eq!(other.cached, 0);
+    // Without the draft's cache a sequence that drafts cannot begin.
+    let mut plain_first = engine(&models, OPTIONS);
+    let plain = Request { speculative: false, ..request(long.clone(), 20) };
+    answers(&mut plain_first, &[plain], 0);
+    let drafted = answers(&mut plain_first, std::slice::from_ref(&next), 0).remove(0);
+    assert_eq!((drafted.cached, drafted.ids()), (0, cold.ids()));
+}
+
+#[test]
+fn sequences_that_come_together_share_the_beginning_of_their_prompts() {
+    let models = models(40, 8);
+    let shared = prompt(70, 3, 40);
+    let requests: Vec<Request> =
+        (0..4).map(|n| request([shared.clone(), prompt(4, n, 40)].concat(), 12)).collect();
+    let answers_of = |options| answers(&mut engine(&models, options), &requests, 0);
+    let warm = answers_of(OPTIONS);
+    assert_eq!(warm[0].cached, 0);
+    assert!(warm[1..].iter().all(|answer| answer.cached >= 70), "{warm:?}");
+    let alone: Vec<Vec<i64>> = requests
+        .iter()
+        .map(|request| answers(&mut engine(&models, OPTIONS), std::slice::from_ref(request), 0))
+        .map(|answers| answers[0].ids())
+        .collect();
+    assert_eq!(warm.iter().map(Answer::ids).collect::<Vec<_>>(), alone);
+}
+
+#[test]
+fn kept_caches_stay_within_their_bytes() {
+    let models = models(20, 9);
+    let most = 200_000;
+    let mut engine = engine(&models, EngineOptions { prefix_bytes: most, ..OPTIONS });
+    let mut held = Vec::new();
+    for n in 0..30 {
+        answers(&mut engine, &[request(prompt(20 + 9 * n, n, 20), 5)], 0);
+        let (live, kept) = engine.cache_bytes();
+        assert!(live == 0 && kept <= most, "{live} {kept}");
+        held.push(kept);
+    }
+    assert!(held[29] > most / 2, "{held:?}");
+    let mut none = self::engine(&models, EngineOptions { prefix_bytes: 0, ..OPTIONS });
+    answers(&mut none, &[request(prompt(60, 1, 20), 5)], 0);
+    assert_eq!(none.cache_bytes(), (0, 0));
+}
+
+#[test]
+fn a_dropped_sequence_frees_its_place_and_leaves_the_others_alone() {
+    let models = models(20, 10);
+    let options = EngineOptions { max_sequences: 3, ..OPTIONS };
+    let mut engine = engine(&models, options);
+    let requests: Vec<Request> = (0..3).map(|n| request(prompt(30, n, 20), 60)).collect();
+    let ids: Vec<SequenceId> = requests.iter().map(|r| engine.add(r.clone())).collect();
+    assert!(!engine.has_room());
+    let mut kept: HashMap<SequenceId, Answer> = HashMap::new();
+    for step in 0.. {
+        if step == 2 {
+            // One is amid its prompt, another one amid its answer.
+            engine.remove(ids[2]);
+            engine.remove(ids[0]);
+            assert!(engine.has_room() && engine.len() == 1);
+        }
+        for output in engine.step() {
+            kept.entry(output.id).or_default().add(output);
+        }
+        if engine.is_empty() {
+            break;
+        }
+    }
+    engine.remove(ids[0]);
+    assert!(kept.get(&ids[2]).is_none_or(|answer| answer.finish.is_none()));
+    let alone = answers(&mut self::engine(&models, OPTIONS), &requests[1..2], 0);
+    assert_eq!(kept[&ids[1]].ids(), alone[0].ids());
+}
+
+#[test]
+fn a_long_prompt_does_not_stall_the_others() {
+    let models = models(20, 11);
+    let mut engine = engine(&models, OPTIONS);
+    let short = engine.add(request(prompt(5, 1, 20), 60));
+    engine.step();
+    engine.add(request(prompt(300, 2, 20), 5));
+    // 300 tokens in pieces of 24: at least a dozen steps, in each of which the other one goes on.
+    for _ in 0..12 {
+        let outputs = engine.step();
+        assert_eq!(outputs.iter().map(|output| output.id).collect::<Vec<_>>(), [short]);
+    }
+}
+
+/// Logarithms of the target's probabilities after `ids`.
+fn log_shares(target: &Target, ids: &[i64]) -> Vec<f64> {
+    let (length, last) = (ids.len() as i64, [target.num_layers() as u32]);
+    let hidden = &target.forward_packed(&tch::Tensor::from_slice(ids), &[0, length], &last)[0];
+    let logits = target.logits(&hidden.narrow(0, length - 1, 1));
+    Vec::try_from(logits.log_softmax(-1, tch::Kind::Double).get(0)).unwrap()
+}
+
+/// The shares that temperature and filters make of these, written out once more.
+fn filtered(log_shares: &[f64], sampling: Sampling) -> Vec<f64> {
+    let weight: Vec<f64> =
+        log_shares.iter().map(|log| (log / sampling.temperature).exp()).collect();
+    let mut order: Vec<usize> = (0..weight.len()).collect();
+    order.sort_by(|&a, &b| weight[b].total_cmp(&weight[a]));
+    order.truncate(sampling.top_k.unwrap_or(usize::MAX));
+    let total: f64 = order.iter().map(|&id| weight[id]).sum();
+    let mut before = 0.0;
+    order.retain(|&id| {
+        let stays = before < sampling.top_p;
+        before += weight[id] / total;
+        stays
+    });
+    let total: f64 = order.iter().map(|&id| weight[id]).sum();
+    let share = |id: usize| if order.contains(&id) { weight[id] / total } else { 0.0 };
+    (0..weight.len()).map(share).collect()
+}
+
+/// Draws texts of three tokens and compares their frequencies with the target's probabilities.
+fn check_distribution(sampling: Sampling, speculative: bool) {
+    const VOCAB: usize = 5;
+    let models = models(VOCAB as i64, 21);
+    let ids = prompt(5, 2, VOCAB as i64);
+    let samples = 3000;
+    let requests: Vec<Request> = (0..samples)
+        .map(|seed| Request { sampling, seed, speculative, ..request(ids.clone(), 3) })
+        .collect();
+    let options = EngineOptions { max_sequences: 100, prefill_tokens: 1000, ..OPTIONS };
+    let answers = answers(&mut engine(&models, options), &requests, 0);
+    let accepted: usize = answers.iter().map(|answer| answer.accepted).sum();
+    let rejected: usize = answers.iter().map(|answer| answer.rejected).sum();
+    if speculative {
+        assert!(accepted > 300 && rejected > 300, "{accepted} accepted, {rejected} rejected");
+    }
+    let mut counts: HashMap<Vec<i64>, f64> = HashMap::new();
+    answers.iter().for_each(|answer| *counts.entry(answer.ids()).or_default() += 1.0);
+    let (mut statistic, mut cells, mut rare) = (0.0, 0.0, (0.0, 0.0));
+    let mut texts: Vec<(Vec<i64>, f64)> = vec![(Vec::new(), 1.0)];
+    for _ in 0..3 {
+        let longer = texts.iter().flat_map(|(text, probability)| {
+            let shares = filtered(&log_shares(&models.0, &[&ids[..], text].concat()), sampling);
+            let next = move |(id, share)| ([&text[..], &[id as i64]].concat(), probability * share);
+            shares.into_iter().enumerate().map(next).collect::<Vec<_>>()
+        });
+        texts = longer.collect();
+    }
+    for (text, probability) in texts {
+        let (expected, found) =
+            (samples as f64 * probability, counts.remove(&text).unwrap_or_default());
+        assert!(probability > 0.0 || found == 0.0, "{text:?} cannot be said");
+        if expected < 5.0 {
+            rare = (rare.0 + expected, rare.1 + found);
+        } else {
+            statistic += (found - expected).powi(2) / expected;
+            cells += 1.0;
+        }
+    }
+    assert!(counts.is_empty(), "{counts:?}");
+    if rare.0 > 5.0 {
+        statistic += (rare.1 - rare.0).powi(2) / rare.0;
+        cells += 1.0;
+    }
+    // As many as the degrees of freedom on average; five standard deviations above are rarer than one
+    // in 100,000 seeds.
+    let freedom: f64 = cells - 1.0;
+    let most = freedom + 5.0 * (2.0 * freedom).sqrt() + 8.0;
+    println!("{sampling:?} {speculative}: chi-square {statistic:.1}, {freedom} degrees of freedom");
+    assert!(statistic < most, "{sampling:?}: chi-square {statistic}, above {most}");
+}
+
+#[test]
+fn sampled_texts_follow_the_filtered_distribution_of_the_target() {
+    let all = Sampling::at(1.3);
+    for sampling in [
+        Sampling::at(0.6),
+        all,
+        Sampling { top_k: Some(3), ..all },
+        Sampling { top_p: 0.8, ..all },
+        Sampling { top_p: 0.9, top_k: Some(4), temperature: 2.0 },
+    ] {
+        check_distribution(sampling, true);
+    }
+    check_distribution(all, false);
+}

@@ -1,0 +1,166 @@
+//! `dflash generate` and `dflash serve` as users run them.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use dflash_test_support::eventually;
+
+#[path = "../../dflash-serve/tests/it/models.rs"]
+mod models;
+
+struct Saved(tempfile::TempDir);
+
+impl Saved {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        models::save_models(dir.path());
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn engine(&self, command: &str) -> Command {
+        let mut engine = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        engine.arg(command).arg("--target").arg(self.path("target")).env_remove("DFLASH_API_KEY");
+        engine.env_remove("NO_COLOR").stdin(Stdio::null());
+        engine
+    }
+
+    fn generate(&self, arguments: &[&str]) -> Output {
+        let mut command = self.engine("generate");
+        command.args(["--max-new-tokens", "30"]).args(arguments).output().unwrap()
+    }
+
+    fn drafted(&self, arguments: &[&str]) -> Output {
+        let draft = self.path("draft");
+        self.generate(&[&["--draft", draft.to_str().unwrap()], arguments].concat())
+    }
+}
+
+fn stdout(output: &Output) -> &str {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+#[test]
+fn an_answer_is_the_same_with_and_without_the_draft() {
+    let saved = Saved::new();
+    let plain = saved.generate(&["hello"]);
+    let text = stdout(&plain);
+    assert!(text.len() > 5 && text.ends_with('\n'), "{text:?}");
+    assert_eq!(stdout(&saved.drafted(&["hello"])), text);
+    // From a file, and from standard input.
+    std::fs::write(saved.path("prompt"), "hello").unwrap();
+    let file = saved.path("prompt");
+    assert_eq!(stdout(&saved.drafted(&["--prompt-file", file.to_str().unwrap()])), text);
+    let mut piped = saved.engine("generate");
+    piped.args(["--max-new-tokens", "30"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = piped.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
+    assert_eq!(stdout(&child.wait_with_output().unwrap()), text);
+    let stop = &text[3..6];
+    let cut = saved.drafted(&["--stop", stop, "hello"]);
+    assert_eq!(stdout(&cut).trim_end_matches('\n'), &text[..text.find(stop).unwrap()]);
+    for other in [["--system", "be brief"], ["--chat-template-kwargs", "{\"shout\": true}"]] {
+        assert_ne!(stdout(&saved.drafted(&[&other[..], &["hello"]].concat())), text);
+    }
+}
+
+#[test]
+fn samples_follow_their_seed() {
+    let saved = Saved::new();
+    let ask = |seed: &str| {
+        let sampled =
+            ["--temperature", "0.9", "--top-p", "0.9", "--top-k", "20", "--seed", seed, "hi"];
+        stdout(&saved.drafted(&sampled)).to_owned()
+    };
+    assert_eq!(ask("1"), ask("1"));
+    assert_ne!(ask("1"), ask("2"));
+}
+
+#[test]
+fn blocks_are_shown_with_what_was_measured() {
+    let saved = Saved::new();
+    let text = stdout(&saved.drafted(&["hello"])).to_owned();
+    let shown = saved.drafted(&["--show-blocks", "hello"]);
+    // Without what was rejected, and without the marks, it is the answer.
+    let mut rest = stdout(&shown).to_owned();
+    assert!(rest.contains("[-") && !rest.contains('\x1b'), "{rest}");
+    while let Some((start, end)) = rest.find("[-").zip(rest.find("-]")) {
+        rest.replace_range(start..end + 2, "");
+    }
+    assert_eq!(rest.replace("{+", "").replace("+}", ""), text);
+    let said = stderr(&shown);
+    for words in
+        ["acceptance length ", " blocks; ", "30 tokens at ", "plain decoding ", " times as fast"]
+    {
+        assert!(said.contains(words) || text.len() < 31, "{words:?} is not in {said}");
+    }
+    let colored = saved.drafted(&["--show-blocks", "--color", "always", "hello"]);
+    assert!(stdout(&colored).contains("\x1b[31;9m"), "{}", stdout(&colored));
+}
+
+#[test]
+fn prompts_that_cannot_be_answered_say_why() {
+    let saved = Saved::new();
+    let refuse = |arguments: &[&str], words: &str| {
+        let output = saved.drafted(arguments);
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert!(stderr(&output).contains(words), "{}", stderr(&output));
+        assert!(output.stdout.is_empty());
+    };
+    refuse(&[&"long ".repeat(120)], "within the target's 512 positions");
+    refuse(&["--raw", ""], "the prompt is empty");
+    refuse(&["--prompt-file", "/no/such/file"], "/no/such/file");
+    refuse(&["--stop", "", "hello"], "--stop is empty");
+    refuse(&["--top-p", "0", "hello"], "--top-p is 0");
+}
+
+fn port_in(path: &Path) -> Option<u16> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+#[test]
+fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
+    let saved = Saved::new();
+    let port_file = saved.path("port");
+    let log = std::fs::File::create(saved.path("log")).unwrap();
+    let mut child = saved
+        .engine("serve")
+        .arg("--draft")
+        .arg(saved.path("draft"))
+        .args(["-vv", "--port", "0", "--port-file"])
+        .arg(&port_file)
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    eventually("the server tells its port", || port_in(&port_file).is_some());
+    let mut stream = TcpStream::connect(("127.0.0.1", port_in(&port_file).unwrap())).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let body = r#"{"messages": [{"role": "user", "content": "purple walrus"}], "max_tokens": 300}"#;
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json";
+    write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+    // It has begun before it is told to end.
+    std::thread::sleep(Duration::from_millis(100));
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").arg(pid).status().unwrap().success());
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).unwrap();
+    assert!(reply.starts_with("HTTP/1.1 200 OK"), "{reply}");
+    let answer: serde_json::Value =
+        serde_json::from_str(reply.split("\r\n\r\n").nth(1).unwrap()).unwrap();
+    let text = answer["choices"][0]["message"]["content"].as_str().unwrap();
+    assert!(child.wait().unwrap().success());
+    let log = std::fs::read_to_string(saved.path("log")).unwrap();
+    assert!(log.contains("ready on http://127.0.0.1:"), "{log}");
+    assert!(!log.contains("purple") && !log.contains(text), "{log}");
+}

@@ -1,0 +1,195 @@
+//! The life of a server: listen, load, serve, stop.
+//!
+//! It listens before it loads, because a large model takes minutes and a taken port should be
+//! reported at once. The model has a thread of its own.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use tokio::runtime::Runtime;
+use tokio::sync::{oneshot, watch};
+
+use crate::connections::{Client, Connections, Door};
+
+/// How soon a set stop flag is noticed.
+const STOP_POLL: Duration = Duration::from_millis(25);
+/// How long the model may take to end what it does once nobody waits for it.
+const MODEL_GRACE: Duration = Duration::from_secs(1);
+
+/// Why a server does not start, or ends.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
+pub enum Error {
+    #[error("cannot listen on host {host:?}; pass --host 127.0.0.1, or 0.0.0.0 for all interfaces")]
+    BadHost { host: String, source: io::Error },
+    #[error(
+        "port {} is in use on {}; stop the program that listens there, or pass another --port \
+         (0 picks a free one)", .address.port(), .address.ip()
+    )]
+    PortInUse { address: SocketAddr },
+    #[error("cannot listen on {address}; pass another --host or --port")]
+    Bind { address: SocketAddr, source: io::Error },
+    #[error("the model's thread ended unexpectedly; its message is above")]
+    ModelGone,
+    #[error(transparent)]
+    Files(#[from] dflash_files::Error),
+    #[error("cannot start the server's threads")]
+    Runtime(#[source] io::Error),
+    #[error("the listener on {address} failed")]
+    Serve { address: SocketAddr, source: io::Error },
+}
+
+/// A socket that listens, and the threads for what comes in.
+#[derive(Debug)]
+pub struct Listening {
+    listener: TcpListener,
+    runtime: Runtime,
+    /// Where it listens.
+    pub address: SocketAddr,
+}
+
+impl Listening {
+    /// # Errors
+    /// An address that cannot be listened on; threads that cannot be started.
+    pub fn on(host: &str, port: u16) -> Result<Self, Error> {
+        let (listener, address) = listen(host, port)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("http")
+            .enable_all()
+            .build()
+            .map_err(Error::Runtime)?;
+        Ok(Self { listener, runtime, address })
+    }
+
+    /// Writes the port to `path`.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn write_port(address: SocketAddr, path: &Path) -> Result<(), Error> {
+        Ok(dflash_files::write_bytes(path, format!("{}\n", address.port()).as_bytes())?)
+    }
+}
+
+fn listen(host: &str, port: u16) -> Result<(TcpListener, SocketAddr), Error> {
+    let bad_host = |source| Error::BadHost { host: host.to_owned(), source };
+    let address = (host, port).to_socket_addrs().map_err(bad_host)?.next();
+    let address = address.ok_or_else(|| bad_host(io::ErrorKind::NotFound.into()))?;
+    let listener = TcpListener::bind(address).map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => Error::PortInUse { address },
+        io::ErrorKind::AddrNotAvailable => bad_host(source),
+        _ => Error::Bind { address, source },
+    })?;
+    let ready = listener.set_nonblocking(true).and_then(|()| listener.local_addr());
+    let actual = ready.map_err(|source| Error::Bind { address, source })?;
+    Ok((listener, actual))
+}
+
+/// A server between its start and its end.
+#[derive(Debug)]
+pub struct Server {
+    /// Routes under [`crate::watch`].
+    pub router: Router,
+    /// Who is connected.
+    pub connections: Arc<Connections>,
+    /// Ends it once set.
+    pub stop: Arc<AtomicBool>,
+    /// The model's thread; its end is the server's.
+    pub model: JoinHandle<()>,
+    /// How long replies may take to go out after the stop; then connections are cut.
+    pub reply_grace: Duration,
+}
+
+impl Server {
+    /// Serves until the stop flag is set. `when_loaded` tells whether the model has been loaded; then
+    /// `ready` is called. After the stop `refuse_new` is called at once, and `close` when all replies
+    /// are out or have had their time; it must end the model's thread.
+    ///
+    /// # Errors
+    /// The loader's, or that of `ready`; [`Error::ModelGone`], [`Error::Serve`].
+    pub fn run<E: From<Error> + Send + 'static>(
+        self,
+        listening: Listening,
+        when_loaded: oneshot::Receiver<Result<(), E>>,
+        ready: impl FnOnce() -> Result<(), E>,
+        (refuse_new, close): (impl Fn(), impl FnOnce()),
+    ) -> Result<(), E> {
+        let Listening { listener, runtime, address } = listening;
+        let serving = self.serve((listener, address), when_loaded, ready, refuse_new);
+        let outcome = runtime.block_on(serving);
+        close();
+        runtime.shutdown_timeout(Duration::from_millis(100));
+        outcome.map(join_within_grace)
+    }
+
+    /// Hands the model's thread back when the stop flag has ended the server.
+    async fn serve<E: From<Error>>(
+        self,
+        (listener, address): (TcpListener, SocketAddr),
+        when_loaded: oneshot::Receiver<Result<(), E>>,
+        ready: impl FnOnce() -> Result<(), E>,
+        refuse_new: impl Fn(),
+    ) -> Result<JoinHandle<()>, E> {
+        let failed = |source| Error::Serve { address, source };
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
+        tokio::spawn(Arc::clone(&self.connections).sweep());
+        let listener = Door { listener, connections: Arc::clone(&self.connections) };
+        let (closing, mut closed) = watch::channel(false);
+        let until_closed = async move { drop(closed.wait_for(|closed| *closed).await) };
+        let service = self.router.clone().into_make_service_with_connect_info::<Client>();
+        let server = axum::serve(listener, service).with_graceful_shutdown(until_closed);
+        let mut server = tokio::spawn(server.into_future());
+        let loaded = tokio::select! {
+            // A loader that fails also ends its thread; its reason comes first.
+            biased;
+            loaded = when_loaded => match loaded {
+                Ok(loaded) => loaded.map(|()| true),
+                Err(_) => Err(Error::ModelGone.into()),
+            },
+            () = self.stopped() => Ok(false),
+        };
+        if loaded? {
+            ready()?;
+            tokio::select! {
+                () = self.stopped() => {}
+                ended = &mut server => {
+                    ended.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(failed)?;
+                }
+            }
+        }
+        if !self.stop.load(Ordering::Relaxed) {
+            return Err(Error::ModelGone.into());
+        }
+        refuse_new();
+        closing.send_replace(true);
+        if tokio::time::timeout(self.reply_grace, server).await.is_err() {
+            tracing::warn!("cutting the connections that are still open");
+        }
+        Ok(self.model)
+    }
+
+    /// Returns when the flag is set, or when the model's thread has died.
+    async fn stopped(&self) {
+        while !self.stop.load(Ordering::Relaxed) && !self.model.is_finished() {
+            tokio::time::sleep(STOP_POLL).await;
+        }
+    }
+}
+
+/// A forward pass cannot be interrupted. The thread is left behind when it takes too long; the
+/// process is about to end.
+fn join_within_grace(model: JoinHandle<()>) {
+    let start = Instant::now();
+    while !model.is_finished() && start.elapsed() < MODEL_GRACE {
+        thread::sleep(Duration::from_millis(5));
+    }
+    if model.is_finished() {
+        let _ = model.join();
+    }
+}

@@ -1,0 +1,214 @@
+//! One pass over the blocks of several sequences, each with a context of its own.
+//!
+//! Products run over the slots of all blocks; attention is that of each block alone. Shapes as in
+//! [`super`]; `n` counts the slots of all blocks, laid end to end.
+
+use tch::{Tensor, no_grad};
+
+use super::{ContextCache, Draft};
+use crate::attention::KeyValue;
+use crate::fused;
+use crate::ops::{RotaryTables, attention, dense};
+
+/// A sequence's context and how many of the pass's rows are its own.
+#[derive(Debug)]
+pub struct ContextPart<'a> {
+    /// Where its keys and values go.
+    pub cache: &'a mut ContextCache,
+    /// New context positions, at least one.
+    pub rows: usize,
+}
+
+impl ContextCache {
+    /// Bytes of its keys and values.
+    pub fn bytes(&self) -> usize {
+        let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
+        self.layers.iter().map(|(k, v)| of(k) + of(v)).sum()
+    }
+
+    /// Context positions that fit.
+    pub fn capacity(&self) -> i64 {
+        self.capacity
+    }
+
+    /// Writes `rows` of `own` from `start` on behind the context of a layer.
+    fn write(&self, layer: usize, own: &KeyValue, (start, rows): (i64, i64)) {
+        let (k, v) = &self.layers[layer];
+        k.narrow(1, self.length, rows).copy_(&own.k_jtd.narrow(1, start, rows));
+        v.narrow(1, self.length, rows).copy_(&own.v_jtd.narrow(1, start, rows));
+    }
+}
+
+impl Draft {
+    /// A cache for up to `capacity` context positions that holds the first `length` of `cache`.
+    ///
+    /// # Panics
+    /// When `cache` does not hold so many, or they have no room.
+    pub fn copy_cache(&self, cache: &ContextCache, length: i64, capacity: i64) -> ContextCache {
+        assert!(length <= cache.length && length <= capacity, "{length} positions are not there");
+        let mut copy = self.new_cache(capacity);
+        no_grad(|| {
+            for (own, other) in copy.layers.iter().zip(&cache.layers) {
+                own.0.narrow(1, 0, length).copy_(&other.0.narrow(1, 0, length));
+                own.1.narrow(1, 0, length).copy_(&other.1.narrow(1, 0, length));
+            }
+        });
+        copy.length = length;
+        copy
+    }
+
+    /// Appends the features of accepted tokens to each context: `features_tk` [T, K*H] holds the
+    /// rows of the first one, then those of the second, and so on.
+    ///
+    /// # Panics
+    /// When a cache is full: a bug of the caller.
+    pub fn extend_contexts(&self, features_tk: &Tensor, parts: &mut [ContextPart<'_>]) {
+        if let [ContextPart { cache, .. }] = parts {
+            let first = cache.length;
+            return self.extend_context(cache, features_tk, first);
+        }
+        let kv_all = self.context(features_tk).matmul(&self.decode_weights().context_kv);
+        let spans = parts.iter().map(|part| (&*part.cache, part.cache.length, part.rows as i64));
+        let rope = self.tables_of(spans);
+        let width = 2 * self.config.kv_width();
+        for (index, layer) in self.views.layers.iter().enumerate() {
+            let kv = kv_all.narrow(1, index as i64 * width, width);
+            let kv = self.project_context(layer, &kv, &rope);
+            let mut start = 0;
+            for ContextPart { cache, rows } in &*parts {
+                let rows = *rows as i64;
+                assert!(cache.length + rows <= cache.capacity, "the context cache is full");
+                cache.write(index, &kv, (start, rows));
+                start += rows;
+            }
+        }
+        parts.iter_mut().for_each(|part| part.cache.length += part.rows as i64);
+    }
+
+    /// Runs one block for each context: `blocks_nh` [N, H] are the embeddings of [bonus token,
+    /// MASK, ...] of the first one, of the second and so on, all with as many slots. A block follows
+    /// its context. Returns `norm(x)` [N, H].
+    ///
+    /// The caches are not changed; their spare rows serve as scratch space.
+    pub fn forward_blocks(&self, caches: &[&ContextCache], blocks_nh: &Tensor) -> Tensor {
+        if let [cache] = caches {
+            return self.forward_block(cache, blocks_nh, cache.length);
+        }
+        let slots = blocks_nh.size()[0] / caches.len() as i64;
+        let rope = self.tables_of(caches.iter().map(|cache| (*cache, cache.length, slots)));
+        let mut x = blocks_nh.shallow_clone();
+        for index in 0..self.views.layers.len() {
+            x = self.blocks_layer(index, caches, &x, &rope);
+        }
+        self.norm(&self.views.norm).of(&x)
+    }
+
+    fn blocks_layer(
+        &self,
+        index: usize,
+        caches: &[&ContextCache],
+        x: &Tensor,
+        rope: &RotaryTables,
+    ) -> Tensor {
+        let layer = &self.views.layers[index];
+        let weights = &self.decode_weights().layers[index];
+        let slots = x.size()[0] / caches.len() as i64;
+        let qkv = self.norm(&layer.input_norm).of(x).matmul(&weights.qkv);
+        let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
+        let attended = caches.iter().enumerate().map(|(number, cache)| {
+            let start = number as i64 * slots;
+            cache.write(index, &own, (start, slots));
+            let (k, v) = &cache.layers[index];
+            let seen = |keys: &Tensor| {
+                dense(&keys.narrow(1, 0, cache.length + slots).unsqueeze(0), x.kind())
+            };
+            let q = q_jngd.narrow(1, start, slots);
+            let mask = self.decode_mask(index, cache.length, slots);
+            let folded = q.flatten(1, 2).unsqueeze(0);
+            let out = attention(&folded, &seen(k), &seen(v), (mask.as_ref(), false), self.kernels);
+            self.ungroup_queries(&out.squeeze_dim(0).view(q.size().as_slice()))
+        });
+        let out = Tensor::cat(&attended.collect::<Vec<_>>(), 0);
+        let middle = x.addmm(&out, &weights.o);
+        let gate_up = self.norm(&layer.post_norm).of(&middle).matmul(&weights.gate_up);
+        middle.addmm(&fused::swiglu(&gate_up, self.kernels), &weights.down)
+    }
+
+    /// Rotary tables of spans of positions, (cache, first, count) each, from the cache that has the
+    /// most positions.
+    fn tables_of<'a>(
+        &self,
+        spans: impl Iterator<Item = (&'a ContextCache, i64, i64)>,
+    ) -> RotaryTables {
+        let spans: Vec<_> = spans.collect();
+        let positions: Vec<i64> =
+            spans.iter().flat_map(|(_, first, count)| *first..first + count).collect();
+        let positions = Tensor::from_slice(&positions).to_device(self.device());
+        let longest = spans.iter().max_by_key(|(cache, ..)| cache.capacity);
+        let (longest, ..) = longest.expect("a pass has a sequence");
+        longest.rope.map(|table| table.index_select(0, &positions))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::draft::DraftConfig;
+
+    const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+    fn draft() -> Draft {
+        let config = r#"{
+            "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+            "rope_theta": 100.0, "vocab_size": 9, "max_position_embeddings": 64, "block_size": 3,
+            "sliding_window": 4, "use_sliding_window": true,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "dflash_config": {"mask_token_id": 8, "target_layer_ids": [0, 1]}
+        }"#;
+        let config = DraftConfig::parse(Path::new("config.json"), config).unwrap();
+        Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, OPTIONS))
+    }
+
+    #[test]
+    fn blocks_in_company_are_as_alone() {
+        let _draws = dflash_test_support::seeded(tch::manual_seed);
+        let draft = draft();
+        let lengths = [7i64, 2, 9];
+        let features = lengths.map(|length| Tensor::randn([length, 16], OPTIONS));
+        let blocks = Tensor::randn([9, 8], OPTIONS);
+        let mut single = lengths.map(|length| draft.new_cache(length + 1));
+        let alone: Vec<Tensor> = (0..3)
+            .map(|at| {
+                draft.extend_context(&mut single[at], &features[at], 0);
+                draft.forward_block(&single[at], &blocks.narrow(0, 3 * at as i64, 3), lengths[at])
+            })
+            .collect();
+        let mut together = lengths.map(|length| draft.new_cache(length + 1));
+        let parts = together.iter_mut().zip(lengths);
+        let mut parts: Vec<ContextPart<'_>> =
+            parts.map(|(cache, rows)| ContextPart { cache, rows: rows as usize }).collect();
+        draft.extend_contexts(&Tensor::cat(&features, 0), &mut parts);
+        let caches: Vec<&ContextCache> = together.iter().collect();
+        let both = draft.forward_blocks(&caches, &blocks);
+        assert!(both.allclose(&Tensor::cat(&alone, 0), 1e-5, 1e-5, false));
+    }
+
+    #[test]
+    fn a_copied_context_goes_on_as_the_first() {
+        let _draws = dflash_test_support::seeded(tch::manual_seed);
+        let draft = draft();
+        let mut cache = draft.new_cache(8);
+        draft.extend_context(&mut cache, &Tensor::randn([8, 16], OPTIONS), 0);
+        let copy = draft.copy_cache(&cache, 5, 20);
+        assert_eq!((copy.len(), copy.capacity()), (5, 20));
+        cache.truncate(5);
+        let block = Tensor::randn([3, 8], OPTIONS);
+        let [first, second] = [&cache, &copy].map(|cache| draft.forward_block(cache, &block, 5));
+        assert_eq!(first, second);
+    }
+}

@@ -1,0 +1,165 @@
+//! One pass over new tokens of several sequences, each with a cache of its own.
+//!
+//! Every product runs over all tokens at once; attention is that of each sequence alone. Shapes as
+//! in [`super`]; `t` counts the tokens of all sequences, laid end to end.
+
+use tch::{Device, Tensor, no_grad};
+
+use super::{CachedAttention, KvCache};
+use crate::target::layer::{Attend, Place, Projected};
+use crate::target::rotary::HeadTables;
+use crate::target::{CachedOutput, Target};
+
+/// A sequence and the number of its tokens in the pass.
+#[derive(Debug)]
+pub struct SequencePart<'a> {
+    /// Where its keys and values are, and go.
+    pub cache: &'a mut KvCache,
+    /// New tokens, at least one.
+    pub tokens: usize,
+}
+
+impl KvCache {
+    /// Bytes of its keys and values.
+    pub fn bytes(&self) -> usize {
+        let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
+        self.layers.iter().map(|layer| of(&layer.k_1msd) + of(&layer.v_1msd)).sum()
+    }
+
+    /// Makes its first `tokens` rows those of `other`, and its length that.
+    fn take_rows(&mut self, other: &Self, tokens: i64) {
+        for (own, other) in self.layers.iter().zip(&other.layers) {
+            own.k_1msd.narrow(2, 0, tokens).copy_(&other.k_1msd.narrow(2, 0, tokens));
+            own.v_1msd.narrow(2, 0, tokens).copy_(&other.v_1msd.narrow(2, 0, tokens));
+        }
+        self.len = tokens;
+    }
+}
+
+impl Target {
+    /// A cache with room for `max_tokens` that holds the first `tokens` of `cache`.
+    ///
+    /// # Panics
+    /// When `cache` does not hold so many, or they have no room.
+    pub fn copy_cache(&self, cache: &KvCache, tokens: usize, max_tokens: usize) -> KvCache {
+        assert!(tokens <= cache.len() && tokens <= max_tokens, "{tokens} tokens are not there");
+        let mut copy = self.new_cache(max_tokens);
+        no_grad(|| copy.take_rows(cache, tokens as i64));
+        copy
+    }
+
+    /// Appends to each sequence its tokens of `ids_t` `[T]`, which hold those of the first one, then
+    /// those of the second, and so on. Never records gradients.
+    ///
+    /// # Panics
+    /// When a cache is too small, the numbers do not add up to T, or an id of `captures` exceeds the
+    /// number of layers.
+    pub fn forward_sequences(
+        &self,
+        ids_t: &Tensor,
+        parts: &mut [SequencePart<'_>],
+        captures: &[u32],
+    ) -> CachedOutput {
+        let total: usize = parts.iter().map(|part| part.tokens).sum();
+        assert_eq!(total as i64, ids_t.size()[0], "tokens of all sequences");
+        if let [SequencePart { cache, .. }] = parts {
+            return self.forward_cached(ids_t, cache, captures);
+        }
+        no_grad(|| {
+            let tables = tables(parts, self.device());
+            let tokens: Vec<i64> = parts.iter().map(|part| part.tokens as i64).collect();
+            let sequences = parts.iter_mut().zip(&tokens);
+            let sequences =
+                sequences.map(|(part, &tokens)| (CachedAttention::new(part.cache, tokens), tokens));
+            let mut attention = SequencesAttention { sequences: sequences.collect() };
+            let output = self.run(ids_t, &tables, &mut attention, captures, self.num_layers());
+            parts.iter_mut().zip(tokens).for_each(|(part, tokens)| part.cache.advance(tokens));
+            output
+        })
+    }
+}
+
+/// Rotary tables of all new tokens, from the cache that has the most positions.
+fn tables(parts: &[SequencePart<'_>], device: Device) -> HeadTables {
+    let positions =
+        parts.iter().flat_map(|part| part.cache.len..part.cache.len + part.tokens as i64);
+    let positions = Tensor::from_slice(&positions.collect::<Vec<i64>>()).to_device(device);
+    let longest = parts.iter().max_by_key(|part| part.cache.capacity);
+    longest.expect("a pass has a sequence").cache.tables.select(&positions)
+}
+
+/// The attention of each sequence over its tokens of the pass.
+struct SequencesAttention<'a> {
+    sequences: Vec<(CachedAttention<'a>, i64)>,
+}
+
+impl Attend for SequencesAttention<'_> {
+    fn attend(&mut self, place: Place, projected: &Projected) -> Tensor {
+        let mut start = 0;
+        let attended = self.sequences.iter_mut().map(|(attention, tokens)| {
+            let own = projected.narrow(start, *tokens);
+            start += *tokens;
+            attention.attend(place, &own)
+        });
+        Tensor::cat(&attended.collect::<Vec<_>>(), 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::target::TargetConfig;
+
+    fn ids(range: std::ops::Range<i64>) -> Tensor {
+        Tensor::from_slice(&range.map(|id| id * 7 % 50).collect::<Vec<i64>>())
+    }
+
+    #[test]
+    fn sequences_in_company_are_as_alone() {
+        let _alone = dflash_test_support::alone();
+        let target = Target::random(TargetConfig::qwen3(32, 2, 50), 3, Device::Cpu);
+        let (lengths, more) = ([5i64, 1, 12], [3i64, 4, 1]);
+        let caches = || {
+            lengths.map(|length| {
+                let mut cache = target.new_cache(20);
+                target.forward_cached(&ids(length..2 * length), &mut cache, &[]);
+                cache
+            })
+        };
+        let (mut single, mut together) = (caches(), caches());
+        let alone: Vec<CachedOutput> = single
+            .iter_mut()
+            .zip(more)
+            .map(|(cache, more)| target.forward_cached(&ids(0..more), cache, &[1]))
+            .collect();
+        let mut parts: Vec<SequencePart> = together
+            .iter_mut()
+            .zip(more)
+            .map(|(cache, more)| SequencePart { cache, tokens: more as usize })
+            .collect();
+        let all = Tensor::cat(&more.map(|more| ids(0..more)), 0);
+        let both = target.forward_sequences(&all, &mut parts, &[1]);
+        let cat = |of: fn(&CachedOutput) -> &Tensor| {
+            Tensor::cat(&alone.iter().map(of).collect::<Vec<_>>(), 0)
+        };
+        assert!(both.hidden_td.allclose(&cat(|output| &output.hidden_td), 1e-5, 1e-5, false));
+        assert!(both.captures[0].allclose(&cat(|output| &output.captures[0]), 1e-5, 1e-5, false));
+        for (cache, (length, more)) in together.iter().zip(lengths.iter().zip(more)) {
+            assert_eq!(cache.len() as i64, length + more);
+        }
+    }
+
+    #[test]
+    fn a_copied_cache_goes_on_as_the_first() {
+        let _alone = dflash_test_support::alone();
+        let target = Target::random(TargetConfig::qwen3(32, 2, 50), 4, Device::Cpu);
+        let mut cache = target.new_cache(16);
+        target.forward_cached(&ids(0..9), &mut cache, &[]);
+        let mut copy = target.copy_cache(&cache, 6, 30);
+        assert_eq!((copy.len(), copy.capacity(), copy.bytes()), (6, 30, 30 * cache.bytes() / 16));
+        cache.truncate(6);
+        let [first, second] = [&mut cache, &mut copy]
+            .map(|cache| target.forward_cached(&ids(3..7), cache, &[]).hidden_td);
+        assert_eq!(first, second);
+    }
+}

@@ -1,0 +1,368 @@
+//! What a request asks for: OpenAI's fields, checked, as the engine takes them.
+
+use dflash_decode::Sampling;
+use dflash_text::{ChatTokenizer, Conversation, Message, Row, parse_prompt_row};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::fields::Fields;
+use crate::refusal::Refusal;
+
+/// Choices of a request at most, over all of its prompts.
+const MOST_CHOICES: u64 = 128;
+/// As OpenAI's.
+const MOST_LOGPROBS: u64 = 20;
+/// Stop strings of a request at most.
+const MOST_STOPS: usize = 16;
+/// OpenAI's, and vLLM's, for completions.
+const DEFAULT_COMPLETION_TOKENS: usize = 16;
+
+/// Fields that say who asks, and change nothing.
+const PASSED_OVER: [&str; 7] = [
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+    "service_tier",
+    "verbosity",
+];
+
+/// Fields of OpenAI's, and vLLM's, that this server does not have, with the value that asks for
+/// nothing.
+const UNSUPPORTED: [(&str, &str); 19] = [
+    ("presence_penalty", "0"),
+    ("frequency_penalty", "0"),
+    ("repetition_penalty", "1"),
+    ("min_p", "0"),
+    ("logit_bias", "{}"),
+    ("best_of", "1"),
+    ("echo", "false"),
+    ("suffix", "null"),
+    ("tools", "[]"),
+    ("tool_choice", "\"none\""),
+    ("functions", "[]"),
+    ("function_call", "\"none\""),
+    ("response_format", "{\"type\": \"text\"}"),
+    ("modalities", "[\"text\"]"),
+    ("audio", "null"),
+    ("prediction", "null"),
+    ("reasoning_effort", "null"),
+    ("web_search_options", "null"),
+    ("store", "false"),
+];
+
+/// How the answers are to be given.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Asked {
+    pub(crate) model: Option<String>,
+    /// Answers to each prompt.
+    pub(crate) n: usize,
+    pub(crate) sampling: Sampling,
+    pub(crate) seed: Option<u64>,
+    pub(crate) stops: Vec<String>,
+    /// `None` for as many as there is room for.
+    pub(crate) max_tokens: Option<usize>,
+    pub(crate) logprobs: Option<usize>,
+    pub(crate) speculative: bool,
+    pub(crate) stream: Option<Streaming>,
+}
+
+/// A reply that comes piece by piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Streaming {
+    #[serde(default)]
+    pub(crate) include_usage: bool,
+}
+
+/// A request to /v1/chat/completions.
+#[derive(Debug)]
+pub(crate) struct ChatRequest {
+    pub(crate) asked: Asked,
+    messages: Vec<Message>,
+    template: Map<String, Value>,
+}
+
+/// A request to /v1/completions.
+#[derive(Debug)]
+pub(crate) struct CompletionRequest {
+    pub(crate) asked: Asked,
+    prompts: Vec<Prompt>,
+}
+
+/// A prompt as text or as tokens.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Tokens(Vec<i64>),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMore<T> {
+    One(T),
+    More(Vec<T>),
+}
+
+impl<T> OneOrMore<T> {
+    fn into_vec(self) -> Vec<T> {
+        match self {
+            Self::One(one) => vec![one],
+            Self::More(more) => more,
+        }
+    }
+}
+
+impl ChatRequest {
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
+        let mut fields = Fields::parse(body)?;
+        let logprobs: Option<bool> = fields.take("logprobs")?;
+        let top = fields.count("top_logprobs", 0..=MOST_LOGPROBS)?;
+        let newer = fields.count("max_completion_tokens", 1..=u32::MAX.into())?;
+        let template = fields.take("chat_template_kwargs")?.unwrap_or_default();
+        let messages: Vec<Value> =
+            fields.take("messages")?.ok_or(Refusal::Missing { param: "messages" })?;
+        let mut asked = common(&mut fields)?;
+        fields.end()?;
+        asked.max_tokens = newer.or(asked.max_tokens);
+        asked.logprobs = match (logprobs.unwrap_or(false), top) {
+            (true, top) => Some(top.unwrap_or(0)),
+            (false, None | Some(0)) => None,
+            (false, Some(_)) => return Err(bad("top_logprobs", "needs logprobs to be true")),
+        };
+        Ok(Self { asked, messages: read_messages(messages)?, template })
+    }
+
+    /// The tokens of the prompt, `most` at most: of a longer one only that it is longer.
+    pub(crate) fn prompts(
+        &self,
+        tokenizer: &ChatTokenizer,
+        most: usize,
+    ) -> Result<Vec<Vec<i64>>, Refusal> {
+        let text = tokenizer
+            .render_with(&self.messages, None, (true, &self.template))
+            .map_err(Refusal::BadMessages)?;
+        Ok(vec![encode(tokenizer, &text, most)?])
+    }
+}
+
+impl CompletionRequest {
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
+        let mut fields = Fields::parse(body)?;
+        let logprobs = fields.count("logprobs", 0..=MOST_LOGPROBS)?;
+        let prompt: Value = fields.take("prompt")?.ok_or(Refusal::Missing { param: "prompt" })?;
+        let mut asked = common(&mut fields)?;
+        fields.end()?;
+        asked.logprobs = logprobs;
+        asked.max_tokens = asked.max_tokens.or(Some(DEFAULT_COMPLETION_TOKENS));
+        let prompts = read_prompts(prompt)?;
+        if prompts.len() as u64 * asked.n as u64 > MOST_CHOICES {
+            let reason = format!("times n must give at most {MOST_CHOICES} choices");
+            return Err(bad("prompt", &reason));
+        }
+        Ok(Self { asked, prompts })
+    }
+
+    /// The tokens of each prompt, `most` at most: of a longer one only that it is longer.
+    pub(crate) fn prompts(
+        &self,
+        tokenizer: &ChatTokenizer,
+        (most, vocab_size): (usize, i64),
+    ) -> Result<Vec<Vec<i64>>, Refusal> {
+        let ids = |prompt: &Prompt| match prompt {
+            Prompt::Text(text) => encode(tokenizer, text, most),
+            Prompt::Tokens(ids) => match ids.iter().position(|id| !(0..vocab_size).contains(id)) {
+                Some(position) => {
+                    let id = ids[position];
+                    Err(Refusal::TokenOutOfRange { position, id, vocab_size })
+                }
+                None => Ok(ids.clone()),
+            },
+        };
+        let all: Vec<Vec<i64>> = self.prompts.iter().map(ids).collect::<Result<_, _>>()?;
+        match all.iter().any(Vec::is_empty) {
+            true => Err(bad("prompt", "is empty; it must have at least one token")),
+            false => Ok(all),
+        }
+    }
+}
+
+/// A prompt may be a text, tokens, or a list of either.
+fn read_prompts(value: Value) -> Result<Vec<Prompt>, Refusal> {
+    let is_tokens = |value: &Value| value.as_array().is_some_and(|v| v.iter().all(Value::is_i64));
+    let one = value.is_string() || is_tokens(&value);
+    let list = if one { Value::Array(vec![value]) } else { value };
+    let wrong = "must be a string, a list of token ids, or a list of these";
+    let prompts: Vec<Prompt> = serde_json::from_value(list).map_err(|_| bad("prompt", wrong))?;
+    if prompts.is_empty() { Err(bad("prompt", wrong)) } else { Ok(prompts) }
+}
+
+/// What both kinds of requests have.
+fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
+    let stream: Option<bool> = fields.take("stream")?;
+    let options: Option<Streaming> = fields.take("stream_options")?;
+    let stream = match (stream.unwrap_or(false), options) {
+        (true, options) => Some(options.unwrap_or_default()),
+        (false, None) => None,
+        (false, Some(_)) => return Err(bad("stream_options", "needs stream to be true")),
+    };
+    let stops: Option<OneOrMore<String>> = fields.take("stop")?;
+    let stops = stops.map(OneOrMore::into_vec).unwrap_or_default();
+    if stops.len() > MOST_STOPS || stops.iter().any(String::is_empty) {
+        let reason = format!("must be at most {MOST_STOPS} strings, none of them empty");
+        return Err(bad("stop", &reason));
+    }
+    let seed: Option<i64> = fields.take("seed")?;
+    // vLLM's way to say all: -1, or 0.
+    let top_k: Option<i64> = fields.take("top_k")?;
+    if top_k.is_some_and(|top_k| top_k < -1) {
+        return Err(bad("top_k", "must be 1 or more, or -1 for all"));
+    }
+    let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(1.0);
+    if top_p == 0.0 {
+        return Err(bad("top_p", "is 0, but it must be above 0 and at most 1"));
+    }
+    let asked = Asked {
+        model: fields.take("model")?,
+        n: fields.count("n", 1..=MOST_CHOICES)?.unwrap_or(1),
+        sampling: Sampling {
+            temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0),
+            top_p,
+            top_k: top_k.filter(|&top_k| top_k > 0).map(|top_k| top_k as usize),
+        },
+        seed: seed.map(|seed| seed as u64),
+        stops,
+        max_tokens: fields.count("max_tokens", 1..=u32::MAX.into())?,
+        logprobs: None,
+        speculative: fields.take("speculative")?.unwrap_or(true),
+        stream,
+    };
+    fields.pass_over(&PASSED_OVER);
+    UNSUPPORTED.into_iter().try_for_each(|field| fields.unsupported(field))?;
+    Ok(asked)
+}
+
+/// The turns of a conversation, their parts of text joined: templates take strings.
+fn read_messages(messages: Vec<Value>) -> Result<Vec<Message>, Refusal> {
+    if messages.is_empty() {
+        return Err(bad("messages", "is empty; it must have at least one message"));
+    }
+    let row = parse_prompt_row(&json!({ "messages": messages })).map_err(Refusal::BadMessages)?;
+    let Row::Conversation(Conversation { mut messages, .. }) = row else {
+        return Err(bad("messages", "is not a conversation"));
+    };
+    for (at, message) in messages.iter_mut().enumerate() {
+        let known = ["refusal", "annotations", "audio", "function_call"];
+        let param = || format!("messages[{at}]");
+        if let Some(key) = message.unknown_keys.iter().find(|key| !known.contains(&key.as_str())) {
+            return Err(Refusal::Unknown { param: format!("{}.{key}", param()) });
+        }
+        if let Value::Array(parts) = &message.content {
+            let texts: Option<Vec<&str>> = parts.iter().map(text_of).collect();
+            let reason = "has a content part that is not text; this server takes text only".into();
+            let texts = texts.ok_or_else(|| Refusal::BadField { param: param(), reason })?;
+            message.content = Value::String(texts.join("\n"));
+        }
+    }
+    Ok(messages)
+}
+
+fn text_of(part: &Value) -> Option<&str> {
+    part["text"].as_str().filter(|_| part["type"] == "text")
+}
+
+/// One token more than `most` at most: enough to see that a text is too long.
+fn encode(tokenizer: &ChatTokenizer, text: &str, most: usize) -> Result<Vec<i64>, Refusal> {
+    let start = tokenizer.encode_start(text, most.saturating_add(1), &mut Default::default());
+    Ok(start.map_err(|_| Refusal::Tokenizer)?.ids)
+}
+
+fn bad(param: &str, reason: &str) -> Refusal {
+    Refusal::BadField { param: param.into(), reason: reason.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chat(more: &str) -> Result<ChatRequest, Refusal> {
+        ChatRequest::parse(
+            format!(r#"{{"messages": [{{"role": "user", "content": "hi"}}]{more}}}"#).as_bytes(),
+        )
+    }
+
+    #[test]
+    fn a_plain_request_has_openais_defaults() {
+        let asked = chat("").unwrap().asked;
+        assert_eq!((asked.n, asked.sampling, asked.max_tokens), (1, Sampling::at(1.0), None));
+        assert!(asked.speculative && asked.stream.is_none() && asked.logprobs.is_none());
+        let completion = CompletionRequest::parse(br#"{"prompt": "a"}"#).unwrap();
+        assert_eq!(completion.asked.max_tokens, Some(16));
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused_by_name() {
+        let check = |more: &str, expect: &str| {
+            let refusal = chat(more).err().map(|refusal| refusal.to_string());
+            assert_eq!(refusal.as_deref().unwrap_or_default(), expect, "{more}");
+        };
+        check(r#", "foo": 1"#, "foo is not a parameter of this endpoint; leave it out");
+        let unsupported = "is not supported by this server; leave it out, or send";
+        let penalty = format!("presence_penalty {unsupported} 0");
+        check(r#", "presence_penalty": 0.5"#, &penalty);
+        check(r#", "tools": [{"type": "function"}]"#, &format!("tools {unsupported} []"));
+        check(
+            r#", "response_format": {"type": "json_object"}"#,
+            &format!("response_format {unsupported} {{\"type\": \"text\"}}"),
+        );
+        for fine in [
+            r#", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []"#,
+            r#", "response_format": {"type": "text"}, "tool_choice": "none", "user": "me""#,
+            r#", "top_k": -1, "stop": "x", "store": false, "repetition_penalty": 1.0, "n": null"#,
+        ] {
+            check(fine, "");
+        }
+        check(r#", "temperature": 3"#, "temperature is 3, but it must be 0 to 2");
+        check(r#", "top_p": 0"#, "top_p is 0, but it must be above 0 and at most 1");
+        check(r#", "n": 0"#, "n is 0, but it must be 1 to 128");
+        check(r#", "stop": [""]"#, "stop must be at most 16 strings, none of them empty");
+        check(
+            r#", "stream_options": {"include_usage": true}"#,
+            "stream_options needs stream to be true",
+        );
+        check(r#", "top_logprobs": 2"#, "top_logprobs needs logprobs to be true");
+        let text = chat(r#", "max_tokens": "many""#).unwrap_err().to_string();
+        assert!(text.starts_with("max_tokens is not usable: invalid type: string"), "{text}");
+    }
+
+    #[test]
+    fn prompts_come_in_four_forms() {
+        let check = |prompt: &str, expect: Option<usize>| {
+            let body = format!(r#"{{"prompt": {prompt}}}"#);
+            let found = CompletionRequest::parse(body.as_bytes()).ok();
+            assert_eq!(found.map(|request| request.prompts.len()), expect, "{prompt}");
+        };
+        check(r#""text""#, Some(1));
+        check("[1, 2, 3]", Some(1));
+        check(r#"["a", "b"]"#, Some(2));
+        check("[[1], [2, 3], [4]]", Some(3));
+        check("{}", None);
+        check("[1, \"a\"]", None);
+    }
+
+    #[test]
+    fn parts_of_text_are_joined_and_pictures_refused() {
+        let messages =
+            |content: Value| read_messages(vec![json!({"role": "user", "content": content})]);
+        let text = |text: &str| json!({"type": "text", "text": text});
+        let read = messages(json!([text("a"), text("b")])).unwrap();
+        assert_eq!(read[0].content, "a\nb");
+        let refused = messages(json!([{"type": "image_url", "image_url": {"url": "x"}}]));
+        assert!(refused.unwrap_err().to_string().contains("text only"));
+        assert!(
+            read_messages(vec![json!({"role": "user", "content": "a", "contents": 1})]).is_err()
+        );
+    }
+}

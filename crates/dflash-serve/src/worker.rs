@@ -1,0 +1,156 @@
+//! The thread that owns the models: jobs in, pieces of text out.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use dflash_decode::{Engine, Finish, Models, Output, SequenceId, TextStream};
+
+use crate::metrics::Metrics;
+use crate::queue::{Event, FinishReason, Job, Next, Queue};
+
+/// Decodes what the queue holds until it closes.
+pub(crate) fn run(models: &Models, engine: Engine<'_>, queue: &Queue, metrics: &Metrics) {
+    let live = HashMap::new();
+    Worker { models, engine, queue, metrics, live }.run();
+}
+
+struct Worker<'a> {
+    models: &'a Models,
+    engine: Engine<'a>,
+    queue: &'a Queue,
+    metrics: &'a Metrics,
+    live: HashMap<SequenceId, Live<'a>>,
+}
+
+/// A choice in the making.
+struct Live<'a> {
+    job: Job,
+    text: TextStream<'a>,
+    stop_ids: Vec<i64>,
+    begun: Instant,
+    first: Option<Instant>,
+    prompt_tokens: usize,
+    tokens: usize,
+}
+
+impl<'a> Worker<'a> {
+    fn run(mut self) {
+        loop {
+            self.drop_those_left();
+            if !self.admit() {
+                return;
+            }
+            for output in self.engine.step() {
+                self.hand_out(output);
+            }
+            let (live, kept) = self.engine.cache_bytes();
+            self.metrics.caches(self.engine.len(), live, kept);
+        }
+    }
+
+    /// Fills the engine; waits where it is empty. False once the queue is closed.
+    fn admit(&mut self) -> bool {
+        while self.engine.has_room() {
+            match self.queue.next(self.engine.is_empty()) {
+                Next::Job(job) => self.begin(*job),
+                Next::Nothing => break,
+                Next::Closed => return false,
+            }
+        }
+        true
+    }
+
+    fn begin(&mut self, mut job: Job) {
+        let begun = Instant::now();
+        self.metrics.queued(begun - job.since);
+        let text = TextStream::new(&self.models.tokenizer, std::mem::take(&mut job.stops));
+        let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.request.prompt.len());
+        let id = self.engine.add(job.request.clone());
+        job.request.prompt = Vec::new();
+        let live = Live { job, text, stop_ids, begun, first: None, prompt_tokens, tokens: 0 };
+        self.live.insert(id, live);
+    }
+
+    /// Frees the places of clients that have left.
+    fn drop_those_left(&mut self) {
+        let left: Vec<SequenceId> = self
+            .live
+            .iter()
+            .filter(|(_, live)| live.job.events.is_closed())
+            .map(|(&id, _)| id)
+            .collect();
+        for id in left {
+            self.end(id, "abort");
+        }
+    }
+
+    fn hand_out(&mut self, output: Output) {
+        let Some(live) = self.live.get_mut(&output.id) else { return };
+        if let Some(block) = &output.block {
+            self.metrics.block(block);
+        }
+        if live.first.is_none() {
+            let now = Instant::now();
+            live.first = Some(now);
+            self.metrics.first_token(now - live.job.since);
+            self.metrics.prompt(live.prompt_tokens, output.cached_tokens);
+        }
+        let id = output.id;
+        let event = live.event(output);
+        self.metrics.generated(event.count);
+        let finish = event.finish;
+        // A client that has left is noticed at the next step.
+        let _ = live.job.events.send(event);
+        if let Some(finish) = finish {
+            self.end(id, finish.name());
+        }
+    }
+
+    fn end(&mut self, id: SequenceId, reason: &str) {
+        self.engine.remove(id);
+        if let Some(live) = self.live.remove(&id) {
+            let now = Instant::now();
+            let decoding = live.first.map(|first| now - first);
+            self.metrics.ended(
+                reason,
+                now - live.job.since,
+                (now - live.begun, decoding, live.tokens),
+            );
+        }
+    }
+}
+
+impl Live<'_> {
+    /// The text of new tokens, up to what ends it.
+    fn event(&mut self, output: Output) -> Event {
+        let mut event = Event {
+            index: self.job.index,
+            text: String::new(),
+            tokens: Vec::new(),
+            count: 0,
+            cached_tokens: output.cached_tokens,
+            finish: output.finish.map(|finish| match finish {
+                Finish::Stop => FinishReason::Stop,
+                Finish::Length => FinishReason::Length,
+            }),
+        };
+        for token in output.tokens {
+            event.count += 1;
+            if self.stop_ids.contains(&token.id) {
+                break;
+            }
+            // A tokenizer that cannot decode what it has encoded leaves a gap.
+            event.text += &self.text.push(token.id).unwrap_or_default();
+            event.tokens.push(token);
+            if self.text.has_stopped() {
+                event.finish = Some(FinishReason::Stop);
+                break;
+            }
+        }
+        if event.finish.is_some() {
+            event.text += &self.text.finish().unwrap_or_default();
+        }
+        self.tokens += event.count;
+        event
+    }
+}

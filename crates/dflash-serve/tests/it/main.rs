@@ -1,0 +1,7 @@
+//! The server with tiny random models, over its socket.
+
+mod answers;
+mod lifecycle;
+mod limits;
+mod models;
+mod running;

@@ -1,0 +1,177 @@
+//! A running server, its models, and how to ask it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dflash_decode::{Models, ModelsConfig};
+use dflash_serve::{Error, Loader, Ready, serve};
+use dflash_settings::{Device, Dtype, ServeSettings};
+use reqwest::{RequestBuilder, Response};
+use serde_json::{Value, json};
+
+use crate::models::save_models;
+
+pub(crate) fn settings() -> ServeSettings {
+    ServeSettings {
+        target: "target".into(),
+        draft: Some("draft".into()),
+        served_model_name: Some("tiny".into()),
+        host: "127.0.0.1".into(),
+        port: 0,
+        port_file: None,
+        api_key: None,
+        device: Device::Cpu,
+        dtype: Dtype::Float32,
+        max_model_len: None,
+        max_num_seqs: 4,
+        max_prefill_tokens: 64,
+        prefix_cache_mib: 16,
+        chat_template_kwargs: None,
+        allow_other_target: false,
+        max_queue: 64,
+        max_wait: 30.0,
+        client_timeout: 30.0,
+        drain_timeout: 20.0,
+        max_body_mib: 1,
+        threads: None,
+    }
+}
+
+/// A running server; stopped when dropped.
+pub(crate) struct Running {
+    pub(crate) address: SocketAddr,
+    pub(crate) stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<Result<(), Error>>>,
+    client: reqwest::Client,
+    _dir: tempfile::TempDir,
+}
+
+impl Running {
+    pub(crate) fn start(settings: ServeSettings) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        save_models(dir.path());
+        let config = ModelsConfig {
+            target_dir: dir.path().join("target"),
+            target_name: "target".into(),
+            draft_dir: settings.draft.as_ref().map(|_| dir.path().join("draft")),
+            allow_other_target: true,
+            device: settings.device,
+            dtype: settings.dtype,
+            threads: None,
+            template_variables: settings.chat_template_kwargs.clone(),
+        };
+        let load: Loader = Box::new(move || {
+            let root = config.target_dir.clone();
+            Ok((Models::load(config)?, root))
+        });
+        let stop = Arc::new(AtomicBool::new(false));
+        let (sender, receiver) = mpsc::channel();
+        let flag = Arc::clone(&stop);
+        let run = move || {
+            serve(&settings, load, &flag, |ready: &Ready| sender.send(ready.address).unwrap())
+        };
+        let thread = Some(thread::spawn(run));
+        let address = receiver.recv_timeout(Duration::from_secs(120)).expect("it becomes ready");
+        // A client of its own for each server, so that no connection outlives it.
+        let client = reqwest::Client::builder().no_proxy().tls_certs_only([]).build().unwrap();
+        Self { address, stop, thread, client, _dir: dir }
+    }
+
+    /// Stops the server and hands back its result and how long that took.
+    pub(crate) fn end(mut self) -> (Result<(), Error>, Duration) {
+        let began = Instant::now();
+        self.stop.store(true, Ordering::SeqCst);
+        let outcome = self.thread.take().unwrap().join().unwrap();
+        (outcome, began.elapsed())
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    pub(crate) fn get(&self, path: &str) -> RequestBuilder {
+        self.client.get(self.url(path))
+    }
+
+    pub(crate) fn post(&self, path: &str, body: &Value) -> RequestBuilder {
+        self.client.post(self.url(path)).body(body.to_string())
+    }
+
+    /// A whole chat completion of a user's `text`, with more fields.
+    pub(crate) async fn chat(&self, text: &str, more: Value) -> Value {
+        ok(self.post("/v1/chat/completions", &chat_body(text, more)).send().await.unwrap()).await
+    }
+
+    pub(crate) async fn complete(&self, prompt: Value, mut more: Value) -> Value {
+        more["prompt"] = prompt;
+        ok(self.post("/v1/completions", &more).send().await.unwrap()).await
+    }
+
+    /// The events of a streamed reply, without `[DONE]`.
+    pub(crate) async fn stream(&self, path: &str, mut body: Value) -> Vec<Value> {
+        body["stream"] = true.into();
+        let response = self.post(path, &body).send().await.unwrap();
+        assert_eq!(response.headers()["content-type"], "text/event-stream");
+        let text = String::from_utf8(response.bytes().await.unwrap().to_vec()).unwrap();
+        let mut events: Vec<&str> = text
+            .split_terminator("\n\n")
+            .map(|line| line.strip_prefix("data: ").unwrap())
+            .collect();
+        assert_eq!(events.pop(), Some("[DONE]"), "{text}");
+        events.into_iter().map(|event| serde_json::from_str(event).unwrap()).collect()
+    }
+
+    /// The value of a metric, all its labels as they are printed.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let page = self.get("/metrics").send().await.unwrap().bytes().await.unwrap();
+        let page = String::from_utf8(page.to_vec()).unwrap();
+        let line = page.lines().find(|line| line.starts_with(name));
+        let line = line.unwrap_or_else(|| panic!("{name} is not in {page}"));
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    }
+
+    /// Waits until a metric has a value.
+    pub(crate) async fn until(&self, name: &str, value: f64) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let found = self.metric(name).await;
+            if found == value {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{name} is {found}, not {value}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+pub(crate) fn chat_body(text: &str, mut more: Value) -> Value {
+    more["messages"] = json!([{"role": "user", "content": text}]);
+    more
+}
+
+pub(crate) async fn ok(response: Response) -> Value {
+    let status = response.status();
+    let body = response.bytes().await.unwrap();
+    assert_eq!(status, 200, "{}", String::from_utf8_lossy(&body));
+    serde_json::from_slice(&body).unwrap()
+}
+
+/// Status, and the `error` object of the body.
+pub(crate) async fn refusal(response: Response) -> (u16, Value) {
+    let status = response.status().as_u16();
+    let body: Value = serde_json::from_slice(&response.bytes().await.unwrap()).unwrap();
+    (status, body["error"].clone())
+}

@@ -1,0 +1,102 @@
+//! The settings of `dflash generate`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::check::{
+    Invalid, MOST_TEMPERATURE, MOST_TOKENS, MOST_VOCABULARY, from_zero, positive, within,
+};
+use crate::choices::{ColorChoice, Device, Dtype};
+#[cfg(feature = "clap")]
+use crate::prepare::json_object;
+
+/// Answer a prompt, or chat, in the terminal.
+///
+/// Without a prompt it chats, turn by turn, when standard input is a terminal, and else takes all of
+/// standard input as the prompt. The answer goes to standard output while it is made.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct GenerateSettings {
+    /// The prompt.
+    #[cfg_attr(feature = "clap", arg(value_name = "PROMPT", conflicts_with = "prompt_file"))]
+    pub prompt: Option<String>,
+    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
+    pub target: String,
+    /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. Without it the
+    /// target decodes alone.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
+    pub draft: Option<String>,
+    /// File that holds the prompt.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub prompt_file: Option<PathBuf>,
+    /// Instructions that go before the conversation.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "TEXT"))]
+    pub system: Option<String>,
+    /// Give the prompt to the target as it is, without the chat template.
+    #[cfg_attr(feature = "clap", arg(long, conflicts_with = "system"))]
+    pub raw: bool,
+    /// Variables for the chat template as a JSON object, such as '{"enable_thinking": false}'.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "JSON", value_parser = json_object))]
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Longest answer, in tokens.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 512))]
+    pub max_new_tokens: usize,
+    /// Sample at this temperature, with exact speculative sampling; 0 is greedy.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 0.0))]
+    pub temperature: f64,
+    /// Sample from the most likely tokens that together have this probability.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "P", default_value_t = 1.0))]
+    pub top_p: f64,
+    /// Sample from so many of the most likely tokens. Default: all.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "K"))]
+    pub top_k: Option<usize>,
+    /// Seed of the samples.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
+    pub seed: u64,
+    /// End the answer before this text. May be given several times.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "TEXT", action = clap::ArgAction::Append))]
+    #[serde(default)]
+    pub stop: Vec<String>,
+    /// Show in each block what the target accepted of the draft (green, or {+so+} without colors) and
+    /// what it rejected (red, or [-so-]), and at the end the acceptance length and the speed beside
+    /// that of plain decoding.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub show_blocks: bool,
+    /// Whether --show-blocks uses colors. auto: on a terminal, unless NO_COLOR is set.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = ColorChoice::Auto))]
+    pub color: ColorChoice,
+    /// Use the draft although it was made for another target.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub allow_other_target: bool,
+    /// Where to compute: auto, cpu, cuda or cuda:N.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
+    pub device: Device,
+    /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub dtype: Dtype,
+}
+
+impl GenerateSettings {
+    /// # Errors
+    /// A number out of its range, an empty stop string.
+    pub fn check(&self) -> Result<(), Invalid> {
+        within([
+            ("max_new_tokens", self.max_new_tokens as u64, 1..=MOST_TOKENS),
+            ("top_k", self.top_k.unwrap_or(1) as u64, 1..=MOST_VOCABULARY),
+        ])?;
+        from_zero([("temperature", self.temperature, MOST_TEMPERATURE)])?;
+        positive([("top_p", self.top_p, 1.0)])?;
+        if self.stop.iter().any(String::is_empty) {
+            return Err(Invalid::new(
+                "stop",
+                "empty",
+                "every answer has that; it must be some text",
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,159 @@
+//! The settings of `dflash serve`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::check::{
+    Invalid, LONGEST_WAIT, MOST_MIB, MOST_REQUESTS, MOST_THREADS, MOST_TOKENS, SHORTEST_TIMEOUT,
+    port_file, seconds, within,
+};
+use crate::choices::{Device, Dtype};
+#[cfg(feature = "clap")]
+use crate::prepare::json_object;
+
+/// More sequences than any machine decodes together.
+const MOST_SEQUENCES: u64 = 4096;
+
+/// Serve a target with its drafter: OpenAI's chat completions and completions.
+///
+/// POST /v1/chat/completions and /v1/completions, GET /v1/models, /health and /metrics. Several
+/// requests are decoded together, each speculatively.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct ServeSettings {
+    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
+    pub target: String,
+    /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. Without it the
+    /// target decodes alone.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
+    pub draft: Option<String>,
+    /// What clients call the model. Default: the target's name.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
+    pub served_model_name: Option<String>,
+    /// Interface to listen on; 0.0.0.0 for all.
+    #[cfg_attr(feature = "clap", arg(long, default_value = "127.0.0.1"))]
+    pub host: String,
+    /// Port to listen on; 0 for any free one.
+    #[cfg_attr(feature = "clap", arg(long, default_value_t = 8000))]
+    pub port: u16,
+    /// File that gets the port once requests can be taken.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub port_file: Option<PathBuf>,
+    /// Token that requests to /v1 must bear (`Authorization: Bearer KEY`). In the environment other
+    /// users of the machine do not see it.
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, value_name = "KEY", env = "DFLASH_API_KEY", hide_env_values = true)
+    )]
+    pub api_key: Option<String>,
+    /// Where to compute: auto, cpu, cuda or cuda:N.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
+    pub device: Device,
+    /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub dtype: Dtype,
+    /// Longest prompt and answer together, in tokens. Default: the target's max_position_embeddings.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub max_model_len: Option<usize>,
+    /// Maximum number of sequences decoded together; further ones wait.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 8))]
+    pub max_num_seqs: usize,
+    /// Maximum number of prompt tokens that one step reads, so that a long prompt does not hold up
+    /// those who are decoding.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
+    pub max_prefill_tokens: usize,
+    /// Memory for the caches of finished sequences, from which prompts that begin alike start, in
+    /// MiB; 0 keeps none.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 512))]
+    pub prefix_cache_mib: u64,
+    /// Variables for the chat template as a JSON object, such as '{"enable_thinking": false}';
+    /// those of a request win.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "JSON", value_parser = json_object))]
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Serve the draft although it was made for another target.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub allow_other_target: bool,
+    /// Maximum number of requests being received, waiting or being answered.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
+    pub max_queue: usize,
+    /// How long further ones stand in line before they get a 429, in seconds.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
+    pub max_wait: f64,
+    /// How long a client may take to send the head of a request, to send its body, or to take what
+    /// there is of its reply, in seconds. Then its connection is cut.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
+    pub client_timeout: f64,
+    /// How long requests under way may take to end after SIGTERM or Ctrl-C, in seconds; new ones are
+    /// refused.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
+    pub drain_timeout: f64,
+    /// Largest body of a request, in MiB.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 8))]
+    pub max_body_mib: u64,
+    /// CPU threads of one operation. Default: libtorch's choice.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    pub threads: Option<usize>,
+}
+
+impl ServeSettings {
+    /// # Errors
+    /// A number out of its range, a key that no header can carry, a port file that would replace what
+    /// is not a file.
+    pub fn check(&self) -> Result<(), Invalid> {
+        within([
+            ("max_model_len", self.max_model_len.unwrap_or(2) as u64, 2..=MOST_TOKENS),
+            ("max_num_seqs", self.max_num_seqs as u64, 1..=MOST_SEQUENCES),
+            ("max_prefill_tokens", self.max_prefill_tokens as u64, 1..=MOST_TOKENS),
+            ("prefix_cache_mib", self.prefix_cache_mib, 0..=MOST_MIB),
+            ("max_queue", self.max_queue as u64, 1..=MOST_REQUESTS),
+            ("max_body_mib", self.max_body_mib, 1..=1024),
+            ("threads", self.threads.unwrap_or(1) as u64, 1..=MOST_THREADS),
+        ])?;
+        seconds([
+            ("max_wait", self.max_wait, 0.0..=LONGEST_WAIT),
+            ("client_timeout", self.client_timeout, SHORTEST_TIMEOUT..=LONGEST_WAIT),
+            ("drain_timeout", self.drain_timeout, 0.0..=LONGEST_WAIT),
+        ])?;
+        let can_be_sent =
+            |key: &String| !key.is_empty() && key.chars().all(|c| c.is_ascii_graphic());
+        if self.api_key.as_ref().is_some_and(|key| !can_be_sent(key)) {
+            let reason = "must be one or more printable ASCII characters without blanks".into();
+            return Err(Invalid { key: "api_key", reason, missing: None });
+        }
+        self.check_port_file()
+    }
+
+    /// # Errors
+    /// A port file that would replace what is not a file, or that has no directory.
+    pub fn check_port_file(&self) -> Result<(), Invalid> {
+        port_file(self.port_file.as_deref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_that_no_header_carries_is_refused() {
+        let check = |key: &str, is_fine: bool| {
+            let settings = serde_json::json!({
+                "target": "t", "host": "h", "port": 1, "api_key": key, "device": "auto",
+                "dtype": "auto", "max_num_seqs": 1, "max_prefill_tokens": 1, "prefix_cache_mib": 0,
+                "allow_other_target": false, "max_queue": 1, "max_wait": 0.0,
+                "client_timeout": 1.0, "drain_timeout": 0.0, "max_body_mib": 1,
+            });
+            let settings: ServeSettings = serde_json::from_value(settings).unwrap();
+            assert_eq!(settings.check().is_ok(), is_fine, "{key:?}");
+        };
+        check("sk-1234_x.y", true);
+        check("", false);
+        check("two words", false);
+        check("line\n", false);
+        check("schlüssel", false);
+    }
+}
