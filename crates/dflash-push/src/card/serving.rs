@@ -86,7 +86,7 @@ impl Card<'_> {
              messages = [{{\"role\": \"user\", \"content\": \"What is 17 times 23?\"}}]\n\
              ids = tokenizer.apply_chat_template(\n    messages, add_generation_prompt=True, \
              return_tensors=\"pt\", return_dict=False)\n\
-             output = dflash_generate(draft, target, ids, max_new_tokens=256,\n                         \
+             output = dflash_generate(\n    draft, target, ids, max_new_tokens=256, temperature=0.0,\n    \
              stop_token_ids=[tokenizer.eos_token_id])\n\
              print(tokenizer.decode(output[0, ids.shape[1]:], skip_special_tokens=True))\n```\n"
         )

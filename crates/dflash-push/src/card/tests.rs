@@ -84,7 +84,7 @@ fn figures_stand_as_they_were_measured() {
             "\"model\": \"me/drafter\", \"num_speculative_tokens\": 7}'",
             "--speculative-num-draft-tokens 8",
             "--spec-type draft-dflash --spec-draft-n-max 7",
-            "dflash_generate(draft, target",
+            "draft, target, ids, max_new_tokens=256, temperature=0.0,",
         ],
     );
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 
@@ -10,14 +11,25 @@ use crate::world::{REPO, World, digests_below};
 
 /// An interpreter with the client; says so where there is none.
 fn python() -> Option<String> {
+    // Set up once, however many tests want it.
+    static PYTHON: OnceLock<Result<String, String>> = OnceLock::new();
+    match PYTHON.get_or_init(set_up) {
+        Ok(python) => Some(python.clone()),
+        Err(why) => {
+            println!("skipped: no huggingface_hub ({why})");
+            None
+        }
+    }
+}
+
+fn set_up() -> Result<String, String> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/hub-client.sh");
     let output = Command::new(script).output().unwrap();
     if !output.status.success() {
         let why = String::from_utf8_lossy(&output.stderr);
-        println!("skipped: no huggingface_hub ({})", why.lines().last().unwrap_or_default());
-        return None;
+        return Err(why.lines().last().unwrap_or_default().to_owned());
     }
-    Some(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+    Ok(String::from_utf8(output.stdout).unwrap().trim().to_owned())
 }
 
 fn client(python: &str, world: &World, verb: &str, repository: &str, dir: &Path) -> Output {
