@@ -126,3 +126,30 @@ fn a_decoded_block_is_the_one_that_training_saw() {
         }
     }
 }
+
+/// Context comes as a prompt of many rows, then a few at a time; a CPU takes these another way.
+#[test]
+fn a_block_over_context_of_many_rows_and_few_is_the_portable_one() {
+    for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 0.1)] {
+        let flat = fresh(config()).flat().to_kind(kind);
+        let normal = |rows| Tensor::randn([rows, HIDDEN], (Kind::Float, Device::Cpu)).to_kind(kind);
+        let features_tk = normal(60 * config().captures()).view([60, -1]);
+        let block_bh = normal(4);
+        let run = |kernels: Kernels| {
+            let draft = Draft::new(config(), flat.shallow_clone()).with_kernels(kernels);
+            let mut cache = draft.new_cache(60);
+            let mut blocks = Vec::new();
+            let mut start = 0;
+            for rows in [40, 1, 8, 11] {
+                draft.extend_context(&mut cache, &features_tk.narrow(0, start, rows), start);
+                start += rows;
+                blocks.push(draft.forward_block(&cache, &block_bh, start));
+            }
+            assert_eq!(cache.len(), 60);
+            Tensor::cat(&blocks, 0).to_kind(Kind::Float)
+        };
+        let (fast, portable) = no_grad(|| (run(Kernels::Fast), run(Kernels::Portable)));
+        let difference = (&fast - &portable).abs().max().double_value(&[]);
+        assert!(difference < tolerance && (fast != portable), "{kind:?}: {difference}");
+    }
+}

@@ -111,6 +111,86 @@ fn check_chunks(target: &Target, ids: &Tensor, chunks: &[i64], whole: &[Tensor])
     assert_eq!((cache.len(), cache.capacity(), cache.is_empty()), (23, 30, false));
 }
 
+/// Up to 32 rows take the packed layers, more take libtorch's products; each goes on where the other
+/// stopped.
+#[test]
+fn few_rows_and_many_share_a_cache() {
+    for target in every_target() {
+        let ids = random_ids(90, 13);
+        let whole = target.forward_packed(&ids, &[0, 90], &[0, 2, 3]);
+        for chunks in [[40, 1, 9, 40], [7, 50, 32, 1], [33, 33, 20, 4]] {
+            let mut cache = target.new_cache(90);
+            let mut start = 0;
+            for chunk in chunks {
+                let ids = ids.narrow(0, start, chunk);
+                let output = target.forward_cached(&ids, &mut cache, &[2, 0, 2]);
+                let what = format!("{:?} from {start}", target.config().family);
+                let expected = |state: usize| whole[state].narrow(0, start, chunk);
+                assert_close(&output.captures[0], &expected(1), &what);
+                assert_close(&output.captures[1], &expected(0), &what);
+                assert_eq!(output.captures[2], output.captures[0], "{what}");
+                assert_close(&output.hidden_td, &expected(2), &what);
+                start += chunk;
+            }
+        }
+    }
+}
+
+/// A block is verified in one call and plain decoding goes token by token: the same bits come out,
+/// on any number of threads, so no near tie can part the texts.
+#[test]
+fn a_few_rows_have_the_bits_of_one_by_one_on_any_threads() {
+    for (config, dtype) in family_configs().into_iter().zip([Kind::Float, Kind::BFloat16].repeat(3))
+    {
+        let dir = tempfile::tempdir().unwrap();
+        small_target(config).save(dir.path(), Kind::Float).unwrap();
+        let options = TargetOptions { device: Device::Cpu, dtype };
+        let target = Target::load(dir.path(), &options).unwrap();
+        let ids = random_ids(30, 14);
+        let run = |chunks: &[i64], threads: i32| {
+            // Of this thread alone.
+            tch::set_num_threads(threads);
+            let mut cache = target.new_cache(30);
+            let mut start = 0;
+            let rows = chunks.iter().map(|&chunk| {
+                let ids = ids.narrow(0, start, chunk);
+                start += chunk;
+                target.forward_cached(&ids, &mut cache, &[]).hidden_td
+            });
+            let hidden_td = Tensor::cat(&rows.collect::<Vec<_>>(), 0);
+            (target.logits(&hidden_td), target.most_likely(&hidden_td))
+        };
+        let expected = run(&[1; 30], 1);
+        assert_eq!(expected.0.kind(), dtype);
+        for (chunks, threads) in [(&[1; 30][..], 2), (&[30], 2), (&[8, 3, 16, 3], 3), (&[9, 21], 5)]
+        {
+            assert_eq!(run(chunks, threads), expected, "{dtype:?}, {chunks:?}, {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn the_most_likely_token_is_the_first_of_the_largest_logits() {
+    for tied in [true, false] {
+        let config = TargetConfig { tie_word_embeddings: tied, ..small_config() };
+        let target = small_target(config.clone());
+        let portable = small_target(config).with_kernels(Kernels::Portable);
+        for rows in [1, 5, 32, 40] {
+            let _alone = alone();
+            tch::manual_seed(rows);
+            let state = Tensor::randn([rows, 32], (Kind::Float, Device::Cpu));
+            let found = target.most_likely(&state);
+            assert_eq!(found, portable.most_likely(&state), "{rows} rows");
+            let normed = target.normed(&state);
+            assert_eq!(found, target.most_likely_of_normed(&normed), "{rows} rows, normed");
+            assert_close(&target.logits(&state), &portable.logits(&state), "logits");
+        }
+        // All logits of a state of zeros are equal.
+        let zeros = Tensor::zeros([2, 32], (Kind::Float, Device::Cpu));
+        assert_eq!(Vec::<i64>::try_from(target.most_likely(&zeros)).unwrap(), [0, 0]);
+    }
+}
+
 #[test]
 fn captures_come_in_the_order_asked_and_layers_above_them_do_not_matter() {
     let target = small_target(small_config());

@@ -355,9 +355,16 @@ void attend_head(const DflashPass& pass, const Sizes& sizes, const DflashLayer& 
   }
 }
 
+// Meets the other threads; whether this one goes on, among how many.
+inline bool goes_on(DflashBarrier* barrier, int64_t thread, int64_t& threads) {
+  threads = dflash_barrier_wait(barrier);
+  return thread < threads;
+}
+
+// False for a thread whose team was dissolved.
 template <typename Weight>
-void run_layer(const DflashPass& pass, const Sizes& sizes, const DflashLayer& layer,
-               const Scratch& scratch, int64_t thread, int64_t threads, DflashBarrier* barrier) {
+bool run_layer(const DflashPass& pass, const Sizes& sizes, const DflashLayer& layer,
+               const Scratch& scratch, int64_t thread, int64_t& threads, DflashBarrier* barrier) {
   const DflashShape& shape = *pass.shape;
   const int64_t rows = pass.rows, hidden = shape.hidden;
   const Rows normed{scratch.normed, hidden, rows};
@@ -367,18 +374,18 @@ void run_layer(const DflashPass& pass, const Sizes& sizes, const DflashLayer& la
                  [&](int64_t panel, int64_t row, Vec low, Vec high) {
                    set_panel(scratch.qkv + row * sizes.qkv, panel, layer.qkv_bias, low, high);
                  });
-  dflash_barrier_wait(barrier);
+  if (!goes_on(barrier, thread, threads)) return false;
   const Share heads = share(shape.kv_heads, thread, threads);
   for (int64_t head = heads.begin; head < heads.end; ++head)
     attend_head(pass, sizes, layer, scratch, head);
-  dflash_barrier_wait(barrier);
-  const Share outputs = share(round_up(hidden, kPanel) / kPanel, thread, threads);
+  if (!goes_on(barrier, thread, threads)) return false;
+  const int64_t panels = round_up(hidden, kPanel) / kPanel;
   const Rows attended{scratch.attended, sizes.query_width, rows};
-  matrix<Weight>(layer.output, sizes.query_width, outputs, attended,
+  matrix<Weight>(layer.output, sizes.query_width, share(panels, thread, threads), attended,
                  [&](int64_t panel, int64_t row, Vec low, Vec high) {
                    add_panel(pass.x + row * hidden, hidden, panel, layer.output_bias, low, high);
                  });
-  dflash_barrier_wait(barrier);
+  if (!goes_on(barrier, thread, threads)) return false;
   norm_rows(pass.x, layer.post_norm, scratch.normed, rows, hidden, shape.eps);
   matrix<Weight>(layer.gate_up, hidden, share(sizes.inner / kLanes, thread, threads), normed,
                  [&](int64_t panel, int64_t row, Vec gate, Vec up) {
@@ -389,13 +396,13 @@ void run_layer(const DflashPass& pass, const Sizes& sizes, const DflashLayer& la
                    store(scratch.activated + row * sizes.inner + panel * kLanes,
                          gate / (1.0f + exponential(-gate)) * up);
                  });
-  dflash_barrier_wait(barrier);
+  if (!goes_on(barrier, thread, threads)) return false;
   const Rows activated{scratch.activated, sizes.inner, rows};
-  matrix<Weight>(layer.down, shape.inner, outputs, activated,
+  matrix<Weight>(layer.down, shape.inner, share(panels, thread, threads), activated,
                  [&](int64_t panel, int64_t row, Vec low, Vec high) {
                    add_panel(pass.x + row * hidden, hidden, panel, layer.down_bias, low, high);
                  });
-  dflash_barrier_wait(barrier);
+  return goes_on(barrier, thread, threads);
 }
 
 template <typename Weight>
@@ -404,7 +411,8 @@ void run_pass(const DflashPass& pass, int64_t thread, int64_t threads, DflashBar
   const Scratch scratch(pass, sizes, thread);
   const int64_t hidden = pass.shape->hidden;
   for (int64_t layer = 0; layer < pass.layer_count; ++layer) {
-    run_layer<Weight>(pass, sizes, pass.layers[layer], scratch, thread, threads, barrier);
+    if (!run_layer<Weight>(pass, sizes, pass.layers[layer], scratch, thread, threads, barrier))
+      return;
     // Nobody writes to x before two more barriers.
     if (thread == 0 && pass.captures[layer] != nullptr)
       std::memcpy(pass.captures[layer], pass.x, pass.rows * hidden * sizeof(float));
@@ -431,7 +439,7 @@ void run_context(const DflashContext& context, int64_t thread, int64_t threads,
                  [&](int64_t panel, int64_t row, Vec low, Vec high) {
                    set_panel(joined + row * wide, panel, nullptr, low, high);
                  });
-  dflash_barrier_wait(barrier);
+  if (!goes_on(barrier, thread, threads)) return;
   for (int64_t row = 0; row < rows; ++row)
     norm_row(joined + row * wide, context.norm, own + row * hidden, hidden, shape.eps);
   const Rows normed{own, hidden, rows};
@@ -445,7 +453,7 @@ void run_context(const DflashContext& context, int64_t thread, int64_t threads,
                      set_panel(out + row * panels * kPanel, panel, nullptr, low, high);
                    });
   }
-  dflash_barrier_wait(barrier);
+  if (!goes_on(barrier, thread, threads)) return;
   const Share heads = share(context.layer_count * shape.kv_heads, thread, threads);
   for (int64_t i = heads.begin; i < heads.end; ++i) {
     const int64_t layer = i / shape.kv_heads;
@@ -480,6 +488,7 @@ inline void reduce(const Best& best, float& value, int64_t& token) {
 
 template <typename Weight>
 void run_head(const DflashHead& head, int64_t thread, int64_t threads, DflashBarrier* barrier) {
+  const int64_t all = threads;
   const int64_t rows = head.rows, hidden = head.hidden, outputs = head.outputs;
   Best* const bests = reinterpret_cast<Best*>(head.scratch);
   Best* const best = bests + thread * rows;
@@ -514,12 +523,12 @@ void run_head(const DflashHead& head, int64_t thread, int64_t threads, DflashBar
                    best[row].see(next < end ? high : none, next);
                  });
   if (head.best == nullptr) return;
-  dflash_barrier_wait(barrier);
+  if (!goes_on(barrier, thread, threads)) return;
   const Share mine = share(rows, thread, threads);
   for (int64_t row = mine.begin; row < mine.end; ++row) {
     float value = smallest;
     int64_t token = 0;
-    for (int64_t t = 0; t < threads; ++t) reduce(bests[t * rows + row], value, token);
+    for (int64_t t = 0; t < all; ++t) reduce(bests[t * rows + row], value, token);
     head.best[row] = token;
   }
 }

@@ -86,16 +86,19 @@ struct DflashHead {
   float* scratch;
 };
 
-// One point where the threads of a team wait for each other.
+// Where the threads of a team wait for each other. Where one of them was kept from running, the team
+// is dissolved there, and the first thread goes on alone.
 struct DflashBarrier {
   alignas(64) uint32_t arrived;
   alignas(64) uint32_t turn;
   // Set when a wait took so long that a thread was not running.
   alignas(64) uint32_t late;
+  // Threads that go on.
   uint32_t threads;
 };
 
-void dflash_barrier_wait(DflashBarrier* barrier);
+// Returns how many threads go on: those beyond have nothing more to do.
+int64_t dflash_barrier_wait(DflashBarrier* barrier);
 
 #define DFLASH_DECLARE(level)                                                                    \
   void dflash_decode_pass_##level(const DflashPass*, int64_t, int64_t, DflashBarrier*);          \

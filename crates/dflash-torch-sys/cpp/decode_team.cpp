@@ -3,8 +3,8 @@
 // A pass over a small model takes under a millisecond and its threads meet forty times, so they wait
 // by spinning, which libgomp's threads here must not (they share the machine with servers). Spinning
 // is bounded: between passes a thread that waits too long sleeps, within one it yields. Where a thread
-// was kept from running, the next passes run on the caller alone, since two threads on one core cost
-// a time slice at each meeting. No result depends on the number of threads.
+// was kept from running, the rest of the pass and the next passes run on the caller alone, since each
+// meeting with such a thread costs a time slice. No result depends on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -16,12 +16,12 @@
 
 namespace {
 
-// Of some 15 ns each: 60 us, many times what threads that run wait for each other.
-constexpr int kSpins = 4000;
+// Of some 15 ns each: 0.2 ms, many times what threads that run wait for each other, or one to wake.
+constexpr int kSpins = 12000;
 // Between passes: 300 us, enough for what a decoder does there.
 constexpr int kIdleSpins = 20000;
 // Passes that the caller runs alone after one that was held up: doubled each time it happens again.
-constexpr int kMostAlone = 64;
+constexpr int kFewestAlone = 8, kMostAlone = 1024;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -108,7 +108,7 @@ class Team {
   }
 
   void back_off(bool late) {
-    penalty_ = late ? std::min(2 * penalty_ + 1, kMostAlone) : penalty_ / 2;
+    penalty_ = late ? std::clamp(2 * penalty_, kFewestAlone, kMostAlone) : penalty_ / 2;
     if (late) alone_ = penalty_;
   }
 
@@ -130,10 +130,10 @@ Team& team() {
   return *team;
 }
 
+#if defined(__x86_64__)
 enum class Level { kBaseline, kV3, kV4 };
 
 Level level() {
-#if defined(__x86_64__)
   static const Level found = [] {
     __builtin_cpu_init();
     const auto v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -144,10 +144,8 @@ Level level() {
     return v3 && v4 ? Level::kV4 : v3 ? Level::kV3 : Level::kBaseline;
   }();
   return found;
-#else
-  return Level::kBaseline;
-#endif
 }
+#endif
 
 template <typename Work>
 using Function = void (*)(const Work*, int64_t, int64_t, DflashBarrier*);
@@ -161,13 +159,16 @@ void erased(const void* work, int64_t thread, int64_t threads, DflashBarrier* ba
 
 extern "C" {
 
-void dflash_barrier_wait(DflashBarrier* barrier) {
-  if (barrier->threads == 1) return;
+int64_t dflash_barrier_wait(DflashBarrier* barrier) {
+  if (barrier->threads == 1) return 1;
   const uint32_t turn = __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE);
   if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == barrier->threads) {
     __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+    // The others wait, so that only this thread looks at it now.
+    if (__atomic_load_n(&barrier->late, __ATOMIC_RELAXED) != 0) barrier->threads = 1;
+    const int64_t threads = barrier->threads;
     __atomic_store_n(&barrier->turn, turn + 1, __ATOMIC_RELEASE);
-    return;
+    return threads;
   }
   for (int spins = 0; __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE) == turn; ++spins) {
     if (spins < kSpins) {
@@ -177,6 +178,7 @@ void dflash_barrier_wait(DflashBarrier* barrier) {
     __atomic_store_n(&barrier->late, 1, __ATOMIC_RELAXED);
     std::this_thread::yield();
   }
+  return barrier->threads;
 }
 
 #if defined(__x86_64__)

@@ -164,16 +164,6 @@ impl Matrix {
         Self { packed: gated(gate_up_io, kind).contiguous(), depth, outputs }
     }
 
-    /// Input size.
-    pub fn depth(&self) -> i64 {
-        self.depth
-    }
-
-    /// Output size.
-    pub fn outputs(&self) -> i64 {
-        self.outputs
-    }
-
     fn is_bf16(&self) -> bool {
         self.packed.kind() == Kind::BFloat16
     }
@@ -616,4 +606,39 @@ fn data(x: &Tensor) -> *mut f32 {
 fn vector(x: &Tensor, size: i64) -> *const f32 {
     assert_eq!(x.size(), [size]);
     data(x).cast_const()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+    #[test]
+    fn bfloat16_stores_what_it_says_exactly_and_nothing_else() {
+        let exact = Tensor::from_slice(&[1.0f32, -0.5, 3.140625]);
+        let other = Tensor::from_slice(&[1.0f32 + 2f32.powi(-9)]);
+        assert_eq!(storage([&exact]), Kind::BFloat16);
+        assert_eq!(storage([&exact, &other]), Kind::Float);
+    }
+
+    #[test]
+    fn a_head_of_any_size_multiplies_and_finds_the_first_of_the_largest() {
+        for (depth, outputs) in [(1, 1), (7, 31), (16, 32), (33, 100)] {
+            let weight = Tensor::randint(9, [depth, outputs], F32) - 4;
+            let x = Tensor::randint(9, [32, depth], F32) - 4;
+            let expected = x.mm(&weight);
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let head = Head::new(&weight, kind);
+                for rows in [1, 2, 7, 8, 9, 32] {
+                    let x = x.narrow(0, 0, rows);
+                    let expected = expected.narrow(0, 0, rows);
+                    // Small whole numbers: sums are exact in any order, and many logits are equal.
+                    assert_eq!(head.logits(&x, None), expected, "{depth} x {outputs}, {rows}");
+                    let first = expected.max_dim(-1, false).1;
+                    assert_eq!(head.most_likely(&x, None), first, "{depth} x {outputs}, {rows}");
+                }
+            }
+        }
+    }
 }

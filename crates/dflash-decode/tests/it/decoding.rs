@@ -6,6 +6,7 @@ use crate::models::{draft_config, draft_in, random_draft, random_target, random_
 use dflash_decode::{
     BatchDecoder, Difference, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, compare,
 };
+use dflash_model::Kernels;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
 use tch::{Kind, Tensor};
@@ -157,13 +158,21 @@ fn logits_of_a_state_in_bf16_are_computed_in_float32() {
     }
 }
 
+/// libtorch's products round a block otherwise than a token; the few rows of a CPU do not.
 #[test]
-fn texts_in_bf16_part_at_ties_only() {
+fn texts_in_bf16_part_at_ties_only_and_on_a_cpu_nowhere() {
+    let (ties, beyond) = ties_in_bf16(Kernels::Portable);
+    assert!(ties > 0 && beyond > 0, "{ties} ties, {beyond} of them beyond float32's tolerance");
+    assert_eq!(ties_in_bf16(Kernels::Fast), (0, 0));
+}
+
+/// Texts that part at ties, and how many of those float32 would not call ties.
+fn ties_in_bf16(kernels: Kernels) -> (usize, usize) {
     let (mut ties, mut beyond) = (0, 0);
     for seed in 0..12 {
         // Many tokens compete, so that some are as likely as others to bf16's few digits.
-        let target = random_target_in(400, seed, Kind::BFloat16);
-        let draft = draft_in(draft_config(&target, 5), seed, Kind::BFloat16);
+        let target = random_target_in(400, seed, Kind::BFloat16).with_kernels(kernels);
+        let draft = draft_in(draft_config(&target, 5), seed, Kind::BFloat16).with_kernels(kernels);
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
         let ids = prompt(9, seed as usize, 400);
         let plain = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
@@ -177,7 +186,7 @@ fn texts_in_bf16_part_at_ties_only() {
             beyond += usize::from(difference.logit_gap.unwrap() > 1e-3);
         }
     }
-    assert!(ties > 0 && beyond > 0, "{ties} ties, {beyond} of them beyond float32's tolerance");
+    (ties, beyond)
 }
 
 #[test]
