@@ -17,6 +17,8 @@ use crate::text::TextStream;
 
 /// Tokens of a prompt that are read between two looks at the stop flag.
 const PREFILL_TOKENS: usize = 512;
+/// Fewer than are kept for prompts that begin alike.
+const WARM_UP_TOKENS: usize = 14;
 /// Memory for the turns so far, so that each is read once.
 const PREFIX_BYTES: usize = 1 << 30;
 
@@ -145,6 +147,10 @@ impl<'a> Conversation<'a> {
             false => tokenizer.render_ids(&self.messages, None, true)?,
         };
         let request = self.request(prompt)?;
+        let measures = self.settings.show_blocks && self.models.draft.is_some();
+        if measures && self.summary.tokens == 0 {
+            self.warm_up(&request, stop)?;
+        }
         let marks = self.settings.show_blocks.then_some(Marks { colored: self.colored });
         let mut shown = Shown::new((self.models, self.settings), marks, out);
         let (tokens, seconds) = run(&mut self.engine, &request, stop, |output| shown.add(output))?;
@@ -153,7 +159,7 @@ impl<'a> Conversation<'a> {
         self.summary.seconds += seconds;
         self.summary.steps += steps;
         self.summary.accepted += accepted;
-        if self.settings.show_blocks && self.models.draft.is_some() {
+        if measures {
             self.measure_plain(Request { max_new_tokens: tokens, ..request }, stop)?;
         }
         Ok(answer)
@@ -182,6 +188,15 @@ impl<'a> Conversation<'a> {
             logprobs: None,
             speculative: true,
         })
+    }
+
+    /// A few untimed tokens each way: the first passes allocate, and fill caches.
+    fn warm_up(&mut self, request: &Request, stop: &AtomicBool) -> Result<(), Error> {
+        let prompt = request.prompt[..1].to_vec();
+        let few = request.max_new_tokens.min(WARM_UP_TOKENS);
+        let request = Request { prompt, max_new_tokens: few, ..request.clone() };
+        run(&mut self.engine, &request, stop, |_| Ok(true))?;
+        run(&mut self.plain, &request, stop, |_| Ok(true)).map(drop)
     }
 
     /// Times the target alone on the same prompt, for as many tokens.
