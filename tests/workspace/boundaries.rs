@@ -111,8 +111,14 @@ fn collect(dir: &Path, found: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-const SUBCOMMANDS: [&str; 5] =
-    ["dflash-prepare", "dflash-hidden-server", "dflash-train", "dflash-decode", "dflash-report"];
+const SUBCOMMANDS: [&str; 6] = [
+    "dflash-prepare",
+    "dflash-hidden-server",
+    "dflash-train",
+    "dflash-decode",
+    "dflash-report",
+    "dflash-export",
+];
 
 #[test]
 fn subcommand_crates_never_depend_on_each_other() {
@@ -207,6 +213,10 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-settings",
                 "dflash-text",
             ],
+        ),
+        (
+            "dflash-export",
+            &["dflash-files", "dflash-identity", "dflash-model", "dflash-settings", "dflash-text"],
         ),
         (
             "dflash-demo",

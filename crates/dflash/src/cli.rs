@@ -3,8 +3,8 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, DemoTargetSettings, EvalSettings, HiddenServerSettings, Invalid, PlanSettings,
-    PrepareSettings, RegenerateSettings, ReportSettings, TrainSettings,
+    BenchSettings, DemoTargetSettings, EvalSettings, ExportSettings, HiddenServerSettings, Invalid,
+    PlanSettings, PrepareSettings, RegenerateSettings, ReportSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -60,6 +60,8 @@ pub enum Command {
     Plan(Box<PlanSettings>),
     /// Measure a drafter: real speculative decoding against plain greedy decoding.
     Eval(EvalSettings),
+    /// Write a drafter in the layout and type that an engine reads, and check it.
+    Export(ExportSettings),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportSettings),
     /// Replace the answers of a dataset by the target's own.
@@ -81,6 +83,7 @@ impl Command {
             Self::Train(settings) => settings.check(),
             Self::Plan(settings) => settings.check(),
             Self::Eval(settings) => settings.check(),
+            Self::Export(settings) => settings.check(),
             Self::Regenerate(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),
@@ -102,13 +105,14 @@ impl Command {
 }
 
 /// The commands that read run files, and their tables; a plan is made for a run's settings.
-pub(crate) const TABLES: [(&str, &str); 6] = [
+pub(crate) const TABLES: [(&str, &str); 7] = [
     ("prepare", "prepare"),
     ("regenerate", "regenerate"),
     ("hidden-server", "hidden_server"),
     ("train", "train"),
     ("plan", "train"),
     ("eval", "eval"),
+    ("export", "export"),
 ];
 
 /// The table of a command, if it reads run files.
@@ -233,7 +237,7 @@ mod tests {
         let (line, _) = command_line::parse(args.into_iter().map(Into::into).collect()).unwrap();
         let Command::Train(settings) = line.cli.command else { panic!("not a training") };
         assert_eq!((settings.optimizer.lr, settings.resume), (2.0, true));
-        assert_eq!(settings.data_path, PathBuf::from("c"));
+        assert_eq!(settings.data_path, Some(PathBuf::from("c")));
         assert_eq!(settings.draft.target_layer_ids, Some(vec![3, 4]));
         let loss: Vec<String> = settings.objective.loss.iter().map(ToString::to_string).collect();
         assert_eq!(loss, ["ce", "tv"]);
