@@ -38,7 +38,7 @@ main() {
     [ -f "$path" ] || { echo "interop: $path is missing; run 'make demo' or set TARGET, DRAFT, PROMPTS" >&2; exit 1; }
   done
   mkdir -p "$out"
-  rm -f "$out/table.md"
+  rm -f "$out/table.md" "$out"/eval-*.json
   trap stop EXIT
   [ $# -gt 0 ] || set -- "${all[@]}"
   for engine in "$@"; do
@@ -72,10 +72,10 @@ exported() {
   target/release/dflash export --target "$target" --draft "$draft" --format "$1" --dtype "$2" --output "$path" "${more[@]}"
 }
 
-# The report of `dflash eval` in a format; prints its path.
+# The report of `dflash eval` in a format, made once; prints its path.
 evaluated() {
   local report=$out/eval-$1.json
-  target/release/dflash eval --target "$target" --draft "$draft" --prompts "$prompts" \
+  [ -f "$report" ] || target/release/dflash eval --target "$target" --draft "$draft" --prompts "$prompts" \
     --limit "$count" --max-new-tokens "$tokens" --dtype "$1" --json "$report" >&2
   echo "$report"
 }

@@ -31,9 +31,14 @@ def zlab(args, target):
 
 
 def speculators(args, target):
-    from speculators import SpeculatorModel
+    from speculators import SpeculatorModel, SpeculatorModelConfig
 
-    draft = SpeculatorModel.from_pretrained(args.draft, verifier=args.target, dtype=torch.float32).eval()
+    config = SpeculatorModelConfig.from_pretrained(args.draft)
+    # Its default is compiled for GPUs.
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    draft = SpeculatorModel.from_pretrained(
+        args.draft, config=config, verifier=args.target, dtype=torch.float32
+    ).eval()
     draft.load_verifier_weights()
     layers, block = draft.target_layer_ids, draft.block_size
     # The drafter says ids of its own vocabulary where it was pruned.
