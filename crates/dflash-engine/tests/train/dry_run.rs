@@ -58,6 +58,9 @@ fn only_a_pruned_vocabulary_needs_data() {
     let run = dry(&world, "save", &["--draft-vocab-size", "20", "--data-path", &data]);
     assert!(run.success(), "{}", run.stderr);
     assert!(world.path("save/dry-run/draft_vocabulary.safetensors").is_file());
+    std::fs::create_dir_all(world.path("taken/dry-run/notes")).unwrap();
+    assert_eq!(dry(&world, "taken", &[]).code, Some(1));
+    assert!(world.path("taken/dry-run/notes").is_dir());
     let refused = dry(&world, "save", &["--target-layer-ids", "7"]);
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("layer id 7 is out of range"), "{}", refused.stderr);
