@@ -44,7 +44,7 @@ check: lint test ## all of the above: lints and tests
 bench: build ## time a training step, a save and the start of the programs
 	@scripts/bench.sh
 
-interop: build ## serve a drafter with a stock vLLM and compare its acceptance with ours
+interop: build ## run a drafter in other engines and compare their acceptance with ours
 	@scripts/interop.sh
 
 clean: ## remove what was built; libtorch stays in the user's cache

@@ -1,6 +1,7 @@
-"""Sends prompts to a running vLLM and compares its acceptance counters with `dflash eval --json`.
+"""Sends prompts to a running server and compares its acceptance counters with `dflash eval --json`.
 
-Standard library only. Exit code 0 when the acceptance lengths agree within the tolerance.
+vLLM and llama.cpp count under the same names. Standard library only. Adds a line to a table; exit
+code 0 when the acceptance lengths agree within the tolerance.
 """
 
 import argparse
@@ -9,8 +10,8 @@ import re
 import sys
 import urllib.request
 
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-DRAFTS = "vllm:spec_decode_num_drafts_total"
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
+DRAFTS = "spec_decode_num_drafts_total"
 # What the row layouts call the two speakers.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -53,20 +54,37 @@ def post(url, body):
 
 def counter(metrics, name):
     """The sum of a counter over its labels."""
-    lines = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
+    lines = re.findall(rf"^(?:vllm|llamacpp):{name}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
     if not lines:
-        sys.exit(f"interop: vLLM does not count {name}; is a drafter loaded?")
+        sys.exit(f"interop: the server does not count {name}; is a drafter loaded?")
     return sum(map(float, lines))
+
+
+def compare(name, theirs, drafts, path, tolerance, table):
+    """Prints and notes an engine's acceptance length beside ours; whether they agree."""
+    with open(path, encoding="utf-8") as file:
+        ours = json.load(file)["acceptance_length"]
+    difference = theirs / ours - 1
+    agrees = abs(difference) <= tolerance
+    print(f"acceptance length, {name:<28} {theirs:7.3f}   {drafts:.0f} drafts")
+    print(f"acceptance length, dflash eval                  {ours:7.3f}")
+    print(f"difference                                      {difference:+7.1%}   (allowed {tolerance:.0%})")
+    with open(table, "a", encoding="utf-8") as file:
+        verdict = "agrees" if agrees else "DISAGREES"
+        file.write(f"| {name} | {theirs:.3f} | {ours:.3f} | {difference:+.1%} | {verdict} |\n")
+    return agrees
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--eval", required=True)
     parser.add_argument("--tolerance", type=float, required=True)
+    parser.add_argument("--table", required=True)
     args = parser.parse_args()
 
     model = json.loads(get(args.url + "/v1/models"))["data"][0]["id"]
@@ -81,14 +99,8 @@ def main():
     after = get(args.url + "/metrics")
 
     accepted, drafts = (counter(after, name) - counter(before, name) for name in (ACCEPTED, DRAFTS))
-    with open(args.eval, encoding="utf-8") as file:
-        ours = json.load(file)["acceptance_length"]
     theirs = 1 + accepted / drafts
-    difference = ours / theirs - 1
-    print(f"acceptance length, vLLM's counters   {theirs:7.3f}   {drafts:.0f} drafts")
-    print(f"acceptance length, dflash eval       {ours:7.3f}")
-    print(f"difference                           {difference:+7.1%}   (allowed {args.tolerance:.0%})")
-    sys.exit(abs(difference) > args.tolerance)
+    sys.exit(not compare(args.name, theirs, drafts, args.eval, args.tolerance, args.table))
 
 
 if __name__ == "__main__":

@@ -111,11 +111,12 @@ fn collect(dir: &Path, found: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-const SUBCOMMANDS: [&str; 6] = [
+const SUBCOMMANDS: [&str; 7] = [
     "dflash-prepare",
     "dflash-hidden-server",
     "dflash-train",
     "dflash-decode",
+    "dflash-export",
     "dflash-push",
     "dflash-report",
 ];
@@ -222,6 +223,10 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-settings",
                 "dflash-text",
             ],
+        ),
+        (
+            "dflash-export",
+            &["dflash-files", "dflash-identity", "dflash-model", "dflash-settings", "dflash-text"],
         ),
         (
             "dflash-demo",

@@ -13,19 +13,21 @@ fn the_main_help_names_every_command() {
 
 #[test]
 fn every_command_has_its_help_without_libtorch() {
-    for command in [
+    let commands = [
         "prepare",
         "hidden-server",
         "train",
         "plan",
         "eval",
+        "export",
         "report",
         "push",
         "regenerate",
         "generate",
         "serve",
         "demo-target",
-    ] {
+    ];
+    for command in commands {
         let help = bare(&[command, "--help"]).ok().stdout;
         assert!(help.contains(&format!("Usage: dflash {command}")), "{help}");
     }

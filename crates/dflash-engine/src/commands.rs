@@ -7,6 +7,7 @@ mod bench;
 mod demo_target;
 mod draft;
 mod eval;
+mod export;
 mod generate;
 mod hidden_server;
 mod launch;
@@ -26,6 +27,7 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         Command::HiddenServer(settings) => hidden_server::run(&settings, stop),
         Command::Plan(settings) => plan::run(&settings, stop),
         Command::Eval(settings) => eval::run(&settings, stop),
+        Command::Export(settings) => export::run(&settings, stop),
         Command::Regenerate(settings) => regenerate::run(&settings, stop),
         Command::Generate(settings) => generate::run(&settings, stop),
         Command::Serve(settings) => serve::run(&settings, stop),

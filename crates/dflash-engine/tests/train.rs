@@ -7,8 +7,12 @@ mod fake_hub;
 mod alike;
 #[path = "train/divergence.rs"]
 mod divergence;
+#[path = "train/dry_run.rs"]
+mod dry_run;
 #[path = "train/ending.rs"]
 mod ending;
+#[path = "train/export.rs"]
+mod export;
 #[path = "train/identity.rs"]
 mod identity;
 #[path = "train/limits.rs"]

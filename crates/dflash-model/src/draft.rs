@@ -17,7 +17,7 @@ use std::path::Path;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
-pub use config::{DraftConfig, LayerKind};
+pub use config::{DraftConfig, LayerKind, Verifier};
 pub use decode::{ContextCache, ContextPart};
 use decode::{DecodeWeights, FewRows};
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
@@ -119,8 +119,18 @@ impl Draft {
     /// # Errors
     /// I/O. Each file is whole or absent; for both together write into a pending directory.
     pub fn save(&self, dir: &Path) -> Result<()> {
+        self.config.save(dir, Kind::BFloat16)?;
+        self.save_weights(dir, Kind::BFloat16, &[])
+    }
+
+    /// Writes model.safetensors alone into `dir`: the parameters in `kind`, and `more` tensors in
+    /// their own.
+    ///
+    /// # Errors
+    /// As [`Self::save`].
+    pub fn save_weights(&self, dir: &Path, kind: Kind, more: &[(String, Tensor)]) -> Result<()> {
         let part = |range: Range<i64>| self.flat.narrow(0, range.start, range.end - range.start);
-        save(&self.config, dir, |range| Ok(part(range)))
+        save_weights(&self.config, (dir, kind), more, |range| Ok(part(range)))
     }
 
     /// Writes into `dir` what [`Self::save`] writes of the draft whose flat buffer is the tensor
@@ -134,7 +144,8 @@ impl Draft {
         dir: &Path,
     ) -> Result<()> {
         file.check_shape(name, &[DraftLayout::new(config).elements()])?;
-        save(config, dir, |range| file.part(name, range))
+        config.save(dir, Kind::BFloat16)?;
+        save_weights(config, (dir, Kind::BFloat16), &[], |range| file.part(name, range))
     }
 
     /// The configuration.
@@ -210,27 +221,41 @@ impl Draft {
     }
 }
 
-/// Writes the draft whose flat buffer `part` gives in pieces.
-fn save(
+/// Writes the weights of the draft whose flat buffer `part` gives in pieces, and `more` tensors: those
+/// of a wider type before the parameters, so that each is aligned to its type, and the others behind.
+fn save_weights(
     config: &DraftConfig,
-    dir: &Path,
+    (dir, kind): (&Path, Kind),
+    more: &[(String, Tensor)],
     part: impl Fn(Range<i64>) -> Result<Tensor>,
 ) -> Result<()> {
-    config.save(dir)?;
     let layout = DraftLayout::new(config);
     let mut parameters: Vec<&Parameter> = layout.parameters().iter().collect();
     parameters.sort_by(|a, b| a.name.cmp(&b.name));
-    let entry = |parameter: &&Parameter| {
+    let own = parameters.iter().map(|parameter| {
         let (name, shape) = (parameter.name.clone(), parameter.shape.clone());
-        Entry { name, kind: Kind::BFloat16, shape }
+        Entry { name, kind, shape }
+    });
+    let is_wider =
+        |it: &&(String, Tensor)| it.1.kind().elt_size_in_bytes() > kind.elt_size_in_bytes();
+    let (wider, others): (Vec<_>, Vec<_>) = more.iter().partition(is_wider);
+    let entry = |(name, tensor): &(String, Tensor)| Entry {
+        name: name.clone(),
+        kind: tensor.kind(),
+        shape: tensor.size(),
     };
-    let entries: Vec<Entry> = parameters.iter().map(entry).collect();
+    let of = |tensors: &[&(String, Tensor)]| -> Vec<Entry> {
+        tensors.iter().map(|named| entry(named)).collect()
+    };
+    let entries: Vec<Entry> = of(&wider).into_iter().chain(own).chain(of(&others)).collect();
     let mut writer = TensorWriter::create(&dir.join(WEIGHTS), &entries)?;
+    wider.iter().try_for_each(|(_, tensor)| writer.append(tensor))?;
     for parameter in parameters {
         for range in pieces(parameter.offset..parameter.offset + parameter.elements()) {
             writer.append(&part(range)?)?;
         }
     }
+    others.iter().try_for_each(|(_, tensor)| writer.append(tensor))?;
     writer.finish().map(|_| ())
 }
 
@@ -277,7 +302,7 @@ mod tests {
         let draft = Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, options));
         let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         draft.save(whole.path()).unwrap();
-        draft.config().save(sharded.path()).unwrap();
+        draft.config().save(sharded.path(), Kind::BFloat16).unwrap();
         let mut weight_map = serde_json::Map::new();
         for (number, parameters) in draft.layout().parameters().chunks(5).enumerate() {
             let shard = format!("model-{number}.safetensors");

@@ -24,6 +24,8 @@ impl RunDir {
     pub const BEST: &str = "best.json";
     /// Name of the directory of TensorBoard's files.
     pub const EVENTS: &str = "tensorboard";
+    /// The untrained draft that a dry run leaves: not a checkpoint of the run.
+    pub const DRY_RUN: &str = "dry-run";
 
     /// The directory at `path`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
@@ -130,7 +132,9 @@ impl RunDir {
                 served::LINKS.contains(&name.as_str()) && self.0.join(name).is_symlink()
             };
             let names = names(&self.0)?.into_iter();
-            let foreign = names.filter(|name| !is_negligible(name) && !is_link(name)).min();
+            let is_ours =
+                |name: &String| is_negligible(name) || is_link(name) || name == Self::DRY_RUN;
+            let foreign = names.filter(|name| !is_ours(name)).min();
             if let Some(found) = foreign {
                 return Err(Error::Foreign { path: path(), found });
             }
@@ -211,6 +215,7 @@ mod tests {
             assert_eq!(start(&[], begin), Ok(None));
             assert_eq!(start(&[".lock", ".run.json.17.tmp"], begin), Ok(None));
             assert_eq!(start(&["run.json", "notes.txt"], begin), Ok(None));
+            assert_eq!(start(&["dry-run/config.json"], begin), Ok(None));
             let refused = start(&["thesis.tex", ".lock"], begin).unwrap_err();
             assert!(refused.contains("holds thesis.tex, which no training run wrote"), "{refused}");
         }

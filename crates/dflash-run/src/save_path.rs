@@ -196,7 +196,8 @@ fn is_leftover(name: &str) -> bool {
     let Some((kept, process)) = inner.rsplit_once('.') else { return false };
     let files = [RunDir::PROVENANCE, RunDir::BEST, MetricLine::FILE, ValidationLine::FILE];
     let is_link = served::LINKS.contains(&kept);
-    let is_ours = kept.starts_with(PREFIX) || files.contains(&kept) || is_link;
+    let is_dir = kept.starts_with(PREFIX) || kept == RunDir::DRY_RUN;
+    let is_ours = is_dir || files.contains(&kept) || is_link;
     is_ours
         && !process.is_empty()
         && process.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-')

@@ -1,6 +1,6 @@
 //! The settings of `dflash train`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -27,12 +27,17 @@ pub struct TrainSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// Prepared dataset, as `dflash prepare` writes it.
+    /// Prepared dataset, as `dflash prepare` writes it. Needed but for --dry-run.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
-    pub data_path: PathBuf,
+    pub data_path: Option<PathBuf>,
     /// Directory for checkpoints and metrics.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub save_path: PathBuf,
+    /// Write the untrained drafter into dry-run in --save-path, to try it in an engine, and end. Takes
+    /// no server, and data only for --draft-vocab-size.
+    #[cfg_attr(feature = "clap", arg(long))]
+    #[serde(default)]
+    pub dry_run: bool,
     /// Continue the run in --save-path from its last good checkpoint; an error where there is none.
     #[cfg_attr(feature = "clap", arg(long))]
     pub resume: bool,
@@ -138,12 +143,23 @@ impl TrainSettings {
         (self.resume, self.resume_or_start, self.resume_from) = (false, true, None);
     }
 
+    /// The dataset.
+    ///
+    /// # Errors
+    /// There is none, as a dry run may have it.
+    pub fn data_path(&self) -> Result<&Path, Invalid> {
+        self.data_path.as_deref().ok_or_else(|| needs("data_path", "data_path"))
+    }
+
     /// # Errors
     /// The first setting that cannot be used, whatever the target and the data are.
     pub fn check(&self) -> Result<(), Invalid> {
         within([("log_every", self.log_every, 1..=MOST_STEPS)])?;
         positive([("peak_tflops", self.peak_tflops.unwrap_or(1.0), MOST_TFLOPS)])?;
         self.check_trackers()?;
+        if !self.dry_run || self.draft.draft_vocab_size.is_some() {
+            self.data_path()?;
+        }
         if self.allow_changed.is_some() && self.begin() == Begin::Fresh {
             return Err(needs("allow_changed", "resume"));
         }

@@ -33,6 +33,17 @@ pub struct Start {
     pub is_cut: bool,
 }
 
+/// What a token is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenUse {
+    /// A piece of text.
+    Text,
+    /// Text that was added to the vocabulary as a whole.
+    Added,
+    /// A mark that is not text.
+    Special,
+}
+
 /// The tokenizer and chat template of a model directory. Cheap to share between threads.
 #[derive(Debug)]
 pub struct ChatTokenizer {
@@ -201,6 +212,21 @@ impl ChatTokenizer {
     /// model's embedding may have more rows.
     pub fn len(&self) -> usize {
         self.tokenizer.get_vocab_size(true)
+    }
+
+    /// The token `id` as the vocabulary spells it, and what it is for; `None` for an id that no token
+    /// has.
+    pub fn token(&self, id: u32) -> Option<(String, TokenUse)> {
+        let spelling = self.tokenizer.id_to_token(id)?;
+        let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&id);
+        Some((
+            spelling,
+            match added {
+                Some(token) if token.special => TokenUse::Special,
+                Some(_) => TokenUse::Added,
+                None => TokenUse::Text,
+            },
+        ))
     }
 
     /// Whether the vocabulary is empty.

@@ -5,6 +5,7 @@
 //! pulls packed rows with the target's hidden states from a bounded stream, and steps until the
 //! schedule ends or it is told to stop.
 //!
+//! - [`dry_run()`] writes the drafter that a run would start from;
 //! - [`config`] holds the resolved settings, [`schedule`] the learning rate, [`optimizer`] AdamW
 //!   and Muon;
 //! - `same_target` compares the target with those that data, checkpoints and states are of;
@@ -24,6 +25,7 @@ mod batch;
 pub mod bench;
 mod checkpoint;
 pub mod config;
+mod dry_run;
 mod error;
 #[cfg(test)]
 mod fake;
@@ -53,6 +55,7 @@ mod world;
 extern crate self as dflash_train;
 
 pub use dflash_run::Acceptance;
+pub use dry_run::dry_run;
 pub use error::Error;
 pub use prepared::Prepared;
 pub use run::Outcome;

@@ -50,11 +50,12 @@ impl<'a> Prepared<'a> {
             let bytes = checkpoint::least_memory(&draft, settings);
             machine::check_memory(bytes, ("num_layers", config.draft.num_layers))?;
         }
-        let dataset = Arc::new(Dataset::open(&settings.data_path)?);
+        let data_path = settings.data_path()?;
+        let dataset = Arc::new(Dataset::open(data_path)?);
         validation::check(config, dataset.lengths())?;
         // a slot to learn from has an anchor before it
         if dataset.lengths().iter().all(|&length| length < 2) {
-            return Err(Error::NothingToTrain { path: settings.data_path.clone() });
+            return Err(Error::NothingToTrain { path: data_path.into() });
         }
         let identity = TargetIdentity::read(&config.target_dir, &settings.target)?;
         let mut remarks = Vec::new();

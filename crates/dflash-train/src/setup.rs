@@ -1,5 +1,7 @@
 //! From settings to a trainer: the draft's shape, its weights, its vocabulary, its objective.
 
+use std::path::Path;
+
 use dflash_data::{AnchorOptions, Dataset, select_vocabulary};
 use dflash_model::Kernels;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
@@ -62,7 +64,8 @@ pub(crate) fn trainer(
     let config = prepared.config;
     let head = TargetHead::load(&config.target_dir, device, kind)?;
     let rows = head.embedding_vh.size()[0] as usize;
-    let vocabulary = vocabulary(prepared, rows)?;
+    let resumed_dir = prepared.resume.as_ref().map(|checkpoint| &*checkpoint.dir);
+    let vocabulary = vocabulary(config, resumed_dir, (Some(&prepared.dataset), rows))?;
     let anchors = anchors(&config.settings.rows);
     let batches = BatchMaker::new(head, anchors, vocabulary, prepared.teacher_layer());
     let fresh = match prepared.resume {
@@ -134,11 +137,13 @@ fn objective(settings: &ObjectiveSettings, block_size: usize) -> Objective {
 }
 
 /// The pruned vocabulary, or `None` where it is the target's own: that of the resumed or pretrained
-/// draft, unless another size is asked for.
-fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabulary>, Error> {
-    let (config, dataset) = (prepared.config, &*prepared.dataset);
-    let resumed_dir = prepared.resume.as_ref().map(|checkpoint| &checkpoint.dir);
-    let Some(dir) = resumed_dir.or(config.pretrained_dir.as_ref()) else {
+/// draft, unless another size is asked for. The dataset is opened only where it decides.
+pub(crate) fn vocabulary(
+    config: &TrainConfig,
+    resumed_dir: Option<&Path>,
+    (dataset, rows): (Option<&Dataset>, usize),
+) -> Result<Option<DraftVocabulary>, Error> {
+    let Some(dir) = resumed_dir.or(config.pretrained_dir.as_deref()) else {
         return selected_vocabulary(config, dataset, rows);
     };
     let stored = DraftVocabulary::load(dir)?;
@@ -167,7 +172,7 @@ fn vocabulary(prepared: &Prepared<'_>, rows: usize) -> Result<Option<DraftVocabu
 /// The tokens that the dataset supervises most, as many as are asked for.
 fn selected_vocabulary(
     config: &TrainConfig,
-    dataset: &Dataset,
+    dataset: Option<&Dataset>,
     rows: usize,
 ) -> Result<Option<DraftVocabulary>, Error> {
     let Some(size) = config.draft.vocab_size.filter(|&size| size != rows) else { return Ok(None) };
@@ -175,6 +180,10 @@ fn selected_vocabulary(
         let expected = format!("the target's embedding has {rows} rows");
         return Err(Invalid::new("draft_vocab_size", size, expected).into());
     }
-    let selected = select_vocabulary(&dataset.token_frequencies()?, size, rows);
+    let counts = match dataset {
+        Some(dataset) => dataset.token_frequencies()?,
+        None => Dataset::open(config.settings.data_path()?)?.token_frequencies()?,
+    };
+    let selected = select_vocabulary(&counts, size, rows);
     Ok(Some(DraftVocabulary::new(selected, rows)))
 }

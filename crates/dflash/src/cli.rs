@@ -3,9 +3,9 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, DemoTargetSettings, EvalSettings, GenerateSettings, HiddenServerSettings,
-    Invalid, PlanSettings, PrepareSettings, PushSettings, RegenerateSettings, ReportSettings,
-    ServeSettings, TrainSettings,
+    BenchSettings, DemoTargetSettings, EvalSettings, ExportSettings, GenerateSettings,
+    HiddenServerSettings, Invalid, PlanSettings, PrepareSettings, PushSettings, RegenerateSettings,
+    ReportSettings, ServeSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -62,6 +62,8 @@ pub enum Command {
     Plan(Box<PlanSettings>),
     /// Measure a drafter: real speculative decoding against plain greedy decoding.
     Eval(EvalSettings),
+    /// Write a drafter in the layout and type that an engine reads, and check it.
+    Export(ExportSettings),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportSettings),
     /// Publish a drafter on the Hugging Face Hub, with a model card.
@@ -92,6 +94,7 @@ impl Command {
             Self::Plan(settings) => settings.check(),
             Self::Eval(settings) => settings.check(),
             Self::Push(settings) => settings.check(),
+            Self::Export(settings) => settings.check(),
             Self::Regenerate(settings) => settings.check(),
             Self::Generate(settings) => settings.check(),
             Self::Serve(settings) => settings.check(),
@@ -126,6 +129,7 @@ pub(crate) const TABLES: [(&str, &str); 7] = [
     ("plan", "train"),
     ("eval", "eval"),
     ("serve", "serve"),
+    ("export", "export"),
 ];
 
 /// The table of a command, if it reads run files.
@@ -255,7 +259,7 @@ mod tests {
         let (line, _) = command_line::parse(args.into_iter().map(Into::into).collect()).unwrap();
         let Command::Train(settings) = line.cli.command else { panic!("not a training") };
         assert_eq!((settings.optimizer.lr, settings.resume), (2.0, true));
-        assert_eq!(settings.data_path, PathBuf::from("c"));
+        assert_eq!(settings.data_path, Some(PathBuf::from("c")));
         assert_eq!(settings.draft.target_layer_ids, Some(vec![3, 4]));
         let loss: Vec<String> = settings.objective.loss.iter().map(ToString::to_string).collect();
         assert_eq!(loss, ["ce", "tv"]);

@@ -75,17 +75,32 @@ impl Draft {
             refuse_text(&tokenizer, id)?;
         }
         let stored = self.config.as_ref().map(|draft| draft.mask_token_id);
-        let special = tokenizer.special_ids();
-        let facts = TokenizerFacts {
-            len: tokenizer.len() as i64,
-            mask: special.mask,
-            pad: special.pad,
-            eos: special.eos,
-            unk: special.unk,
-        };
         let rows = TargetConfig::load(target_dir)?.vocab_size;
-        let mask_token_id = resolve_mask_token(settings.mask_token_id.or(stored), facts, rows)?;
+        let named = settings.mask_token_id.or(stored);
+        let mask_token_id = resolve_mask_token(named, facts(&tokenizer), rows)?;
         Ok(DraftShape { mask_token_id, ..shape })
+    }
+}
+
+/// Refuses a mask token that means something, or that the target has no row for.
+pub(super) fn check_mask_token(
+    tokenizer: &ChatTokenizer,
+    target_dir: &Path,
+    id: i64,
+) -> anyhow::Result<()> {
+    let rows = TargetConfig::load(target_dir)?.vocab_size;
+    resolve_mask_token(Some(id), facts(tokenizer), rows)?;
+    Ok(())
+}
+
+fn facts(tokenizer: &ChatTokenizer) -> TokenizerFacts {
+    let special = tokenizer.special_ids();
+    TokenizerFacts {
+        len: tokenizer.len() as i64,
+        mask: special.mask,
+        pad: special.pad,
+        eos: special.eos,
+        unk: special.unk,
     }
 }
 

@@ -53,6 +53,9 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
         config.progress &= env.rank == 0;
         config.job = job(env);
     }
+    if config.settings.dry_run {
+        return dry_run(&config, &role);
+    }
     let settings = &config.settings;
     let launch = match &role {
         // Mistakes in the launch are reported before anything is opened.
@@ -78,6 +81,16 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
         (_, Some(launch)) => launch::start(launch, grace, signals),
         _ => train(&prepared, &WorkerEnv::alone(), acceptance, stop),
     }
+}
+
+/// Writes the untrained drafter, once whatever the number of ranks.
+fn dry_run(config: &TrainConfig, role: &Role) -> anyhow::Result<Ending> {
+    if !matches!(role, Role::Worker(env) if env.rank > 0) {
+        let path = dflash_train::dry_run(config)?;
+        writeln!(std::io::stdout(), "{}", path.display())
+            .context("cannot write to standard output")?;
+    }
+    Ok(Ending::Complete)
 }
 
 /// The name of a rank's job; torchrun's default is the same for all jobs.

@@ -9,9 +9,12 @@ mod speculators;
 use std::path::Path;
 
 use serde_json::{Value, json};
+use tch::Kind;
 
-use crate::Result;
+pub use speculators::Verifier;
+
 use crate::fields::Fields;
+use crate::{Result, kind_name};
 
 /// How a draft layer looks at the context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,14 +98,26 @@ impl DraftConfig {
         Self::from_fields(Fields::parse(path, text)?)
     }
 
-    /// Writes `config.json` into `dir`.
+    /// Writes `config.json` into `dir`, in z-lab's form, for weights of `kind`.
     ///
     /// # Errors
     /// I/O.
-    pub fn save(&self, dir: &Path) -> Result<()> {
-        let mut text = serde_json::to_string_pretty(&self.to_json()).expect("a JSON value prints");
-        text.push('\n');
-        Ok(dflash_files::write_bytes(&dir.join("config.json"), text.as_bytes())?)
+    pub fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
+        write_config(dir, &self.to_json(kind))
+    }
+
+    /// Writes `config.json` into `dir`, in speculators' form, for weights of `kind`; a pruned draft
+    /// says `draft_vocab_size` tokens.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn save_speculators(
+        &self,
+        dir: &Path,
+        (kind, draft_vocab_size): (Kind, usize),
+        verifier: &Verifier,
+    ) -> Result<()> {
+        write_config(dir, &speculators::to_json(self, (kind, draft_vocab_size), verifier))
     }
 
     fn from_fields(fields: Fields) -> Result<Self> {
@@ -153,7 +168,7 @@ impl DraftConfig {
     }
 
     /// z-lab's form, safe for vLLM, SGLang and Transformers.
-    fn to_json(&self) -> Value {
+    fn to_json(&self, kind: Kind) -> Value {
         let layer_types: Vec<&str> = self.layers.iter().map(|layer| layer.name()).collect();
         // z-lab counts layer outputs from 0; ours counts residual streams, 0 = the embedding.
         let zlab_ids: Vec<i64> =
@@ -169,7 +184,7 @@ impl DraftConfig {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": zlab_ids,
             },
-            "dtype": "bfloat16",
+            "dtype": kind_name(kind),
             "eos_token_id": self.eos_token_id,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
@@ -189,12 +204,17 @@ impl DraftConfig {
             "rope_theta": self.rope_theta,
             "sliding_window": self.sliding_window,
             "tie_word_embeddings": false,
-            "torch_dtype": "bfloat16",
+            "torch_dtype": kind_name(kind),
             "use_cache": true,
             "use_sliding_window": self.sliding_window.is_some(),
             "vocab_size": self.vocab_size,
         })
     }
+}
+
+fn write_config(dir: &Path, config: &Value) -> Result<()> {
+    let text = format!("{config:#}\n");
+    Ok(dflash_files::write_bytes(&dir.join("config.json"), text.as_bytes())?)
 }
 
 /// What the two forms of a `config.json` say in different places.
@@ -303,7 +323,7 @@ mod tests {
     }
 
     fn parse(change: impl FnOnce(&mut Value)) -> Result<DraftConfig> {
-        let mut value = config().to_json();
+        let mut value = config().to_json(Kind::BFloat16);
         change(&mut value);
         DraftConfig::parse(Path::new("config.json"), &value.to_string())
     }
@@ -311,7 +331,7 @@ mod tests {
     #[test]
     fn what_is_written_reads_back_and_has_zlabs_layer_ids() {
         assert_eq!(parse(|_| ()).unwrap(), config());
-        let value = config().to_json();
+        let value = config().to_json(Kind::BFloat16);
         assert_eq!(value["dflash_config"]["target_layer_ids"], json!([1, 5, 9]));
     }
 

@@ -3,12 +3,72 @@
 //! It nests the Qwen3 fields in `transformer_layer_config`, counts captured layers as we do
 //! (0 = embedding output) and does not say how many layers the target has.
 
-use super::{Form, LayerKind, layer_ids};
-use crate::Result;
+use serde_json::{Value, json};
+use tch::Kind;
+
+use super::{DraftConfig, Form, LayerKind, layer_ids};
 use crate::fields::Fields;
+use crate::{Result, kind_name};
 
 /// The key that marks the form.
 const KIND: &str = "speculators_model_type";
+
+/// The release whose form this is.
+const VERSION: &str = "0.9.0";
+
+/// What of z-lab's form has its own place in this one.
+const OWN_PLACE: [&str; 3] = ["architectures", "block_size", "dflash_config"];
+
+/// The target as the form names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verifier {
+    /// A directory, or a repository on the Hub.
+    pub name_or_path: String,
+    /// As in its config.json.
+    pub architectures: Vec<String>,
+}
+
+/// Writes the form, for weights of `kind`.
+///
+/// vLLM takes one causality for all layers from `sliding_window_non_causal`: it is true for a draft
+/// whose layers are all full, and false for one whose layers all slide.
+pub(super) fn to_json(
+    config: &DraftConfig,
+    (kind, draft_vocab_size): (Kind, usize),
+    verifier: &Verifier,
+) -> Value {
+    let mut layers = config.to_json(kind);
+    let fields = layers.as_object_mut().expect("a configuration is an object");
+    fields.retain(|key, value| !OWN_PLACE.contains(&key.as_str()) && !value.is_null());
+    json!({
+        KIND: "dflash",
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": config.target_layer_ids,
+        "block_size": config.block_size,
+        "draft_vocab_size": draft_vocab_size,
+        "dtype": kind_name(kind),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": false,
+        "sliding_window_non_causal": !config.layers.contains(&LayerKind::Sliding),
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": config.block_size - 1,
+                "verifier_accept_k": 1,
+            }],
+            "verifier": {
+                "architectures": verifier.architectures,
+                "name_or_path": verifier.name_or_path,
+            },
+        },
+        "speculators_version": VERSION,
+        "tie_word_embeddings": false,
+        "transformer_layer_config": layers,
+    })
+}
 
 pub(super) fn is_form_of(config: &Fields) -> bool {
     config.has(KIND)
@@ -45,9 +105,6 @@ pub(super) fn form(config: &Fields) -> Result<Form> {
 mod tests {
     use std::path::Path;
 
-    use serde_json::{Value, json};
-
-    use super::super::DraftConfig;
     use super::*;
 
     /// A configuration as speculators 0.9 writes it, shortened to what is read.
@@ -82,6 +139,24 @@ mod tests {
         assert_eq!(draft.target_layer_ids, [2, 3, 5, 6]);
         assert_eq!((draft.block_size, draft.mask_token_id), (8, 95));
         assert_eq!((draft.layers.len(), draft.num_target_layers), (2, None));
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        let draft = parse(|_| ()).unwrap();
+        let verifier = Verifier { name_or_path: "t".into(), architectures: vec!["A".into()] };
+        for (kinds, non_causal) in [(LayerKind::Full, true), (LayerKind::Sliding, false)] {
+            let mut draft = draft.clone();
+            draft.layers = vec![kinds; 2];
+            draft.sliding_window = (kinds == LayerKind::Sliding).then_some(16);
+            draft.num_target_layers = Some(8);
+            let value = to_json(&draft, (Kind::Half, 50), &verifier);
+            assert_eq!(value["sliding_window_non_causal"], json!(non_causal));
+            assert_eq!(value["draft_vocab_size"], json!(50));
+            assert_eq!(value["transformer_layer_config"]["dtype"], json!("float16"));
+            let path = Path::new("config.json");
+            assert_eq!(DraftConfig::parse(path, &value.to_string()).unwrap(), draft);
+        }
     }
 
     #[test]

@@ -1,0 +1,116 @@
+//! What is refused: a draft that does not belong to the target, and what an engine would serve
+//! wrongly without a word.
+
+use dflash_identity::TargetIdentity;
+use dflash_model::draft::LayerKind;
+use dflash_model::target::{TargetConfig, check_layer_ids};
+use dflash_settings::{ExportFormat, ExportSettings};
+
+use crate::source::Source;
+use crate::{Error, Result};
+
+const LLAMA_CPP: &str = "llama.cpp";
+const VLLM: &str = "vLLM";
+
+/// Targets whose hidden states llama.cpp gives to drafts, of those that this program runs (its
+/// `src/models/*.cpp` that set `t_layer_inp`).
+const LLAMA_CPP_TARGETS: [&str; 3] = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"];
+
+/// Refuses a draft that cannot be the target's.
+pub(crate) fn fits(
+    source: &Source,
+    target: &TargetConfig,
+    (identity, settings): (&TargetIdentity, &ExportSettings),
+) -> Result<()> {
+    let draft = source.config();
+    let depth = draft.num_target_layers.unwrap_or(target.num_hidden_layers);
+    let facts = [
+        ("hidden_size", draft.hidden_size, target.hidden_size),
+        ("vocab_size", draft.vocab_size, target.vocab_size),
+        ("num_target_layers", depth as i64, target.num_hidden_layers as i64),
+    ];
+    if let Some((key, found, expected)) = facts.into_iter().find(|(_, a, b)| a != b) {
+        let (found, expected) = (found.to_string(), expected.to_string());
+        return Err(Error::Foreign { draft: source.path.clone(), key, found, expected });
+    }
+    check_layer_ids(&draft.target_layer_ids, target.num_hidden_layers)?;
+    match &source.made_for {
+        Some(made_for) if !made_for.is_same_as(identity) && !settings.allow_other_target => {
+            Err(Error::OtherTarget {
+                draft: source.path.clone(),
+                made_for: made_for.to_string(),
+                target: identity.to_string(),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses what the engines of the format would serve wrongly.
+pub(crate) fn servable(
+    source: &Source,
+    target: &TargetConfig,
+    settings: &ExportSettings,
+) -> Result<()> {
+    match settings.format {
+        ExportFormat::Zlab => zlab(source, settings.full_vocabulary),
+        ExportFormat::Speculators => speculators(source),
+        ExportFormat::Gguf => llama_cpp(source, target),
+    }
+}
+
+fn zlab(source: &Source, full_vocabulary: bool) -> Result<()> {
+    match &source.vocabulary {
+        Some(vocabulary) if !full_vocabulary => {
+            let (size, all) = (vocabulary.selected().len(), vocabulary.target_size());
+            let reason = format!(
+                "z-lab's layout cannot say that it was trained to say {size} of {all} tokens, so it \
+                 would draft from all of them; take --format speculators or gguf, or accept that \
+                 with --full-vocabulary"
+            );
+            Err(Error::Unservable { engine: "an engine", reason })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn speculators(source: &Source) -> Result<()> {
+    if is_mixed(source) {
+        let reason = "it takes one causality for all layers from this layout, and here sliding \
+                      layers are causal in their block and full layers are not; take --format zlab";
+        return Err(Error::Unservable { engine: VLLM, reason: reason.into() });
+    }
+    Ok(())
+}
+
+fn llama_cpp(source: &Source, target: &TargetConfig) -> Result<()> {
+    let refuse = |reason: String| Err(Error::Unservable { engine: LLAMA_CPP, reason });
+    if is_mixed(source) {
+        return refuse(
+            "it has one causality for all layers, and here sliding layers are causal in their block \
+             and full layers are not; take --format zlab"
+                .into(),
+        );
+    }
+    let last = target.num_hidden_layers;
+    if source.config().target_layer_ids.iter().any(|&id| id as usize == last) {
+        return refuse(format!(
+            "it gives out what enters a layer, and nothing after the last: layer id {last} cannot be \
+             captured"
+        ));
+    }
+    let architecture = target.family.architecture();
+    if !LLAMA_CPP_TARGETS.contains(&architecture) {
+        return refuse(format!(
+            "it does not give out hidden states of {architecture} targets, only of {}",
+            LLAMA_CPP_TARGETS.join(", ")
+        ));
+    }
+    Ok(())
+}
+
+fn is_mixed(source: &Source) -> bool {
+    let slides = |layer: &LayerKind| *layer == LayerKind::Sliding;
+    let layers = &source.config().layers;
+    layers.iter().any(slides) && !layers.iter().all(slides)
+}

@@ -1,0 +1,376 @@
+//! A GGUF file: its metadata, and tensors read when asked for.
+//!
+//! What a file says of lengths is compared with its size before memory is taken for it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, Read as _};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use dflash_model::checkpoint::pieces;
+use dflash_settings::ExportDtype;
+use half::f16;
+use tch::{Kind, Tensor};
+
+use super::write::ALIGNMENT;
+use crate::{Error, Result};
+
+/// Values of a block of q8_0, and its bytes.
+const Q8_BLOCK: i64 = 32;
+const Q8_BYTES: i64 = 34;
+
+/// The releases of the format that differ in nothing that we read.
+const VERSIONS: std::ops::RangeInclusive<u32> = 2..=3;
+
+/// Types of tensors, with ggml's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TensorType {
+    F32,
+    F16,
+    Bf16,
+    Q80,
+    I64,
+}
+
+impl TensorType {
+    const ALL: [(Self, u32); 5] =
+        [(Self::F32, 0), (Self::F16, 1), (Self::Q80, 8), (Self::I64, 27), (Self::Bf16, 30)];
+
+    /// That of matrices in a file of `dtype`.
+    pub(crate) fn of(dtype: ExportDtype) -> Self {
+        match dtype {
+            ExportDtype::Bf16 => Self::Bf16,
+            ExportDtype::F16 => Self::F16,
+            ExportDtype::F32 => Self::F32,
+            ExportDtype::Q80 => Self::Q80,
+        }
+    }
+
+    /// libtorch's kind, where it has one.
+    pub(crate) fn kind(self) -> Option<Kind> {
+        match self {
+            Self::F32 => Some(Kind::Float),
+            Self::F16 => Some(Kind::Half),
+            Self::Bf16 => Some(Kind::BFloat16),
+            Self::I64 => Some(Kind::Int64),
+            Self::Q80 => None,
+        }
+    }
+
+    /// Values that are stored together.
+    pub(super) fn block(self) -> i64 {
+        if self == Self::Q80 { Q8_BLOCK } else { 1 }
+    }
+
+    /// Bytes of so many `elements`, which are whole blocks.
+    pub(super) fn bytes(self, elements: i64) -> u64 {
+        let bytes = match self.kind() {
+            Some(kind) => elements * kind.elt_size_in_bytes() as i64,
+            None => elements / Q8_BLOCK * Q8_BYTES,
+        };
+        bytes as u64
+    }
+}
+
+/// A value of the metadata: numbers of all widths are alike.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Value {
+    Integer(i64),
+    Float(f64),
+    Flag(bool),
+    Text(String),
+    Integers(Vec<i64>),
+    Flags(Vec<bool>),
+    Texts(Vec<String>),
+    /// A value that nobody here asks for.
+    Other,
+}
+
+#[derive(Debug)]
+struct Stored {
+    shape: Vec<i64>,
+    tensor_type: TensorType,
+    /// From the start of the file, in bytes.
+    at: u64,
+}
+
+/// An open file. Metadata and the list of tensors are in memory.
+#[derive(Debug)]
+pub(super) struct GgufFile {
+    path: PathBuf,
+    file: File,
+    keys: BTreeMap<String, Value>,
+    tensors: BTreeMap<String, Stored>,
+}
+
+impl GgufFile {
+    /// Opens `path` and reads its metadata.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let unreadable = |source| Error::Read { path: path.into(), source };
+        let file = File::open(path).map_err(unreadable)?;
+        let size = file.metadata().map_err(unreadable)?.len();
+        let mut header = Header { path, input: BufReader::new(&file), size, at: 0 };
+        let (keys, tensors) = header.read()?;
+        Ok(Self { path: path.into(), file, keys, tensors })
+    }
+
+    /// The value under `key`.
+    pub(super) fn value(&self, key: &str) -> Option<&Value> {
+        self.keys.get(key)
+    }
+
+    /// What `convert` makes of the value under `key`, which must be there.
+    pub(super) fn required<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        convert: impl Fn(&Value) -> Option<T>,
+    ) -> Result<T> {
+        let Some(value) = self.value(key) else {
+            return Err(self.refuse(key, "missing", expected));
+        };
+        convert(value).ok_or_else(|| self.refuse(key, &format!("{value:?}"), expected))
+    }
+
+    /// The error for a key, or for a list that is kept as a tensor.
+    pub(super) fn refuse(&self, key: &str, found: &str, expected: &str) -> Error {
+        let (path, found) = (self.path.clone(), found.chars().take(80).collect());
+        Error::Key { path, key: key.into(), found, expected: expected.into() }
+    }
+
+    /// Whether the file has the tensor `name`.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The shape of the tensor `name`, rows first.
+    pub(super) fn shape(&self, name: &str) -> Result<&[i64]> {
+        Ok(&self.stored(name)?.shape)
+    }
+
+    /// Makes sure that the tensor `name` is there and has shape `expected`, rows first.
+    pub(super) fn check_shape(&self, name: &str, expected: &[i64]) -> Result<()> {
+        let found = self.shape(name)?;
+        if found == expected {
+            return Ok(());
+        }
+        let (found, expected) = (found.to_vec(), expected.to_vec());
+        Err(Error::Shape { path: self.path.clone(), name: name.into(), found, expected })
+    }
+
+    /// Copies the tensor `name`, dequantized, into `destination`, a contiguous view of its shape.
+    pub(super) fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
+        let stored = self.stored(name)?;
+        self.check_shape(name, &destination.size())?;
+        let flat = destination.view([-1]);
+        for piece in pieces(0..flat.numel() as i64) {
+            let count = piece.end - piece.start;
+            let mut bytes = vec![0; stored.tensor_type.bytes(count) as usize];
+            let at = stored.at + stored.tensor_type.bytes(piece.start);
+            self.file
+                .read_exact_at(&mut bytes, at)
+                .map_err(|source| Error::Read { path: self.path.clone(), source })?;
+            let values = decode(&bytes, stored.tensor_type, count)?;
+            flat.narrow(0, piece.start, count).f_copy_(&values)?;
+        }
+        Ok(())
+    }
+
+    fn stored(&self, name: &str) -> Result<&Stored> {
+        let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
+        self.tensors.get(name).ok_or_else(missing)
+    }
+}
+
+fn decode(bytes: &[u8], tensor_type: TensorType, count: i64) -> Result<Tensor> {
+    if let Some(kind) = tensor_type.kind() {
+        return Ok(Tensor::f_from_data_size(bytes, &[count], kind)?);
+    }
+    let values: Vec<f32> = bytes.chunks_exact(Q8_BYTES as usize).flat_map(block_values).collect();
+    Ok(Tensor::from_slice(&values))
+}
+
+/// The values of one block of q8_0.
+fn block_values(block: &[u8]) -> impl Iterator<Item = f32> {
+    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+    block[2..].iter().map(move |&quant| f32::from(quant as i8) * scale)
+}
+
+type Keys = BTreeMap<String, Value>;
+type Tensors = BTreeMap<String, Stored>;
+
+/// What comes before the tensors.
+struct Header<'a> {
+    path: &'a Path,
+    input: BufReader<&'a File>,
+    /// Of the file, in bytes.
+    size: u64,
+    /// Bytes read.
+    at: u64,
+}
+
+impl Header<'_> {
+    fn read(&mut self) -> Result<(Keys, Tensors)> {
+        if self.bytes(4)? != b"GGUF" {
+            return Err(self.damaged("it does not begin with GGUF"));
+        }
+        let version = self.u32()?;
+        if !VERSIONS.contains(&version) {
+            return Err(self.damaged(&format!("it is of version {version}; 2 and 3 can be read")));
+        }
+        let (tensor_count, key_count) = (self.u64()?, self.u64()?);
+        let mut keys = Keys::new();
+        for _ in 0..key_count {
+            let key = self.text()?;
+            let kind = self.u32()?;
+            let value = self.value(kind)?;
+            keys.insert(key, value);
+        }
+        let mut tensors = Tensors::new();
+        for _ in 0..tensor_count {
+            let (name, stored) = self.tensor()?;
+            tensors.insert(name, stored);
+        }
+        self.place(&keys, &mut tensors)?;
+        Ok((keys, tensors))
+    }
+
+    /// Turns offsets within the data into places in the file, which must hold all of it.
+    fn place(&self, keys: &Keys, tensors: &mut Tensors) -> Result<()> {
+        let alignment = match keys.get("general.alignment") {
+            None => ALIGNMENT,
+            Some(&Value::Integer(bytes)) if bytes > 0 && bytes & (bytes - 1) == 0 => bytes as u64,
+            Some(_) => return Err(self.damaged("general.alignment is not a power of two")),
+        };
+        let start = self.at.checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
+        for (name, stored) in tensors {
+            let bytes = stored.tensor_type.bytes(stored.shape.iter().product());
+            let end = start.checked_add(stored.at).and_then(|at| at.checked_add(bytes));
+            if end.is_none_or(|end| end > self.size) {
+                return Err(self.damaged(&format!("it is cut off: tensor {name} is not whole")));
+            }
+            stored.at += start;
+        }
+        Ok(())
+    }
+
+    fn tensor(&mut self) -> Result<(String, Stored)> {
+        let name = self.text()?;
+        let dims = self.u32()?;
+        if dims > 4 {
+            return Err(self.damaged(&format!("tensor {name} has {dims} dimensions")));
+        }
+        let mut shape = Vec::new();
+        for _ in 0..dims {
+            shape.push(self.u64()?);
+        }
+        shape.reverse();
+        let code = self.u32()?;
+        let at = self.u64()?;
+        let known = TensorType::ALL.iter().find(|(_, known)| *known == code);
+        let Some(&(tensor_type, _)) = known else {
+            return Err(Error::TensorType { path: self.path.into(), name, found: code });
+        };
+        let elements = shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
+        let width = shape.last().copied().unwrap_or(1);
+        let fits = elements.is_some_and(|elements| elements <= self.size * Q8_BLOCK as u64);
+        if !fits || width % tensor_type.block() as u64 != 0 {
+            return Err(self.damaged(&format!("tensor {name} cannot have shape {shape:?}")));
+        }
+        let shape = shape.into_iter().map(|size| size as i64).collect();
+        Ok((name, Stored { shape, tensor_type, at }))
+    }
+
+    /// A value of the type that the format calls `kind`.
+    fn value(&mut self, kind: u32) -> Result<Value> {
+        const ARRAY: u32 = 9;
+        if kind != ARRAY {
+            return self.scalar(kind);
+        }
+        let (kind, count) = (self.u32()?, self.u64()?);
+        if kind == ARRAY {
+            return Err(self.damaged("it has lists of lists"));
+        }
+        if count > self.size {
+            return Err(self.damaged("it has a list longer than itself"));
+        }
+        let mut list = Vec::new();
+        for _ in 0..count {
+            list.push(self.scalar(kind)?);
+        }
+        Ok(collected(list))
+    }
+
+    fn scalar(&mut self, kind: u32) -> Result<Value> {
+        Ok(match kind {
+            0 => Value::Integer(self.array::<1>()?[0].into()),
+            1 => Value::Integer(i8::from_le_bytes(self.array()?).into()),
+            2 => Value::Integer(u16::from_le_bytes(self.array()?).into()),
+            3 => Value::Integer(i16::from_le_bytes(self.array()?).into()),
+            4 => Value::Integer(self.u32()?.into()),
+            5 => Value::Integer(i32::from_le_bytes(self.array()?).into()),
+            6 => Value::Float(shortest(f32::from_le_bytes(self.array()?))),
+            7 => Value::Flag(self.array::<1>()?[0] != 0),
+            8 => Value::Text(self.text()?),
+            10 => i64::try_from(self.u64()?).map_or(Value::Other, Value::Integer),
+            11 => Value::Integer(i64::from_le_bytes(self.array()?)),
+            12 => Value::Float(f64::from_le_bytes(self.array()?)),
+            _ => return Err(self.damaged(&format!("it has a value of unknown type {kind}"))),
+        })
+    }
+
+    fn text(&mut self) -> Result<String> {
+        let length = self.u64()?;
+        let bytes = self.bytes(length)?;
+        // Names of tokens need not be text: some are single bytes.
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        Ok(self.bytes(N as u64)?.try_into().expect("as many bytes as were asked for"))
+    }
+
+    fn bytes(&mut self, count: u64) -> Result<Vec<u8>> {
+        if count > self.size - self.at {
+            return Err(self.damaged("it is cut off in its header"));
+        }
+        let mut bytes = vec![0; count as usize];
+        let read = self.input.read_exact(&mut bytes);
+        read.map_err(|source| Error::Read { path: self.path.into(), source })?;
+        self.at += count;
+        Ok(bytes)
+    }
+
+    fn damaged(&self, reason: &str) -> Error {
+        Error::Damaged { path: self.path.into(), reason: reason.into() }
+    }
+}
+
+/// The list as one value, where its elements are alike.
+fn collected(list: Vec<Value>) -> Value {
+    fn all<T>(list: &[Value], one: impl Fn(&Value) -> Option<T>) -> Option<Vec<T>> {
+        list.iter().map(one).collect()
+    }
+    let integer = |value: &Value| if let Value::Integer(it) = value { Some(*it) } else { None };
+    let flag = |value: &Value| if let Value::Flag(it) = value { Some(*it) } else { None };
+    let text = |value: &Value| if let Value::Text(it) = value { Some(it.clone()) } else { None };
+    all(&list, integer)
+        .map(Value::Integers)
+        .or_else(|| all(&list, flag).map(Value::Flags))
+        .or_else(|| all(&list, text).map(Value::Texts))
+        .unwrap_or(Value::Other)
+}
+
+/// The shortest decimal that is this float32: 1e-6 and not 0.00000099999999747.
+fn shortest(value: f32) -> f64 {
+    value.to_string().parse().expect("a number prints as one")
+}
