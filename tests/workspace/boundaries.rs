@@ -240,6 +240,7 @@ fn libraries_depend_on_what_the_layers_allow() {
             &[
                 "dflash-console",
                 "dflash-files",
+                "dflash-hub",
                 "dflash-prepare",
                 "dflash-report",
                 "dflash-settings",

@@ -13,9 +13,20 @@ fn the_main_help_names_every_command() {
 
 #[test]
 fn every_command_has_its_help_without_libtorch() {
-    for command in
-        ["prepare", "hidden-server", "train", "plan", "eval", "report", "regenerate", "demo-target"]
-    {
+    for command in [
+        "prepare",
+        "hidden-server",
+        "train",
+        "plan",
+        "eval",
+        "report",
+        "regenerate",
+        "demo",
+        "doctor",
+        "completions",
+        "man",
+        "demo-target",
+    ] {
         let help = bare(&[command, "--help"]).ok().stdout;
         assert!(help.contains(&format!("Usage: dflash {command}")), "{help}");
     }

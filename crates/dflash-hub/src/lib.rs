@@ -8,11 +8,13 @@
 mod client;
 mod error;
 mod hub;
+mod login;
 mod name;
 mod part;
 mod progress;
 
 pub use error::{Error, Reason};
 pub use hub::{Hub, Split};
+pub use login::Login;
 pub use name::is_repository;
 pub use part::Part;

@@ -9,7 +9,9 @@ mod bench;
 mod check;
 mod choices;
 mod compute;
+mod demo;
 mod demo_target;
+mod doctor;
 mod draft;
 mod eval;
 mod hidden_server;
@@ -24,6 +26,7 @@ mod regenerate;
 mod report;
 mod rows;
 mod secrets;
+mod shell_support;
 mod train;
 mod validation;
 
@@ -31,10 +34,12 @@ pub use bench::{BenchSettings, BenchSubject, TrainStepSettings};
 pub use check::Invalid;
 pub use choices::{
     Backend, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind, SchedulerType,
-    SpeculatorType, Tracker, WireDtype,
+    Shell, SpeculatorType, Tracker, WireDtype,
 };
 pub use compute::ComputeSettings;
+pub use demo::DemoSettings;
 pub use demo_target::DemoTargetSettings;
+pub use doctor::DoctorSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
 pub use eval::EvalSettings;
 pub use hidden_server::HiddenServerSettings;
@@ -49,5 +54,6 @@ pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
 pub use rows::RowSettings;
 pub use secrets::{hide_passwords, hide_passwords_in, shown_endpoint};
+pub use shell_support::{CompletionsSettings, ManSettings};
 pub use train::{Begin, TrainSettings};
 pub use validation::ValidationSettings;

@@ -3,8 +3,9 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, DemoTargetSettings, EvalSettings, HiddenServerSettings, Invalid, PlanSettings,
-    PrepareSettings, RegenerateSettings, ReportSettings, TrainSettings,
+    BenchSettings, CompletionsSettings, DemoSettings, DemoTargetSettings, DoctorSettings,
+    EvalSettings, HiddenServerSettings, Invalid, ManSettings, PlanSettings, PrepareSettings,
+    RegenerateSettings, ReportSettings, TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -66,6 +67,17 @@ pub enum Command {
     Regenerate(RegenerateSettings),
     /// Time parts of the work on random data.
     Bench(BenchSettings),
+    /// Run the whole line on a made-up corpus, without downloads.
+    Demo(DemoSettings),
+    /// Look at this machine: what is there, what is missing, how to get it.
+    Doctor(DoctorSettings),
+    /// Print the completions of a shell.
+    Completions(CompletionsSettings),
+    /// Write the man pages.
+    Man(ManSettings),
+    /// Print what libtorch, CUDA and NCCL say of themselves, as JSON; `dflash doctor` asks.
+    #[command(hide = true)]
+    EngineInfo,
     /// Make the demo's corpus and train its tiny target.
     #[command(hide = true)]
     DemoTarget(DemoTargetSettings),
@@ -84,7 +96,12 @@ impl Command {
             Self::Regenerate(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),
-            Self::Report(_) => Ok(()),
+            Self::Doctor(settings) => settings.check(),
+            Self::Report(_)
+            | Self::Demo(_)
+            | Self::Completions(_)
+            | Self::Man(_)
+            | Self::EngineInfo => Ok(()),
         }
     }
 
