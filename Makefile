@@ -48,7 +48,7 @@ interop: build ## serve a drafter with a stock vLLM and compare its acceptance w
 	@scripts/interop.sh
 
 wheel: build ## a Python wheel with both programs, in dist/ (needs maturin)
-	@scripts/wheel.sh
+	@env -u LIBTORCH scripts/wheel.sh
 
 archive: build ## a release archive with programs, completions and man pages, in dist/
 	@scripts/archive.sh

@@ -73,7 +73,7 @@ try_pipx() {
   export PIPX_HOME=$scratch/pipx PIPX_BIN_DIR=$scratch/pipx/bin PIPX_MAN_DIR=$scratch/pipx/man
   if [ -n "$light" ]; then
     pipx install --quiet --python "$python" --pip-args=--no-deps "$wheel" >/dev/null
-    pipx inject --quiet --pip-args=--no-deps dflash "${cpu[@]}" >/dev/null
+    pipx runpip dflash install --quiet --no-deps "${cpu[@]}"
   else
     pipx install --quiet --python "$python" "$wheel" >/dev/null
   fi

@@ -19,14 +19,12 @@ main() {
     fail "the programs are missing; run 'make wheel' or 'make build'"
   rm -rf target/wheel dist/dflash-*.whl
   mkdir -p "$data"
-  strip -o "$data/dflash-engine" "${programs[1]}"
-  chmod 755 "$data/dflash-engine"
+  cp "${programs[1]}" "$data/"
   local tag
   tag=manylinux_$(glibc | tr . _)
-  # For the whole workspace, with libtorch as `make build` has it: so the front in the wheel is the
-  # one that was tested, and nothing is built a second time.
-  env -u LIBTORCH CARGO="$PWD/scripts/cargo-workspace.sh" \
-    maturin build --release --strip --compatibility "$tag" --out dist
+  # So the front in the wheel is the one that was tested, and nothing is built a second time.
+  CARGO="$PWD/scripts/cargo-workspace.sh" \
+    maturin build --release --compatibility "$tag" --out dist
 }
 
 # The newest glibc that a program asks for.

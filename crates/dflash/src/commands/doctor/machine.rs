@@ -102,7 +102,8 @@ fn driver_release(version: &str) -> Option<&str> {
 }
 
 fn disk(what: &'static str, dir: &Path) -> Finding {
-    let shown = dir.display();
+    let whole = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    let shown = whole.display();
     let room = match rustix::fs::statvfs(dir) {
         Ok(room) => room.f_bavail * room.f_frsize,
         Err(error) => {
