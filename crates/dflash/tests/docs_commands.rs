@@ -85,10 +85,13 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// Why the program does not take a line. A line with `...`, or with a run file, need not be complete.
+/// Why the program does not take a line. A line with `...`, or with a run file, need not be complete;
+/// the server's target may be given in place of a run file.
 fn fault(line: &str) -> Option<String> {
     let arguments = arguments(line)?;
-    let incomplete = arguments.iter().any(|word| word == "..." || word.ends_with(".toml"));
+    let others = ["...", "hidden-server"];
+    let incomplete =
+        arguments.iter().any(|word| others.contains(&word.as_str()) || word.ends_with(".toml"));
     let words = arguments.into_iter().filter(|word| word != "...");
     let error =
         definition().try_get_matches_from(["dflash".to_owned()].into_iter().chain(words)).err()?;
