@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test soak hostile lint check bench interop clean
+.PHONY: help setup build demo test soak hostile lint check bench interop wheel archive install-test book clean
 
 # One profile for programs and tests: libtorch's bindings take minutes to build, once is enough.
 CARGO_FLAGS ?= --release
@@ -22,7 +22,7 @@ build: setup ## leave the programs at target/release/dflash and target/release/d
 	$(CARGO) build $(CARGO_FLAGS) --workspace --bins
 
 demo: build ## the whole line on a made-up corpus: corpus, target, hidden states, drafter, table
-	@scripts/demo.sh $(DEMO_FLAGS)
+	@target/release/dflash demo $(DEMO_FLAGS)
 
 test: build ## all tests, with the counts at the end
 	@scripts/test.sh $(TEST_FLAGS)
@@ -47,6 +47,20 @@ bench: build ## time a training step, a save and the start of the programs
 interop: build ## run a drafter in other engines and compare their acceptance with ours
 	@scripts/interop.sh
 
+wheel: build ## a Python wheel with both programs, in dist/ (needs maturin)
+	@env -u LIBTORCH scripts/wheel.sh
+
+archive: build ## a release archive with programs, completions and man pages, in dist/
+	@scripts/archive.sh
+
+install-test: wheel archive ## install wheel, archive and container image afresh, and run the demo in each
+	@scripts/try-wheel.sh
+	@scripts/try-archive.sh
+	@scripts/try-container.sh
+
+book: ## the documentation as a book, in target/book (needs mdbook)
+	mdbook build
+
 clean: ## remove what was built; libtorch stays in the user's cache
 	$(CARGO) clean
-	rm -rf demo-run .deps
+	rm -rf demo-run dist .deps

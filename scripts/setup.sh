@@ -3,7 +3,8 @@
 #
 # libtorch comes from, in this order: the link that is there, $DFLASH_LIBTORCH or $LIBTORCH, the
 # user's cache, an installed Python torch, the wheel. Safe to run again, and quick when nothing is
-# to do. Removing .deps/ starts over.
+# to do. Removing .deps/ starts over. DFLASH_SETUP_CUDA=1 fetches CUDA's libraries too on a machine
+# without a GPU, to build for one that has it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -88,6 +89,6 @@ install_wheel() {
 }
 
 # A CPU needs the wheel and two small libraries that it links; a GPU needs all that it asks for.
-extent() { if [ -e /dev/nvidiactl ]; then echo --upgrade; else echo --no-deps; fi; }
+extent() { if [ -e /dev/nvidiactl ] || [ "${DFLASH_SETUP_CUDA:-0}" = 1 ]; then echo --upgrade; else echo --no-deps; fi; }
 
 main "$@"

@@ -2,10 +2,18 @@
 //!
 //! The programs are those of `make build`; `make test` builds them first.
 
+#[path = "workspace/book.rs"]
+mod book;
 #[path = "workspace/boundaries.rs"]
 mod boundaries;
+#[path = "workspace/demo.rs"]
+mod demo;
+#[path = "workspace/doctor.rs"]
+mod doctor;
 #[path = "workspace/front.rs"]
 mod front;
+#[path = "workspace/newcomer.rs"]
+mod newcomer;
 #[path = "workspace/pipeline.rs"]
 mod pipeline;
 #[path = "workspace/program.rs"]

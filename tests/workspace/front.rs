@@ -25,6 +25,10 @@ fn every_command_has_its_help_without_libtorch() {
         "regenerate",
         "generate",
         "serve",
+        "demo",
+        "doctor",
+        "completions",
+        "man",
         "demo-target",
     ];
     for command in commands {

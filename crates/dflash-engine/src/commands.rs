@@ -6,6 +6,7 @@ use dflash_settings::Invalid;
 mod bench;
 mod demo_target;
 mod draft;
+mod engine_info;
 mod eval;
 mod export;
 mod generate;
@@ -33,7 +34,14 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         Command::Serve(settings) => serve::run(&settings, stop),
         Command::Bench(settings) => bench::run(&settings, stop),
         Command::DemoTarget(settings) => demo_target::run(&settings, stop),
-        Command::Prepare(_) | Command::Push(_) | Command::Report(_) => {
+        Command::EngineInfo => engine_info::run(),
+        Command::Prepare(_)
+        | Command::Push(_)
+        | Command::Report(_)
+        | Command::Demo(_)
+        | Command::Doctor(_)
+        | Command::Completions(_)
+        | Command::Man(_) => {
             anyhow::bail!("start `dflash`; its engine does not run this command")
         }
     };

@@ -16,6 +16,8 @@ use crate::progress::Meter;
 const PARQUET_BRANCH: &str = "refs/convert/parquet";
 /// How long the Hub may take to say that it knows a repository.
 const FIRST_ANSWER: Duration = Duration::from_secs(30);
+/// The same where somebody only waits to be told so.
+const LOGIN_ANSWER: Duration = Duration::from_secs(10);
 
 /// A client, and whether it may use the network.
 #[derive(Debug)]
@@ -39,6 +41,16 @@ impl Session {
             builder = builder.cache_dir(cache);
         }
         Ok(Self { client: builder.build().map_err(reason)?, offline })
+    }
+
+    /// The name that the Hub knows us by.
+    pub(crate) async fn whoami(&self) -> Result<String, Reason> {
+        match tokio::time::timeout(LOGIN_ANSWER, self.client.whoami().send()).await {
+            Ok(answer) => answer.map(|user| user.username).map_err(reason),
+            Err(_) => {
+                Err(Reason::Unreachable(format!("no answer within {} s", LOGIN_ANSWER.as_secs())))
+            }
+        }
     }
 
     /// The directory with `part` of a model, complete.

@@ -10,6 +10,7 @@
 mod client;
 mod error;
 mod hub;
+mod login;
 mod name;
 mod part;
 mod progress;
@@ -17,6 +18,7 @@ mod push;
 
 pub use error::{Error, Reason};
 pub use hub::{Hub, Split};
+pub use login::Login;
 pub use name::is_repository;
 pub use part::Part;
 pub use push::{Outgoing, Publication, Published, Refusal, Token};

@@ -53,6 +53,20 @@ choices! {
         Float32 = "f32" = "float",
     }
 
+    /// Shells with completions.
+    Shell {
+        /// GNU Bash.
+        Bash,
+        /// Z shell.
+        Zsh,
+        /// Fish.
+        Fish,
+        /// Elvish.
+        Elvish,
+        /// PowerShell.
+        Powershell,
+    }
+
     /// Type of hidden states on the wire and in files.
     WireDtype {
         /// What drafts train on.

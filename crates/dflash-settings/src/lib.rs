@@ -9,7 +9,9 @@ mod bench;
 mod check;
 mod choices;
 mod compute;
+mod demo;
 mod demo_target;
+mod doctor;
 mod draft;
 mod eval;
 mod export;
@@ -28,6 +30,7 @@ mod report;
 mod rows;
 mod secrets;
 mod serve;
+mod shell_support;
 mod train;
 mod validation;
 
@@ -35,10 +38,12 @@ pub use bench::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSetti
 pub use check::Invalid;
 pub use choices::{
     Backend, ColorChoice, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind,
-    SchedulerType, SpeculatorType, Tracker, WireDtype,
+    SchedulerType, Shell, SpeculatorType, Tracker, WireDtype,
 };
 pub use compute::ComputeSettings;
+pub use demo::DemoSettings;
 pub use demo_target::DemoTargetSettings;
+pub use doctor::DoctorSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
 pub use eval::EvalSettings;
 pub use export::{ExportDtype, ExportFormat, ExportSettings};
@@ -57,5 +62,6 @@ pub use report::ReportSettings;
 pub use rows::RowSettings;
 pub use secrets::{hide_passwords, hide_passwords_in, shown_endpoint};
 pub use serve::ServeSettings;
+pub use shell_support::{CompletionsSettings, ManSettings};
 pub use train::{Begin, TrainSettings};
 pub use validation::ValidationSettings;

@@ -3,9 +3,10 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, DemoTargetSettings, EvalSettings, ExportSettings, GenerateSettings,
-    HiddenServerSettings, Invalid, PlanSettings, PrepareSettings, PushSettings, RegenerateSettings,
-    ReportSettings, ServeSettings, TrainSettings,
+    BenchSettings, CompletionsSettings, DemoSettings, DemoTargetSettings, DoctorSettings,
+    EvalSettings, ExportSettings, GenerateSettings, HiddenServerSettings, Invalid, ManSettings,
+    PlanSettings, PrepareSettings, PushSettings, RegenerateSettings, ReportSettings, ServeSettings,
+    TrainSettings,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -78,6 +79,17 @@ pub enum Command {
     Serve(ServeSettings),
     /// Time parts of the work on random data.
     Bench(BenchSettings),
+    /// Run the whole line on a made-up corpus, without downloads.
+    Demo(DemoSettings),
+    /// Look at this machine: what is there, what is missing, how to get it.
+    Doctor(DoctorSettings),
+    /// Print the completions of a shell.
+    Completions(CompletionsSettings),
+    /// Write the man pages.
+    Man(ManSettings),
+    /// Print what libtorch, CUDA and NCCL say of themselves, as JSON; `dflash doctor` asks.
+    #[command(hide = true)]
+    EngineInfo,
     /// Make the demo's corpus and train its tiny target.
     #[command(hide = true)]
     DemoTarget(DemoTargetSettings),
@@ -100,7 +112,12 @@ impl Command {
             Self::Serve(settings) => settings.check(),
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),
-            Self::Report(_) => Ok(()),
+            Self::Doctor(settings) => settings.check(),
+            Self::Report(_)
+            | Self::Demo(_)
+            | Self::Completions(_)
+            | Self::Man(_)
+            | Self::EngineInfo => Ok(()),
         }
     }
 

@@ -1,5 +1,8 @@
 //! What the front program runs itself.
 
+pub(crate) mod demo;
+pub(crate) mod doctor;
 pub(crate) mod prepare;
 pub(crate) mod push;
 pub(crate) mod report;
+pub(crate) mod shell_support;

@@ -74,10 +74,14 @@ pub fn exec(line: &CommandLine) -> Error {
     }
 }
 
-fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
+/// The engine with `args`, ready to start: libtorch found, the environment set.
+///
+/// # Errors
+/// No engine beside this program, or no libtorch.
+pub fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
     let front = std::env::current_exe().map_err(|source| Error::CurrentExe { source })?;
     let engine = beside(&front)?;
-    let libtorch = libtorch::Search::from_env(&front).find()?;
+    let libtorch = libtorch::Search::from_env(&front).find()?.root;
     let mut command = Command::new(engine);
     command.arg0("dflash").args(args);
     // Workers that the engine starts inherit all of these.
@@ -94,7 +98,11 @@ fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
     Ok(command)
 }
 
-fn beside(front: &Path) -> Result<PathBuf, Error> {
+/// The engine beside the front program.
+///
+/// # Errors
+/// [`Error::NoEngine`].
+pub fn beside(front: &Path) -> Result<PathBuf, Error> {
     let path = front.with_file_name(NAME);
     if path.is_file() { Ok(path) } else { Err(Error::NoEngine { path }) }
 }

@@ -28,7 +28,7 @@ pub enum Error {
     #[error(
         "this command needs libtorch {VERSION}, and none was found. Looked at:\n{report}\
          To get it: `make setup` in the source tree, or `pip install torch=={VERSION}`, or set \
-         DFLASH_LIBTORCH to an unpacked libtorch {VERSION}"
+         DFLASH_LIBTORCH to an unpacked libtorch {VERSION}; `dflash doctor` looks at the rest"
     )]
     NoLibtorch {
         /// Every place, with what was found there.

@@ -1,9 +1,11 @@
 //! The search for libtorch: which places, in which order, and what makes one usable.
 //!
 //! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`: a directory named here is used, or is an error.
-//! 2. `.deps/libtorch` beside the program or in a directory above it: what `make setup` links.
-//! 3. `dflash/libtorch-2.11.0/torch` in the user's cache: what `make setup` installs.
-//! 4. The torch package of `VIRTUAL_ENV`, of `CONDA_PREFIX`, and of `python3` on the path.
+//! 2. The torch package of the environment that the program is installed in: that of the `python3`
+//!    beside it, then the one under `lib/python3*` of the same prefix. A wheel brings it.
+//! 3. `.deps/libtorch` beside the program or in a directory above it: what `make setup` links.
+//! 4. `dflash/libtorch-2.11.0/torch` in the user's cache: what `make setup` installs.
+//! 5. The torch package of `VIRTUAL_ENV`, of `CONDA_PREFIX`, and of `python3` on the path.
 //!
 //! Where an NVIDIA driver is present, a usable place with the CUDA libraries beside it wins over
 //! an earlier one without: the CPU set-up of `make setup` leaves them out, and would otherwise
@@ -75,12 +77,23 @@ impl fmt::Display for Report {
     }
 }
 
+/// A usable libtorch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// The directory that holds `lib/`.
+    pub root: PathBuf,
+    /// Its release, such as `2.11.0+cpu`.
+    pub version: String,
+    /// Which step of the search it is from.
+    pub place: String,
+}
+
 /// Where to look.
 #[derive(Debug, Clone, Default)]
 pub struct Search {
     /// Directories that the user named, with the variable.
     pub named: Vec<(&'static str, PathBuf)>,
-    /// The program; its ancestors may hold `.deps/libtorch`.
+    /// The program; its environment may have torch, and its ancestors `.deps/libtorch`.
     pub program: PathBuf,
     /// The user's cache directory.
     pub cache: Option<PathBuf>,
@@ -106,40 +119,50 @@ impl Search {
         }
     }
 
-    /// The first usable directory, the one that holds `lib/`.
+    /// The first usable libtorch.
     ///
     /// # Errors
     /// [`Error::WrongLibtorch`] when the directory that the user named is unusable,
     /// [`Error::NoLibtorch`] with every place when none will do.
-    pub fn find(&self) -> Result<PathBuf, Error> {
+    pub fn find(&self) -> Result<Found, Error> {
         if let Some((variable, path)) = self.named.first() {
             return match check(path) {
-                Ok(()) => Ok(absolute(path)),
+                Ok(version) => {
+                    Ok(Found { root: absolute(path), version, place: (*variable).to_owned() })
+                }
                 Err(flaw) => Err(Error::WrongLibtorch { variable, path: path.clone(), flaw }),
             };
         }
         self.first_usable()
     }
 
-    fn first_usable(&self) -> Result<PathBuf, Error> {
+    fn first_usable(&self) -> Result<Found, Error> {
         let mut report = Report::default();
         report.note("DFLASH_LIBTORCH and LIBTORCH", "not set");
         let mut fallback = None;
         for place in self.places() {
-            match place.locate() {
-                Some(path) => match check(&path) {
-                    Ok(()) if !self.prefer_cuda || has_cuda(&path) => return Ok(path),
-                    Ok(()) => fallback = fallback.or(Some(path)),
-                    Err(flaw) => report.note(path.display(), flaw),
-                },
-                None => report.note(place, "none"),
+            let Some(root) = place.locate() else {
+                report.note(place, "none");
+                continue;
+            };
+            match check(&root) {
+                Ok(version) => {
+                    let complete = !self.prefer_cuda || has_cuda(&root);
+                    let found = Found { root, version, place: place.to_string() };
+                    if complete {
+                        return Ok(found);
+                    }
+                    fallback = fallback.or(Some(found));
+                }
+                Err(flaw) => report.note(root.display(), flaw),
             }
         }
         fallback.ok_or(Error::NoLibtorch { report })
     }
 
     fn places(&self) -> Vec<Place<'_>> {
-        let mut places = vec![Place::Above(&self.program)];
+        let program = &self.program;
+        let mut places = vec![Place::Beside(program), Place::Above(program)];
         places.extend(self.cache.as_deref().map(Place::Cache));
         places.extend(self.pythons.iter().map(|(name, path)| Place::Python(name, path)));
         places
@@ -148,6 +171,7 @@ impl Search {
 
 /// One step of the search; the costly ones are only taken when they are reached.
 enum Place<'a> {
+    Beside(&'a Path),
     Above(&'a Path),
     Cache(&'a Path),
     Python(&'static str, &'a Path),
@@ -156,6 +180,7 @@ enum Place<'a> {
 impl Place<'_> {
     fn locate(&self) -> Option<PathBuf> {
         match self {
+            Self::Beside(program) => python::torch_beside(program),
             Self::Above(program) => program
                 .ancestors()
                 .skip(1)
@@ -170,6 +195,9 @@ impl Place<'_> {
 impl fmt::Display for Place<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Beside(program) => {
+                write!(f, "torch package of the environment of {}", program.display())
+            }
             Self::Above(program) => write!(f, ".deps/libtorch above {}", program.display()),
             Self::Cache(cache) => write!(f, "{}", cache.join(CACHED).display()),
             Self::Python(name, path) => write!(f, "torch package of {name} ({})", path.display()),
@@ -181,11 +209,11 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// Whether the engine can load the libtorch at `root`.
+/// Whether the engine can load the libtorch at `root`; its release.
 ///
 /// # Errors
 /// The first flaw found.
-pub fn check(root: &Path) -> Result<(), Flaw> {
+pub fn check(root: &Path) -> Result<String, Flaw> {
     if !root.is_dir() {
         return Err(Flaw::Missing);
     }
@@ -195,7 +223,7 @@ pub fn check(root: &Path) -> Result<(), Flaw> {
     }
     match LIBRARIES.into_iter().find(|library| !root.join("lib").join(library).is_file()) {
         Some(library) => Err(Flaw::Incomplete { library }),
-        None => Ok(()),
+        None => Ok(found),
     }
 }
 
@@ -216,7 +244,7 @@ pub fn has_driver() -> bool {
 
 /// Whether CUDA's linear algebra is where libtorch_cuda looks for it: in the wheels' common
 /// directory, or bundled as in the C++ archives.
-fn has_cuda(root: &Path) -> bool {
+pub fn has_cuda(root: &Path) -> bool {
     let wheels = root.join("../nvidia/cu13/lib/libcublas.so.13");
     let bundled = root.join("lib/libcublas.so.13");
     root.join("lib/libtorch_cuda.so").is_file() && (wheels.is_file() || bundled.is_file())

@@ -18,6 +18,12 @@ fn main() {
         }
         Command::Report(settings) => run_here(&line, |_| commands::report::run(settings)),
         Command::Push(settings) => run_here(&line, |stop| commands::push::run(settings, stop)),
+        Command::Demo(settings) => run_here(&line, |stop| commands::demo::run(settings, stop)),
+        Command::Doctor(settings) => run_here(&line, |stop| commands::doctor::run(settings, stop)),
+        Command::Completions(settings) => {
+            run_here(&line, |_| commands::shell_support::completions(settings))
+        }
+        Command::Man(settings) => run_here(&line, |_| commands::shell_support::man(settings)),
         // Nothing is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }

@@ -1,5 +1,6 @@
 //! The torch package of an installed Python, found without importing it.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -17,6 +18,28 @@ pub(super) fn interpreters(
         ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(environment).collect();
     found.push(("python3 on the path", PathBuf::from("python3")));
     found
+}
+
+/// The torch package of the environment that `program` is installed in, as `PREFIX/bin/dflash`. The
+/// interpreter of a virtual environment lies beside it; `pip install --user` and Debian's pip leave
+/// the interpreter elsewhere.
+pub(super) fn torch_beside(program: &Path) -> Option<PathBuf> {
+    let bin = program.parent()?;
+    let interpreter = bin.join("python3");
+    let asked = interpreter.is_file().then(|| torch_of(&interpreter)).flatten();
+    asked.or_else(|| torch_under(&bin.parent()?.join("lib")))
+}
+
+/// A torch package in `lib/python3*/{site,dist}-packages`; of several Pythons the last by name.
+fn torch_under(lib: &Path) -> Option<PathBuf> {
+    let entries = fs::read_dir(lib).ok()?;
+    let pythons = entries.filter_map(|entry| {
+        let path = entry.ok()?.path();
+        path.file_name()?.to_str()?.starts_with("python3").then_some(path)
+    });
+    let packages =
+        |python: PathBuf| ["site-packages", "dist-packages"].map(|kind| python.join(kind));
+    pythons.flat_map(packages).map(|dir| dir.join("torch")).filter(|dir| dir.is_dir()).max()
 }
 
 /// The directory of the torch package that `interpreter` would import.
@@ -44,6 +67,31 @@ mod tests {
         assert_eq!(paths, ["/c/bin/python3", "python3"]);
     }
 
+    /// An interpreter that knows of `torch`.
+    fn interpreter(path: &Path, torch: &Path) {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, format!("#!/bin/sh\necho {}\n", torch.display())).unwrap();
+        fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();
+    }
+
+    #[test]
+    fn the_python_beside_the_program_comes_before_the_packages_of_its_prefix() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("bin/dflash");
+        assert_eq!(torch_beside(&program), None);
+        let lib = dir.path().join("lib");
+        fs::create_dir_all(lib.join("python3.11/dist-packages/numpy")).unwrap();
+        fs::create_dir_all(lib.join("perl5/site-packages/torch")).unwrap();
+        assert_eq!(torch_beside(&program), None);
+        let package = lib.join("python3.12/site-packages/torch");
+        fs::create_dir_all(&package).unwrap();
+        assert_eq!(torch_beside(&program), Some(package));
+        interpreter(&dir.path().join("bin/python3"), Path::new("/site/torch"));
+        // Another test that forks may keep the fresh script busy for a moment.
+        let asked = (0..100).any(|_| torch_beside(&program) == Some("/site/torch".into()));
+        assert!(asked);
+    }
+
     #[test]
     fn an_interpreter_that_fails_has_no_torch() {
         assert_eq!(torch_of(Path::new("/nowhere/python3")), None);
@@ -54,8 +102,7 @@ mod tests {
     fn the_interpreters_answer_is_the_directory() {
         let dir = tempfile::tempdir().unwrap();
         let script = dir.path().join("python3");
-        std::fs::write(&script, "#!/bin/sh\necho /site/torch\n").unwrap();
-        std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
+        interpreter(&script, Path::new("/site/torch"));
         // A process that another test forks right now may hold the fresh script open for writing,
         // and until it ends nobody can execute it.
         let answer = (0..100).find_map(|_| torch_of(&script));

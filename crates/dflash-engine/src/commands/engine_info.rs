@@ -1,0 +1,26 @@
+//! `dflash engine-info`: what the loaded libraries say of themselves, for `dflash doctor`.
+
+use dflash_torch_sys::{CudaLibrary, find_nccl, libtorch_version, load_cuda};
+use serde_json::{Value, json};
+
+/// Prints one JSON object. CUDA's library is opened even where no driver is, so that the answer says
+/// why it cannot be used.
+pub(crate) fn run() -> anyhow::Result<()> {
+    let (library, reason) = match load_cuda() {
+        CudaLibrary::Loaded => ("loaded", None),
+        CudaLibrary::Absent => ("absent", None),
+        CudaLibrary::Failed(reason) => ("failed", Some(reason)),
+    };
+    let nccl = find_nccl().err().map_or(Value::Null, |error| json!(error.to_string()));
+    let info = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "libtorch": libtorch_version()?,
+        "threads": tch::get_num_threads(),
+        "cuda_library": library,
+        "cuda_failure": reason,
+        "cuda_devices": tch::Cuda::device_count(),
+        "nccl_failure": nccl,
+    });
+    println!("{info}");
+    Ok(())
+}

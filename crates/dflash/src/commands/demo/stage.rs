@@ -1,0 +1,137 @@
+//! Programs that the demo starts, watches, and ends when it is stopped.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use sysinfo::{Pid, ProcessesToUpdate, Signal, System};
+
+/// How often a running program and the stop flag are looked at.
+const POLL: Duration = Duration::from_millis(50);
+/// What a program gets to end in, which is less than the front's own time.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Starts this program with other command lines.
+pub(super) struct Programs {
+    program: PathBuf,
+    stop: Arc<AtomicBool>,
+}
+
+impl Programs {
+    pub(super) fn new(stop: &Arc<AtomicBool>) -> anyhow::Result<Self> {
+        let program = std::env::current_exe().context("cannot find this program's own path")?;
+        Ok(Self { program, stop: Arc::clone(stop) })
+    }
+
+    /// Starts `dflash` with `line`, split at blanks, and `more`.
+    pub(super) fn start(
+        &self,
+        line: &str,
+        more: &[&str],
+        stdout: Stdio,
+        stderr: Stdio,
+    ) -> anyhow::Result<Running> {
+        let mut command = Command::new(&self.program);
+        command.args(line.split_whitespace()).args(more);
+        command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
+        let child =
+            command.spawn().with_context(|| format!("cannot start {}", self.program.display()))?;
+        Ok(Running(child))
+    }
+
+    /// Runs it to its end; what it prints is left out, what it says is seen.
+    pub(super) fn run(&self, line: &str, more: &[&str]) -> anyhow::Result<()> {
+        self.run_into(line, more, Stdio::null())
+    }
+
+    /// The same, with a place for what it prints.
+    pub(super) fn run_into(&self, line: &str, more: &[&str], stdout: Stdio) -> anyhow::Result<()> {
+        let mut running = self.start(line, more, stdout, Stdio::inherit())?;
+        loop {
+            if let Some(status) = running.0.try_wait()? {
+                self.check_stop()?;
+                if !status.success() {
+                    bail!("stopped, {status} of: dflash {line} {}", more.join(" "));
+                }
+                return Ok(());
+            }
+            self.check_stop()?;
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Waits until `ready` has an answer, as long as the program runs.
+    pub(super) fn wait_for<T>(
+        &self,
+        running: &mut Running,
+        limit: Duration,
+        ready: impl Fn() -> Option<T>,
+    ) -> anyhow::Result<T> {
+        let began = Instant::now();
+        loop {
+            if let Some(answer) = ready() {
+                return Ok(answer);
+            }
+            if let Some(status) = running.0.try_wait()? {
+                bail!("it ended with {status}");
+            }
+            if began.elapsed() > limit {
+                bail!("no answer within {} s", limit.as_secs());
+            }
+            self.check_stop()?;
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn check_stop(&self) -> anyhow::Result<()> {
+        if self.stop.load(Ordering::Relaxed) {
+            bail!("interrupted; the same command goes on from here");
+        }
+        Ok(())
+    }
+}
+
+/// A program that is ended when it is dropped: first politely, then by force.
+pub(super) struct Running(Child);
+
+impl Running {
+    pub(super) fn end(mut self) {
+        self.end_now();
+    }
+
+    fn end_now(&mut self) {
+        if !matches!(self.0.try_wait(), Ok(None)) {
+            return;
+        }
+        let pid = Pid::from_u32(self.0.id());
+        let mut system = System::new();
+        system.refresh_processes(ProcessesToUpdate::Some(&[pid]), false);
+        if let Some(process) = system.process(pid) {
+            process.kill_with(Signal::Term);
+        }
+        let began = Instant::now();
+        while began.elapsed() < PATIENCE {
+            if !matches!(self.0.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(POLL);
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.end_now();
+    }
+}
+
+/// A path as an argument. Paths that are not UTF-8 lose those bytes; the program then says that
+/// there is no such file.
+pub(super) fn path_text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}

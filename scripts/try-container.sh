@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Builds the container image for a CPU and runs the doctor and the demo in it.
+#
+# Where neither podman nor docker can build, checks what can be checked without: what COPY takes is
+# there, hadolint finds nothing (if it is installed), and with CLEAN=1 the commands of the build stage,
+# but for apt-get, run in a clean clone; what they leave runs the doctor and the demo. That takes as
+# long as a first build. ENGINE names the program that builds.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/try.sh
+
+main() {
+  local engine=${ENGINE:-}
+  for candidate in podman docker; do
+    [ -z "$engine" ] && "$candidate" info >/dev/null 2>&1 && engine=$candidate
+  done
+  if [ -n "$engine" ]; then
+    build_and_run "$engine"
+    return
+  fi
+  echo "skipped: neither podman nor docker can build here; the image is not built"
+  check_copies
+  if command -v hadolint >/dev/null; then
+    # Packages of the base images come in the versions that these have.
+    hadolint --ignore DL3008 Containerfile && echo "container: hadolint finds nothing"
+  else
+    echo "skipped: hadolint is not installed"
+  fi
+  if [ -n "${CLEAN:-}" ]; then run_build_stage; else echo "skipped: the commands of the build stage (CLEAN=1 runs them)"; fi
+}
+
+build_and_run() {
+  "$1" build -f Containerfile -t dflash-try .
+  "$1" run --rm dflash-try doctor --offline
+  "$1" run --rm dflash-try demo --quick | grep 'acceptance length'
+  echo "container: doctor and demo are fine"
+}
+
+# Sources of COPY from the build's context.
+check_copies() {
+  local sources
+  sources=$(sed -n '/--from=/d; s/^COPY \(.*\) [^ ]*$/\1/p' Containerfile)
+  [ -n "$sources" ] || fail "the Containerfile copies nothing"
+  for source in $sources; do
+    [ -e "$source" ] || fail "COPY takes $source, which is not there"
+  done
+  echo "container: what COPY takes is there"
+}
+
+# Commands of the build stage's RUN lines, joined, without those of the distribution.
+build_commands() {
+  sed -n '/ AS build$/,/^FROM/p' Containerfile | sed -e ':join' -e '/\\$/{N;s/\\\n//;b join' -e '}' |
+    sed -n 's/^RUN //p' | grep -v '^apt-get'
+}
+
+run_build_stage() {
+  git clone --quiet . "$scratch/src"
+  local prefix=$scratch/prefix
+  build_commands | sed "s|/prefix|$prefix|g" >"$scratch/commands"
+  [ "$(wc -l <"$scratch/commands")" -ge 3 ] || fail "the build stage has too few commands"
+  (cd "$scratch/src" && env -u DFLASH_LIBTORCH -u LIBTORCH bash -euxo pipefail "$scratch/commands")
+  LIBTORCH_GIVEN=$prefix/lib/libtorch/torch
+  try_programs "the image's files" "$prefix/bin" "$prefix"
+}
+
+main

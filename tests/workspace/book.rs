@@ -1,0 +1,135 @@
+//! The book and the other pages: links lead somewhere, every page has its place, and each command
+//! that a page shows is one that the program takes.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
+}
+
+/// Every Markdown page below `dir`.
+fn pages(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).expect("readable") {
+        let path = entry.expect("readable").path();
+        if path.is_dir() {
+            found.extend(pages(&path));
+        } else if path.extension().is_some_and(|ending| ending == "md") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// The text without fenced blocks.
+fn prose(text: &str) -> String {
+    let mut fenced = false;
+    let keep = |line: &&str| {
+        let fence = line.trim_start().starts_with("```");
+        fenced ^= fence;
+        !fenced && !fence
+    };
+    text.lines().filter(keep).map(|line| format!("{line}\n")).collect()
+}
+
+/// Where `[text](target)` and `![text](target)` lead.
+fn links(text: &str) -> Vec<String> {
+    let prose = prose(text);
+    let parts = prose.split("](").skip(1);
+    parts.filter_map(|part| part.split_once(')')).map(|(link, _)| link.to_owned()).collect()
+}
+
+/// The anchors of a page's headings, as mdBook and GitHub make them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let prose = prose(text);
+    let headings = prose.lines().filter(|line| line.starts_with('#'));
+    let anchor = |heading: &str| {
+        let title = heading.trim_start_matches('#').trim().to_lowercase();
+        let kept = title.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    headings.map(anchor).collect()
+}
+
+/// What is wrong with a link of `page`.
+fn fault(page: &Path, link: &str) -> Option<String> {
+    let external = ["http://", "https://", "mailto:"].iter().any(|scheme| link.starts_with(scheme));
+    // A chapter of the book that is still to come has no link.
+    if external || link.is_empty() {
+        return None;
+    }
+    let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+    let path = if file.is_empty() { page.to_owned() } else { page.parent()?.join(file) };
+    if !path.exists() {
+        return Some(format!("{}: {link} leads nowhere", page.display()));
+    }
+    if anchor.is_empty() {
+        return None;
+    }
+    let text = fs::read_to_string(&path).ok()?;
+    let known = anchors(&text).contains(anchor);
+    (!known).then(|| format!("{}: {link} names no heading", page.display()))
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let root = root();
+    let mut all = pages(&root.join("docs"));
+    let others = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "LOG.md"];
+    all.extend(others.iter().map(|name| root.join(name)));
+    all.extend([root.join("data/README.md"), root.join("recipes/README.md")]);
+    let mut seen = 0;
+    let mut faults = Vec::new();
+    for page in all {
+        let found = links(&fs::read_to_string(&page).unwrap());
+        seen += found.len();
+        faults.extend(found.iter().filter_map(|link| fault(&page, link)));
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    assert!(seen > 50, "only {seen} links were found");
+}
+
+/// What lies outside docs/ is not in the book.
+#[test]
+fn pages_of_the_book_link_within_it() {
+    let docs = root().join("docs").canonicalize().unwrap();
+    for page in pages(&docs) {
+        for link in links(&fs::read_to_string(&page).unwrap()) {
+            let file = link.split('#').next().unwrap_or_default();
+            if link.contains("://") || file.is_empty() {
+                continue;
+            }
+            let Ok(path) = page.parent().unwrap().join(file).canonicalize() else { continue };
+            assert!(path.starts_with(&docs), "{}: {link}", page.display());
+        }
+    }
+}
+
+#[test]
+fn every_page_has_one_place_in_the_book() {
+    let docs = root().join("docs");
+    let summary = fs::read_to_string(docs.join("SUMMARY.md")).unwrap();
+    let listed: Vec<PathBuf> = links(&summary)
+        .into_iter()
+        .filter(|link| !link.is_empty())
+        .map(|link| docs.join(link))
+        .collect();
+    let places: BTreeSet<&PathBuf> = listed.iter().collect();
+    assert_eq!(places.len(), listed.len(), "a page is listed twice");
+    let pages = pages(&docs);
+    for page in pages.iter().filter(|page| !page.ends_with("SUMMARY.md")) {
+        assert!(places.contains(page), "{} is not in docs/SUMMARY.md", page.display());
+    }
+    assert_eq!(listed.len() + 1, pages.len(), "docs/SUMMARY.md lists what is not there");
+}
+
+#[test]
+fn links_and_anchors_are_read_as_they_are_written() {
+    let text =
+        "a [b](c.md#d-e) ![f](g.svg)\n```sh\n[not](this)\n# nor this\n```\n## `D`: e, \"f\"!\n";
+    assert_eq!(links(text), ["c.md#d-e", "g.svg"]);
+    assert_eq!(anchors(text), ["d-e-f".to_owned()].into());
+}

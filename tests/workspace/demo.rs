@@ -1,0 +1,71 @@
+//! `dflash demo`: the whole line in one command, kept stages, and its end by a signal.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::pipeline::{scratch, signal, wait_for};
+use crate::program::{Finished, dflash, path};
+
+/// Long enough for a busy machine.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+#[test]
+fn the_demo_goes_the_whole_way_and_keeps_what_is_done() {
+    let (_dir, dir) = scratch();
+    let demo = format!("demo --quick --dir {dir}/demo");
+    let first = dflash(&demo).ok();
+    assert!(first.stdout.contains("acceptance length (tau)"), "{}", first.stdout);
+    let drafter = first.stdout.lines().find_map(|line| line.strip_prefix("drafter: ")).unwrap();
+    assert!(fs::exists(format!("{drafter}/model.safetensors")).unwrap(), "{drafter}");
+    let eval = fs::read_to_string(format!("{dir}/demo/eval.json")).unwrap();
+    let eval: Value = serde_json::from_str(&eval).unwrap();
+    assert_eq!(eval["lossless"]["holds"], true, "{eval}");
+
+    let again = dflash(&demo).ok();
+    assert_eq!(again.stderr.matches("kept from an earlier run").count(), 3, "{}", again.stderr);
+    let message = dflash(&format!("demo --dir {dir}/demo"));
+    assert!(message.fault().contains("other settings"), "{message:?}");
+    assert!(running(&dir).is_empty());
+}
+
+#[test]
+fn fresh_removes_nothing_that_is_not_the_demo_s() {
+    let (_dir, dir) = scratch();
+    fs::write(format!("{dir}/thesis.txt"), "mine").unwrap();
+    let finished = dflash(&format!("demo --quick --fresh --dir {dir}"));
+    assert!(finished.fault().contains("was not made by the demo"), "{finished:?}");
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
+}
+
+#[test]
+fn a_signal_ends_the_demo_with_all_that_it_started() {
+    let (_dir, dir) = scratch();
+    let mut demo = Command::new(path());
+    demo.args(["demo", "--quick", "--dir", &format!("{dir}/demo")]);
+    demo.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let demo = demo.spawn().unwrap();
+    // The demo, its server and its training.
+    let training = wait_for(PATIENCE, || (running(&dir).len() >= 3).then_some(()));
+    training.expect("the demo trains");
+    let began = Instant::now();
+    signal("-TERM", demo.id());
+    let finished: Finished = demo.wait_with_output().unwrap().into();
+    assert_eq!(finished.code, Some(143), "{finished:?}");
+    assert!(finished.stderr.contains("goes on from here"), "{}", finished.stderr);
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    // Ranks end with their launcher.
+    let gone = wait_for(Duration::from_secs(30), || running(&dir).is_empty().then_some(()));
+    assert!(gone.is_some(), "{:?} still run", running(&dir));
+}
+
+/// The command lines of the programs that name `dir`.
+fn running(dir: &str) -> Vec<String> {
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| {
+        let bytes = fs::read(entry.ok()?.path().join("cmdline")).ok()?;
+        Some(String::from_utf8_lossy(&bytes).replace('\0', " "))
+    });
+    processes.filter(|line| line.contains(dir)).collect()
+}
