@@ -7,6 +7,9 @@ use crate::client::Session;
 use crate::error::Reason;
 use crate::hub::Hub;
 
+/// The Hub itself, where no other is named.
+const HUGGING_FACE: &str = "https://huggingface.co";
+
 /// Who is logged in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Login {
@@ -42,7 +45,7 @@ impl Hub {
 
     /// The address of the Hub in use.
     pub fn address(&self) -> &str {
-        self.endpoint.as_deref().unwrap_or("https://huggingface.co")
+        self.endpoint.as_deref().unwrap_or(HUGGING_FACE)
     }
 }
 

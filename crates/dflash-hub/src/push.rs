@@ -33,8 +33,6 @@ pub use outgoing::Outgoing;
 pub use refusal::Refusal;
 pub use token::Token;
 
-/// The Hub itself, where no other is named.
-const HUGGING_FACE: &str = "https://huggingface.co";
 /// The branch that everybody sees.
 const MAIN: &str = "main";
 
@@ -127,10 +125,6 @@ impl Hub {
             published.collection = Some(self.page(&format!("collections/{slug}")));
         }
         Ok(published)
-    }
-
-    fn address(&self) -> &str {
-        self.endpoint.as_deref().unwrap_or(HUGGING_FACE)
     }
 
     /// The address of a page, for people.

@@ -138,7 +138,7 @@ impl Command {
 }
 
 /// The commands that read run files, and their tables; a plan is made for a run's settings.
-pub(crate) const TABLES: [(&str, &str); 7] = [
+pub(crate) const TABLES: [(&str, &str); 8] = [
     ("prepare", "prepare"),
     ("regenerate", "regenerate"),
     ("hidden-server", "hidden_server"),
