@@ -37,15 +37,21 @@ impl<'a> Worker<'a> {
     fn run(mut self) {
         loop {
             self.drop_those_left();
+            // Before it may wait, with nothing to do.
+            self.measure();
             if !self.admit() {
                 return;
             }
+            self.measure();
             for output in self.engine.step() {
                 self.hand_out(output);
             }
-            let (live, kept) = self.engine.cache_bytes();
-            self.metrics.caches(self.engine.len(), live, kept);
         }
+    }
+
+    fn measure(&self) {
+        let (live, kept) = self.engine.cache_bytes();
+        self.metrics.caches(self.engine.len(), live, kept);
     }
 
     /// Fills the engine; waits where it is empty. False once the queue is closed.
