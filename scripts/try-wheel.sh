@@ -2,7 +2,7 @@
 # Installs the wheel of dist/ with pip, uv and pipx, each in a fresh environment, and runs the programs
 # there: their version, the doctor, the demo. An installer that is not at hand is skipped, and said.
 #
-# On a machine without GPU torch comes without CUDA's libraries (FULL=1: with them, some 3 GB).
+# On a machine without GPU torch comes without CUDA's libraries (FULL=1: with them, over 5 GB each).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/try.sh
