@@ -59,6 +59,7 @@ install-test: wheel archive ## install wheel, archive and container image afresh
 	@scripts/try-container.sh
 
 book: ## the documentation as a book, in target/book (needs mdbook)
+	@command -v mdbook >/dev/null || { echo "mdbook is missing; cargo install mdbook" >&2; exit 1; }
 	mdbook build
 
 clean: ## remove what was built; libtorch stays in the user's cache

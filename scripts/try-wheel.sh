@@ -2,7 +2,7 @@
 # Installs the wheel of dist/ with pip, uv and pipx, each in a fresh environment, and runs the programs
 # there: their version, the doctor, the demo. An installer that is not at hand is skipped, and said.
 #
-# On a machine without GPU torch comes without CUDA's libraries (FULL=1: with them, some 3 GB).
+# On a machine without GPU torch comes without CUDA's libraries; FULL=1 takes them, over 5 GB each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/try.sh
@@ -16,10 +16,17 @@ main() {
   [ -f "${wheels[0]}" ] || fail "no wheel in dist/; run 'make wheel'"
   wheel=$(realpath "${wheels[0]}")
   python=${PYTHON:-python3}
+  interpreter=$("$python" -c 'import sys; print(sys.executable)')
   check_contents
   try_pip
   if command -v uv >/dev/null; then try_uv; else echo "skipped: uv is not installed"; fi
-  if command -v pipx >/dev/null; then try_pipx; else echo "skipped: pipx is not installed"; fi
+  if ! command -v pipx >/dev/null; then
+    echo "skipped: pipx is not installed"
+  elif [ -n "$light" ]; then
+    echo "skipped: pipx, which cannot leave CUDA's libraries out; FULL=1 tries it"
+  else
+    try_pipx
+  fi
 }
 
 # Both programs, the dependency, the version of Cargo.toml.
@@ -53,30 +60,25 @@ try_pip() {
   try_programs pip "$env/bin" "$env/lib"
 }
 
+# What a marker never asks for is left out.
+leave_out_cuda() {
+  uv --quiet pip compile --no-header --no-annotate --python-version 3.12 - <<<"torch==2.11.*" |
+    sed -n 's/^\(nvidia-[^=]*\|triton\)==.*/\1; python_version < "0"/p' |
+    grep -vE '^nvidia-cuda-(runtime|cupti);' >"$scratch/overrides.txt"
+  overrides=(--overrides "$scratch/overrides.txt")
+}
+
 try_uv() {
   export UV_TOOL_DIR=$scratch/uv/tools UV_TOOL_BIN_DIR=$scratch/uv/bin
-  local overrides=$scratch/overrides.txt
-  # What a marker never asks for is left out.
-  if [ -n "$light" ]; then
-    uv --quiet pip compile --no-header --no-annotate --python-version 3.12 - <<<"torch==2.11.*" |
-      sed -n 's/^\(nvidia-[^=]*\|triton\)==.*/\1; python_version < "0"/p' |
-      grep -vE '^nvidia-cuda-(runtime|cupti);' >"$overrides"
-  else
-    : >"$overrides"
-  fi
-  uv --quiet tool install --python "$("$python" -c 'import sys; print(sys.executable)')" \
-    --overrides "$overrides" "$wheel"
+  local overrides=()
+  if [ -n "$light" ]; then leave_out_cuda; fi
+  uv --quiet tool install --python "$interpreter" "${overrides[@]}" "$wheel"
   try_programs "uv tool" "$UV_TOOL_BIN_DIR" "$UV_TOOL_DIR"
 }
 
 try_pipx() {
   export PIPX_HOME=$scratch/pipx PIPX_BIN_DIR=$scratch/pipx/bin PIPX_MAN_DIR=$scratch/pipx/man
-  if [ -n "$light" ]; then
-    pipx install --quiet --python "$python" --pip-args=--no-deps "$wheel" >/dev/null
-    pipx runpip dflash install --quiet --no-deps "${cpu[@]}"
-  else
-    pipx install --quiet --python "$python" "$wheel" >/dev/null
-  fi
+  pipx install --quiet --python "$interpreter" "$wheel" >/dev/null
   try_programs pipx "$PIPX_BIN_DIR" "$PIPX_HOME"
 }
 
