@@ -64,7 +64,7 @@ pub enum Command {
     Report(ReportSettings),
     /// Replace the answers of a dataset by the target's own.
     Regenerate(RegenerateSettings),
-    /// Time parts of the work on random data.
+    /// Time parts of the work.
     Bench(BenchSettings),
     /// Make the demo's corpus and train its tiny target.
     #[command(hide = true)]
