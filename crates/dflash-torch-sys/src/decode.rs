@@ -6,11 +6,19 @@
 //! bfloat16, sums float32. Neither the number of threads nor that of rows changes a bit of what comes
 //! out. Shapes and layouts are checked: a wrong one is a bug of the caller and panics.
 
+mod head;
+mod matrix;
+mod raw;
+
 use std::ptr::{null, null_mut};
 
 use tch::{Device, Kind, Tensor};
 
+use self::matrix::{LANES, PANEL, gated};
 use crate::kernels::Kernels;
+
+pub use self::head::Head;
+pub use self::matrix::{Matrix, storage};
 
 /// Rows of a call at most. More are better served by libtorch's products.
 pub const MAX_ROWS: i64 = 32;
@@ -19,109 +27,8 @@ pub const MAX_ROWS: i64 = 32;
 /// Larger models wait for their memory in any case, and a copy of them is too much to hold.
 pub const MAX_PACKED_ELEMENTS: i64 = 256 << 20;
 
-/// Columns of a panel of a packed matrix.
-const PANEL: i64 = 32;
-/// Columns of gate and of up in a panel that they share.
-const LANES: i64 = 16;
 /// Rows that the kernels sum at a time at most.
 const TILE: i64 = 8;
-
-mod raw {
-    use std::ffi::c_void;
-
-    #[repr(C)]
-    #[derive(Clone, Copy)]
-    pub(super) struct Layer {
-        pub(super) qkv: *const c_void,
-        pub(super) output: *const c_void,
-        pub(super) gate_up: *const c_void,
-        pub(super) down: *const c_void,
-        pub(super) qkv_bias: *const f32,
-        pub(super) output_bias: *const f32,
-        pub(super) gate_up_bias: *const f32,
-        pub(super) down_bias: *const f32,
-        pub(super) input_norm: *const f32,
-        pub(super) post_norm: *const f32,
-        pub(super) query_norm: *const f32,
-        pub(super) key_norm: *const f32,
-        pub(super) window: i64,
-        pub(super) keys: *mut f32,
-        pub(super) values: *mut f32,
-    }
-
-    #[repr(C)]
-    pub(super) struct Shape {
-        pub(super) hidden: i64,
-        pub(super) inner: i64,
-        pub(super) query_heads: i64,
-        pub(super) kv_heads: i64,
-        pub(super) head_dim: i64,
-        pub(super) eps: f32,
-        pub(super) bf16: i32,
-        pub(super) causal: i32,
-    }
-
-    #[repr(C)]
-    pub(super) struct CacheShape {
-        pub(super) positions: i64,
-        pub(super) key_stride: i64,
-        pub(super) value_stride: i64,
-    }
-
-    #[repr(C)]
-    pub(super) struct Pass {
-        pub(super) shape: *const Shape,
-        pub(super) cache: *const CacheShape,
-        pub(super) layers: *const Layer,
-        pub(super) layer_count: i64,
-        pub(super) rows: i64,
-        pub(super) start: i64,
-        pub(super) cosine: *const f32,
-        pub(super) sine: *const f32,
-        pub(super) x: *mut f32,
-        pub(super) captures: *const *mut f32,
-        pub(super) final_norm: *const f32,
-        pub(super) scratch: *mut f32,
-    }
-
-    #[repr(C)]
-    pub(super) struct Context {
-        pub(super) shape: *const Shape,
-        pub(super) cache: *const CacheShape,
-        pub(super) layers: *const Layer,
-        pub(super) layer_count: i64,
-        pub(super) rows: i64,
-        pub(super) start: i64,
-        pub(super) features: i64,
-        pub(super) cosine: *const f32,
-        pub(super) sine: *const f32,
-        pub(super) x: *const f32,
-        pub(super) fc: *const c_void,
-        pub(super) norm: *const f32,
-        pub(super) scratch: *mut f32,
-    }
-
-    #[repr(C)]
-    pub(super) struct Head {
-        pub(super) matrix: *const c_void,
-        pub(super) hidden: i64,
-        pub(super) outputs: i64,
-        pub(super) rows: i64,
-        pub(super) x: *const f32,
-        pub(super) norm: *const f32,
-        pub(super) eps: f32,
-        pub(super) bf16: i32,
-        pub(super) logits: *mut f32,
-        pub(super) best: *mut i64,
-        pub(super) scratch: *mut f32,
-    }
-
-    unsafe extern "C" {
-        pub(super) fn dflash_decode_pass(pass: *const Pass, threads: i64);
-        pub(super) fn dflash_decode_context(context: *const Context, threads: i64);
-        pub(super) fn dflash_decode_head(head: *const Head, threads: i64);
-    }
-}
 
 /// Whether weights like `x` can be packed for this module.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
@@ -129,58 +36,6 @@ pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
         && x.device() == Device::Cpu
         && matches!(x.kind(), Kind::Float | Kind::BFloat16)
         && !x.requires_grad()
-}
-
-/// The smaller type that holds `weights` without a loss: bfloat16 where all of them are its numbers,
-/// as those of a checkpoint in bfloat16 are whatever they are computed in.
-pub fn storage<'a>(weights: impl IntoIterator<Item = &'a Tensor>) -> Kind {
-    let exact = |x: &Tensor| {
-        x.kind() == Kind::BFloat16 || x.to_kind(Kind::BFloat16).to_kind(x.kind()).equal(x)
-    };
-    if weights.into_iter().all(exact) { Kind::BFloat16 } else { Kind::Float }
-}
-
-/// A matrix as the kernels read it.
-#[derive(Debug)]
-pub struct Matrix {
-    /// [panels, depth, 32], the last panel filled up with zeros.
-    packed: Tensor,
-    depth: i64,
-    outputs: i64,
-}
-
-impl Matrix {
-    /// Packs `weight_io` [I, O] of any strides as `kind`, float32 or bfloat16.
-    pub fn pack(weight_io: &Tensor, kind: Kind) -> Self {
-        let (depth, outputs) = (weight_io.size()[0], weight_io.size()[1]);
-        let panels = outputs.div_euclid(PANEL) + i64::from(outputs % PANEL > 0);
-        let packed = blocks(weight_io, (panels, PANEL), kind).permute([1, 0, 2]).contiguous();
-        Self { packed, depth, outputs }
-    }
-
-    /// Packs `gate_up_io` [I, 2O], whose first half is the gate, so that a panel holds both.
-    pub fn pack_gated(gate_up_io: &Tensor, kind: Kind) -> Self {
-        let (depth, outputs) = (gate_up_io.size()[0], gate_up_io.size()[1]);
-        Self { packed: gated(gate_up_io, kind).contiguous(), depth, outputs }
-    }
-
-    fn is_bf16(&self) -> bool {
-        self.packed.kind() == Kind::BFloat16
-    }
-}
-
-/// [I, O] with O filled up by zeros, as [I, count, width].
-fn blocks(weight_io: &Tensor, (count, width): (i64, i64), kind: Kind) -> Tensor {
-    let missing = count * width - weight_io.size()[1];
-    weight_io.to_kind(kind).constant_pad_nd([0, missing]).unflatten(1, [count, width])
-}
-
-/// [I, 2O] as [blocks, I, 32], 16 columns of each half side by side.
-fn gated(gate_up_io: &Tensor, kind: Kind) -> Tensor {
-    let count = (gate_up_io.size()[1] / 2 + LANES - 1) / LANES;
-    let halves = gate_up_io.chunk(2, 1);
-    let halves = [&halves[0], &halves[1]].map(|half| blocks(half, (count, LANES), kind));
-    Tensor::cat(&halves, 2).permute([1, 0, 2])
 }
 
 /// Dimensions of a stack of layers.
@@ -516,65 +371,6 @@ impl Cache {
     }
 }
 
-/// A projection to tokens, packed.
-#[derive(Debug)]
-pub struct Head {
-    matrix: Matrix,
-}
-
-impl Head {
-    /// Packs `weight_io` [H, V] as `kind`, float32 or bfloat16.
-    pub fn new(weight_io: &Tensor, kind: Kind) -> Self {
-        Self { matrix: Matrix::pack(weight_io, kind) }
-    }
-
-    /// Logits [R, V] of `x` [R, H] (float32), behind a norm (weight `[H]`, epsilon) where there is one.
-    pub fn logits(&self, x: &Tensor, norm: Option<(&Tensor, f64)>) -> Tensor {
-        let logits = Tensor::empty([x.size()[0], self.matrix.outputs], (Kind::Float, Device::Cpu));
-        self.run(x, norm, (Some(&logits), None));
-        logits
-    }
-
-    /// The token with the largest logit for each row of `x` `[R]` (int64); of equal ones the first.
-    pub fn most_likely(&self, x: &Tensor, norm: Option<(&Tensor, f64)>) -> Tensor {
-        let best = Tensor::empty([x.size()[0]], (Kind::Int64, Device::Cpu));
-        self.run(x, norm, (None, Some(&best)));
-        best
-    }
-
-    fn run(
-        &self,
-        x: &Tensor,
-        norm: Option<(&Tensor, f64)>,
-        (logits, best): (Option<&Tensor>, Option<&Tensor>),
-    ) {
-        let Matrix { packed, depth, outputs } = &self.matrix;
-        let rows = x.size()[0];
-        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
-        assert_eq!(x.size(), [rows, *depth]);
-        let threads = threads();
-        // The best of each lane, value and token, and normed rows.
-        let scratch = threads * rows * (2 * LANES + depth);
-        let scratch = Tensor::empty([scratch], (Kind::Float, Device::Cpu));
-        let head = raw::Head {
-            matrix: packed.data_ptr(),
-            hidden: *depth,
-            outputs: *outputs,
-            rows,
-            x: data(x),
-            norm: norm.map_or(null(), |(weight, _)| vector(weight, *depth)),
-            eps: norm.map_or(0.0, |(_, eps)| eps as f32),
-            bf16: i32::from(self.matrix.is_bf16()),
-            logits: logits.map_or(null_mut(), data),
-            best: best.map_or(null_mut(), |best| best.data_ptr().cast()),
-            scratch: data(&scratch),
-        };
-        // SAFETY: shapes, kinds and contiguity are checked above; the scratch memory is made for these
-        // rows and threads.
-        unsafe { raw::dflash_decode_head(&raw const head, threads) };
-    }
-}
-
 /// Threads that the user allows.
 fn threads() -> i64 {
     i64::from(tch::get_num_threads()).max(1)
@@ -606,39 +402,4 @@ fn data(x: &Tensor) -> *mut f32 {
 fn vector(x: &Tensor, size: i64) -> *const f32 {
     assert_eq!(x.size(), [size]);
     data(x).cast_const()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
-
-    #[test]
-    fn bfloat16_stores_what_it_says_exactly_and_nothing_else() {
-        let exact = Tensor::from_slice(&[1.0f32, -0.5, 3.140625]);
-        let other = Tensor::from_slice(&[1.0f32 + 2f32.powi(-9)]);
-        assert_eq!(storage([&exact]), Kind::BFloat16);
-        assert_eq!(storage([&exact, &other]), Kind::Float);
-    }
-
-    #[test]
-    fn a_head_of_any_size_multiplies_and_finds_the_first_of_the_largest() {
-        for (depth, outputs) in [(1, 1), (7, 31), (16, 32), (33, 100)] {
-            let weight = Tensor::randint(9, [depth, outputs], F32) - 4;
-            let x = Tensor::randint(9, [32, depth], F32) - 4;
-            let expected = x.mm(&weight);
-            for kind in [Kind::Float, Kind::BFloat16] {
-                let head = Head::new(&weight, kind);
-                for rows in [1, 2, 7, 8, 9, 32] {
-                    let x = x.narrow(0, 0, rows);
-                    let expected = expected.narrow(0, 0, rows);
-                    // Small whole numbers: sums are exact in any order, and many logits are equal.
-                    assert_eq!(head.logits(&x, None), expected, "{depth} x {outputs}, {rows}");
-                    let first = expected.max_dim(-1, false).1;
-                    assert_eq!(head.most_likely(&x, None), first, "{depth} x {outputs}, {rows}");
-                }
-            }
-        }
-    }
 }

@@ -77,7 +77,7 @@ pub enum Command {
     Generate(GenerateSettings),
     /// Serve the target with its drafter: OpenAI's chat completions and completions.
     Serve(ServeSettings),
-    /// Time parts of the work on random data.
+    /// Time parts of the work.
     Bench(BenchSettings),
     /// Run the whole line on a made-up corpus, without downloads.
     Demo(DemoSettings),
