@@ -104,12 +104,13 @@ impl<'a> Worker<'a> {
         let id = output.id;
         let event = live.event(output);
         self.metrics.generated(event.count);
-        let finish = event.finish;
-        // A client that has left is noticed at the next step.
-        let _ = live.job.events.send(event);
-        if let Some(finish) = finish {
+        let events = live.job.events.clone();
+        // Counted before its client hears of it.
+        if let Some(finish) = event.finish {
             self.end(id, finish.name());
         }
+        // A client that has left is noticed at the next step.
+        let _ = events.send(event);
     }
 
     fn end(&mut self, id: SequenceId, reason: &str) {

@@ -99,7 +99,7 @@ async fn clients_that_leave_free_their_places() {
         server.until("vllm:num_requests_running", 0.0).await;
         server.until("vllm:num_requests_waiting", 0.0).await;
     }
-    server.chat("still there", json!({"max_tokens": 2})).await;
+    server.chat("still there", json!({"max_tokens": 1, "temperature": 0})).await;
     let ended = |reason: &str| {
         format!(
             "vllm:request_success_total{{engine=\"0\",finished_reason=\"{reason}\",model_name=\"tiny\"}}"
