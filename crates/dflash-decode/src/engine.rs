@@ -1,7 +1,7 @@
 //! Several sequences decoded together: one pass of the draft over all their blocks, one of the
 //! target over all of them and over the prompts that are still being read.
 //!
-//! A [`Request`] becomes a [`Sequence`](sequence::Sequence) with caches, a sampler and limits of its
+//! A [`Request`] becomes a [`Sequence`] with caches, a sampler and limits of its
 //! own. A step drafts a block for every sequence that has its prompt behind it, takes the next piece
 //! of the prompts before it, verifies each sequence by its own rows, and keeps in its caches what was
 //! accepted. Attention and sampling are per sequence, so what one says does not depend on the others
