@@ -45,6 +45,7 @@ for dir in demo-run/target target/release/dflash-tests-demo/target; do
 done
 if [ -n "$target" ]; then
   python3 scripts/server_load.py "$target" --requests "${REQUESTS:-10000}" || failed=1
+  python3 scripts/serve_load.py "$target" --requests "${REQUESTS:-10000}" || failed=1
 else
   echo "skipped: no target for the crowd; run 'make demo' or set TARGET" >&2
 fi

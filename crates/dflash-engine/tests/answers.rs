@@ -27,7 +27,8 @@ impl Saved {
     fn engine(&self, command: &str) -> Command {
         let mut engine = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
         engine.arg(command).arg("--target").arg(self.path("target")).env_remove("DFLASH_API_KEY");
-        engine.env_remove("NO_COLOR").stdin(Stdio::null());
+        // Models this small gain nothing from a second thread, which other tests need.
+        engine.env("OMP_NUM_THREADS", "1").env_remove("NO_COLOR").stdin(Stdio::null());
         engine
     }
 
