@@ -23,11 +23,20 @@ pub async fn read_body(request: Request, limit: usize) -> Result<Option<Bytes>, 
     Ok(Some(whole.into()))
 }
 
-/// Reads over the body of a request that is put off: a client that is still sending would find its
-/// connection closed instead of a reply.
+/// Bytes of a refused body that are read over.
+const DRAINED: usize = 64 << 20;
+
+/// Reads over the body of a request that is refused or put off: a client that is still sending would
+/// find its connection closed instead of a reply. What is larger than all that is meant is cut.
 pub async fn drain(request: Request) {
     let mut chunks = request.into_body().into_data_stream();
-    while let Some(Ok(_)) = chunks.next().await {}
+    let mut read = 0;
+    while let Some(Ok(chunk)) = chunks.next().await {
+        read += chunk.len();
+        if read > DRAINED {
+            return;
+        }
+    }
 }
 
 /// The length of the body by its headers.

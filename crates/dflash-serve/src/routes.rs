@@ -219,6 +219,8 @@ async fn receive(
 ) -> Result<(axum::body::Bytes, Slot), Refusal> {
     let limit = shared.max_body;
     if announced_length(request.headers()).is_some_and(|length| length > limit) {
+        client.receiving();
+        drain(request).await;
         return Err(Refusal::BodyTooLarge { limit });
     }
     client.served();
