@@ -113,7 +113,7 @@ async fn a_text_ends_before_its_stop_string() {
     let pieces: String =
         events.iter().map(|e| e["choices"][0]["delta"]["content"].as_str().unwrap()).collect();
     assert_eq!(pieces, all[..at]);
-    server.until("vllm:num_requests_running", 0.0).await;
+    server.until("vllm:num_requests_running", |found| found == 0.0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -14,13 +14,13 @@ async fn what_is_under_way_ends_and_new_requests_are_refused() {
     let server = Arc::new(Running::start(ServeSettings { max_num_seqs: 1, ..settings() }));
     let ask = || {
         let server = Arc::clone(&server);
-        let body = chat_body("go on", json!({"max_tokens": 400, "temperature": 0.7, "seed": 1}));
+        let more = json!({"max_tokens": 400, "n": 5, "temperature": 0.7, "seed": 1});
+        let body = chat_body("go on", more);
         tokio::spawn(async move { server.stream("/v1/chat/completions", body).await })
     };
-    // One is decoded, the other one waits.
+    // One answer is decoded, the others wait: more than four do once both requests are in.
     let under_way = [ask(), ask()];
-    server.until("vllm:num_requests_running", 1.0).await;
-    server.until("vllm:num_requests_waiting", 1.0).await;
+    server.until("vllm:num_requests_waiting", |waiting| waiting > 4.0).await;
     server.stop.store(true, Ordering::SeqCst);
     tokio::time::sleep(Duration::from_millis(150)).await;
     let body = chat_body("hi", json!({"max_tokens": 1}));
@@ -43,7 +43,7 @@ async fn the_drain_has_an_end() {
     let body = chat_body("go on", json!({"max_tokens": 480, "n": 40}));
     let request = server.post("/v1/chat/completions", &body);
     let client = tokio::spawn(request.send());
-    server.until("vllm:num_requests_running", 1.0).await;
+    server.until("vllm:num_requests_running", |running| running == 1.0).await;
     let (outcome, took) = server.end();
     outcome.unwrap();
     assert!(took < Duration::from_secs(4), "{took:?}");

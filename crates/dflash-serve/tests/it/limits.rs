@@ -96,8 +96,8 @@ async fn clients_that_leave_free_their_places() {
     for _ in 0..3 {
         // More than are decoded together, so that some leave while they wait.
         drop((0..8).map(|_| stream(&server)).collect::<Vec<_>>());
-        server.until("vllm:num_requests_running", 0.0).await;
-        server.until("vllm:num_requests_waiting", 0.0).await;
+        server.until("vllm:num_requests_running", |found| found == 0.0).await;
+        server.until("vllm:num_requests_waiting", |found| found == 0.0).await;
     }
     server.chat("still there", json!({"max_tokens": 1, "temperature": 0})).await;
     let ended = |reason: &str| {
@@ -124,7 +124,7 @@ async fn those_beyond_the_queue_are_told_when_to_come_again() {
         assert_eq!((status, &error["type"]), (429, &json!("rate_limit_error")));
     }
     drop(held);
-    server.until("vllm:num_requests_running", 0.0).await;
+    server.until("vllm:num_requests_running", |found| found == 0.0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

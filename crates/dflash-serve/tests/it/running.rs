@@ -134,15 +134,15 @@ impl Running {
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    /// Waits until a metric has a value.
-    pub(crate) async fn until(&self, name: &str, value: f64) {
+    /// Waits until a metric is as wanted.
+    pub(crate) async fn until(&self, name: &str, is_wanted: impl Fn(f64) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             let found = self.metric(name).await;
-            if found == value {
+            if is_wanted(found) {
                 return;
             }
-            assert!(Instant::now() < deadline, "{name} is {found}, not {value}");
+            assert!(Instant::now() < deadline, "{name} is {found}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
