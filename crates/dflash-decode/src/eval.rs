@@ -1,33 +1,34 @@
-//! Measuring a draft: real speculative decoding beside plain decoding of the same prompts.
+//! Measuring drafts: real speculative decoding beside plain decoding of the same prompts.
 //!
-//! The two ways alternate answer by answer, and which goes first alternates too, so that a machine
-//! that warms up or is shared slows both alike.
+//! All ways to decode alternate answer by answer, and which goes first alternates too, so that a
+//! machine that warms up or is shared slows them alike.
+
+mod drafts;
+mod measurement;
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use dflash_bench_sets::{PromptSet, Rows, locate};
 use dflash_console::{Progress, Unit, say};
-use dflash_identity::TargetIdentity;
-use dflash_model::draft::Draft;
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{Target, TargetOptions};
+use dflash_evaluation::{EvalReport, Facts, Measured, Memory, SetFacts, Way, check_outputs, write};
+use dflash_hub::Hub;
+use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_model::{device_name, kind_name, place};
-use dflash_run::Acceptance;
-use dflash_settings::EvalSettings;
+use dflash_settings::{EvalSettings, Thinking};
 use dflash_text::ChatTokenizer;
+use tch::Device;
 
 use crate::Error;
-use crate::lossless::{Lossless, compare};
-use crate::plain::{Generation, Limits, PlainDecoder};
-use crate::prompts::{Prompt, usable_prompts};
-use crate::report::{EvalReport, Speed, Timing};
+use crate::plain::Limits;
+use crate::prompts::{Prompt, usable_rows};
 use crate::sampling::Sampler;
-use crate::speculative::{Speculation, Speculator};
 
-/// Tokens that the untimed first answer makes, each way.
-const WARM_UP_TOKENS: usize = 32;
+pub use drafts::DraftSource;
+use drafts::Drafts;
+use measurement::Measurement;
 
-/// Decodes every prompt both ways and reports. Writes the JSON file, if one is asked for.
+/// Decodes every prompt plainly and with each draft, and reports. Writes the files that are asked for.
 ///
 /// The report's [`EvalReport::check`] says whether the texts agree.
 ///
@@ -35,163 +36,148 @@ const WARM_UP_TOKENS: usize = 32;
 /// Models or prompts that cannot be loaded or do not fit each other; [`Error::Interrupted`].
 pub fn evaluate(
     settings: &EvalSettings,
-    (target_dir, draft_dir): (&Path, &Path),
+    (target_dir, sources): (&Path, &[DraftSource]),
     stop: &AtomicBool,
 ) -> Result<EvalReport, Error> {
+    check_outputs(settings)?;
+    let sets = read_sets(settings, stop)?;
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
-    let draft = Draft::load(draft_dir, device, dtype)?;
-    check_target(settings, (target_dir, draft_dir))?;
-    let vocabulary = DraftVocabulary::load(draft_dir)?;
-    let tokenizer = ChatTokenizer::load(target_dir)?;
-    let room = (target.config(), settings.max_new_tokens);
-    let (prompts, skipped) = usable_prompts((&settings.prompts, settings.limit), &tokenizer, room)?;
-    let sampler = Sampler::new(settings.temperature, settings.seed);
-    let speculator = Speculator::new(&target, &draft, vocabulary.as_ref(), sampler)?;
-    let measured =
-        Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
-    let report = measured.report(settings, (target_dir, draft_dir), skipped);
-    if let Some(path) = &settings.json {
-        let text = serde_json::to_vec_pretty(&report).expect("a report holds numbers and strings");
-        dflash_files::write_bytes(path, &text)?;
+    let drafts = Drafts::load(settings, (&target, target_dir), sources)?;
+    let asked = ask(settings, (target_dir, target.config()), &sets)?;
+    let results = measure(settings, (&target, &drafts), &asked, stop)?;
+    let facts = Facts {
+        target: target_dir.display().to_string(),
+        drafts: drafts.facts(),
+        sets: sets.iter().map(|(set, rows)| set_facts(set, rows, &asked)).collect(),
+        max_new_tokens: settings.max_new_tokens,
+        seed: settings.seed,
+        device: format!(
+            "{}, {}, {} threads",
+            device_name(device),
+            kind_name(dtype),
+            tch::get_num_threads()
+        ),
+        memory: peak_memory(device),
+        ..Facts::default()
+    };
+    let mut report = EvalReport::new(facts, results);
+    if let Some(baseline) = &settings.baseline {
+        report.compare(baseline)?;
     }
+    write(&report, settings)?;
     Ok(report)
 }
 
-/// Refuses a draft that was made for another target, as far as it says, unless that is wanted.
-fn check_target(
+/// The sets that the settings name, with their rows.
+fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSet, Rows)>, Error> {
+    let hub = Hub::from_env();
+    let read = |set: PromptSet| {
+        let rows = set.rows(&hub, settings.limit, stop)?;
+        Ok((set, rows))
+    };
+    locate(&settings.prompts)?.into_iter().map(read).collect()
+}
+
+/// The prompts of a set, as the target is asked in one mode of thinking.
+struct Asked<'a> {
+    set: &'a str,
+    thinking: Thinking,
+    tokenizer: std::rc::Rc<ChatTokenizer>,
+    prompts: Vec<Prompt>,
+    skipped: usize,
+}
+
+/// Renders all prompts before the first is answered: what is wrong with one is known early.
+fn ask<'a>(
     settings: &EvalSettings,
-    (target_dir, draft_dir): (&Path, &Path),
-) -> Result<(), Error> {
-    let Some(made_for) = TargetIdentity::of_draft(draft_dir)? else { return Ok(()) };
-    let target = TargetIdentity::read(target_dir, &settings.target)?;
-    if made_for.is_same_as(&target) {
-        return Ok(());
+    (target_dir, config): (&Path, &TargetConfig),
+    sets: &'a [(PromptSet, Rows)],
+) -> Result<Vec<Asked<'a>>, Error> {
+    let mut asked = Vec::new();
+    for &thinking in &settings.thinking {
+        let tokenizer = std::rc::Rc::new(tokenizer(target_dir, thinking)?);
+        for (set, rows) in sets {
+            let room = (config, settings.max_new_tokens);
+            let (mut prompts, skipped) = usable_rows((&rows.rows, &rows.source), &tokenizer, room)?;
+            if settings.first_turn {
+                prompts = prompts.into_iter().map(Prompt::first_turn).collect();
+            }
+            let tokenizer = std::rc::Rc::clone(&tokenizer);
+            asked.push(Asked { set: &set.name, thinking, tokenizer, prompts, skipped });
+        }
     }
-    if settings.allow_other_target {
-        say(format!("the draft was made for {made_for} and is measured on {target}"));
-        return Ok(());
-    }
-    let (found, expected) = (made_for.to_string(), target.to_string());
-    Err(Error::OtherTarget { path: draft_dir.into(), found, expected })
+    Ok(asked)
 }
 
-/// Both decoders, and what they have shown so far.
-struct Measurement<'a> {
-    target: &'a Target,
-    tokenizer: &'a ChatTokenizer,
-    plain: PlainDecoder<'a>,
-    speculator: Speculator<'a>,
-    limits: Limits,
-    acceptance: Acceptance,
-    lossless: Option<Lossless>,
-    whole: Vec<Timing>,
-    decode: Vec<Timing>,
+fn tokenizer(target_dir: &Path, thinking: Thinking) -> Result<ChatTokenizer, Error> {
+    const VARIABLE: &str = "enable_thinking";
+    let mut tokenizer = ChatTokenizer::load(target_dir)?;
+    if let Some(enabled) = thinking.template_variable() {
+        let knows = |(_, source): &(String, String)| source.contains(VARIABLE);
+        if !tokenizer.template_sources().iter().any(knows) {
+            say(format!(
+                "the target's chat template does not ask for {VARIABLE}: --thinking changes nothing"
+            ));
+        }
+        tokenizer.extend_template_variables([(VARIABLE.to_owned(), enabled.into())])?;
+    }
+    Ok(tokenizer)
 }
 
-impl<'a> Measurement<'a> {
-    fn new(
-        settings: &EvalSettings,
-        (target, tokenizer): (&'a Target, &'a ChatTokenizer),
-        speculator: Speculator<'a>,
-    ) -> Self {
-        let sampler = Sampler::new(settings.temperature, settings.seed);
-        let greedy = sampler.is_greedy();
-        Self {
-            target,
-            tokenizer,
-            plain: PlainDecoder::new(target, sampler),
-            acceptance: Acceptance::new(speculator.block_size()),
-            speculator,
-            limits: Limits::new(target.config(), tokenizer, settings.max_new_tokens),
-            lossless: greedy.then(|| Lossless::new(settings.tie_tolerance)),
-            whole: Vec::new(),
-            decode: Vec::new(),
+/// Answers everything: each mode of thinking, each set in it, each temperature.
+fn measure(
+    settings: &EvalSettings,
+    (target, drafts): (&Target, &Drafts),
+    asked: &[Asked<'_>],
+    stop: &AtomicBool,
+) -> Result<Vec<Measured>, Error> {
+    let rows: usize = asked.iter().map(|asked| asked.prompts.len()).sum();
+    let total = rows * settings.temperature.len();
+    let mut progress = Progress::new("eval", Unit::Items, total as u64);
+    let (mut results, mut done) = (Vec::new(), 0);
+    for asked in asked {
+        for &temperature in &settings.temperature {
+            let sampler = Sampler::new(temperature, settings.seed);
+            let limits = Limits::new(target.config(), &asked.tokenizer, settings.max_new_tokens);
+            let way = Way { temperature, thinking: asked.thinking, concurrency: 1 };
+            let mut measurement = Measurement::new(settings, (target, drafts), (sampler, limits))?;
+            measurement.warm_up(&asked.prompts[0], stop)?;
+            for (row, prompt) in asked.prompts.iter().enumerate() {
+                measurement.answer_row(row, prompt, &asked.tokenizer, stop)?;
+                done += 1;
+                progress.update(done, format!("{} {way}: {measurement}", asked.set));
+            }
+            results.extend(measurement.finish(asked.set, way, drafts));
         }
     }
+    Ok(results)
+}
 
-    fn run(mut self, prompts: &[Prompt], stop: &AtomicBool) -> Result<Self, Error> {
-        self.warm_up(&prompts[0], stop)?;
-        let mut progress = Progress::new("eval", Unit::Items, prompts.len() as u64);
-        let (target, tokenizer) = (self.target, self.tokenizer);
-        let room = (target.config(), self.limits.max_new_tokens);
-        for (done, prompt) in prompts.iter().enumerate() {
-            prompt.dialogue(tokenizer, room, |ids| self.answer(ids, stop))?;
-            let speed = Speed::of(&self.whole);
-            let message = format!(
-                "acceptance length {:.2}, {:.0} against {:.0} tokens/s",
-                self.acceptance.figures().acceptance_length,
-                speed.speculative,
-                speed.plain
-            );
-            progress.update(done as u64 + 1, message);
-        }
-        Ok(self)
+fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {
+    let skipped = asked.iter().find(|asked| asked.set == set.name).map(|asked| asked.skipped);
+    SetFacts {
+        name: set.name.clone(),
+        title: set.title.clone(),
+        source: rows.source.clone(),
+        revision: rows.revision.clone(),
+        rows: rows.rows.len(),
+        skipped: skipped.unwrap_or_default(),
     }
+}
 
-    /// An untimed answer each way: the first passes allocate, and fill caches.
-    fn warm_up(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
-        let max_new_tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
-        let limits = Limits { max_new_tokens, ..self.limits.clone() };
-        self.plain.generate(&prompt.ids, &limits, stop)?;
-        self.speculator.generate(&prompt.ids, &limits, stop)?;
-        Ok(())
-    }
-
-    /// Answers one prompt both ways; returns the plain answer's tokens.
-    fn answer(&mut self, ids: &[i64], stop: &AtomicBool) -> Result<Vec<i64>, Error> {
-        let plain_first = self.whole.len().is_multiple_of(2);
-        let (plain, speculation) = if plain_first {
-            let plain = self.plain.generate(ids, &self.limits, stop)?;
-            (plain, self.speculator.generate(ids, &self.limits, stop)?)
-        } else {
-            let speculation = self.speculator.generate(ids, &self.limits, stop)?;
-            (self.plain.generate(ids, &self.limits, stop)?, speculation)
-        };
-        self.record(ids, &plain, &speculation);
-        Ok(plain.tokens)
-    }
-
-    fn record(&mut self, ids: &[i64], plain: &Generation, speculation: &Speculation) {
-        let ways = [&speculation.generation, plain];
-        self.whole.push(ways.map(|way| (way.tokens.len() as f64, way.seconds())));
-        self.decode.push(ways.map(|way| (way.tokens.len() as f64 - 1.0, way.decode_seconds)));
-        self.acceptance.record(&speculation.accepted);
-        if let Some(lossless) = &mut self.lossless {
-            let texts = [plain.tokens.as_slice(), &speculation.generation.tokens];
-            lossless.record(compare(self.target, ids, texts, lossless.tie_tolerance));
-        }
-    }
-
-    fn report(
-        self,
-        settings: &EvalSettings,
-        (target_dir, draft_dir): (&Path, &Path),
-        skipped: usize,
-    ) -> EvalReport {
-        EvalReport {
-            target: target_dir.into(),
-            draft: draft_dir.into(),
-            prompts: settings.prompts.clone(),
-            responses: self.whole.len(),
-            skipped,
-            tokens: self.whole.iter().map(|timing| timing[0].0 as usize).sum(),
-            max_new_tokens: settings.max_new_tokens,
-            temperature: settings.temperature,
-            block_size: self.speculator.block_size(),
-            draft_vocabulary: self.speculator.vocabulary_size(),
-            device: format!(
-                "{}, {}, {} threads",
-                device_name(self.target.device()),
-                kind_name(self.target.dtype()),
-                tch::get_num_threads()
-            ),
-            steps: self.acceptance.steps(),
-            acceptance: self.acceptance.figures(),
-            slots: self.acceptance.slots(),
-            tokens_per_second: Speed::of(&self.whole),
-            decode_tokens_per_second: Speed::of(&self.decode),
-            lossless: self.lossless,
-        }
+/// High-water marks since the process began.
+fn peak_memory(device: Device) -> Memory {
+    const MIB: f64 = 1024.0 * 1024.0;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
+    let device_bytes = match device {
+        Device::Cuda(index) => dflash_torch_sys::peak_device_bytes(index).ok(),
+        _ => None,
+    };
+    Memory {
+        process_mib: kib.map(|kib| kib / 1024.0),
+        device_mib: device_bytes.map(|bytes| bytes as f64 / MIB),
     }
 }

@@ -2,31 +2,32 @@
 //!
 //! [`PlainDecoder`] is the yardstick: greedy decoding of the target, one token a step.
 //! [`Speculator`] makes the same text in fewer steps: the draft proposes a block, the target checks
-//! it in one pass. [`evaluate`] runs both over a file of prompts and reports acceptance, speed and
-//! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
+//! it in one pass; [`NgramDecoder`] proposes from the text itself. [`evaluate`] runs them over sets of
+//! prompts and reports acceptance, speed and whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
 mod dialogue;
 mod error;
 mod eval;
 mod lossless;
+mod ngram;
 mod partial;
 mod plain;
 mod probe;
 mod prompts;
 mod regenerate;
-mod report;
 mod rows;
 mod sampling;
 mod speculative;
 mod stamp;
 
+pub use dflash_evaluation::{Difference, EvalReport, Lossless, Speed};
 pub use error::Error;
-pub use eval::evaluate;
-pub use lossless::{Difference, Lossless, compare};
+pub use eval::{DraftSource, evaluate};
+pub use lossless::compare;
+pub use ngram::NgramDecoder;
 pub use plain::{Generation, Limits, PlainDecoder};
 pub use probe::{Probe, ProbeConfig};
 pub use regenerate::{Answered, BatchDecoder, RegenerateSummary, regenerate};
-pub use report::{EvalReport, Speed};
 pub use sampling::Sampler;
 pub use speculative::{Speculation, Speculator};

@@ -113,6 +113,16 @@ choices! {
         Cache,
     }
 
+    /// Whether the target thinks before it answers.
+    Thinking {
+        /// As its chat template does by itself.
+        Auto,
+        /// With `enable_thinking` true for the template.
+        On,
+        /// With `enable_thinking` false for the template.
+        Off,
+    }
+
     /// Carriers of gradients between GPUs.
     Backend {
         /// NCCL where all ranks can use it, else gloo.
@@ -121,6 +131,17 @@ choices! {
         Nccl,
         /// Over the host.
         Gloo,
+    }
+}
+
+impl Thinking {
+    /// What the chat template is told, if anything.
+    pub const fn template_variable(self) -> Option<bool> {
+        match self {
+            Self::Auto => None,
+            Self::On => Some(true),
+            Self::Off => Some(false),
+        }
     }
 }
 

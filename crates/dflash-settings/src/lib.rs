@@ -31,12 +31,12 @@ pub use bench::{BenchSettings, BenchSubject, TrainStepSettings};
 pub use check::Invalid;
 pub use choices::{
     Backend, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind, SchedulerType,
-    SpeculatorType, Tracker, WireDtype,
+    SpeculatorType, Thinking, Tracker, WireDtype,
 };
 pub use compute::ComputeSettings;
 pub use demo_target::DemoTargetSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
-pub use eval::EvalSettings;
+pub use eval::{EvalSettings, NGRAM_DRAFT, NO_DRAFT};
 pub use hidden_server::HiddenServerSettings;
 pub use hidden_states::HiddenStatesSettings;
 pub use launch::{CheckpointSettings, LaunchSettings};

@@ -1,4 +1,5 @@
 //! What the front program runs itself.
 
+pub(crate) mod eval;
 pub(crate) mod prepare;
 pub(crate) mod report;

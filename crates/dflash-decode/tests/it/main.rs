@@ -3,3 +3,4 @@
 mod commands;
 mod decoding;
 mod models;
+mod side_by_side;
