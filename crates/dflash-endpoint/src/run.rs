@@ -16,6 +16,7 @@ use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
 use crate::chat::{Manner, Reply, ask};
+use crate::counters::Counters;
 use crate::error::Error;
 use crate::server::Server;
 
@@ -248,10 +249,11 @@ struct Work {
 impl Work {
     /// Takes one row after the other.
     async fn run(&self) -> Result<(), Error> {
+        let mut counters = if self.alone { Some(self.server.settled().await?) } else { None };
         loop {
             let row = self.next.fetch_add(1, Ordering::Relaxed);
             let Some(dialogue) = self.dialogues.get(row) else { return Ok(()) };
-            self.answer(row, dialogue.clone()).await?;
+            self.answer(row, dialogue.clone(), &mut counters).await?;
             let mut made = self.made.lock().await;
             let done = self.next.load(Ordering::Relaxed).min(self.dialogues.len());
             let message = format!("{} answers", made.0.len());
@@ -259,10 +261,15 @@ impl Work {
         }
     }
 
-    async fn answer(&self, row: usize, mut dialogue: Dialogue) -> Result<(), Error> {
+    /// Answers a row, turn by turn; `counters` are those before it, and then those after it.
+    async fn answer(
+        &self,
+        row: usize,
+        mut dialogue: Dialogue,
+        counters: &mut Option<Counters>,
+    ) -> Result<(), Error> {
         let mut turns = dialogue.later.into_iter();
         for turn in 0.. {
-            let before = if self.alone { Some(self.server.settled().await?) } else { None };
             let reply = match ask(&self.server, &dialogue.messages, self.manner).await {
                 Ok(reply) => reply,
                 Err(error) if is_too_long(&error) => {
@@ -272,10 +279,12 @@ impl Work {
                 Err(error) => return Err(error),
             };
             self.requests.fetch_add(1, Ordering::Relaxed);
-            let counted = match before {
-                Some(before) => Some(self.server.settled().await?.since(&before)),
-                None => None,
-            };
+            let mut counted = None;
+            if let Some(counters) = counters {
+                let after = self.server.settled().await?;
+                counted = Some(after.since(counters));
+                *counters = after;
+            }
             let text = reply.text.clone();
             self.made.lock().await.0.push(Answer {
                 row,
