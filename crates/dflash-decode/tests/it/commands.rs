@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, random_draft, save_target};
 use dflash_decode::{
-    DraftSource, Error, EvalReport, Limits, NgramDecoder, PlainDecoder, RegenerateSummary, Sampler,
-    evaluate, regenerate,
+    DraftSource, Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, evaluate,
+    regenerate,
 };
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
