@@ -59,7 +59,7 @@ fn usage_errors_have_code_two_and_name_the_flag() {
     assert!(finished.stderr.contains("--prompts"), "{}", finished.stderr);
     let finished = dflash("eval --target x --prompts y");
     assert_eq!(finished.code, Some(2));
-    assert!(finished.stderr.contains("--draft is needed"), "{}", finished.stderr);
+    assert!(finished.stderr.contains("--draft <DIR|REPO>"), "{}", finished.stderr);
     assert_eq!(dflash("no-such-command").code, Some(2));
     assert_eq!(dflash("").code, Some(2));
 }

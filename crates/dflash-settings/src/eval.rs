@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_ROWS, MOST_SECONDS, MOST_TOKENS, at_odds, from_zero, within};
+use crate::check::{Invalid, MOST_ROWS, MOST_SECONDS, MOST_TOKENS, from_zero, needs, within};
 use crate::choices::{Device, Dtype, Thinking};
 
 /// At this temperature all tokens of any vocabulary are as good as equally likely.
@@ -185,7 +185,7 @@ impl EvalSettings {
             ));
         }
         if self.draft.is_empty() {
-            return Err(at_odds(
+            return Err(missing(
                 "draft",
                 "is needed: a drafter, ngram, or none for plain decoding alone",
             ));
@@ -196,8 +196,8 @@ impl EvalSettings {
             return Err(Invalid::new("concurrency", many, expected));
         }
         match (&self.plain_endpoint, &self.endpoint_model) {
-            (Some(_), _) => Err(at_odds("plain_endpoint", "needs --endpoint")),
-            (_, Some(_)) => Err(at_odds("endpoint_model", "needs --endpoint")),
+            (Some(_), _) => Err(needs("plain_endpoint", "endpoint")),
+            (_, Some(_)) => Err(needs("endpoint_model", "endpoint")),
             (None, None) => Ok(()),
         }
     }
@@ -211,6 +211,11 @@ impl EvalSettings {
             None => Ok(()),
         }
     }
+}
+
+/// Refuses settings without `key`: `reason` begins with "is needed".
+fn missing(key: &'static str, reason: &str) -> Invalid {
+    Invalid { key, reason: reason.to_owned(), missing: Some(key) }
 }
 
 #[cfg(test)]

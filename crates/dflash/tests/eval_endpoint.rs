@@ -66,13 +66,17 @@ fn settings_that_do_not_go_together_are_usage_errors() {
         text(&output.stderr)
     };
     let line = ["--endpoint", "http://127.0.0.1:1", "--prompts", "x.jsonl"];
-    let draft = refusal(&[&line[..], &["--draft", "d"]].concat(), 2);
+    let draft = refusal(&[&line[..], &["--draft", "d"]].concat(), 1);
     assert!(draft.contains("leave --draft out"), "{draft}");
     let unknown = refusal(&line, 1);
     assert!(unknown.contains("--prompts x.jsonl: no such file"), "{unknown}");
     let many = ["--target", "t", "--draft", "d", "--prompts", "p", "--concurrency", "1,8"];
-    let many = refusal(&many, 2);
+    let many = refusal(&many, 1);
     assert!(many.contains("--concurrency is 8") && many.contains("--endpoint"), "{many}");
+    let alone = refusal(&["--target", "t", "--prompts", "p"], 2);
+    assert!(alone.contains("--draft <DIR|REPO>"), "{alone}");
+    let nowhere = refusal(&["--draft", "d", "--prompts", "p"], 2);
+    assert!(nowhere.contains("--target <DIR|REPO>"), "{nowhere}");
     let mode = refusal(&[&line[..], &["--thinking", "maybe"]].concat(), 2);
     assert!(mode.contains("auto, on, off"), "{mode}");
 }
