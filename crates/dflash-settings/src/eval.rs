@@ -179,7 +179,7 @@ impl EvalSettings {
 
     fn check_in_process(&self) -> Result<(), Invalid> {
         if self.target.is_none() {
-            return Err(at_odds(
+            return Err(missing(
                 "target",
                 "is needed: the target model, or --endpoint for a server",
             ));
