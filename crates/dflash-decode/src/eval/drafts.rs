@@ -41,13 +41,13 @@ pub(super) struct Drafts {
 #[derive(Debug)]
 enum Loaded {
     Ngram { size: usize, proposals: usize },
-    Trained { label: String, name: String, draft: Draft, vocabulary: Option<DraftVocabulary> },
+    Trained { label: String, name: String, draft: Box<Draft>, vocabulary: Option<DraftVocabulary> },
 }
 
 /// One way to decode with proposals.
 #[derive(Debug)]
 pub(super) enum Drafter<'a> {
-    Ngram(NgramDecoder<'a>),
+    Ngram(Box<NgramDecoder<'a>>),
     Trained(Box<Speculator<'a>>),
 }
 
@@ -71,7 +71,7 @@ impl Drafts {
                 DraftSource::Trained { name, dir } => Loaded::Trained {
                     label: label(name, sources),
                     name: dir.display().to_string(),
-                    draft: Draft::load(dir, target.device(), target.dtype())?,
+                    draft: Box::new(Draft::load(dir, target.device(), target.dtype())?),
                     vocabulary: DraftVocabulary::load(dir)?,
                 },
             };
