@@ -103,9 +103,11 @@ impl Drafts {
     ) -> Result<Vec<Drafter<'a>>, Error> {
         let drafter = |loaded: &'a Loaded| {
             Ok(match loaded {
-                Loaded::Ngram { size, proposals } => {
-                    Drafter::Ngram(NgramDecoder::new(target, (*size, *proposals), sampler.clone()))
-                }
+                Loaded::Ngram { size, proposals } => Drafter::Ngram(Box::new(NgramDecoder::new(
+                    target,
+                    (*size, *proposals),
+                    sampler.clone(),
+                ))),
                 Loaded::Trained { draft, vocabulary, .. } => {
                     let vocabulary = vocabulary.as_ref();
                     let speculator = Speculator::new(target, draft, vocabulary, sampler.clone())?;
