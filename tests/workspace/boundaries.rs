@@ -136,7 +136,11 @@ fn the_front_and_the_formats_do_without_libtorch() {
     let graph = Graph::read();
     let without = [
         "dflash",
+        "dflash-bench-sets",
+        "dflash-chart",
         "dflash-data",
+        "dflash-endpoint",
+        "dflash-evaluation",
         "dflash-files",
         "dflash-hidden",
         "dflash-http",
@@ -198,7 +202,24 @@ fn libraries_depend_on_what_the_layers_allow() {
             "dflash-push",
             &["dflash-console", "dflash-hub", "dflash-identity", "dflash-run", "dflash-settings"],
         ),
-        ("dflash-report", &["dflash-files", "dflash-run"]),
+        ("dflash-chart", &[]),
+        ("dflash-report", &["dflash-chart", "dflash-files", "dflash-run"]),
+        ("dflash-bench-sets", &["dflash-hub", "dflash-text"]),
+        (
+            "dflash-evaluation",
+            &["dflash-chart", "dflash-files", "dflash-identity", "dflash-run", "dflash-settings"],
+        ),
+        (
+            "dflash-endpoint",
+            &[
+                "dflash-bench-sets",
+                "dflash-console",
+                "dflash-evaluation",
+                "dflash-hub",
+                "dflash-settings",
+                "dflash-text",
+            ],
+        ),
         (
             "dflash-hidden-server",
             &[
@@ -215,13 +236,17 @@ fn libraries_depend_on_what_the_layers_allow() {
         (
             "dflash-decode",
             &[
+                "dflash-bench-sets",
                 "dflash-console",
+                "dflash-evaluation",
                 "dflash-files",
+                "dflash-hub",
                 "dflash-identity",
                 "dflash-model",
                 "dflash-run",
                 "dflash-settings",
                 "dflash-text",
+                "dflash-torch-sys",
             ],
         ),
         (
@@ -259,6 +284,7 @@ fn libraries_depend_on_what_the_layers_allow() {
             "dflash",
             &[
                 "dflash-console",
+                "dflash-endpoint",
                 "dflash-files",
                 "dflash-hub",
                 "dflash-prepare",

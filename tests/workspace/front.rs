@@ -72,7 +72,10 @@ fn every_run_file_of_the_recipes_parses() {
 fn usage_errors_have_code_two_and_name_the_flag() {
     let finished = dflash("eval --target x");
     assert_eq!(finished.code, Some(2));
-    assert!(finished.stderr.contains("--draft"), "{}", finished.stderr);
+    assert!(finished.stderr.contains("--prompts"), "{}", finished.stderr);
+    let finished = dflash("eval --target x --prompts y");
+    assert_eq!(finished.code, Some(2));
+    assert!(finished.stderr.contains("--draft <DIR|REPO>"), "{}", finished.stderr);
     assert_eq!(dflash("no-such-command").code, Some(2));
     assert_eq!(dflash("").code, Some(2));
 }

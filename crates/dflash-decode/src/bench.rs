@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use dflash_settings::{BenchDecodeSettings, EvalSettings};
 use serde::Serialize;
 
-use crate::{Error, EvalReport, evaluate};
+use crate::{DraftSource, Error, EvalReport, evaluate};
 
 /// Speeds are medians over answers, after each answer's first token.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -44,10 +44,11 @@ pub struct DecodeReport {
 /// As [`evaluate`]; [`Error::NotLossless`] where the ways differ by more than ties.
 pub fn bench_decode(
     settings: &BenchDecodeSettings,
-    dirs: (&Path, &Path),
+    (target_dir, draft_dir): (&Path, &Path),
     stop: &AtomicBool,
 ) -> Result<DecodeReport, Error> {
-    let report = evaluate(&as_evaluation(settings), dirs, stop)?;
+    let draft = DraftSource::Trained { name: settings.draft.clone(), dir: draft_dir.into() };
+    let report = evaluate(&as_evaluation(settings), (target_dir, &[draft]), stop)?;
     report.check()?;
     Ok(DecodeReport::of(&report))
 }
@@ -55,25 +56,23 @@ pub fn bench_decode(
 fn as_evaluation(settings: &BenchDecodeSettings) -> EvalSettings {
     let settings = settings.clone();
     EvalSettings {
-        target: settings.target,
-        draft: settings.draft,
-        prompts: settings.prompts,
+        target: Some(settings.target),
+        draft: vec![settings.draft],
+        prompts: vec![settings.prompts.display().to_string()],
         max_new_tokens: settings.max_new_tokens,
         limit: Some(settings.limit),
-        json: None,
-        temperature: 0.0,
-        seed: 0,
-        tie_tolerance: None,
         allow_other_target: settings.allow_other_target,
         device: settings.device,
         dtype: settings.dtype,
+        ..EvalSettings::default()
     }
 }
 
 impl DecodeReport {
     fn of(report: &EvalReport) -> Self {
         let speed = &report.decode_tokens_per_second;
-        let (plain, speculative) = (speed.median_plain, speed.median_speculative);
+        let plain = speed.median_plain.expect("an evaluation in this process decodes plainly");
+        let speculative = speed.median_speculative;
         let acceptance_length = report.acceptance.acceptance_length;
         let step_cost = acceptance_length * plain / speculative;
         Self {

@@ -22,6 +22,12 @@ pub enum Error {
     /// The tokenizer or the data file cannot be read.
     #[error(transparent)]
     Text(#[from] dflash_text::Error),
+    /// A set of prompts is not known, or cannot be fetched or read.
+    #[error(transparent)]
+    Sets(#[from] dflash_bench_sets::Error),
+    /// A report cannot be written, or compared with its baseline.
+    #[error(transparent)]
+    Evaluation(#[from] dflash_evaluation::Error),
     /// A result cannot be written.
     #[error(transparent)]
     Write(#[from] dflash_files::Error),
@@ -71,10 +77,6 @@ pub enum Error {
     InUse { path: PathBuf },
     #[error("{path} is not a regular file; name another --output")]
     NotAFile { path: PathBuf },
-    #[error(
-        "speculative decoding is not lossless: {failures} of {responses} answers differ from plain greedy decoding by more than a tie"
-    )]
-    NotLossless { failures: usize, responses: usize },
     #[error("the prompt is empty; give it some text")]
     EmptyPrompt,
     #[error(

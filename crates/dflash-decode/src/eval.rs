@@ -1,35 +1,39 @@
-//! Measuring a draft: real speculative decoding beside plain decoding of the same prompts.
+//! Measuring drafts: real speculative decoding beside plain decoding of the same prompts.
 //!
-//! The two ways alternate answer by answer, and which goes first alternates too, so that a machine
-//! that warms up or is shared slows both alike.
+//! One answer at a time, all ways to decode alternate answer by answer, and which goes first
+//! alternates too, so that a machine that warms up or is shared slows them alike. Several at a time,
+//! each way answers the whole set before the next.
+
+mod drafts;
+mod measurement;
+mod together;
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use dflash_bench_sets::{PromptSet, Rows, locate};
 use dflash_console::{Progress, Unit, say};
-use dflash_identity::{TargetIdentity, file_digest};
-use dflash_model::draft::Draft;
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{Target, TargetOptions};
-use dflash_model::{device_name, kind_name, place};
-use dflash_run::{Acceptance, Checkpoint};
-use dflash_settings::EvalSettings;
+use dflash_evaluation::{EvalReport, Facts, Measured, Memory, SetFacts, Way, check_outputs, write};
+use dflash_hub::Hub;
+use dflash_identity::TargetIdentity;
+use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_model::{device_name, kind_name, peak_resident_mib, place};
+use dflash_settings::{EvalSettings, Thinking};
 use dflash_text::ChatTokenizer;
+use tch::Device;
 
 use crate::Error;
-use crate::lossless::{Lossless, compare};
-use crate::models::check_target;
-use crate::plain::{Generation, Limits, PlainDecoder};
-use crate::prompts::{Prompt, usable_prompts};
-use crate::report::{EvalReport, Speed, Timing};
+use crate::plain::Limits;
+use crate::prompts::{Prompt, usable_rows};
 use crate::sampling::{Sampler, Sampling};
-use crate::speculative::{Speculation, Speculator};
 
-/// Tokens that the untimed first answer makes, each way.
-const WARM_UP_TOKENS: usize = 32;
+pub use drafts::DraftSource;
+use drafts::Drafts;
+use measurement::Measurement;
+use together::Together;
 
-/// Decodes every prompt both ways and reports. Writes the JSON file, if one is asked for, and keeps
-/// the report beside the draft where that is a checkpoint of a run.
+/// Decodes every prompt plainly and with each draft, and reports. Writes the files that are asked for,
+/// and keeps each draft's figures beside it where it is a checkpoint of a run.
 ///
 /// The report's [`EvalReport::check`] says whether the texts agree.
 ///
@@ -37,166 +41,180 @@ const WARM_UP_TOKENS: usize = 32;
 /// Models or prompts that cannot be loaded or do not fit each other; [`Error::Interrupted`].
 pub fn evaluate(
     settings: &EvalSettings,
-    (target_dir, draft_dir): (&Path, &Path),
+    (target_dir, sources): (&Path, &[DraftSource]),
     stop: &AtomicBool,
 ) -> Result<EvalReport, Error> {
+    check_outputs(settings)?;
+    let sets = read_sets(settings, stop)?;
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
-    let draft = Draft::load(draft_dir, device, dtype)?;
-    let identity = TargetIdentity::read(target_dir, &settings.target)?;
-    check_target(&identity, draft_dir, settings.allow_other_target)?;
-    let weights = draft_dir.join("model.safetensors");
-    let digest = weights.is_file().then(|| file_digest(&weights)).transpose()?;
-    let measured_of = (digest, identity);
-    let vocabulary = DraftVocabulary::load(draft_dir)?;
-    let tokenizer = ChatTokenizer::load(target_dir)?;
-    let room = (target.config(), settings.max_new_tokens);
-    let (prompts, skipped) = usable_prompts((&settings.prompts, settings.limit), &tokenizer, room)?;
-    let sampler = Sampler::new(Sampling::at(settings.temperature), settings.seed);
-    let speculator = Speculator::new(&target, &draft, vocabulary.as_ref(), sampler)?;
-    let measured =
-        Measurement::new(settings, (&target, &tokenizer), speculator).run(&prompts, stop)?;
-    let report = measured.report(settings, (target_dir, draft_dir), measured_of, skipped);
-    let document = serde_json::to_value(&report).expect("a report holds numbers and strings");
-    if let Some(path) = &settings.json {
-        let text = serde_json::to_vec_pretty(&document).expect("JSON prints");
-        dflash_files::write_bytes(path, &text)?;
+    let name = settings.target.as_deref().unwrap_or_default();
+    let identity = TargetIdentity::read(target_dir, name)?;
+    let drafts = Drafts::load(settings, (&target, &identity), sources)?;
+    let asked = ask(settings, (target_dir, target.config()), &sets)?;
+    let results = measure(settings, (&target, &drafts), &asked, stop)?;
+    let facts = Facts {
+        target: target_dir.display().to_string(),
+        target_identity: Some(identity),
+        drafts: drafts.facts(),
+        sets: sets.iter().map(|(set, rows)| set_facts(set, rows, &asked)).collect(),
+        max_new_tokens: settings.max_new_tokens,
+        seed: settings.seed,
+        device: format!(
+            "{}, {}, {} threads",
+            device_name(device),
+            kind_name(dtype),
+            tch::get_num_threads()
+        ),
+        memory: peak_memory(device),
+        ..Facts::default()
+    };
+    let mut report = EvalReport::new(facts, results);
+    if let Some(baseline) = &settings.baseline {
+        report.compare(baseline)?;
     }
-    keep_beside(draft_dir, &document);
+    write(&report, settings)?;
+    drafts.keep_beside(&report.evaluations);
     Ok(report)
 }
 
-/// Keeps the report beside the checkpoint of a run that it is of, where that can be written to: the
-/// figures are printed all the same.
-fn keep_beside(draft_dir: &Path, report: &serde_json::Value) {
-    let kept = Checkpoint::of_run(draft_dir).and_then(|found| match found {
-        Some(checkpoint) => checkpoint.keep_evaluation(report),
-        None => Ok(()),
-    });
-    if let Err(error) = kept {
-        say(format!("the report is not kept beside the checkpoint: {error}"));
+/// The sets that the settings name, with their rows.
+fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSet, Rows)>, Error> {
+    let hub = Hub::from_env();
+    let read = |set: PromptSet| {
+        let rows = set.rows(&hub, settings.limit, stop)?;
+        Ok((set, rows))
+    };
+    locate(&settings.prompts)?.into_iter().map(read).collect()
+}
+
+/// The prompts of a set, as the target is asked in one mode of thinking.
+struct Asked<'a> {
+    set: &'a str,
+    thinking: Thinking,
+    tokenizer: std::rc::Rc<ChatTokenizer>,
+    prompts: Vec<Prompt>,
+    skipped: usize,
+}
+
+/// Renders all prompts before the first is answered: what is wrong with one is known early.
+fn ask<'a>(
+    settings: &EvalSettings,
+    (target_dir, config): (&Path, &TargetConfig),
+    sets: &'a [(PromptSet, Rows)],
+) -> Result<Vec<Asked<'a>>, Error> {
+    let mut asked = Vec::new();
+    for &thinking in &settings.thinking {
+        let tokenizer = std::rc::Rc::new(tokenizer(target_dir, thinking)?);
+        for (set, rows) in sets {
+            let room = (config, settings.max_new_tokens);
+            let (mut prompts, skipped) = usable_rows((&rows.rows, &rows.source), &tokenizer, room)?;
+            if settings.first_turn {
+                prompts = prompts.into_iter().map(Prompt::first_turn).collect();
+            }
+            let tokenizer = std::rc::Rc::clone(&tokenizer);
+            asked.push(Asked { set: &set.name, thinking, tokenizer, prompts, skipped });
+        }
+    }
+    Ok(asked)
+}
+
+fn tokenizer(target_dir: &Path, thinking: Thinking) -> Result<ChatTokenizer, Error> {
+    const VARIABLE: &str = "enable_thinking";
+    let mut tokenizer = ChatTokenizer::load(target_dir)?;
+    if let Some(enabled) = thinking.template_variable() {
+        let knows = |(_, source): &(String, String)| source.contains(VARIABLE);
+        if !tokenizer.template_sources().iter().any(knows) {
+            say(format!(
+                "the target's chat template does not ask for {VARIABLE}: --thinking changes nothing"
+            ));
+        }
+        tokenizer.extend_template_variables([(VARIABLE.to_owned(), enabled.into())])?;
+    }
+    Ok(tokenizer)
+}
+
+/// Answers everything: each mode of thinking, each set in it, each temperature.
+fn measure(
+    settings: &EvalSettings,
+    (target, drafts): (&Target, &Drafts),
+    asked: &[Asked<'_>],
+    stop: &AtomicBool,
+) -> Result<Vec<Measured>, Error> {
+    let mut results = Vec::new();
+    for asked in asked {
+        for &temperature in &settings.temperature {
+            for &concurrency in &settings.concurrency {
+                let way = Way { temperature, thinking: asked.thinking, concurrency };
+                let limits =
+                    Limits::new(target.config(), &asked.tokenizer, settings.max_new_tokens);
+                results.extend(match concurrency {
+                    1 => one_by_one(settings, (target, drafts), (asked, way, limits), stop)?,
+                    _ => {
+                        let together = Together { settings, target, drafts, asked, limits, way };
+                        several(&together, stop)?
+                    }
+                });
+            }
+        }
+    }
+    Ok(results)
+}
+
+/// Answers a set prompt by prompt, each plainly and with every draft before the next.
+fn one_by_one(
+    settings: &EvalSettings,
+    (target, drafts): (&Target, &Drafts),
+    (asked, way, limits): (&Asked<'_>, Way, Limits),
+    stop: &AtomicBool,
+) -> Result<Vec<Measured>, Error> {
+    let sampler = Sampler::new(Sampling::at(way.temperature), settings.seed);
+    let mut measurement = Measurement::new(settings, (target, drafts), (sampler, limits))?;
+    measurement.warm_up(&asked.prompts[0], stop)?;
+    let mut progress = Progress::new("eval", Unit::Items, asked.prompts.len() as u64);
+    for (row, prompt) in asked.prompts.iter().enumerate() {
+        measurement.answer_row(row, prompt, &asked.tokenizer, stop)?;
+        progress.update(row as u64 + 1, format!("{} {way}: {measurement}", asked.set));
+    }
+    Ok(measurement.finish(asked.set, way, drafts))
+}
+
+/// Answers a set several prompts at a time, plainly and then with each draft.
+fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, Error> {
+    let rounds = 1 + together.drafts.trained().count();
+    let rows = together.asked.prompts.len() * rounds;
+    let mut progress = Progress::new("eval", Unit::Items, rows as u64);
+    let mut answers = 0;
+    together.measure(stop, || {
+        answers += 1;
+        // Later turns are answers too, whose number is not known before.
+        let shown = answers.min(rows as u64);
+        progress
+            .update(shown, format!("{} {}: {answers} answers", together.asked.set, together.way));
+    })
+}
+
+fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {
+    let skipped = asked.iter().find(|asked| asked.set == set.name).map(|asked| asked.skipped);
+    SetFacts {
+        name: set.name.clone(),
+        title: set.title.clone(),
+        source: rows.source.clone(),
+        revision: rows.revision.clone(),
+        rows: rows.rows.len(),
+        skipped: skipped.unwrap_or_default(),
     }
 }
 
-/// Both decoders, and what they have shown so far.
-struct Measurement<'a> {
-    target: &'a Target,
-    tokenizer: &'a ChatTokenizer,
-    plain: PlainDecoder<'a>,
-    speculator: Speculator<'a>,
-    limits: Limits,
-    acceptance: Acceptance,
-    lossless: Option<Lossless>,
-    whole: Vec<Timing>,
-    decode: Vec<Timing>,
-}
-
-impl<'a> Measurement<'a> {
-    fn new(
-        settings: &EvalSettings,
-        (target, tokenizer): (&'a Target, &'a ChatTokenizer),
-        speculator: Speculator<'a>,
-    ) -> Self {
-        let sampler = Sampler::new(Sampling::at(settings.temperature), settings.seed);
-        let greedy = sampler.is_greedy();
-        Self {
-            target,
-            tokenizer,
-            plain: PlainDecoder::new(target, sampler),
-            acceptance: Acceptance::new(speculator.block_size()),
-            speculator,
-            limits: Limits::new(target.config(), tokenizer, settings.max_new_tokens),
-            lossless: greedy.then(|| Lossless::new(settings.tie_tolerance)),
-            whole: Vec::new(),
-            decode: Vec::new(),
-        }
-    }
-
-    fn run(mut self, prompts: &[Prompt], stop: &AtomicBool) -> Result<Self, Error> {
-        self.warm_up(&prompts[0], stop)?;
-        let mut progress = Progress::new("eval", Unit::Items, prompts.len() as u64);
-        let (target, tokenizer) = (self.target, self.tokenizer);
-        let room = (target.config(), self.limits.max_new_tokens);
-        for (done, prompt) in prompts.iter().enumerate() {
-            prompt.dialogue(tokenizer, room, |ids| self.answer(ids, stop))?;
-            let speed = Speed::of(&self.whole);
-            let message = format!(
-                "acceptance length {:.2}, {:.0} against {:.0} tokens/s",
-                self.acceptance.figures().acceptance_length,
-                speed.speculative,
-                speed.plain
-            );
-            progress.update(done as u64 + 1, message);
-        }
-        Ok(self)
-    }
-
-    /// An untimed answer each way: the first passes allocate, and fill caches.
-    fn warm_up(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
-        let max_new_tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
-        let limits = Limits { max_new_tokens, ..self.limits.clone() };
-        self.plain.generate(&prompt.ids, &limits, stop)?;
-        self.speculator.generate(&prompt.ids, &limits, stop)?;
-        Ok(())
-    }
-
-    /// Answers one prompt both ways; returns the plain answer's tokens.
-    fn answer(&mut self, ids: &[i64], stop: &AtomicBool) -> Result<Vec<i64>, Error> {
-        let plain_first = self.whole.len().is_multiple_of(2);
-        let (plain, speculation) = if plain_first {
-            let plain = self.plain.generate(ids, &self.limits, stop)?;
-            (plain, self.speculator.generate(ids, &self.limits, stop)?)
-        } else {
-            let speculation = self.speculator.generate(ids, &self.limits, stop)?;
-            (self.plain.generate(ids, &self.limits, stop)?, speculation)
-        };
-        self.record(ids, &plain, &speculation);
-        Ok(plain.tokens)
-    }
-
-    fn record(&mut self, ids: &[i64], plain: &Generation, speculation: &Speculation) {
-        let ways = [&speculation.generation, plain];
-        self.whole.push(ways.map(|way| (way.tokens.len() as f64, way.seconds())));
-        self.decode.push(ways.map(|way| (way.tokens.len() as f64 - 1.0, way.decode_seconds)));
-        self.acceptance.record(&speculation.accepted);
-        if let Some(lossless) = &mut self.lossless {
-            let texts = [plain.tokens.as_slice(), &speculation.generation.tokens];
-            lossless.record(compare(self.target, ids, texts, lossless.tie_tolerance));
-        }
-    }
-
-    fn report(
-        self,
-        settings: &EvalSettings,
-        (target_dir, draft_dir): (&Path, &Path),
-        (draft_weights, target_identity): (Option<String>, TargetIdentity),
-        skipped: usize,
-    ) -> EvalReport {
-        EvalReport {
-            target: target_dir.into(),
-            draft: draft_dir.into(),
-            draft_weights,
-            target_identity,
-            prompts: settings.prompts.clone(),
-            responses: self.whole.len(),
-            skipped,
-            tokens: self.whole.iter().map(|timing| timing[0].0 as usize).sum(),
-            max_new_tokens: settings.max_new_tokens,
-            temperature: settings.temperature,
-            block_size: self.speculator.block_size(),
-            draft_vocabulary: self.speculator.vocabulary_size(),
-            device: format!(
-                "{}, {}, {} threads",
-                device_name(self.target.device()),
-                kind_name(self.target.dtype()),
-                tch::get_num_threads()
-            ),
-            steps: self.acceptance.steps(),
-            acceptance: self.acceptance.figures(),
-            slots: self.acceptance.slots(),
-            tokens_per_second: Speed::of(&self.whole),
-            decode_tokens_per_second: Speed::of(&self.decode),
-            lossless: self.lossless,
-        }
+/// High-water marks since the process began.
+fn peak_memory(device: Device) -> Memory {
+    const MIB: f64 = 1024.0 * 1024.0;
+    let device_bytes = match device {
+        Device::Cuda(index) => dflash_torch_sys::peak_device_bytes(index).ok(),
+        _ => None,
+    };
+    Memory {
+        process_mib: peak_resident_mib(),
+        device_mib: device_bytes.map(|bytes| bytes as f64 / MIB),
     }
 }

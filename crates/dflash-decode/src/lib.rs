@@ -2,7 +2,8 @@
 //!
 //! [`PlainDecoder`] is the yardstick: greedy decoding of the target, one token a step.
 //! [`Speculator`] makes the same text in fewer steps: the draft proposes a block, the target checks
-//! it in one pass. [`Engine`] does either for several sequences together. [`evaluate`] runs both over a file of prompts and reports acceptance, speed and
+//! it in one pass; [`NgramDecoder`] proposes from the text itself. [`Engine`] decodes several sequences
+//! together. [`evaluate`] runs them over sets of prompts and reports acceptance, speed and
 //! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
@@ -16,12 +17,12 @@ mod eval;
 mod generate;
 mod lossless;
 mod models;
+mod ngram;
 mod partial;
 mod plain;
 mod probe;
 mod prompts;
 mod regenerate;
-mod report;
 mod rows;
 mod sampling;
 mod speculative;
@@ -29,18 +30,19 @@ mod stamp;
 mod text;
 
 pub use bench::{DecodeReport, bench_decode};
+pub use dflash_evaluation::{Difference, EvalReport, Lossless, Speed};
 pub use engine::{
     Block, Engine, EngineOptions, Finish, Logprob, NewToken, Output, Request, SequenceId,
 };
 pub use error::Error;
-pub use eval::evaluate;
+pub use eval::{DraftSource, evaluate};
 pub use generate::{Conversation, GenerateSummary, PlainSpeed};
-pub use lossless::{Difference, Lossless, compare};
+pub use lossless::compare;
 pub use models::{Models, ModelsConfig};
+pub use ngram::NgramDecoder;
 pub use plain::{Generation, Limits, PlainDecoder};
 pub use probe::{Probe, ProbeConfig};
 pub use regenerate::{Answered, BatchDecoder, RegenerateSummary, regenerate};
-pub use report::{EvalReport, Speed};
 pub use sampling::{Sampler, Sampling};
 pub use speculative::{Speculation, Speculator};
 pub use text::TextStream;

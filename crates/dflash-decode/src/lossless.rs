@@ -1,72 +1,8 @@
-//! Proof that speculative decoding changed nothing: the two texts, token for token.
-//!
-//! Verifying a block and decoding one token take differently shaped matrix products, whose sums
-//! round differently. Where two tokens' logits agree to that rounding, either text is the target's;
-//! such a first difference is listed as a tie with its gap. Anything larger is a failure.
+//! Where two texts part, and whether the target prefers one of them by more than rounding.
 
+use dflash_evaluation::Difference;
 use dflash_model::target::Target;
-use serde::Serialize;
 use tch::{Kind, Tensor, no_grad};
-
-/// Where two texts part, and by how little.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Difference {
-    /// Which answer, counted from 0.
-    pub response: usize,
-    /// Index of the first differing token in the answer.
-    pub position: usize,
-    /// Plain decoding's token; `None` when its text ends here.
-    pub plain: Option<i64>,
-    /// Speculative decoding's token; `None` when its text ends here.
-    pub speculative: Option<i64>,
-    /// How far the target's logits of the two are apart; `None` when one text ends here.
-    pub logit_gap: Option<f64>,
-    /// The largest gap that is a tie here; `None` when one text ends here.
-    pub tie_tolerance: Option<f64>,
-}
-
-impl Difference {
-    /// Whether the target prefers neither text by more than rounding.
-    pub fn is_tie(&self) -> bool {
-        self.logit_gap.zip(self.tie_tolerance).is_some_and(|(gap, tolerance)| gap <= tolerance)
-    }
-}
-
-/// Comparisons of all answers.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct Lossless {
-    /// Whether every difference is a tie.
-    pub holds: bool,
-    /// Answers compared.
-    pub responses: usize,
-    /// Answers that are the same token for token.
-    pub identical: usize,
-    /// Largest logit gap that counts as a tie; `None` where it follows the precision.
-    pub tie_tolerance: Option<f64>,
-    /// First differences that are ties.
-    pub ties: Vec<Difference>,
-    /// First differences that are not.
-    pub failures: Vec<Difference>,
-}
-
-impl Lossless {
-    /// No answer compared yet.
-    pub fn new(tie_tolerance: Option<f64>) -> Self {
-        Self { holds: true, tie_tolerance, ..Self::default() }
-    }
-
-    /// Adds the comparison of the next answer, `None` where its texts are the same.
-    pub fn record(&mut self, difference: Option<Difference>) {
-        let response = self.responses;
-        self.responses += 1;
-        match difference.map(|difference| Difference { response, ..difference }) {
-            None => self.identical += 1,
-            Some(difference) if difference.is_tie() => self.ties.push(difference),
-            Some(difference) => self.failures.push(difference),
-        }
-        self.holds = self.failures.is_empty();
-    }
-}
 
 /// Where the `[plain, speculative]` answers to `prompt` part; `None` where they do not. It is a tie
 /// when the target's logits of the two tokens, computed over the common text, are at most
@@ -143,17 +79,6 @@ fn rounding(magnitude: f64, kind: Kind) -> f64 {
 mod tests {
     use super::*;
 
-    fn difference(logit_gap: f64) -> Option<Difference> {
-        Some(Difference {
-            response: 0,
-            position: 3,
-            plain: Some(1),
-            speculative: Some(2),
-            logit_gap: Some(logit_gap),
-            tie_tolerance: Some(1e-3),
-        })
-    }
-
     #[test]
     fn rounding_follows_precision_and_magnitude() {
         assert_eq!(rounding(16.0, Kind::BFloat16), 1.0);
@@ -162,17 +87,5 @@ mod tests {
         assert_eq!(rounding(16.0, Kind::Float), 2f64.powi(-10));
         assert_eq!(rounding(0.3, Kind::Float), 2f64.powi(-16));
         assert!(rounding(0.0, Kind::Float) >= 0.0);
-    }
-
-    #[test]
-    fn ties_do_not_break_the_proof_and_failures_do() {
-        let mut lossless = Lossless::new(None);
-        lossless.record(None);
-        lossless.record(difference(1e-4));
-        assert!(lossless.holds);
-        lossless.record(difference(1e-2));
-        assert!(!lossless.holds);
-        assert_eq!((lossless.responses, lossless.identical), (3, 1));
-        assert_eq!((lossless.ties[0].response, lossless.failures[0].response), (1, 2));
     }
 }

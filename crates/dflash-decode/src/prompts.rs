@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use dflash_bench_sets::{SetRow, open_turns};
 use dflash_model::target::TargetConfig;
 use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_prompt_row};
 use serde_json::Value;
@@ -37,7 +38,29 @@ pub(crate) fn usable_prompts(
     (target, max_new): (&TargetConfig, usize),
 ) -> Result<(Vec<Prompt>, usize), Error> {
     let read = |row, place: Place<'_>| prompt_of(&row, place, (tokenizer, target));
-    let mut prompts = read_rows((path, limit), read)?;
+    with_room(read_rows((path, limit), read)?, path, (target, max_new))
+}
+
+/// The same of the `rows` of a set that came from `source`.
+///
+/// # Errors
+/// As [`usable_prompts`].
+pub(crate) fn usable_rows(
+    (rows, source): (&[SetRow], &str),
+    tokenizer: &ChatTokenizer,
+    (target, max_new): (&TargetConfig, usize),
+) -> Result<(Vec<Prompt>, usize), Error> {
+    let read =
+        |row: &SetRow| prompt_of(&row.row, Place::new(&row.path, row.line), (tokenizer, target));
+    let prompts = rows.iter().map(read).collect::<Result<_, _>>()?;
+    with_room(prompts, Path::new(source), (target, max_new))
+}
+
+fn with_room(
+    mut prompts: Vec<Prompt>,
+    path: &Path,
+    (target, max_new): (&TargetConfig, usize),
+) -> Result<(Vec<Prompt>, usize), Error> {
     let read = prompts.len();
     prompts.retain(|prompt| fits(&prompt.ids, target, max_new));
     if prompts.is_empty() {
@@ -72,16 +95,13 @@ fn prompt_of(
     Ok(Prompt { messages, tools, later_turns, ids })
 }
 
-/// Where the prompt ends, and where the turns still to be put end; `None` without a user turn.
-fn open_turns(messages: &[Message]) -> Option<(usize, usize)> {
-    messages.iter().position(|message| message.role == Role::User)?;
-    let end = messages.iter().rposition(|message| message.role != Role::Assistant)? + 1;
-    let both_user = |pair: &[Message]| pair.iter().all(|message| message.role == Role::User);
-    let first = messages[..end].windows(2).position(both_user).map_or(end, |before| before + 1);
-    Some((first, end))
-}
-
 impl Prompt {
+    /// Without the turns that would follow.
+    pub(crate) fn first_turn(mut self) -> Self {
+        self.later_turns.clear();
+        self
+    }
+
     /// Answers the prompt and, in a benchmark of several turns, those that follow it and leave room
     /// for `max_new` tokens. `answer` gives the target's tokens.
     pub(crate) fn dialogue(
@@ -92,12 +112,27 @@ impl Prompt {
     ) -> Result<(), Error> {
         let mut turn = self.clone();
         loop {
-            let text = tokenizer.decode(&answer(&turn.ids)?, true)?;
-            match turn.next_turn(&text, (tokenizer, target))? {
-                Some(next) if fits(&next.ids, target, max_new) => turn = next,
-                _ => return Ok(()),
+            match turn.after(&answer(&turn.ids)?, tokenizer, (target, max_new))? {
+                Some(next) => turn = next,
+                None => return Ok(()),
             }
         }
+    }
+
+    /// The prompt of the next turn after an answer of these `tokens`; `None` after the last, or where
+    /// it leaves no room for `max_new` tokens.
+    ///
+    /// # Errors
+    /// The template refuses the conversation.
+    pub(crate) fn after(
+        &self,
+        tokens: &[i64],
+        tokenizer: &ChatTokenizer,
+        (target, max_new): (&TargetConfig, usize),
+    ) -> Result<Option<Self>, dflash_text::Error> {
+        let text = tokenizer.decode(tokens, true)?;
+        let next = self.next_turn(&text, (tokenizer, target))?;
+        Ok(next.filter(|next| fits(&next.ids, target, max_new)))
     }
 
     /// The prompt of the next user turn, after `answer` to this one; `None` after the last.
@@ -116,36 +151,5 @@ impl Prompt {
         next.later_turns = later_turns.to_vec();
         next.ids = prompt_ids(tokenizer, (&next.messages, next.tools.as_ref()), target)?;
         Ok(Some(next))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_prompt_ends_before_the_last_answer_or_the_first_gap() {
-        let check = |roles: &str, expected: Option<(usize, usize)>| {
-            let messages: Vec<Message> = roles
-                .chars()
-                .map(|role| match role {
-                    's' => Message::text(Role::System, "s"),
-                    'u' => Message::text(Role::User, "u"),
-                    't' => Message::text(Role::Tool, "t"),
-                    _ => Message::text(Role::Assistant, "a"),
-                })
-                .collect();
-            assert_eq!(open_turns(&messages), expected, "{roles}");
-        };
-        check("u", Some((1, 1)));
-        check("ua", Some((1, 1)));
-        check("suau", Some((4, 4)));
-        check("suaua", Some((4, 4)));
-        check("uu", Some((1, 2)));
-        check("uuu", Some((1, 3)));
-        check("uat", Some((3, 3)));
-        check("a", None);
-        check("s", None);
-        check("", None);
     }
 }

@@ -16,7 +16,12 @@ pub(crate) struct Place<'a> {
     line: usize,
 }
 
-impl Place<'_> {
+impl<'a> Place<'a> {
+    /// The line of a file.
+    pub(crate) fn new(path: &'a Path, line: usize) -> Self {
+        Self { path, line }
+    }
+
     /// The line.
     pub(crate) fn line(self) -> usize {
         self.line
@@ -71,7 +76,7 @@ pub(crate) fn read_rows<T>(
         .take(limit.unwrap_or(usize::MAX))
         .map(|raw| {
             let raw = raw?;
-            read(raw.parse(path)?, Place { path, line: raw.line })
+            read(raw.parse(path)?, Place::new(path, raw.line))
         })
         .collect()
 }

@@ -99,6 +99,22 @@ impl Session {
         if files.is_empty() { Err(none()) } else { Ok(files) }
     }
 
+    /// One file of a dataset's repository, as it is on the main branch.
+    pub(crate) async fn dataset_file(&self, name: Name<'_>, file: &str) -> Result<PathBuf, Reason> {
+        let repository = self.client.dataset(name.owner, name.name);
+        if !self.offline {
+            known(&repository).await?;
+        }
+        let label = format!("{file} of {}", repository.repo_path());
+        let dir = self.snapshot((&repository, label), name.revision, vec![file.to_owned()]).await?;
+        let path = dir.join(file);
+        match path.is_file() {
+            true => Ok(path),
+            false if self.offline => Err(Reason::NotCachedWhole(file.to_owned())),
+            false => Err(Reason::NoFile(file.to_owned())),
+        }
+    }
+
     /// The snapshot's directory, with what the repository has of `files`; offline, as it is.
     async fn snapshot<T: RepoType>(
         &self,

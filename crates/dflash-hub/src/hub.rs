@@ -86,6 +86,26 @@ impl Hub {
         })
     }
 
+    /// One file of the dataset `repo`, for those that the Hub does not convert.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
+    pub fn dataset_file(
+        &self,
+        repo: &str,
+        file: &str,
+        stop: &AtomicBool,
+    ) -> Result<PathBuf, Error> {
+        self.fetch(repo, stop, &async |session: Session| {
+            let name = Name::parse(repo).ok_or(Reason::UnknownRepository)?;
+            session.dataset_file(name, file).await
+        })?
+        .map_err(|reason| {
+            let instead = "a local file works too: NAME=FILE";
+            self.failed(format!("the dataset {repo}"), reason, instead)
+        })
+    }
+
     /// Runs `work`; where the Hub does not answer, once more with the cache alone.
     fn fetch<T>(
         &self,

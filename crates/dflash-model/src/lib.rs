@@ -27,4 +27,4 @@ mod fused;
 
 pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
-pub use placement::{device_name, kind_name, place};
+pub use placement::{device_name, kind_name, peak_resident_mib, place};

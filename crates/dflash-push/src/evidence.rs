@@ -18,8 +18,11 @@ pub(crate) fn gather(
 ) -> Result<Vec<Evaluation>, Error> {
     let mut reports = drafter.evaluations.clone();
     for file in files {
-        let named = Evaluation::read(file)?.into_iter().map(|report| (file.clone(), report));
-        reports.extend(named);
+        let named = of_weights(Evaluation::read(file)?, drafter.digest.as_ref());
+        if named.is_empty() {
+            return Err(Error::UnknownWeights { report: file.clone() });
+        }
+        reports.extend(named.into_iter().map(|report| (file.clone(), report)));
     }
     let mut evidence = Vec::new();
     for (path, report) in reports {
@@ -32,6 +35,16 @@ pub(crate) fn gather(
         return Err(Error::Unevaluated { draft: drafter.place.clone() });
     }
     Ok(evidence)
+}
+
+/// Those of the weights with this digest, of a file that may have several drafters; all where there is
+/// none, so that the first can be refused with its reason.
+fn of_weights(reports: Vec<Evaluation>, digest: Option<&String>) -> Vec<Evaluation> {
+    let is_own = |report: &Evaluation| report.draft_weights.as_ref() == digest;
+    match reports.iter().any(is_own) {
+        true => reports.into_iter().filter(is_own).collect(),
+        false => reports,
+    }
 }
 
 fn check(drafter: &Drafter, path: &Path, report: &Evaluation) -> Result<(), Error> {

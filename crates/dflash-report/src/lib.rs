@@ -3,7 +3,6 @@
 //! [`write_report`] reads what `dflash train` leaves in its save path, finished or in progress, and
 //! writes HTML with its drawings inside.
 
-mod chart;
 mod error;
 mod page;
 mod run;

@@ -1,21 +1,13 @@
 //! The page: what the run is, its curves, its settings. Whatever comes from a file is escaped.
 
+use dflash_chart::{Chart, STYLE, escape, number};
 use dflash_run::{
     AcceptanceFigures, Checkpoint, Line, Lines, MetricLine, Provenance, RunDir, TeacherForced,
     ValidationLine,
 };
 use serde_json::Value;
 
-use crate::chart::{Chart, number};
 use crate::run::Run;
-
-const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1200px;\
-padding:0 1rem;color:#222}h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}\
-.charts{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 480px;max-width:580px}\
-figcaption span{font-size:.85rem}svg{max-width:100%;height:auto}table{border-collapse:collapse}\
-td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top;\
-border-bottom:1px solid #eee;overflow-wrap:anywhere}td.n{text-align:right}\
-.note{color:#a33}code{white-space:pre-wrap}";
 
 /// The whole page of `run`.
 pub(crate) fn html(run: &Run) -> String {
@@ -35,15 +27,6 @@ pub(crate) fn html(run: &Run) -> String {
         checkpoints(run),
         provenance(run),
     )
-}
-
-/// Text as HTML shows it, in elements and in quoted attributes.
-pub(crate) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
-        .replace('\'', "&#39;")
 }
 
 fn charts(run: &Run) -> Vec<Chart> {
@@ -102,7 +85,7 @@ fn by_slot(run: &Run) -> Chart {
             slots.filter_map(|(slot, share)| Some((slot as f64, (*share)?))).collect();
         (!points.is_empty()).then(|| (format!("step {}", lines[index].step), points))
     });
-    Chart { title: "Accuracy by slot", axis: "slot", lines: lines.collect() }
+    Chart { title: "Accuracy by slot".to_owned(), axis: "slot", lines: lines.collect() }
 }
 
 /// What a reader should know about the files.

@@ -2,22 +2,32 @@
 //! checkpoint of a run. Each report tells by a digest which weights it is of, so that a table of
 //! figures never goes with another draft.
 
+use std::fmt::{self, Display, Formatter};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use dflash_identity::TargetIdentity;
+use dflash_settings::Thinking;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{AcceptanceFigures, Checkpoint, Error, RunDir, served};
 
 /// The keys that make two reports measurements of the same thing: the later one counts.
-const SAME: [&str; 6] =
-    ["prompts", "responses", "max_new_tokens", "temperature", "device", "target_identity"];
+const SAME: [&str; 8] = [
+    "prompts",
+    "responses",
+    "max_new_tokens",
+    "temperature",
+    "thinking",
+    "concurrency",
+    "device",
+    "target_identity",
+];
 const WEIGHTS: &str = "draft_weights";
 
-/// The report of an evaluation, as far as it is published. What reports of earlier releases do not
-/// say is none or zero.
+/// What an evaluation says of one drafter on one set of prompts, as far as it is published. What
+/// reports of earlier releases do not say is none or zero.
 #[expect(missing_docs, reason = "docs/eval.md describes the keys of a report")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
@@ -29,13 +39,27 @@ pub struct Evaluation {
     pub responses: usize,
     pub tokens: usize,
     pub max_new_tokens: usize,
-    pub temperature: f64,
+    #[serde(flatten)]
+    pub way: Way,
     pub block_size: usize,
     pub device: String,
     #[serde(flatten)]
     pub acceptance: AcceptanceFigures,
     pub tokens_per_second: Rates,
     pub lossless: Option<Identical>,
+}
+
+/// How answers were made.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Way {
+    /// 0 for greedy decoding.
+    pub temperature: f64,
+    /// What the chat template was told.
+    #[serde(default)]
+    pub thinking: Thinking,
+    /// Answers made at a time.
+    #[serde(default = "one_at_a_time")]
+    pub concurrency: usize,
 }
 
 /// Tokens per second, prompts included.
@@ -55,6 +79,30 @@ pub struct Identical {
     pub identical: usize,
     pub ties: Vec<Value>,
     pub failures: Vec<Value>,
+}
+
+impl Default for Way {
+    fn default() -> Self {
+        Self { temperature: 0.0, thinking: Thinking::Auto, concurrency: one_at_a_time() }
+    }
+}
+
+impl Display for Way {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self.temperature {
+            0.0 => write!(f, "greedy")?,
+            temperature => write!(f, "temperature {temperature}")?,
+        }
+        match self.thinking {
+            Thinking::Auto => {}
+            Thinking::On => write!(f, ", thinking")?,
+            Thinking::Off => write!(f, ", not thinking")?,
+        }
+        match self.concurrency {
+            1 => Ok(()),
+            many => write!(f, ", {many} at a time"),
+        }
+    }
 }
 
 impl Evaluation {
@@ -99,12 +147,13 @@ impl Checkpoint {
         if path.is_file() { Evaluation::read(&path) } else { Ok(Vec::new()) }
     }
 
-    /// Adds a report of `dflash eval`, in place of one of the same prompts and settings and of those
-    /// of other weights.
+    /// Adds an evaluation, in place of one of the same prompts and settings and of those of other
+    /// weights.
     ///
     /// # Errors
     /// A file that cannot be written, or holds something else than reports.
-    pub fn keep_evaluation(&self, report: &Value) -> Result<(), Error> {
+    pub fn keep_evaluation(&self, evaluation: &Evaluation) -> Result<(), Error> {
+        let report = serde_json::to_value(evaluation).expect("it holds numbers and strings");
         let path = self.dir.join(Self::EVALUATIONS);
         let mut kept = match std::fs::read(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
@@ -118,30 +167,36 @@ impl Checkpoint {
             let is_same = SAME.iter().all(|&key| other.get(key) == report.get(key));
             other.get(WEIGHTS) == report.get(WEIGHTS) && !is_same
         });
-        kept.push(report.clone());
+        kept.push(report);
         let text = serde_json::to_vec_pretty(&kept).expect("JSON prints");
         Ok(dflash_files::write_bytes(&path, &text)?)
     }
 }
 
-/// One report, or a list of them.
+/// What a checkpoint keeps, or the evaluations that a report has, or a report of an earlier release.
 fn reports(bytes: &[u8]) -> serde_json::Result<Vec<Value>> {
     match serde_json::from_slice(bytes)? {
         Value::Array(reports) => Ok(reports),
-        report => Ok(vec![report]),
+        mut report => match report.get_mut("evaluations").map(Value::take) {
+            Some(evaluations) => serde_json::from_value(evaluations),
+            None => Ok(vec![report]),
+        },
     }
+}
+
+/// Reports that do not say it are of earlier releases.
+fn one_at_a_time() -> usize {
+    1
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
-    fn report(prompts: &str, weights: &str, length: f64) -> Value {
-        let mut report = serde_json::to_value(Evaluation::default()).unwrap();
-        report["prompts"] = json!(prompts);
-        report[WEIGHTS] = json!(weights);
-        report["acceptance_length"] = json!(length);
+    fn report(prompts: &str, weights: &str, length: f64) -> Evaluation {
+        let mut report = Evaluation { prompts: prompts.into(), ..Evaluation::default() };
+        report.draft_weights = Some(weights.to_owned());
+        report.acceptance.acceptance_length = length;
         report
     }
 
@@ -158,7 +213,7 @@ mod tests {
         let checkpoint = Checkpoint::at(dir.path(), 7);
         std::fs::create_dir(&checkpoint.dir).unwrap();
         assert_eq!(kept(&checkpoint), []);
-        let keep = |report| checkpoint.keep_evaluation(&report).unwrap();
+        let keep = |report: Evaluation| checkpoint.keep_evaluation(&report).unwrap();
         keep(report("a", "1", 2.0));
         keep(report("b", "1", 3.0));
         keep(report("a", "1", 2.5));
@@ -170,6 +225,24 @@ mod tests {
         let refused = checkpoint.keep_evaluation(&report("a", "1", 2.0)).unwrap_err().to_string();
         assert!(refused.contains("evaluations.json is not a report of `dflash eval`"), "{refused}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{torn");
+    }
+
+    #[test]
+    fn a_file_is_one_report_or_several_or_one_of_several_drafters() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("eval.json");
+        let read = |text: &serde_json::Value| {
+            std::fs::write(&path, text.to_string()).unwrap();
+            let found = Evaluation::read(&path).unwrap();
+            found.into_iter().map(|it| (it.prompts, it.way.concurrency)).collect::<Vec<_>>()
+        };
+        let mut earlier = serde_json::to_value(report("a", "1", 2.0)).unwrap();
+        let _ = earlier.as_object_mut().unwrap().remove("concurrency");
+        let both = [report("a", "1", 2.0), report("b", "2", 2.0)];
+        assert_eq!(read(&earlier), [("a".into(), 1)]);
+        assert_eq!(read(&serde_json::json!(both)), [("a".into(), 1), ("b".into(), 1)]);
+        let whole = serde_json::json!({"prompts": "a, b", "evaluations": both});
+        assert_eq!(read(&whole), [("a".into(), 1), ("b".into(), 1)]);
     }
 
     #[test]

@@ -137,6 +137,18 @@ choices! {
         Cache,
     }
 
+    /// Whether the target thinks before it answers.
+    #[derive(Default)]
+    Thinking {
+        /// As its chat template does by itself.
+        #[default]
+        Auto,
+        /// With `enable_thinking` true for the template.
+        On,
+        /// With `enable_thinking` false for the template.
+        Off,
+    }
+
     /// Carriers of gradients between GPUs.
     Backend {
         /// NCCL where all ranks can use it, else gloo.
@@ -145,6 +157,17 @@ choices! {
         Nccl,
         /// Over the host.
         Gloo,
+    }
+}
+
+impl Thinking {
+    /// What the chat template is told, if anything.
+    pub const fn template_variable(self) -> Option<bool> {
+        match self {
+            Self::Auto => None,
+            Self::On => Some(true),
+            Self::Off => Some(false),
+        }
     }
 }
 

@@ -4,44 +4,107 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_ROWS, MOST_TEMPERATURE, MOST_TOKENS, from_zero, within};
-use crate::choices::{Device, Dtype};
+use crate::check::{
+    Invalid, MOST_ROWS, MOST_SECONDS, MOST_TEMPERATURE, MOST_TOKENS, from_zero, needs, within,
+};
+use crate::choices::{Device, Dtype, Thinking};
 
 /// Beyond the difference of any two logits.
 const MOST_TOLERANCE: f64 = 1e6;
+/// Requests at a time: more than any server takes.
+const MOST_CONCURRENCY: u64 = 65536;
+/// Far beyond what look-up guesses right; each costs a row of the target's pass.
+const MOST_PROPOSALS: u64 = 1024;
 
-/// Measure a drafter: real speculative decoding against plain greedy decoding.
+/// The draft that stands for plain decoding alone.
+pub const NO_DRAFT: &str = "none";
+/// The draft that stands for looking up the last words in the text before them.
+pub const NGRAM_DRAFT: &str = "ngram";
+
+/// Measure drafters: real speculative decoding against plain decoding.
 ///
-/// Answers every prompt twice, with and without the drafter, and prints acceptance, speed and
-/// whether the texts are identical token for token.
+/// Answers every prompt without and with each drafter, and prints acceptance, speed-up and whether
+/// the texts are identical token for token. With --endpoint, measures what a running vLLM, SGLang,
+/// llama.cpp or dflash server does by its own counters.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct EvalSettings {
-    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
+    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub. Needed
+    /// without --endpoint.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
-    pub target: String,
-    /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub.
+    pub target: Option<String>,
+    /// A drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes
+    /// what followed the last words earlier in the text, and `none` is plain decoding alone. May be
+    /// given several times: the drafters are measured side by side.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
-    pub draft: String,
-    /// Prompts, JSON or JSONL: question/answer, messages, ShareGPT, `turns` or input_ids rows.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
-    pub prompts: PathBuf,
+    pub draft: Vec<String>,
+    /// Prompts: a set by name (gsm8k, math500, aime24, aime25, humaneval, mbpp, livecodebench,
+    /// swe-bench, mt_bench, alpaca, or all of them: all), or FILE or NAME=FILE, JSON, JSONL or Parquet
+    /// with question/answer, messages, ShareGPT, `turns` or input_ids rows. Several are reported apart.
+    #[cfg_attr(feature = "clap", arg(long, visible_alias = "sets", value_name = "SET|FILE", required = true, num_args = 1..))]
+    pub prompts: Vec<String>,
     /// Longest answer, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_new_tokens: usize,
-    /// Use only the first N rows of the prompts.
+    /// Use only the first N rows of each set. Default: all of a file; of a named set 128, or all of
+    /// aime24, aime25, humaneval and mt_bench.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub limit: Option<usize>,
-    /// Also write the report as JSON.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
-    pub json: Option<PathBuf>,
-    /// Sample at this temperature, with exact speculative sampling; 0 is greedy.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 0.0))]
-    pub temperature: f64,
+    /// Ask only the first question of each row, where others would follow it.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub first_turn: bool,
+    /// Sample at these temperatures, one after the other, with exact speculative sampling; 0 is greedy.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "T", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "0"))]
+    pub temperature: Vec<f64>,
+    /// Whether the target thinks before it answers: on and off tell its chat template
+    /// `enable_thinking`, auto tells it nothing. Several are measured one after the other.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "MODE", action = clap::ArgAction::Set, value_delimiter = ',', default_values_t = [Thinking::Auto]))]
+    pub thinking: Vec<Thinking>,
+    /// Answers made at a time, one number after the other. Look-up decoding makes one at a time and is
+    /// left out above that, but for a server's own.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "1"))]
+    pub concurrency: Vec<usize>,
     /// Seed of the samples.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
+    /// Of `ngram`: the longest run of last tokens that is looked up; shorter ones follow, down to one.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 3))]
+    pub ngram_size: usize,
+    /// Of `ngram`: tokens proposed at a time.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
+    pub ngram_tokens: usize,
+    /// Also write the report as JSON.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub json: Option<PathBuf>,
+    /// Also write every figure as CSV, a line for each set, way and draft.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub csv: Option<PathBuf>,
+    /// Also write the tables as Markdown.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub markdown: Option<PathBuf>,
+    /// Also write one HTML page with tables and plots.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub html: Option<PathBuf>,
+    /// Write all four into this directory: eval.json, eval.csv, eval.md, eval.html.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    pub output: Option<PathBuf>,
+    /// The JSON of an earlier report: say what moved, and by how many times the noise.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub baseline: Option<PathBuf>,
+    /// Measure a running server instead: its URL, such as http://localhost:8000/v1.
+    /// OPENAI_API_KEY is its key, if it wants one.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "URL"))]
+    pub endpoint: Option<String>,
+    /// With --endpoint: a server of the same target without a drafter, for the speed-up.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "URL"))]
+    pub plain_endpoint: Option<String>,
+    /// With --endpoint: the model to ask for. Default: the first that the server lists.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
+    pub endpoint_model: Option<String>,
+    /// With --endpoint: seconds that an answer may take.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 600))]
+    pub request_timeout: u64,
     /// Two tokens whose logits differ by no more than this are a tie. Default: by --dtype, in units
     /// in the last place of the logits.
     #[cfg_attr(feature = "clap", arg(long, value_name = "X"))]
@@ -57,17 +120,133 @@ pub struct EvalSettings {
     pub dtype: Dtype,
 }
 
+impl Default for EvalSettings {
+    /// As without a flag.
+    fn default() -> Self {
+        Self {
+            target: None,
+            draft: Vec::new(),
+            prompts: Vec::new(),
+            max_new_tokens: 256,
+            limit: None,
+            first_turn: false,
+            temperature: vec![0.0],
+            thinking: vec![Thinking::Auto],
+            concurrency: vec![1],
+            seed: 0,
+            ngram_size: 3,
+            ngram_tokens: 10,
+            json: None,
+            csv: None,
+            markdown: None,
+            html: None,
+            output: None,
+            baseline: None,
+            endpoint: None,
+            plain_endpoint: None,
+            endpoint_model: None,
+            request_timeout: 600,
+            tie_tolerance: None,
+            allow_other_target: false,
+            device: Device::Auto,
+            dtype: Dtype::Auto,
+        }
+    }
+}
+
 impl EvalSettings {
     /// # Errors
-    /// A number out of its range.
+    /// A number out of its range, or settings that do not go together.
     pub fn check(&self) -> Result<(), Invalid> {
         within([
             ("max_new_tokens", self.max_new_tokens as u64, 1..=MOST_TOKENS),
             ("limit", self.limit.unwrap_or(1) as u64, 1..=MOST_ROWS),
+            ("ngram_size", self.ngram_size as u64, 1..=MOST_TOKENS),
+            ("ngram_tokens", self.ngram_tokens as u64, 1..=MOST_PROPOSALS),
+            ("request_timeout", self.request_timeout, 1..=MOST_SECONDS),
         ])?;
-        from_zero([
-            ("temperature", self.temperature, MOST_TEMPERATURE),
-            ("tie_tolerance", self.tie_tolerance.unwrap_or_default(), MOST_TOLERANCE),
-        ])
+        for &temperature in &self.temperature {
+            from_zero([("temperature", temperature, MOST_TEMPERATURE)])?;
+        }
+        for &concurrency in &self.concurrency {
+            within([("concurrency", concurrency as u64, 1..=MOST_CONCURRENCY)])?;
+        }
+        from_zero([("tie_tolerance", self.tie_tolerance.unwrap_or_default(), MOST_TOLERANCE)])?;
+        match self.endpoint {
+            Some(_) => self.check_with_endpoint(),
+            None => self.check_in_process(),
+        }
+    }
+
+    fn check_in_process(&self) -> Result<(), Invalid> {
+        if self.target.is_none() {
+            return Err(missing(
+                "target",
+                "is needed: the target model, or --endpoint for a server",
+            ));
+        }
+        if self.draft.is_empty() {
+            return Err(missing(
+                "draft",
+                "is needed: a drafter, ngram, or none for plain decoding alone",
+            ));
+        }
+        match (&self.plain_endpoint, &self.endpoint_model) {
+            (Some(_), _) => Err(needs("plain_endpoint", "endpoint")),
+            (_, Some(_)) => Err(needs("endpoint_model", "endpoint")),
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn check_with_endpoint(&self) -> Result<(), Invalid> {
+        match self.draft.first() {
+            Some(draft) => {
+                let expected = "with --endpoint the server has its own; leave --draft out";
+                Err(Invalid::new("draft", draft, expected))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Refuses settings without `key`: `reason` begins with "is needed".
+fn missing(key: &'static str, reason: &str) -> Invalid {
+    Invalid { key, reason: reason.to_owned(), missing: Some(key) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(change: impl FnOnce(&mut EvalSettings)) -> String {
+        let mut settings = EvalSettings {
+            target: Some("t".into()),
+            draft: vec!["d".into()],
+            ..EvalSettings::default()
+        };
+        change(&mut settings);
+        settings.check().err().map(|invalid| invalid.to_string()).unwrap_or_default()
+    }
+
+    #[test]
+    fn what_does_not_go_together_is_refused_with_the_remedy() {
+        assert_eq!(refusal(|_| ()), "");
+        assert!(refusal(|s| s.target = None).starts_with("--target is needed"));
+        assert!(refusal(|s| s.draft.clear()).contains("none for plain decoding alone"));
+        assert!(refusal(|s| s.temperature = vec![0.0, -1.0]).starts_with("--temperature is -1"));
+        assert!(refusal(|s| s.concurrency = vec![0]).starts_with("--concurrency is 0"));
+        assert_eq!(
+            refusal(|s| s.plain_endpoint = Some("http://h".into())),
+            "--plain-endpoint needs --endpoint"
+        );
+        let served = refusal(|s| s.endpoint = Some("http://h".into()));
+        assert!(served.contains("leave --draft out"), "{served}");
+        let served = refusal(|s| {
+            s.endpoint = Some("http://h".into());
+            s.draft.clear();
+            s.target = None;
+            s.concurrency = vec![1, 8];
+        });
+        assert_eq!(served, "");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use dflash_model::peak_resident_mib;
 use dflash_settings::Invalid;
 use tch::Device;
 
@@ -108,14 +109,6 @@ pub(crate) fn processor(device: Device) -> Option<String> {
     let facts = std::fs::read_to_string("/proc/cpuinfo").ok()?;
     let model = facts.lines().find_map(|line| line.strip_prefix("model name"))?;
     Some(model.trim_start_matches([' ', '\t', ':']).trim().to_owned())
-}
-
-/// The kernel's high-water mark of this process's resident memory, MiB.
-fn peak_resident_mib() -> Option<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
-    let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kib / 1024.0)
 }
 
 #[cfg(test)]

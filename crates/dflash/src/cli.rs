@@ -61,8 +61,13 @@ pub enum Command {
     Train(Box<TrainSettings>),
     /// Say what a training run will take: memory, arithmetic, time, hidden states.
     Plan(Box<PlanSettings>),
-    /// Measure a drafter: real speculative decoding against plain greedy decoding.
-    Eval(EvalSettings),
+    /// Measure drafters: real speculative decoding against plain decoding.
+    #[command(
+        after_help = "Example: dflash eval --target Qwen3-8B --draft drafts/qwen3-8b --draft ngram \
+                      --prompts all --output eval\n\
+                      A running server: dflash eval --endpoint http://localhost:8000/v1 --prompts gsm8k"
+    )]
+    Eval(Box<EvalSettings>),
     /// Write a drafter in the layout and type that an engine reads, and check it.
     Export(ExportSettings),
     /// Show a training run as one page: curves, settings, checkpoints.

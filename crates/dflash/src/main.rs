@@ -16,6 +16,9 @@ fn main() {
         Command::Prepare(settings) => {
             run_here(&line, |stop| commands::prepare::run(settings, stop))
         }
+        Command::Eval(settings) if settings.endpoint.is_some() => {
+            run_here(&line, |stop| commands::eval::run(settings, stop))
+        }
         Command::Report(settings) => run_here(&line, |_| commands::report::run(settings)),
         Command::Push(settings) => run_here(&line, |stop| commands::push::run(settings, stop)),
         Command::Demo(settings) => run_here(&line, |stop| commands::demo::run(settings, stop)),

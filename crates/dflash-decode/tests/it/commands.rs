@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use crate::models::{draft_config, random_draft, save_target};
 use dflash_decode::{
-    Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, Sampling, evaluate,
-    regenerate,
+    DraftSource, Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, Sampling,
+    evaluate, regenerate,
 };
 use dflash_identity::file_digest;
 use dflash_model::objective::DraftVocabulary;
@@ -17,18 +17,18 @@ use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-static GO: AtomicBool = AtomicBool::new(false);
+pub(crate) static GO: AtomicBool = AtomicBool::new(false);
 const F32: TargetOptions = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
 const WORDS: [&str; 12] =
     ["<unk>", "<eos>", "user", "assistant", "a", "b", "c", "d", "e", "f", "g", "<mask>"];
 
 /// A directory with a target, a draft and prompts.
-struct Place {
+pub(crate) struct Place {
     dir: tempfile::TempDir,
 }
 
 impl Place {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap() };
         let (target_dir, draft_dir) = (place.path("target"), place.path("draft"));
         let mut config = TargetConfig::qwen3(32, 2, WORDS.len() as i64);
@@ -42,29 +42,25 @@ impl Place {
         place
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    fn write(&self, name: &str, text: &str) -> PathBuf {
+    pub(crate) fn write(&self, name: &str, text: &str) -> PathBuf {
         fs::write(self.path(name), text).unwrap();
         self.path(name)
     }
 
-    fn settings(&self, prompts: &Path) -> EvalSettings {
+    pub(crate) fn settings(&self, prompts: &Path) -> EvalSettings {
         EvalSettings {
-            target: "target".into(),
-            draft: "draft".into(),
-            prompts: prompts.into(),
+            target: Some("target".into()),
+            draft: vec!["draft".into()],
+            prompts: vec![prompts.display().to_string()],
             max_new_tokens: 20,
-            limit: None,
             json: Some(self.path("report.json")),
-            temperature: 0.0,
-            seed: 0,
-            tie_tolerance: None,
-            allow_other_target: false,
             device: Asked::Cpu,
             dtype: Dtype::Float32,
+            ..EvalSettings::default()
         }
     }
 
@@ -72,12 +68,18 @@ impl Place {
         self.evaluate_with(&self.settings(prompts), &GO)
     }
 
-    fn evaluate_with(
+    pub(crate) fn evaluate_with(
         &self,
         settings: &EvalSettings,
         stop: &AtomicBool,
     ) -> Result<EvalReport, Error> {
-        evaluate(settings, (&self.path("target"), &self.path("draft")), stop)
+        let source = |name: &String| match name.as_str() {
+            "none" => DraftSource::None,
+            "ngram" => DraftSource::Ngram,
+            name => DraftSource::Trained { name: name.into(), dir: self.path(name) },
+        };
+        let sources: Vec<DraftSource> = settings.draft.iter().map(source).collect();
+        evaluate(settings, (&self.path("target"), &sources), stop)
     }
 
     fn regeneration(&self, data: &Path, output: &str) -> RegenerateSettings {
@@ -139,7 +141,7 @@ fn write_tokenizer(dir: &Path) {
     fs::write(dir.join("tokenizer_config.json"), config.to_string()).unwrap();
 }
 
-const PROMPTS: &str = r#"{"question": "a b c", "answer": "d"}
+pub(crate) const PROMPTS: &str = r#"{"question": "a b c", "answer": "d"}
 {"turns": ["a", "b b"]}
 {"messages": [{"role": "user", "content": "e f"}, {"role": "assistant", "content": "g"}]}
 {"input_ids": [2, 4, 3, 5, 6], "loss_mask": [0, 0, 0, 1, 1]}
@@ -175,16 +177,23 @@ fn eval_keeps_its_report_beside_a_run_s_checkpoint_alone() {
     fs::create_dir(place.path("run")).unwrap();
     fs::rename(place.path("draft"), &checkpoint.dir).unwrap();
     let settings = EvalSettings { json: None, ..place.settings(&prompts) };
-    let measure = |dir: &Path| evaluate(&settings, (&place.path("target"), dir), &GO).unwrap();
+    let measure = |dir: &Path| {
+        let draft = DraftSource::Trained { name: "draft".into(), dir: dir.into() };
+        evaluate(&settings, (&place.path("target"), &[DraftSource::Ngram, draft]), &GO).unwrap()
+    };
     let report = measure(&checkpoint.dir);
     let kept = checkpoint.evaluations().unwrap();
     let weights = file_digest(&checkpoint.dir.join("model.safetensors")).unwrap();
     assert_eq!(kept.len(), 1);
     assert_eq!(kept[0].draft_weights.as_ref(), Some(&weights));
-    assert_eq!(kept[0].target_identity.as_ref(), Some(&report.target_identity));
+    assert_eq!(kept[0].target_identity, report.target_identity);
     assert_eq!((kept[0].responses, &kept[0].prompts), (report.responses, &prompts));
-    assert_eq!(kept[0].acceptance, report.acceptance);
-    assert_eq!(kept[0].lossless.as_ref().unwrap().identical, report.lossless.unwrap().identical);
+    // Plain decoding, look-up, and the draft, which alone has weights.
+    let measured = &report.results[2];
+    assert_eq!(Some(kept[0].acceptance.acceptance_length), measured.figures.acceptance_length);
+    assert_eq!(Some(kept[0].tokens_per_second.speed_up), measured.figures.speed_up);
+    let lossless = measured.lossless.as_ref().unwrap();
+    assert_eq!(kept[0].lossless.as_ref().unwrap().identical, lossless.identical);
     assert_eq!(RunDir::at(place.path("run")).checkpoints().unwrap().len(), 1);
     // Measured again it is one report; a directory of somebody else's stays as it is.
     measure(&checkpoint.dir);
@@ -219,7 +228,7 @@ fn eval_uses_the_vocabulary_of_a_pruned_draft() {
 fn a_report_of_a_changed_text_fails() {
     let place = Place::new();
     let mut report = place.evaluate(&place.write("prompts.jsonl", PROMPTS)).unwrap();
-    let lossless = report.lossless.as_mut().unwrap();
+    let lossless = report.results[1].lossless.as_mut().unwrap();
     lossless.record(Some(dflash_decode::Difference {
         response: 0,
         position: 3,
@@ -265,7 +274,7 @@ fn sampled_texts_are_not_compared_but_counted() {
     let prompts = place.write("prompts.jsonl", PROMPTS);
     let run = |seed| {
         let settings = place.settings(&prompts);
-        let settings = EvalSettings { temperature: 1.5, seed, limit: Some(1), ..settings };
+        let settings = EvalSettings { temperature: vec![1.5], seed, limit: Some(1), ..settings };
         place.evaluate_with(&settings, &GO).unwrap()
     };
     let report = run(1);

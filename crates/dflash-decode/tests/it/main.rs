@@ -4,3 +4,4 @@ mod commands;
 mod decoding;
 mod engine;
 mod models;
+mod side_by_side;

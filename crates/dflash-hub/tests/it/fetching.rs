@@ -269,3 +269,21 @@ fn a_split_is_its_parquet_files_in_order() {
     let text = fetch("some/data@main", "train").unwrap_err();
     assert!(text.contains("no such repository"), "{text}");
 }
+
+#[test]
+fn a_file_of_a_dataset_is_fetched_alone_and_found_in_the_cache() {
+    let (server, cache) = world();
+    let hub = at(&server, cache.path());
+    let go = AtomicBool::new(false);
+    let fetch = |hub: &Hub, file: &str| {
+        hub.dataset_file("some/raw", file, &go).map_err(|error| error.to_string())
+    };
+    let missing = fetch(&offline(&hub), "data.csv").unwrap_err();
+    assert!(missing.contains("the dataset some/raw") && missing.contains("NAME=FILE"), "{missing}");
+    let path = fetch(&hub, "data.csv").unwrap();
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "x");
+    assert!(path.to_str().unwrap().contains(COMMIT), "{}", path.display());
+    assert_eq!(fetch(&offline(&hub), "data.csv").unwrap(), path);
+    let missing = fetch(&hub, "other.csv").unwrap_err();
+    assert!(missing.contains("the repository has no other.csv"), "{missing}");
+}

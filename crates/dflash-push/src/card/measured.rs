@@ -67,17 +67,14 @@ fn identical(report: &Evaluation) -> String {
 
 /// How a row was measured, and its slots.
 fn details(report: &Evaluation) -> String {
-    let way = match report.temperature {
-        0.0 => "greedy".to_owned(),
-        temperature => format!("temperature {temperature}"),
-    };
     let slots = report.acceptance.acceptance_by_slot.iter().enumerate();
     let slots =
         slots.filter_map(|(slot, share)| Some(format!("{slot}: {:.1}%", 100.0 * (*share)?)));
     format!(
-        "- {}: {way}, at most {} tokens an answer, blocks of {}; {}. Share of all steps in which each \
+        "- {}: {}, at most {} tokens an answer, blocks of {}; {}. Share of all steps in which each \
          slot was accepted: {}.\n",
         code(&prompts_name(report)),
+        report.way,
         report.max_new_tokens,
         report.block_size,
         plain(&report.device),

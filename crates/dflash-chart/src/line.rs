@@ -1,59 +1,44 @@
-//! Line charts as SVG inside the page.
+//! Lines over a common axis.
 
 use std::ops::Range;
 
 use plotters::prelude::*;
 
+use crate::{COLORS, SIZE, figure};
+
 /// Most points of a line: a screen shows no more, and a page of many lines stays small.
 const POINTS: usize = 800;
 /// Lines of so few points show the points too; a single point would be invisible.
 const DOTTED: usize = 30;
-const SIZE: (u32, u32) = (560, 280);
-const COLORS: [RGBColor; 5] = [
-    RGBColor(31, 111, 180),
-    RGBColor(214, 98, 28),
-    RGBColor(44, 140, 60),
-    RGBColor(130, 80, 170),
-    RGBColor(110, 110, 110),
-];
 
 /// Named lines over a common axis.
 #[derive(Debug)]
-pub(crate) struct Chart {
-    pub(crate) title: &'static str,
+pub struct Chart {
+    /// What stands above it.
+    pub title: String,
     /// What the horizontal axis counts.
-    pub(crate) axis: &'static str,
+    pub axis: &'static str,
     /// Name and points of each line.
-    pub(crate) lines: Vec<(String, Vec<(f64, f64)>)>,
+    pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
 
 impl Chart {
     /// A chart over steps; lines without points are left out.
-    pub(crate) fn over_steps(title: &'static str, lines: Vec<(&str, Vec<(f64, f64)>)>) -> Self {
+    pub fn over_steps(title: &str, lines: Vec<(&str, Vec<(f64, f64)>)>) -> Self {
         let lines = lines
             .into_iter()
             .filter(|(_, points)| !points.is_empty())
             .map(|(name, points)| (name.to_owned(), points))
             .collect();
-        Self { title, axis: "step", lines }
+        Self { title: title.to_owned(), axis: "step", lines }
     }
 
     /// A figure with its title and legend; nothing when there is no line.
-    pub(crate) fn html(&self) -> String {
+    pub fn html(&self) -> String {
         if self.lines.is_empty() {
             return String::new();
         }
-        let legend: String = self
-            .lines
-            .iter()
-            .zip(COLORS.iter().cycle())
-            .map(|((name, _), RGBColor(r, g, b))| {
-                let name = crate::page::escape(name);
-                format!("<span style=\"color:rgb({r},{g},{b})\">&#9644; {name}</span> ")
-            })
-            .collect();
-        let title = crate::page::escape(self.title);
-        format!("<figure><figcaption><b>{title}</b> {legend}</figcaption>{}</figure>\n", self.svg())
+        figure(&self.title, self.lines.iter().map(|(name, _)| name.as_str()), &self.svg())
     }
 
     fn svg(&self) -> String {
@@ -122,7 +107,7 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 }
 
 /// A number as an axis shows it.
-pub(crate) fn number(value: f64) -> String {
+pub fn number(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),
         1e6.. => format!("{:.4}M", value / 1e6).replace(".0000", ""),

@@ -1,0 +1,154 @@
+//! The figures of one set, way and draft, from its answers.
+
+use serde::{Deserialize, Serialize};
+
+use crate::answer::{Answer, Verification};
+use crate::speed::{DECODE, WHOLE, median, ratio, total_rate};
+
+/// What is known only of all answers together.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Whole {
+    /// Seconds from the first request to the last answer, where several were made at a time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+    /// Verify steps of all answers, where those of each are not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verification: Option<Verification>,
+}
+
+/// What was measured; `None` where the way to decode, or the server, does not tell.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Figures {
+    /// Tau over all steps: tokens by verify steps.
+    pub acceptance_length: Option<f64>,
+    /// Tau as papers report it: the mean over answers of each one's tokens by its steps.
+    pub acceptance_length_per_response: Option<f64>,
+    /// Share of all steps in which each slot was accepted, the anchor's first (null).
+    pub acceptance_by_slot: Vec<Option<f64>>,
+    /// All tokens by all seconds, prompts included; with several answers at a time by the seconds
+    /// from the first request to the last answer.
+    pub tokens_per_second: Option<f64>,
+    /// Tokens after the first by the seconds after it, summed over answers.
+    pub decode_tokens_per_second: Option<f64>,
+    /// `tokens_per_second` by that of plain decoding.
+    pub speed_up: Option<f64>,
+    /// `decode_tokens_per_second` by that of plain decoding.
+    pub decode_speed_up: Option<f64>,
+    /// Seconds from the prompt to the first token, mean over answers.
+    pub time_to_first_token_s: Option<f64>,
+    /// The same, median.
+    pub median_time_to_first_token_s: Option<f64>,
+}
+
+impl Figures {
+    /// Figures of `answers` and what is known of the `whole`, against `plain` ones, if there are any.
+    pub(crate) fn of(
+        (answers, whole): (&[&Answer], &Whole),
+        plain: Option<(&[&Answer], &Whole)>,
+    ) -> Self {
+        let alone = Self::alone(answers, whole);
+        let plain = plain.map(|(answers, whole)| Self::alone(answers, whole));
+        let against = |of: fn(&Self) -> Option<f64>| ratio(of(&alone)?, of(plain.as_ref()?)?);
+        Self {
+            speed_up: against(|figures| figures.tokens_per_second),
+            decode_speed_up: against(|figures| figures.decode_tokens_per_second),
+            ..alone
+        }
+    }
+
+    fn alone(answers: &[&Answer], whole: &Whole) -> Self {
+        if answers.is_empty() {
+            return Self::default();
+        }
+        let each: Vec<&Verification> =
+            answers.iter().filter_map(|answer| answer.verification.as_ref()).collect();
+        let verification =
+            whole.verification.clone().unwrap_or_else(|| Verification::sum(each.iter().copied()));
+        let lengths: Vec<f64> =
+            each.iter().filter_map(|verification| verification.acceptance_length()).collect();
+        let tokens: usize = answers.iter().map(|answer| answer.tokens).sum();
+        let first = || answers.iter().map(|answer| answer.first_token_s);
+        Self {
+            acceptance_length: verification.acceptance_length(),
+            acceptance_length_per_response: mean(lengths.iter().copied()),
+            acceptance_by_slot: verification.acceptance_by_slot(),
+            tokens_per_second: Some(match whole.seconds {
+                Some(seconds) => tokens as f64 / seconds.max(1e-9),
+                None => total_rate(answers.iter().copied(), WHOLE),
+            }),
+            decode_tokens_per_second: Some(total_rate(answers.iter().copied(), DECODE)),
+            speed_up: None,
+            decode_speed_up: None,
+            time_to_first_token_s: mean(first()),
+            median_time_to_first_token_s: median(first().collect()),
+        }
+    }
+
+    /// Every figure that is known, by its name in CSV and JSON; those by slot with the slot's number.
+    pub fn named(&self) -> Vec<(String, f64)> {
+        let single = [
+            ("acceptance_length", self.acceptance_length),
+            ("acceptance_length_per_response", self.acceptance_length_per_response),
+            ("speed_up", self.speed_up),
+            ("decode_speed_up", self.decode_speed_up),
+            ("tokens_per_second", self.tokens_per_second),
+            ("decode_tokens_per_second", self.decode_tokens_per_second),
+            ("time_to_first_token_s", self.time_to_first_token_s),
+            ("median_time_to_first_token_s", self.median_time_to_first_token_s),
+        ];
+        let single = single.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let slots = self.acceptance_by_slot.iter().enumerate();
+        let slots = slots.map(|(slot, share)| (format!("acceptance_slot_{slot}"), *share));
+        single.chain(slots).filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+}
+
+/// The mean; `None` of nothing.
+pub(crate) fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
+    (count > 0).then(|| sum / f64::from(count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(tokens: usize, first_token_s: f64, total_s: f64, accepted: &[usize]) -> Answer {
+        let verification = (!accepted.is_empty()).then(|| Verification::of(accepted, 4));
+        Answer { tokens, first_token_s, total_s, verification, ..Answer::default() }
+    }
+
+    #[test]
+    fn figures_follow_from_answers_alone() {
+        let drafted = [answer(9, 0.5, 2.5, &[3, 0, 0]), answer(4, 1.5, 2.5, &[2])];
+        let plain = [answer(9, 0.5, 4.5, &[]), answer(4, 0.5, 5.5, &[])];
+        let (drafted, plain): (Vec<_>, Vec<_>) = (drafted.iter().collect(), plain.iter().collect());
+        let none = Whole::default();
+        let figures = Figures::of((&drafted, &none), Some((&plain, &none)));
+        assert_eq!(figures.acceptance_length, Some(1.0 + 5.0 / 4.0));
+        assert_eq!(figures.acceptance_length_per_response, Some((2.0 + 3.0) / 2.0));
+        assert_eq!(figures.acceptance_by_slot, [None, Some(0.5), Some(0.5), Some(0.25)]);
+        assert_eq!(figures.tokens_per_second, Some(13.0 / 5.0));
+        assert_eq!(figures.speed_up, Some(2.0));
+        // 8 + 3 tokens in 2 + 1 seconds against 4 + 5.
+        assert!((figures.decode_speed_up.unwrap() - 3.0).abs() < 1e-12);
+        assert_eq!(figures.time_to_first_token_s, Some(1.0));
+        let names: Vec<String> = figures.named().into_iter().map(|(name, _)| name).collect();
+        assert!(names.contains(&"acceptance_slot_3".to_owned()), "{names:?}");
+        let plain = Figures::of((&plain, &none), None);
+        assert_eq!((plain.acceptance_length, plain.speed_up), (None, None));
+        assert_eq!(Figures::of((&[], &none), None), Figures::default());
+    }
+
+    #[test]
+    fn what_is_known_of_the_whole_alone_counts() {
+        let answers = [answer(10, 0.5, 4.0, &[]), answer(10, 0.5, 4.0, &[])];
+        let answers: Vec<_> = answers.iter().collect();
+        let verification = Some(Verification { steps: 4, accepted: 12, accepted_by_slot: vec![] });
+        let whole = Whole { seconds: Some(5.0), verification };
+        let figures = Figures::of((&answers, &whole), None);
+        assert_eq!(figures.tokens_per_second, Some(4.0));
+        assert_eq!(figures.acceptance_length, Some(4.0));
+        assert_eq!(figures.acceptance_length_per_response, None);
+    }
+}

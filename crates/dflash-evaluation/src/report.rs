@@ -1,0 +1,546 @@
+//! The whole of an evaluation: what was measured with what, set by set, and all of the first draft.
+
+use std::collections::{BTreeMap, HashMap};
+
+use dflash_identity::TargetIdentity;
+use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates, SlotCounts, Way};
+use dflash_settings::NO_DRAFT;
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::answer::{Answer, Verification};
+use crate::baseline::Comparison;
+use crate::bootstrap::spread;
+use crate::figures::{Figures, Whole};
+use crate::lossless::{Difference, Lossless};
+use crate::speed::{DECODE, Speed, WHOLE};
+
+/// One set, answered in one way by one draft.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// Name of the set.
+    pub set: String,
+    /// How.
+    #[serde(flatten)]
+    pub way: Way,
+    /// Name of the draft; `none` is plain decoding.
+    pub draft: String,
+    /// Answers made.
+    pub responses: usize,
+    /// Their tokens.
+    pub tokens: usize,
+    /// What follows from them.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// Standard error of each figure, by its name: the spread of 500 bootstrap draws of the answers.
+    pub noise: BTreeMap<String, f64>,
+    /// Comparison with plain greedy decoding; `None` when sampling, where texts differ by chance, and
+    /// of servers, which do not show their logits.
+    #[serde(default)]
+    pub lossless: Option<Lossless>,
+    /// What is known only of all answers together.
+    #[serde(default)]
+    pub whole: Whole,
+    /// The answers.
+    pub answers: Vec<Answer>,
+}
+
+/// A draft that took part.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct DraftFacts {
+    /// Its name in tables.
+    pub label: String,
+    /// What the user called it.
+    pub name: String,
+    /// Slots of a block, the anchor's included; `None` where not known.
+    pub block_size: Option<usize>,
+    /// Tokens that it can propose, where these are not all of the target's.
+    pub vocabulary: Option<usize>,
+    /// Digest of the file of its weights; `None` where it has none, or they are in shards.
+    pub weights: Option<String>,
+}
+
+/// A set of prompts that was answered.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct SetFacts {
+    /// Its name.
+    pub name: String,
+    /// Its name in tables.
+    pub title: String,
+    /// Where its rows came from: a file, or a repository with configuration and split.
+    pub source: String,
+    /// The repository's commit, where there is one.
+    pub revision: Option<String>,
+    /// Rows read.
+    pub rows: usize,
+    /// Rows left out because prompt and answer exceed the target's context.
+    pub skipped: usize,
+}
+
+/// High-water marks of memory, MiB; `None` where not known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Memory {
+    /// Resident memory of the process.
+    pub process_mib: Option<f64>,
+    /// What tensors have taken on the GPU.
+    pub device_mib: Option<f64>,
+}
+
+/// What an evaluation was made with.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Facts {
+    /// The target's directory, or what a server calls it.
+    pub target: String,
+    /// Which model that is; `None` of a server, which does not tell.
+    pub target_identity: Option<TargetIdentity>,
+    /// The server that was measured, and its kind.
+    pub endpoint: Option<String>,
+    /// The drafts, in the order of the command line.
+    pub drafts: Vec<DraftFacts>,
+    /// The sets, in the same order.
+    pub sets: Vec<SetFacts>,
+    /// Longest answer, in tokens.
+    pub max_new_tokens: usize,
+    /// Seed of the samples.
+    pub seed: u64,
+    /// Device and precision, and CPU threads; empty of servers.
+    pub device: String,
+    /// Peak memory.
+    pub memory: Memory,
+}
+
+/// Everything an evaluation found. On its top level is the first draft over all sets, in the first way.
+#[allow(missing_docs, reason = "settings under their own names")]
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct EvalReport {
+    pub target: String,
+    /// Which model that is; `None` of a server, which does not tell.
+    pub target_identity: Option<TargetIdentity>,
+    pub draft: String,
+    pub prompts: String,
+    /// Answers made.
+    pub responses: usize,
+    /// Rows left out because prompt and answer exceed the target's context.
+    pub skipped: usize,
+    /// Tokens of all its answers.
+    pub tokens: usize,
+    pub max_new_tokens: usize,
+    /// 0 for greedy decoding.
+    pub temperature: f64,
+    /// Slots of a block, the anchor's included; `None` where a server does not tell.
+    pub block_size: Option<usize>,
+    /// Tokens that a draft with a pruned vocabulary can say; `None` when it says all.
+    pub draft_vocabulary: Option<usize>,
+    /// Device and precision, and CPU threads.
+    pub device: String,
+    /// Verify steps.
+    pub steps: u64,
+    /// What the target accepted: the figures of a validation.
+    #[serde(flatten)]
+    pub acceptance: AcceptanceFigures,
+    /// Every slot after the anchor.
+    pub slots: Vec<SlotCounts>,
+    /// Speed from the prompt to the last token.
+    pub tokens_per_second: Speed,
+    /// Speed after the first token.
+    pub decode_tokens_per_second: Speed,
+    /// Comparison with plain greedy decoding.
+    pub lossless: Option<Lossless>,
+    /// Seed of the samples.
+    pub seed: u64,
+    /// The server that was measured, and its kind.
+    pub endpoint: Option<String>,
+    pub memory: Memory,
+    pub drafts: Vec<DraftFacts>,
+    pub sets: Vec<SetFacts>,
+    /// Each set, way and draft.
+    pub results: Vec<Measured>,
+    /// What is kept of each trained draft, set and way, for publication.
+    pub evaluations: Vec<Evaluation>,
+    /// Against an earlier report.
+    pub comparison: Option<Comparison>,
+}
+
+impl Measured {
+    /// Of `answers` to `set`; `plain` are those of plain decoding in the same way, if it was measured.
+    pub fn new(
+        (set, way, draft): (&str, Way, &str),
+        (answers, whole): (Vec<Answer>, Whole),
+        lossless: Option<Lossless>,
+        plain: Option<&Self>,
+    ) -> Self {
+        let mut measured = Self {
+            set: set.to_owned(),
+            way,
+            draft: draft.to_owned(),
+            responses: answers.len(),
+            tokens: answers.iter().map(|answer| answer.tokens).sum(),
+            figures: Figures::default(),
+            noise: BTreeMap::new(),
+            lossless,
+            whole,
+            answers,
+        };
+        let all: Vec<usize> = (0..measured.responses).collect();
+        let pairs = plain.and_then(|plain| Pairs::new(&measured, plain));
+        measured.figures = match (plain, &pairs) {
+            (Some(plain), None) => Figures::of(
+                (&measured.answers.iter().collect::<Vec<_>>(), &measured.whole),
+                Some((&plain.answers.iter().collect::<Vec<_>>(), &plain.whole)),
+            ),
+            _ => measured.figures_of(&all, pairs.as_ref()),
+        };
+        let draws = |drawn: &[usize]| measured.figures_of(drawn, pairs.as_ref()).named();
+        measured.noise = spread(measured.responses, draws);
+        measured.noise.retain(|name, _| !measured.whole.says(name));
+        measured
+    }
+
+    /// Figures of the answers with these indices alone, against the plain answers to the same prompts.
+    pub(crate) fn figures_of(&self, indices: &[usize], pairs: Option<&Pairs<'_>>) -> Figures {
+        let own: Vec<&Answer> = indices.iter().map(|&index| &self.answers[index]).collect();
+        let plain = pairs.map(|pairs| (pairs.of(indices), pairs.whole));
+        let plain = plain.as_ref().map(|(answers, whole)| (answers.as_slice(), *whole));
+        Figures::of((&own, &self.whole), plain)
+    }
+
+    /// Whether this is plain decoding.
+    pub fn is_plain(&self) -> bool {
+        self.draft == NO_DRAFT
+    }
+
+    /// Speed-up as the field's tables have it: of decoding after the first token where answers are
+    /// made one by one, of all tokens by all time where they are not.
+    pub fn table_speed_up(&self) -> Option<f64> {
+        match self.way.concurrency {
+            _ if self.is_plain() => Some(1.0),
+            1 => self.figures.decode_speed_up,
+            _ => self.figures.speed_up,
+        }
+    }
+
+    /// Tau as the field's tables have it: per response, or over all steps where only that is known.
+    pub fn table_tau(&self) -> Option<f64> {
+        self.figures.acceptance_length_per_response.or(self.figures.acceptance_length)
+    }
+}
+
+impl Whole {
+    /// Whether a figure is one of the whole, which no drawing of answers moves.
+    fn says(&self, figure: &str) -> bool {
+        let of_time = ["tokens_per_second", "speed_up"].contains(&figure);
+        (self.seconds.is_some() && of_time)
+            || (self.verification.is_some() && figure.starts_with("acceptance"))
+    }
+}
+
+/// The plain answer to the prompt of each answer.
+#[derive(Debug)]
+pub(crate) struct Pairs<'a> {
+    plain: Vec<&'a Answer>,
+    whole: &'a Whole,
+}
+
+impl<'a> Pairs<'a> {
+    /// `None` where an answer has no counterpart: rows of several turns can end at different ones.
+    pub(crate) fn new(measured: &Measured, plain: &'a Measured) -> Option<Self> {
+        let by_prompt: HashMap<_, _> =
+            plain.answers.iter().map(|answer| ((answer.row, answer.turn), answer)).collect();
+        let of = |answer: &Answer| by_prompt.get(&(answer.row, answer.turn)).copied();
+        let plain_answers = measured.answers.iter().map(of).collect::<Option<Vec<_>>>()?;
+        Some(Self { plain: plain_answers, whole: &plain.whole })
+    }
+
+    fn of(&self, indices: &[usize]) -> Vec<&'a Answer> {
+        indices.iter().map(|&index| self.plain[index]).collect()
+    }
+}
+
+/// Plain decoding of the same set in the same way.
+pub(crate) fn plain_of<'a>(results: &'a [Measured], measured: &Measured) -> Option<&'a Measured> {
+    let same = |other: &&Measured| other.set == measured.set && other.way == measured.way;
+    results.iter().filter(|other| other.is_plain() && !measured.is_plain()).find(same)
+}
+
+impl EvalReport {
+    /// The report of `results`, which are in the order of sets, ways and drafts.
+    pub fn new(facts: Facts, results: Vec<Measured>) -> Self {
+        let first = results.iter().find(|result| !result.is_plain()).or(results.first());
+        let first = first.map(|first| (first.way, first.draft.clone()));
+        let pooled: Vec<&Measured> = results
+            .iter()
+            .filter(|result| first.as_ref() == Some(&(result.way, result.draft.clone())))
+            .collect();
+        let pairs = pairs_of(&results, &pooled);
+        let counts = counts(&pooled);
+        let draft = first.as_ref().map_or("", |(_, draft)| draft.as_str());
+        let draft = facts.drafts.iter().find(|known| known.label == draft);
+        let evaluations =
+            results.iter().filter_map(|result| evaluation(&facts, &results, result)).collect();
+        let names: Vec<&str> = facts.sets.iter().map(|set| set.name.as_str()).collect();
+        Self {
+            draft: draft.map_or(NO_DRAFT, |draft| draft.name.as_str()).to_owned(),
+            prompts: match facts.sets.as_slice() {
+                [only] if only.revision.is_none() => only.source.clone(),
+                _ => names.join(", "),
+            },
+            responses: pooled.iter().map(|one| one.responses).sum(),
+            skipped: facts.sets.iter().map(|set| set.skipped).sum(),
+            tokens: pooled.iter().map(|one| one.tokens).sum(),
+            temperature: first.as_ref().map_or(0.0, |(way, _)| way.temperature),
+            block_size: draft.and_then(|draft| draft.block_size),
+            draft_vocabulary: draft.and_then(|draft| draft.vocabulary),
+            steps: counts.steps(),
+            acceptance: counts.figures(),
+            slots: counts.slots(),
+            tokens_per_second: Speed::of(&pairs, WHOLE),
+            decode_tokens_per_second: Speed::of(&pairs, DECODE),
+            lossless: Lossless::sum(pooled.iter().filter_map(|one| one.lossless.as_ref())),
+            target: facts.target,
+            target_identity: facts.target_identity,
+            evaluations,
+            max_new_tokens: facts.max_new_tokens,
+            device: facts.device,
+            seed: facts.seed,
+            endpoint: facts.endpoint,
+            memory: facts.memory,
+            drafts: facts.drafts,
+            sets: facts.sets,
+            results,
+            comparison: None,
+        }
+    }
+
+    /// Fails when speculative decoding changed a text by more than a tie.
+    ///
+    /// # Errors
+    /// [`Error::NotLossless`].
+    pub fn check(&self) -> Result<(), Error> {
+        let own = self.lossless.iter().filter(|_| self.results.is_empty());
+        let all = self.results.iter().filter_map(|result| result.lossless.as_ref()).chain(own);
+        let all: Vec<&Lossless> = all.collect();
+        let failures = all.iter().map(|lossless| lossless.failures.len()).sum();
+        let responses = all.iter().map(|lossless| lossless.responses).sum();
+        if failures > 0 { Err(Error::NotLossless { failures, responses }) } else { Ok(()) }
+    }
+
+    /// The ways that were measured, in order.
+    pub(crate) fn ways(&self) -> Vec<Way> {
+        let mut ways: Vec<Way> = Vec::new();
+        for result in &self.results {
+            if !ways.contains(&result.way) {
+                ways.push(result.way);
+            }
+        }
+        ways
+    }
+
+    /// The name of a set in tables.
+    pub(crate) fn title<'a>(&'a self, set: &'a str) -> &'a str {
+        self.sets.iter().find(|known| known.name == set).map_or(set, |known| &known.title)
+    }
+}
+
+/// Every answer of `pooled` with the plain one to the same prompt.
+fn pairs_of<'a>(
+    results: &'a [Measured],
+    pooled: &[&'a Measured],
+) -> Vec<(&'a Answer, Option<&'a Answer>)> {
+    let mut all = Vec::new();
+    for measured in pooled {
+        let pairs = plain_of(results, measured).and_then(|plain| Pairs::new(measured, plain));
+        let plain = |index: usize| pairs.as_ref().map(|pairs| pairs.plain[index]);
+        let own = measured.answers.iter().enumerate();
+        all.extend(own.map(|(index, answer)| (answer, plain(index))));
+    }
+    all
+}
+
+/// What is published of a result: `None` of drafts that have no weights, and of answers too short for
+/// a step.
+fn evaluation(facts: &Facts, results: &[Measured], result: &Measured) -> Option<Evaluation> {
+    let draft = facts.drafts.iter().find(|draft| draft.label == result.draft)?;
+    let set = facts.sets.iter().find(|set| set.name == result.set)?;
+    let counts = counts(&[result]);
+    let plain = plain_of(results, result)?;
+    Some(Evaluation {
+        draft_weights: Some(draft.weights.clone()?),
+        target_identity: facts.target_identity.clone(),
+        prompts: set.title.clone().into(),
+        responses: result.responses,
+        tokens: result.tokens,
+        max_new_tokens: facts.max_new_tokens,
+        way: result.way,
+        block_size: draft.block_size?,
+        device: facts.device.clone(),
+        acceptance: (counts.steps() > 0).then(|| counts.figures())?,
+        tokens_per_second: Rates {
+            speculative: result.figures.tokens_per_second?,
+            plain: plain.figures.tokens_per_second?,
+            speed_up: result.figures.speed_up?,
+        },
+        lossless: result.lossless.as_ref().map(|lossless| Identical {
+            responses: lossless.responses,
+            identical: lossless.identical,
+            ties: lossless.ties.iter().map(as_json).collect(),
+            failures: lossless.failures.iter().map(as_json).collect(),
+        }),
+    })
+}
+
+fn as_json(difference: &Difference) -> serde_json::Value {
+    serde_json::to_value(difference).expect("it holds numbers")
+}
+
+/// The verify steps of all `pooled` sets.
+fn counts(pooled: &[&Measured]) -> dflash_run::Acceptance {
+    fn each<'a>(one: &&'a Measured) -> impl Iterator<Item = &'a Verification> {
+        one.answers.iter().filter_map(|answer| answer.verification.as_ref())
+    }
+    let all: Vec<&Verification> = pooled
+        .iter()
+        .flat_map(|one| match &one.whole.verification {
+            Some(whole) => vec![whole],
+            None => each(one).collect(),
+        })
+        .collect();
+    let lengths: Vec<f64> =
+        pooled.iter().flat_map(each).filter_map(Verification::acceptance_length).collect();
+    Verification::sum(all.into_iter()).counts(&lengths)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use dflash_settings::Thinking;
+
+    use super::*;
+
+    pub(crate) const GREEDY: Way =
+        Way { temperature: 0.0, thinking: Thinking::Auto, concurrency: 1 };
+
+    /// A set answered plainly and by a draft that takes `faster` times less time for its tokens.
+    pub(crate) fn two(set: &str, way: Way, faster: f64) -> Vec<Measured> {
+        let answer = |row: usize, speed: f64, drafted: bool| Answer {
+            row,
+            turn: 0,
+            prompt_tokens: 10 * (row + 1),
+            tokens: 11,
+            first_token_s: 0.5,
+            total_s: 0.5 + (10.0 + row as f64) / speed,
+            verification: drafted.then(|| Verification::of(&[3, row % 4, 1], 4)),
+        };
+        let plain: Vec<Answer> = (0..8).map(|row| answer(row, 1.0, false)).collect();
+        let drafted: Vec<Answer> = (0..8).map(|row| answer(row, faster, true)).collect();
+        let none = Whole::default();
+        let plain = Measured::new((set, way, NO_DRAFT), (plain, none.clone()), None, None);
+        let lossless = Some(Lossless { identical: 8, responses: 8, ..Lossless::new(None) });
+        let drafted = Measured::new((set, way, "run"), (drafted, none), lossless, Some(&plain));
+        vec![plain, drafted]
+    }
+
+    pub(crate) fn report(faster: f64) -> EvalReport {
+        let sampled = Way { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
+        let results = [
+            two("gsm8k", GREEDY, faster),
+            two("alpaca", GREEDY, faster / 2.0),
+            two("gsm8k", sampled, faster),
+        ];
+        let set = |name: &str, title: &str| SetFacts {
+            name: name.into(),
+            title: title.into(),
+            source: format!("some/{name}"),
+            revision: Some("1".repeat(40)),
+            rows: 8,
+            skipped: 1,
+        };
+        let facts = Facts {
+            target: "target".into(),
+            drafts: vec![DraftFacts {
+                label: "run".into(),
+                name: "drafts/run".into(),
+                block_size: Some(4),
+                vocabulary: None,
+                weights: Some("d1".into()),
+            }],
+            sets: vec![set("gsm8k", "GSM8K"), set("alpaca", "Alpaca")],
+            max_new_tokens: 11,
+            device: "cpu, float32, 2 threads".into(),
+            ..Facts::default()
+        };
+        EvalReport::new(facts, results.concat())
+    }
+
+    #[test]
+    fn the_top_level_is_the_first_draft_over_all_sets() {
+        let report = report(4.0);
+        assert_eq!((report.responses, report.tokens, report.skipped), (16, 176, 2));
+        assert_eq!((report.draft.as_str(), report.steps), ("drafts/run", 48));
+        assert_eq!(report.block_size, Some(4));
+        let lossless = report.lossless.as_ref().unwrap();
+        assert!(lossless.holds && lossless.responses == 16);
+        let pooled = report.decode_tokens_per_second.speed_up.unwrap();
+        assert!(pooled > 2.0 && pooled < 4.0, "{pooled}");
+        assert_eq!(report.ways().len(), 2);
+        report.check().unwrap();
+    }
+
+    #[test]
+    fn what_is_published_is_of_one_set_and_way_and_of_drafts_with_weights() {
+        let report = report(4.0);
+        let kept = &report.evaluations;
+        let names: Vec<_> = kept.iter().map(|it| (it.prompts.to_str().unwrap(), it.way)).collect();
+        let sampled = Way { temperature: 1.0, thinking: Thinking::On, concurrency: 1 };
+        assert_eq!(names, [("GSM8K", GREEDY), ("Alpaca", GREEDY), ("GSM8K", sampled)]);
+        assert!(kept.iter().all(|it| it.draft_weights.as_deref() == Some("d1")));
+        let figures = &report.results[1].figures;
+        assert_eq!(Some(kept[0].acceptance.acceptance_length), figures.acceptance_length);
+        assert_eq!(Some(kept[0].tokens_per_second.speed_up), figures.speed_up);
+        let plain = &report.results[0].figures;
+        assert_eq!(Some(kept[0].tokens_per_second.plain), plain.tokens_per_second);
+        let weightless = Facts {
+            drafts: vec![DraftFacts { weights: None, ..report.drafts[0].clone() }],
+            sets: report.sets.clone(),
+            ..Facts::default()
+        };
+        assert_eq!(EvalReport::new(weightless, report.results).evaluations, []);
+    }
+
+    #[test]
+    fn a_failure_anywhere_fails_the_report() {
+        let mut report = report(4.0);
+        let lossless = report.results[3].lossless.as_mut().unwrap();
+        lossless.record(Some(crate::Difference {
+            response: 0,
+            position: 0,
+            plain: Some(1),
+            speculative: None,
+            logit_gap: None,
+            tie_tolerance: None,
+        }));
+        let error = report.check().unwrap_err().to_string();
+        assert!(error.contains("1 of 25 answers differ"), "{error}");
+    }
+
+    #[test]
+    fn noise_is_that_of_drawn_answers_and_of_nothing_known_as_a_whole() {
+        let [plain, drafted] = two("s", GREEDY, 4.0).try_into().unwrap();
+        // Every answer is exactly four times as fast after its first token.
+        assert!((drafted.figures.decode_speed_up.unwrap() - 4.0).abs() < 1e-9);
+        assert!(drafted.noise["decode_speed_up"] < 1e-9, "{:?}", drafted.noise);
+        assert!(drafted.noise["acceptance_length"] > 0.01);
+        assert!(!plain.noise.contains_key("acceptance_length"));
+        let whole = Whole { seconds: Some(3.0), verification: None };
+        let way = Way { concurrency: 8, ..GREEDY };
+        let many = Measured::new(("s", way, "run"), (drafted.answers, whole), None, None);
+        assert!(!many.noise.contains_key("tokens_per_second"), "{:?}", many.noise);
+        assert!(many.noise.contains_key("acceptance_length"));
+        assert_eq!(many.table_speed_up(), None);
+    }
+
+    #[test]
+    fn a_way_has_a_name_in_words() {
+        assert_eq!(GREEDY.to_string(), "greedy");
+        let way = Way { temperature: 0.7, thinking: Thinking::Off, concurrency: 8 };
+        assert_eq!(way.to_string(), "temperature 0.7, not thinking, 8 at a time");
+    }
+}

@@ -1,0 +1,239 @@
+//! A report on a terminal.
+
+use std::fmt::{self, Display, Formatter};
+
+use dflash_run::AcceptanceFigures;
+
+use crate::report::EvalReport;
+use crate::table::{self, Table};
+
+impl Display for EvalReport {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.write_facts(f)?;
+        let drafts = self.results.iter().filter(|result| !result.is_plain()).count();
+        if self.results.len() > drafts + 1 || drafts != 1 {
+            for table in table::summary(self) {
+                write!(f, "{table}\n\n")?;
+            }
+            write!(f, "{}\n\n", table::details(self))?;
+        }
+        if drafts > 1 {
+            write!(f, "{}\n\n", table::slots(self))?;
+        }
+        if drafts == 1 {
+            self.write_acceptance(f)?;
+            self.write_speeds(f)?;
+        }
+        self.write_memory(f)?;
+        self.write_lossless(f)?;
+        match &self.comparison {
+            Some(comparison) => {
+                write!(f, "\n{}\n{}\n", table::changes(self, comparison), self.legend())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl EvalReport {
+    fn write_facts(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "target    {}", self.target)?;
+        if let Some(endpoint) = &self.endpoint {
+            writeln!(f, "endpoint  {endpoint}")?;
+        }
+        for draft in &self.drafts {
+            let vocabulary = draft.vocabulary.map_or_else(String::new, |tokens| {
+                format!(", which proposes from {tokens} tokens")
+            });
+            writeln!(f, "draft     {}{vocabulary}", draft.name)?;
+        }
+        for set in &self.sets {
+            let revision =
+                set.revision.as_ref().map_or_else(String::new, |commit| format!(" at {commit}"));
+            let title = if set.title == set.source { "" } else { &set.title };
+            let of = if title.is_empty() { "" } else { " of " };
+            writeln!(
+                f,
+                "prompts   {title}{of}{}{revision}: {} rows; {} skipped",
+                set.source, set.rows, set.skipped
+            )?;
+        }
+        let ways: Vec<String> = self.ways().iter().map(ToString::to_string).collect();
+        writeln!(
+            f,
+            "answers   {} of at most {} tokens, {} in all, {}",
+            self.responses,
+            self.max_new_tokens,
+            self.tokens,
+            ways.join("; ")
+        )?;
+        match self.device.is_empty() {
+            true => writeln!(f),
+            false => writeln!(f, "device    {}\n", self.device),
+        }
+    }
+
+    fn write_acceptance(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let AcceptanceFigures { acceptance_length, acceptance_length_per_response, .. } =
+            self.acceptance;
+        writeln!(f, "acceptance length (tau)")?;
+        writeln!(f, "  per step         {acceptance_length:7.3}   {} steps", self.steps)?;
+        if acceptance_length_per_response > 0.0 {
+            write!(f, "  per response     {acceptance_length_per_response:7.3}")?;
+            match self.block_size {
+                Some(block_size) => writeln!(f, "   block {block_size}")?,
+                None => writeln!(f)?,
+            }
+        }
+        writeln!(f)?;
+        if self.slots.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "slot       reached  accepted   of reached   of all steps")?;
+        for (slot, of_all) in
+            self.slots.iter().zip(self.acceptance.acceptance_by_slot.iter().skip(1))
+        {
+            writeln!(
+                f,
+                "{:8} {:9} {:9} {:11.1}% {:13.1}%",
+                slot.slot,
+                slot.reached,
+                slot.accepted,
+                100.0 * slot.conditional_acceptance,
+                100.0 * of_all.unwrap_or_default()
+            )?;
+        }
+        writeln!(f)
+    }
+
+    fn write_speeds(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "tokens per second      speculative      plain   speed-up")?;
+        let (whole, decode) = (&self.tokens_per_second, &self.decode_tokens_per_second);
+        let rows = [
+            ("with prompt", whole.speculative, whole.plain, whole.speed_up),
+            ("  median", whole.median_speculative, whole.median_plain, whole.median_speed_up),
+            ("after first token", decode.speculative, decode.plain, decode.speed_up),
+            ("  median", decode.median_speculative, decode.median_plain, decode.median_speed_up),
+        ];
+        for (name, speculative, plain, speed_up) in rows {
+            let plain = plain.map_or("-".into(), |plain| format!("{plain:.1}"));
+            let speed_up = speed_up.map_or("-".into(), |speed_up| format!("{speed_up:.2}x"));
+            writeln!(f, "{name:20} {speculative:13.1} {plain:>10} {speed_up:>10}")?;
+        }
+        let first = |plain: bool| {
+            let of = self.results.iter().find(|one| one.is_plain() == plain);
+            of.and_then(|one| one.figures.median_time_to_first_token_s)
+        };
+        let shown = |seconds: Option<f64>| {
+            seconds.map_or("-".into(), |seconds| format!("{:.1}", 1e3 * seconds))
+        };
+        writeln!(
+            f,
+            "first token, ms      {:>13} {:>10}   (median)\n",
+            shown(first(false)),
+            shown(first(true))
+        )
+    }
+
+    fn write_memory(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let process = self.memory.process_mib.map(|mib| format!("process {mib:.0} MiB"));
+        let device = self.memory.device_mib.map(|mib| format!("device {mib:.0} MiB"));
+        let parts: Vec<String> = process.into_iter().chain(device).collect();
+        match parts.is_empty() {
+            true => Ok(()),
+            false => writeln!(f, "peak memory  {}\n", parts.join(", ")),
+        }
+    }
+
+    fn write_lossless(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if self.endpoint.is_some() {
+            return writeln!(f, "lossless  not compared: servers do not show their logits");
+        }
+        if self.drafts.is_empty() {
+            return writeln!(f, "lossless  nothing to compare: plain decoding alone");
+        }
+        let all = || self.results.iter().filter(|one| one.lossless.is_some());
+        if all().next().is_none() {
+            return writeln!(f, "lossless  not compared: sampled texts differ by chance");
+        }
+        let many = all().count() > 1;
+        for one in all() {
+            let Some(lossless) = &one.lossless else { continue };
+            let name = if many { format!(" ({}, {})", one.set, one.draft) } else { String::new() };
+            writeln!(
+                f,
+                "lossless  {}: {} of {} answers identical to plain greedy decoding, {} tied, \
+                 {} differ{name}",
+                if lossless.holds { "yes" } else { "NO" },
+                lossless.identical,
+                lossless.responses,
+                lossless.ties.len(),
+                lossless.failures.len()
+            )?;
+            let ties = lossless.ties.iter().map(|tie| ("tie", tie));
+            let failures = lossless.failures.iter().map(|failure| ("DIFFERS", failure));
+            for (kind, difference) in ties.chain(failures) {
+                writeln!(f, "  {kind}: {difference}")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the comparison's columns mean.
+    pub(crate) fn legend(&self) -> String {
+        let Some(comparison) = &self.comparison else { return String::new() };
+        let unmatched = match comparison.unmatched {
+            0 => String::new(),
+            count => format!(" {count} results have no counterpart there."),
+        };
+        format!(
+            "Noise is the standard error of the change, by 500 bootstrap draws of the answers, the \
+             same prompts drawn for both where both answered the same. Up and down are changes of \
+             2 times that or more.{unmatched}"
+        )
+    }
+}
+
+impl Display for Table {
+    /// Columns as wide as their longest cell, text to the left and numbers to the right.
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let length = |text: &String| text.chars().count();
+        let width = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column)).map(length).max();
+            cells.unwrap_or_default().max(length(&self.columns[column]))
+        };
+        let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
+        write!(f, "{}", self.title)?;
+        for row in std::iter::once(&self.columns).chain(&self.rows) {
+            let mut line = String::new();
+            for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+                match column < self.text_columns {
+                    true => line += &format!("{cell:width$}  "),
+                    false => line += &format!("{cell:>width$}  "),
+                }
+            }
+            write!(f, "\n{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::report::tests::report;
+
+    #[test]
+    fn the_terminal_shows_the_fields_table_and_every_proof() {
+        let text = report(4.0).to_string();
+        for line in [
+            "target    target\n",
+            "draft     drafts/run\n",
+            "prompts   GSM8K of some/gsm8k at 1111111111111111111111111111111111111111: 8 rows; 1 skipped\n",
+            "Speed-up and tau, greedy\nset     baseline  run speed-up   tau\nGSM8K      1.00x         4.00x  2.83\n",
+            "Acceptance by position",
+            "lossless  yes: 8 of 8 answers identical to plain greedy decoding, 0 tied, 0 differ (alpaca, run)\n",
+        ] {
+            assert!(text.contains(line), "{line}\n---\n{text}");
+        }
+    }
+}
