@@ -56,9 +56,15 @@ impl Server {
 
     /// A server whose stderr is given.
     pub(crate) fn speaking(dir: &str, stderr: Stdio) -> Self {
-        let port_file = PathBuf::from(format!("{dir}/port"));
+        let line = format!("hidden-server {} --target-layer-ids 2 3 5 6", target());
+        Self::running(&line, &format!("{dir}/port"), stderr)
+    }
+
+    /// A server that tells its port in the file `port_file`.
+    fn running(line: &str, port_file: &str, stderr: Stdio) -> Self {
+        let port_file = PathBuf::from(port_file);
         let child = Command::new(path())
-            .args(["hidden-server", &target(), "--target-layer-ids", "2", "3", "5", "6"])
+            .args(line.split_whitespace())
             .args(["--port", "0", "--port-file"])
             .arg(&port_file)
             .stderr(stderr)
@@ -139,6 +145,31 @@ fn conversations_become_a_measured_drafter() {
     assert!(report["acceptance_length"].as_f64().unwrap() >= 1.0, "{report}");
     assert_eq!(report["lossless"]["holds"], true, "{report}");
     check_bench(&drafts, &prompts);
+    check_served(&dir, &drafts, &report);
+}
+
+/// A server of the same drafter is measured to accept what was accepted here.
+fn check_served(dir: &str, drafts: &str, here: &Value) {
+    let line = format!("serve --target {} --draft {drafts}", target());
+    let server = Server::running(&line, &format!("{dir}/serve-port"), Stdio::null());
+    let (endpoint, prompts) = (server.endpoint(), demo().join("prompts.jsonl"));
+    let prompts = prompts.display();
+    let served = format!("{dir}/served.json");
+    let asked = format!("--prompts {prompts} --max-new-tokens 24 --concurrency 1,3");
+    dflash(&format!("eval --endpoint {endpoint} {asked} --json {served}")).ok();
+    let served: Value = serde_json::from_str(&fs::read_to_string(served).unwrap()).unwrap();
+    for result in served["results"].as_array().unwrap() {
+        assert_eq!(
+            [&result["responses"], &result["tokens"]],
+            [&here["responses"], &here["tokens"]]
+        );
+        let [own, counted] = [here, result].map(|it| it["acceptance_length"].as_f64().unwrap());
+        // Sums of several rows round differently; a near tie may fall otherwise.
+        assert!((own - counted).abs() < 0.03 * own, "{own} here, {counted} by the server");
+    }
+    assert_eq!(served["results"].as_array().unwrap().len(), 2, "{served}");
+    let sampled = format!("--prompts {prompts} --max-new-tokens 8 --limit 2 --temperature 1");
+    dflash(&format!("eval --endpoint {endpoint} {sampled}")).ok();
 }
 
 /// What the bench prints follows from what it measured, and the answers are the same both ways.
