@@ -168,7 +168,7 @@ async fn serve_prompt(
     let limit = BODY_ROOM + TOKEN_ROOM * facts.max_model_len;
     let length = announced_length(request.headers()).unwrap_or(limit);
     if length > limit {
-        return Err(Refusal::BodyTooLarge { limit });
+        return Err(put_off(Refusal::BodyTooLarge { limit }, client, request).await);
     }
     client.served();
     // First the place, then the body, so that uploads count against the queue.

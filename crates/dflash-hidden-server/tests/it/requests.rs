@@ -93,6 +93,15 @@ fn a_body_beyond_any_context_is_refused_by_its_announced_length() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_still_sends_too_long_a_body_sees_why_it_is_refused() {
+    let server = Running::start(config());
+    for _ in 0..10 {
+        let (status, error) = refusal(server.post("1".repeat(8 << 20)).await).await;
+        assert_eq!(status, 413, "{error}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn other_models_paths_and_methods_are_refused() {
     let server = Running::start(config());
     let body = json!({"input_ids": [1], "model": "Qwen/Qwen3-8B"}).to_string();
