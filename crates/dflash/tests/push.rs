@@ -54,7 +54,7 @@ fn the_card_tells_what_the_run_recorded_and_nothing_of_this_machine() {
     for part in [
         "base_model: some/target\n",
         "datasets:\n- openai/gsm8k\n",
-        "| test.jsonl | 12 | 900 | 3.250 | 3.500 | 100.0 | 150.0 | 1.50x | 12 of 12 |",
+        "| test.jsonl | greedy | 12 | 900 | 3.250 | 3.500 | 100.0 | 150.0 | 1.50x | 12 of 12 |",
         "| lr | 0.0006 |",
         "| supervised tokens | 355994 |",
         "| dropped: empty | 3 |",
@@ -120,7 +120,7 @@ fn a_drafter_that_was_never_evaluated_takes_a_word() {
     assert!(world.pushed_card().contains("**Nothing.** This drafter was published without"));
     std::fs::write(world.path("report.json"), &report).unwrap();
     world.push(&format!("{named} report.json"));
-    assert!(world.pushed_card().contains("| test.jsonl | 12 |"));
+    assert!(world.pushed_card().contains("| test.jsonl | greedy | 12 |"));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What the Hub reads of a card: <https://huggingface.co/docs/hub/model-cards>.
 
-use dflash_run::Evaluation;
+use dflash_run::{Evaluation, Way};
 use serde_json::{Map, Value, json};
 
 use super::measured::prompts_name;
@@ -54,7 +54,11 @@ impl Card<'_> {
 
 /// An evaluation as an entry of the index.
 fn result(report: &Evaluation) -> Value {
-    let name = prompts_name(report);
+    let prompts = prompts_name(report);
+    let name = match report.way == Way::default() {
+        true => prompts.clone(),
+        false => format!("{prompts}, {}", report.way),
+    };
     let metric = |kind: &str, name: &str, value: f64| {
         let value = (value * DECIMALS).round() / DECIMALS;
         json!({"type": kind, "name": name, "value": value, "verified": false})
@@ -73,7 +77,7 @@ fn result(report: &Evaluation) -> Value {
     let metrics: Vec<Value> = finite.map(|(kind, name, value)| metric(kind, name, value)).collect();
     json!({
         "task": {"type": "text-generation", "name": "Speculative decoding"},
-        "dataset": {"type": slug(&name), "name": name},
+        "dataset": {"type": slug(&prompts), "name": name},
         "metrics": metrics,
     })
 }

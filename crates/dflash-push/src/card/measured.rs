@@ -22,9 +22,9 @@ impl Card<'_> {
              by turns. The acceptance length is the number of tokens per verify step, the target's own \
              included, over all steps and as the mean over answers. Speeds are of the machine that \
              each row names.\n\n\
-             | prompts | answers | tokens | acceptance length | mean over answers | plain, tokens/s | \
+             | prompts | way | answers | tokens | acceptance length | mean over answers | plain, tokens/s | \
              speculative, tokens/s | speed-up | texts equal to plain decoding |\n\
-             |---|---|---|---|---|---|---|---|---|\n",
+             |---|---|---|---|---|---|---|---|---|---|\n",
         );
         self.evidence.iter().for_each(|report| text.push_str(&row(report)));
         text.push('\n');
@@ -41,8 +41,9 @@ impl Card<'_> {
 fn row(report: &Evaluation) -> String {
     let (acceptance, speed) = (&report.acceptance, &report.tokens_per_second);
     format!(
-        "| {} | {} | {} | {:.3} | {:.3} | {:.1} | {:.1} | {:.2}x | {} |\n",
+        "| {} | {} | {} | {} | {:.3} | {:.3} | {:.1} | {:.1} | {:.2}x | {} |\n",
         plain(&prompts_name(report)),
+        report.way,
         report.responses,
         report.tokens,
         acceptance.acceptance_length,

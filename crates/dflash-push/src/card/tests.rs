@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use dflash_identity::TargetIdentity;
-use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates};
-use dflash_settings::PushSettings;
+use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates, Way};
+use dflash_settings::{PushSettings, Thinking};
 use serde_json::json;
 
 use super::*;
@@ -78,7 +78,7 @@ fn figures_stand_as_they_were_measured() {
             "  - task:\n      type: text-generation\n",
             "    dataset:\n      type: gsm8k_test\n      name: gsm8k_test.jsonl\n",
             "    - type: acceptance_length\n      name: Tokens per verify step\n      value: 3.432\n",
-            "| gsm8k_test.jsonl | 100 | 9000 | 3.432 | 3.500 | 438.0 | 473.0 | 1.08x | 99 of 100, 1 tied |",
+            "| gsm8k_test.jsonl | greedy | 100 | 9000 | 3.432 | 3.500 | 438.0 | 473.0 | 1.08x | 99 of 100, 1 tied |",
             "greedy, at most 220 tokens an answer, blocks of 8; cpu, float32, 2 threads.",
             "accepted: 1: 75.0%, 2: 50.0%.",
             "\"model\": \"me/drafter\", \"num_speculative_tokens\": 7}'",
@@ -128,5 +128,20 @@ fn settings_add_what_the_run_does_not_know() {
 fn text_from_elsewhere_stays_in_its_cell() {
     let strange = Evaluation { prompts: "a|b<i>\n`c.jsonl".into(), ..report() };
     let text = text("Qwen/Qwen3-8B", json!({}), &[strange]);
-    check(&text, &["| a\\|b&lt;i> `c.jsonl | 100 |", "name: \"a|b<i>\\n`c.jsonl\""]);
+    check(&text, &["| a\\|b&lt;i> `c.jsonl | greedy | 100 |", "name: \"a|b<i>\\n`c.jsonl\""]);
+}
+
+#[test]
+fn ways_of_one_set_are_told_apart() {
+    let way = Way { temperature: 1.0, thinking: Thinking::Off, concurrency: 8 };
+    let text = text("Qwen/Qwen3-8B", json!({}), &[report(), Evaluation { way, ..report() }]);
+    check(
+        &text,
+        &[
+            "      name: gsm8k_test.jsonl\n",
+            "      name: \"gsm8k_test.jsonl, temperature 1, not thinking, 8 at a time\"\n",
+            "| gsm8k_test.jsonl | greedy | 100 |",
+            "| gsm8k_test.jsonl | temperature 1, not thinking, 8 at a time | 100 |",
+        ],
+    );
 }
