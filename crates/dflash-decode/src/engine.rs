@@ -18,6 +18,7 @@ use dflash_model::draft::{ContextPart, Draft};
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::ops::most_likely;
 use dflash_model::target::{CachedOutput, SequencePart, Target};
+use dflash_model::want_of_memory;
 use tch::{Tensor, no_grad};
 
 use self::prefixes::{Prefixes, common};
@@ -217,12 +218,29 @@ impl<'a> Engine<'a> {
     /// Keeps the caches of a sequence that has ended for prompts that begin as it does.
     fn retire(&mut self, sequence: Sequence) {
         let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
-        no_grad(|| self.prefixes.insert(sequence, (self.target, draft)));
+        let keep = || no_grad(|| self.prefixes.insert(sequence, (self.target, draft)));
+        // Without memory for a copy there is none to keep the others either.
+        if want_of_memory(keep).is_err() {
+            self.prefixes.clear();
+        }
     }
 
     /// One pass of the draft and one of the target. Returns what came of it for every sequence that
     /// has new tokens; nothing while prompts are being read.
-    pub fn step(&mut self) -> Vec<Output> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]: every sequence is dropped then, and so are the caches that were kept.
+    pub fn step(&mut self) -> Result<Vec<Output>, Error> {
+        let sequences = self.len();
+        want_of_memory(|| self.pass()).map_err(|reason| {
+            // The pass may have ended anywhere: what the caches hold is not known.
+            self.sequences.clear();
+            self.prefixes.clear();
+            Error::OutOfMemory { sequences, reason }
+        })
+    }
+
+    fn pass(&mut self) -> Vec<Output> {
         no_grad(|| {
             let mut turns = self.drafted_turns();
             turns.extend(self.prefill_turns());

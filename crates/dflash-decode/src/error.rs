@@ -86,6 +86,11 @@ pub enum Error {
     LongPrompt { tokens: usize, context: usize },
     #[error("cannot write the answer to standard output: {source}")]
     Output { source: std::io::Error },
+    #[error(
+        "out of memory with {sequences} sequences ({reason}); decode fewer at a time, shorter ones, or \
+         with other programs ended"
+    )]
+    OutOfMemory { sequences: usize, reason: String },
     /// The user stopped the run.
     #[error("interrupted")]
     Interrupted,

@@ -227,7 +227,7 @@ fn run(
             break;
         }
         let begun = Instant::now();
-        let outputs = engine.step();
+        let outputs = engine.step()?;
         seconds += begun.elapsed().as_secs_f64();
         for output in outputs {
             tokens += output.tokens.len();

@@ -3,10 +3,11 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use dflash_test_support::eventually;
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 #[path = "../../dflash-serve/tests/it/models.rs"]
 mod models;
@@ -130,29 +131,104 @@ fn port_in(path: &Path) -> Option<u16> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
+/// `dflash serve`, killed when dropped.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    /// Logs everything to the file `log`.
+    fn start(saved: &Saved) -> Self {
+        let port_file = saved.path("port");
+        let mut command = saved.engine("serve");
+        command.arg("--draft").arg(saved.path("draft"));
+        command.args(["-vv", "--port", "0", "--port-file"]).arg(&port_file);
+        command.stderr(std::fs::File::create(saved.path("log")).unwrap());
+        let child = command.spawn().unwrap();
+        eventually("the server tells its port", || port_in(&port_file).is_some());
+        Self { child, port: port_in(&port_file).unwrap() }
+    }
+
+    /// Sends a request and leaves the connection open for the reply.
+    fn send(&self, path: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json"
+        );
+        write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+        stream
+    }
+
+    fn ask(&self, path: &str, body: &str) -> String {
+        let mut reply = String::new();
+        self.send(path, body).read_to_string(&mut reply).unwrap();
+        reply
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
+    let saved = Saved::new();
+    // Room for a prompt whose keys and values take more than there will be.
+    for config in ["target/config.json", "draft/config.json"] {
+        let text = std::fs::read_to_string(saved.path(config)).unwrap();
+        let mut config_json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config_json["max_position_embeddings"] = 400_000.into();
+        std::fs::write(saved.path(config), config_json.to_string()).unwrap();
+    }
+    let server = Server::start(&saved);
+    let short = r#"{"prompt": "hello", "max_tokens": 20, "temperature": 0}"#;
+    let before = server.ask("/v1/completions", short);
+    assert!(before.starts_with("HTTP/1.1 200 OK"), "{before}");
+    let pid = Pid::from_raw(server.child.id().try_into().unwrap());
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let kib: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
+    let limit = |current| prlimit(pid, Resource::As, Rlimit { current, maximum: None }).unwrap();
+    limit(Some((kib << 10) + (16 << 20)));
+    let ids = vec!["97"; 60_000].join(",");
+    let refused =
+        server.ask("/v1/completions", &format!("{{\"prompt\": [{ids}], \"max_tokens\": 5}}"));
+    let log = || std::fs::read_to_string(saved.path("log")).unwrap();
+    assert!(refused.starts_with("HTTP/1.1 503 "), "{refused}\n{}", log());
+    assert!(refused.contains("ran out of memory") && refused.contains("--max-num-seqs"));
+    let streamed = format!("{{\"prompt\": [{ids}], \"max_tokens\": 5, \"stream\": true}}");
+    let broken = server.ask("/v1/completions", &streamed);
+    assert!(broken.contains("ran out of memory") && broken.contains("[DONE]"), "{broken}");
+    let text = |reply: &str| {
+        let body = reply.split("\r\n\r\n").nth(1).unwrap();
+        let answer: serde_json::Value = serde_json::from_str(body).unwrap();
+        answer["choices"][0]["text"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(text(&server.ask("/v1/completions", short)), text(&before));
+    limit(None);
+    assert_eq!(text(&server.ask("/v1/completions", short)), text(&before));
+    let mut page = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    write!(page, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut metrics = String::new();
+    page.read_to_string(&mut metrics).unwrap();
+    let errors = metrics.lines().find(|line| line.contains("finished_reason=\"error\"")).unwrap();
+    assert!(errors.ends_with(" 2"), "{errors}");
+}
+
 #[test]
 fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let saved = Saved::new();
-    let port_file = saved.path("port");
-    let log = std::fs::File::create(saved.path("log")).unwrap();
-    let mut child = saved
-        .engine("serve")
-        .arg("--draft")
-        .arg(saved.path("draft"))
-        .args(["-vv", "--port", "0", "--port-file"])
-        .arg(&port_file)
-        .stderr(log)
-        .spawn()
-        .unwrap();
-    eventually("the server tells its port", || port_in(&port_file).is_some());
-    let mut stream = TcpStream::connect(("127.0.0.1", port_in(&port_file).unwrap())).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let mut server = Server::start(&saved);
     let body = r#"{"messages": [{"role": "user", "content": "purple walrus"}], "max_tokens": 300}"#;
-    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json";
-    write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+    let mut stream = server.send("/v1/chat/completions", body);
     // It has begun before it is told to end.
     std::thread::sleep(Duration::from_millis(100));
-    let pid = child.id().to_string();
+    let pid = server.child.id().to_string();
     assert!(Command::new("kill").arg(pid).status().unwrap().success());
     let mut reply = String::new();
     stream.read_to_string(&mut reply).unwrap();
@@ -160,8 +236,10 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let answer: serde_json::Value =
         serde_json::from_str(reply.split("\r\n\r\n").nth(1).unwrap()).unwrap();
     let text = answer["choices"][0]["message"]["content"].as_str().unwrap();
-    assert!(child.wait().unwrap().success());
+    assert!(server.child.wait().unwrap().success());
     let log = std::fs::read_to_string(saved.path("log")).unwrap();
     assert!(log.contains("ready on http://127.0.0.1:"), "{log}");
     assert!(!log.contains("purple") && !log.contains(text), "{log}");
+    // Nor letter by letter, as the tokenizer's own lines have it.
+    assert!(!log.contains("'w'"), "{log}");
 }

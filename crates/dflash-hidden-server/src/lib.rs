@@ -5,7 +5,6 @@
 //! waits in batches up to a token budget; the HTTP side never touches the model. `GET /v1/models`
 //! tells a client what it can expect; `/health` and `/metrics` are for people.
 
-mod contain;
 mod error;
 mod featurizer;
 mod metrics;

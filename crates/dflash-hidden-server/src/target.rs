@@ -5,14 +5,13 @@ use std::path::Path;
 use bytes::Bytes;
 use dflash_hidden::Metadata;
 use dflash_identity::TargetIdentity;
-use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions, check_layer_ids, default_layer_ids};
+use dflash_model::{is_want_of_memory, place};
 use dflash_settings::{DEFAULT_CAPTURES, Dtype, HiddenServerSettings, WireDtype};
 use dflash_torch_sys::{cpu_multiplies_bf16, multiply_in_bf16};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
-use crate::contain::is_want_of_memory;
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
 

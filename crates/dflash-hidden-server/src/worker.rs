@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dflash_hidden::{HiddenStates, Metadata};
+use dflash_model::want_of_memory;
 
-use crate::contain::want_of_memory;
 use crate::error::Error;
 use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
 use crate::metrics::Metrics;

@@ -21,10 +21,12 @@ pub mod ops;
 mod placement;
 pub mod target;
 
+mod contain;
 mod error;
 mod fields;
 mod fused;
 
+pub use contain::{is_want_of_memory, want_of_memory};
 pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
 pub use placement::{device_name, kind_name, peak_resident_mib, place};

@@ -106,7 +106,7 @@ impl Metrics {
             "Count of processed requests by how they ended.",
             "finished_reason",
         );
-        for reason in ["stop", "length", "abort"] {
+        for reason in ["stop", "length", "abort", "error"] {
             ended.with_label_values(&[reason]);
         }
         Self {
@@ -210,7 +210,7 @@ impl Metrics {
         (within, decoding, tokens): (Duration, Option<Duration>, usize),
     ) {
         self.ended.with_label_values(&[reason]).inc();
-        if reason == "abort" {
+        if ["abort", "error"].contains(&reason) {
             return;
         }
         self.latency.observe(all.as_secs_f64());

@@ -16,7 +16,7 @@ pub(crate) struct Job {
     /// Strings that end its text.
     pub(crate) stops: Vec<String>,
     /// Closed when the client has left.
-    pub(crate) events: UnboundedSender<Event>,
+    pub(crate) events: UnboundedSender<Result<Event, OutOfMemory>>,
     /// When the HTTP request came.
     pub(crate) since: Instant,
 }
@@ -35,6 +35,10 @@ pub(crate) struct Event {
     pub(crate) cached_tokens: usize,
     pub(crate) finish: Option<FinishReason>,
 }
+
+/// The answer was dropped in a pass for which there was no memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OutOfMemory;
 
 /// Why a choice ended, in OpenAI's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,6 +6,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use dflash_http::NoSlot;
 
+use crate::queue::OutOfMemory;
+
 /// How often a client asks a server that is still loading.
 const WHILE_LOADING: Duration = Duration::from_secs(1);
 
@@ -49,6 +51,11 @@ pub(crate) enum Refusal {
     Loading,
     #[error("the server is shutting down")]
     ShuttingDown,
+    #[error(
+        "the server ran out of memory and dropped this answer; ask again, for less, or start it with a \
+         smaller --max-num-seqs, --max-model-len or --prefix-cache-mib"
+    )]
+    OutOfMemory,
     #[error("the tokenizer failed")]
     Tokenizer,
     #[error(
@@ -78,7 +85,9 @@ impl Refusal {
             Self::WrongMethod { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
             Self::Full { .. } => StatusCode::TOO_MANY_REQUESTS,
-            Self::Loading | Self::ShuttingDown => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Loading | Self::ShuttingDown | Self::OutOfMemory => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::Tokenizer => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -105,6 +114,12 @@ impl Refusal {
             Self::Full { .. } => Some("rate_limit_exceeded"),
             _ => None,
         }
+    }
+}
+
+impl From<OutOfMemory> for Refusal {
+    fn from(_: OutOfMemory) -> Self {
+        Self::OutOfMemory
     }
 }
 

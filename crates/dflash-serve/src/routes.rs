@@ -25,7 +25,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::metrics::{Metrics, TEXT_FORMAT};
 use crate::protocol::{Asked, ChatRequest, CompletionRequest};
-use crate::queue::{Event, Job, Queue};
+use crate::queue::{Event, Job, OutOfMemory, Queue};
 use crate::refusal::Refusal;
 use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
 
@@ -279,7 +279,7 @@ fn jobs(
     asked: &Asked,
     prompts: Vec<Vec<i64>>,
     (loaded, since): (&Loaded, Instant),
-) -> (Vec<Job>, UnboundedReceiver<Event>) {
+) -> (Vec<Job>, UnboundedReceiver<Result<Event, OutOfMemory>>) {
     let (events, receiver) = unbounded_channel();
     let seed = asked.seed.unwrap_or_else(random);
     let job = |index: usize, prompt: &[i64]| Job {
@@ -305,7 +305,7 @@ fn jobs(
 /// The answers to a request while they come.
 struct Answers {
     envelope: Envelope,
-    events: UnboundedReceiver<Event>,
+    events: UnboundedReceiver<Result<Event, OutOfMemory>>,
     choices: Vec<Choice>,
     /// Answers to each prompt.
     n: usize,
@@ -315,7 +315,7 @@ struct Answers {
 impl Answers {
     fn new(
         envelope: Envelope,
-        events: UnboundedReceiver<Event>,
+        events: UnboundedReceiver<Result<Event, OutOfMemory>>,
         (choices, n): (usize, usize),
         usage: Usage,
     ) -> Self {
@@ -328,7 +328,7 @@ impl Answers {
         if self.choices.iter().all(|choice| choice.finish.is_some()) {
             return Ok(None);
         }
-        let event = self.events.recv().await.ok_or(Refusal::ShuttingDown)?;
+        let event = self.events.recv().await.ok_or(Refusal::ShuttingDown)??;
         self.usage.completion += event.count;
         // Once for each prompt, with its first piece.
         let choice = &mut self.choices[event.index];

@@ -6,7 +6,7 @@ use std::time::Instant;
 use dflash_decode::{Engine, Finish, Models, Output, SequenceId, TextStream};
 
 use crate::metrics::Metrics;
-use crate::queue::{Event, FinishReason, Job, Next, Queue};
+use crate::queue::{Event, FinishReason, Job, Next, OutOfMemory, Queue};
 
 /// Decodes what the queue holds until it closes.
 pub(crate) fn run(models: &Models, engine: Engine<'_>, queue: &Queue, metrics: &Metrics) {
@@ -43,8 +43,9 @@ impl<'a> Worker<'a> {
                 return;
             }
             self.measure();
-            for output in self.engine.step() {
-                self.hand_out(output);
+            match self.engine.step() {
+                Ok(outputs) => outputs.into_iter().for_each(|output| self.hand_out(output)),
+                Err(error) => self.drop_all(&error),
             }
         }
     }
@@ -90,6 +91,16 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// The engine has dropped its sequences: their clients hear of it, and others are served.
+    fn drop_all(&mut self, error: &dflash_decode::Error) {
+        tracing::error!("{error}");
+        let dropped: Vec<SequenceId> = self.live.keys().copied().collect();
+        for id in dropped {
+            let _ = self.live[&id].job.events.send(Err(OutOfMemory));
+            self.end(id, "error");
+        }
+    }
+
     fn hand_out(&mut self, output: Output) {
         let Some(live) = self.live.get_mut(&output.id) else { return };
         if let Some(block) = &output.block {
@@ -110,7 +121,7 @@ impl<'a> Worker<'a> {
             self.end(id, finish.name());
         }
         // A client that has left is noticed at the next step.
-        let _ = events.send(event);
+        let _ = events.send(Ok(event));
     }
 
     fn end(&mut self, id: SequenceId, reason: &str) {

@@ -11,6 +11,8 @@ use crate::cli::GlobalArgs;
 pub fn init(global: GlobalArgs) {
     let filter =
         EnvFilter::try_from_env("DFLASH_LOG").unwrap_or_else(|_| EnvFilter::new(level(global)));
+    // The tokenizer's lines at `trace` spell the texts out, and no text goes into a log.
+    let filter = filter.add_directive(NO_TEXTS.parse().expect("a directive"));
     // A second initialisation (tests) keeps the first subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -20,6 +22,8 @@ pub fn init(global: GlobalArgs) {
         .without_time()
         .try_init();
 }
+
+const NO_TEXTS: &str = "tokenizers=off";
 
 /// Dependencies speak at `warn` only: their `info` is about sockets and headers. The Hub's client
 /// logs an error that we report ourselves.

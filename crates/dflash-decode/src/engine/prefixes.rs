@@ -43,6 +43,11 @@ impl Prefixes {
         Self { entries: Vec::new(), most_bytes }
     }
 
+    /// Keeps nothing any more.
+    pub(super) fn clear(&mut self) {
+        self.entries.clear();
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.entries.iter().map(Entry::bytes).sum()
     }

@@ -116,7 +116,7 @@ impl Together<'_> {
                 let id = engine.add(self.request(place, &prompt, self.limits.max_new_tokens));
                 active.insert(id, Active::new(place, prompt));
             }
-            for output in engine.step() {
+            for output in engine.step()? {
                 let one = active.get_mut(&output.id).expect("the engine has what was added");
                 one.take(&output);
                 if output.finish.is_some() {
@@ -142,7 +142,7 @@ impl Together<'_> {
         }
         while !engine.is_empty() {
             check(stop)?;
-            engine.step();
+            engine.step()?;
         }
         Ok(())
     }

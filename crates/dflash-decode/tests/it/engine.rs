@@ -83,7 +83,7 @@ fn answers(engine: &mut Engine<'_>, requests: &[Request], stagger: usize) -> Vec
             asked.insert(engine.add(requests[next].clone()), next);
             next += 1;
         }
-        for output in engine.step() {
+        for output in engine.step().unwrap() {
             answers[asked[&output.id]].add(output);
         }
         step += 1;
@@ -259,7 +259,7 @@ fn a_dropped_sequence_frees_its_place_and_leaves_the_others_alone() {
             engine.remove(ids[0]);
             assert!(engine.has_room() && engine.len() == 1);
         }
-        for output in engine.step() {
+        for output in engine.step().unwrap() {
             kept.entry(output.id).or_default().add(output);
         }
         if engine.is_empty() {
@@ -277,11 +277,11 @@ fn a_long_prompt_does_not_stall_the_others() {
     let models = models(20, 11);
     let mut engine = engine(&models, OPTIONS);
     let short = engine.add(request(prompt(5, 1, 20), 60));
-    engine.step();
+    engine.step().unwrap();
     engine.add(request(prompt(300, 2, 20), 5));
     // 300 tokens in pieces of 24: at least a dozen steps, in each of which the other one goes on.
     for _ in 0..12 {
-        let outputs = engine.step();
+        let outputs = engine.step().unwrap();
         assert_eq!(outputs.iter().map(|output| output.id).collect::<Vec<_>>(), [short]);
     }
 }

@@ -28,14 +28,17 @@ const SIGNS: [&str; 8] = [
 ];
 
 /// Whether a message tells of memory that could not be had.
-pub(crate) fn is_want_of_memory(message: &str) -> bool {
+pub fn is_want_of_memory(message: &str) -> bool {
     SIGNS.iter().any(|sign| message.contains(sign))
 }
 
 /// Runs `work`; a panic for want of memory becomes its message.
 ///
 /// What `work` changes must be as good after a panic as before.
-pub(crate) fn want_of_memory<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+///
+/// # Errors
+/// The allocator's message.
+pub fn want_of_memory<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     static HOOKED: Once = Once::new();
     HOOKED.call_once(pass_over_contained);
     CONTAINED.set(true);
