@@ -10,7 +10,7 @@
 # benchmark client against `dflash serve`). Default: all.
 #
 # Defaults: what the demo left in demo-run; the draft is the run's directory itself. Further variables:
-# COUNT (100 prompts), TOKENS (220 new tokens), TOLERANCE (0.03), DTYPE (bfloat16, of vLLM and of the eval
+# COUNT (the first 100 prompts), TOKENS (220 new tokens), TOLERANCE (0.03), DTYPE (bfloat16, of vLLM and of the eval
 # it is compared with). What sets the engines up: VLLM_CPU and LLAMA_CPP (scripts with `install` and
 # `serve`), PYREF (a script that prints the path of a Python with speculators and Transformers), ZLAB (a
 # checkout of github.com/z-lab/dflash; cloned where git can).
@@ -37,6 +37,9 @@ main() {
   for path in "$target/config.json" "$draft/config.json" "$prompts"; do
     [ -f "$path" ] || { echo "interop: $path is missing; run 'make demo' or set TARGET, DRAFT, PROMPTS" >&2; exit 1; }
   done
+  local there
+  there=$(cd scripts && python3 -c 'import sys, interop; print(len(interop.rows(sys.argv[1])))' "$prompts")
+  [ "$count" -le "$there" ] || count=$there
   mkdir -p "$out"
   rm -f "$out/table.md" "$out"/eval-*.json
   trap stop EXIT
