@@ -44,7 +44,8 @@ check: lint test ## all of the above: lints and tests
 bench: build ## time a training step, a save and the start of the programs
 	@scripts/bench.sh
 
-interop: build ## run a drafter in other engines and compare their acceptance with ours
+interop: build ## the official client on our server; a drafter in other engines, their acceptance beside ours
+	@scripts/openai_client.sh
 	@scripts/interop.sh
 
 wheel: build ## a Python wheel with both programs, in dist/ (needs maturin)

@@ -1,17 +1,20 @@
 """Sends prompts to a running server and compares its acceptance counters with `dflash eval --json`.
 
-vLLM and llama.cpp count under the same names. Standard library only. Adds a line to a table; exit
-code 0 when the acceptance lengths agree within the tolerance.
+vLLM, llama.cpp and we count under the same names. Another client's command behind `--` sends the
+prompts in our stead. Standard library only. Adds a line to a table; exit code 0 when the acceptance
+lengths agree within the tolerance.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
 import urllib.request
 
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
 DRAFTS = "spec_decode_num_drafts_total"
+ANSWERS = "request_success_total"
 # What the row layouts call the two speakers.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -75,6 +78,28 @@ def compare(name, theirs, drafts, path, tolerance, table):
     return agrees
 
 
+def send(args):
+    """Asks the server everything, one prompt after the other."""
+    model = json.loads(get(args.url + "/v1/models"))["data"][0]["id"]
+    prompts = [messages_of(row) for row in rows(args.prompts)[: args.count]]
+    tokens = 0
+    for number, messages in enumerate(prompts, 1):
+        body = {"model": model, "messages": messages, "max_tokens": args.tokens, "temperature": 0}
+        tokens += post(args.url + "/v1/chat/completions", body)["usage"]["completion_tokens"]
+        if number % 10 == 0 or number == len(prompts):
+            print(f"interop: {number}/{len(prompts)} prompts, {tokens} tokens", file=sys.stderr)
+
+
+def run(args):
+    """Lets the other client ask; it must get as many answers as we would."""
+    answers = lambda: counter(get(args.url + "/metrics"), ANSWERS)
+    before = answers()
+    if status := subprocess.run(args.client).returncode:
+        sys.exit(f"interop: the client ended with {status}")
+    if (got := answers() - before) != args.count:
+        sys.exit(f"interop: the client got {got:.0f} answers, not {args.count}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True)
@@ -85,17 +110,11 @@ def main():
     parser.add_argument("--eval", required=True)
     parser.add_argument("--tolerance", type=float, required=True)
     parser.add_argument("--table", required=True)
+    parser.add_argument("client", nargs="*")
     args = parser.parse_args()
 
-    model = json.loads(get(args.url + "/v1/models"))["data"][0]["id"]
-    prompts = [messages_of(row) for row in rows(args.prompts)[: args.count]]
     before = get(args.url + "/metrics")
-    tokens = 0
-    for number, messages in enumerate(prompts, 1):
-        body = {"model": model, "messages": messages, "max_tokens": args.tokens, "temperature": 0}
-        tokens += post(args.url + "/v1/chat/completions", body)["usage"]["completion_tokens"]
-        if number % 10 == 0 or number == len(prompts):
-            print(f"interop: {number}/{len(prompts)} prompts, {tokens} tokens", file=sys.stderr)
+    (run if args.client else send)(args)
     after = get(args.url + "/metrics")
 
     accepted, drafts = (counter(after, name) - counter(before, name) for name in (ACCEPTED, DRAFTS))

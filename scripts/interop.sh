@@ -10,7 +10,7 @@
 # benchmark client against `dflash serve`). Default: all.
 #
 # Defaults: what the demo left in demo-run; the draft is the run's directory itself. Further variables:
-# COUNT (100 prompts), TOKENS (220 new tokens), TOLERANCE (0.03), DTYPE (bfloat16, of vLLM and of the eval
+# COUNT (the first 100 prompts), TOKENS (220 new tokens), TOLERANCE (0.03), DTYPE (bfloat16, of vLLM and of the eval
 # it is compared with). What sets the engines up: VLLM_CPU and LLAMA_CPP (scripts with `install` and
 # `serve`), PYREF (a script that prints the path of a Python with speculators and Transformers), ZLAB (a
 # checkout of github.com/z-lab/dflash; cloned where git can).
@@ -37,6 +37,9 @@ main() {
   for path in "$target/config.json" "$draft/config.json" "$prompts"; do
     [ -f "$path" ] || { echo "interop: $path is missing; run 'make demo' or set TARGET, DRAFT, PROMPTS" >&2; exit 1; }
   done
+  local there
+  there=$(cd scripts && python3 -c 'import sys, interop; print(len(interop.rows(sys.argv[1])))' "$prompts")
+  [ "$count" -le "$there" ] || count=$there
   mkdir -p "$out"
   rm -f "$out/table.md" "$out"/eval-*.json
   trap stop EXIT
@@ -113,10 +116,7 @@ convert_target() {
 }
 
 with_zlab() {
-  if [ ! -f "$zlab/dflash/model.py" ]; then
-    git clone -q --depth 1 https://github.com/z-lab/dflash "$zlab" 2>/dev/null \
-      || { skip zlab "no checkout of z-lab/dflash at $zlab; set ZLAB"; return; }
-  fi
+  have_zlab model.py || { skip zlab "no checkout of z-lab/dflash at $zlab; set ZLAB"; return; }
   with_python zlab zlab --checkout "$zlab"
 }
 
@@ -132,13 +132,15 @@ with_python() {
     || failed=1
 }
 
-# z-lab's benchmark client speaks vLLM's chat protocol; it reads prompts from a cache of its own.
+# z-lab's benchmark client, unchanged, sends its own requests to `dflash serve`; we read the server's
+# counters before and after. It takes prompts from a cache beside its package, and the first to warm up.
 with_client() {
-  target/release/dflash serve --help >/dev/null 2>&1 || { skip zlab-client "this release has no dflash serve"; return; }
-  [ -f "$zlab/dflash/benchmark.py" ] || { skip zlab-client "no checkout of z-lab/dflash at $zlab; set ZLAB"; return; }
-  [ -f "$pyref" ] || { skip zlab-client "no script at $pyref; set PYREF"; return; }
-  local python report
-  python=$(bash "$pyref" | tail -n 1) || { skip zlab-client "its Python could not be set up"; return; }
+  have_zlab benchmark.py || { skip zlab-client "no checkout of z-lab/dflash at $zlab; set ZLAB"; return; }
+  local venv=${ZLAB_VENV:-target/zlab-venv} report
+  if ! "$venv/bin/python" -c 'import loguru, numpy, requests, rich, tqdm' 2>/dev/null; then
+    python3 -m venv "$venv" && "$venv/bin/pip" install --quiet loguru numpy requests rich tqdm ||
+      { skip zlab-client "what it imports cannot be installed from PyPI"; return; }
+  fi
   report=$(evaluated float32)
   serve zlab-client target/release/dflash serve --target "$target" --draft "$draft" --port PORT --dtype float32 || return 0
   mkdir -p "$out/client/cache"
@@ -150,9 +152,14 @@ from interop import messages_of, rows
 for row in rows(sys.argv[1])[: int(sys.argv[2])]:
     print(json.dumps({"turns": [messages_of(row)[-1]["content"]]}))
 P
-  (cd "$out/client" && "$python" -m dflash.benchmark --backend vllm --dataset gsm8k --base-url "http://127.0.0.1:$port" \
-    --model "$(basename "$target")" --num-prompts "$((count - 1))" --max-new-tokens "$tokens") || { failed=1; stop; return; }
-  measure zlab-client "$report"
+  measure zlab-client "$report" env PYTHONPATH="$out/client" "$venv/bin/python" -m dflash.benchmark --backend vllm \
+    --dataset gsm8k --base-url "http://127.0.0.1:$port" --model "$(basename "$target")" \
+    --num-prompts "$((count - 1))" --max-new-tokens "$tokens"
+}
+
+# Whether z-lab's file $1 is at hand, fetched if git can.
+have_zlab() {
+  [ -f "$zlab/dflash/$1" ] || git clone -q --depth 1 https://github.com/z-lab/dflash "$zlab" 2>/dev/null
 }
 
 # A server in a process group of its own, so that its workers can be ended with it; PORT in its command
@@ -178,9 +185,10 @@ serve() {
   return 1
 }
 
+# name, report, and the client that sends the prompts, where that is not our own
 measure() {
   python3 scripts/interop.py --name "$1" --url "http://127.0.0.1:$port" --prompts "$prompts" --count "$count" \
-    --tokens "$tokens" --eval "$2" --tolerance "$tolerance" --table "$out/table.md" || failed=1
+    --tokens "$tokens" --eval "$2" --tolerance "$tolerance" --table "$out/table.md" -- "${@:3}" || failed=1
   stop
 }
 

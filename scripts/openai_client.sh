@@ -2,15 +2,15 @@
 # Talks to `dflash serve` with the official `openai` client: answers, streams, logprobs, errors, and
 # the page of metrics by promtool where it is installed, else by Prometheus' own parser.
 #
-#   TARGET=DIR [DRAFT=DIR] scripts/openai_client.sh
+#   TARGET=DIR DRAFT=DIR scripts/openai_client.sh
 #
-# The client comes from PyPI into a virtual environment under target/; without PyPI, or without Python,
+# Defaults: what the demo left in demo-run; DRAFT= serves the target alone. The client comes from PyPI into a virtual environment under target/; without PyPI, or without Python,
 # nothing is checked and the run says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 target=${TARGET:-demo-run/target}
-draft=${DRAFT:-}
+draft=${DRAFT-demo-run/drafts}
 venv=${VENV:-target/openai-venv}
 program=${DFLASH:-target/release/dflash}
 key=sk-only-for-this-check

@@ -2,6 +2,8 @@
 # Installs the wheel of dist/ with pip, uv and pipx, each in a fresh environment, and runs the programs
 # there: their version, the doctor, the demo. An installer that is not at hand is skipped, and said.
 #
+#   scripts/try-wheel.sh [INSTALLER...]
+#
 # On a machine without GPU torch comes without CUDA's libraries; FULL=1 takes them, over 5 GB each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,15 +20,17 @@ main() {
   python=${PYTHON:-python3}
   interpreter=$("$python" -c 'import sys; print(sys.executable)')
   check_contents
-  try_pip
-  if command -v uv >/dev/null; then try_uv; else echo "skipped: uv is not installed"; fi
-  if ! command -v pipx >/dev/null; then
-    echo "skipped: pipx is not installed"
-  elif [ -n "$light" ]; then
-    echo "skipped: pipx, which cannot leave CUDA's libraries out; FULL=1 tries it"
-  else
-    try_pipx
-  fi
+  [ $# -gt 0 ] || set -- pip uv pipx
+  for installer in "$@"; do
+    case $installer in pip | uv | pipx) ;; *) fail "no installer $installer; there are pip, uv, pipx" ;; esac
+    if [ "$installer" != pip ] && ! command -v "$installer" >/dev/null; then
+      echo "skipped: $installer is not installed"
+    elif [ "$installer" = pipx ] && [ -n "$light" ]; then
+      echo "skipped: pipx, which cannot leave CUDA's libraries out; FULL=1 tries it"
+    else
+      "try_$installer"
+    fi
+  done
 }
 
 # Both programs, the dependency, the version of Cargo.toml.
@@ -82,4 +86,4 @@ try_pipx() {
   try_programs pipx "$PIPX_BIN_DIR" "$PIPX_HOME"
 }
 
-main
+main "$@"

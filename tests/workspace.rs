@@ -12,6 +12,12 @@ mod demo;
 mod doctor;
 #[path = "workspace/front.rs"]
 mod front;
+#[allow(dead_code, reason = "the tests of `dflash push` need more of it")]
+#[path = "../crates/dflash/tests/push/http.rs"]
+mod http;
+#[allow(dead_code, reason = "the tests of `dflash push` need more of it")]
+#[path = "../crates/dflash/tests/push/hub_server.rs"]
+mod hub_server;
 #[path = "workspace/newcomer.rs"]
 mod newcomer;
 #[path = "workspace/pipeline.rs"]

@@ -4,6 +4,9 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::program::run;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
@@ -124,6 +127,54 @@ fn every_page_has_one_place_in_the_book() {
         assert!(places.contains(page), "{} is not in docs/SUMMARY.md", page.display());
     }
     assert_eq!(listed.len() + 1, pages.len(), "docs/SUMMARY.md lists what is not there");
+}
+
+/// The values of an attribute in a page of HTML.
+fn values<'a>(html: &'a str, attribute: &str) -> Vec<&'a str> {
+    let parts = html.split(&format!(" {attribute}=\"")[..]).skip(1).collect::<Vec<_>>();
+    parts.into_iter().filter_map(|part| part.split_once('"')).map(|(value, _)| value).collect()
+}
+
+/// What is wrong with a link of a page of the book below `root`.
+fn html_fault(root: &Path, page: &Path, link: &str) -> Option<String> {
+    if link.contains(':') {
+        return None;
+    }
+    let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+    let path = if file.is_empty() { page.to_owned() } else { page.parent()?.join(file) };
+    let shown = page.strip_prefix(root).unwrap_or(page).display();
+    let Ok(html) = fs::read(&path) else { return Some(format!("{shown}: {link} leads nowhere")) };
+    let known =
+        anchor.is_empty() || values(&String::from_utf8_lossy(&html), "id").contains(&anchor);
+    (!known).then(|| format!("{shown}: {link} names nothing"))
+}
+
+/// mdBook itself, where it is installed: it has nothing to say, and what it made hangs together.
+#[test]
+fn mdbook_builds_the_book() {
+    if Command::new("mdbook").arg("--version").output().is_err() {
+        println!("skipped: mdbook is not installed");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut build = Command::new("mdbook");
+    let built = run(build.arg("build").arg(root()).arg("--dest-dir").arg(dir.path())).ok();
+    for word in ["WARN", "ERROR"] {
+        assert!(!built.stderr.contains(word), "{}", built.stderr);
+    }
+    let docs = root().join("docs").canonicalize().unwrap();
+    let (mut seen, mut faults) = (0, Vec::new());
+    for source in pages(&docs).iter().filter(|page| !page.ends_with("SUMMARY.md")) {
+        let place = source.strip_prefix(&docs).unwrap().with_extension("html");
+        let place = if place.ends_with("README.html") { "index.html".into() } else { place };
+        let page = dir.path().join(place);
+        let html = fs::read_to_string(&page).unwrap();
+        let links = [values(&html, "href"), values(&html, "src")].concat();
+        seen += links.len();
+        faults.extend(links.iter().filter_map(|link| html_fault(dir.path(), &page, link)));
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+    assert!(seen > 500, "only {seen} links were found");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! docs/newcomer.md: its commands, run as they stand, from conversations to a measured drafter. A
-//! command that is added to the page is run as well.
+//! docs/newcomer.md: its commands, run as they stand, from conversations to a drafter on a Hub of this
+//! machine. A command that is added to the page is run as well.
 
 use std::fs;
 use std::net::TcpListener;
@@ -8,6 +8,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
+use crate::hub_server::{HubServer, TOKEN, Tree};
 use crate::pipeline::{scratch, target};
 use crate::program::{Finished, path, run};
 
@@ -23,12 +24,12 @@ fn script() -> String {
         .skip(1)
         .map(|block| block.split_once("\n```").expect("a block ends").0)
         .collect();
-    assert!(blocks.len() >= 6, "only {} blocks were found", blocks.len());
+    assert!(blocks.len() >= 12, "only {} blocks were found", blocks.len());
     format!("set -euo pipefail\n{}\n", blocks.join("\n"))
 }
 
-/// Runs the page in `dir`, with other values for some of its names.
-fn follow(dir: &str, names: &[(&str, &str)]) -> Finished {
+/// Runs the page in `dir`, with other values for some of its names; what it published is in the Hub.
+fn follow(dir: &str, names: &[(&str, &str)], hub: &HubServer) -> Finished {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let program = path();
     let programs = program.parent().unwrap().display().to_string();
@@ -36,17 +37,26 @@ fn follow(dir: &str, names: &[(&str, &str)]) -> Finished {
     command.args(["-c", &script()]).current_dir(dir).envs(names.iter().copied());
     command.env("PORT", port.to_string()).env("STEPS", "3");
     command.env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap()));
+    // Like Hugging Face's, this Hub knows the token's user by the name of `me`.
+    command.env("HF_ENDPOINT", hub.address()).env("HF_TOKEN", TOKEN);
+    command.env("HF_HOME", format!("{dir}/hf-home"));
+    for other in ["HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"] {
+        command.env_remove(other);
+    }
     let finished = run(&mut command).ok();
-    // The page ends the server that it started.
+    // The page ends the servers that it started.
     TcpListener::bind(("127.0.0.1", port)).expect("the server's port is free again");
     finished
 }
 
-fn check_results(dir: &str, finished: &Finished) {
+fn json(file: &str) -> Value {
+    serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
+}
+
+fn check_results(dir: &str, finished: &Finished, hub: &HubServer) {
     let work = format!("{dir}/first-drafter");
     assert!(finished.stdout.contains("acceptance length (tau)"), "{}", finished.stdout);
-    let eval: Value =
-        serde_json::from_str(&fs::read_to_string(format!("{work}/eval.json")).unwrap()).unwrap();
+    let eval = json(&format!("{work}/eval.json"));
     assert!(eval["acceptance_length"].as_f64().unwrap() >= 1.0, "{eval}");
     assert_eq!(eval["lossless"]["holds"], true, "{eval}");
     let lines = fs::read_to_string(format!("{work}/drafts/metrics.jsonl")).unwrap();
@@ -55,6 +65,63 @@ fn check_results(dir: &str, finished: &Finished) {
     assert!(fs::exists(format!("{work}/drafts/model.safetensors")).unwrap());
     let report = fs::read_to_string(format!("{work}/report.html")).unwrap();
     assert!(report.contains("<svg") && report.contains("step-000003"), "{} bytes", report.len());
+    check_answers(&work, finished);
+    check_published(&work, &eval, finished, hub);
+}
+
+/// The target's own words, in the terminal, from the server, and with the drafter that came back
+/// from the Hub.
+fn check_answers(work: &str, finished: &Finished) {
+    let answer = json(&format!("{work}/answer.json"));
+    let said = answer["choices"][0]["message"]["content"].as_str().unwrap();
+    // A target of so few steps says little more than line breaks.
+    assert_eq!(answer["usage"]["completion_tokens"], 32, "{answer}");
+    let last = finished.stdout.strip_suffix('\n').unwrap_or(&finished.stdout);
+    assert!(last.ends_with(said) && !said.is_empty(), "{said:?} ends {last:?}");
+    assert_eq!(answer["model"], "mine", "{answer}");
+}
+
+fn check_published(work: &str, eval: &Value, finished: &Finished, hub: &HubServer) {
+    let repository = hub.repository("models/me/first-drafter").expect("it was made");
+    assert_eq!(repository.summaries(), ["initial commit", "Upload the drafter of step 3"]);
+    assert!(!finished.stdout.contains(TOKEN) && !finished.stderr.contains(TOKEN));
+    let files: Tree = repository.files("main");
+    let names: Vec<&str> = files.keys().map(String::as_str).collect();
+    assert_eq!(names, ["README.md", "config.json", "drafter.gguf", "model.safetensors"]);
+    for (name, place) in [
+        ("model.safetensors", "drafts/model.safetensors"),
+        ("config.json", "drafts/config.json"),
+        ("drafter.gguf", "drafter.gguf"),
+    ] {
+        let ours = fs::read(format!("{work}/{place}")).unwrap();
+        assert!(files[name].content == ours, "{name} is not {place}, byte for byte");
+    }
+    let card = String::from_utf8(files["README.md"].content.clone()).unwrap();
+    for part in figures(eval) {
+        assert!(card.contains(&part), "{part} is not in\n{card}");
+    }
+    // The card that was shown first is the one that went.
+    assert!(finished.stdout.contains(&card), "{card}\nis not in\n{}", finished.stdout);
+}
+
+/// The report's figures, as the card writes them.
+fn figures(eval: &Value) -> Vec<String> {
+    let number = |value: &Value| value.as_f64().unwrap();
+    let speed = &eval["tokens_per_second"];
+    let acceptance = format!(
+        "| {} | {} | {:.3} | {:.3} |",
+        eval["responses"],
+        eval["tokens"],
+        number(&eval["acceptance_length"]),
+        number(&eval["acceptance_length_per_response"])
+    );
+    let speeds = format!(
+        "| {:.1} | {:.1} | {:.2}x |",
+        number(&speed["plain"]),
+        number(&speed["speculative"]),
+        number(&speed["speed_up"])
+    );
+    vec![acceptance, speeds, "The checkpoint of step 3: ".to_owned()]
 }
 
 #[test]
@@ -63,8 +130,9 @@ fn a_newcomer_gets_a_drafter_from_the_sample_that_we_ship() {
     fs::create_dir(format!("{dir}/data")).unwrap();
     let sample = "data/sharegpt_sample.json";
     fs::copy(root().join(sample), format!("{dir}/{sample}")).unwrap();
-    let finished = follow(&dir, &[]);
-    check_results(&dir, &finished);
+    let hub = HubServer::start();
+    let finished = follow(&dir, &[], &hub);
+    check_results(&dir, &finished, &hub);
 }
 
 /// The real sample lies beside the checkout where the project is developed.
@@ -76,7 +144,9 @@ fn a_newcomer_gets_a_drafter_from_sharegpt() {
         return;
     }
     let (_dir, dir) = scratch();
-    let finished = follow(&dir, &[("DATA", sample.to_str().unwrap()), ("TARGET", &target())]);
+    let hub = HubServer::start();
+    let names = [("DATA", sample.to_str().unwrap()), ("TARGET", &target())];
+    let finished = follow(&dir, &names, &hub);
     assert!(finished.stdout.contains("500"), "{}", finished.stdout);
-    check_results(&dir, &finished);
+    check_results(&dir, &finished, &hub);
 }

@@ -29,11 +29,9 @@ impl Card<'_> {
     fn engines(&self, target: &str, block: u64) -> String {
         let repo = &self.settings.repo;
         let drafts = block - 1;
-        let revision = self.settings.revision.as_ref();
-        let vllm = revision.map_or_else(String::new, |name| format!(", \"revision\": \"{name}\""));
-        let sglang = revision.map_or_else(String::new, |name| {
-            format!(" \\\n  --speculative-draft-model-revision {name}")
-        });
+        let vllm = self.at_revision(|name| format!(", \"revision\": \"{name}\""));
+        let sglang =
+            self.at_revision(|name| format!(" \\\n  --speculative-draft-model-revision {name}"));
         format!(
             "\nvLLM:\n\n```sh\nvllm serve {target} \\\n  --speculative-config '{{\"method\": \
              \"dflash\", \"model\": \"{repo}\"{vllm}, \"num_speculative_tokens\": {drafts}}}'\n```\n\
@@ -43,20 +41,26 @@ impl Card<'_> {
         )
     }
 
+    /// How an engine is told the branch; nothing where that is the main one.
+    fn at_revision(&self, argument: impl Fn(&str) -> String) -> String {
+        self.settings.revision.as_deref().map_or_else(String::new, argument)
+    }
+
     fn llama_cpp(&self, block: u64) -> String {
         let repo = &self.settings.repo;
+        let revision = self.at_revision(|name| format!(" --revision {name}"));
         let mut text = "\nllama.cpp, with the target as GGUF:\n\n```sh\n".to_owned();
         let mut files = self.drafter.gguf().peekable();
         let file = match files.peek() {
             Some(file) => {
-                writeln!(text, "hf download {repo} {file} --local-dir .").expect("grows");
+                writeln!(text, "hf download {repo} {file}{revision} --local-dir .").expect("grows");
                 (*file).to_owned()
             }
             None => {
                 writeln!(
                     text,
                     "# There is no GGUF file here; llama.cpp's converter makes one.\n\
-                     hf download {repo} --local-dir drafter\n\
+                     hf download {repo}{revision} --local-dir drafter\n\
                      python convert_hf_to_gguf.py drafter --target-model-dir TARGET_DIR --outfile \
                      drafter.gguf"
                 )
@@ -76,12 +80,13 @@ impl Card<'_> {
 
     fn transformers(&self, target: &str) -> String {
         let repo = &self.settings.repo;
+        let revision = self.at_revision(|name| format!(", revision=\"{name}\""));
         format!(
             "\nTransformers, with [z-lab's loop](https://github.com/z-lab/dflash):\n\n```python\n\
              from dflash.model import DFlashDraftModel, dflash_generate\n\
              from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
              target = AutoModelForCausalLM.from_pretrained(\"{target}\", dtype=\"auto\").eval()\n\
-             draft = DFlashDraftModel.from_pretrained(\"{repo}\", dtype=target.dtype).eval()\n\
+             draft = DFlashDraftModel.from_pretrained(\n    \"{repo}\", dtype=target.dtype{revision}).eval()\n\
              tokenizer = AutoTokenizer.from_pretrained(\"{target}\")\n\
              messages = [{{\"role\": \"user\", \"content\": \"What is 17 times 23?\"}}]\n\
              ids = tokenizer.apply_chat_template(\n    messages, add_generation_prompt=True, \

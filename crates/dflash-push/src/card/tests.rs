@@ -118,7 +118,10 @@ fn settings_add_what_the_run_does_not_know() {
             "base_model: my/target\n",
             "datasets:\n- a/b\ntags:",
             "vllm serve my/target",
-            "\"revision\": \"v2\"",
+            "\"model\": \"me/drafter\", \"revision\": \"v2\", \"num_speculative_tokens\": 7",
+            "--speculative-draft-model-revision v2\n",
+            "hf download me/drafter --revision v2 --local-dir drafter\n",
+            "\"me/drafter\", dtype=target.dtype, revision=\"v2\").eval()\n",
             "Whoever published it names a/b.",
         ],
     );
