@@ -13,6 +13,7 @@ mod drafter;
 mod engine;
 mod error;
 mod eval;
+mod few_rows;
 mod generate;
 mod lossless;
 mod models;
