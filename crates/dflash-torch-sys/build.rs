@@ -41,6 +41,7 @@ fn compile_decode() {
     };
     loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
     if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
+        level("v4bf16", &["-march=x86-64-v4", "-mavx512bf16"]);
         level("v4", &["-march=x86-64-v4"]);
         level("v3", &["-march=x86-64-v3"]);
     }

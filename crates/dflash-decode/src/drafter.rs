@@ -4,7 +4,7 @@
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::ops::most_likely;
-use dflash_model::target::{Target, check_layer_ids};
+use dflash_model::target::{PrunedRows, Target, check_layer_ids};
 use tch::{Kind, Tensor, no_grad};
 
 use crate::Error;
@@ -18,16 +18,18 @@ pub(crate) struct Drafter<'a> {
     /// Embeddings of the B-1 mask tokens [B-1, H].
     masks_bh: Tensor,
     /// Output projection of a draft with a vocabulary of its own; else it is the target's.
-    head: Option<PrunedHead>,
+    pub(crate) head: Option<PrunedHead>,
 }
 
 /// The part of the target's lm_head that the draft was trained with.
 #[derive(Debug)]
-struct PrunedHead {
+pub(crate) struct PrunedHead {
     /// The selected tokens `[v]`, ascending.
     ids_v: Tensor,
     /// Their columns of the lm_head [H, v].
     lm_head_hv: Tensor,
+    /// These, where few rows are packed.
+    pub(crate) few: Option<PrunedRows>,
 }
 
 /// The draft's block: tokens, and the distributions they were drawn from when sampling.
@@ -199,7 +201,8 @@ impl PrunedHead {
     fn new(target: &Target, vocabulary: &DraftVocabulary) -> Self {
         let ids_v = Tensor::from_slice(vocabulary.selected()).to_device(target.device());
         let lm_head_hv = no_grad(|| target.lm_head_columns(&ids_v));
-        Self { ids_v, lm_head_hv }
+        let few = target.pruned_rows(&lm_head_hv, vocabulary.selected());
+        Self { ids_v, lm_head_hv, few }
     }
 
     /// Distributions over the selected tokens as ones over all of the target's, zero elsewhere.

@@ -14,6 +14,7 @@ mod drafter;
 mod engine;
 mod error;
 mod eval;
+mod few_rows;
 mod generate;
 mod lossless;
 mod models;

@@ -8,6 +8,7 @@ use dflash_text::ChatTokenizer;
 use tch::Tensor;
 
 use crate::Error;
+use crate::few_rows::FewRowsPlain;
 use crate::sampling::Sampler;
 
 /// When an answer ends.
@@ -97,6 +98,8 @@ impl<'a> Answer<'a> {
 #[derive(Debug)]
 pub struct PlainDecoder<'a> {
     target: &'a Target,
+    /// Where greedy steps make no tensors.
+    few_rows: Option<FewRowsPlain<'a>>,
     cache: KvCache,
     sampler: Sampler,
 }
@@ -104,7 +107,8 @@ pub struct PlainDecoder<'a> {
 impl<'a> PlainDecoder<'a> {
     /// A decoder of `target` that chooses tokens by `sampler`.
     pub fn new(target: &'a Target, sampler: Sampler) -> Self {
-        Self { target, cache: target.new_cache(0), sampler }
+        let few_rows = if sampler.is_greedy() { FewRowsPlain::new(target) } else { None };
+        Self { target, few_rows, cache: target.new_cache(0), sampler }
     }
 
     /// Answers `prompt`.
@@ -130,7 +134,10 @@ impl<'a> PlainDecoder<'a> {
         answer.begin(next);
         while !answer.ended() {
             check(stop)?;
-            next = self.next(&[next]);
+            next = match &mut self.few_rows {
+                Some(few_rows) => few_rows.next(next, &mut self.cache),
+                None => self.next(&[next]),
+            };
             answer.push(next);
         }
         Ok(answer.finish())

@@ -15,6 +15,7 @@ use tch::{Tensor, no_grad};
 
 use crate::Error;
 use crate::drafter::{Drafter, Proposal, Verified};
+use crate::few_rows::FewRowsSteps;
 use crate::plain::{Answer, Generation, Limits, check, roomy};
 use crate::sampling::Sampler;
 
@@ -31,6 +32,8 @@ pub struct Speculation {
 #[derive(Debug)]
 pub struct Speculator<'a> {
     drafter: Drafter<'a>,
+    /// Where greedy steps make no tensors.
+    few_rows: Option<FewRowsSteps<'a>>,
     cache: KvCache,
     context: ContextCache,
     sampler: Sampler,
@@ -51,7 +54,8 @@ impl<'a> Speculator<'a> {
     ) -> Result<Self, Error> {
         let drafter = Drafter::new(target, draft, vocabulary)?;
         let (cache, context) = (target.new_cache(0), draft.new_cache(0));
-        Ok(Self { drafter, cache, context, sampler })
+        let few_rows = if sampler.is_greedy() { FewRowsSteps::new(&drafter) } else { None };
+        Ok(Self { drafter, few_rows, cache, context, sampler })
     }
 
     /// Slots of the draft's blocks, the anchor's included.
@@ -85,10 +89,11 @@ impl<'a> Speculator<'a> {
             let mut accepted = Vec::new();
             while !answer.ended() {
                 check(stop)?;
-                let verified = self.step(bonus);
-                bonus = verified.bonus;
-                accepted.push(verified.accepted.len());
-                verified.into_tokens().into_iter().for_each(|id| answer.push(id));
+                let count = self.step(bonus, &mut |id| {
+                    bonus = id;
+                    answer.push(id);
+                });
+                accepted.push(count - 1);
             }
             Ok(Speculation { generation: answer.finish(), accepted })
         })
@@ -115,7 +120,20 @@ impl<'a> Speculator<'a> {
         self.sampler.next(self.drafter.target, &output.hidden_td.narrow(0, rows - 1, 1))
     }
 
-    fn step(&mut self, bonus: i64) -> Verified {
+    /// Passes the step's tokens to `take`, the next bonus token last; returns how many they are.
+    fn step(&mut self, bonus: i64, take: &mut dyn FnMut(i64)) -> usize {
+        let Some(few_rows) = &mut self.few_rows else {
+            let tokens = self.tensor_step(bonus).into_tokens();
+            tokens.iter().for_each(|&id| take(id));
+            return tokens.len();
+        };
+        let caches = (&mut self.cache, &mut self.context);
+        let tokens = few_rows.step(bonus, self.drafter.head.as_ref(), caches);
+        tokens.iter().for_each(|&id| take(id));
+        tokens.len()
+    }
+
+    fn tensor_step(&mut self, bonus: i64) -> Verified {
         let anchor = self.cache.len() as i64;
         let bonus_1 = self.to_device(&[bonus]);
         let proposal = self.propose(&bonus_1, anchor);

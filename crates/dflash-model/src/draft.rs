@@ -18,8 +18,8 @@ use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 pub use config::{DraftConfig, LayerKind, Verifier};
-pub use decode::{ContextCache, ContextPart};
-use decode::{DecodeWeights, FewRows};
+use decode::DecodeWeights;
+pub use decode::{ContextCache, ContextPart, FewRows};
 pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};
 

@@ -26,7 +26,6 @@ use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use self::cache::CachedAttention;
-use self::few_rows::FewRows;
 use self::head::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use self::layer::{Attend, DecoderLayer, norm};
 use self::packed::PackedAttention;
@@ -40,6 +39,7 @@ use crate::{Error, Result};
 pub use self::batch::BatchCache;
 pub use self::cache::{KvCache, SequencePart};
 pub use self::config::{Family, Llama3Scaling, RopeConfig, TargetConfig};
+pub use self::few_rows::{FewRows, PrunedRows};
 pub use self::head::TargetHead;
 pub use self::layer_ids::{check_layer_ids, default_layer_ids};
 pub use self::mask_token::{TokenizerFacts, resolve_mask_token};
@@ -77,7 +77,8 @@ enum LmHead {
     Own(Linear),
 }
 
-/// What a cached forward pass returns.
+/// What a cached forward pass returns: of the target's kind, or float32 where it comes from few packed
+/// rows.
 #[derive(Debug)]
 pub struct CachedOutput {
     /// Residual stream of the new tokens before the final norm [T, H].
@@ -189,10 +190,10 @@ impl Target {
         self.embedding_vh.index_select(0, ids_t)
     }
 
-    /// The final norm of `hidden_td` [T, H].
+    /// The final norm of `hidden_td` [T, H], of the target's kind.
     pub fn normed(&self, hidden_td: &Tensor) -> Tensor {
         let (weight, eps, kernels) = (&self.norm_h, self.config.rms_norm_eps, self.kernels);
-        norm(hidden_td, Norm { weight, eps, kernels })
+        norm(&hidden_td.to_kind(self.dtype()), Norm { weight, eps, kernels })
     }
 
     /// Logits [T, V] of `hidden_td` [T, H], the residual stream before the final norm.
@@ -266,7 +267,7 @@ impl Target {
 
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
-        let few = self.few_rows().map(|few| &few.stack);
+        let few = self.few_rows().map(FewRows::stack);
         KvCache::new(&self.config, &self.rotary, (&self.embedding_vh, few), max_tokens)
     }
 
@@ -282,10 +283,8 @@ impl Target {
     ) -> CachedOutput {
         let tokens = ids_t.size()[0];
         no_grad(|| {
-            if let Some((few, held)) = self.few_rows().zip(cache.few_rows(tokens)) {
-                let output = self.forward_few(few, ids_t, (cache, held), captures);
-                cache.advance(tokens);
-                return output;
+            if let Some(few) = self.few_rows().filter(|_| cache.few_rows(tokens).is_some()) {
+                return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], captures);
             }
             let mut attention = CachedAttention::new(cache, tokens);
             let tables = attention.tables(tokens);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dflash_model::Kernels;
 use dflash_model::checkpoint::{TensorFile, write_safetensors};
-use dflash_model::target::{Family, Target, TargetConfig, TargetHead, TargetOptions};
+use dflash_model::target::{Family, SequencePart, Target, TargetConfig, TargetHead, TargetOptions};
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -165,6 +165,56 @@ fn a_few_rows_have_the_bits_of_one_by_one_on_any_threads() {
         for (chunks, threads) in [(&[1; 30][..], 2), (&[30], 2), (&[8, 3, 16, 3], 3), (&[9, 21], 5)]
         {
             assert_eq!(run(chunks, threads), expected, "{dtype:?}, {chunks:?}, {threads} threads");
+        }
+    }
+}
+
+/// Few rows of several sequences share a pass and have the bits that they have alone; a long piece of a
+/// prompt among them goes its own way.
+#[test]
+fn sequences_that_share_a_pass_have_the_bits_of_each_alone() {
+    for (config, dtype) in family_configs().into_iter().zip([Kind::Float, Kind::BFloat16].repeat(3))
+    {
+        let dir = tempfile::tempdir().unwrap();
+        small_target(config).save(dir.path(), Kind::Float).unwrap();
+        let options = TargetOptions { device: Device::Cpu, dtype };
+        let target = Target::load(dir.path(), &options).unwrap();
+        let (held, new) = ([5i64, 1, 40, 3, 20, 9], [8i64, 1, 8, 35, 16, 8]);
+        let ids = random_ids(held.iter().chain(&new).sum(), 15);
+        let piece = |lengths: &[i64], at: usize, before: i64| {
+            ids.narrow(0, before + lengths[..at].iter().sum::<i64>(), lengths[at])
+        };
+        let caches = || {
+            let cache = |at: usize| {
+                let mut cache = target.new_cache(80);
+                target.forward_cached(&piece(&held, at, 0), &mut cache, &[]);
+                cache
+            };
+            (0..held.len()).map(cache).collect::<Vec<_>>()
+        };
+        let behind = held.iter().sum::<i64>();
+        let alone: Vec<_> = caches()
+            .iter_mut()
+            .enumerate()
+            .map(|(at, cache)| target.forward_cached(&piece(&new, at, behind), cache, &[2, 0]))
+            .collect();
+        let mut together = caches();
+        let mut parts: Vec<SequencePart<'_>> = together
+            .iter_mut()
+            .zip(new)
+            .map(|(cache, tokens)| SequencePart { cache, tokens: tokens as usize })
+            .collect();
+        let all = ids.narrow(0, behind, new.iter().sum());
+        let both = target.forward_sequences(&all, &mut parts, &[2, 0]);
+        let mut start = 0;
+        for (alone, tokens) in alone.iter().zip(new) {
+            let own = |x: &Tensor| x.narrow(0, start, tokens);
+            let float = |x: &Tensor| x.to_kind(Kind::Float);
+            assert_eq!(own(&both.hidden_td), float(&alone.hidden_td), "{dtype:?} from {start}");
+            for (both, alone) in both.captures.iter().zip(&alone.captures) {
+                assert_eq!(own(both), float(alone), "{dtype:?} from {start}");
+            }
+            start += tokens;
         }
     }
 }

@@ -5,51 +5,72 @@
 #include <cstdint>
 
 #if defined(__x86_64__)
-#define DFLASH_DECODE_LEVELS(X) X(v4) X(v3) X(baseline)
+#define DFLASH_DECODE_LEVELS(X) X(v4bf16) X(v4) X(v3) X(baseline)
 #else
 #define DFLASH_DECODE_LEVELS(X) X(baseline)
 #endif
 
 extern "C" {
 
-// Weights of a layer. Matrices are packed [panels][depth][32] in float32 or bfloat16; gate and up
-// share panels, 16 columns each. Norms and biases are float32; null where there is none.
+// What products take.
+enum DflashProducts : int32_t {
+  kFloat32 = 0,
+  // Weights in bfloat16, rows in float32.
+  kBfloat16Weights = 1,
+  // Rows rounded to bfloat16 as well, where the processor multiplies these; else as above.
+  kBfloat16 = 2,
+};
+
+// Weights of a layer. Matrices are packed in panels of 32 columns: [panels][depth][32] in float32,
+// [panels][depth / 2][32][2] in bfloat16, an odd depth filled up with zeros. Gate and up share panels,
+// 16 columns each. Norms and biases are float32; null where there is none.
 struct DflashLayer {
   const void *qkv, *output, *gate_up, *down;
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
   const float *input_norm, *post_norm, *query_norm, *key_norm;
   // Tokens that a query sees, itself included; 0 for all.
   int64_t window;
-  // Keys [kv heads][head dim][key_stride], values [kv heads][positions][value_stride].
-  float *keys, *values;
 };
 
 struct DflashShape {
   int64_t hidden, inner, query_heads, kv_heads, head_dim;
   float eps;
-  // Whether matrices are bfloat16.
-  int32_t bf16;
-  // Whether a query sees no key behind its own position; where not, all of the call's.
+  DflashProducts products;
+  // Whether a query sees no key behind its own position; where not, all of its sequence's.
   int32_t causal;
 };
 
-// Positions that a cache holds, and how they lie in memory.
-struct DflashCacheShape {
-  int64_t positions, key_stride, value_stride;
+// A layer's cache: keys [kv heads][head dim][key_stride], values [kv heads][positions][value_stride].
+struct DflashKeysValues {
+  float *keys, *values;
 };
 
-// New rows behind `start` cached positions, through all layers.
+// New rows behind the `start` cached positions of a sequence.
+struct DflashSequence {
+  int64_t rows, start;
+  // Positions that its cache holds, and how they lie in memory.
+  int64_t positions, key_stride, value_stride;
+  // One for each layer.
+  const DflashKeysValues* held;
+  // Of the rows' positions, [rows][head_dim / 2].
+  const float *cosine, *sine;
+};
+
+// The rows of some sequences, one after the other, through all layers.
 struct DflashPass {
   const DflashShape* shape;
-  const DflashCacheShape* cache;
   const DflashLayer* layers;
-  int64_t layer_count, rows, start;
-  // [rows][head_dim / 2]
-  const float *cosine, *sine;
+  const DflashSequence* sequences;
+  int64_t layer_count, sequence_count, rows;
+  // Rows from the first on whose output nobody reads; their keys and values are written.
+  int64_t unread;
   // The residual stream [rows][hidden], in and out.
   float* x;
-  // For each layer where its output goes [rows][hidden], or null.
-  float* const* captures;
+  // States that are wanted: 0 for the rows as they come, k for the output of layer k; and where they
+  // go [rows][capture_count][hidden].
+  const uint32_t* capture_ids;
+  int64_t capture_count;
+  float* captures;
   // Norm of the last layer's output, in place; or null.
   const float* final_norm;
   float* scratch;
@@ -58,10 +79,9 @@ struct DflashPass {
 // Keys and values of accepted context, for all layers at once.
 struct DflashContext {
   const DflashShape* shape;
-  const DflashCacheShape* cache;
   const DflashLayer* layers;
-  int64_t layer_count, rows, start, features;
-  const float *cosine, *sine;
+  const DflashSequence* sequences;
+  int64_t layer_count, sequence_count, rows, features;
   // [rows][features] through fc (packed, [features] to [hidden]) and its norm.
   const float* x;
   const void* fc;
@@ -78,7 +98,7 @@ struct DflashHead {
   // Weight of the norm before the matrix, or null.
   const float* norm;
   float eps;
-  int32_t bf16;
+  DflashProducts products;
   // [rows][outputs], or null.
   float* logits;
   // [rows], or null.

@@ -131,7 +131,7 @@ Team& team() {
 }
 
 #if defined(__x86_64__)
-enum class Level { kBaseline, kV3, kV4 };
+enum class Level { kBaseline, kV3, kV4, kV4Bf16 };
 
 Level level() {
   static const Level found = [] {
@@ -141,7 +141,8 @@ Level level() {
     const auto v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");
-    return v3 && v4 ? Level::kV4 : v3 ? Level::kV3 : Level::kBaseline;
+    if (v3 && v4) return __builtin_cpu_supports("avx512bf16") ? Level::kV4Bf16 : Level::kV4;
+    return v3 ? Level::kV3 : Level::kBaseline;
   }();
   return found;
 }
@@ -183,9 +184,10 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
 
 #if defined(__x86_64__)
 #define DFLASH_CHOOSE(work, name)                                                          \
-  level() == Level::kV4   ? erased<work, dflash_decode_##name##_v4>                        \
-  : level() == Level::kV3 ? erased<work, dflash_decode_##name##_v3>                        \
-                          : erased<work, dflash_decode_##name##_baseline>
+  level() == Level::kV4Bf16 ? erased<work, dflash_decode_##name##_v4bf16>                  \
+  : level() == Level::kV4   ? erased<work, dflash_decode_##name##_v4>                      \
+  : level() == Level::kV3   ? erased<work, dflash_decode_##name##_v3>                      \
+                            : erased<work, dflash_decode_##name##_baseline>
 #else
 #define DFLASH_CHOOSE(work, name) erased<work, dflash_decode_##name##_baseline>
 #endif

@@ -2,23 +2,29 @@
 //! `cpp/decode.cpp`.
 //!
 //! Weights are read once whatever the rows, and next to nothing is done beside: one call runs all
-//! layers on threads that wait for each other by spinning. Rows are float32, weights float32 or
-//! bfloat16, sums float32. Neither the number of threads nor that of rows changes a bit of what comes
-//! out. Shapes and layouts are checked: a wrong one is a bug of the caller and panics.
+//! layers on threads that wait for each other by spinning. Rows come and go as slices of float32, and
+//! no call makes a tensor or asks for memory that an earlier one had. What products multiply is
+//! [`Products`]; sums are float32. Neither the number of threads nor that of rows changes a bit of what
+//! comes out. Shapes and layouts are checked: a wrong one is a bug of the caller and panics.
 
+mod embedding;
 mod head;
 mod matrix;
 mod raw;
+mod scratch;
 
-use std::ptr::{null, null_mut};
+use std::cell::RefCell;
+use std::ptr::null;
 
 use tch::{Device, Kind, Tensor};
 
 use self::matrix::{LANES, PANEL, gated};
+use self::scratch::Scratch;
 use crate::kernels::Kernels;
 
+pub use self::embedding::Embedding;
 pub use self::head::Head;
-pub use self::matrix::{Matrix, storage};
+pub use self::matrix::{Matrix, Products};
 
 /// Rows of a call at most. More are better served by libtorch's products.
 pub const MAX_ROWS: i64 = 32;
@@ -92,8 +98,18 @@ pub struct LayerWeights<'a> {
 pub struct Stack {
     shape: Shape,
     layers: Vec<Layer>,
-    kind: Kind,
+    /// Where the weights of `layers` are.
+    raw: Pointers<raw::Layer>,
+    products: Products,
+    scratch: RefCell<Scratch>,
 }
+
+/// Addresses in tensors that are held beside them.
+#[derive(Debug)]
+struct Pointers<T>(Vec<T>);
+
+// SAFETY: they lead to memory that whoever holds them owns, and that goes where they go.
+unsafe impl<T> Send for Pointers<T> {}
 
 #[derive(Debug)]
 struct Layer {
@@ -114,17 +130,48 @@ struct Product {
     bias: Option<Tensor>,
 }
 
+/// New rows of a sequence in a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequence<'a> {
+    /// Where its keys and values are, and go.
+    pub cache: &'a Cache,
+    /// Position of its first row in the call: what is cached up to there is seen.
+    pub start: i64,
+    /// Its rows.
+    pub rows: i64,
+}
+
+/// What is wanted of a pass besides its rows.
+#[derive(Debug, Default)]
+pub struct Outputs<'a> {
+    /// States: 0 for the rows as they come, k for what layer k makes of them.
+    pub captures: &'a [u32],
+    /// Where they go [R, captures, H].
+    pub states: &'a mut [f32],
+    /// Norm `[H]` of the last layer's output.
+    pub final_norm: Option<&'a [f32]>,
+    /// Rows from the first on whose output nobody reads: it is not computed, only their keys and values.
+    pub unread: usize,
+}
+
 impl Stack {
-    /// Packs layers as `kind`, float32 or bfloat16.
-    pub fn new(shape: Shape, layers: &[LayerWeights<'_>], kind: Kind) -> Self {
+    /// Packs layers.
+    pub fn new(shape: Shape, layers: &[LayerWeights<'_>], products: Products) -> Self {
         assert!(shape.head_dim % 2 == 0 && shape.query_heads % shape.kv_heads == 0, "{shape:?}");
-        let layers = layers.iter().map(|weights| Layer::new(&shape, weights, kind)).collect();
-        Self { shape, layers, kind }
+        let layers: Vec<Layer> =
+            layers.iter().map(|weights| Layer::new(&shape, weights, products)).collect();
+        let raw = Pointers(layers.iter().map(Layer::raw).collect());
+        Self { shape, layers, raw, products, scratch: RefCell::default() }
     }
 
-    /// An empty cache for `positions` tokens.
-    pub fn new_cache(&self, positions: i64) -> Cache {
+    /// An empty cache for as many tokens as `rope`, cosines and sines [positions, D/2], has positions.
+    pub fn new_cache(&self, rope: (&Tensor, &Tensor)) -> Cache {
         let Shape { kv_heads, head_dim, .. } = self.shape;
+        let positions = rope.0.size()[0];
+        let table = |x: &Tensor| {
+            assert_eq!(x.size(), [positions, head_dim / 2], "a rotary table");
+            x.contiguous()
+        };
         // An odd number of cache lines, so that the rows of a panel do not compete for the same ones;
         // and room for a panel behind the last position.
         let key_stride = (positions + PANEL + 2 * LANES - 1) / (2 * LANES) * (2 * LANES) + LANES;
@@ -135,117 +182,101 @@ impl Stack {
             let keys = empty([kv_heads, head_dim, key_stride]);
             (keys, empty([kv_heads, positions, value_stride]))
         };
-        let threads = threads();
-        let scratch = empty([1, 1, self.scratch(key_stride, threads)]);
-        Cache {
-            layers: self.layers.iter().map(|_| layer()).collect(),
-            positions,
-            key_stride,
-            value_stride,
-            scratch,
-            threads,
-        }
+        let layers: Vec<(Tensor, Tensor)> = self.layers.iter().map(|_| layer()).collect();
+        let held = layers
+            .iter()
+            .map(|(k, v)| raw::KeysValues { keys: data(k), values: data(v) })
+            .collect();
+        let rope = (table(rope.0), table(rope.1));
+        let tables = Pointers(vec![data(&rope.0).cast_const(), data(&rope.1).cast_const()]);
+        let heads = (kv_heads, head_dim);
+        let held = Pointers(held);
+        Cache { layers, held, _rope: rope, tables, heads, positions, key_stride, value_stride }
     }
 
-    /// Elements that a call of [`MAX_ROWS`] rows uses.
-    fn scratch(&self, key_stride: i64, threads: i64) -> i64 {
+    /// Runs `x` [R, H] in place through all layers: the rows of each sequence, one after the other.
+    /// Their keys and values are written to the caches.
+    ///
+    /// # Panics
+    /// Above [`MAX_ROWS`] rows, and where a cache has no room for its own.
+    pub fn forward(&self, x: &mut [f32], sequences: &[Sequence<'_>], outputs: Outputs<'_>) {
+        let (shape, hidden) = (self.raw_shape(), self.shape.hidden as usize);
+        let (raw, rows) = self.raw_sequences(sequences);
+        let Outputs { captures, states, final_norm, unread } = outputs;
+        assert_eq!(x.len(), rows as usize * hidden, "the rows of all sequences");
+        assert_eq!(states.len(), x.len() * captures.len(), "room for the states");
+        assert!(captures.iter().all(|&id| id as usize <= self.layers.len()), "{captures:?}");
+        assert!(final_norm.is_none_or(|norm| norm.len() == hidden) && unread < rows as usize);
+        let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
+        let pass = raw::Pass {
+            shape: &raw const shape,
+            layers: self.raw.0.as_ptr(),
+            sequences: raw.as_ptr(),
+            layer_count: self.layers.len() as i64,
+            sequence_count: sequences.len() as i64,
+            rows,
+            unread: unread as i64,
+            x: x.as_mut_ptr(),
+            capture_ids: captures.as_ptr(),
+            capture_count: captures.len() as i64,
+            captures: states.as_mut_ptr(),
+            final_norm: final_norm.map_or(null(), <[f32]>::as_ptr),
+            scratch: scratch.floats(self.pass_scratch(sequences, rows, threads)),
+        };
+        // SAFETY: sizes are checked here and in the helpers; the positions fit the caches, and the
+        // scratch memory this many rows and threads.
+        unsafe { raw::dflash_decode_pass(&raw const pass, threads) };
+    }
+
+    /// Writes keys and values of `features` [R, F], the rows of each sequence one after the other:
+    /// through `fc` and its norm `[H]`, and the key and value columns of every layer.
+    ///
+    /// # Panics
+    /// As [`Self::forward`].
+    pub fn extend(
+        &self,
+        features: &[f32],
+        (fc, norm): (&Matrix, &[f32]),
+        sequences: &[Sequence<'_>],
+    ) {
+        let shape = self.raw_shape();
+        let (raw, rows) = self.raw_sequences(sequences);
+        assert_eq!(features.len() as i64, rows * fc.depth, "the rows of all sequences");
+        assert!(fc.outputs == self.shape.hidden && fc.products == self.products);
+        assert_eq!(norm.len() as i64, self.shape.hidden, "a norm's weight");
+        assert!(self.layers.iter().all(|layer| layer.qkv.bias.is_none()), "context has no bias");
+        let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
+        let context = raw::Context {
+            shape: &raw const shape,
+            layers: self.raw.0.as_ptr(),
+            sequences: raw.as_ptr(),
+            layer_count: self.layers.len() as i64,
+            sequence_count: sequences.len() as i64,
+            rows,
+            features: fc.depth,
+            x: features.as_ptr(),
+            fc: fc.packed.data_ptr(),
+            norm: norm.as_ptr(),
+            scratch: scratch.floats(self.context_scratch(fc.depth, rows, threads)),
+        };
+        // SAFETY: as in `forward`.
+        unsafe { raw::dflash_decode_context(&raw const context, threads) };
+    }
+
+    fn pass_scratch(&self, sequences: &[Sequence<'_>], rows: i64, threads: i64) -> i64 {
         let Shape { hidden, inner, query_heads, kv_heads, head_dim, .. } = self.shape;
         let (query, spare) = (query_heads * head_dim, 2 * PANEL);
         let shared = 2 * query + 2 * kv_heads * head_dim + inner + 3 * spare;
         let own = hidden + query / kv_heads + spare;
-        MAX_ROWS * (shared + threads * own) + threads * (TILE * key_stride + spare)
+        let longest = sequences.iter().map(|sequence| sequence.cache.key_stride).max();
+        rows * (shared + threads * own) + threads * (TILE * longest.unwrap_or(0) + spare) + spare
     }
 
-    /// Runs `x` [R, H] (float32, in place) through all layers, its first row at position `start`: what
-    /// is cached up to there is seen, and the rows' keys and values are written behind it.
-    ///
-    /// `rope` are cosines and sines [R, D/2] of the rows' positions. Where `captures` has a tensor
-    /// [R, H] for a layer, that layer's output is copied there. `final_norm` is applied to the last
-    /// one's.
-    pub fn forward(
-        &self,
-        x: &mut Tensor,
-        (cache, start): (&Cache, i64),
-        rope: (&Tensor, &Tensor),
-        captures: &[Option<Tensor>],
-        final_norm: Option<&Tensor>,
-    ) {
-        let rows = x.size()[0];
-        assert_eq!(x.size(), [rows, self.shape.hidden]);
-        assert_eq!(captures.len(), self.layers.len());
-        let shape = self.raw_shape();
-        let (cache_shape, layers) = self.raw_layers(cache, (start, rows));
-        let (cosine, sine) = self.raw_tables(rope, rows);
-        let captures: Vec<*mut f32> = captures
-            .iter()
-            .map(|capture| {
-                capture.as_ref().map_or(null_mut(), |capture| {
-                    assert_eq!(capture.size(), x.size());
-                    data(capture)
-                })
-            })
-            .collect();
-        let pass = raw::Pass {
-            shape: &raw const shape,
-            cache: &raw const cache_shape,
-            layers: layers.as_ptr(),
-            layer_count: layers.len() as i64,
-            rows,
-            start,
-            cosine,
-            sine,
-            x: data(x),
-            captures: captures.as_ptr(),
-            final_norm: final_norm.map_or(null(), |norm| vector(norm, self.shape.hidden)),
-            scratch: data(&cache.scratch),
-        };
-        // SAFETY: shapes, kinds and contiguity are checked here and in the helpers; the positions fit
-        // the cache, and its scratch memory this many rows and threads.
-        unsafe { raw::dflash_decode_pass(&raw const pass, cache.threads.min(threads())) };
-    }
-
-    /// Writes keys and values of `features` [R, F] (float32) from position `start` on: through `fc` and
-    /// its norm `[H]`, and the key and value columns of every layer.
-    pub fn extend(
-        &self,
-        features: &Tensor,
-        (fc, norm): (&Matrix, &Tensor),
-        (cache, start): (&Cache, i64),
-        rope: (&Tensor, &Tensor),
-    ) {
-        let rows = features.size()[0];
-        assert_eq!(features.size(), [rows, fc.depth]);
-        assert!(fc.outputs == self.shape.hidden && fc.packed.kind() == self.kind);
-        assert!(self.layers.iter().all(|layer| layer.qkv.bias.is_none()), "context has no bias");
-        let shape = self.raw_shape();
-        let (cache_shape, layers) = self.raw_layers(cache, (start, rows));
-        let (cosine, sine) = self.raw_tables(rope, rows);
-        let (scratch, threads) = (self.context_scratch(rows), threads());
-        let context = raw::Context {
-            shape: &raw const shape,
-            cache: &raw const cache_shape,
-            layers: layers.as_ptr(),
-            layer_count: layers.len() as i64,
-            rows,
-            start,
-            features: fc.depth,
-            cosine,
-            sine,
-            x: data(features),
-            fc: fc.packed.data_ptr(),
-            norm: vector(norm, self.shape.hidden),
-            scratch: data(&scratch),
-        };
-        // SAFETY: as in `forward`; the scratch memory is made for these rows and threads.
-        unsafe { raw::dflash_decode_context(&raw const context, threads) };
-    }
-
-    fn context_scratch(&self, rows: i64) -> Tensor {
+    fn context_scratch(&self, features: i64, rows: i64, threads: i64) -> i64 {
         let Shape { hidden, kv_heads, head_dim, .. } = self.shape;
         let kv = 2 * kv_heads * head_dim + 2 * PANEL;
         let shared = hidden + PANEL + self.layers.len() as i64 * kv;
-        let elements = rows * shared + threads() * (rows * hidden + head_dim + LANES);
-        Tensor::empty([elements], (Kind::Float, Device::Cpu))
+        rows * shared + threads * (rows * (features + hidden + 1) + head_dim + LANES)
     }
 
     fn raw_shape(&self) -> raw::Shape {
@@ -257,35 +288,44 @@ impl Stack {
             kv_heads,
             head_dim,
             eps: eps as f32,
-            bf16: i32::from(self.kind == Kind::BFloat16),
+            products: self.products,
             causal: i32::from(causal),
         }
     }
 
-    fn raw_layers(
+    /// Sequences as the kernels take them, and the rows of all.
+    fn raw_sequences(
         &self,
-        cache: &Cache,
-        (start, rows): (i64, i64),
-    ) -> (raw::CacheShape, Vec<raw::Layer>) {
-        let &Cache { positions, key_stride, value_stride, .. } = cache;
-        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
-        assert!(start >= 0 && start + rows <= positions, "{start} + {rows} exceed {positions}");
-        assert_eq!(cache.layers.len(), self.layers.len(), "a cache of these layers");
+        sequences: &[Sequence<'_>],
+    ) -> ([raw::Sequence; MAX_ROWS as usize], i64) {
         let Shape { kv_heads, head_dim, .. } = self.shape;
-        assert_eq!(cache.layers[0].0.size(), [kv_heads, head_dim, key_stride]);
-        let layers = self.layers.iter().zip(&cache.layers).map(|(layer, held)| layer.raw(held));
-        (raw::CacheShape { positions, key_stride, value_stride }, layers.collect())
-    }
-
-    fn raw_tables(&self, rope: (&Tensor, &Tensor), rows: i64) -> (*const f32, *const f32) {
-        let half = self.shape.head_dim / 2;
-        assert!(rope.0.size() == [rows, half] && rope.1.size() == [rows, half]);
-        (data(rope.0), data(rope.1))
+        let rows: i64 = sequences.iter().map(|sequence| sequence.rows).sum();
+        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
+        let mut all = [raw::Sequence::NONE; MAX_ROWS as usize];
+        for (raw, &Sequence { cache, start, rows }) in all.iter_mut().zip(sequences) {
+            let &Cache { positions, key_stride, value_stride, ref held, ref tables, .. } = cache;
+            assert!(rows >= 1 && start >= 0 && start + rows <= positions, "{start} + {rows} rows");
+            assert_eq!((held.0.len(), cache.heads), (self.layers.len(), (kv_heads, head_dim)));
+            let table =
+                |number: usize| tables.0[number].wrapping_add((start * head_dim / 2) as usize);
+            let (held, cosine, sine) = (held.0.as_ptr(), table(0), table(1));
+            *raw = raw::Sequence {
+                rows,
+                start,
+                positions,
+                key_stride,
+                value_stride,
+                held,
+                cosine,
+                sine,
+            };
+        }
+        (all, rows)
     }
 }
 
 impl Layer {
-    fn new(shape: &Shape, weights: &LayerWeights<'_>, kind: Kind) -> Self {
+    fn new(shape: &Shape, weights: &LayerWeights<'_>, products: Products) -> Self {
         let &Shape { hidden, inner, query_heads, kv_heads, head_dim, .. } = shape;
         let (query, kv) = (query_heads * head_dim, kv_heads * head_dim);
         let sized = |projection: &Projection<'_>, size: [i64; 2]| {
@@ -297,11 +337,11 @@ impl Layer {
         sized(&weights.down, [inner, hidden]);
         let plain = |projection: &Projection<'_>| {
             let bias = |bias: &Tensor| blocks_of_bias(bias, PANEL);
-            let matrix = Matrix::pack(projection.weight_io, kind);
+            let matrix = Matrix::pack(projection.weight_io, products);
             Product { matrix, bias: projection.bias_o.map(bias) }
         };
         let gate_up = Product {
-            matrix: Matrix::pack_gated(weights.gate_up.weight_io, kind),
+            matrix: Matrix::pack_gated(weights.gate_up.weight_io, products),
             bias: weights
                 .gate_up
                 .bias_o
@@ -321,7 +361,7 @@ impl Layer {
         }
     }
 
-    fn raw(&self, (keys, values): &(Tensor, Tensor)) -> raw::Layer {
+    fn raw(&self) -> raw::Layer {
         let bias = |product: &Product| product.bias.as_ref().map_or(null(), |bias| data(bias));
         let norms = self.head_norms.as_ref();
         raw::Layer {
@@ -338,24 +378,26 @@ impl Layer {
             query_norm: norms.map_or(null(), |norms| data(&norms.0)),
             key_norm: norms.map_or(null(), |norms| data(&norms.1)),
             window: self.window.unwrap_or(0),
-            keys: data(keys),
-            values: data(values),
         }
     }
 }
 
-/// Keys and values that a [`Stack`] writes, float32, and its scratch memory.
+/// Keys and values that a [`Stack`] writes, float32, and the rotary tables of their positions.
 #[derive(Debug)]
 pub struct Cache {
     /// Keys [heads, D, stride], so that a product with them reads whole vectors of positions, and
     /// values [heads, positions, stride].
     layers: Vec<(Tensor, Tensor)>,
+    /// Where these are.
+    held: Pointers<raw::KeysValues>,
+    /// Kept for `tables`, the addresses of cosines and sines.
+    _rope: (Tensor, Tensor),
+    tables: Pointers<*const f32>,
+    /// Key and value heads, and their width.
+    heads: (i64, i64),
     positions: i64,
     key_stride: i64,
     value_stride: i64,
-    scratch: Tensor,
-    /// Threads that the scratch memory is for.
-    threads: i64,
 }
 
 impl Cache {
@@ -399,7 +441,14 @@ fn data(x: &Tensor) -> *mut f32 {
     x.data_ptr().cast()
 }
 
-fn vector(x: &Tensor, size: i64) -> *const f32 {
-    assert_eq!(x.size(), [size]);
-    data(x).cast_const()
+/// The elements of a contiguous float32 tensor on the CPU.
+pub fn floats(x: &Tensor) -> &[f32] {
+    // SAFETY: `data` checks kind and layout, and the tensor is borrowed as long as the slice.
+    unsafe { std::slice::from_raw_parts(data(x), x.numel()) }
+}
+
+/// As [`floats`], to write them.
+pub fn floats_mut(x: &mut Tensor) -> &mut [f32] {
+    // SAFETY: as in `floats`.
+    unsafe { std::slice::from_raw_parts_mut(data(x), x.numel()) }
 }

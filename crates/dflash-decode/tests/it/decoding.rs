@@ -60,6 +60,36 @@ fn speculative_text_is_plain_text() {
     assert!(partly_accepted > 40, "only {partly_accepted} steps accepted a part of their block");
 }
 
+/// A text is right whatever is proposed: only what is accepted tells whether the draft was run well. Few
+/// rows take buffers and packed layers, libtorch's operations are what they are compared with.
+#[test]
+fn as_much_is_accepted_as_with_libtorchs_operations() {
+    let (mut steps, mut some) = (0, 0);
+    for seed in 0..6 {
+        let selected = DraftVocabulary::new(vec![0, 2, 3], 4);
+        for vocabulary in [None, Some(&selected)] {
+            let run = |kernels: Kernels| {
+                let target = random_target(4, seed).with_kernels(kernels);
+                let draft = random_draft(draft_config(&target, 6), seed).with_kernels(kernels);
+                let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
+                let mut speculator =
+                    Speculator::new(&target, &draft, vocabulary, greedy()).unwrap();
+                // The first prompt is few rows itself, the second is not.
+                let prompts = [prompt(9, seed as usize, 4), prompt(45, seed as usize, 4)];
+                prompts.map(|ids| speculator.generate(&ids, &limits, &GO).unwrap())
+            };
+            let pairs = run(Kernels::Fast).into_iter().zip(run(Kernels::Portable));
+            for (fast, portable) in pairs {
+                assert_eq!(fast.generation.tokens, portable.generation.tokens, "seed {seed}");
+                assert_eq!(fast.accepted, portable.accepted, "seed {seed}, {vocabulary:?}");
+                steps += fast.accepted.len();
+                some += fast.accepted.iter().filter(|&&count| count > 0).count();
+            }
+        }
+    }
+    assert!(some > 40 && some < steps, "{some} of {steps} steps accepted something");
+}
+
 /// Steps yield the whole answer, and without the last one they would not.
 fn check_steps(accepted: &[usize], tokens: usize, block_size: usize) {
     assert!(accepted.iter().all(|&count| count < block_size));

@@ -3,8 +3,8 @@
 mod blocks;
 
 use dflash_torch_sys::decode::{
-    Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Projection, Shape, Stack, storage,
-    takes,
+    Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Outputs, Products, Projection,
+    Sequence, Shape, Stack, floats, floats_mut, takes,
 };
 use tch::{Kind, Tensor};
 
@@ -42,18 +42,28 @@ impl ContextCache {
     pub fn truncate(&mut self, length: i64) {
         self.length = self.length.min(length);
     }
+
+    /// The next `rows` positions, where few rows are packed.
+    fn rows(&self, rows: i64) -> Sequence<'_> {
+        let cache = self.few_rows.as_ref().expect("a cache of packed layers");
+        Sequence { cache, start: self.length, rows }
+    }
 }
 
-/// The draft's layers on a CPU for a few rows, packed; the weights of a checkpoint take bfloat16.
+/// The draft's layers on a CPU for a few rows, packed. Its calls take and fill slices, so that a step of
+/// decoding makes no tensor.
 #[derive(Debug)]
-pub(super) struct FewRows {
+pub struct FewRows {
     stack: Stack,
     fc: Matrix,
-    /// Norm of the joined context and of the last layer, float32 `[H]`.
-    norms: (Tensor, Tensor),
+    /// Norms `[H]` of the joined context and of the last layer.
+    norms: (Vec<f32>, Vec<f32>),
 }
 
 impl FewRows {
+    /// Rows of a call at most.
+    pub const MAX_ROWS: usize = MAX_ROWS as usize;
+
     fn new(draft: &Draft) -> Option<Self> {
         let (c, views) = (&draft.config, &draft.views);
         if !takes(draft.kernels, &draft.flat) || draft.layout.elements() > MAX_PACKED_ELEMENTS {
@@ -68,7 +78,7 @@ impl FewRows {
             eps: c.rms_norm_eps,
             causal: false,
         };
-        let kind = storage([&draft.flat]);
+        let products = Products::of([&draft.flat]);
         let turned = |layer: &LayerViews| {
             [&layer.qkv, &layer.o, &layer.gate_up, &layer.down].map(Tensor::tr)
         };
@@ -76,12 +86,42 @@ impl FewRows {
         let layers: Vec<LayerWeights> = (0..turned.len())
             .map(|index| layer_weights(&views.layers[index], &turned[index], draft.window(index)))
             .collect();
-        let float = |x: &Tensor| x.to_kind(Kind::Float).contiguous();
+        let float = |x: &Tensor| floats(&x.to_kind(Kind::Float).contiguous()).to_vec();
         Some(Self {
-            stack: Stack::new(shape, &layers, kind),
-            fc: Matrix::pack(&views.fc.tr(), kind),
+            stack: Stack::new(shape, &layers, products),
+            fc: Matrix::pack(&views.fc.tr(), products),
             norms: (float(&views.hidden_norm), float(&views.norm)),
         })
+    }
+
+    /// Appends the features [R, K, H] of accepted tokens that follow the cache's.
+    ///
+    /// # Panics
+    /// When the cache is full or is not of packed layers, or the rows are more than the packed layers
+    /// take in a call: bugs of the caller.
+    pub fn extend(&self, cache: &mut ContextCache, features: &[f32]) {
+        let rows = features.len() as i64 / self.fc.depth();
+        assert!(cache.length + rows <= cache.capacity, "the context cache is full");
+        self.stack.extend(features, (&self.fc, &self.norms.0), &[cache.rows(rows)]);
+        cache.length += rows;
+    }
+
+    /// Runs one block behind its context: `x` [B', H], the embeddings of [bonus token, MASK, ...],
+    /// becomes `norm(x)`, but for the first `unread` rows, whose output nobody reads.
+    ///
+    /// # Panics
+    /// As [`Self::extend`].
+    pub fn forward_block(&self, cache: &ContextCache, x: &mut [f32], unread: usize) {
+        let rows = x.len() as i64 / self.hidden() as i64;
+        self.stack.forward(x, &[cache.rows(rows)], self.outputs(unread));
+    }
+
+    fn hidden(&self) -> usize {
+        self.norms.1.len()
+    }
+
+    fn outputs(&self, unread: usize) -> Outputs<'_> {
+        Outputs { final_norm: Some(&self.norms.1), unread, ..Outputs::default() }
     }
 }
 
@@ -102,6 +142,15 @@ fn layer_weights<'a>(
         head_norms: Some((&layer.q_norm, &layer.k_norm)),
         window,
     }
+}
+
+fn float_rows(x: &Tensor) -> Tensor {
+    x.to_kind(Kind::Float).contiguous()
+}
+
+/// Memory of its own, to be written.
+fn float_copy(x: &Tensor) -> Tensor {
+    x.to_dtype(Kind::Float, false, true).contiguous()
 }
 
 /// Copies of the weights as [in, out]: for the few rows of a block the matrix product is faster
@@ -144,8 +193,9 @@ impl Draft {
         self.decode.get_or_init(|| DecodeWeights::new(&self.views.layers))
     }
 
-    /// Made with the first cache, as [`Self::decode_weights`].
-    fn few_rows(&self) -> Option<&FewRows> {
+    /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16, unless the
+    /// draft is large. Made with the first cache; the weights must not change after it.
+    pub fn few_rows(&self) -> Option<&FewRows> {
         self.few_rows.get_or_init(|| FewRows::new(self)).as_ref()
     }
 
@@ -163,14 +213,14 @@ impl Draft {
         let rows = capacity + c.block_size as i64;
         let shape = [c.num_key_value_heads, rows, c.head_dim];
         let empty = || Tensor::zeros(shape, (self.flat.kind(), self.flat.device()));
-        let few_rows = self.few_rows().map(|few| few.stack.new_cache(rows));
+        let positions: Vec<i64> = (0..rows).collect();
+        let rope = self.tables(&positions);
+        let few_rows = self.few_rows().map(|few| few.stack.new_cache((&rope.cos_td, &rope.sin_td)));
         let layer = |index: usize| match &few_rows {
             None => (empty(), empty()),
             Some(held) => (held.keys(index), held.values(index)),
         };
         let layers = (0..c.layers.len()).map(layer).collect();
-        let positions: Vec<i64> = (0..rows).collect();
-        let rope = self.tables(&positions);
         ContextCache { layers, few_rows, rope, capacity, length: 0 }
     }
 
@@ -188,15 +238,11 @@ impl Draft {
         let rows = features_tk.size()[0];
         assert_eq!(first_position, cache.length, "context positions must be contiguous");
         assert!(cache.length + rows <= cache.capacity, "the context cache is full");
-        let rope = cache.rope.narrow(first_position, rows);
-        if let Some((few, held)) = self.few_for(cache, rows) {
-            let features_tk = features_tk.to_kind(Kind::Float).contiguous();
-            let (fc, tables) = ((&few.fc, &few.norms.0), (&rope.cos_td, &rope.sin_td));
-            few.stack.extend(&features_tk, fc, (held, first_position), tables);
-            cache.length += rows;
-            return;
+        if let Some(few) = self.few_for(cache, rows) {
+            return few.extend(cache, floats(&float_rows(features_tk)));
         }
-        let context = self.context(features_tk);
+        let rope = cache.rope.narrow(first_position, rows);
+        let context = self.context(&features_tk.to_kind(self.flat.kind()));
         let width = 2 * self.config.kv_width();
         // Many rows, where few are packed, take the weights as they lie: copies would gain nothing.
         let kv_all =
@@ -213,14 +259,10 @@ impl Draft {
         cache.length += rows;
     }
 
-    /// The packed weights and their cache, for `rows` few enough.
-    fn few_for<'a>(
-        &'a self,
-        cache: &'a ContextCache,
-        rows: i64,
-    ) -> Option<(&'a FewRows, &'a Cache)> {
-        let held = cache.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&rows))?;
-        Some((self.few_rows()?, held))
+    /// The packed weights, for a cache of them and `rows` few enough.
+    fn few_for(&self, cache: &ContextCache, rows: i64) -> Option<&FewRows> {
+        let few = cache.few_rows.is_some() && (1..=MAX_ROWS).contains(&rows);
+        if few { self.few_rows() } else { None }
     }
 
     /// Runs one block: `block_bh` [B', H] are the embeddings of [bonus token, MASK, ...], the
@@ -234,15 +276,13 @@ impl Draft {
         anchor_position: i64,
     ) -> Tensor {
         let slots = block_bh.size()[0];
-        let rope = cache.rope.narrow(anchor_position, slots);
-        if let Some((few, held)) = self.few_for(cache, slots) {
+        if let Some(few) = self.few_for(cache, slots) {
             assert_eq!(anchor_position, cache.length, "a block follows its context");
-            let mut x = block_bh.to_dtype(Kind::Float, false, true).contiguous();
-            let tables = (&rope.cos_td, &rope.sin_td);
-            let none: Vec<Option<Tensor>> = self.views.layers.iter().map(|_| None).collect();
-            few.stack.forward(&mut x, (held, anchor_position), tables, &none, Some(&few.norms.1));
+            let mut x = float_copy(block_bh);
+            few.forward_block(cache, floats_mut(&mut x), 0);
             return x.to_kind(self.flat.kind());
         }
+        let rope = cache.rope.narrow(anchor_position, slots);
         let mut x = block_bh.shallow_clone();
         for (index, layer) in self.views.layers.iter().enumerate() {
             let mask = self.decode_mask(index, cache.length, slots);

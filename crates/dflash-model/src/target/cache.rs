@@ -13,7 +13,7 @@ use super::config::TargetConfig;
 use super::layer::{Attend, Place, Projected};
 use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
-use crate::ops::{Rotary, RotaryTables, attention, dense};
+use crate::ops::{Rotary, attention, dense};
 
 pub use sequences::SequencePart;
 
@@ -47,7 +47,8 @@ impl KvCache {
         // The operating system hands out pages as rows are written: spare capacity costs nothing.
         let empty = || Tensor::empty(shape, options);
         let positions = Tensor::arange(capacity, (Kind::Int64, like.device()));
-        let few_rows = few.map(|stack| stack.new_cache(capacity));
+        let tables = HeadTables::new(rotary, &positions, like.kind());
+        let few_rows = few.map(|stack| stack.new_cache((&tables.half.cos_td, &tables.half.sin_td)));
         let layer = |layer: usize| match &few_rows {
             None => KvLayer { k_1msd: empty(), v_1msd: empty() },
             Some(held) => {
@@ -59,7 +60,7 @@ impl KvCache {
         Self {
             layers: (0..config.num_hidden_layers).map(layer).collect(),
             few_rows,
-            tables: HeadTables::new(rotary, &positions, like.kind()),
+            tables,
             len: 0,
             capacity,
         }
@@ -92,11 +93,6 @@ impl KvCache {
     pub(crate) fn few_rows(&self, tokens: i64) -> Option<&Cache> {
         self.check_room(tokens);
         self.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&tokens))
-    }
-
-    /// Half tables of the next `tokens` positions.
-    pub(crate) fn rope(&self, tokens: i64) -> RotaryTables {
-        self.tables.half.narrow(self.len, tokens)
     }
 
     /// A caller that grows a sequence past its plan is a bug.

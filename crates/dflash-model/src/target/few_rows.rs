@@ -5,26 +5,122 @@
 //! them, for prompts, and packed, in bfloat16 where that says the same.
 
 use dflash_torch_sys::decode::{
-    self, Cache, Head, MAX_PACKED_ELEMENTS, MAX_ROWS, Shape, Stack, storage,
+    self, Embedding, Head, MAX_PACKED_ELEMENTS, MAX_ROWS, Outputs, Products, Sequence, Shape,
+    Stack, floats, floats_mut,
 };
 use tch::{Kind, Tensor};
 
 use super::{CachedOutput, KvCache, LmHead, Target};
-use crate::ops::RotaryTables;
 
-/// What a target keeps for few rows.
+/// Rows whose logits are made by the packed lm_head at most; more take libtorch's products.
+const MAX_HEAD_ROWS: i64 = 8 * MAX_ROWS;
+
+/// What a target keeps for few rows. Its calls take and fill slices, so that a step of decoding makes no
+/// tensor.
 #[derive(Debug)]
-pub(super) struct FewRows {
-    pub(super) stack: Stack,
+pub struct FewRows {
+    stack: Stack,
+    embedding: Embedding,
     head: Head,
-    /// Weight of the final norm `[H]`, float32.
-    norm_h: Tensor,
+    products: Products,
+    /// Weight of the final norm `[H]`, and its epsilon.
+    norm: (Vec<f32>, f64),
+}
+
+impl FewRows {
+    /// Rows of a call at most.
+    pub const MAX_ROWS: usize = MAX_ROWS as usize;
+
+    pub(super) fn stack(&self) -> &Stack {
+        &self.stack
+    }
+
+    /// Writes the embeddings [R, H] of `ids`.
+    ///
+    /// # Panics
+    /// When the target does not have one of them.
+    pub fn embed(&self, ids: &[i64], x: &mut [f32]) {
+        self.embedding.rows(ids, x);
+    }
+
+    /// Appends `ids` to the cached sequence. `x` [R, H] becomes the residual stream before the final norm,
+    /// `states` [R, K, H] the states of the ids of `captures`.
+    ///
+    /// # Panics
+    /// When the cache is too small, the rows are more than [`Self::MAX_ROWS`], or an id of `captures`
+    /// exceeds the number of layers.
+    pub fn forward(
+        &self,
+        (ids, cache): (&[i64], &mut KvCache),
+        x: &mut [f32],
+        (captures, states): (&[u32], &mut [f32]),
+    ) {
+        self.run((ids, &mut [(cache, ids.len())]), x, (captures, states));
+    }
+
+    /// As [`Self::forward`], of several sequences with so many ids each, one after the other.
+    pub(super) fn run(
+        &self,
+        (ids, parts): (&[i64], &mut [(&mut KvCache, usize)]),
+        x: &mut [f32],
+        (captures, states): (&[u32], &mut [f32]),
+    ) {
+        self.embed(ids, x);
+        let outputs = Outputs { captures, states, ..Outputs::default() };
+        match &mut *parts {
+            [(cache, rows)] => self.stack.forward(x, &[sequence(cache, *rows)], outputs),
+            parts => {
+                let sequences: Vec<Sequence<'_>> =
+                    parts.iter().map(|(cache, rows)| sequence(cache, *rows)).collect();
+                self.stack.forward(x, &sequences, outputs);
+            }
+        }
+        parts.iter_mut().for_each(|(cache, rows)| cache.advance(*rows as i64));
+    }
+
+    /// Writes the most likely token `[R]` after each row of `x` [R, H], the residual stream before the
+    /// final norm; of equally likely ones the first.
+    pub fn most_likely(&self, x: &[f32], best: &mut [i64]) {
+        self.head.most_likely(x, Some((&self.norm.0, self.norm.1)), best);
+    }
+
+    /// As [`Self::most_likely`], of states that are normed already.
+    pub fn most_likely_of_normed(&self, normed: &[f32], best: &mut [i64]) {
+        self.head.most_likely(normed, None, best);
+    }
+}
+
+fn sequence(cache: &KvCache, rows: usize) -> Sequence<'_> {
+    let held = cache.few_rows(rows as i64).expect("a cache of packed layers");
+    Sequence { cache: held, start: cache.len() as i64, rows: rows as i64 }
+}
+
+/// The columns of an lm_head for tokens of a draft's vocabulary, packed.
+#[derive(Debug)]
+pub struct PrunedRows {
+    head: Head,
+    ids: Vec<i64>,
+}
+
+impl PrunedRows {
+    /// As [`FewRows::most_likely_of_normed`], of these tokens alone.
+    pub fn most_likely(&self, normed: &[f32], best: &mut [i64]) {
+        self.head.most_likely(normed, None, best);
+        best.iter_mut().for_each(|place| *place = self.ids[*place as usize]);
+    }
 }
 
 impl Target {
-    /// The packed weights, where this target's few rows go through them.
-    pub(super) fn few_rows(&self) -> Option<&FewRows> {
+    /// The packed weights, where this target's few rows go through them: on a CPU, in float32 or
+    /// bfloat16, unless it is large.
+    pub fn few_rows(&self) -> Option<&FewRows> {
         self.few_rows.get_or_init(|| self.pack()).as_ref()
+    }
+
+    /// The columns `lm_head_hv` [H, v] of the tokens `ids`, where few rows are packed.
+    pub fn pruned_rows(&self, lm_head_hv: &Tensor, ids: &[i64]) -> Option<PrunedRows> {
+        let few = self.few_rows()?;
+        Some(PrunedRows { head: Head::new(lm_head_hv, few.products), ids: ids.to_vec() })
     }
 
     fn pack(&self) -> Option<FewRows> {
@@ -43,7 +139,7 @@ impl Target {
         if !decode::takes(self.kernels, &self.embedding_vh) || elements > MAX_PACKED_ELEMENTS {
             return None;
         }
-        let kind = storage(matrices.iter().copied());
+        let products = Products::of(matrices.iter().copied());
         let c = &self.config;
         let shape = Shape {
             hidden: c.hidden_size,
@@ -54,68 +150,58 @@ impl Target {
             eps: c.rms_norm_eps,
             causal: true,
         };
-        let stack = Stack::new(shape, &layers, kind);
         let norm_h = self.norm_h.to_kind(Kind::Float);
-        Some(FewRows { stack, head: Head::new(&head_io, kind), norm_h })
+        Some(FewRows {
+            stack: Stack::new(shape, &layers, products),
+            embedding: Embedding::new(&self.embedding_vh),
+            head: Head::new(&head_io, products),
+            products,
+            norm: (floats(&norm_h).to_vec(), c.rms_norm_eps),
+        })
     }
 
-    /// [`Target::forward_cached`] for up to [`MAX_ROWS`] tokens.
+    /// [`Target::forward_cached`] of the tokens `ids_t` of sequences, up to [`MAX_ROWS`] together.
     pub(super) fn forward_few(
         &self,
         few: &FewRows,
         ids_t: &Tensor,
-        (cache, held): (&KvCache, &Cache),
+        parts: &mut [(&mut KvCache, usize)],
         captures: &[u32],
     ) -> CachedOutput {
-        let rows = ids_t.size()[0];
-        let mut x_th = self.embed(ids_t).to_kind(Kind::Float);
-        let states = Tensor::empty(
-            [captures.len() as i64, rows, self.hidden_size()],
-            (Kind::Float, self.device()),
-        );
-        // An id that is asked for again takes the state of its first place.
-        let first = |id: u32| captures.iter().position(|&capture| capture == id);
-        let state = |id: u32| first(id).map(|place| states.get(place as i64));
-        if let Some(embedded) = state(0) {
-            embedded.shallow_clone().copy_(&x_th);
-        }
-        let outputs: Vec<Option<Tensor>> = (1..=self.num_layers() as u32).map(state).collect();
-        let RotaryTables { cos_td, sin_td } = cache.rope(rows);
-        few.stack.forward(
-            &mut x_th,
-            (held, cache.len() as i64),
-            (&cos_td, &sin_td),
-            &outputs,
-            None,
-        );
-        let states = states.to_kind(self.dtype());
-        let place = |&id: &u32| first(id).expect("it is in the list") as i64;
-        CachedOutput {
-            captures: captures.iter().map(|id| states.get(place(id))).collect(),
-            hidden_td: x_th.to_kind(self.dtype()),
-        }
+        let (rows, hidden) = (ids_t.size()[0], self.hidden_size());
+        let ids = Vec::<i64>::try_from(ids_t).expect("token ids are integers");
+        let empty = |width: i64| Tensor::empty([rows, width], (Kind::Float, self.device()));
+        let (mut hidden_td, mut states) = (empty(hidden), empty(captures.len() as i64 * hidden));
+        let into = (captures, floats_mut(&mut states));
+        few.run((&ids, parts), floats_mut(&mut hidden_td), into);
+        let state = |place: usize| states.narrow(1, place as i64 * hidden, hidden);
+        CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
     }
 
     /// The packed weights, if `x_th` is few rows and the target has such.
     fn few_for(&self, x_th: &Tensor) -> Option<&FewRows> {
-        if (1..=MAX_ROWS).contains(&x_th.size()[0]) { self.few_rows() } else { None }
+        if (1..=MAX_HEAD_ROWS).contains(&x_th.size()[0]) { self.few_rows() } else { None }
     }
 
     /// Logits [T, V] of `x_th` [T, H] through the packed lm_head, behind the final norm if wanted.
     pub(super) fn few_logits(&self, x_th: &Tensor, is_normed: bool) -> Option<Tensor> {
         let few = self.few_for(x_th)?;
-        let logits = few.head.logits(&float_rows(x_th), self.final_norm(few, is_normed));
+        let size = [x_th.size()[0], few.head.outputs() as i64];
+        let mut logits = Tensor::empty(size, (Kind::Float, self.device()));
+        let norm = (!is_normed).then_some((few.norm.0.as_slice(), few.norm.1));
+        few.head.logits(floats(&float_rows(x_th)), norm, floats_mut(&mut logits));
         Some(logits.to_kind(self.dtype()))
     }
 
     /// As [`Self::few_logits`], the largest logit's token for each row `[T]`.
     pub(super) fn few_most_likely(&self, x_th: &Tensor, is_normed: bool) -> Option<Tensor> {
         let few = self.few_for(x_th)?;
-        Some(few.head.most_likely(&float_rows(x_th), self.final_norm(few, is_normed)))
-    }
-
-    fn final_norm<'a>(&self, few: &'a FewRows, is_normed: bool) -> Option<(&'a Tensor, f64)> {
-        (!is_normed).then_some((&few.norm_h, self.config.rms_norm_eps))
+        let (x_th, mut best) = (float_rows(x_th), vec![0; x_th.size()[0] as usize]);
+        match is_normed {
+            true => few.most_likely_of_normed(floats(&x_th), &mut best),
+            false => few.most_likely(floats(&x_th), &mut best),
+        }
+        Some(Tensor::from_slice(&best))
     }
 }
 

@@ -1,9 +1,12 @@
 //! What `cpp/decode.h` declares, field by field.
 
 use std::ffi::c_void;
+use std::ptr::null;
+
+use super::Products;
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Layer {
     pub(super) qkv: *const c_void,
     pub(super) output: *const c_void,
@@ -18,8 +21,6 @@ pub(super) struct Layer {
     pub(super) query_norm: *const f32,
     pub(super) key_norm: *const f32,
     pub(super) window: i64,
-    pub(super) keys: *mut f32,
-    pub(super) values: *mut f32,
 }
 
 #[repr(C)]
@@ -30,29 +31,56 @@ pub(super) struct Shape {
     pub(super) kv_heads: i64,
     pub(super) head_dim: i64,
     pub(super) eps: f32,
-    pub(super) bf16: i32,
+    pub(super) products: Products,
     pub(super) causal: i32,
 }
 
 #[repr(C)]
-pub(super) struct CacheShape {
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeysValues {
+    pub(super) keys: *mut f32,
+    pub(super) values: *mut f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct Sequence {
+    pub(super) rows: i64,
+    pub(super) start: i64,
     pub(super) positions: i64,
     pub(super) key_stride: i64,
     pub(super) value_stride: i64,
+    pub(super) held: *const KeysValues,
+    pub(super) cosine: *const f32,
+    pub(super) sine: *const f32,
+}
+
+impl Sequence {
+    pub(super) const NONE: Self = Self {
+        rows: 0,
+        start: 0,
+        positions: 0,
+        key_stride: 0,
+        value_stride: 0,
+        held: null(),
+        cosine: null(),
+        sine: null(),
+    };
 }
 
 #[repr(C)]
 pub(super) struct Pass {
     pub(super) shape: *const Shape,
-    pub(super) cache: *const CacheShape,
     pub(super) layers: *const Layer,
+    pub(super) sequences: *const Sequence,
     pub(super) layer_count: i64,
+    pub(super) sequence_count: i64,
     pub(super) rows: i64,
-    pub(super) start: i64,
-    pub(super) cosine: *const f32,
-    pub(super) sine: *const f32,
+    pub(super) unread: i64,
     pub(super) x: *mut f32,
-    pub(super) captures: *const *mut f32,
+    pub(super) capture_ids: *const u32,
+    pub(super) capture_count: i64,
+    pub(super) captures: *mut f32,
     pub(super) final_norm: *const f32,
     pub(super) scratch: *mut f32,
 }
@@ -60,14 +88,12 @@ pub(super) struct Pass {
 #[repr(C)]
 pub(super) struct Context {
     pub(super) shape: *const Shape,
-    pub(super) cache: *const CacheShape,
     pub(super) layers: *const Layer,
+    pub(super) sequences: *const Sequence,
     pub(super) layer_count: i64,
+    pub(super) sequence_count: i64,
     pub(super) rows: i64,
-    pub(super) start: i64,
     pub(super) features: i64,
-    pub(super) cosine: *const f32,
-    pub(super) sine: *const f32,
     pub(super) x: *const f32,
     pub(super) fc: *const c_void,
     pub(super) norm: *const f32,
@@ -83,7 +109,7 @@ pub(super) struct Head {
     pub(super) x: *const f32,
     pub(super) norm: *const f32,
     pub(super) eps: f32,
-    pub(super) bf16: i32,
+    pub(super) products: Products,
     pub(super) logits: *mut f32,
     pub(super) best: *mut i64,
     pub(super) scratch: *mut f32,

@@ -3,9 +3,10 @@
 //! Products run over the slots of all blocks; attention is that of each block alone. Shapes as in
 //! [`super`]; `n` counts the slots of all blocks, laid end to end.
 
+use dflash_torch_sys::decode::{Sequence, floats, floats_mut};
 use tch::{Tensor, no_grad};
 
-use super::{ContextCache, Draft};
+use super::{ContextCache, Draft, FewRows, float_copy, float_rows};
 use crate::attention::KeyValue;
 use crate::fused;
 use crate::ops::{RotaryTables, attention, dense};
@@ -67,6 +68,9 @@ impl Draft {
             let first = cache.length;
             return self.extend_context(cache, features_tk, first);
         }
+        if let Some(few) = self.few_rows() {
+            return self.extend_groups(few, features_tk, parts);
+        }
         let kv_all = self.context(features_tk).matmul(&self.decode_weights().context_kv);
         let spans = parts.iter().map(|part| (&*part.cache, part.cache.length, part.rows as i64));
         let rope = self.tables_of(spans);
@@ -95,12 +99,35 @@ impl Draft {
             return self.forward_block(cache, blocks_nh, cache.length);
         }
         let slots = blocks_nh.size()[0] / caches.len() as i64;
+        if let Some(few) = self.few_rows().filter(|_| slots as usize <= FewRows::MAX_ROWS) {
+            return few.forward_blocks(caches, blocks_nh).to_kind(self.flat.kind());
+        }
         let rope = self.tables_of(caches.iter().map(|cache| (*cache, cache.length, slots)));
         let mut x = blocks_nh.shallow_clone();
         for index in 0..self.views.layers.len() {
             x = self.blocks_layer(index, caches, &x, &rope);
         }
         self.norm(&self.views.norm).of(&x)
+    }
+
+    /// [`Self::extend_contexts`] where few rows are packed: contexts whose rows are few together share a
+    /// pass, and one with more has its own.
+    fn extend_groups(&self, few: &FewRows, features_tk: &Tensor, parts: &mut [ContextPart<'_>]) {
+        let (mut start, mut rest) = (0, parts);
+        while !rest.is_empty() {
+            let (group, others) = rest.split_at_mut(group_length(rest));
+            rest = others;
+            let rows = group.iter().map(|part| part.rows as i64).sum();
+            let features_gk = features_tk.narrow(0, start, rows);
+            start += rows;
+            match group {
+                [ContextPart { cache, .. }] => {
+                    let first = cache.length;
+                    self.extend_context(cache, &features_gk, first);
+                }
+                group => few.extend_group(group, floats(&float_rows(&features_gk))),
+            }
+        }
     }
 
     fn blocks_layer(
@@ -147,6 +174,43 @@ impl Draft {
         let longest = spans.iter().max_by_key(|(cache, ..)| cache.capacity);
         let (longest, ..) = longest.expect("a pass has a sequence");
         longest.rope.map(|table| table.index_select(0, &positions))
+    }
+}
+
+/// How many of the first parts, at least one, are few rows together.
+fn group_length(parts: &[ContextPart<'_>]) -> usize {
+    let mut rows = 0;
+    let fit = parts.iter().take_while(|part| {
+        rows += part.rows;
+        rows <= FewRows::MAX_ROWS
+    });
+    fit.count().max(1)
+}
+
+impl FewRows {
+    fn extend_group(&self, group: &mut [ContextPart<'_>], features: &[f32]) {
+        for ContextPart { cache, rows } in &*group {
+            let room = cache.capacity - cache.length;
+            assert!(*rows as i64 <= room, "the context cache is full");
+        }
+        let sequences: Vec<Sequence<'_>> =
+            group.iter().map(|part| part.cache.rows(part.rows as i64)).collect();
+        self.stack.extend(features, (&self.fc, &self.norms.0), &sequences);
+        group.iter_mut().for_each(|part| part.cache.length += part.rows as i64);
+    }
+
+    /// [`Draft::forward_blocks`], as many blocks in a pass as are few rows together; float32.
+    fn forward_blocks(&self, caches: &[&ContextCache], blocks_nh: &Tensor) -> Tensor {
+        let slots = blocks_nh.size()[0] as usize / caches.len();
+        let together = Self::MAX_ROWS / slots;
+        let mut x_nh = float_copy(blocks_nh);
+        let groups = floats_mut(&mut x_nh).chunks_mut(together * slots * self.hidden());
+        for (x, caches) in groups.zip(caches.chunks(together)) {
+            let sequences: Vec<Sequence<'_>> =
+                caches.iter().map(|cache| cache.rows(slots as i64)).collect();
+            self.stack.forward(x, &sequences, self.outputs(0));
+        }
+        x_nh
     }
 }
 

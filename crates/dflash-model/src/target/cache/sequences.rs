@@ -3,12 +3,12 @@
 //! Every product runs over all tokens at once; attention is that of each sequence alone. Shapes as
 //! in [`super`]; `t` counts the tokens of all sequences, laid end to end.
 
-use tch::{Device, Tensor, no_grad};
+use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{CachedAttention, KvCache};
 use crate::target::layer::{Attend, Place, Projected};
 use crate::target::rotary::HeadTables;
-use crate::target::{CachedOutput, Target};
+use crate::target::{CachedOutput, FewRows, Target};
 
 /// A sequence and the number of its tokens in the pass.
 #[derive(Debug)]
@@ -65,6 +65,9 @@ impl Target {
         if let [SequencePart { cache, .. }] = parts {
             return self.forward_cached(ids_t, cache, captures);
         }
+        if let Some(few) = self.few_rows() {
+            return no_grad(|| self.forward_groups(few, ids_t, parts, captures));
+        }
         no_grad(|| {
             let tables = tables(parts, self.device());
             let tokens: Vec<i64> = parts.iter().map(|part| part.tokens as i64).collect();
@@ -77,6 +80,53 @@ impl Target {
             output
         })
     }
+}
+
+impl Target {
+    /// [`Self::forward_sequences`] where few rows are packed: sequences that are few rows together
+    /// share a pass, and one with more, a piece of a prompt, has its own.
+    fn forward_groups(
+        &self,
+        few: &FewRows,
+        ids_t: &Tensor,
+        parts: &mut [SequencePart<'_>],
+        captures: &[u32],
+    ) -> CachedOutput {
+        let (mut outputs, mut start, mut rest) = (Vec::new(), 0, parts);
+        while !rest.is_empty() {
+            let (group, others) = rest.split_at_mut(group_length(rest));
+            rest = others;
+            let tokens: usize = group.iter().map(|part| part.tokens).sum();
+            let ids_g = ids_t.narrow(0, start, tokens as i64);
+            start += tokens as i64;
+            outputs.push(match group {
+                [SequencePart { cache, .. }] => self.forward_cached(&ids_g, cache, captures),
+                group => {
+                    let parts = group.iter_mut().map(|part| (&mut *part.cache, part.tokens));
+                    self.forward_few(few, &ids_g, &mut parts.collect::<Vec<_>>(), captures)
+                }
+            });
+        }
+        let cat = |of: &dyn Fn(&CachedOutput) -> Tensor| {
+            let each = outputs.iter().map(|output| of(output).to_kind(Kind::Float));
+            Tensor::cat(&each.collect::<Vec<_>>(), 0)
+        };
+        let capture = |place: usize| cat(&|output| output.captures[place].shallow_clone());
+        CachedOutput {
+            hidden_td: cat(&|output| output.hidden_td.shallow_clone()),
+            captures: (0..captures.len()).map(capture).collect(),
+        }
+    }
+}
+
+/// How many of the first parts, at least one, are few rows together.
+fn group_length(parts: &[SequencePart<'_>]) -> usize {
+    let mut tokens = 0;
+    let fit = parts.iter().take_while(|part| {
+        tokens += part.tokens;
+        tokens <= FewRows::MAX_ROWS
+    });
+    fit.count().max(1)
 }
 
 /// Rotary tables of all new tokens, from the cache that has the most positions.
