@@ -82,9 +82,9 @@ impl Drafts {
                     Loaded::Ngram { size: settings.ngram_size, proposals: settings.ngram_tokens }
                 }
                 DraftSource::Trained { name, dir } => {
+                    let trained = Trained::load(label(name, sources), dir, target)?;
                     check_target(identity, dir, settings.allow_other_target)?;
-                    let label = label(name, sources);
-                    Loaded::Trained(Box::new(Trained::load(label, dir, target)?))
+                    Loaded::Trained(Box::new(trained))
                 }
             });
         }
