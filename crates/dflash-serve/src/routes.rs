@@ -34,6 +34,8 @@ use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
 pub(crate) struct Loaded {
     /// What clients call the model.
     pub(crate) name: String,
+    /// Whether they may call it anything: nobody has named it.
+    pub(crate) any_name: bool,
     /// The target's directory.
     pub(crate) root: String,
     pub(crate) max_model_len: usize,
@@ -267,7 +269,7 @@ fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>
 fn check_model(asked: &Asked, loaded: &Loaded) -> Result<(), Refusal> {
     let is_ours = |model: &&String| **model == loaded.name || **model == loaded.root;
     match &asked.model {
-        Some(model) if !is_ours(&model) => {
+        Some(model) if !loaded.any_name && !is_ours(&model) => {
             Err(Refusal::OtherModel { asked: model.clone(), served: loaded.name.clone() })
         }
         _ => Ok(()),

@@ -115,11 +115,13 @@ fn start_model(
             Ok(engine) => engine,
             Err(error) => return drop(loaded.send(Err(error.into()))),
         };
+        let any_name = settings.served_model_name.is_none();
         let name = settings.served_model_name.clone();
         let name = name.unwrap_or_else(|| models.identity.name.clone());
         let facts = shared.loaded.get_or_init(|| Loaded {
             metrics: Metrics::new(&name, engine.proposals()),
             name,
+            any_name,
             root: root.display().to_string(),
             max_model_len,
             vocab_size: models.target.vocab_size(),

@@ -31,7 +31,8 @@ pub struct ServeSettings {
     /// target decodes alone.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: Option<String>,
-    /// What clients call the model. Default: the target's name.
+    /// What clients call the model; others are told that it does not exist. Default: the target's
+    /// name, and whatever else a request says.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
     pub served_model_name: Option<String>,
     /// Interface to listen on; 0.0.0.0 for all.

@@ -55,6 +55,14 @@ async fn refusals_have_openais_shape() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_nobody_named_may_be_called_anything() {
+    let server = Running::start(ServeSettings { served_model_name: None, ..settings() });
+    let reply = server.chat("hi", json!({"model": "qwen3-8b-dflash-api", "max_tokens": 5})).await;
+    assert_eq!(reply["model"], json!("target"));
+    assert!((1..=5).contains(&reply["usage"]["completion_tokens"].as_u64().unwrap()), "{reply}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_key_is_needed_where_there_is_one() {
     let server = Running::start(ServeSettings { api_key: Some("s3cret".into()), ..settings() });
     for wrong in
