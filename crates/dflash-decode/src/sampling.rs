@@ -8,7 +8,7 @@ use dflash_model::ops::most_likely;
 use dflash_model::target::Target;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// How tokens are chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -44,6 +44,14 @@ impl Sampling {
         if top_k == tokens && self.top_p >= 1.0 {
             return scaled_rv.softmax(-1, Kind::Double);
         }
+        match logits_rv.device() {
+            Device::Cpu => self.filtered_on_host(&scaled_rv, top_k as usize),
+            _ => self.filtered(&scaled_rv, top_k),
+        }
+    }
+
+    /// The distributions of scaled logits [R, V], cut to `top_k` tokens and these to top_p.
+    fn filtered(&self, scaled_rv: &Tensor, top_k: i64) -> Tensor {
         // Most likely first; of equal ones the first, so that the cut does not depend on chance.
         let (sorted_rk, ids_rk) = scaled_rv.sort_stable(true, -1, true);
         let shares_rk = sorted_rk.narrow(1, 0, top_k).softmax(-1, Kind::Double);
@@ -51,8 +59,50 @@ impl Sampling {
         let before_rk = shares_rk.cumsum(-1, Kind::Double) - &shares_rk;
         let kept_rk = shares_rk.masked_fill(&before_rk.ge(self.top_p), 0.0);
         let total_r1 = kept_rk.sum_dim_intlist([-1i64].as_slice(), true, Kind::Double);
-        let none_rv = Tensor::zeros_like(&scaled_rv);
+        let none_rv = Tensor::zeros_like(scaled_rv);
         none_rv.scatter(1, &ids_rk.narrow(1, 0, top_k), &(kept_rk / total_r1))
+    }
+
+    /// The same without sorting whole vocabularies, which takes longer than a small target's pass.
+    fn filtered_on_host(&self, scaled_rv: &Tensor, top_k: usize) -> Tensor {
+        let shares_rv = scaled_rv.softmax(-1, Kind::Double);
+        let mut shares: Vec<f64> =
+            Vec::try_from(shares_rv.flatten(0, -1)).expect("shares are float64");
+        let mut likely: Vec<(f64, usize)> = Vec::new();
+        for row in shares.chunks_mut(scaled_rv.size()[1] as usize) {
+            likely.clear();
+            likely.extend(row.iter().enumerate().map(|(id, &share)| (share, id)));
+            self.keep_likely(&mut likely, top_k);
+            let total: f64 = likely.iter().map(|(share, _)| share).sum();
+            row.fill(0.0);
+            likely.iter().for_each(|&(share, id)| row[id] = share / total);
+        }
+        Tensor::from_slice(&shares).view_as(scaled_rv)
+    }
+
+    /// Cuts shares and ids of a row to `top_k` tokens and these to top_p, most likely first; of equal
+    /// ones the first.
+    fn keep_likely(&self, likely: &mut Vec<(f64, usize)>, top_k: usize) {
+        let order = |a: &(f64, usize), b: &(f64, usize)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+        if top_k < likely.len() {
+            likely.select_nth_unstable_by(top_k, order);
+            likely.truncate(top_k);
+        }
+        if self.top_p >= 1.0 {
+            return;
+        }
+        let total: f64 = likely.iter().map(|(share, _)| share).sum();
+        // All tokens below this together have less than what is cut off, so none of them stays.
+        let least = total * (1.0 - self.top_p) / likely.len() as f64;
+        likely.retain(|&(share, _)| share >= least);
+        likely.sort_unstable_by(order);
+        let mut before = 0.0;
+        let reached = likely.iter().position(|(share, _)| {
+            let reached = before >= self.top_p * total;
+            before += share;
+            reached
+        });
+        likely.truncate(reached.unwrap_or(likely.len()));
     }
 }
 
@@ -118,6 +168,32 @@ impl Sampler {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn cuts_on_the_host_are_those_of_sorted_vocabularies() {
+        let _alone = dflash_test_support::alone();
+        tch::manual_seed(11);
+        // Rounded, so that some logits are equal.
+        let logits_rv = (Tensor::randn([40, 300], (Kind::Float, Device::Cpu)) * 6.0).round();
+        for (temperature, top_k, top_p) in [
+            (1.0, None, 0.9),
+            (0.3, None, 0.5),
+            (2.0, Some(1), 1.0),
+            (1.0, Some(7), 1.0),
+            (1.0, Some(40), 0.8),
+            (1.0, Some(900), 0.999),
+            (5.0, None, 1e-9),
+        ] {
+            let sampling = Sampling { temperature, top_p, top_k };
+            let scaled_rv = logits_rv.to_kind(Kind::Double) / temperature;
+            let most = top_k.map_or(300, |count| count.min(300));
+            let host_rv = sampling.filtered_on_host(&scaled_rv, most);
+            let sorted_rv = sampling.filtered(&scaled_rv, most as i64);
+            let apart = (&host_rv - &sorted_rv).abs().max().double_value(&[]);
+            assert!(apart < 1e-12, "{sampling:?}: {apart}");
+            assert_eq!(host_rv.ne(0.0), sorted_rv.ne(0.0), "{sampling:?}");
+        }
+    }
 
     #[test]
     fn draws_follow_the_weights_and_never_pick_a_zero() {
