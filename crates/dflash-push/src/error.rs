@@ -28,6 +28,13 @@ pub enum Error {
     /// A file does not parse.
     #[error("{}: {source}", .path.display())]
     Json { path: PathBuf, source: serde_json::Error },
+    /// A run's record that says nothing.
+    #[error(
+        "{} is not what a run writes; put it back, or remove it to publish without what it says of the \
+         training",
+        .path.display()
+    )]
+    BrokenRecord { path: PathBuf },
     /// Weights that are not whole.
     #[error("{} is damaged: {reason}; make the checkpoint or the export again", .path.display())]
     Damaged { path: PathBuf, reason: String },

@@ -1,6 +1,6 @@
 //! How a drafter was made, as its run recorded it.
 
-use dflash_run::{Checkpoint, Position, Provenance, State};
+use dflash_run::{Checkpoint, Position, Provenance, RunDir, State};
 use dflash_settings::DATA_PRESETS;
 use serde_json::Value;
 
@@ -49,8 +49,17 @@ pub(crate) struct Origin {
 
 impl Origin {
     /// What the run of `checkpoint` says; `None` where it left no record.
+    ///
+    /// # Errors
+    /// A record or a state that cannot be read, or is broken.
     pub(crate) fn of(checkpoint: &Checkpoint) -> Result<Option<Self>, Error> {
-        let Some(provenance) = checkpoint.run().provenance()? else { return Ok(None) };
+        let run = checkpoint.run();
+        let Some(provenance) = run.provenance()? else {
+            return match run.has_provenance() {
+                true => Err(Error::BrokenRecord { path: run.path().join(RunDir::PROVENANCE) }),
+                false => Ok(None),
+            };
+        };
         let has_state = checkpoint.dir.join(Checkpoint::STATE).is_file();
         let state = has_state.then(|| State::load(&checkpoint.dir)).transpose()?;
         let position = state.map(|state| state.position);

@@ -112,3 +112,15 @@ fn files_that_must_not_go() {
     world.fails(&line, "is not a drafter: it has no model.safetensors");
     assert_eq!(world.hub.requests(), Vec::<String>::new());
 }
+
+#[test]
+fn a_run_whose_record_is_broken() {
+    let world = World::new();
+    std::fs::write(world.path("run/run.json"), "{torn").unwrap();
+    let failed = world.fails(&format!("run --repo {REPO}"), "run.json is not what a run writes");
+    assert!(failed.contains("remove it to publish without"), "{failed}");
+    check_nothing_published(&world);
+    std::fs::remove_file(world.path("run/run.json")).unwrap();
+    world.push(&format!("run --repo {REPO}"));
+    assert!(world.pushed_card().contains("The files say nothing of how it was trained."));
+}
