@@ -41,7 +41,7 @@ pub struct DecodeReport {
 /// Decodes every prompt both ways, in turns, and times it.
 ///
 /// # Errors
-/// As [`evaluate`]; [`Error::NotLossless`] where the ways differ by more than ties.
+/// As [`evaluate`]; [`dflash_evaluation::Error::NotLossless`] where the ways differ by more than ties.
 pub fn bench_decode(
     settings: &BenchDecodeSettings,
     (target_dir, draft_dir): (&Path, &Path),
