@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test soak hostile lint check bench interop wheel archive install-test book clean
+.PHONY: help setup build demo test soak hostile lint check bench bench-gpu interop recipes wheel archive install-test book clean
 
 # One profile for programs and tests: libtorch's bindings take minutes to build, once is enough.
 CARGO_FLAGS ?= --release
@@ -11,7 +11,7 @@ CARGO_FLAGS ?= --release
 CARGO := env -u LIBTORCH cargo
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: ## check the tools and set up libtorch
 	@scripts/setup.sh
@@ -44,9 +44,18 @@ check: lint test ## all of the above: lints and tests
 bench: build ## time a training step, a save and the start of the programs
 	@scripts/bench.sh
 
+# DEVICE=cpu rehearses it with small shapes. PEER_PYTHON names an interpreter with speculators.
+bench-gpu: build ## parity, losses, step times and the whole line on a GPU, as JSON in target/bench-gpu.json
+	@scripts/bench_gpu.py pack target/bench-gpu
+	@$(or $(PEER_PYTHON),python3) scripts/bench_gpu.py run target/bench-gpu --out target/bench-gpu.json \
+		--device $(or $(DEVICE),cuda) $(if $(filter cpu,$(DEVICE)),--small)
+
 interop: build ## the official client on our server; a drafter in other engines, their acceptance beside ours
 	@scripts/openai_client.sh
 	@scripts/interop.sh
+
+recipes: build ## the recipes' lines with a stock vLLM, each on a tiny random model of its architecture
+	@scripts/recipes.sh
 
 wheel: build ## a Python wheel with both programs, in dist/ (needs maturin)
 	@env -u LIBTORCH scripts/wheel.sh

@@ -4,7 +4,9 @@
 #   recipes/run.sh recipes/qwen3-4b-1gpu.toml [flags of dflash train]
 #
 # What is there already is kept, and training resumes. One server is started for each endpoint of the
-# run file. SERVE_GPUS and TRAIN_GPUS choose GPUs by number; on a CPU they mean nothing.
+# run file, unless it has no table [hidden_server]: then its vLLM must be running (its first lines say
+# how), and the drafter is measured in a vLLM that serves it. SERVE_GPUS and TRAIN_GPUS choose GPUs by
+# number; on a CPU they mean nothing.
 set -euo pipefail
 
 RUN=$1
@@ -24,6 +26,12 @@ if grep -q '^\[regenerate\]' "$RUN"; then
   [ -f "$(value regenerate output)" ] || dflash regenerate "$RUN"
 fi
 [ -d "$(value train data_path "$@")" ] || dflash prepare "$RUN"
+
+if ! grep -q '^\[hidden_server\]' "$RUN"; then
+  CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume-or-start
+  dflash report "$OUT"
+  exit
+fi
 
 mkdir -p "$OUT.servers"
 rm -f "$OUT.servers"/*

@@ -102,16 +102,19 @@ def run(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", required=True)
+    parser.add_argument("--name")
     parser.add_argument("--url", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--eval", required=True)
-    parser.add_argument("--tolerance", type=float, required=True)
-    parser.add_argument("--table", required=True)
+    parser.add_argument("--count-only", action="store_true", help="print the counters, compare with nothing")
+    parser.add_argument("--eval")
+    parser.add_argument("--tolerance", type=float)
+    parser.add_argument("--table")
     parser.add_argument("client", nargs="*")
     args = parser.parse_args()
+    if not args.count_only and None in (args.name, args.eval, args.tolerance, args.table):
+        parser.error("--name, --eval, --tolerance and --table, or --count-only")
 
     before = get(args.url + "/metrics")
     (run if args.client else send)(args)
@@ -119,6 +122,8 @@ def main():
 
     accepted, drafts = (counter(after, name) - counter(before, name) for name in (ACCEPTED, DRAFTS))
     theirs = 1 + accepted / drafts
+    if args.count_only:
+        return print(f"{theirs:.3f} over {drafts:.0f} drafts")
     sys.exit(not compare(args.name, theirs, drafts, args.eval, args.tolerance, args.table))
 
 

@@ -1,23 +1,75 @@
-"""Write what a training step needs of a target, with random weights: config.json, the embedding, the output projection
-and the last norm, in bfloat16. For benchmarks at the shape of a model that is not at hand.
+"""Write a target of random weights in bfloat16, for benchmarks at the shape of a model that is not at hand: what a training
+step needs of it (config.json, the embedding, the output projection and the last norm), or with --full the whole model.
 
-usage: random_target.py DIR [KEY=VALUE ...]      KEYs of config.json; the defaults are Qwen3-8B's
+usage: random_target.py DIR [--full] [KEY=VALUE ...]      KEYs of config.json; the defaults are Qwen3-8B's
+
+Needs nothing but Python. The same arguments give the same bytes.
 """
-import json, pathlib, sys
-import torch
-from safetensors.torch import save_file
+import json, pathlib, random, sys
 
-config = dict(
+CONFIG = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", dtype="bfloat16", hidden_act="silu", vocab_size=151936, hidden_size=4096,
     intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
     rms_norm_eps=1e-6, rope_theta=1e6, initializer_range=0.02, attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
     bos_token_id=151643, eos_token_id=151645, sliding_window=None, use_sliding_window=False)
-out = pathlib.Path(sys.argv[1])
-config |= {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in sys.argv[2:])}
-out.mkdir(parents=True)
-torch.manual_seed(0)
-shape = (config["vocab_size"], config["hidden_size"])
-rows = lambda: (torch.randn(shape) * config["initializer_range"]).bfloat16()
-weights = {"model.embed_tokens.weight": rows(), "lm_head.weight": rows(), "model.norm.weight": torch.ones(shape[1]).bfloat16()}
-save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-(out / "config.json").write_text(json.dumps(config, indent=2))
+PIECE = 32 << 20  # bytes
+# The upper byte of a bfloat16: a sign and most of an exponent. With any lower byte that is a number of either sign between
+# 0.008 and 0.031, whose root mean square is about the usual 0.02.
+SIGNED = bytes(0x3C if byte % 2 else 0xBC for byte in range(256))
+ONE = b"\x80\x3f"
+
+
+def layer(c):
+    "Shapes of a layer's weights by name."
+    h, i, d = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    attention = dict(q_proj=[q, h], k_proj=[kv, h], v_proj=[kv, h], o_proj=[h, q], q_norm=[d], k_norm=[d])
+    mlp = dict(gate_proj=[i, h], up_proj=[i, h], down_proj=[h, i])
+    return {**{f"self_attn.{name}.weight": shape for name, shape in attention.items()}, **{f"mlp.{name}.weight": shape for name, shape in mlp.items()},
+            "input_layernorm.weight": [h], "post_attention_layernorm.weight": [h]}
+
+
+def shapes(c, full):
+    rows = [c["vocab_size"], c["hidden_size"]]
+    found = {"model.embed_tokens.weight": rows, "model.norm.weight": rows[1:]}
+    if not c["tie_word_embeddings"]:
+        found["lm_head.weight"] = rows
+    for index in range(c["num_hidden_layers"] if full else 0):
+        found |= {f"model.layers.{index}.{name}": shape for name, shape in layer(c).items()}
+    return found
+
+
+def numbers(generator, count):
+    "Random weights, two bytes each, a piece at a time."
+    while count:
+        part = min(count, PIECE // 2)
+        drawn = generator.randbytes(2 * part)
+        piece = bytearray(drawn)
+        piece[1::2] = drawn[1::2].translate(SIGNED)
+        yield piece
+        count -= part
+
+
+def main(out, *arguments):
+    full = "--full" in arguments
+    pairs = (argument.split("=", 1) for argument in arguments if argument != "--full")
+    config = CONFIG | {key: json.loads(value) for key, value in pairs}
+    tensors, header, end = shapes(config, full), {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in tensors.items():
+        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = dict(dtype="BF16", shape=shape, data_offsets=[end, end := end + 2 * count])
+    out = pathlib.Path(out)
+    out.mkdir(parents=True)
+    generator, text = random.Random(0), json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(out / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in tensors.items():
+            begin, end = header[name]["data_offsets"]
+            for piece in numbers(generator, (end - begin) // 2) if len(shape) > 1 else [ONE * shape[0]]:
+                file.write(piece)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:]) if len(sys.argv) > 1 else sys.exit(__doc__)

@@ -10,7 +10,25 @@ fn main() {
     println!("cargo:rerun-if-changed=cpp");
     compile(&libtorch());
     compile_kernels();
+    println!("cargo:rerun-if-changed=cuda");
     compile_decode();
+    compile_rehearsal();
+}
+
+/// The kernels for GPUs as code for the CPU, which tests run.
+fn compile_rehearsal() {
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .opt_level(2)
+        .define("DFLASH_REHEARSAL", None)
+        // Several elements are moved as one struct.
+        .flag("-fno-strict-aliasing")
+        .flag("-Wno-unknown-pragmas")
+        // Its check of jumps knows one stack.
+        .flag("-U_FORTIFY_SOURCE")
+        .file("cpp/rehearsal.cpp")
+        .compile("dflash_rehearsal");
 }
 
 /// The passes of decoding, once for each instruction set that is chosen among when the program runs.
@@ -80,20 +98,34 @@ fn libtorch() -> PathBuf {
 
 fn compile(libtorch: &std::path::Path) {
     let include = libtorch.join("include");
-    cc::Build::new()
-        .cpp(true)
-        .std("c++17")
-        .define("_GLIBCXX_USE_CXX11_ABI", "1")
+    let calls = || {
+        let mut build = cc::Build::new();
+        build
+            .cpp(true)
+            .std("c++17")
+            .define("_GLIBCXX_USE_CXX11_ABI", "1")
+            // As system headers, so that warnings are about our own lines.
+            .flag("-isystem")
+            .flag(&include)
+            .flag("-isystem")
+            .flag(include.join("torch/csrc/api/include"));
+        build
+    };
+    calls()
         // The header is empty without it, and hides that it is.
         .define("USE_C10D_GLOO", None)
         .include("cpp/gloo_declarations")
-        // As system headers, so that warnings are about our own lines.
-        .flag("-isystem")
-        .flag(&include)
-        .flag("-isystem")
-        .flag(include.join("torch/csrc/api/include"))
         .file("cpp/c10d.cpp")
         .compile("dflash_c10d");
+    calls().file("cpp/flash.cpp").file("cpp/device.cpp").compile("dflash_flash");
+    calls().file("cpp/optimizer.cpp").compile("dflash_optimizer");
+    calls().file("cpp/staging.cpp").compile("dflash_staging");
+    calls().file("cpp/interval.cpp").compile("dflash_interval");
+    calls()
+        // GCC 12 follows libtorch's values into branches that they never take.
+        .flag_if_supported("-Wno-stringop-overflow")
+        .file("cpp/pretend.cpp")
+        .compile("dflash_pretend");
     println!("cargo:rustc-link-search=native={}", libtorch.join("lib").display());
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");

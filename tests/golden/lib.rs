@@ -1,6 +1,7 @@
 //! Reference vectors, and a test for every case among them.
 //!
-//! The repository's own lie beside this file; README.md there says where each comes from.
+//! The repository's own lie beside this file; README.md there says where each comes from. Tests that
+//! are run without the repository find them in the folder that `DFLASH_GOLDEN_OWN` names.
 //! `DFLASH_GOLDEN` names one more folder of the same layout, whose cases run in addition. A kind of
 //! which the repository has no case, or a rule that nobody checks, is a failure: parity never
 //! passes because nothing was found.
@@ -82,11 +83,11 @@ pub type Check = fn(&Case);
 /// # Panics
 /// When the repository has none, or `DFLASH_GOLDEN` names no folder of vectors.
 pub fn entries(kind: &str, extension: Option<&str>) -> Vec<Entry> {
-    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let own = folder("DFLASH_GOLDEN_OWN").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     let mut entries = list(&own.join(kind), extension, true);
     assert!(!entries.is_empty(), "{} holds no vectors", own.join(kind).display());
-    if let Some(added) = added() {
-        let kinds = ["targets", "targets2", "zlab", "speculators", "heads"];
+    if let Some(added) = folder("DFLASH_GOLDEN") {
+        let kinds = ["targets", "targets2", "target_heads", "zlab", "speculators", "heads"];
         let any = kinds.iter().any(|kind| added.join(kind).is_dir());
         assert!(any, "DFLASH_GOLDEN={} has none of {}", added.display(), kinds.join(", "));
         entries.extend(list(&added.join(kind), extension, false));
@@ -94,8 +95,8 @@ pub fn entries(kind: &str, extension: Option<&str>) -> Vec<Entry> {
     entries
 }
 
-fn added() -> Option<PathBuf> {
-    std::env::var_os("DFLASH_GOLDEN").filter(|path| !path.is_empty()).map(PathBuf::from)
+fn folder(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 fn list(dir: &Path, extension: Option<&str>, own: bool) -> Vec<Entry> {

@@ -1,12 +1,15 @@
-//! What tests of several crates share: draws that can be repeated, waiting for a condition, and a
-//! tokenizer.
+//! What tests of several crates share: draws that can be repeated, waiting for a condition, a
+//! tokenizer, and an NCCL without GPUs.
 //!
 //! A random test draws anew each time it runs, so that runs add up, and prints its seed, which the
 //! harness shows where the test fails. `DFLASH_TEST_SEED=N cargo test NAME` repeats it.
 
+mod nccl;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+pub use nccl::HostNccl;
 pub use rand::Rng;
 use rand::SeedableRng;
 pub use rand_chacha::ChaCha8Rng;

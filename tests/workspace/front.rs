@@ -61,7 +61,7 @@ fn every_run_file_of_the_recipes_parses() {
             assert!(dump(&name).contains("target = \""), "{name}");
         }
     }
-    assert_eq!(files, 4);
+    assert_eq!(files, 9);
     assert!(dump("qwen3-4b-1gpu.toml").contains("target_layer_ids = [2, 10, 18, 26, 34]"));
     let llama = dump("llama-3.1-8b-4gpu.toml");
     assert!(llama.contains("target_layer_ids = [2, 9, 16, 23, 30]"), "{llama}");

@@ -4,7 +4,7 @@
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::ops::most_likely;
-use dflash_model::target::{PrunedRows, Target, check_layer_ids};
+use dflash_model::target::{KvCache, PrunedRows, Target, check_layer_ids};
 use tch::{Kind, Tensor, no_grad};
 
 use crate::Error;
@@ -49,9 +49,21 @@ pub(crate) struct Verified {
     pub(crate) bonus: i64,
 }
 
+/// Refuses to verify so many tokens at a time where the target could not take them back.
+///
+/// # Errors
+/// [`Error::LongBlock`].
+pub(crate) fn check_block(target: &Target, tokens: usize) -> Result<(), Error> {
+    let most = KvCache::MOST_VERIFIED;
+    match target.carries_state() && tokens > most {
+        true => Err(Error::LongBlock { tokens, most }),
+        false => Ok(()),
+    }
+}
+
 impl<'a> Drafter<'a> {
     /// # Errors
-    /// [`Error::Mismatch`] when draft and target differ in size, or the vocabulary was selected from
+    /// [`Error::LongBlock`], and [`Error::Mismatch`] when draft and target differ in size, or the vocabulary was selected from
     /// another number of tokens; a layer id or mask token that the target does not have.
     pub(crate) fn new(
         target: &'a Target,
@@ -60,9 +72,10 @@ impl<'a> Drafter<'a> {
     ) -> Result<Self, Error> {
         check_fit(target, draft, vocabulary)?;
         let config = draft.config();
+        check_block(target, config.block_size)?;
         let masks = vec![config.mask_token_id; config.block_size - 1];
         let masks_bh =
-            no_grad(|| target.embed(&Tensor::from_slice(&masks).to_device(target.device())));
+            no_grad(|| target.rows(&Tensor::from_slice(&masks).to_device(target.device())));
         let head = vocabulary.map(|vocabulary| PrunedHead::new(target, vocabulary));
         Ok(Self { target, draft, masks_bh, head })
     }
@@ -79,7 +92,7 @@ impl<'a> Drafter<'a> {
 
     /// The embeddings [S*B, H] of a block behind each of `bonus_s` `[S]`.
     pub(crate) fn blocks(&self, bonus_s: &Tensor) -> Tensor {
-        let bonus_s1h = self.target.embed(bonus_s).unsqueeze(1);
+        let bonus_s1h = self.target.rows(bonus_s).unsqueeze(1);
         let masks_sbh = self.masks_bh.unsqueeze(0).expand([bonus_s.size()[0], -1, -1], false);
         Tensor::cat(&[bonus_s1h, masks_sbh], 1).flatten(0, 1)
     }

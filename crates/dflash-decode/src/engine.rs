@@ -21,7 +21,7 @@ use dflash_model::target::{CachedOutput, SequencePart, Target};
 use dflash_model::want_of_memory;
 use tch::{Tensor, no_grad};
 
-use self::prefixes::{Prefixes, common};
+use self::prefixes::{Prefixes, common, usable};
 use self::sequence::Sequence;
 use crate::Error;
 use crate::drafter::{Drafter, Proposal, Verified, to_host};
@@ -218,11 +218,7 @@ impl<'a> Engine<'a> {
     /// Keeps the caches of a sequence that has ended for prompts that begin as it does.
     fn retire(&mut self, sequence: Sequence) {
         let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
-        let keep = || no_grad(|| self.prefixes.insert(sequence, (self.target, draft)));
-        // Without memory for a copy there is none to keep the others either.
-        if want_of_memory(keep).is_err() {
-            self.prefixes.clear();
-        }
+        keep_caches(&mut self.prefixes, &sequence, (self.target, draft));
     }
 
     /// One pass of the draft and one of the target. Returns what came of it for every sequence that
@@ -254,6 +250,12 @@ impl<'a> Engine<'a> {
             let output = self.run(&turns);
             let (outputs, kept) = self.verify(&turns, &output);
             self.keep(&turns, &before, (&output, &kept));
+            let stopped = |turn: &&Turn| self.sequences[turn.at].is_at_stop();
+            let stopped: Vec<usize> = turns.iter().filter(stopped).map(|turn| turn.at).collect();
+            let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
+            for at in stopped {
+                keep_caches(&mut self.prefixes, &self.sequences[at], (self.target, draft));
+            }
             let ended: Vec<SequenceId> =
                 outputs.iter().filter(|out| out.finish.is_some()).map(|out| out.id).collect();
             ended.into_iter().for_each(|id| self.remove(id));
@@ -312,11 +314,11 @@ impl<'a> Engine<'a> {
                 continue;
             }
             let sequence = &self.sequences[at];
-            let (start, end) = (sequence.cache.len(), sequence.prompt_tokens());
-            let tokens = budget.min(end - start);
-            budget -= tokens;
-            let ids_t = to_device(&sequence.tokens()[start..start + tokens], self.target);
-            let rows = usize::from(start + tokens == end);
+            let piece = sequence.next_piece(budget);
+            budget -= piece.len();
+            let end = sequence.cache.len() + piece.len();
+            let ids_t = to_device(piece, self.target);
+            let rows = usize::from(end == sequence.prompt_tokens());
             turns.push(Turn { at, ids_t, rows, proposal: Proposal::none(self.target) });
         }
         turns
@@ -324,28 +326,34 @@ impl<'a> Engine<'a> {
 
     /// Before a prompt's first piece: copies what another sequence has of it already. False while an
     /// earlier one is just reading more of it than can be copied now.
+    ///
+    /// Where layers carry a state, caches can be copied at few lengths. Another sequence that has not
+    /// come so far yet stops where the prompts part; where it has, this one stops there, and its caches
+    /// are kept for the next.
     fn begin(&mut self, at: usize) -> bool {
-        let (sequences, sequence) = (&self.sequences, &self.sequences[at]);
-        if sequence.begun {
+        if self.sequences[at].begun {
             return true;
         }
+        if let Some((other, rows)) = self.worth_waiting(at) {
+            if self.target.carries_state() {
+                self.sequences[other].stop_at(rows);
+            }
+            return false;
+        }
+        let (sequences, sequence) = (&self.sequences, &self.sequences[at]);
         // At least the last token is read: its state gives the first one of the answer.
         let prompt = &sequence.tokens()[..sequence.prompt_tokens() - 1];
         let drafts = sequence.context.is_some();
-        let others = sequences.iter().filter(|other| other.id != sequence.id);
+        let others = || sequences.iter().filter(|other| other.id != sequence.id);
         let held = |other: &Sequence| common(prompt, &other.tokens()[..other.cached_rows(drafts)]);
-        let best_live = others.map(|other| (held(other), other)).max_by_key(|(rows, _)| *rows);
+        let known =
+            others().map(held).max().unwrap_or(0).max(self.prefixes.longest(prompt, drafts));
+        let best_live = others().map(|other| (usable(held(other), &other.cache), other));
+        let best_live = best_live.max_by_key(|(rows, _)| *rows);
         let best_kept = self.prefixes.find(prompt, drafts);
         let live_rows = best_live.as_ref().map_or(0, |(rows, _)| *rows);
         let kept_rows = best_kept.as_ref().map_or(0, |(rows, _)| *rows);
-        let coming = sequences[..at]
-            .iter()
-            .filter(|other| other.bonus().is_none() && (other.context.is_some() || !drafts))
-            .map(|other| common(prompt, &other.tokens()[..other.prompt_tokens()]));
         let rows = live_rows.max(kept_rows);
-        if coming.max().unwrap_or(0) >= rows + LEAST_REUSE {
-            return false;
-        }
         if rows >= LEAST_REUSE {
             let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
             let (cache, context) = match (best_live, best_kept) {
@@ -361,8 +369,38 @@ impl<'a> Engine<'a> {
                 .map(|(draft, context)| draft.copy_cache(context, rows as i64, capacity as i64));
             self.sequences[at].start_from(copy, context);
         }
+        if self.target.carries_state() && known >= rows + LEAST_REUSE {
+            self.sequences[at].stop_at(known);
+        }
         self.sequences[at].begun = true;
         true
+    }
+
+    /// An earlier sequence that is reading what a prompt begins with, and how many tokens they share, if
+    /// these are more than can be copied now.
+    fn worth_waiting(&mut self, at: usize) -> Option<(usize, usize)> {
+        let (sequences, sequence) = (&self.sequences, &self.sequences[at]);
+        let prompt = &sequence.tokens()[..sequence.prompt_tokens() - 1];
+        let drafts = sequence.context.is_some();
+        let others = sequences.iter().filter(|other| other.id != sequence.id);
+        let held = |other: &Sequence| {
+            usable(common(prompt, &other.tokens()[..other.cached_rows(drafts)]), &other.cache)
+        };
+        let live_rows = others.map(held).max().unwrap_or(0);
+        let kept_rows = self.prefixes.find(prompt, drafts).map_or(0, |(rows, _)| rows);
+        let reading =
+            |other: &Sequence| other.bonus().is_none() && (other.context.is_some() || !drafts);
+        let (other, shared) = sequences[..at]
+            .iter()
+            .enumerate()
+            .filter(|(_, other)| reading(other))
+            .map(|(number, other)| {
+                let shared = common(prompt, &other.tokens()[..other.prompt_tokens()]);
+                // What it has read beyond, its caches have as far as they can be copied.
+                (number, if other.cache.len() <= shared { shared } else { 0 })
+            })
+            .max_by_key(|(_, shared)| *shared)?;
+        (shared >= live_rows.max(kept_rows) + LEAST_REUSE).then_some((other, shared))
     }
 
     /// Runs the target over all turns, which appends them to the caches.
@@ -469,6 +507,15 @@ impl<'a> Engine<'a> {
             let features_tk = Tensor::cat(&output.captures, 1).index_select(0, &rows_t);
             drafter.draft.extend_contexts(&features_tk, &mut parts);
         }
+    }
+}
+
+/// Keeps what the caches of a sequence hold for prompts that begin so.
+fn keep_caches(prefixes: &mut Prefixes, sequence: &Sequence, models: (&Target, Option<&Draft>)) {
+    let keep = || no_grad(|| prefixes.insert(sequence.held(), sequence.caches(), models));
+    // Without memory for a copy there is none to keep the others either.
+    if want_of_memory(keep).is_err() {
+        prefixes.clear();
     }
 }
 

@@ -53,6 +53,11 @@ pub enum Error {
         "the draft does not fit the target: {what} is {draft} in the draft and {target} in the target; pass the target that the draft was trained with"
     )]
     Mismatch { what: &'static str, draft: i64, target: i64 },
+    #[error(
+        "blocks of {tokens} tokens are verified, but the target has layers that carry a state, which \
+         can be taken back over {most} tokens at most; draft fewer at a time"
+    )]
+    LongBlock { tokens: usize, most: usize },
     /// A partial result cannot be read or extended.
     #[error("cannot {action} {path}: {source}")]
     Partial { action: &'static str, path: PathBuf, source: std::io::Error },

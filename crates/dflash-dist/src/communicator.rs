@@ -35,8 +35,14 @@ pub trait Communicator: Send {
         self.start_all_reduce_sum(tensor)?.wait()
     }
 
+    /// Starts to overwrite `tensor` with that of rank `root`; same shape and type in all ranks. It must
+    /// not be read (at the root: written) before [`Pending::wait`] has returned.
+    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Box<dyn Pending>, Error>;
+
     /// Overwrites `tensor` with that of rank `root`; same shape and type in all ranks.
-    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error>;
+    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
+        self.start_broadcast(tensor, root)?.wait()
+    }
 
     /// Writes the `input`s (n elements each) of all ranks in their order to `output`
     /// (world size x n elements).
@@ -47,6 +53,13 @@ pub trait Communicator: Send {
 
     /// Returns when all ranks have called it.
     fn barrier(&self) -> Result<(), Error>;
+
+    /// Fails where results that were waited for may be worth nothing, because the group was given up
+    /// meanwhile: on a GPU it is the device that waits, and after the end of a peer it goes on with
+    /// what there is. Ask once the host has seen a value that follows from them, before it counts.
+    fn check(&self) -> Result<(), Error> {
+        Ok(())
+    }
 
     /// Tells the launcher that this rank's settings are good and its work is under way: when it
     /// fails later, starting it again may help. Best effort.

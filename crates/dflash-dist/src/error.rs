@@ -41,6 +41,11 @@ pub enum Error {
     #[error("rank {rank}: the rendezvous at {host}:{port} failed")]
     Rendezvous { rank: usize, host: String, port: u16, source: TorchError },
     #[error(
+        "rank {rank}: restart {attempt} would meet the fault that ended the attempt before it; mend \
+         that one, which its own message names, and start the job anew"
+    )]
+    Hopeless { rank: usize, attempt: usize },
+    #[error(
         "rank {rank}: this job spans nodes, but this machine has no address that others can reach; \
          set GLOO_SOCKET_IFNAME to its network interface"
     )]

@@ -30,6 +30,8 @@ pub(crate) const PERMANENT_KEY: &str = "permanent";
 /// A member of a group of processes joined by gloo; made by [`connect`](crate::connect).
 #[derive(Debug)]
 pub struct Gloo {
+    /// This process within the group.
+    index: usize,
     world_size: usize,
     timeout: Duration,
     /// There until dropped.
@@ -39,24 +41,38 @@ pub struct Gloo {
 
 /// Whether a collective has failed, and where to say so.
 #[derive(Debug)]
-struct Health {
+pub(crate) struct Health {
     rank: usize,
     failed: AtomicBool,
-    store: Store,
+    store: Arc<Store>,
 }
 
 impl Gloo {
-    /// `timeout` is for each collective.
+    /// The group of all. `timeout` is for each collective.
     pub(crate) fn new(
         group: ProcessGroup,
         store: Store,
         env: &WorkerEnv,
         timeout: Duration,
     ) -> Self {
-        let WorkerEnv { rank, world_size, .. } = *env;
+        Self::of_some(group, Arc::new(store), (env.rank, (env.rank, env.world_size)), timeout)
+    }
+
+    /// The group of some: `rank` is this process among all, then come its place in the group and the
+    /// group's size.
+    pub(crate) fn of_some(
+        group: ProcessGroup,
+        store: Arc<Store>,
+        (rank, (index, world_size)): (usize, (usize, usize)),
+        timeout: Duration,
+    ) -> Self {
         let health = Arc::new(Health { rank, failed: AtomicBool::new(false), store });
         let timeout = timeout.saturating_add(MARGIN);
-        Self { world_size, timeout, group: Some(group), health }
+        Self { index, world_size, timeout, group: Some(group), health }
+    }
+
+    pub(crate) fn health(&self) -> &Arc<Health> {
+        &self.health
     }
 
     fn start(
@@ -65,7 +81,7 @@ impl Gloo {
         tensors: &[&Tensor],
         start: impl FnOnce(&ProcessGroup) -> Result<Work, TorchError>,
     ) -> Result<InFlight, Error> {
-        check_contiguous(self.rank(), operation, tensors)?;
+        check_contiguous(self.health.rank, operation, tensors)?;
         let group = self.group.as_ref().expect("there until dropped");
         let work = start(group).map_err(|source| self.health.note(operation, source))?;
         let (timeout, health) = (self.timeout, Arc::clone(&self.health));
@@ -89,7 +105,7 @@ impl Gloo {
 
 impl Communicator for Gloo {
     fn rank(&self) -> usize {
-        self.health.rank
+        self.index
     }
 
     fn world_size(&self) -> usize {
@@ -101,8 +117,9 @@ impl Communicator for Gloo {
         Ok(Box::new(self.start("all-reduce (sum)", &[tensor], start)?))
     }
 
-    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
-        self.start("broadcast", &[tensor], |group| group.broadcast(tensor, root))?.finish()
+    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Box<dyn Pending>, Error> {
+        let start = |group: &ProcessGroup| group.broadcast(tensor, root);
+        Ok(Box::new(self.start("broadcast", &[tensor], start)?))
     }
 
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
@@ -150,9 +167,13 @@ impl Drop for Gloo {
 }
 
 impl Health {
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
     /// Remembers the failure and reports it to the launcher, best effort: the store may be
     /// gone as well.
-    fn note(&self, operation: &'static str, source: TorchError) -> Error {
+    pub(crate) fn note(&self, operation: &'static str, source: TorchError) -> Error {
         if !self.failed.swap(true, Ordering::Relaxed) {
             let _ = self.store.set(&lost_peer_key(self.rank), source.to_string().as_bytes());
         }

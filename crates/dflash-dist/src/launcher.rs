@@ -43,8 +43,9 @@ pub enum Finished {
 /// Rank 0 has our standard output and error; what other ranks write comes on standard
 /// error with `[rank N]` before each line. SIGINT, SIGTERM and `stop` are passed on to the
 /// workers, which have process groups of their own, so that the terminal's Ctrl-C reaches
-/// them once; SIGUSR1, by which they save, as soon as their work is under way. Call it on a thread that outlives the call, such as the main one: to the
-/// kernel that thread is the workers' parent.
+/// them once; SIGUSR1, by which they save, goes to one of them as soon as their work is under way.
+/// Call it on a thread that outlives the call, such as the main one: to the kernel that thread is
+/// the workers' parent.
 ///
 /// After a death all ranks, those of other nodes too, are started again, with a higher
 /// `TORCHELASTIC_RESTART_COUNT`, up to [`LaunchConfig::max_restarts`] times; not if a restart

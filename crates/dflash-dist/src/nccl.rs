@@ -1,17 +1,28 @@
 //! Collectives between GPU processes: tensors on the GPU over NCCL, those on the CPU over gloo.
 //!
 //! NCCL is used if every rank can use it and a sum over all ranks comes out right; else GPU
-//! tensors go through the host, and rank 0 says why. It has no timeout: a peer that hangs is found
-//! by the gloo collective that is part of every step, one that dies by the launcher.
+//! tensors go through the host, and rank 0 says why. It has no timeout and may not notice that a peer
+//! has died, so the group is watched ([`crate::watch`]); besides, a gloo collective is part of every
+//! step.
+//!
+//! A library that takes the host's memory, as that of the tests does, carries CPU tensors in the same
+//! calls and order.
+
+use std::sync::Arc;
+use std::time::Duration;
 
 use dflash_settings::Backend;
 use dflash_torch_sys::{
     Error as TorchError, ID_BYTES, NcclGroup, NcclWork, ReduceOp, find_nccl, nccl_id,
+    nccl_takes_host_memory,
 };
 use tch::{Device, Kind, Tensor};
 
 use crate::communicator::check_contiguous;
+use crate::gloo::Health;
+use crate::lifeline::{Lifeline, Place};
 use crate::rendezvous::ConnectOptions;
+use crate::watch::Watch;
 use crate::{Communicator, Error, Gloo, Pending};
 
 /// Elements of the sum that a group is tried with.
@@ -19,14 +30,17 @@ const TRIAL: i64 = 1024;
 
 /// A member of a group of GPU processes.
 pub struct Nccl {
-    gloo: Gloo,
+    /// Ends before the group does.
+    _watch: Watch,
     group: NcclGroup,
+    gloo: Gloo,
     device: Device,
 }
 
 /// Refuses NCCL for what is not on a GPU.
 pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
-    if options.backend != Backend::Nccl || matches!(options.device, Device::Cuda(_)) {
+    let on_gpu = matches!(options.device, Device::Cuda(_));
+    if options.backend != Backend::Nccl || on_gpu || nccl_takes_host_memory() {
         return Ok(());
     }
     Err(Error::NoNccl { reason: "it carries GPU tensors, and this run is on the CPU".to_owned() })
@@ -36,13 +50,20 @@ pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
 pub(crate) fn join_or_stage(
     gloo: Gloo,
     options: &ConnectOptions,
+    place: Place,
 ) -> Result<Box<dyn Communicator>, Error> {
-    let Device::Cuda(ordinal) = options.device else { return Ok(Box::new(gloo)) };
-    if options.backend == Backend::Gloo {
+    let wanted = match options.backend {
+        Backend::Gloo => false,
+        Backend::Nccl => true,
+        Backend::Auto => matches!(options.device, Device::Cuda(_)),
+    };
+    if !wanted {
         return Ok(Box::new(gloo));
     }
-    match join(&gloo, ordinal)? {
-        Ok(group) => Ok(Box::new(Nccl { gloo, group, device: options.device })),
+    match join(&gloo, options, place)? {
+        Ok((group, watch)) => {
+            Ok(Box::new(Nccl { _watch: watch, group, gloo, device: options.device }))
+        }
         Err(reason) if options.backend == Backend::Nccl => Err(Error::NoNccl { reason }),
         Err(reason) => {
             if gloo.rank() == 0 {
@@ -55,51 +76,115 @@ pub(crate) fn join_or_stage(
 
 /// Joins and tries the group; the inner error, the same on all ranks, says why it does not work.
 /// Before each call that waits for peers, all ranks agree that all will make it.
-fn join(gloo: &Gloo, ordinal: usize) -> Result<Result<NcclGroup, String>, Error> {
-    let place = (gloo.rank(), gloo.world_size());
-    let found = find_nccl().and_then(|()| if place.0 == 0 { nccl_id() } else { Ok([0; ID_BYTES]) });
-    let (own, problem) = match found {
-        Ok(id) => (id, None),
-        Err(error) => ([0; ID_BYTES], Some(error.to_string())),
+fn join(
+    gloo: &Gloo,
+    options: &ConnectOptions,
+    place: Place,
+) -> Result<Result<(NcclGroup, Watch), String>, Error> {
+    let own = (gloo.rank(), gloo.world_size());
+    let found = match options.device {
+        Device::Cuda(_) => find_nccl(),
+        _ => Ok(()),
     };
-    if let Some(reason) = any_problem(gloo, problem)? {
+    let found = found.and_then(|()| if own.0 == 0 { nccl_id() } else { Ok([0; ID_BYTES]) });
+    let (id, problem) = match found {
+        Ok(id) => (id, None),
+        Err(error) => ([0; ID_BYTES], Some(error)),
+    };
+    if let Some(reason) = any_problem(gloo, problem.map(Problem::Own))? {
         return Ok(Err(reason));
     }
-    let ids = gloo.all_gather_bytes(&own)?;
+    let ids = gloo.all_gather_bytes(&id)?;
     let id = ids[0].as_slice().try_into().expect("as many bytes as rank 0 sent");
-    let joined = NcclGroup::join(id, place, ordinal);
-    if let Some(reason) = any_problem(gloo, joined.as_ref().err().map(ToString::to_string))? {
-        return Ok(Err(reason));
+    let joined = NcclGroup::join(id, own, options.device);
+    let (group, problem) = match joined {
+        Ok(group) => (Some(group), None),
+        Err(error) => (None, Some(error)),
+    };
+    let reason = any_problem(gloo, problem.map(Problem::Own))?;
+    let group = match (group, reason) {
+        (Some(group), None) => group,
+        (_, reason) => return Ok(Err(reason.unwrap_or_default())),
+    };
+    let watch = watch(gloo, &group, place, options.collective_timeout)?;
+    let problem = trial(&group, own, options.device).err();
+    if problem.is_some() {
+        // The others may wait in their trial: so they hear of it.
+        drop(watch);
+        let reason = any_problem(gloo, problem)?;
+        return Ok(Err(reason.unwrap_or_default()));
     }
-    let group = joined.expect("no rank had a problem");
-    match any_problem(gloo, trial(&group, place, ordinal))? {
+    match any_problem(gloo, None)? {
         Some(reason) => Ok(Err(reason)),
-        None => Ok(Ok(group)),
+        None => Ok(Ok((group, watch))),
     }
 }
 
-/// The first problem that a rank has, with its rank; all ranks get the same answer.
-fn any_problem(gloo: &Gloo, own: Option<String>) -> Result<Option<String>, Error> {
-    let all = gloo.all_gather_bytes(own.unwrap_or_default().as_bytes())?;
-    Ok(first_problem(&all))
+/// Watches over the group, if need be without knowing when peers end.
+fn watch(gloo: &Gloo, group: &NcclGroup, place: Place, timeout: Duration) -> Result<Watch, Error> {
+    let lifeline = Lifeline::open(gloo, place)?.unwrap_or_else(|reason| {
+        if gloo.rank() == 0 {
+            tracing::warn!(
+                "a rank that dies is noticed late, by --collective-timeout or the launcher: ranks \
+                 cannot connect to rank 0 ({reason}); GLOO_SOCKET_IFNAME names the network interface"
+            );
+        }
+        Lifeline::default()
+    });
+    Ok(Watch::start(group.watch(), lifeline, timeout))
 }
 
-fn first_problem(all: &[Vec<u8>]) -> Option<String> {
-    let rank = all.iter().position(|problem| !problem.is_empty())?;
-    Some(format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank])))
+/// What keeps a rank from its group.
+#[derive(Debug)]
+enum Problem {
+    Own(TorchError),
+    /// NCCL adds up wrongly.
+    WrongSum(String),
 }
 
-/// What is wrong with a sum of rank + 1 over all ranks, if anything.
-fn trial(group: &NcclGroup, (rank, size): (usize, usize), ordinal: usize) -> Option<String> {
-    let own = Tensor::full([TRIAL], rank as i64 + 1, (Kind::Float, Device::Cuda(ordinal)));
+impl Problem {
+    /// For the others: whether it is the consequence of another rank's, and what it is.
+    fn told(&self) -> String {
+        match self {
+            Self::Own(error @ (TorchError::NcclGivenUp { .. } | TorchError::NcclPeer { .. })) => {
+                format!("{CONSEQUENCE}{error}")
+            }
+            Self::Own(error) => format!("{CAUSE}{error}"),
+            Self::WrongSum(text) => format!("{CAUSE}{text}"),
+        }
+    }
+}
+
+/// Before what a rank tells of a problem that another rank's has caused, and of its own.
+const CONSEQUENCE: char = '-';
+const CAUSE: char = '+';
+
+/// The problem to name of those that the ranks have, with its rank; all ranks get the same answer.
+fn any_problem(gloo: &Gloo, own: Option<Problem>) -> Result<Option<String>, Error> {
+    let own = own.map(|problem| problem.told()).unwrap_or_default();
+    Ok(problem_to_name(&gloo.all_gather_bytes(own.as_bytes())?))
+}
+
+/// The first cause, or the first consequence where nobody knows the cause.
+fn problem_to_name(all: &[Vec<u8>]) -> Option<String> {
+    let of = |sign: char| all.iter().position(|told| told.first() == Some(&(sign as u8)));
+    let rank = of(CAUSE).or_else(|| of(CONSEQUENCE))?;
+    Some(format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank][1..])))
+}
+
+/// Adds up rank + 1 over all ranks.
+fn trial(group: &NcclGroup, (rank, size): (usize, usize), device: Device) -> Result<(), Problem> {
+    let own = Tensor::full([TRIAL], rank as i64 + 1, (Kind::Float, device));
     let summed = group.all_reduce(&own, ReduceOp::Sum).and_then(|work| work.wait());
-    if let Err(error) = summed {
-        return Some(error.to_string());
-    }
+    summed.map_err(Problem::Own)?;
     let expected = (size * (size + 1) / 2) as f64;
     let (least, most) = (own.min().double_value(&[]), own.max().double_value(&[]));
-    (least != expected || most != expected)
-        .then(|| format!("NCCL's sum is {least} to {most}, not {expected}"))
+    group.check().map_err(Problem::Own)?;
+    if least != expected || most != expected {
+        let text = format!("NCCL's sum is {least} to {most}, not {expected}");
+        return Err(Problem::WrongSum(text));
+    }
+    Ok(())
 }
 
 impl Nccl {
@@ -113,11 +198,10 @@ impl Nccl {
         tensors: &[&Tensor],
         start: impl FnOnce(&NcclGroup) -> Result<NcclWork, TorchError>,
     ) -> Result<OnGpu, Error> {
-        let rank = self.gloo.rank();
-        check_contiguous(rank, operation, tensors)?;
-        let work = start(&self.group);
-        let work = work.map_err(|source| Error::Collective { rank, operation, source })?;
-        Ok(OnGpu { rank, operation, work })
+        check_contiguous(self.gloo.rank(), operation, tensors)?;
+        let health = Arc::clone(self.gloo.health());
+        let work = start(&self.group).map_err(|source| failed(&health, operation, source))?;
+        Ok(OnGpu { health, operation, work })
     }
 }
 
@@ -142,11 +226,12 @@ impl Communicator for Nccl {
         Ok(Box::new(self.start("all-reduce (sum)", &[tensor], start)?))
     }
 
-    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), Error> {
+    fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Box<dyn Pending>, Error> {
         if !self.is_ours(tensor) {
-            return self.gloo.broadcast(tensor, root);
+            return self.gloo.start_broadcast(tensor, root);
         }
-        self.start("broadcast", &[tensor], |group| group.broadcast(tensor, root))?.finish()
+        let start = |group: &NcclGroup| group.broadcast(tensor, root);
+        Ok(Box::new(self.start("broadcast", &[tensor], start)?))
     }
 
     fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Result<(), Error> {
@@ -165,6 +250,10 @@ impl Communicator for Nccl {
         self.gloo.barrier()
     }
 
+    fn check(&self) -> Result<(), Error> {
+        self.group.check().map_err(|source| failed(self.gloo.health(), "a collective", source))
+    }
+
     fn announce_work(&self) {
         self.gloo.announce_work();
     }
@@ -176,15 +265,24 @@ impl Communicator for Nccl {
 
 /// A collective on the GPU's own stream.
 struct OnGpu {
-    rank: usize,
+    health: Arc<Health>,
     operation: &'static str,
     work: NcclWork,
 }
 
 impl OnGpu {
     fn finish(&self) -> Result<(), Error> {
-        let (rank, operation) = (self.rank, self.operation);
-        self.work.wait().map_err(|source| Error::Collective { rank, operation, source })
+        self.work.wait().map_err(|source| failed(&self.health, self.operation, source))
+    }
+}
+
+/// The error of a collective; where a peer is the cause, the launcher hears of it.
+fn failed(health: &Health, operation: &'static str, source: TorchError) -> Error {
+    match source {
+        TorchError::NcclGivenUp { .. } | TorchError::NcclPeer { .. } => {
+            health.note(operation, source)
+        }
+        source => Error::Collective { rank: health.rank(), operation, source },
     }
 }
 
@@ -199,12 +297,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_rank_with_a_problem_speaks_for_all() {
+    fn the_first_rank_that_knows_the_cause_speaks_for_all() {
         let check = |all: &[&str], expected: Option<&str>| {
             let all: Vec<Vec<u8>> = all.iter().map(|text| text.as_bytes().to_vec()).collect();
-            assert_eq!(first_problem(&all).as_deref(), expected);
+            assert_eq!(problem_to_name(&all).as_deref(), expected);
         };
         check(&["", "", ""], None);
-        check(&["", "no library", "no driver"], Some("rank 1: no library"));
+        check(&["", "+no library", "+no driver"], Some("rank 1: no library"));
+        check(&["-rank 2 has ended", "", "+no driver"], Some("rank 2: no driver"));
+        check(&["", "-rank 0 has ended"], Some("rank 1: rank 0 has ended"));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dflash_settings::Backend;
@@ -9,6 +10,8 @@ use dflash_torch_sys::{Bind, Error as TorchError, GlooConfig, ProcessGroup, Stor
 use tch::Device;
 
 use crate::agreement::{self, present_key};
+use crate::gloo::PERMANENT_KEY;
+use crate::lifeline::Place;
 use crate::nccl;
 use crate::wait::until;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
@@ -66,14 +69,55 @@ pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Comm
     let meeting = Meeting { env, host, limit: options.join_timeout, start: Instant::now() };
     let store = meeting.open_store()?;
     let prefix = store_prefix(&env.run_id, env.restart_count);
-    let store = store.prefixed(&prefix).map_err(|source| meeting.failed(source))?;
+    let own = store.prefixed(&prefix).map_err(|source| meeting.failed(source))?;
+    meeting.refuse_hopeless(&store, &own)?;
+    let store = own;
     meeting.call_roll(&store, &options.common)?;
     meeting.compare(&store)?;
     let bind = meeting.bind()?;
+    let place = meeting.place(&bind);
     let timeout = options.collective_timeout;
     let config = GlooConfig { rank: env.rank, size: env.world_size, bind, timeout };
     let group = ProcessGroup::gloo(&store, &config).map_err(|source| meeting.failed(source))?;
-    nccl::join_or_stage(Gloo::new(group, store, env, timeout), options)
+    nccl::join_or_stage(Gloo::new(group, store, env, timeout), options, place)
+}
+
+/// Some of the ranks, who talk among themselves.
+#[derive(Debug, Clone)]
+pub struct GroupSpec {
+    /// Its name, unlike the others'.
+    pub name: String,
+    /// Its ranks among all, in the order that they have within it.
+    pub ranks: Vec<usize>,
+    /// Where the tensors are that it carries; NCCL is tried for a GPU's.
+    pub device: Device,
+    /// For each collective: as long as the slowest of them may lag behind the fastest.
+    pub timeout: Duration,
+}
+
+/// Takes this process's place in every one of `groups` that it belongs to; the others are `None`. All
+/// ranks must bring the same groups. Returns when all ranks have come and its groups are connected.
+///
+/// # Errors
+/// As [`connect`]'s.
+pub fn connect_groups(
+    env: &WorkerEnv,
+    options: &ConnectOptions,
+    groups: &[GroupSpec],
+) -> Result<Vec<Option<Box<dyn Communicator>>>, Error> {
+    let host = env.master_addr.as_deref().unwrap_or("localhost");
+    let meeting = Meeting { env, host, limit: options.join_timeout, start: Instant::now() };
+    let prefix = store_prefix(&env.run_id, env.restart_count);
+    let store = meeting.open_store()?.prefixed(&prefix);
+    let store = Arc::new(store.map_err(|source| meeting.failed(source))?);
+    meeting.call_roll(&store, &options.common)?;
+    meeting.compare(&store)?;
+    let bind = meeting.bind()?;
+    let join = |spec: &GroupSpec| match spec.ranks.iter().position(|&rank| rank == env.rank) {
+        Some(index) => meeting.join(&store, (options, spec), (index, &bind)).map(Some),
+        None => Ok(None),
+    };
+    groups.iter().map(join).collect()
 }
 
 /// Keys of different jobs and attempts in one store stay apart.
@@ -147,6 +191,24 @@ impl Meeting<'_> {
         addresses.into_iter().any(|address| TcpStream::connect_timeout(&address, patience).is_ok())
     }
 
+    /// Ends an attempt at once whose predecessor said that it would meet the same fault: torchrun knows
+    /// of no code that keeps it from starting ranks again, but its store outlives them.
+    fn refuse_hopeless(&self, whole: &Store, own: &Store) -> Result<(), Error> {
+        let WorkerEnv { rank, restart_count, run_id, use_agent_store, .. } = self.env;
+        if !use_agent_store || *restart_count == 0 {
+            return Ok(());
+        }
+        let hopeless = whole
+            .prefixed(&store_prefix(run_id, restart_count - 1))
+            .and_then(|before| before.contains(PERMANENT_KEY))
+            .map_err(|source| self.failed(source))?;
+        if !hopeless {
+            return Ok(());
+        }
+        own.set(PERMANENT_KEY, b"").map_err(|source| self.failed(source))?;
+        Err(Error::Hopeless { rank: *rank, attempt: *restart_count })
+    }
+
     /// Signs in and waits for all others, so that who is missing can be named.
     fn call_roll(&self, store: &Store, common: &[(String, String)]) -> Result<(), Error> {
         let signed_in = agreement::sign_in(store, self.env.rank, common);
@@ -199,6 +261,40 @@ impl Meeting<'_> {
             .or_else(|| address_towards(ELSEWHERE))
             .map(Bind::Address)
             .ok_or(Error::NoAddress { rank: self.env.rank })
+    }
+
+    /// Where other connections of ours go, if gloo's go to `bind`.
+    fn place(&self, bind: &Bind) -> Place {
+        match bind {
+            Bind::Address(address) => Place { reachable: *address, bind: *address },
+            // Its address is not known; the others are likely to reach that of the usual route.
+            Bind::Interface(_) => {
+                let towards = address_towards((self.host, self.env.master_port));
+                let reachable = towards.or_else(|| address_towards(ELSEWHERE));
+                let reachable = reachable.unwrap_or(Ipv4Addr::LOCALHOST.into());
+                let bind = if reachable.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() };
+                Place { reachable, bind }
+            }
+        }
+    }
+
+    fn join(
+        &self,
+        store: &Arc<Store>,
+        (options, spec): (&ConnectOptions, &GroupSpec),
+        (index, bind): (usize, &Bind),
+    ) -> Result<Box<dyn Communicator>, Error> {
+        let prefixed = |name: &str| store.prefixed(name).map_err(|source| self.failed(source));
+        let (size, timeout) = (spec.ranks.len(), spec.timeout);
+        let config = GlooConfig { rank: index, size, bind: bind.clone(), timeout };
+        let group = ProcessGroup::gloo(&prefixed(&format!("group/{}", spec.name))?, &config);
+        let group = group.map_err(|source| self.failed(source))?;
+        // What the launcher reads is said where it looks: not under the group's prefix.
+        let own = (self.env.rank, (index, size));
+        let gloo = Gloo::of_some(group, Arc::clone(store), own, timeout);
+        let options =
+            ConnectOptions { device: spec.device, collective_timeout: timeout, ..options.clone() };
+        nccl::join_or_stage(gloo, &options, self.place(bind))
     }
 
     fn failed(&self, source: TorchError) -> Error {

@@ -5,6 +5,7 @@ use dflash_settings::Invalid;
 
 mod bench;
 mod demo_target;
+mod described;
 mod draft;
 mod engine_info;
 mod eval;

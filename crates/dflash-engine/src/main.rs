@@ -1,13 +1,14 @@
 //! The engine: every command that needs libtorch, behind the same command line as the front.
 
 mod commands;
+mod loading;
 
 use dflash::command_line;
-use dflash::{Signals, exit, libtorch, logging};
+use dflash::{Command, Signals, exit, libtorch, logging};
 use dflash_torch_sys::CudaLibrary;
 
 fn main() {
-    exit::install_panic_hook();
+    exit::install_panic_hook(dflash_model::want_of_memory_in);
     let line = command_line::read();
     let (cli, places) = (line.cli, line.places);
     let signals = Signals::install(cli.command.on_signal());
@@ -16,7 +17,11 @@ fn main() {
     for note in line.notes {
         tracing::warn!("{note}");
     }
-    open_cuda();
+    dflash_model::target::on_loading(loading::show);
+    // a plan computes on no GPU, and may pretend one
+    if !matches!(cli.command, Command::Plan(_)) {
+        open_cuda();
+    }
     let outcome = places.explain(commands::run(cli.command, &signals), commands::about);
     exit::finish(&outcome, &signals)
 }

@@ -73,12 +73,13 @@ fn random_draft(target: &TargetConfig) -> Draft {
     tch::manual_seed(5);
     let config = DraftConfig {
         hidden_size: target.hidden_size,
-        intermediate_size: target.intermediate_size,
-        num_attention_heads: target.num_attention_heads,
-        num_key_value_heads: target.num_key_value_heads,
-        head_dim: target.head_dim,
+        intermediate_size: target.dense().intermediate_size,
+        num_attention_heads: target.dense().num_attention_heads,
+        num_key_value_heads: target.dense().num_key_value_heads,
+        head_dim: target.dense().head_dim,
         rms_norm_eps: target.rms_norm_eps,
-        rope_theta: target.rope.theta,
+        rope_theta: target.dense().rope.theta,
+        rope_scaling: None,
         layers: vec![LayerKind::Full],
         sliding_window: None,
         block_size: 4,

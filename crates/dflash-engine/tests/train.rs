@@ -5,6 +5,8 @@ mod fake_hub;
 
 #[path = "train/alike.rs"]
 mod alike;
+#[path = "train/colocate.rs"]
+mod colocate;
 #[path = "train/divergence.rs"]
 mod divergence;
 #[path = "train/dry_run.rs"]
@@ -13,14 +15,22 @@ mod dry_run;
 mod ending;
 #[path = "train/export.rs"]
 mod export;
+#[path = "train/families.rs"]
+mod families;
 #[path = "train/identity.rs"]
 mod identity;
 #[path = "train/limits.rs"]
 mod limits;
 #[path = "train/mishaps.rs"]
 mod mishaps;
+#[path = "train/nccl.rs"]
+mod nccl;
+#[path = "train/no_memory.rs"]
+mod no_memory;
 #[path = "train/nodes.rs"]
 mod nodes;
+#[path = "train/preflight.rs"]
+mod preflight;
 #[path = "train/resume.rs"]
 mod resume;
 #[path = "train/running.rs"]

@@ -3,7 +3,7 @@
 
 use dflash_identity::TargetIdentity;
 use dflash_model::draft::LayerKind;
-use dflash_model::target::{TargetConfig, check_layer_ids};
+use dflash_model::target::{TargetFacts, check_layer_ids};
 use dflash_settings::{ExportFormat, ExportSettings};
 
 use crate::source::Source;
@@ -19,7 +19,7 @@ const LLAMA_CPP_TARGETS: [&str; 3] = ["LlamaForCausalLM", "MistralForCausalLM", 
 /// Refuses a draft that cannot be the target's.
 pub(crate) fn fits(
     source: &Source,
-    target: &TargetConfig,
+    target: &TargetFacts,
     (identity, settings): (&TargetIdentity, &ExportSettings),
 ) -> Result<()> {
     let draft = source.config();
@@ -49,7 +49,7 @@ pub(crate) fn fits(
 /// Refuses what the engines of the format would serve wrongly.
 pub(crate) fn servable(
     source: &Source,
-    target: &TargetConfig,
+    target: &TargetFacts,
     settings: &ExportSettings,
 ) -> Result<()> {
     match settings.format {
@@ -83,7 +83,7 @@ fn speculators(source: &Source) -> Result<()> {
     Ok(())
 }
 
-fn llama_cpp(source: &Source, target: &TargetConfig) -> Result<()> {
+fn llama_cpp(source: &Source, target: &TargetFacts) -> Result<()> {
     let refuse = |reason: String| Err(Error::Unservable { engine: LLAMA_CPP, reason });
     if is_mixed(source) {
         return refuse(
@@ -99,8 +99,14 @@ fn llama_cpp(source: &Source, target: &TargetConfig) -> Result<()> {
              captured"
         ));
     }
-    let architecture = target.family.architecture();
-    if !LLAMA_CPP_TARGETS.contains(&architecture) {
+    if let Some(scaling) = &source.config().rope_scaling {
+        return refuse(format!(
+            "dflash writes no rotary scaling into GGUF, and the draft has {}; take --format zlab",
+            scaling.name()
+        ));
+    }
+    let architecture = &target.architecture;
+    if !LLAMA_CPP_TARGETS.contains(&architecture.as_str()) {
         return refuse(format!(
             "it does not give out hidden states of {architecture} targets, only of {}",
             LLAMA_CPP_TARGETS.join(", ")

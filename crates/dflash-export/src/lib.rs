@@ -20,7 +20,7 @@ use dflash_files::PendingDir;
 use dflash_identity::TargetIdentity;
 use dflash_model::draft::{Parameter, Verifier};
 use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{TargetConfig, TargetHead};
+use dflash_model::target::{TargetFacts, TargetHead};
 use dflash_settings::{ExportDtype, ExportFormat, ExportSettings};
 use dflash_text::ChatTokenizer;
 use tch::{Device, Kind, Tensor};
@@ -46,12 +46,12 @@ pub struct Exported {
 /// What an export takes from its target.
 struct Target<'a> {
     dir: &'a Path,
-    config: TargetConfig,
+    facts: &'a TargetFacts,
     identity: TargetIdentity,
-    tokenizer: &'a ChatTokenizer,
+    tokenizer: Option<&'a ChatTokenizer>,
 }
 
-/// Exports `source`, whose target is in `target_dir`, as `settings` say.
+/// Exports `source`, whose target is in `target_dir`, as `settings` say. GGUF needs the target's tokenizer.
 ///
 /// # Errors
 /// A draft that does not fit the target or that the engine would serve wrongly; an output that is
@@ -59,21 +59,20 @@ struct Target<'a> {
 pub fn export(
     mut source: Source,
     settings: &ExportSettings,
-    (target_dir, tokenizer): (&Path, &ChatTokenizer),
+    (target_dir, facts, tokenizer): (&Path, &TargetFacts, Option<&ChatTokenizer>),
     stop: &AtomicBool,
 ) -> Result<Exported> {
     if settings.output.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: settings.output.clone() });
     }
-    let config = TargetConfig::load(target_dir)?;
     let identity = TargetIdentity::read(target_dir, &settings.target)?;
-    checks::fits(&source, &config, (&identity, settings))?;
-    checks::servable(&source, &config, settings)?;
+    checks::fits(&source, facts, (&identity, settings))?;
+    checks::servable(&source, facts, settings)?;
     if settings.full_vocabulary {
         source.vocabulary = None;
     }
-    let source = source.complete(config.num_hidden_layers, config.eos_token_ids.first().copied());
-    let target = Target { dir: target_dir, config, identity, tokenizer };
+    let source = source.complete(facts.num_hidden_layers, facts.eos_token_ids.first().copied());
+    let target = Target { dir: target_dir, facts, identity, tokenizer };
     tch::no_grad(|| write(&source, settings, &target, stop))
 }
 
@@ -86,7 +85,7 @@ fn write(
     let aside = PendingDir::create(&settings.output)?;
     let head_vh = match (&source.vocabulary, settings.format) {
         (Some(vocabulary), ExportFormat::Speculators | ExportFormat::Gguf) => {
-            Some(pruned_head(target.dir, vocabulary)?)
+            Some(pruned_head(target, vocabulary)?)
         }
         _ => None,
     };
@@ -95,7 +94,8 @@ fn write(
     let path = match settings.format {
         ExportFormat::Gguf => {
             let path = aside.path().join("draft.gguf");
-            let of = (target.tokenizer, &target.identity);
+            let missing = || dflash_text::Error::NoTokenizer { dir: target.dir.into() };
+            let of = (target.tokenizer.ok_or_else(missing)?, &target.identity);
             gguf::write(&path, content, settings.dtype, of)?;
             path
         }
@@ -122,8 +122,8 @@ fn check_stop(stop: &AtomicBool) -> Result<()> {
 }
 
 /// The rows of the target's head that a pruned draft says, [Vd, H] in float32.
-fn pruned_head(target_dir: &Path, vocabulary: &DraftVocabulary) -> Result<Tensor> {
-    let head = TargetHead::load(target_dir, Device::Cpu, Kind::Float)?;
+fn pruned_head(target: &Target<'_>, vocabulary: &DraftVocabulary) -> Result<Tensor> {
+    let head = TargetHead::of(target.dir, target.facts, (Device::Cpu, Kind::Float))?;
     Ok(head.lm_head_vh.index_select(0, &Tensor::from_slice(vocabulary.selected())))
 }
 
@@ -147,7 +147,7 @@ fn write_directory(
     } else {
         let sizes = source.vocabulary.as_ref().map(|vocabulary| vocabulary.selected().len());
         let says = sizes.unwrap_or(source.config().vocab_size as usize);
-        let architectures = vec![target.config.family.architecture().to_owned()];
+        let architectures = vec![target.facts.architecture.clone()];
         let verifier = Verifier { name_or_path: settings.target.clone(), architectures };
         source.config().save_speculators(dir, (kind, says), &verifier)?;
     }

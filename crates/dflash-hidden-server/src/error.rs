@@ -13,6 +13,12 @@ pub enum Error {
     Http(#[from] dflash_http::Error),
     #[error(transparent)]
     Model(#[from] dflash_model::Error),
+    /// Another process of a divided target is gone or does not answer.
+    #[error(transparent)]
+    Peers(#[from] dflash_dist::Error),
+    /// A pass of a divided target for which a rank had no memory.
+    #[error("no memory: {reason}")]
+    NoMemory { reason: String },
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
     #[error(
@@ -31,4 +37,11 @@ pub enum Error {
     /// A fault of the model side.
     #[error("the target's rows do not form a record")]
     Rows(#[from] dflash_hidden::Error),
+}
+
+impl Error {
+    /// Whether the model that met it cannot be used any more: a part of it is gone.
+    pub(crate) fn is_lasting(&self) -> bool {
+        matches!(self, Self::Peers(_))
+    }
 }

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use dflash_hidden::Metadata;
+use dflash_model::target::PackedPrompts;
 
 use crate::error::Error;
 
@@ -27,24 +28,36 @@ impl ModelFacts {
     }
 }
 
-/// Prompts one after the other, without padding.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PackedPrompts {
-    /// All tokens.
-    pub input_ids: Vec<i64>,
-    /// First token of each prompt, then the number of tokens.
-    pub document_starts: Vec<i64>,
+/// For each prompt and each layer the rows of its tokens.
+pub type Rows = Vec<Vec<Bytes>>;
+
+/// What a batch comes to.
+pub enum Features {
+    /// The rows.
+    Here(Rows),
+    /// What waits for the rows. They are on their way to the host, and the next batch may begin.
+    Coming(Box<dyn FnOnce() -> Result<Rows, Error>>),
 }
 
-impl PackedPrompts {
-    /// Packs `prompts` in order.
-    pub fn new<'a>(prompts: impl Iterator<Item = &'a [i64]>) -> Self {
-        let mut packed = Self { input_ids: Vec::new(), document_starts: vec![0] };
-        for prompt in prompts {
-            packed.input_ids.extend_from_slice(prompt);
-            packed.document_starts.push(packed.input_ids.len() as i64);
+impl Features {
+    /// The rows, once they are here.
+    ///
+    /// # Errors
+    /// The device has failed, or the host has no memory for the rows.
+    pub fn rows(self) -> Result<Rows, Error> {
+        match self {
+            Self::Here(rows) => Ok(rows),
+            Self::Coming(rows) => rows(),
         }
-        packed
+    }
+}
+
+impl std::fmt::Debug for Features {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Here(_) => "Here",
+            Self::Coming(_) => "Coming",
+        })
     }
 }
 
@@ -58,14 +71,10 @@ pub trait Featurizer {
     /// Returns for each prompt and each of `layer_ids` (ascending) the rows of its tokens, row-major
     /// `[tokens, hidden_size]` in the dtype of [`Metadata`], little-endian. Each prompt has memory
     /// of its own, so that a client that takes its rows slowly holds no others. Layers beyond the
-    /// last id need not run.
+    /// last id need not run. At most one more batch is begun before rows that are coming are waited for.
     ///
     /// # Errors
     /// When this batch cannot be run; the model stays usable. A panic for want of memory counts as
     /// an error.
-    fn features(
-        &mut self,
-        prompts: &PackedPrompts,
-        layer_ids: &[u32],
-    ) -> Result<Vec<Vec<Bytes>>, Error>;
+    fn features(&mut self, prompts: &PackedPrompts, layer_ids: &[u32]) -> Result<Features, Error>;
 }

@@ -5,6 +5,8 @@
 //! waits in batches up to a token budget; the HTTP side never touches the model. `GET /v1/models`
 //! tells a client what it can expect; `/health` and `/metrics` are for people.
 
+mod copy_out;
+mod divided;
 mod error;
 mod featurizer;
 mod metrics;
@@ -15,7 +17,8 @@ mod server;
 mod target;
 mod worker;
 
+pub use dflash_model::target::PackedPrompts;
 pub use error::Error;
-pub use featurizer::{Featurizer, ModelFacts, PackedPrompts};
+pub use featurizer::{Features, Featurizer, ModelFacts, Rows};
 pub use server::{Loader, Ready, serve};
-pub use target::TargetFeaturizer;
+pub use target::{TargetFeaturizer, follow, grid};

@@ -61,24 +61,13 @@ impl Queue {
         while state.jobs.is_empty() && !state.closed {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        if state.closed {
-            return None;
-        }
-        let mut batch = Batch { jobs: Vec::new(), cancelled: 0 };
-        let mut tokens = 0;
-        while let Some(job) = state.jobs.pop_front() {
-            if job.reply.is_closed() {
-                batch.cancelled += 1;
-                continue;
-            }
-            tokens += job.input_ids.len();
-            if tokens > max_tokens && !batch.jobs.is_empty() {
-                state.jobs.push_front(job);
-                break;
-            }
-            batch.jobs.push(job);
-        }
-        Some(batch)
+        (!state.closed).then(|| state.batch(max_tokens))
+    }
+
+    /// As [`Self::next_batch`], of what waits already; `None` when nothing does.
+    pub(crate) fn waiting_batch(&self, max_tokens: usize) -> Option<Batch> {
+        let mut state = self.state();
+        (!state.jobs.is_empty()).then(|| state.batch(max_tokens))
     }
 
     /// Drops what waits, which tells its clients, and ends [`Self::next_batch`].
@@ -96,6 +85,26 @@ impl Queue {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn batch(&mut self, max_tokens: usize) -> Batch {
+        let mut batch = Batch { jobs: Vec::new(), cancelled: 0 };
+        let mut tokens = 0;
+        while let Some(job) = self.jobs.pop_front() {
+            if job.reply.is_closed() {
+                batch.cancelled += 1;
+                continue;
+            }
+            tokens += job.input_ids.len();
+            if tokens > max_tokens && !batch.jobs.is_empty() {
+                self.jobs.push_front(job);
+                break;
+            }
+            batch.jobs.push(job);
+        }
+        batch
     }
 }
 

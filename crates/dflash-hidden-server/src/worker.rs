@@ -1,13 +1,17 @@
 //! The thread that owns the model: batches in, one record per prompt out.
+//!
+//! Rows may still be on their way from the device when a batch has been computed. Then the next batch,
+//! if one waits, begins before they are waited for: two are under way.
 
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dflash_hidden::{HiddenStates, Metadata};
+use dflash_model::target::{PackedPrompts, TokenBudget};
 use dflash_model::want_of_memory;
 
 use crate::error::Error;
-use crate::featurizer::{Featurizer, ModelFacts, PackedPrompts};
+use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
 use crate::metrics::Metrics;
 use crate::queue::{Batch, Job, Queue};
 
@@ -22,73 +26,124 @@ pub(crate) fn run(
     max_batch_tokens: usize,
 ) {
     let mut report = Report::new();
-    let mut budget = Budget { tokens: max_batch_tokens, most: max_batch_tokens, ran: 0 };
-    while let Some(Batch { jobs, cancelled }) = queue.next_batch(budget.tokens) {
+    let budget = TokenBudget::new(max_batch_tokens);
+    let mut worker = Worker { model, metrics, budget, broken: false };
+    let mut before = None;
+    while !worker.broken {
+        let tokens = worker.budget.tokens();
+        let next = match &before {
+            None => queue.next_batch(tokens),
+            Some(_) => queue.waiting_batch(tokens),
+        };
+        let Some(Batch { jobs, cancelled }) = next else {
+            let Some(before) = before.take() else { return };
+            worker.settle(before);
+            continue;
+        };
         metrics.cancelled.add(cancelled);
         if !jobs.is_empty() {
-            run_batch(model, jobs, metrics, &mut budget);
+            before = worker.run_beside(before.take(), jobs);
             report.maybe(metrics, queue.waiting());
         }
     }
 }
 
-/// How many tokens to run at once: fewer once memory has run out, and slowly more again.
-struct Budget {
-    tokens: usize,
-    most: usize,
-    /// Tokens of the largest batch that ever ran.
-    ran: usize,
+struct Worker<'a> {
+    model: &'a mut dyn Featurizer,
+    metrics: &'a Metrics,
+    budget: TokenBudget,
+    /// Whether the model cannot be used any more.
+    broken: bool,
 }
 
-impl Budget {
-    fn fitted(&mut self, tokens: usize) {
-        self.tokens = (self.tokens + self.tokens / 64 + 1).min(self.most);
-        self.ran = self.ran.max(tokens);
+/// A batch that has been computed, or is being computed, or could not be.
+struct Begun {
+    jobs: Vec<Job>,
+    layer_ids: Vec<u32>,
+    features: Result<Features, Error>,
+}
+
+impl Worker<'_> {
+    /// Begins a batch, then finishes the one before it; what is still under way after that.
+    fn run_beside(&mut self, before: Option<Begun>, jobs: Vec<Job>) -> Option<Begun> {
+        let begun = self.begin(jobs);
+        let alone = before.is_none();
+        if let Some(before) = before {
+            self.settle(before);
+        }
+        match &begun.features {
+            Ok(Features::Coming(_)) => return Some(begun),
+            // What the batch before held is free now.
+            Err(Error::OutOfMemory { .. }) if !alone => self.run_batch(begun.jobs),
+            _ => self.settle(begun),
+        }
+        None
     }
 
-    /// What came of a batch that did not fit. One prompt that has no memory where as many tokens had
-    /// some before is not too long; the server is short of memory, and may have more later.
-    fn failed(&mut self, tokens: usize, reason: String) -> Error {
-        self.tokens = self.tokens.min(tokens / 2).max(1);
-        match tokens <= self.ran {
-            true => Error::ShortOfMemory { tokens, reason },
-            false => Error::OutOfMemory { tokens, reason },
+    fn run_batch(&mut self, jobs: Vec<Job>) {
+        let begun = self.begin(jobs);
+        self.settle(begun);
+    }
+
+    fn begin(&mut self, jobs: Vec<Job>) -> Begun {
+        let start = Instant::now();
+        let layer_ids = needed_layers(&jobs);
+        let features = features(self.model, &jobs, &layer_ids);
+        self.metrics.batches.add(1);
+        self.metrics.busy_nanos.add(start.elapsed().as_nanos() as u64);
+        Begun { jobs, layer_ids, features }
+    }
+
+    /// Answers the jobs of a batch, once its rows are here.
+    fn settle(&mut self, Begun { jobs, layer_ids, features }: Begun) {
+        let start = Instant::now();
+        let rows = features.and_then(Features::rows);
+        self.metrics.busy_nanos.add(start.elapsed().as_nanos() as u64);
+        match rows {
+            Ok(rows) => {
+                self.budget.fitted(jobs.iter().map(|job| job.input_ids.len()).sum());
+                answer(self.model.facts(), jobs, &layer_ids, rows, self.metrics);
+            }
+            Err(error) => self.fail(jobs, error),
+        }
+    }
+
+    /// Runs a batch that failed in halves, or answers its only job.
+    fn fail(&mut self, mut jobs: Vec<Job>, error: Error) {
+        if error.is_lasting() {
+            self.broken = true;
+            tracing::error!("{error}");
+            self.metrics.failed.add(jobs.len() as u64);
+            // Whoever waits hears that the server ends.
+            return;
+        }
+        let error = match error {
+            Error::OutOfMemory { tokens, reason } => {
+                self.metrics.out_of_memory.add(1);
+                no_memory(&mut self.budget, tokens, reason)
+            }
+            error => error,
+        };
+        if jobs.len() > 1 {
+            // One prompt may need more memory than is left; that must not fail the others.
+            tracing::warn!("{error}; running its {} prompts in halves", jobs.len());
+            let rest = jobs.split_off(jobs.len() / 2);
+            self.run_batch(jobs);
+            self.run_batch(rest);
+        } else if let Some(job) = jobs.pop() {
+            tracing::error!("{error}");
+            self.metrics.failed.add(1);
+            drop(job.reply.send(Err(error)));
         }
     }
 }
 
-fn run_batch(
-    model: &mut dyn Featurizer,
-    mut jobs: Vec<Job>,
-    metrics: &Metrics,
-    budget: &mut Budget,
-) {
-    let start = Instant::now();
-    let layer_ids = needed_layers(&jobs);
-    let features = features(model, &jobs, &layer_ids);
-    metrics.batches.add(1);
-    metrics.busy_nanos.add(start.elapsed().as_nanos() as u64);
-    let error = match features {
-        Ok(rows) => {
-            budget.fitted(jobs.iter().map(|job| job.input_ids.len()).sum());
-            return answer(model.facts(), jobs, &layer_ids, rows, metrics);
-        }
-        Err(Error::OutOfMemory { tokens, reason }) => {
-            metrics.out_of_memory.add(1);
-            budget.failed(tokens, reason)
-        }
-        Err(error) => error,
-    };
-    if jobs.len() > 1 {
-        // One prompt may need more memory than is left; that must not fail the others.
-        tracing::warn!("{error}; running its {} prompts in halves", jobs.len());
-        let rest = jobs.split_off(jobs.len() / 2);
-        run_batch(model, jobs, metrics, budget);
-        run_batch(model, rest, metrics, budget);
-    } else if let Some(job) = jobs.pop() {
-        tracing::error!("{error}");
-        metrics.failed.add(1);
-        drop(job.reply.send(Err(error)));
+/// What came of a batch that did not fit. One prompt that has no memory where as many tokens had some
+/// before is not too long; the server is short of memory, and may have more later.
+fn no_memory(budget: &mut TokenBudget, tokens: usize, reason: String) -> Error {
+    match budget.failed(tokens) {
+        true => Error::ShortOfMemory { tokens, reason },
+        false => Error::OutOfMemory { tokens, reason },
     }
 }
 
@@ -97,7 +152,7 @@ fn features(
     model: &mut dyn Featurizer,
     jobs: &[Job],
     layer_ids: &[u32],
-) -> Result<Vec<Vec<Bytes>>, Error> {
+) -> Result<Features, Error> {
     let prompts = PackedPrompts::new(jobs.iter().map(|job| job.input_ids.as_slice()));
     let tokens = prompts.input_ids.len();
     // A forward pass changes nothing that outlives it.
@@ -127,13 +182,7 @@ fn record(
     Ok(HiddenStates::new(ids, tokens, hidden_size, dtype, layers)?)
 }
 
-fn answer(
-    facts: &ModelFacts,
-    jobs: Vec<Job>,
-    layer_ids: &[u32],
-    rows: Vec<Vec<Bytes>>,
-    metrics: &Metrics,
-) {
+fn answer(facts: &ModelFacts, jobs: Vec<Job>, layer_ids: &[u32], rows: Rows, metrics: &Metrics) {
     for (job, rows) in jobs.into_iter().zip(rows) {
         let record = record(facts, &job, layer_ids, rows);
         metrics.prompts.add(1);

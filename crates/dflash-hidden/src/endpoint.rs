@@ -217,6 +217,11 @@ impl Endpoint {
         Ok(kind)
     }
 
+    /// Whether it is known what the server is.
+    pub(crate) async fn is_asked(&self) -> bool {
+        self.kind.lock().await.is_some()
+    }
+
     /// Makes the next request ask again what the server is.
     pub(crate) async fn forget(&self) {
         *self.kind.lock().await = None;

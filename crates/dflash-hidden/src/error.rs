@@ -112,6 +112,12 @@ pub enum Error {
     #[error("{origin} has other tokens than sample {sample}, first at position {position}")]
     OtherTokens { origin: String, sample: u64, position: usize },
     #[error(
+        "{origin} ran token {token} before the tokens of the prompt, so its states are of other \
+         positions; it must take token ids as they are: set add_special_tokens to false in it, or in \
+         what stands between"
+    )]
+    AddedToken { origin: String, token: i64 },
+    #[error(
         "{origin} gave {got} rows for {expected} tokens; a vLLM must run with \
          --no-enable-prefix-caching and --no-enable-chunked-prefill"
     )]

@@ -66,7 +66,7 @@ pub(crate) struct Fetcher {
 const TELL_AFTER: u32 = 3;
 
 /// How far the attempts at one sample have come.
-struct Attempts {
+pub(crate) struct Attempts {
     start: Instant,
     made: u32,
     invalid: u32,
@@ -74,8 +74,18 @@ struct Attempts {
     doubted: u32,
 }
 
+impl Attempts {
+    pub(crate) fn from(start: Instant) -> Self {
+        Self { start, made: 0, invalid: 0, refused: 0, doubted: 0 }
+    }
+
+    pub(crate) fn count(&mut self) {
+        self.made += 1;
+    }
+}
+
 /// What to do after a failed attempt.
-enum Next {
+pub(crate) enum Next {
     /// After a pause.
     AskAgain(Duration),
     /// The same endpoint, which is first asked what it is.
@@ -113,10 +123,22 @@ impl Fetcher {
         self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Expected bytes of a prompt's states.
-    pub(crate) fn bytes_of(&self, request: &Request) -> usize {
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    pub(crate) fn endpoints(&self) -> &[Endpoint] {
+        self.pool.endpoints()
+    }
+
+    pub(crate) fn files(&self) -> Option<&OfflineFiles> {
+        self.files.as_ref()
+    }
+
+    /// Expected bytes of the states of so many tokens.
+    pub(crate) fn bytes_of(&self, tokens: usize) -> usize {
         let row = self.config.hidden_size * self.pool.element_size();
-        request.input_ids.len() * self.config.layer_ids.len() * row
+        tokens * self.config.layer_ids.len() * row
     }
 
     /// Asks every server what it is, before the first sample. With samples in storage a server
@@ -280,12 +302,11 @@ impl Fetcher {
 
     /// Asks until there is an answer, good or final.
     async fn ask(&self, request: &Request) -> Result<Outcome, Error> {
-        let start = Instant::now();
-        let mut attempts = Attempts { start, made: 0, invalid: 0, refused: 0, doubted: 0 };
+        let mut attempts = Attempts::from(Instant::now());
         let mut same = None;
         loop {
             let endpoint = same.take().or_else(|| self.pool.pick()).ok_or(Error::NoEndpoint)?;
-            attempts.made += 1;
+            attempts.count();
             self.counters().requests += 1;
             let failure = match self.ask_once(endpoint, request).await {
                 Ok((states, kind)) => {
@@ -317,7 +338,7 @@ impl Fetcher {
     ) -> Result<(HiddenStates, Arc<Kind>), Failure> {
         let after = self.config.retry.request_timeout.min(self.config.retry.deadline);
         let call = Call { client: &self.client, endpoint, config: &self.config, request };
-        let _lease = endpoint.lease(self.bytes_of(request));
+        let _lease = endpoint.lease(self.bytes_of(request.input_ids.len()));
         let exchange = async {
             let kind = endpoint.probe(&self.client, &self.config).await?;
             let states = match &*kind {
@@ -334,7 +355,7 @@ impl Fetcher {
         })
     }
 
-    fn judge(
+    pub(crate) fn judge(
         &self,
         failure: Failure,
         endpoint: &Endpoint,
@@ -417,7 +438,7 @@ impl Fetcher {
 }
 
 /// Runs file work off the network threads.
-async fn blocking<T: Send + 'static>(
+pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> Result<T, Error> {
     joined(tokio::task::spawn_blocking(work).await)?

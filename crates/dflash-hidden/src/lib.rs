@@ -17,6 +17,7 @@ mod error;
 mod fetch;
 mod offline;
 mod own;
+mod probe;
 mod protocol;
 mod record;
 mod retry;
@@ -35,6 +36,7 @@ pub use digest::{DIGEST_HEADER, Digest, prompt_digest};
 pub use error::{Error, NetworkFault};
 pub use fetch::{Fetched, Request};
 pub use offline::OfflineFiles;
+pub use probe::{LogProbability, Probe, probe};
 pub use protocol::{
     Metadata, ModelCard, ModelList, PROTOCOL_VERSION, StatesRequest, TARGET_HEADER,
 };

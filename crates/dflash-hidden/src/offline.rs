@@ -97,6 +97,18 @@ impl OfflineFiles {
         Ok(Stored::Found(states))
     }
 
+    /// Whether the file of a sample says which layers its states are of.
+    ///
+    /// # Errors
+    /// [`Error::ReadFile`], [`Error::BadFile`].
+    pub(crate) fn says_layers(&self, sample: u64) -> Result<bool, Error> {
+        let path = self.path(sample);
+        let fault = |source| Error::ReadFile { path: path.clone(), source };
+        let file = open_regular(&path, true).map_err(fault)?;
+        let size = file.metadata().map_err(fault)?.len();
+        Ok(TensorFile::open(&path, file, size)?.stated(LAYER_IDS).is_some())
+    }
+
     /// Other software's files do not say which target they are of; ours do.
     fn check_target(&self, path: &Path, stated: Option<String>) -> Result<(), Error> {
         let (Some(target), Some(stated)) = (&self.target, stated) else { return Ok(()) };

@@ -1,5 +1,7 @@
 //! The record: one prompt's rows for each captured layer, shared and never copied.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use half::{bf16, f16};
 
@@ -94,6 +96,33 @@ impl HiddenStates {
         self.hidden_size * self.dtype.size()
     }
 
+    /// Writes `rows` of layer `id` in `dtype` to `out`, a row every `stride` bytes; false when the layer
+    /// is absent. What is narrowed is rounded to the nearest, ties to even.
+    ///
+    /// # Panics
+    /// When rows are not there, or `out` is too short for them.
+    #[must_use]
+    pub fn write_rows(
+        &self,
+        id: u32,
+        rows: Range<usize>,
+        dtype: Dtype,
+        (out, stride): (&mut [u8], usize),
+    ) -> bool {
+        let Some(layer) = self.layer(id) else { return false };
+        let (width, written) = (self.row_bytes(), self.hidden_size * dtype.size());
+        let write = match (self.dtype, dtype) {
+            (Dtype::Bf16, Dtype::F32) => widen,
+            (Dtype::F32, Dtype::Bf16) => narrow,
+            _ => <[u8]>::copy_from_slice,
+        };
+        for (index, row) in rows.enumerate() {
+            let place = index * stride;
+            write(&mut out[place..place + written], &layer[row * width..(row + 1) * width]);
+        }
+        true
+    }
+
     /// Refuses rows that cannot come from a target: all zero, NaN, infinite.
     ///
     /// One pass over the bytes. Layer 0 may hold zero rows, because checkpoints zero the
@@ -149,6 +178,21 @@ fn scan_f32(row: &[u8]) -> RowScan {
         special |= u32::from(bits & EXPONENT == EXPONENT);
     }
     RowScan { zero: seen == 0, finite: special == 0 }
+}
+
+/// bf16 values as float32, which holds them exactly.
+fn widen(out: &mut [u8], row: &[u8]) {
+    for (value, half) in out.chunks_exact_mut(4).zip(row.chunks_exact(2)) {
+        value.copy_from_slice(&[0, 0, half[0], half[1]]);
+    }
+}
+
+/// float32 values as the nearest bf16.
+fn narrow(out: &mut [u8], row: &[u8]) {
+    for (half, value) in out.chunks_exact_mut(2).zip(row.chunks_exact(4)) {
+        let value = f32::from_le_bytes([value[0], value[1], value[2], value[3]]);
+        half.copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+    }
 }
 
 /// float16 rows as float32, which holds them exactly: a record has no float16.
@@ -217,6 +261,33 @@ mod tests {
         assert_eq!(chosen.layer(2).unwrap().as_ptr(), states.layer(2).unwrap().as_ptr());
         assert_eq!((chosen.layer(0), chosen.tokens, chosen.byte_len()), (None, 2, 24));
         assert!(states.select(&[2, 3]).is_none());
+    }
+
+    #[test]
+    fn rows_are_written_where_and_as_they_are_wanted() {
+        let states = sample(&[2, 5], 4, 3);
+        let layer = bf16_to_f32(states.layer(5).unwrap());
+        let mut out = vec![0xee; 3 * 20];
+        assert!(states.write_rows(5, 1..4, Dtype::F32, (&mut out, 20)));
+        for (row, written) in out.chunks(20).enumerate() {
+            assert_eq!(f32s(&written[..12]), layer[3 * (row + 1)..3 * (row + 2)]);
+            assert_eq!(written[12..], [0xee; 8], "between the rows nothing is touched");
+        }
+        assert!(!states.write_rows(3, 0..1, Dtype::F32, (&mut out, 20)));
+        let mut as_they_are = vec![0; 24];
+        assert!(states.write_rows(5, 0..4, Dtype::Bf16, (&mut as_they_are, 6)));
+        assert_eq!(as_they_are, states.layer(5).unwrap());
+    }
+
+    #[test]
+    fn narrowed_rows_are_rounded_to_the_nearest_and_ties_to_even() {
+        // Just below, at and just above the middle of two neighbours; a tie that goes down.
+        let values = [0x3f80_7fffu32, 0x3f81_8000, 0x3f80_8001, 0x3f80_8000].map(f32::from_bits);
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let states = HiddenStates::new(vec![1], 2, 2, Dtype::F32, vec![bytes.into()]).unwrap();
+        let mut out = vec![0; 8];
+        assert!(states.write_rows(1, 0..2, Dtype::Bf16, (&mut out, 4)));
+        assert_eq!(out, [0x3f80u16, 0x3f82, 0x3f81, 0x3f80].map(u16::to_le_bytes).concat());
     }
 
     #[test]

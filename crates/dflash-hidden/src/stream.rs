@@ -61,6 +61,8 @@ pub struct StreamConfig {
     pub on_generate: OnGenerate,
     /// Bytes of hidden states that may be requested or waiting. A larger row goes alone.
     pub window_bytes: usize,
+    /// Tokens whose hidden states the window holds in any case, however few its bytes are.
+    pub window_tokens: usize,
     /// Samples that may be requested at the same time.
     pub max_in_flight: usize,
     /// How often and how long to ask.
@@ -87,6 +89,7 @@ impl StreamConfig {
             on_missing: OnMissing::Generate,
             on_generate: OnGenerate::Delete,
             window_bytes: 256 << 20,
+            window_tokens: 0,
             max_in_flight: 16,
             retry: RetryPolicy::default(),
             servers: ServersSeen::default(),
@@ -124,6 +127,7 @@ pub struct Stream<T, E> {
     fetcher: Arc<Fetcher>,
     failures_in_a_row: u32,
     failed: bool,
+    closed: Arc<AtomicBool>,
 }
 
 /// A row whose samples are being fetched, holding its part of the window.
@@ -154,7 +158,8 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
             .enable_all()
             .build()
             .map_err(Error::Runtime)?;
-        let checked = runtime.block_on(unless_stopped(&fetcher.config.stop, fetcher.preflight()));
+        let stop = &*fetcher.config.stop;
+        let checked = runtime.block_on(unless_set(&[stop], fetcher.preflight()));
         if let Err(error) = checked.unwrap_or(Err(Error::Interrupted)) {
             runtime.shutdown_background();
             return Err(error);
@@ -167,7 +172,8 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
         let (pending, rows) = mpsc::unbounded_channel();
         runtime.spawn(prefetch(Arc::clone(&fetcher), receiver, pending));
         let (runtime, current) = (Some(runtime), None);
-        Ok(Self { runtime, rows, current, fetcher, failures_in_a_row: 0, failed: false })
+        let closed = Arc::default();
+        Ok(Self { runtime, rows, current, fetcher, failures_in_a_row: 0, failed: false, closed })
     }
 
     /// The next row; `None` after the last row, and after an error.
@@ -177,12 +183,18 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
     #[allow(clippy::should_implement_trait, reason = "a row can fail without ending the iterator")]
     pub fn next_row(&mut self) -> Option<Result<FetchedRow<T>, E>> {
         let runtime = self.runtime.take().filter(|_| !self.failed)?;
-        let stop = Arc::clone(&self.fetcher.config.stop);
-        let row = runtime.block_on(unless_stopped(&stop, self.advance()));
+        let (stop, closed) = (Arc::clone(&self.fetcher.config.stop), self.closer());
+        let row = runtime.block_on(unless_set(&[&stop, &closed], self.advance()));
         self.runtime = Some(runtime);
         let row = row.unwrap_or_else(|| Some(Err(Error::Interrupted.into())));
         self.failed = matches!(row, Some(Err(_)));
         row
+    }
+
+    /// A flag of this stream's own which does what [`StreamConfig::stop`] does: for whoever drops a
+    /// stream that another thread waits in.
+    pub fn closer(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.closed)
     }
 
     /// What has happened so far.
@@ -260,7 +272,8 @@ async fn prefetch<T, E>(
     pending: mpsc::UnboundedSender<Result<Pending<T>, E>>,
 ) {
     let config = &fetcher.config;
-    let units = (config.window_bytes / WINDOW_UNIT).clamp(1, Semaphore::MAX_PERMITS.min(1 << 30));
+    let bytes = config.window_bytes.max(fetcher.bytes_of(config.window_tokens));
+    let units = (bytes / WINDOW_UNIT).clamp(1, Semaphore::MAX_PERMITS.min(1 << 30));
     let window = Arc::new(Semaphore::new(units));
     let slots = Arc::new(Semaphore::new(config.max_in_flight.max(1)));
     while let Some(made) = rows.recv().await {
@@ -272,7 +285,8 @@ async fn prefetch<T, E>(
                 return;
             }
         };
-        let bytes: usize = requests.iter().map(|request| fetcher.bytes_of(request)).sum();
+        let tokens = requests.iter().map(|request| request.input_ids.len());
+        let bytes = fetcher.bytes_of(tokens.sum());
         let share = bytes.div_ceil(WINDOW_UNIT).clamp(1, units) as u32;
         let Ok(permit) = Arc::clone(&window).acquire_many_owned(share).await else { return };
         let mut samples = VecDeque::with_capacity(requests.len());
@@ -293,10 +307,13 @@ async fn prefetch<T, E>(
     }
 }
 
-/// The value of `work`, or `None` as soon as the flag is set.
-async fn unless_stopped<T>(stop: &AtomicBool, work: impl Future<Output = T>) -> Option<T> {
+/// The value of `work`, or `None` as soon as one of the flags is set.
+pub(crate) async fn unless_set<T>(
+    flags: &[&AtomicBool],
+    work: impl Future<Output = T>,
+) -> Option<T> {
     let stopped = async {
-        while !stop.load(Ordering::Relaxed) {
+        while !flags.iter().any(|flag| flag.load(Ordering::Relaxed)) {
             tokio::time::sleep(STOP_POLL).await;
         }
     };

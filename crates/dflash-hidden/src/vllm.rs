@@ -16,16 +16,19 @@ use crate::error::Error;
 use crate::fetch::{Request, joined};
 use crate::offline::first_difference;
 use crate::own::Call;
+use crate::probe::LogProbability;
 use crate::record::{Dtype, HiddenStates};
 use crate::retry::Failure;
 use crate::storage::SharedFiles;
 use crate::tensor_file::{Wanted, open_regular};
-use crate::vllm_check::{Check, Extra, Finding};
+use crate::vllm_check::{Check, Extra, Finding, reported};
 
 const PATH: &str = "/v1/completions";
 /// Room for a reply beside its tokens, and for each of them.
 const REPLY_ROOM: usize = 1 << 20;
 const TOKEN_ROOM: usize = 32;
+/// The same where each token has two log-probabilities.
+const PROBE_ROOM: usize = 1 << 10;
 
 /// How long a file may take to appear. It is created before the reply or right after it, so a
 /// longer absence means that server and trainer do not share the directory.
@@ -71,7 +74,7 @@ pub(crate) async fn fetch(
     let prompt = &call.request.input_ids;
     check_length(call, max_model_len)?;
     let mut check = Check::due(call, model);
-    let reply = match post(call, model, check.as_ref()).await {
+    let reply = match post(call, model, check.as_ref().map(|_| Extra::AFTER)).await {
         // It may take the prompt and refuse what the check asks for.
         Err(Failure::Rejected(_)) if check.is_some() => {
             let reply = post(call, model, None).await?;
@@ -106,8 +109,38 @@ pub(crate) async fn fetch(
     Ok(states)
 }
 
-async fn post(call: &Call<'_>, model: &str, check: Option<&Check>) -> Result<Response, Failure> {
-    let (prompt, check) = (&*call.request.input_ids, check.map(Check::extra));
+/// The states of one prompt with the last layer's, where they are in the file, the log-probabilities that
+/// came with them, and how many requests it took: a server may refuse to send log-probabilities.
+pub(crate) async fn probe(
+    call: &Call<'_>,
+    model: &str,
+    max_model_len: Option<usize>,
+) -> Result<(HiddenStates, Vec<LogProbability>, u32), Failure> {
+    check_length(call, max_model_len)?;
+    let mut requests = 1;
+    let mut reply = post(call, model, Some(Extra::OF_PROMPT)).await;
+    for less in [Some(Extra::AFTER), None] {
+        if matches!(reply, Err(Failure::Rejected(_))) {
+            requests += 1;
+            reply = post(call, model, less).await;
+        }
+    }
+    let prompt = &call.request.input_ids;
+    let body = call.body(PATH, reply?, REPLY_ROOM + PROBE_ROOM * prompt.len()).await?;
+    let files = named_files(call, &body)?;
+    wait_until_written(&files).await?;
+    let reported = reported(&body, prompt.len());
+    let (request, config) = (call.request.clone(), call.config);
+    let (layer_ids, hidden_size) = (config.layer_ids.clone(), config.hidden_size);
+    let last = config.num_hidden_layers.filter(|last| !layer_ids.contains(last));
+    let with_last = last.map(|last| [&layer_ids[..], &[last]].concat());
+    let read = move || read(&files, &request, &layer_ids, with_last.as_deref(), hidden_size);
+    let states = joined(tokio::task::spawn_blocking(read).await).map_err(Failure::Fatal)??;
+    Ok((states, reported, requests))
+}
+
+async fn post(call: &Call<'_>, model: &str, check: Option<Extra>) -> Result<Response, Failure> {
+    let prompt = &*call.request.input_ids;
     let body = CompletionRequest { model, prompt, max_tokens: 1, return_token_ids: true, check };
     call.post(PATH, &body).await
 }
@@ -154,6 +187,9 @@ fn path_in(body: &[u8], request: &Request, url: &str) -> Result<PathBuf, Failure
         ran.ok_or_else(|| Failure::Doubtful(Error::Incomplete { origin: origin(), missing }))?;
     match position_of_difference(&ran, &request.input_ids) {
         None => Ok(path),
+        Some(0) if ran.get(1..) == Some(&request.input_ids) => {
+            Err(Failure::Doubtful(Error::AddedToken { origin: origin(), token: ran[0] }))
+        }
         Some(position) => {
             let sample = request.sample;
             Err(Failure::Invalid(Error::OtherTokens { origin: origin(), sample, position }))

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::own::Call;
+use crate::probe::LogProbability;
 use crate::protocol::ModelCard;
 use crate::record::{Dtype, HiddenStates, bf16_to_f32};
 use crate::retry::Failure;
@@ -74,13 +75,51 @@ impl Progress {
 }
 
 /// What a request asks for beside the states.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Extra {
     logprobs: u32,
+    /// Of the prompt's own tokens, and so many of the likeliest in their places.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<u32>,
     /// Else tokens come as text, which may be the same for several.
     return_tokens_as_token_ids: bool,
     /// For servers that report what they sample from; the model's own default is theirs.
     temperature: f32,
+}
+
+impl Extra {
+    /// Log-probabilities after the prompt.
+    pub(crate) const AFTER: Self = Self {
+        logprobs: LOG_PROBABILITIES,
+        prompt_logprobs: None,
+        return_tokens_as_token_ids: true,
+        temperature: 1.0,
+    };
+    /// Those of the prompt's tokens too.
+    pub(crate) const OF_PROMPT: Self = Self { prompt_logprobs: Some(1), ..Self::AFTER };
+}
+
+/// All log-probabilities of a reply to a prompt of so many `tokens`.
+pub(crate) fn reported(reply: &[u8], tokens: usize) -> Vec<LogProbability> {
+    let Ok(reply) = serde_json::from_slice::<Reply>(reply) else { return Vec::new() };
+    let Some(choice) = reply.choices.into_iter().next() else { return Vec::new() };
+    let places = choice.prompt_logprobs.unwrap_or_default().into_iter().enumerate().take(tokens);
+    let of_prompt = places.flat_map(|(position, place)| {
+        place.into_iter().flatten().filter_map(move |(token, of)| {
+            let (token, text) = (token.parse().ok()?, of.decoded_token);
+            Some(LogProbability { position, token, value: of.logprob, text })
+        })
+    });
+    let top = choice.logprobs.and_then(|after| after.top_logprobs.into_iter().next()).flatten();
+    let after = top.into_iter().flatten().filter_map(|(token, value)| {
+        let token = token.strip_prefix("token_id:")?.parse().ok()?;
+        Some(LogProbability { position: tokens, token, value, text: None })
+    });
+    let mut all: Vec<LogProbability> =
+        of_prompt.chain(after).filter(|of| of.value > IMPOSSIBLE && of.position > 0).collect();
+    // A table has no order of its own.
+    all.sort_by_key(|of| (of.position, of.token));
+    all
 }
 
 /// The check of one sample.
@@ -111,6 +150,14 @@ struct Reply {
 #[derive(Deserialize)]
 struct Choice {
     logprobs: Option<LogProbabilities>,
+    #[serde(default)]
+    prompt_logprobs: Option<Vec<Option<HashMap<String, OfPrompt>>>>,
+}
+
+#[derive(Deserialize)]
+struct OfPrompt {
+    logprob: f32,
+    decoded_token: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -164,10 +211,6 @@ impl Check {
             last_layer: config.num_hidden_layers?,
             vocab_size: config.vocab_size,
         })
-    }
-
-    pub(crate) fn extra(&self) -> Extra {
-        Extra { logprobs: LOG_PROBABILITIES, return_tokens_as_token_ids: true, temperature: 1.0 }
     }
 
     /// Compares the log-probabilities of a `reply` with what the target makes of `states`.

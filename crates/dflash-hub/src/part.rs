@@ -32,6 +32,9 @@ pub enum Part {
     Config,
     /// A target: configuration, tokenizer and weights.
     Target,
+    /// What training a draft needs of a target: configuration, tokenizer, and the shards that hold its
+    /// embedding, final norm and output projection.
+    Head,
     /// A draft: configuration, vocabulary and weights.
     Draft,
 }
@@ -40,7 +43,7 @@ impl Part {
     /// What kind of model it is a part of.
     pub(crate) fn model(self) -> &'static str {
         match self {
-            Self::Tokenizer | Self::Config | Self::Target => "target",
+            Self::Tokenizer | Self::Config | Self::Target | Self::Head => "target",
             Self::Draft => "draft",
         }
     }
@@ -51,6 +54,7 @@ impl Part {
             Self::Tokenizer => format!("the tokenizer of {repository}"),
             Self::Config => format!("config.json of {repository}"),
             Self::Target | Self::Draft => format!("the {} {repository}", self.model()),
+            Self::Head => format!("the head of {repository}"),
         }
     }
 
@@ -59,7 +63,9 @@ impl Part {
         let mut files: Vec<&str> = match self {
             Self::Tokenizer => TOKENIZER_FILES.to_vec(),
             Self::Config => vec![CONFIG],
-            Self::Target => [&TOKENIZER_FILES[..], &["generation_config.json"]].concat(),
+            Self::Target | Self::Head => {
+                [&TOKENIZER_FILES[..], &["generation_config.json"]].concat()
+            }
             Self::Draft => DRAFT_FILES.to_vec(),
         };
         files.extend(self.has_weights().then_some(INDEX));
@@ -68,7 +74,7 @@ impl Part {
 
     /// The files of weights, by the index among the [`Self::files`] in `dir`.
     pub(crate) fn weights(self, dir: &Path) -> Vec<String> {
-        match shards(dir) {
+        match shards(dir, self) {
             _ if !self.has_weights() => Vec::new(),
             Some(shards) if !dir.join(WEIGHTS).is_file() => shards.into_iter().collect(),
             _ => vec![WEIGHTS.to_owned()],
@@ -95,18 +101,51 @@ impl Part {
     }
 
     fn has_weights(self) -> bool {
-        matches!(self, Self::Target | Self::Draft)
+        matches!(self, Self::Target | Self::Head | Self::Draft)
     }
 }
 
-/// The shards that the index names; only names of plain files, since they come from elsewhere.
-fn shards(dir: &Path) -> Option<BTreeSet<String>> {
+/// The shards of the part that the index names; only names of plain files, since they come from
+/// elsewhere.
+fn shards(dir: &Path, part: Part) -> Option<BTreeSet<String>> {
     let index: Value = serde_json::from_slice(&std::fs::read(dir.join(INDEX)).ok()?).ok()?;
-    let names = index["weight_map"].as_object()?.values().filter_map(Value::as_str);
+    let tensors = index["weight_map"].as_object()?.iter();
+    let wanted = tensors.filter(|(tensor, _)| part != Part::Head || is_outside_layers(tensor));
+    let names = wanted.filter_map(|(_, file)| file.as_str());
     Some(
         names
             .filter(|name| !name.contains(['/', '\\', '*', '?', '[', '{']))
             .map(str::to_owned)
             .collect(),
     )
+}
+
+/// Whether a tensor is in no numbered layer and in no tower beside the text model, as every embedding,
+/// final norm and output projection is, whatever its name.
+fn is_outside_layers(tensor: &str) -> bool {
+    const BESIDE: [&str; 5] = ["vis", "audio", "speech", "projector", "mtp"];
+    tensor.split('.').all(|part| {
+        part.parse::<u64>().is_err() && !BESIDE.iter().any(|other| part.contains(other))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_head_takes_the_shards_that_hold_it_and_no_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let index = serde_json::json!({"weight_map": {
+            "language_model.model.embed_tokens.weight": "1.safetensors",
+            "language_model.model.layers.0.mlp.experts.7.up_proj.weight": "2.safetensors",
+            "language_model.model.norm.weight": "3.safetensors",
+            "language_model.lm_head.weight": "3.safetensors",
+            "vision_tower.encoder.norm.weight": "4.safetensors",
+            "mtp.norm.weight": "5.safetensors",
+        }});
+        std::fs::write(dir.path().join(INDEX), index.to_string()).unwrap();
+        assert_eq!(Part::Head.weights(dir.path()), ["1.safetensors", "3.safetensors"]);
+        assert_eq!(Part::Target.weights(dir.path()).len(), 5);
+    }
 }

@@ -8,8 +8,10 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use dflash_files::PendingFile;
+use dflash_torch_sys::mapped::{CopyError, MappedFile, Stored};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
@@ -34,6 +36,8 @@ pub fn pieces(elements: Range<i64>) -> impl Iterator<Item = Range<i64>> {
 pub struct TensorFile {
     path: PathBuf,
     file: File,
+    /// Made when a tensor is first read: headers alone need no room for it.
+    map: OnceLock<MappedFile>,
     metadata: Metadata,
     data_start: u64,
 }
@@ -63,7 +67,17 @@ impl TensorFile {
         if found < expected {
             return Err(Error::Truncated { path: path.into(), found, expected });
         }
-        Ok(Self { path: path.into(), file, metadata, data_start })
+        let map = OnceLock::new();
+        Ok(Self { path: path.into(), file, map, metadata, data_start })
+    }
+
+    fn map(&self) -> Result<&MappedFile> {
+        if let Some(map) = self.map.get() {
+            return Ok(map);
+        }
+        let map = self.file.try_clone().and_then(MappedFile::new);
+        let map = map.map_err(|source| self.unreadable(source))?;
+        Ok(self.map.get_or_init(|| map))
     }
 
     /// Names of all tensors.
@@ -108,6 +122,23 @@ impl TensorFile {
         Err(Error::Shape { path, name, found, expected })
     }
 
+    /// The shape of the tensor `name`.
+    ///
+    /// # Errors
+    /// A missing tensor.
+    pub fn shape(&self, name: &str) -> Result<Vec<i64>> {
+        Ok(shape_of(self.info(name)?))
+    }
+
+    /// The kind that the tensor `name` is stored in, or the name of a type that we do not read.
+    ///
+    /// # Errors
+    /// A missing tensor.
+    pub fn stored_kind(&self, name: &str) -> Result<std::result::Result<Kind, String>> {
+        let dtype = self.info(name)?.dtype;
+        Ok(kind_of(dtype).ok_or_else(|| format!("{dtype:?}")))
+    }
+
     /// Reads the whole tensor `name`, in its stored type and shape.
     ///
     /// # Errors
@@ -124,11 +155,7 @@ impl TensorFile {
     /// A missing tensor, a type that we do not read, I/O.
     pub fn part(&self, name: &str, elements: Range<i64>) -> Result<Tensor> {
         let info = self.info(name)?;
-        let kind = kind_of(info.dtype).ok_or_else(|| Error::TensorType {
-            path: self.path.clone(),
-            name: name.into(),
-            found: format!("{:?}", info.dtype),
-        })?;
+        let kind = self.kind(name, info)?;
         let width = kind.elt_size_in_bytes();
         let at = info.data_offsets.0 + elements.start as usize * width;
         let count = elements.end - elements.start;
@@ -139,22 +166,83 @@ impl TensorFile {
         Ok(Tensor::f_from_data_size(&bytes, &[count], kind)?)
     }
 
-    /// Copies elements of the tensor `name`, from `first` on, into `destination`, row by row and some
-    /// rows at a time, converted to its kind and device.
+    /// Copies elements of the tensor `name`, from `first` on, into `destination`, straight from the
+    /// mapped file and some rows at a time, converted to its kind and device.
     ///
     /// # Errors
     /// As [`Self::part`].
     pub fn read_into(&self, name: &str, first: i64, destination: &Tensor) -> Result<()> {
-        let rows = destination.size()[0];
-        let width = destination.numel() as i64 / rows.max(1);
-        let at_once = (PIECE / width.max(1)).max(1);
-        for row in (0..rows).step_by(at_once as usize) {
-            let mut part = destination.narrow(0, row, at_once.min(rows - row));
-            let start = first + row * width;
-            let stored = self.part(name, start..start + part.numel() as i64)?;
-            part.f_copy_(&stored.view(part.size().as_slice()))?;
+        let info = self.info(name)?;
+        let (kind, shape) = (self.kind(name, info)?, destination.size());
+        let start = info.data_offsets.0 + first as usize * kind.elt_size_in_bytes();
+        let end = start + destination.numel() * kind.elt_size_in_bytes();
+        assert!(end <= info.data_offsets.1, "{name} has no {shape:?} from {first} on");
+        let offset = self.data_start as usize + start;
+        let stored = Stored { offset, kind, shape: &shape };
+        self.copied(self.map()?.copy_part(stored, (0, 0), destination, PIECE))
+    }
+
+    /// Copies a part of the tensor `name` into `destination` as [`Self::read_into`] does: of its
+    /// dimension `dim` what begins at `start` and is as long as the destination's, of the others all.
+    ///
+    /// # Errors
+    /// As [`Self::part`]; another shape.
+    pub fn read_part_into(
+        &self,
+        name: &str,
+        (dim, start): (usize, i64),
+        destination: &Tensor,
+    ) -> Result<()> {
+        let info = self.info(name)?;
+        let (kind, shape) = (self.kind(name, info)?, shape_of(info));
+        let mut expected = destination.size();
+        if shape.get(dim).is_some_and(|&size| start + expected[dim] <= size) {
+            expected[dim] = shape[dim];
         }
-        Ok(())
+        self.check_shape(name, &expected)?;
+        let offset = self.data_start as usize + info.data_offsets.0;
+        let stored = Stored { offset, kind, shape: &shape };
+        self.copied(self.map()?.copy_part(stored, (dim as i64, start), destination, PIECE))
+    }
+
+    /// The kind that the tensor `name` is stored in.
+    ///
+    /// # Errors
+    /// A missing tensor, a type that we do not read.
+    pub(crate) fn readable_kind(&self, name: &str) -> Result<Kind> {
+        self.kind(name, self.info(name)?)
+    }
+
+    /// Bytes of the tensor `name`.
+    ///
+    /// # Errors
+    /// A missing tensor.
+    pub fn bytes_of(&self, name: &str) -> Result<u64> {
+        let (start, end) = self.info(name)?.data_offsets;
+        Ok((end - start) as u64)
+    }
+
+    /// Elements of the tensor `name`.
+    ///
+    /// # Errors
+    /// A missing tensor.
+    pub fn elements_of(&self, name: &str) -> Result<u64> {
+        Ok(self.info(name)?.shape.iter().product::<usize>() as u64)
+    }
+
+    fn copied(&self, outcome: std::result::Result<(), CopyError>) -> Result<()> {
+        outcome.map_err(|error| match error {
+            CopyError::File(source) => self.unreadable(source),
+            CopyError::Torch(source) => source.into(),
+        })
+    }
+
+    fn kind(&self, name: &str, info: &TensorInfo) -> Result<Kind> {
+        kind_of(info.dtype).ok_or_else(|| Error::TensorType {
+            path: self.path.clone(),
+            name: name.into(),
+            found: format!("{:?}", info.dtype),
+        })
     }
 
     fn unreadable(&self, source: std::io::Error) -> Error {
@@ -172,13 +260,15 @@ fn shape_of(info: &TensorInfo) -> Vec<i64> {
 }
 
 /// The types that we read and write.
-const TYPES: [(Dtype, Kind); 6] = [
+const TYPES: [(Dtype, Kind); 8] = [
     (Dtype::F64, Kind::Double),
     (Dtype::F32, Kind::Float),
     (Dtype::F16, Kind::Half),
     (Dtype::BF16, Kind::BFloat16),
     (Dtype::I64, Kind::Int64),
     (Dtype::BOOL, Kind::Bool),
+    (Dtype::U8, Kind::Uint8),
+    (Dtype::F8_E4M3, Kind::Float8e4m3fn),
 ];
 
 fn kind_of(dtype: Dtype) -> Option<Kind> {

@@ -14,11 +14,12 @@ thread_local! {
     static CONTAINED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What allocators and their callers say: libtorch's for the CPU and for CUDA, the C++ library,
-/// oneDNN, cuBLAS.
-const SIGNS: [&str; 8] = [
+/// What allocators and their callers say: libtorch's for the CPU and for CUDA, the CUDA driver, the
+/// C++ library, oneDNN, cuBLAS.
+const SIGNS: [&str; 9] = [
     "allocate memory",
     "out of memory",
+    "OUT_OF_MEMORY",
     "bad_alloc",
     "could not create a primitive",
     "could not create a memory",
@@ -32,7 +33,12 @@ pub fn is_want_of_memory(message: &str) -> bool {
     SIGNS.iter().any(|sign| message.contains(sign))
 }
 
-/// Runs `work`; a panic for want of memory becomes its message.
+/// The allocator's message in what a panic says; `None` where it tells of something else.
+pub fn want_of_memory_in(panic: &str) -> Option<String> {
+    is_want_of_memory(panic).then(|| first_line(panic))
+}
+
+/// Runs `work`; a panic for want of memory becomes its message. Calls may be nested.
 ///
 /// What `work` changes must be as good after a panic as before.
 ///
@@ -41,14 +47,15 @@ pub fn is_want_of_memory(message: &str) -> bool {
 pub fn want_of_memory<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     static HOOKED: Once = Once::new();
     HOOKED.call_once(pass_over_contained);
-    CONTAINED.set(true);
+    let outer = CONTAINED.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(work));
-    CONTAINED.set(false);
+    CONTAINED.set(outer);
     outcome.or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
-        match text.or_else(|| panic.downcast_ref::<&str>().copied()) {
-            Some(text) if is_want_of_memory(text) => Err(first_line(text)),
-            _ => resume_unwind(panic),
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        match text.and_then(want_of_memory_in) {
+            Some(message) => Err(message),
+            None => resume_unwind(panic),
         }
     })
 }
@@ -69,8 +76,10 @@ fn is_contained(info: &PanicHookInfo<'_>) -> bool {
 
 /// libtorch's message without the C++ frames behind it and without what the bindings put around it.
 fn first_line(text: &str) -> String {
-    let message = text.split_once("Torch(\"").map_or(text, |(_, message)| message);
-    let line = message.split("\\n").next().unwrap_or(message);
+    let around = ["Torch(\"", "Internal torch error: "];
+    let message = around.iter().find_map(|around| Some(text.split_once(around)?.1)).unwrap_or(text);
+    // Escaped where it was printed as a value's debug text.
+    let line = message.split("\\n").next().and_then(|line| line.lines().next()).unwrap_or(message);
     line.strip_suffix("\")").unwrap_or(line).to_owned()
 }
 
@@ -79,8 +88,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_is_contained_ends_the_innermost_call_alone() {
+        let called = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let seen = std::sync::Arc::clone(&called);
+        // A hook that ends a program would be called here.
+        let outcome = std::thread::spawn(move || {
+            want_of_memory::<()>(|| {
+                let inner = want_of_memory(|| -> u8 { panic!("std::bad_alloc (part of a test)") });
+                assert!(inner.is_err());
+                seen.store(CONTAINED.get(), std::sync::atomic::Ordering::Relaxed);
+                panic!("out of memory, a second time (part of a test)")
+            })
+        });
+        let message = outcome.join().unwrap().unwrap_err();
+        assert_eq!(message, "out of memory, a second time (part of a test)");
+        assert!(called.load(std::sync::atomic::Ordering::Relaxed), "still contained outside");
+    }
+
+    #[test]
     fn only_want_of_memory_is_contained() {
-        let check = |panic: &'static str, expect: &str| {
+        let check = |panic: &str, expect: &str| {
             assert_eq!(want_of_memory(|| -> u8 { panic!("{panic}") }).unwrap_err(), expect);
         };
         let unwrap = "called `Result::unwrap()` on an `Err` value: Torch(\"can't allocate memory: \
@@ -88,6 +115,18 @@ mod tests {
         check(unwrap, "can't allocate memory: you tried to allocate 9 bytes.");
         check("Torch(\"could not create a primitive\")", "could not create a primitive");
         check("std::bad_alloc", "std::bad_alloc");
+        let cuda = "Torch(\"CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total \
+                    capacity of 79.18 GiB\\nException raised from malloc\")";
+        let said = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of \
+                    79.18 GiB";
+        check(cuda, said);
+        check(
+            &format!("libtorch: Internal torch error: {said}\nException raised from malloc"),
+            said,
+        );
+        let cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`";
+        check(cublas, cublas);
+        check("DriverError(CUDA_ERROR_OUT_OF_MEMORY)", "DriverError(CUDA_ERROR_OUT_OF_MEMORY)");
         assert_eq!(want_of_memory(|| 5), Ok(5));
         let bug = catch_unwind(|| want_of_memory(|| -> u8 { panic!("a bug (part of a test)") }));
         assert!(bug.is_err());

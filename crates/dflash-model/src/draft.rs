@@ -14,6 +14,7 @@ use std::cell::OnceCell;
 use std::ops::Range;
 use std::path::Path;
 
+use dflash_torch_sys::gpu::HeadNorms;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
@@ -26,7 +27,7 @@ pub use train::{Keep, PackedInput, Saved};
 use crate::Result;
 use crate::attention::KeyValue;
 use crate::checkpoint::{Entry, TensorFile, TensorWriter, pieces};
-use crate::fused::Norm;
+use crate::fused::{HeadOrder, Norm, Projected};
 use crate::ops::{Rotary, RotaryTables};
 use crate::target::Weights;
 
@@ -59,7 +60,7 @@ impl Draft {
     pub fn new(config: DraftConfig, flat: Tensor) -> Self {
         let layout = DraftLayout::new(&config);
         let views = DraftViews::new(&config, &layout, &flat);
-        let rotary = Rotary::new(config.head_dim, config.rope_theta, flat.device());
+        let rotary = config.rotary(flat.device());
         let (kernels, decode, few_rows) = (Kernels::Fast, OnceCell::new(), OnceCell::new());
         Self { config, layout, flat, views, rotary, kernels, decode, few_rows }
     }
@@ -178,7 +179,7 @@ impl Draft {
 
     /// Rotary tables of `positions`.
     pub(crate) fn tables(&self, positions: &[i64]) -> RotaryTables {
-        self.rotary.tables(&Tensor::from_slice(positions).to_device(self.flat.device()))
+        self.rotary.tables(&crate::upload(positions, self.flat.device()))
     }
 
     /// Queries [kv heads, N, queries per kv head, D] and own keys and values of projected slots.
@@ -190,6 +191,11 @@ impl Draft {
     ) -> (Tensor, KeyValue) {
         let c = &self.config;
         let q_width = c.num_attention_heads * c.head_dim;
+        if let Some(projected) = self.projected(qkv, (Some(&layer.q_norm), &layer.k_norm), rope) {
+            let (q_jngd, k_jtd) = projected.of(qkv);
+            let v_jtd = self.values(&qkv.narrow(1, q_width + c.kv_width(), c.kv_width()));
+            return (q_jngd.expect("slots have queries"), KeyValue { k_jtd, v_jtd });
+        }
         let q = qkv.narrow(1, 0, q_width);
         let q_jngd = self.norm(&layer.q_norm).of_heads(&q, rope, c.num_key_value_heads);
         let own = qkv.narrow(1, q_width, 2 * c.kv_width());
@@ -200,10 +206,31 @@ impl Draft {
     fn project_context(&self, layer: &LayerViews, kv: &Tensor, rope: &RotaryTables) -> KeyValue {
         let c = &self.config;
         let width = c.kv_width();
+        let v_jtd = self.values(&kv.narrow(1, width, width));
+        if let Some(projected) = self.projected(kv, (None, &layer.k_norm), rope) {
+            return KeyValue { k_jtd: projected.of(kv).1, v_jtd };
+        }
         let k = kv.narrow(1, 0, width);
         let k = self.norm(&layer.k_norm).of_heads(&k, rope, c.num_key_value_heads);
-        let v = heads(&kv.narrow(1, width, width), c.head_dim);
-        KeyValue { k_jtd: k.squeeze_dim(2), v_jtd: v.transpose(0, 1) }
+        KeyValue { k_jtd: k.squeeze_dim(2), v_jtd }
+    }
+
+    /// Values of [T, kv_width] by head: a view.
+    fn values(&self, v: &Tensor) -> Tensor {
+        heads(v, self.config.head_dim).transpose(0, 1)
+    }
+
+    /// The heads of rows like `x`, where the kernels for GPUs take them.
+    fn projected<'a>(
+        &self,
+        x: &Tensor,
+        (query, key): (Option<&'a Tensor>, &'a Tensor),
+        rope: &'a RotaryTables,
+    ) -> Option<Projected<'a>> {
+        let RotaryTables { cos_td: cosine, sin_td: sine } = rope;
+        let norms = HeadNorms { query, key, eps: self.config.rms_norm_eps, cosine, sine };
+        let kv_heads = self.config.num_key_value_heads;
+        self.kernels.gpu(x).map(|runner| Projected { runner, norms, kv_heads })
     }
 
     /// [kv heads, N, queries, D] -> contiguous [N, heads * D], heads in the order of the weights.
@@ -212,12 +239,15 @@ impl Draft {
         x_jngd.permute([1, 0, 2, 3]).reshape([-1, width])
     }
 
-    /// The columns of `o_proj` [H, heads * D] by query in the group first, [H, queries, kv heads, D]:
-    /// the order in which attention leaves the heads of a slot. A view.
-    fn regroup_output(&self, o: &Tensor) -> Tensor {
+    /// The columns of `o_proj` [H, heads * D] in the order in which attention leaves the heads of a
+    /// slot, [H, queries, kv heads, D] or [H, kv heads, queries, D]. A view.
+    fn output_columns(&self, o: &Tensor, order: HeadOrder) -> Tensor {
         let c = &self.config;
-        let shape = [c.num_key_value_heads, c.queries_per_kv(), c.head_dim];
-        o.unflatten(1, shape).transpose(1, 2)
+        let o_hjgd = o.unflatten(1, [c.num_key_value_heads, c.queries_per_kv(), c.head_dim]);
+        match order {
+            HeadOrder::ByQuery => o_hjgd.transpose(1, 2),
+            HeadOrder::ByKeyHead => o_hjgd,
+        }
     }
 }
 

@@ -15,9 +15,9 @@ pub enum Error {
     #[error("{dir} has no {file}; pass the directory of a model, or of one checkpoint (step-...)")]
     MissingFile { dir: PathBuf, file: String },
     #[error(
-        "{dir} lacks the shard {shard} that its model.safetensors.index.json names; download it again"
+        "{dir} lacks the shard {shard}, in which its model.safetensors.index.json places the tensor {tensor}; download it again"
     )]
-    MissingShard { dir: PathBuf, shard: String },
+    MissingShard { dir: PathBuf, shard: String, tensor: String },
     /// A JSON file does not parse; the source names the line.
     #[error("{path}: {source}")]
     Json { path: PathBuf, source: serde_json::Error },
@@ -27,6 +27,34 @@ pub enum Error {
     /// The model is of a family that we do not run.
     #[error("{path}: architecture {found} is not supported; supported: {supported}")]
     Architecture { path: PathBuf, found: String, supported: String },
+    /// The target is of a family whose head is not known, and no description says how it is.
+    #[error(
+        "{path}: architecture {found} is not known (docs/targets.md lists those that are); describe it in a file and pass --target-spec FILE:\n{example}"
+    )]
+    UnknownTarget { path: PathBuf, found: String, example: String },
+    /// A description of a target does not parse; the source names line and key.
+    #[error("{path}, line {line}: {reason}")]
+    Spec { path: PathBuf, line: usize, reason: String },
+    /// The checkpoint's names do not say which tensor it is.
+    #[error(
+        "{dir}: no tensor was found that is the {what}; name it in a file for --target-spec, as `{key} = \"...\"`; its tensors outside numbered layers are {names}"
+    )]
+    NoHeadTensor { dir: PathBuf, what: &'static str, key: &'static str, names: String },
+    #[error(
+        "{dir}: both {first} and {second} may be the {what}; say which in a file for --target-spec, as `{key} = \"...\"`"
+    )]
+    TwoHeadTensors {
+        dir: PathBuf,
+        what: &'static str,
+        key: &'static str,
+        first: String,
+        second: String,
+    },
+    /// The tensor of a head is stored in few bits.
+    #[error(
+        "{dir}: tensor {name} is stored as {found} ({method}), and a draft learns from the unquantized one; pass the directory or name of a checkpoint of the same model that stores it as F32, F16 or BF16 as --target"
+    )]
+    QuantizedHead { dir: PathBuf, name: String, found: String, method: String },
     #[error("{path} is not a readable safetensors file: {source}")]
     Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
     /// A safetensors file is shorter than its header says.
@@ -51,9 +79,30 @@ pub enum Error {
         "the tokenizer names no mask token and fills all {rows} rows of the embedding; pass --mask-token-id with a reserved id that the training data does not use"
     )]
     NoMaskToken { rows: i64 },
+    #[error(
+        "--pipeline is {stages}, but the target has {layers} layers, and every stage needs one"
+    )]
+    MoreStagesThanLayers { stages: usize, layers: usize },
+    #[error(
+        "--tensor-parallel-size is {ranks}, but the layers of {architecture} are not divided by heads; --pipeline divides by layers"
+    )]
+    NotDivided { architecture: String, ranks: usize },
+    #[error(
+        "--tensor-parallel-size is {ranks}, which does not divide {key}, {size}, of this {architecture}; possible: {possible}. --pipeline divides by layers"
+    )]
+    Indivisible {
+        architecture: String,
+        key: &'static str,
+        size: i64,
+        ranks: usize,
+        possible: String,
+    },
     /// A file could not be written.
     #[error(transparent)]
     Write(#[from] dflash_files::Error),
+    /// libtorch does not round products as a target takes them.
+    #[error(transparent)]
+    Products(dflash_torch_sys::Error),
     /// libtorch refused an operation on data from outside.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

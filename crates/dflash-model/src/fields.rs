@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use crate::{Error, Result};
 
 /// A JSON object of a configuration file.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Fields {
     path: PathBuf,
     /// Key of the object itself and a dot, for messages; empty for the file's own.
@@ -77,9 +77,22 @@ impl Fields {
     }
 
     pub(crate) fn object(&self, key: &str) -> Result<Option<Self>> {
-        let map = self.typed(key, "an object is needed", |value| value.as_object().cloned())?;
+        self.typed(key, "an object is needed", |value| value.as_object().map(|_| ()))?;
+        Ok(self.object_if_any(key))
+    }
+
+    /// The object under `key`, if it is one.
+    pub(crate) fn object_if_any(&self, key: &str) -> Option<Self> {
+        let map = self.value(key)?.as_object()?.clone();
         let prefix = format!("{}{key}.", self.prefix);
-        Ok(map.map(|map| Self { path: self.path.clone(), prefix, map }))
+        Some(Self { path: self.path.clone(), prefix, map })
+    }
+
+    /// Makes `to` of all texts `from`.
+    pub(crate) fn rename(&mut self, from: &str, to: &str) {
+        for value in self.map.values_mut().filter(|value| value.as_str() == Some(from)) {
+            *value = to.into();
+        }
     }
 
     /// A positive integer.

@@ -9,6 +9,7 @@
 
 use crate::attention::{BlockPlan, Visibility, WindowRule};
 use crate::draft::{DraftConfig, LayerKind};
+use crate::target::{Reach, TargetConfig};
 
 /// What of a packed row costs arithmetic. Fractions are for estimates.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -66,7 +67,7 @@ impl RowWork {
 }
 
 /// Pairs of a slot and a position that it sees, over all blocks of a plan.
-fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize {
+pub(crate) fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize {
     let block = plan.block_size();
     let own: usize = (0..block).map(|slot| visibility.own(slot, block).len()).sum();
     let context = |anchor: usize| -> usize {
@@ -110,9 +111,73 @@ impl DraftConfig {
     }
 }
 
+impl TargetConfig {
+    /// Elements of the matrices of the first `layers` layers.
+    pub fn stored_elements(&self, layers: usize) -> f64 {
+        let architecture = self.family.architecture();
+        (0..layers).map(|layer| architecture.stored_elements(self, layer)).sum()
+    }
+
+    /// Numbers that a token takes at the widest moment of a layer.
+    pub fn widest(&self) -> f64 {
+        self.family.architecture().widest(self)
+    }
+
+    /// Operations of the first `layers` layers on whole documents of these `lengths`, each of which
+    /// attends to itself.
+    pub fn prefill_flops(&self, layers: usize, lengths: impl Iterator<Item = usize>) -> f64 {
+        let architecture = self.family.architecture();
+        let layer_flops = |layer: usize, length: usize| {
+            let products = 2.0 * length as f64 * architecture.layer_elements(self, layer);
+            let pairs = causal_pairs(length, architecture.reach(layer));
+            products + architecture.pair_flops(layer) * pairs
+        };
+        let layers = layers.min(self.num_hidden_layers);
+        let flops =
+            |length: usize| (0..layers).map(|layer| layer_flops(layer, length)).sum::<f64>();
+        lengths.map(flops).sum()
+    }
+}
+
+/// Pairs of a token and one that it sees.
+fn causal_pairs(length: usize, reach: Reach) -> f64 {
+    let all = |length: f64| length * (length + 1.0) / 2.0;
+    let length = length as f64;
+    match reach {
+        Reach::All => all(length),
+        Reach::Window(window) => {
+            let seen = length.min(window as f64);
+            all(seen) + (length - seen) * seen
+        }
+        Reach::Chunk(chunk) => {
+            let (chunk, whole) = (chunk as f64, (length / chunk as f64).floor());
+            whole * all(chunk) + all(length - whole * chunk)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_prefill_by_hand() {
+        assert_eq!(
+            [(5, Reach::All), (5, Reach::Window(2)), (2, Reach::Window(9)), (5, Reach::Chunk(2))]
+                .map(|(n, reach)| causal_pairs(n, reach)),
+            [15.0, 9.0, 3.0, 7.0]
+        );
+        let config = TargetConfig::qwen3(8, 3, 64);
+        // q 4 heads of 2, k and v 2 each, o back, three matrices of 8 by 24.
+        let layer = (8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 24) as f64;
+        assert_eq!(config.stored_elements(2), 2.0 * layer);
+        let config = config.with_dense(|dense| dense.windows[1] = Some(2));
+        let products = 2.0 * 7.0 * layer * 2.0;
+        // Of documents of 5 and 2 tokens: all pairs in the first layer, a window of 2 in the second.
+        let pairs = (15.0 + 3.0) + (9.0 + 3.0);
+        let flops = config.prefill_flops(2, [5, 2].into_iter());
+        assert_eq!(flops, products + 4.0 * 8.0 * pairs);
+    }
 
     fn config(layer_types: &[&str]) -> DraftConfig {
         let config = serde_json::json!({

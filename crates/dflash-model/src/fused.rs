@@ -1,12 +1,13 @@
 //! The elementwise steps of the draft's training pass, each with its gradient.
 //!
-//! On a CPU in float32 each is one sweep of a compiled kernel; elsewhere (bfloat16, CUDA, float64
-//! for gradient checks, or [`Kernels::Portable`]) the same mathematics out of libtorch's
-//! operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
+//! On a CPU in float32, and on a GPU in float32 or bfloat16, each is one sweep of a compiled kernel;
+//! elsewhere (bfloat16 on a CPU, float64 for gradient checks, a GPU without our kernels, or
+//! [`Kernels::Portable`]) the same mathematics out of libtorch's operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
 //! without a copy.
 
+use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, Runner};
 use dflash_torch_sys::kernels::{self, Kernels};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::ops::{self, RotaryTables};
 
@@ -21,6 +22,9 @@ pub(crate) struct Norm<'a> {
 impl Norm<'_> {
     /// `x / rms(x) * weight` over the last dimension.
     pub(crate) fn of(&self, x: &Tensor) -> Tensor {
+        if let Some(runner) = self.gpu(x) {
+            return gpu::rms_norm(runner, x, self.weight, self.eps);
+        }
         if self.kernels.take(x) {
             return kernels::rms_norm(x, self.weight, self.eps);
         }
@@ -35,8 +39,12 @@ impl Norm<'_> {
         x: &Tensor,
         (residual, dweight): (Option<&Tensor>, &Tensor),
     ) -> Tensor {
+        let norm = (self.weight, self.eps);
+        if let Some(runner) = self.gpu(x) {
+            gpu::rms_norm_backward(runner, &mut dy, x, norm, (residual, None), dweight);
+            return dy;
+        }
         if self.kernels.take(x) {
-            let norm = (self.weight, self.eps);
             kernels::rms_norm_backward(&mut dy, x, norm, (residual, None), dweight);
             return dy;
         }
@@ -56,8 +64,14 @@ impl Norm<'_> {
         x: &Tensor,
         (residual, dweight): (&Tensor, &Tensor),
     ) -> (Tensor, Tensor) {
+        let norm = (self.weight, self.eps);
+        if let Some(runner) = self.gpu(x) {
+            let (y, residual) = (x.empty_like(), Some(residual));
+            gpu::rms_norm_backward(runner, &mut dy, x, norm, (residual, Some(&y)), dweight);
+            return (dy, y);
+        }
         if self.kernels.take(x) {
-            let (norm, y) = ((self.weight, self.eps), x.empty_like());
+            let y = x.empty_like();
             kernels::rms_norm_backward(&mut dy, x, norm, (Some(residual), Some(&y)), dweight);
             return (dy, y);
         }
@@ -65,17 +79,22 @@ impl Norm<'_> {
         (dx, self.of(x))
     }
 
-    /// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], laid
-    /// out as [`by_kv_head`] says.
+    /// What runs the kernels for GPUs on `x`.
+    fn gpu(&self, x: &Tensor) -> Option<Runner> {
+        self.kernels.gpu(x).filter(|_| self.weight.kind() == x.kind())
+    }
+
+    /// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], in memory
+    /// by query from a kernel and else by key head.
     pub(crate) fn of_heads(&self, x: &Tensor, tables: &RotaryTables, kv_heads: i64) -> Tensor {
         let Self { weight, eps, kernels } = *self;
         if kernels.take(x) {
             let tables = (&tables.cos_td, &tables.sin_td);
-            return by_kv_head(&kernels::head_norm_rope(x, (weight, eps), tables, kv_heads));
+            let y_ngjd = kernels::head_norm_rope(x, (weight, eps), tables, kv_heads);
+            return HeadOrder::ByQuery.seen(&y_ngjd);
         }
         let y_nhd = ops::head_norm_rope(x, weight, eps, tables);
-        let y_njgd = y_nhd.unflatten(1, [kv_heads, y_nhd.size()[1] / kv_heads]);
-        by_kv_head(&y_njgd.transpose(1, 2).contiguous())
+        HeadOrder::ByKeyHead.seen(&y_nhd.unflatten(1, [kv_heads, -1]))
     }
 
     /// Gradient of [`Self::of_heads`] for `dy` [kv heads, N, group, D], in place of `x`
@@ -88,13 +107,13 @@ impl Norm<'_> {
         dweight: &Tensor,
     ) {
         let Self { weight, eps, kernels } = *self;
-        let dy_ngjd = by_slot(dy);
         if kernels.take(&x) {
+            let dy_ngjd = HeadOrder::ByQuery.rows(dy);
             let tables = (&tables.cos_td, &tables.sin_td);
             kernels::head_norm_rope_backward(&dy_ngjd, &mut x, (weight, eps), tables, dweight);
             return;
         }
-        let dy_nhd = dy_ngjd.transpose(1, 2).flatten(1, 2);
+        let dy_nhd = HeadOrder::ByKeyHead.rows(dy).flatten(1, 2);
         let inverse = tables.inverse();
         let (dx, added) = ops::head_norm_rope_backward(&dy_nhd, &x, (weight, eps), &inverse);
         x.copy_(&dx);
@@ -102,22 +121,82 @@ impl Norm<'_> {
     }
 }
 
-/// [N, group, kv heads, D] seen as [kv heads, N, group, D].
-///
-/// All queries of one key/value head, over slots and group alike, lie at one distance. So attention
-/// takes slots and group as one dimension without a copy, and flash kernels leave their results so.
-pub(crate) fn by_kv_head(x_ngjd: &Tensor) -> Tensor {
-    x_ngjd.permute([2, 0, 1, 3])
+/// Which of a slot's heads are neighbours in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HeadOrder {
+    /// [N, group, kv heads, D]. All queries of one key/value head, over slots and group alike, lie at
+    /// one distance: attention takes slots and group as one dimension without a copy, and flash
+    /// kernels for the CPU leave their results so.
+    ByQuery,
+    /// [N, kv heads, group, D], the order of the checkpoint and of kernels that know grouped heads.
+    ByKeyHead,
 }
 
-/// The way back from [`by_kv_head`], contiguous; a copy only where the memory is laid out otherwise.
-pub(crate) fn by_slot(x_jngd: &Tensor) -> Tensor {
-    x_jngd.permute([1, 2, 0, 3]).contiguous()
+impl HeadOrder {
+    /// A tensor of this order seen as [kv heads, N, group, D].
+    pub(crate) fn seen(self, x: &Tensor) -> Tensor {
+        match self {
+            Self::ByQuery => x.permute([2, 0, 1, 3]),
+            Self::ByKeyHead => x.permute([1, 0, 2, 3]),
+        }
+    }
+
+    /// The way back from [`Self::seen`], contiguous; a copy only where the memory is laid out
+    /// otherwise.
+    pub(crate) fn rows(self, x_jngd: &Tensor) -> Tensor {
+        match self {
+            Self::ByQuery => x_jngd.permute([1, 2, 0, 3]).contiguous(),
+            Self::ByKeyHead => x_jngd.permute([1, 0, 2, 3]).contiguous(),
+        }
+    }
+
+    /// The same numbers in this order of memory.
+    pub(crate) fn ordered(self, x_jngd: &Tensor) -> Tensor {
+        self.seen(&self.rows(x_jngd))
+    }
+}
+
+/// The heads of projected rows, queries (where there are any), keys and values side by side, on a GPU:
+/// each pass is one launch, and its results lie as attention takes them.
+#[derive(Debug)]
+pub(crate) struct Projected<'a> {
+    pub(crate) runner: Runner,
+    pub(crate) norms: HeadNorms<'a>,
+    pub(crate) kv_heads: i64,
+}
+
+impl Projected<'_> {
+    /// Queries [kv heads, N, group, D] and keys [kv heads, N, D], normed and turned.
+    pub(crate) fn of(&self, x: &Tensor) -> (Option<Tensor>, Tensor) {
+        let (q_nhd, k_njd) = gpu::heads(self.runner, x, &self.norms, self.kv_heads);
+        let seen =
+            |q_nhd: Tensor| HeadOrder::ByKeyHead.seen(&q_nhd.unflatten(1, [self.kv_heads, -1]));
+        (q_nhd.map(seen), k_njd.transpose(0, 1))
+    }
+
+    /// Puts the gradient of `x` in its place, for gradients of queries, keys and values as [`Self::of`]
+    /// gives them. The norms' are added to `dweights`.
+    pub(crate) fn backward(
+        &self,
+        x: &Tensor,
+        (dq_jngd, dk_jnd, dv_jnd): (Option<&Tensor>, &Tensor, &Tensor),
+        dweights: (&Tensor, &Tensor),
+    ) {
+        let sum = |d: Tensor| d.to_kind(Kind::Float).contiguous();
+        let query = dq_jngd.map(|d| sum(HeadOrder::ByKeyHead.rows(d).flatten(1, 2)));
+        let [key, value] = [dk_jnd, dv_jnd].map(|d| sum(d.transpose(0, 1)));
+        let d = HeadGradients { query: query.as_ref(), key: &key, value: &value };
+        gpu::heads_backward(self.runner, x, &self.norms, &d, dweights);
+    }
 }
 
 /// `silu(gate) * up` of [N, 2I].
 pub(crate) fn swiglu(gate_up: &Tensor, kernels: Kernels) -> Tensor {
-    if kernels.take(gate_up) { kernels::swiglu(gate_up) } else { ops::swiglu(gate_up) }
+    match kernels.gpu(gate_up) {
+        Some(runner) => gpu::swiglu(runner, gate_up),
+        None if kernels.take(gate_up) => kernels::swiglu(gate_up),
+        None => ops::swiglu(gate_up),
+    }
 }
 
 /// Gradient of [`swiglu`] [N, 2I], and its value again, in the memory of `gate_up` and `dy` where a
@@ -127,6 +206,10 @@ pub(crate) fn swiglu_backward(
     mut gate_up: Tensor,
     kernels: Kernels,
 ) -> (Tensor, Tensor) {
+    if let Some(runner) = kernels.gpu(&gate_up) {
+        gpu::swiglu_backward(runner, &mut dy, &mut gate_up);
+        return (gate_up, dy);
+    }
     if kernels.take(&gate_up) {
         kernels::swiglu_backward(&mut dy, &mut gate_up);
         return (gate_up, dy);
@@ -157,7 +240,7 @@ pub(crate) fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor), kernel
 #[cfg(test)]
 mod tests {
     use dflash_test_support::seeded;
-    use tch::{Device, Kind};
+    use tch::Device;
 
     use super::*;
     use crate::ops::Rotary;
@@ -174,7 +257,7 @@ mod tests {
             inputs.iter().map(|x| x.to_dtype(kind, false, true)).collect()
         };
         let expected = f(&in_kind(Kind::Double), Kernels::Fast);
-        for kernels in [Kernels::Fast, Kernels::Portable] {
+        for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed] {
             let found = f(&in_kind(Kind::Float), kernels);
             for (expected, found) in expected.iter().zip(found) {
                 assert_eq!(found.kind(), Kind::Float);
@@ -187,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn both_paths_agree_with_float64_on_norms() {
+    fn all_paths_agree_with_float64_on_norms() {
         let _draws = seeded(tch::manual_seed);
         // odd widths leave a rest behind the vector loops; many rows use several threads
         for (rows, dim) in [(1, 1), (7, 33), (513, 64)] {
@@ -206,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn both_paths_agree_with_float64_on_heads() {
+    fn all_paths_agree_with_float64_on_heads() {
         let _draws = seeded(tch::manual_seed);
         let (n, heads, kv_heads, dim) = (70, 6, 2, 8);
         let inputs = [
@@ -228,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn both_paths_agree_with_float64_on_swiglu() {
+    fn all_paths_agree_with_float64_on_swiglu() {
         let _draws = seeded(tch::manual_seed);
         let inputs = [random(&[300, 37]), random(&[300, 74]) * 8.0];
         agree(&inputs, |x, kernels| {

@@ -12,6 +12,10 @@
 //! - [`flops`] counts the arithmetic of a row.
 //! - [`ops`] holds what they share.
 
+// Cases that unit tests share with integration tests name this crate.
+#[cfg(test)]
+extern crate self as dflash_model;
+
 pub mod attention;
 pub mod checkpoint;
 pub mod draft;
@@ -19,6 +23,7 @@ pub mod flops;
 pub mod objective;
 pub mod ops;
 mod placement;
+mod rope;
 pub mod target;
 
 mod contain;
@@ -26,7 +31,8 @@ mod error;
 mod fields;
 mod fused;
 
-pub use contain::{is_want_of_memory, want_of_memory};
+pub use contain::{is_want_of_memory, want_of_memory, want_of_memory_in};
 pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
-pub use placement::{device_name, kind_name, peak_resident_mib, place};
+pub use placement::{device_name, kind_name, peak_resident_mib, place, upload};
+pub use rope::RopeScaling;

@@ -11,6 +11,7 @@
 
 mod element;
 mod labels;
+mod placed;
 mod statistics;
 mod vocabulary;
 mod weight;
@@ -18,7 +19,7 @@ mod weight;
 use std::ops::Range;
 
 use dflash_torch_sys::kernels::Kernels;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 pub use dflash_settings::ElementLoss;
 pub use element::{LK_ETA, NLA_EPSILON, element_loss};
@@ -30,6 +31,8 @@ pub use weight::{
 };
 
 use crate::ops::accumulate_kind;
+use crate::target::LogitTransform;
+use placed::{ChunkPlace, Placed};
 
 /// What is minimised.
 #[derive(Clone, Debug)]
@@ -57,6 +60,8 @@ pub struct Teacher {
     pub rows_m: Tensor,
     /// The target's lm_head, pruned as the draft's, [V, H].
     pub head_vh: Tensor,
+    /// What makes the target's logits of the products with it; the draft's are the products.
+    pub output: LogitTransform,
 }
 
 /// What one packed row contributes.
@@ -89,38 +94,45 @@ impl Objective {
         labels: &BlockLabels,
         teacher: Option<&Teacher>,
     ) -> LossOutput {
+        let placed = Placed::new(labels, &self.weighting, hidden_nh);
         let mut dhidden_nh = hidden_nh.zeros_like();
         let mut tally = statistics::Tally::new(labels, hidden_nh);
         for chunk in labels.chunks(self.chunk_rows(head_vh, teacher.is_some())) {
-            let slots = labels.slots_on(hidden_nh.device(), &chunk);
-            let hidden_mh = hidden_nh.index_select(0, &slots);
+            let place = placed.chunk(&chunk);
+            let hidden_mh = hidden_nh.index_select(0, &place.slots_m);
             let input = element::ChunkInput {
-                logits_mv: wide(hidden_mh.matmul(&head_vh.tr())),
+                logits_mv: self.worked_on(hidden_mh.matmul(&head_vh.tr())),
                 teacher_mv: teacher.map(|teacher| teacher.logits(&chunk)),
-                tokens_m: labels.tokens_on(hidden_nh.device(), &chunk),
+                tokens_m: place.tokens_m.shallow_clone(),
             };
-            let output = self.chunk(input, labels, &chunk);
-            tally.add(&slots, &output);
+            let output = self.chunk(input, &place);
+            tally.add(&place.slots_m, &output);
             let dhidden_mh = output.dlogits_mv.to_kind(hidden_nh.kind()).matmul(head_vh);
-            let _ = dhidden_nh.index_copy_(0, &slots, &dhidden_mh);
+            let _ = dhidden_nh.index_copy_(0, &place.slots_m, &dhidden_mh);
         }
-        LossOutput { dhidden_nh, statistics: tally.finish(labels, self.denominator) }
+        LossOutput { dhidden_nh, statistics: tally.finish(&placed, self.denominator) }
     }
 
-    fn chunk(
-        &self,
-        input: element::ChunkInput,
-        labels: &BlockLabels,
-        chunk: &Range<usize>,
-    ) -> element::ChunkOutput {
-        let place = weight::ChunkPlace::new(labels, chunk, &input.logits_mv);
+    /// Logits as the loss takes them.
+    fn worked_on(&self, logits_mv: Tensor) -> Tensor {
+        if self.takes_any_kind(&logits_mv) { logits_mv } else { wide(logits_mv) }
+    }
+
+    /// Whether the logits stay in the kind of the products: the kernels for GPUs take them so.
+    fn takes_any_kind(&self, like: &Tensor) -> bool {
+        let is_plain = self.labels == LabelSource::Data
+            && matches!(self.terms[..], [(ElementLoss::CrossEntropy, _)]);
+        is_plain && self.kernels.gpu(like).is_some()
+    }
+
+    fn chunk(&self, input: element::ChunkInput, place: &ChunkPlace) -> element::ChunkOutput {
         match (self.terms.as_slice(), self.labels) {
             ([(ElementLoss::CrossEntropy, coefficient)], LabelSource::Data) => {
-                let weigh = |ce: &Tensor| self.weighting.weights(ce, ce, &place);
+                let weigh = |ce: &Tensor| self.weighting.weights(ce, ce, place);
                 element::data_cross_entropy(input, (*coefficient, weigh), self.kernels)
             }
             _ => element::mixture(input, &self.terms, self.labels, |ce, loss| {
-                self.weighting.weights(ce, loss, &place)
+                self.weighting.weights(ce, loss, place)
             }),
         }
     }
@@ -129,7 +141,8 @@ impl Objective {
     /// count too.
     fn chunk_rows(&self, head_vh: &Tensor, with_teacher: bool) -> usize {
         let copies = if with_teacher { 6 } else { 1 };
-        let row_bytes = head_vh.size()[0] as usize * 4 * copies;
+        let number = if self.takes_any_kind(head_vh) { head_vh.kind() } else { Kind::Float };
+        let row_bytes = head_vh.size()[0] as usize * number.elt_size_in_bytes() * copies;
         (self.chunk_bytes / row_bytes).max(1)
     }
 }
@@ -138,7 +151,7 @@ impl Teacher {
     fn logits(&self, chunk: &Range<usize>) -> Tensor {
         let rows = self.rows_m.narrow(0, chunk.start as i64, chunk.len() as i64);
         let normed_mh = self.normed_rh.index_select(0, &rows);
-        wide(normed_mh.matmul(&self.head_vh.tr()))
+        self.output.apply(wide(normed_mh.matmul(&self.head_vh.tr())))
     }
 }
 

@@ -71,10 +71,31 @@ impl RotaryTables {
     }
 }
 
-/// Rotary position embedding in the rotate-half layout of Hugging Face's models.
+/// Rotary position embedding.
 #[derive(Debug)]
 pub struct Rotary {
     inverse_frequency: Tensor,
+    /// What cosines and sines are multiplied by.
+    attention_factor: f64,
+    pub(crate) pairs: Pairs,
+    pub(crate) long: Option<LongContext>,
+}
+
+/// Which elements of a head turn together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pairs {
+    /// One of the first half with one of the second, as in most of Hugging Face's models.
+    Halves,
+    /// Each even one with the next.
+    Neighbours,
+}
+
+/// Frequencies of sequences beyond a length.
+#[derive(Debug)]
+pub(crate) struct LongContext {
+    pub(crate) inverse_frequency: Tensor,
+    /// Tokens of the longest sequence that is not long.
+    pub(crate) beyond: i64,
 }
 
 impl Rotary {
@@ -85,18 +106,55 @@ impl Rotary {
             .to_kind(Kind::Float)
             / head_dim as f64;
         let base = Tensor::from(theta as f32).to_device(device);
-        Self { inverse_frequency: base.pow(&exponent).reciprocal() }
+        Self::of_frequencies(base.pow(&exponent).reciprocal(), 1.0, Pairs::Halves)
+    }
+
+    /// Of these frequencies [D/2]; cosines and sines are multiplied by `attention_factor`.
+    pub(crate) fn of_frequencies(
+        inverse_frequency: Tensor,
+        attention_factor: f64,
+        pairs: Pairs,
+    ) -> Self {
+        Self { inverse_frequency, attention_factor, pairs, long: None }
+    }
+
+    /// The same with other frequencies for long sequences.
+    pub(crate) fn with_long(self, long: LongContext) -> Self {
+        Self { long: Some(long), ..self }
     }
 
     /// The same with `scale` applied to the frequencies [D/2], for scaled RoPE types.
     pub fn map_frequencies(self, scale: impl FnOnce(Tensor) -> Tensor) -> Self {
-        Self { inverse_frequency: scale(self.inverse_frequency) }
+        Self { inverse_frequency: scale(self.inverse_frequency), ..self }
     }
 
-    /// Tables of `positions` `[T]` (int64).
+    /// Tables of `positions` `[T]` (int64): where long sequences have frequencies of their own, these
+    /// from the first position on that only a long one has.
     pub fn tables(&self, positions: &Tensor) -> RotaryTables {
-        let angles = positions.to_kind(Kind::Float).unsqueeze(-1) * &self.inverse_frequency;
-        RotaryTables { cos_td: angles.cos(), sin_td: angles.sin() }
+        match &self.long {
+            None => self.turned(positions, &self.inverse_frequency),
+            Some(long) => {
+                let is_long = positions.ge(long.beyond).unsqueeze(-1);
+                let frequency =
+                    long.inverse_frequency.where_self(&is_long, &self.inverse_frequency);
+                self.turned(positions, &frequency)
+            }
+        }
+    }
+
+    /// Tables of `positions` `[T]` of a long sequence.
+    pub(crate) fn long_tables(&self, positions: &Tensor) -> Option<RotaryTables> {
+        self.long.as_ref().map(|long| self.turned(positions, &long.inverse_frequency))
+    }
+
+    fn turned(&self, positions: &Tensor, frequency: &Tensor) -> RotaryTables {
+        let angles = positions.to_kind(Kind::Float).unsqueeze(-1) * frequency;
+        let (cos_td, sin_td) = (angles.cos(), angles.sin());
+        if self.attention_factor == 1.0 {
+            return RotaryTables { cos_td, sin_td };
+        }
+        let (cos_td, sin_td) = (cos_td * self.attention_factor, sin_td * self.attention_factor);
+        RotaryTables { cos_td, sin_td }
     }
 }
 
@@ -126,6 +184,86 @@ pub fn swiglu_backward(dy: &Tensor, gate_up: &Tensor) -> Tensor {
     Tensor::cat(&[dy * up * dsilu, dy * silu], -1)
 }
 
+/// How attention scores a query and a key, beyond `q k / sqrt(D)`.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Scores<'a> {
+    /// What products are multiplied by instead of `1 / sqrt(D)`.
+    pub(crate) scale: Option<f64>,
+    /// The largest score c, which a score x nears as `c tanh(x / c)`.
+    pub(crate) softcap: Option<f64>,
+    /// A score for each head, beside those of the keys, that takes weight and gives nothing: [N, 1],
+    /// or one for each query [N, rows].
+    pub(crate) sinks_nr: Option<&'a Tensor>,
+}
+
+impl Scores<'_> {
+    /// What `attend` makes where the queries of a key head's group stand in for rows of one head.
+    pub(crate) fn folded<T>(self, key_heads: i64, attend: impl FnOnce(Scores<'_>) -> T) -> T {
+        let sinks = self.sinks_nr.map(|sinks| sinks.reshape([key_heads, -1]));
+        attend(Scores { sinks_nr: sinks.as_ref(), ..self })
+    }
+}
+
+/// Queries that [`scored_attention`] takes at once: scores of all keys are in memory for so many.
+const SCORED_QUERIES: i64 = 256;
+
+/// As [`attention`], with any scores: of `q` [batch, heads, rows, D] over `k` [batch, key heads,
+/// columns, D] and `v` [batch, key heads, columns, E].
+pub(crate) fn scored_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    (mask, is_causal): (Option<&Tensor>, bool),
+    scores: Scores<'_>,
+    kernels: Kernels,
+) -> Tensor {
+    if scores.softcap.is_none() && scores.sinks_nr.is_none() {
+        return scaled_attention(q, k, v, (mask, is_causal), scores.scale, kernels);
+    }
+    let size = q.size();
+    let (rows, key_heads, columns) = (size[2], k.size()[1], k.size()[2]);
+    let groups = size[1] / key_heads;
+    let float = |x: &Tensor| x.to_kind(accumulate_kind(x));
+    let (k, v) = (float(k).unsqueeze(2), float(v).unsqueeze(2));
+    let scale = scores.scale.unwrap_or((size[3] as f64).sqrt().recip());
+    let of_rows = |start: i64| {
+        let length = SCORED_QUERIES.min(rows - start);
+        let q = float(&q.narrow(2, start, length)).view([size[0], key_heads, groups, length, -1]);
+        let mut scores_rc = q.matmul(&k.transpose(-1, -2)) * scale;
+        if let Some(cap) = scores.softcap {
+            scores_rc = (scores_rc / cap).tanh() * cap;
+        }
+        let mut scores_rc = scores_rc.view([size[0], size[1], length, columns]);
+        if let Some(mask) = mask {
+            scores_rc += if mask.size()[mask.dim() - 2] == 1 {
+                mask.shallow_clone()
+            } else {
+                mask.narrow(-2, start, length)
+            };
+        } else if is_causal {
+            let future = Tensor::ones([length, columns], (Kind::Bool, q.device()));
+            let _ = scores_rc.masked_fill_(&future.triu(start + 1), f64::NEG_INFINITY);
+        }
+        let weights = match scores.sinks_nr {
+            None => scores_rc.softmax(-1, scores_rc.kind()),
+            Some(sinks) => {
+                let sinks = match sinks.size()[1] {
+                    1 => sinks.shallow_clone(),
+                    _ => sinks.narrow(1, start, length),
+                };
+                let sinks =
+                    float(&sinks).unsqueeze(-1).expand([size[0], size[1], length, 1], false);
+                let all = Tensor::cat(&[&scores_rc, &sinks], -1);
+                all.softmax(-1, all.kind()).narrow(-1, 0, columns)
+            }
+        };
+        let weights = weights.view([size[0], key_heads, groups, length, columns]);
+        weights.matmul(&v).view([size[0], size[1], length, -1])
+    };
+    let parts: Vec<Tensor> = (0..rows).step_by(SCORED_QUERIES as usize).map(of_rows).collect();
+    Tensor::cat(&parts, 2).to_kind(q.kind())
+}
+
 /// Scaled dot-product attention of `q` [batch, heads, rows, D] over `k` and `v` [batch, key heads,
 /// columns, D], a whole number of heads to a key head, under a mask or causal. libtorch picks its
 /// kernel for the device, or on the portable path the one that every device has.
@@ -133,7 +271,19 @@ pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
+    mask: (Option<&Tensor>, bool),
+    kernels: Kernels,
+) -> Tensor {
+    scaled_attention(q, k, v, mask, None, kernels)
+}
+
+/// As [`attention`], scaled by `1 / sqrt(D)` unless said otherwise.
+fn scaled_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
     (mask, is_causal): (Option<&Tensor>, bool),
+    scale: Option<f64>,
     kernels: Kernels,
 ) -> Tensor {
     let groups = q.size()[1] / k.size()[1];
@@ -147,7 +297,7 @@ pub(crate) fn attention(
             0.0,
             is_causal,
             none,
-            None,
+            scale,
             groups > 1,
         )
         .0;
@@ -156,9 +306,9 @@ pub(crate) fn attention(
         // The CPU kernel's backward pass wants as many key heads as query heads.
         let repeat = |x: &Tensor| x.repeat_interleave_self_int(groups, 1, None);
         let (k, v) = (repeat(k), repeat(v));
-        return Tensor::scaled_dot_product_attention(q, &k, &v, mask, 0.0, is_causal, None, false);
+        return Tensor::scaled_dot_product_attention(q, &k, &v, mask, 0.0, is_causal, scale, false);
     }
-    Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, None, groups > 1)
+    Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale, groups > 1)
 }
 
 /// Cached rows in `kind` with the head dimension's elements side by side, as attention takes them: a

@@ -1,7 +1,9 @@
 //! From what the user asks for to a device of this machine and the kind to compute in.
 
 use dflash_settings::{Device as Asked, Dtype, Invalid};
-use tch::{Cuda, Device, Kind};
+use dflash_torch_sys::trace;
+use tch::kind::Element;
+use tch::{Cuda, Device, Kind, Tensor};
 
 /// The device that is asked for, and the kind of weights and activations on it: bfloat16 on a GPU
 /// and float32 on a CPU, unless `dtype` says otherwise. `local` is the number of this process among
@@ -48,6 +50,18 @@ pub fn kind_name(kind: Kind) -> String {
     }
 }
 
+/// `values` on `device`, one-dimensional. A GPU copies them from pinned memory when it comes to that, and
+/// nothing waits for it.
+pub fn upload<T: Element>(values: &[T], device: Device) -> Tensor {
+    let host = Tensor::from_slice(values);
+    let Device::Cuda(_) = device else { return host.to_device(device) };
+    let kind = host.kind();
+    // A pretended GPU takes any memory for pinned. Else libtorch keeps pinned memory that is dropped
+    // until the copies from it are done.
+    let host = if trace::is_pretended() { host } else { host.internal_pin_memory(device) };
+    host.to_device_(device, kind, true, false)
+}
+
 /// The kernel's high-water mark of this process's resident memory, MiB.
 pub fn peak_resident_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -65,6 +79,13 @@ mod tests {
         assert_eq!([Device::Cpu, Device::Cuda(1)].map(device_name), ["cpu", "cuda:1"]);
         let kinds = [Kind::Float, Kind::BFloat16, Kind::Double, Kind::Int64].map(kind_name);
         assert_eq!(kinds, ["float32", "bfloat16", "float64", "int64"]);
+    }
+
+    #[test]
+    fn what_is_uploaded_keeps_kind_and_values() {
+        let found = upload(&[3i64, -1], Device::Cpu);
+        assert_eq!(Vec::<i64>::try_from(found).unwrap(), [3, -1]);
+        assert_eq!(upload::<f64>(&[], Device::Cpu).size(), [0]);
     }
 
     #[test]

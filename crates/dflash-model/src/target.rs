@@ -7,42 +7,59 @@
 //! tokens, `h` hidden, `v` vocabulary.
 
 mod batch;
+pub(crate) mod blocks;
 mod cache;
 mod config;
+pub mod divided;
+mod facts;
+mod families;
 mod few_rows;
 mod head;
 mod layer;
 mod layer_ids;
+mod loading;
 mod mask_token;
 mod packed;
 mod parameters;
+mod prefill;
 mod rotary;
 mod weights;
 
 use std::cell::OnceCell;
+use std::ops::Range;
 use std::path::Path;
 
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use self::cache::CachedAttention;
-use self::head::{EMBEDDING, FINAL_NORM, LM_HEAD};
-use self::layer::{Attend, DecoderLayer, norm};
+use self::divided::Shard;
+use self::families::Prepare;
+use self::head::{DEFAULT_PREFIX, EMBEDDING, FINAL_NORM, LM_HEAD};
+use self::layer::{Layer, Memory, Pass, RmsNorm};
 use self::packed::PackedAttention;
-use self::parameters::{Init, Linear, LinearSpec};
-use self::rotary::{HeadTables, scale_frequencies};
+use self::parameters::{Init, Linear, LinearSpec, Split};
+use self::rotary::HeadTables;
 use crate::checkpoint::write_safetensors_as;
-use crate::fused::Norm;
 use crate::ops::{Rotary, most_likely, rms_norm};
 use crate::{Error, Result};
 
 pub use self::batch::BatchCache;
+pub use self::blocks::rope::Rope;
 pub use self::cache::{KvCache, SequencePart};
-pub use self::config::{Family, Llama3Scaling, RopeConfig, TargetConfig};
+pub use self::config::{Outer, TargetConfig};
+pub use self::facts::{DraftDefaults, DraftHeads, HeadNumbers, NormKind, TargetFacts, TargetSpec};
+pub use self::families::{
+    DeepseekV3Config, DenseConfig, DenseKind, Family, Gemma3Config, Gemma4Config, Glm4MoeConfig,
+    GptOssConfig, HybridConfig, Llama4Config, MiniMaxM2Config, Phi3Config, Qwen3MoeConfig,
+};
 pub use self::few_rows::{FewRows, PrunedRows};
-pub use self::head::TargetHead;
+pub use self::head::{LogitTransform, TargetHead};
+pub(crate) use self::layer::Reach;
 pub use self::layer_ids::{check_layer_ids, default_layer_ids};
-pub use self::mask_token::{TokenizerFacts, resolve_mask_token};
+pub use self::loading::{Loading, on_loading};
+pub use self::mask_token::{MaskSource, MaskToken, TokenizerFacts, resolve_mask_token};
+pub use self::prefill::{PackedPrompts, Prefill, PrefillOptions, TokenBudget};
 pub use self::weights::Weights;
 
 /// Where and in what precision a target runs.
@@ -59,10 +76,9 @@ pub struct TargetOptions {
 pub struct Target {
     config: TargetConfig,
     embedding_vh: Tensor,
-    layers: Vec<DecoderLayer>,
-    norm_h: Tensor,
+    body: Body,
+    norm: RmsNorm,
     lm_head: LmHead,
-    rotary: Rotary,
     kernels: Kernels,
     /// What few rows go through on a CPU; `None` inside where they do not.
     few_rows: OnceCell<Option<FewRows>>,
@@ -100,7 +116,13 @@ impl Target {
     pub fn load(dir: &Path, options: &TargetOptions) -> Result<Self> {
         let config = TargetConfig::load(dir)?;
         let weights = Weights::open(dir)?;
-        let init = Init { weights: Some(&weights), options: (options.dtype, options.device) };
+        let prefix = weights.prefix();
+        let options = (options.dtype, options.device);
+        let init = Init { weights: Some(&weights), options, prefix, shard: Shard::WHOLE };
+        weights.begin_load(|name| {
+            name.starts_with(weights.lm_head())
+                || is_of_layers(name, prefix, &(0..config.num_hidden_layers))
+        })?;
         no_grad(|| {
             let mut target = Self::build(config, &init)?;
             target.transpose_tied_head();
@@ -111,39 +133,38 @@ impl Target {
     /// A fresh trainable target: float32 weights that require gradients, drawn from `seed`.
     pub fn random(config: TargetConfig, seed: i64, device: Device) -> Self {
         tch::manual_seed(seed);
-        let init = Init { weights: None, options: (Kind::Float, device) };
+        let (options, prefix) = ((Kind::Float, device), DEFAULT_PREFIX);
+        let init = Init { weights: None, options, prefix, shard: Shard::WHOLE };
         Self::build(config, &init).expect("fresh weights come from no file")
     }
 
     fn build(config: TargetConfig, init: &Init) -> Result<Self> {
         let (rows, hidden) = (config.vocab_size, config.hidden_size);
-        let embedding_vh = init.matrix(EMBEDDING, &[rows, hidden])?;
+        let embedding_vh = init.matrix(&init.path(EMBEDDING), &[rows, hidden])?;
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::Tied { transposed_hv: None },
             false => LmHead::Own(init.linear(&LinearSpec {
                 module: "",
                 name: LM_HEAD,
-                parts: &[(LM_HEAD, rows)],
+                parts: &[(init.weights.map_or(LM_HEAD, Weights::lm_head), rows)],
                 input: hidden,
                 bias: false,
+                split: Split::Whole,
             })?),
         };
-        let layers = (0..config.num_hidden_layers)
-            .map(|layer| DecoderLayer::new(&config, layer, init))
-            .collect::<Result<_>>()?;
-        let norm_h = init.norm(FINAL_NORM, hidden)?;
-        let rotary = Rotary::new(config.head_dim, config.rope.theta, init.options.1)
-            .map_frequencies(|frequency| scale_frequencies(&config.rope, frequency));
+        let body = Body::build(&config, 0..config.num_hidden_layers, init)?;
+        let norm = init.rms_norm(&init.path(FINAL_NORM), hidden, &config)?;
         let kernels = Kernels::Fast;
         let few_rows = OnceCell::new();
-        Ok(Self { config, embedding_vh, layers, norm_h, lm_head, rotary, kernels, few_rows })
+        Ok(Self { config, embedding_vh, body, norm, lm_head, kernels, few_rows })
     }
 
     /// The same target, computed by `kernels`.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
         self.few_rows = OnceCell::new();
-        self.layers.iter_mut().for_each(|layer| layer.kernels = kernels);
+        self.norm.kernels = kernels;
+        self.body.layers.iter_mut().for_each(|layer| layer.set_kernels(kernels));
         self
     }
 
@@ -162,7 +183,7 @@ impl Target {
 
     /// Decoder layers, and the layer id of the last hidden state.
     pub fn num_layers(&self) -> usize {
-        self.layers.len()
+        self.body.layers.len()
     }
 
     /// Width H of the residual stream.
@@ -185,15 +206,19 @@ impl Target {
         self.embedding_vh.kind()
     }
 
-    /// Embeddings [T, H] of `ids_t` `[T]` (int64, on the target's device).
+    /// Embeddings [T, H] of `ids_t` `[T]` (int64, on the target's device): the state of layer id 0.
     pub fn embed(&self, ids_t: &Tensor) -> Tensor {
+        self.stack().embed(ids_t)
+    }
+
+    /// The embedding's rows [T, H] of `ids_t` `[T]` as they are stored: what a draft takes.
+    pub fn rows(&self, ids_t: &Tensor) -> Tensor {
         self.embedding_vh.index_select(0, ids_t)
     }
 
     /// The final norm of `hidden_td` [T, H], of the target's kind.
     pub fn normed(&self, hidden_td: &Tensor) -> Tensor {
-        let (weight, eps, kernels) = (&self.norm_h, self.config.rms_norm_eps, self.kernels);
-        norm(&hidden_td.to_kind(self.dtype()), Norm { weight, eps, kernels })
+        self.norm.of(&hidden_td.to_kind(self.dtype()))
     }
 
     /// Logits [T, V] of `hidden_td` [T, H], the residual stream before the final norm.
@@ -220,11 +245,12 @@ impl Target {
         if let Some(logits_tv) = self.few_logits(normed_td, true) {
             return logits_tv;
         }
-        match &self.lm_head {
+        let logits_tv = match &self.lm_head {
             LmHead::Own(linear) => linear.apply(normed_td),
             LmHead::Tied { transposed_hv: Some(lm_head_hv) } => normed_td.mm(lm_head_hv),
             LmHead::Tied { transposed_hv: None } => normed_td.mm(&self.embedding_vh.tr()),
-        }
+        };
+        self.config.outer.capped(logits_tv)
     }
 
     /// The lm_head's columns [H, v] of `ids_v` `[v]` (int64, on the target's device): the output
@@ -241,8 +267,8 @@ impl Target {
     /// is rounded further than the states `hidden_td` [T, H] are.
     pub fn logits_f32(&self, hidden_td: &Tensor, ids_v: &Tensor) -> Tensor {
         let f32 = |tensor: &Tensor| tensor.to_kind(Kind::Float);
-        let normed_td = rms_norm(&f32(hidden_td), &f32(&self.norm_h), self.config.rms_norm_eps);
-        normed_td.mm(&f32(&self.lm_head_columns(ids_v)))
+        let normed_td = rms_norm(&f32(hidden_td), &f32(&self.norm.weight), self.norm.eps);
+        self.config.outer.capped(normed_td.mm(&f32(&self.lm_head_columns(ids_v))))
     }
 
     /// Hidden states of packed documents: one [T, H] for each id of `captures`, in its order.
@@ -259,16 +285,23 @@ impl Target {
         document_starts: &[i64],
         captures: &[u32],
     ) -> Vec<Tensor> {
-        let positions = document_positions(document_starts, self.device());
-        let tables = HeadTables::new(&self.rotary, &positions, self.dtype());
-        let until = captures.iter().copied().max().unwrap_or(0) as usize;
-        self.run(ids_t, &tables, &mut PackedAttention { document_starts }, captures, until).captures
+        self.stack().packed_states(ids_t, document_starts, captures)
+    }
+
+    fn stack(&self) -> Stack<'_> {
+        Stack { embedding_vh: &self.embedding_vh, body: &self.body }
+    }
+
+    /// Whether layers carry a state from token to token, so that a cache can be cut back, and copied, at
+    /// few lengths only (see [`KvCache::earliest`]).
+    pub fn carries_state(&self) -> bool {
+        self.body.layers.iter().any(|layer| layer.memory() == Memory::State)
     }
 
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
         let few = self.few_rows().map(FewRows::stack);
-        KvCache::new(&self.config, &self.rotary, (&self.embedding_vh, few), max_tokens)
+        KvCache::new(&self.body, (&self.embedding_vh, few), max_tokens)
     }
 
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
@@ -288,36 +321,22 @@ impl Target {
             }
             let mut attention = CachedAttention::new(cache, tokens);
             let tables = attention.tables(tokens);
-            let output = self.run(ids_t, &tables, &mut attention, captures, self.num_layers());
+            let positions_t = attention.positions(tokens, self.device());
+            let pass = Pass::new(&tables, &positions_t, &mut attention);
+            let output = self.run(ids_t, pass, captures, self.num_layers());
             cache.advance(tokens);
             output
         })
     }
 
-    fn run(
-        &self,
-        ids_t: &Tensor,
-        tables: &HeadTables,
-        attention: &mut dyn Attend,
-        captures: &[u32],
-        until: usize,
-    ) -> CachedOutput {
-        let wanted = |id: usize| captures.iter().any(|&capture| capture as usize == id);
-        let mut x_th = self.embed(ids_t);
-        let mut states = vec![wanted(0).then(|| x_th.shallow_clone())];
-        for layer in &self.layers[..until] {
-            x_th = layer.forward(&x_th, tables, attention);
-            states.push(wanted(states.len()).then(|| x_th.shallow_clone()));
-        }
-        let state =
-            |&id: &u32| states[id as usize].as_ref().expect("captured above").shallow_clone();
-        CachedOutput { captures: captures.iter().map(state).collect(), hidden_td: x_th }
+    fn run(&self, ids_t: &Tensor, pass: Pass<'_>, captures: &[u32], until: usize) -> CachedOutput {
+        self.stack().run(ids_t, pass, captures, until)
     }
 
     /// Every trainable tensor with its name; q/k/v and gate/up are fused, as they are computed.
     pub fn parameters(&self) -> Vec<(String, Tensor)> {
         let mut parameters = self.outer_tensors();
-        parameters.extend(self.layers.iter().flat_map(DecoderLayer::parameters));
+        parameters.extend(self.body.layers.iter().flat_map(|layer| layer.parameters()));
         if let LmHead::Own(linear) = &self.lm_head {
             parameters.extend(linear.parameters());
         }
@@ -332,7 +351,7 @@ impl Target {
     pub fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(dflash_files::Error::io("create", dir))?;
         let mut tensors = self.outer_tensors();
-        tensors.extend(self.layers.iter().flat_map(DecoderLayer::checkpoint));
+        tensors.extend(self.body.layers.iter().flat_map(|layer| layer.checkpoint()));
         if let LmHead::Own(linear) = &self.lm_head {
             tensors.extend(linear.checkpoint());
         }
@@ -346,10 +365,112 @@ impl Target {
 
     fn outer_tensors(&self) -> Vec<(String, Tensor)> {
         vec![
-            (EMBEDDING.to_owned(), self.embedding_vh.shallow_clone()),
-            (FINAL_NORM.to_owned(), self.norm_h.shallow_clone()),
+            (format!("{DEFAULT_PREFIX}{EMBEDDING}"), self.embedding_vh.shallow_clone()),
+            (format!("{DEFAULT_PREFIX}{FINAL_NORM}"), self.norm.weight.shallow_clone()),
         ]
     }
+}
+
+/// What prompts go through up to the last layer.
+#[derive(Clone, Copy)]
+struct Stack<'a> {
+    embedding_vh: &'a Tensor,
+    body: &'a Body,
+}
+
+/// The layers, and what they share.
+#[derive(Debug)]
+pub(crate) struct Body {
+    layers: Vec<Box<dyn Layer>>,
+    rotaries: Vec<Rotary>,
+    prepare: Option<Box<dyn Prepare>>,
+    embedding_scale: f64,
+}
+
+impl Body {
+    /// Those of `layers`, counted from 0.
+    fn build(config: &TargetConfig, layers: Range<usize>, init: &Init) -> Result<Self> {
+        let architecture = config.family.architecture();
+        let layer = |number| architecture.layer(config, number, init);
+        let first = layers.start == 0;
+        Ok(Self {
+            layers: layers.map(layer).collect::<Result<_>>()?,
+            rotaries: architecture.rotaries(init.options.1),
+            // What follows from it comes to later layers from the first's rank.
+            prepare: if first { architecture.prepare(config, init)? } else { None },
+            embedding_scale: config.outer.embedding_scale,
+        })
+    }
+
+    /// Rotary tables of `positions` `[T]` for tensors of `kind`, one of each kind the layers have.
+    fn tables(&self, positions: &Tensor, kind: Kind) -> Vec<HeadTables> {
+        self.rotaries.iter().map(|rotary| HeadTables::new(rotary, positions, kind)).collect()
+    }
+}
+
+impl Stack<'_> {
+    /// As [`Target::forward_packed`].
+    fn packed_states(
+        self,
+        ids_t: &Tensor,
+        document_starts: &[i64],
+        captures: &[u32],
+    ) -> Vec<Tensor> {
+        let positions = document_positions(document_starts, self.embedding_vh.device());
+        let tables = self.body.tables(&positions, self.embedding_vh.kind());
+        let tables = of_documents(tables, document_starts);
+        let until = captures.iter().copied().max().unwrap_or(0) as usize;
+        let mut attention = PackedAttention { document_starts };
+        let pass = Pass::new(&tables, &positions, &mut attention);
+        self.run(ids_t, pass, captures, until).captures
+    }
+
+    /// The state of layer id 0 [T, H].
+    fn embed(self, ids_t: &Tensor) -> Tensor {
+        let x_th = self.embedding_vh.index_select(0, ids_t);
+        if self.body.embedding_scale == 1.0 {
+            return x_th;
+        }
+        let kind = x_th.kind();
+        x_th * Tensor::from(self.body.embedding_scale).to_kind(kind)
+    }
+
+    fn run(
+        self,
+        ids_t: &Tensor,
+        mut pass: Pass<'_>,
+        captures: &[u32],
+        until: usize,
+    ) -> CachedOutput {
+        let wanted = |id: usize| captures.iter().any(|&capture| capture as usize == id);
+        let mut x_th = self.embed(ids_t);
+        pass.prepared = self.body.prepare.as_ref().map(|prepare| prepare.of(ids_t, &x_th));
+        let mut states = vec![wanted(0).then(|| x_th.shallow_clone())];
+        for layer in &self.body.layers[..until] {
+            x_th = layer.forward(&x_th, &mut pass);
+            states.push(wanted(states.len()).then(|| x_th.shallow_clone()));
+        }
+        let state =
+            |&id: &u32| states[id as usize].as_ref().expect("captured above").shallow_clone();
+        CachedOutput { captures: captures.iter().map(state).collect(), hidden_td: x_th }
+    }
+}
+
+/// `tables` of whole documents' positions.
+fn of_documents(tables: Vec<HeadTables>, document_starts: &[i64]) -> Vec<HeadTables> {
+    let documents = || document_starts.windows(2).map(|bounds| (bounds[0], bounds[1] - bounds[0]));
+    tables.into_iter().map(|tables| tables.with_first_passes(documents())).collect()
+}
+
+/// Whether tensor `name` is the text model's and belongs to one of `layers`, or to none.
+fn is_of_layers(name: &str, prefix: &str, layers: &Range<usize>) -> bool {
+    let Some(name) = name.strip_prefix(prefix) else { return false };
+    layer_of(name).is_none_or(|layer| layers.contains(&layer))
+}
+
+/// The layer to which a tensor of the text model belongs, from its name there.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("layers.")?.split_once('.')?.0.parse().ok()
 }
 
 /// Position of every token in its document `[T]`.

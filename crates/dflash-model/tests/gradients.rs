@@ -14,6 +14,7 @@ use dflash_model::objective::{
     BlockLabels, Confidence, Denominator, DraftVocabulary, ElementLoss, LabelSource, LabelledRow,
     Objective, Teacher, Weighting,
 };
+use dflash_model::target::LogitTransform;
 use dflash_test_support::alone;
 use reference::{Reference, Rows, Slot};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -84,6 +85,7 @@ impl World {
             normed_rh: self.normed_th.to_kind(kind),
             rows_m: rows,
             head_vh: self.head_vh.to_kind(kind),
+            output: LogitTransform::identity(),
         });
         let (hidden, head) = (self.hidden_nh.to_kind(kind), self.head_vh.to_kind(kind));
         let output = objective.evaluate(&hidden, &head, &labels, teacher.as_ref());
@@ -162,7 +164,7 @@ fn check(world: &World, objective: &Objective) {
             "{what}: element {index} is {found}, by differences {difference}"
         );
     }
-    for kernels in [Kernels::Fast, Kernels::Portable] {
+    for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed] {
         let objective = Objective { kernels, ..objective.clone() };
         let (narrow_loss, _, narrow) = world.evaluate(&objective, Kind::Float);
         let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs().max(1.0);

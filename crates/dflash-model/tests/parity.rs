@@ -1,5 +1,5 @@
 //! Targets, draft and objective against reference vectors: every file and every case there is, on
-//! both paths. The vectors are in float32, from a CPU.
+//! all paths. The vectors are in float32, from a CPU.
 
 #[path = "parity/heads.rs"]
 mod heads;
@@ -7,6 +7,8 @@ mod heads;
 mod rules;
 #[path = "parity/speculators.rs"]
 mod speculators;
+#[path = "parity/target_heads.rs"]
+mod target_heads;
 #[path = "parity/targets.rs"]
 mod targets;
 #[path = "parity/vectors.rs"]
@@ -23,11 +25,12 @@ use libtest_mimic::{Arguments, Trial};
 fn main() {
     let mut trials = rule_trials(env!("CARGO_PKG_NAME"), &rules::CHECKS);
     trials.extend(targets::trials());
+    trials.extend(target_heads::trials());
     for entry in entries("zlab", Some("safetensors")) {
-        trials.extend(on_both_paths("zlab", &entry, zlab::check));
+        trials.extend(on_all_paths("zlab", &entry, zlab::check));
     }
     for entry in entries("speculators", Some("safetensors")) {
-        trials.extend(on_both_paths("speculators", &entry, speculators::check));
+        trials.extend(on_all_paths("speculators", &entry, speculators::check));
     }
     for entry in entries("heads", Some("safetensors")) {
         trials.push(heads::refusal(entry));
@@ -35,9 +38,9 @@ fn main() {
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-const PATHS: [Kernels; 2] = [Kernels::Fast, Kernels::Portable];
+const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed];
 
-fn on_both_paths(kind: &str, entry: &Entry, check: fn(&Path, Kernels)) -> Vec<Trial> {
+fn on_all_paths(kind: &str, entry: &Entry, check: fn(&Path, Kernels)) -> Vec<Trial> {
     let trial = |kernels| {
         let path = entry.path.clone();
         Trial::test(format!("{kind}::{}::{kernels:?}", entry.name), move || {

@@ -6,7 +6,7 @@ use dflash_model::attention::WindowRule;
 use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind, PackedInput};
 use tch::{Device, Kind, Tensor, no_grad};
 
-const PATHS: [Kernels; 2] = [Kernels::Fast, Kernels::Portable];
+const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed];
 
 const LAYERS: usize = 3;
 const HIDDEN: i64 = 32;
@@ -23,6 +23,7 @@ fn config() -> DraftConfig {
         head_dim: HEADS.2,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         layers: vec![LayerKind::Full, LayerKind::Sliding, LayerKind::Full],
         sliding_window: Some(9),
         block_size: 4,

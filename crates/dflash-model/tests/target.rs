@@ -4,7 +4,9 @@ use std::path::Path;
 
 use dflash_model::Kernels;
 use dflash_model::checkpoint::{TensorFile, write_safetensors};
-use dflash_model::target::{Family, SequencePart, Target, TargetConfig, TargetHead, TargetOptions};
+use dflash_model::target::{
+    DenseKind, SequencePart, Target, TargetConfig, TargetFacts, TargetHead, TargetOptions,
+};
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -24,29 +26,29 @@ fn assert_close(actual: &Tensor, expected: &Tensor, what: &str) {
 
 /// A small model whose second layer slides, to meet every mask.
 fn small_config() -> TargetConfig {
-    let mut config = TargetConfig::qwen3(32, 3, 50);
-    config.windows[1] = Some(6);
-    config
+    TargetConfig::qwen3(32, 3, 50).with_dense(|dense| dense.windows[1] = Some(6))
 }
 
 /// One small model of every family, with all its biases.
 fn family_configs() -> Vec<TargetConfig> {
-    let change = |family, qkv_bias, output_bias, mlp_bias| TargetConfig {
-        family,
-        qkv_bias,
-        output_bias,
-        mlp_bias,
-        qk_norm: family == Family::Qwen3,
-        windows: vec![None; 3],
-        ..small_config()
+    let change = |kind, qkv_bias, output_bias, mlp_bias| {
+        small_config().with_dense(|dense| {
+            (dense.qkv_bias, dense.output_bias, dense.mlp_bias) = (qkv_bias, output_bias, mlp_bias);
+            dense.qk_norm = kind == DenseKind::Qwen3;
+            dense.windows = vec![None; 3];
+            dense.kind = kind;
+        })
     };
     vec![
         small_config(),
-        change(Family::Qwen3, true, true, false),
-        change(Family::Qwen2, true, false, false),
-        change(Family::Llama, true, true, true),
-        TargetConfig { num_key_value_heads: 4, ..change(Family::Mistral, false, false, false) },
-        TargetConfig { num_key_value_heads: 1, windows: vec![Some(4); 3], ..small_config() },
+        change(DenseKind::Qwen3, true, true, false),
+        change(DenseKind::Qwen2, true, false, false),
+        change(DenseKind::Llama, true, true, true),
+        change(DenseKind::Mistral, false, false, false)
+            .with_dense(|dense| dense.num_key_value_heads = 4),
+        small_config().with_dense(|dense| {
+            (dense.num_key_value_heads, dense.windows) = (1, vec![Some(4); 3]);
+        }),
     ]
 }
 
@@ -353,7 +355,9 @@ fn saved_in_bf16_or_untied_it_loads_the_same() {
         // A few logits of one state, from the file alone.
         let state = no_grad(|| loaded.forward_packed(&ids, &[0, 9], &[3])[0].get(8));
         let state = Vec::<f32>::try_from(state).unwrap();
-        let few = TargetHead::logits_of(dir.path(), &state, &[7, 0, 49]).unwrap();
+        let facts = TargetFacts::load(dir.path(), None).unwrap();
+        let before = (state.as_slice(), false);
+        let few = TargetHead::logits_of(dir.path(), &facts, before, &[7, 0, 49]).unwrap();
         let expected = run(&loaded).get(8).index_select(0, &Tensor::from_slice(&[7i64, 0, 49]));
         assert_close(&Tensor::from_slice(&few), &expected, "logits of a few tokens");
     }
@@ -398,9 +402,9 @@ fn every_family_is_saved_with_the_tensors_it_loads() {
         target.save(dir.path(), Kind::Float).unwrap();
         let file = TensorFile::open(&dir.path().join("model.safetensors")).unwrap();
         let bias = "model.layers.1.self_attn.q_proj.bias".to_owned();
-        assert_eq!(file.names().contains(&bias), config.qkv_bias);
+        assert_eq!(file.names().contains(&bias), config.dense().qkv_bias);
         let norm = "model.layers.0.self_attn.k_norm.weight".to_owned();
-        assert_eq!(file.names().contains(&norm), config.qk_norm);
+        assert_eq!(file.names().contains(&norm), config.dense().qk_norm);
         let loaded = Target::load(dir.path(), &F32).unwrap();
         let ids = random_ids(8, 3);
         let last = |target: &Target| target.forward_packed(&ids, &[0, 8], &[3]).remove(0);
@@ -474,7 +478,6 @@ fn the_head_alone_is_the_targets() {
         assert_close(&head.logits(&hidden), &target.logits(&hidden), "logits of the head");
         assert_close(&target.lm_head(&target.normed(&hidden)), &target.logits(&hidden), "lm_head");
         assert_eq!(head.lm_head_vh.data_ptr() == head.embedding_vh.data_ptr(), tied);
-        assert_eq!(head.norm_eps, 1e-6);
     }
 }
 
@@ -510,9 +513,10 @@ fn broken_directories_are_named() {
     target.save(dir.path(), Kind::Float).unwrap();
     std::fs::remove_file(dir.path().join("model.safetensors")).unwrap();
     assert!(message().contains("has no model.safetensors"));
-    let mut deeper = small_config();
+    let mut deeper = small_config().with_dense(|dense| {
+        dense.windows.pop();
+    });
     deeper.num_hidden_layers = 2;
-    deeper.windows.pop();
     Target::random(deeper, 1, Device::Cpu).save(dir.path(), Kind::Float).unwrap();
     target.save(&dir.path().join("other"), Kind::Float).unwrap();
     std::fs::copy(dir.path().join("other/config.json"), dir.path().join("config.json")).unwrap();

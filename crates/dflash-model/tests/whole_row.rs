@@ -1,5 +1,5 @@
-//! A whole packed row at a realistic shape: float32 on both paths (kernels, flash attention, chunks,
-//! threads; libtorch's operations) gives the loss and every gradient of float64.
+//! A whole packed row at a realistic shape: float32 on all paths (kernels, flash attention, chunks,
+//! threads; libtorch's operations; the kernels for GPUs, rehearsed) gives the loss and every gradient of float64.
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
@@ -21,6 +21,7 @@ fn config() -> DraftConfig {
         head_dim: 32,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         layers: vec![LayerKind::Full, LayerKind::Sliding, LayerKind::Full],
         sliding_window: Some(50),
         block_size: 8,
@@ -97,7 +98,7 @@ impl Row {
 }
 
 #[test]
-fn float32_gives_the_gradients_of_float64_on_both_paths() {
+fn float32_gives_the_gradients_of_float64_on_all_paths() {
     no_grad(|| {
         tch::manual_seed(3);
         let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
@@ -110,7 +111,7 @@ fn float32_gives_the_gradients_of_float64_on_both_paths() {
         };
         for weighting in [Weighting::Decay { gamma: 4.0 }, dpace] {
             let (expected_loss, expected) = row.gradient(&wide, (weighting, Kernels::Fast));
-            for kernels in [Kernels::Fast, Kernels::Portable] {
+            for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed] {
                 let narrow =
                     Draft::new(config(), wide.flat().to_kind(Kind::Float)).with_kernels(kernels);
                 let (loss, gradient) = row.gradient(&narrow, (weighting, kernels));
@@ -128,6 +129,43 @@ fn float32_gives_the_gradients_of_float64_on_both_paths() {
                     );
                 }
             }
+        }
+    });
+}
+
+/// Half precision rounds between the operations: the fused kernels round less often than libtorch's
+/// operations do, and come as near to float64.
+#[test]
+fn bfloat16_by_the_kernels_for_gpus_is_as_near_float64_as_by_libtorchs_operations() {
+    no_grad(|| {
+        tch::manual_seed(3);
+        let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+        let half = Draft::init(config(), Device::Cpu, normal).flat().to_kind(Kind::BFloat16);
+        let mut row = Row::new(&config());
+        for x in [&mut row.features_tk, &mut row.embedding_vh, &mut row.head_vh] {
+            *x = x.to_kind(Kind::BFloat16).to_kind(Kind::Double);
+        }
+        let run = |flat: Tensor, kernels| {
+            let draft = Draft::new(config(), flat).with_kernels(kernels);
+            let weighting = Weighting::Decay { gamma: 4.0 };
+            (row.gradient(&draft, (weighting, kernels)), draft)
+        };
+        let ((expected_loss, expected), draft) = run(half.to_kind(Kind::Double), Kernels::Fast);
+        let errors = [Kernels::Portable, Kernels::Rehearsed].map(|kernels| {
+            let ((loss, gradient), _) = run(half.shallow_clone(), kernels);
+            assert!((loss - expected_loss).abs() < 2e-3 * expected_loss, "{kernels:?}: {loss}");
+            let error = |parameter: &dflash_model::draft::Parameter| {
+                let (found, expected) = (parameter.view(&gradient), parameter.view(&expected));
+                let off = (found.to_kind(Kind::Double) - &expected).norm() / expected.norm();
+                off.double_value(&[])
+            };
+            draft.layout().parameters().iter().map(error).collect::<Vec<f64>>()
+        });
+        let [portable, rehearsed] = errors;
+        let names = draft.layout().parameters().iter().map(|parameter| &parameter.name);
+        for ((name, portable), rehearsed) in names.zip(portable).zip(rehearsed) {
+            println!("{name}: {rehearsed:.2e}, by libtorch's operations {portable:.2e}");
+            assert!(rehearsed < 1.2 * portable + 1e-3, "{name}: {rehearsed:e}, {portable:e}");
         }
     });
 }

@@ -12,12 +12,14 @@ use serde_json::Value;
 /// Settings that decide nothing of what is computed: where things are, what is shown, kept and
 /// waited for.
 const FREE: &[&str] = &[
-    "target", // by its name; the model behind it is compared by what it is
+    "target",      // by its name; the model behind it is compared by what it is
+    "target_spec", // by its path; what it says is compared
     "data_path",
     "save_path",
     "hidden_states_path",
     "vllm_endpoint",
     "shared_storage_path",
+    "trust_layer_ids",
     "wait_for_server",
     "server_timeout",
     "resume",
@@ -50,6 +52,8 @@ const FREE: &[&str] = &[
     "on_generate",
     "window_mib",
     "max_in_flight",
+    "colocate", // the same states, bit for bit on a CPU
+    "target_batch_tokens",
     "eval_every",
     "from_pretrained", // what the run began with; train looks at it
     "device",          // auto is not yet one; train records which it is
@@ -83,6 +87,8 @@ const SAID: &[&str] = &[
     "loss_chunk_mib",
     "zero",
     "on_missing",
+    "target_dtype", // a server has types of its own, which are not compared
+    "states_dtype",
     "eval_prompts",
     "eval_limit",
     "eval_max_new_tokens",

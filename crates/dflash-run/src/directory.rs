@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::checkpoints::{self, Best, Checkpoint};
 use crate::lines::{Line, Lines};
 use crate::provenance::Provenance;
-use crate::save_path::is_negligible;
+use crate::save_path::{is_in_use, is_negligible};
 use crate::{Error, served};
 
 /// A run's directory, which may be absent, someone else's, or in use.
@@ -139,7 +139,12 @@ impl RunDir {
                 return Err(Error::Foreign { path: path(), found });
             }
         }
-        if begin == Begin::Resume { Err(Error::NothingToResume { path: path() }) } else { Ok(None) }
+        match begin {
+            // It may be about to save its first checkpoint.
+            Begin::Resume if is_in_use(&self.0) => Err(Error::InUse { path: path() }),
+            Begin::Resume => Err(Error::NothingToResume { path: path() }),
+            _ => Ok(None),
+        }
     }
 
     /// The newest checkpoint that is not of a run that had diverged.

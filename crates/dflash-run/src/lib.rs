@@ -42,7 +42,7 @@ pub use lines::{
     HeldOutPrompts, HeldOutRows, Line, Lines, MetricLine, StreamCounters, TeacherForced,
     ValidationLine,
 };
-pub use provenance::{Provenance, Start};
+pub use provenance::{Agreement, Provenance, SourceCheck, Start};
 pub use save_path::SavePath;
 pub use served::draft_dir;
 pub use state::{Position, SchedulePosition, ServedWeights, State};

@@ -73,6 +73,11 @@ pub struct MetricLine {
     pub mfu: Option<f64>,
     pub data_wait_s: Option<f64>,
     pub data_wait_share: Option<f64>,
+    /// With a target in the trainer's process alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target_s: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target_share: Option<f64>,
     pub interval_s: Option<f64>,
     pub eta_s: Option<f64>,
     pub peak_memory_mib: Option<f64>,

@@ -19,8 +19,36 @@ pub struct Provenance {
     pub dataset: Option<String>,
     pub data: Option<Value>,
     pub target: Option<TargetIdentity>,
+    pub source_checks: Vec<SourceCheck>,
     pub settings: BTreeMap<String, String>,
     pub config: Value,
+}
+
+/// What was found out about a source of hidden states before the first step.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SourceCheck {
+    pub origin: String,
+    pub requests: u32,
+    pub tokens: usize,
+    pub states_are_normed: bool,
+    pub log_probabilities: Option<Agreement>,
+    pub loss: Option<f64>,
+    pub says_layers: bool,
+    pub proved_layer_ids: Vec<u32>,
+    pub trusted_layer_ids: Vec<u32>,
+}
+
+/// How near the log-probabilities that a source reports are to those of its last states, nats.
+#[expect(missing_docs, reason = "docs/formats.md describes every key")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Agreement {
+    pub compared: usize,
+    pub root_mean_square: f64,
+    pub largest: f64,
+    pub bound: f64,
 }
 
 /// A start of the run before the last.

@@ -12,6 +12,12 @@ use crate::{Error, Line, MetricLine, RunDir, ValidationLine, served};
 /// Locked by rank 0 for the whole run; the kernel unlocks it when the process dies.
 const LOCK: &str = ".lock";
 
+/// Whether a run is alive in the directory `path`, where the file system has locks.
+pub(crate) fn is_in_use(path: &Path) -> bool {
+    let lock = File::open(path.join(LOCK));
+    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+}
+
 /// A run's directory that this process alone may write to, until this is dropped.
 #[derive(Debug)]
 pub struct SavePath {

@@ -1,8 +1,9 @@
 //! docs/formats.md names the keys that are written, all of them and in their order.
 
 use dflash_run::{
-    AcceptanceFigures, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position, Provenance,
-    SchedulePosition, Start, State, StreamCounters, TeacherForced, ValidationLine,
+    AcceptanceFigures, Agreement, Best, HeldOutPrompts, HeldOutRows, MetricLine, Position,
+    Provenance, SchedulePosition, SourceCheck, Start, State, StreamCounters, TeacherForced,
+    ValidationLine,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -39,6 +40,8 @@ fn check(heading: &str, value: &impl Serialize) {
 fn every_key_is_documented() {
     let metrics = MetricLine {
         ema_decay: Some(0.99),
+        target_s: Some(1.0),
+        target_share: Some(0.5),
         stream: Some(StreamCounters::default()),
         ..MetricLine::default()
     };
@@ -50,7 +53,10 @@ fn every_key_is_documented() {
     };
     check("validation.jsonl", &validation);
     let earlier_starts = vec![Start::default()];
-    check("run.json", &Provenance { earlier_starts, ..Provenance::default() });
+    let log_probabilities = Some(Agreement::default());
+    let source_checks = vec![SourceCheck { log_probabilities, ..SourceCheck::default() }];
+    let made = Provenance { earlier_starts, source_checks, ..Provenance::default() };
+    check("run.json", &made);
     check("best.json", &Best::default());
     let schedule = Some(SchedulePosition { planned: 1, total: 1, since: 0, at: 0.0 });
     let position = Position { schedule, ..Position::default() };

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, MOST_LAYERS, MOST_ROWS, MOST_TOKENS, block_size, within};
 use crate::choices::{Device, Dtype};
 use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
+use crate::objective::check_loss_chunk;
 
 /// Nobody waits for more.
 const MOST_STEPS: u64 = 1_000_000;
@@ -38,6 +39,10 @@ pub struct TrainStepSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
+    /// A description of the target, for a family that is not known or to overrule what is: names of
+    /// its tensors and the numbers of its norm and logits, in TOML. See docs/targets.md.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub target_spec: Option<PathBuf>,
     /// Tokens of the packed row.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 2048))]
     pub tokens: usize,
@@ -68,6 +73,9 @@ pub struct TrainStepSettings {
     /// Seed of weights, tokens and anchors.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
+    /// Memory of one chunk of logits, MiB. Default: that of a training on the device.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    pub loss_chunk_mib: Option<usize>,
     /// Print one JSON line instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,
@@ -137,6 +145,7 @@ impl TrainStepSettings {
             ("warmup", self.warmup as u64, 0..=MOST_STEPS),
             ("captures", self.captures as u64, 1..=MOST_LAYERS),
         ])?;
+        check_loss_chunk(self.loss_chunk_mib)?;
         block_size("block", self.block)
     }
 }

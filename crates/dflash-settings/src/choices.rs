@@ -44,8 +44,10 @@ choices! {
     }
 
     /// Type of weights and activations.
+    #[derive(Default)]
     Dtype {
         /// bfloat16 on a GPU, float32 on a CPU.
+        #[default]
         Auto,
         /// bfloat16.
         Bfloat16 = "bf16",
@@ -68,8 +70,10 @@ choices! {
     }
 
     /// Type of hidden states on the wire and in files.
+    #[derive(Default)]
     WireDtype {
         /// What drafts train on.
+        #[default]
         Bf16,
         /// Twice the bytes, for comparisons.
         F32,

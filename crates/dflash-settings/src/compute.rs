@@ -1,17 +1,14 @@
-//! Where a draft is trained, in what precision, and what is kept.
+//! In what precision a draft is trained, and what is kept.
 
 use serde::{Deserialize, Serialize};
 
 use crate::check::Invalid;
-use crate::choices::{Device, Dtype, MatmulPrecision};
+use crate::choices::{Dtype, MatmulPrecision};
 
-/// Device, precision and memory.
+/// Precision and memory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ComputeSettings {
-    /// Where to compute: auto, cpu or cuda, which is the GPU of the local rank.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
-    pub device: Device,
     /// Type of weights and activations in forward and backward; masters, gradients and the optimizer's
     /// state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
@@ -35,15 +32,10 @@ impl ComputeSettings {
     }
 
     /// # Errors
-    /// An unknown ZeRO stage, or a GPU given by number.
+    /// An unknown ZeRO stage.
     pub fn check(&self) -> Result<(), Invalid> {
         if self.zero > 1 {
             return Err(Invalid::new("zero", self.zero, "the stages are 0 and 1"));
-        }
-        if let Device::Cuda(Some(_)) = self.device {
-            let expected = "ranks take the GPU of their number; pass cuda, and choose GPUs with \
-                            CUDA_VISIBLE_DEVICES";
-            return Err(Invalid::new("device", self.device, expected));
         }
         Ok(())
     }

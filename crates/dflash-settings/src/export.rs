@@ -59,6 +59,11 @@ pub struct ExportSettings {
     /// Its target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
+    /// A description of the target, for a family that is not known or to overrule what is: names of
+    /// its tensors and the numbers of its norm and logits, in TOML. See docs/targets.md. Default:
+    /// that of the run that the drafter is from.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub target_spec: Option<PathBuf>,
     /// Layout of the export.
     #[cfg_attr(
         feature = "clap",

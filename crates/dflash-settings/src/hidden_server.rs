@@ -57,10 +57,67 @@ pub struct HiddenServerSettings {
     /// Longest prompt. Default: the target's max_position_embeddings.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub max_model_len: Option<usize>,
-    /// CPU threads of one operation. Default: libtorch's choice.
+    /// CPU threads of one operation, in each process. Default: libtorch's choice.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub threads: Option<usize>,
+    /// How the target is divided among processes.
+    #[cfg_attr(feature = "clap", command(flatten))]
+    #[serde(flatten)]
+    pub division: DivisionSettings,
 }
+
+/// A target that is larger than one device. The processes are started on this machine, one for each
+/// GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct DivisionSettings {
+    /// Stages of consecutive layers, each in a process of its own.
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, visible_alias = "pipeline-parallel-size", value_name = "N", default_value_t = 1)
+    )]
+    pub pipeline: usize,
+    /// Processes that share the heads and the inner width of every layer; with --pipeline, in every
+    /// stage.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    pub tensor_parallel_size: usize,
+}
+
+impl Default for DivisionSettings {
+    fn default() -> Self {
+        Self { pipeline: 1, tensor_parallel_size: 1 }
+    }
+}
+
+impl DivisionSettings {
+    /// Processes in all.
+    pub fn ranks(&self) -> usize {
+        self.pipeline * self.tensor_parallel_size
+    }
+
+    /// # Errors
+    /// A number out of its range, or a device that only one process can have.
+    pub fn check(&self, device: Device) -> Result<(), Invalid> {
+        within([
+            ("pipeline", self.pipeline as u64, 1..=MOST_PARTS),
+            ("tensor_parallel_size", self.tensor_parallel_size as u64, 1..=MOST_PARTS),
+        ])?;
+        match device {
+            Device::Cuda(Some(_)) if self.ranks() > 1 => {
+                let expected = format!(
+                    "--pipeline and --tensor-parallel-size give each of {} processes a GPU of its own; \
+                     pass --device cuda, and choose GPUs by CUDA_VISIBLE_DEVICES",
+                    self.ranks()
+                );
+                Err(Invalid::new("device", device, expected))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The most GPUs that one machine has, and some.
+const MOST_PARTS: u64 = 64;
 
 impl HiddenServerSettings {
     /// # Errors
@@ -77,6 +134,7 @@ impl HiddenServerSettings {
             ("max_wait", self.max_wait, 0.0..=LONGEST_WAIT),
             ("client_timeout", self.client_timeout, SHORTEST_TIMEOUT..=LONGEST_WAIT),
         ])?;
+        self.division.check(self.device)?;
         if self.target_layer_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Invalid::new("target_layer_ids", "empty", "it must name a layer"));
         }
@@ -113,6 +171,7 @@ mod tests {
             max_batch_tokens: 2048,
             max_model_len: None,
             threads: None,
+            division: DivisionSettings::default(),
         }
     }
 
@@ -142,6 +201,28 @@ mod tests {
         check(|settings| settings.max_wait = 0.0, "");
         let long = "--max-wait is 1000000, but it must be 0 to 86400 seconds";
         check(|settings| settings.max_wait = 1e6, long);
+    }
+
+    #[test]
+    fn a_divided_target_takes_no_single_gpu() {
+        let parts =
+            |pipeline, tensor_parallel_size| DivisionSettings { pipeline, tensor_parallel_size };
+        check(|settings| settings.division = parts(2, 2), "");
+        let none = "--tensor-parallel-size is 0, but it must be at least 1 and at most 64";
+        check(|settings| settings.division = parts(2, 0), none);
+        let one = "--device is cuda:1, but --pipeline and --tensor-parallel-size give each of 6 \
+                   processes a GPU of its own; pass --device cuda, and choose GPUs by \
+                   CUDA_VISIBLE_DEVICES";
+        let on_second =
+            |settings: &mut HiddenServerSettings| settings.device = Device::Cuda(Some(1));
+        check(on_second, "");
+        check(
+            |settings| {
+                on_second(settings);
+                settings.division = parts(3, 2);
+            },
+            one,
+        );
     }
 
     #[test]

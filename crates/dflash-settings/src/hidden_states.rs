@@ -4,11 +4,18 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_MIB, MOST_SECONDS, at_odds, within};
-use crate::choices::{OnGenerate, OnMissing};
+use crate::check::{Invalid, MOST_MIB, MOST_SECONDS, MOST_TOKENS, at_odds, needs, within};
+use crate::choices::{Dtype, OnGenerate, OnMissing, WireDtype};
 
 /// Connections that a rank may hold: servers answer a few requests at a time.
 const MOST_REQUESTS: u64 = 4096;
+
+/// The least window where none is asked for, MiB.
+const WINDOW_MIB: usize = 256;
+/// Rows that such a window holds in any case: one that is being made into a batch, and two on their way.
+const WINDOW_ROWS: usize = 3;
+/// Of one forward pass of the target, as the hidden-state server has it.
+pub(crate) const TARGET_BATCH_TOKENS: usize = 2048;
 
 /// Servers, stored states, and how much of them is held.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -22,6 +29,12 @@ pub struct HiddenStatesSettings {
     /// it names are read and removed only there.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub shared_storage_path: Option<PathBuf>,
+    /// Take your word that the source's states are of the layers of --target-layer-ids, in this order: a
+    /// stock vLLM and other software's files do not say which they are of. Needed once for the layers that
+    /// no check proves; run.json records it, and a run that goes on does not ask again.
+    #[serde(default)]
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub trust_layer_ids: bool,
     /// How long to wait for a server at the start, seconds; one that says it is loading gets
     /// --server-timeout if that is longer, and so does any server of a run that goes on.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 60))]
@@ -38,24 +51,52 @@ pub struct HiddenStatesSettings {
     /// What to do with a generated sample once it is trained on.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnGenerate::Delete))]
     pub on_generate: OnGenerate,
-    /// Hidden states in flight or waiting, MiB per rank.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 256))]
-    pub window_mib: usize,
+    /// Hidden states in flight or waiting, MiB per rank. Default: 256, or three rows of
+    /// --total-seq-len where these are more.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    pub window_mib: Option<usize>,
     /// Requests in flight per rank.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 16))]
     pub max_in_flight: usize,
+    /// Run the target in the trainer's own process, on its device and in turns with the training,
+    /// instead of asking a server. Each rank holds the target.
+    #[serde(default)]
+    #[cfg_attr(feature = "clap", arg(long, conflicts_with_all = ["vllm_endpoint", "shared_storage_path", "hidden_states_path"]))]
+    pub colocate: bool,
+    /// With --colocate: type of the target's weights and activations, as --dtype of hidden-server.
+    #[serde(default)]
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub target_dtype: Dtype,
+    /// With --colocate: type that the target's states are rounded to, as --wire-dtype of hidden-server.
+    #[serde(default)]
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = WireDtype::Bf16))]
+    pub states_dtype: WireDtype,
+    /// With --colocate: maximum number of tokens in one forward pass of the target.
+    #[serde(default = "target_batch_tokens")]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = TARGET_BATCH_TOKENS))]
+    pub target_batch_tokens: usize,
+}
+
+fn target_batch_tokens() -> usize {
+    TARGET_BATCH_TOKENS
 }
 
 impl HiddenStatesSettings {
-    /// Bytes of hidden states in flight or waiting.
+    /// Bytes of hidden states in flight or waiting; more where [`Self::window_tokens`] have more.
     pub fn window_bytes(&self) -> usize {
-        self.window_mib << 20
+        self.window_mib.unwrap_or(WINDOW_MIB) << 20
+    }
+
+    /// Tokens whose hidden states may be in flight or waiting in any case, for rows of `total_seq_len`.
+    pub fn window_tokens(&self, total_seq_len: usize) -> usize {
+        if self.window_mib.is_some() { 0 } else { WINDOW_ROWS.saturating_mul(total_seq_len) }
     }
 
     /// # Errors
     /// A number out of its range, or a use of stored states without a folder of them.
     pub fn check(&self) -> Result<(), Invalid> {
         self.check_window()?;
+        self.check_colocation()?;
         if self.hidden_states_path.is_some() {
             return Ok(());
         }
@@ -70,12 +111,95 @@ impl HiddenStatesSettings {
         Ok(())
     }
 
+    /// # Errors
+    /// A place that states come from beside the target here, or a setting of a target that is not here.
+    pub(crate) fn check_colocation(&self) -> Result<(), Invalid> {
+        within([("target_batch_tokens", self.target_batch_tokens as u64, 1..=MOST_TOKENS)])?;
+        if !self.colocate {
+            let is_default = [
+                ("target_dtype", self.target_dtype == Dtype::default()),
+                ("states_dtype", self.states_dtype == WireDtype::default()),
+                ("target_batch_tokens", self.target_batch_tokens == TARGET_BATCH_TOKENS),
+            ];
+            let other = is_default.into_iter().find(|(_, is_default)| !is_default);
+            return other.map_or(Ok(()), |(key, _)| Err(needs(key, "colocate")));
+        }
+        let beside = [
+            ("--hidden-states-path", self.hidden_states_path.is_some()),
+            ("--shared-storage-path", self.shared_storage_path.is_some()),
+        ];
+        match beside.into_iter().find(|(_, given)| *given) {
+            Some((flag, _)) => {
+                let reason = format!(
+                    "computes the hidden states itself, and {flag} takes them from elsewhere; leave one out"
+                );
+                Err(at_odds("colocate", &reason))
+            }
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn check_window(&self) -> Result<(), Invalid> {
         within([
-            ("window_mib", self.window_mib as u64, 1..=MOST_MIB),
+            ("window_mib", self.window_mib.unwrap_or(WINDOW_MIB) as u64, 1..=MOST_MIB),
             ("max_in_flight", self.max_in_flight as u64, 1..=MOST_REQUESTS),
             ("wait_for_server", self.wait_for_server, 0..=MOST_SECONDS),
             ("server_timeout", self.server_timeout, 1..=MOST_SECONDS),
         ])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(change: impl FnOnce(&mut HiddenStatesSettings), expect: &str) {
+        let mut settings: HiddenStatesSettings = serde_json::from_str(
+            r#"{"vllm_endpoint": [], "wait_for_server": 60, "server_timeout": 300,
+                "on_missing": "generate", "on_generate": "delete", "window_mib": 256,
+                "max_in_flight": 16}"#,
+        )
+        .unwrap();
+        change(&mut settings);
+        let message = settings.check().err().map(|invalid| invalid.to_string());
+        assert_eq!(message.as_deref().unwrap_or_default(), expect);
+    }
+
+    #[test]
+    fn a_target_that_is_here_is_the_one_place_that_states_come_from() {
+        check(|_| {}, "");
+        check(|settings| settings.colocate = true, "");
+        let beside = |flag: &str| {
+            format!(
+                "--colocate computes the hidden states itself, and {flag} takes them from elsewhere; \
+                 leave one out"
+            )
+        };
+        check(
+            |settings| {
+                settings.colocate = true;
+                settings.hidden_states_path = Some("states".into());
+            },
+            &beside("--hidden-states-path"),
+        );
+        check(
+            |settings| {
+                settings.colocate = true;
+                settings.shared_storage_path = Some("states".into());
+            },
+            &beside("--shared-storage-path"),
+        );
+    }
+
+    #[test]
+    fn settings_of_the_target_need_the_target() {
+        let needs = |flag: &str| format!("{flag} needs --colocate");
+        check(|settings| settings.target_dtype = Dtype::Bfloat16, &needs("--target-dtype"));
+        check(|settings| settings.states_dtype = WireDtype::F32, &needs("--states-dtype"));
+        check(|settings| settings.target_batch_tokens = 9, &needs("--target-batch-tokens"));
+        check(
+            |settings| settings.target_batch_tokens = 0,
+            "--target-batch-tokens is 0, but it must be at least 1 and at most 16777216",
+        );
     }
 }

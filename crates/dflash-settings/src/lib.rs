@@ -48,13 +48,13 @@ pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSetti
 pub use eval::{EvalSettings, NGRAM_DRAFT, NO_DRAFT};
 pub use export::{ExportDtype, ExportFormat, ExportSettings};
 pub use generate::GenerateSettings;
-pub use hidden_server::HiddenServerSettings;
+pub use hidden_server::{DivisionSettings, HiddenServerSettings};
 pub use hidden_states::HiddenStatesSettings;
 pub use launch::{CheckpointSettings, LaunchSettings};
 pub use loss::{ElementLoss, LossTerm};
-pub use objective::{DEFAULT_LOSS_CHUNK_MIB, ObjectiveSettings};
+pub use objective::{ObjectiveSettings, loss_chunk_bytes};
 pub use optimizer::OptimizerSettings;
-pub use plan::PlanSettings;
+pub use plan::{PlanDevice, PlanSettings};
 pub use prepare::{DATA_PRESETS, DEFAULT_TARGET, PrepareSettings};
 pub use push::PushSettings;
 pub use regenerate::RegenerateSettings;

@@ -5,8 +5,17 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, MOST_MIB, positive, shares, within};
 use crate::loss::LossTerm;
 
-/// Default memory of one chunk of logits, MiB: what fits a CPU's caches.
-pub const DEFAULT_LOSS_CHUNK_MIB: usize = 8;
+/// Default memory of one chunk of logits on a CPU, MiB: what fits its caches.
+const CPU_LOSS_CHUNK_MIB: usize = 8;
+
+/// On a GPU at most: 3,500 slots of 152k tokens, which products take at full speed.
+const GPU_LOSS_CHUNK_MIB: usize = 2048;
+
+/// On a GPU at least: fewer slots cost more in launches than they save.
+const LEAST_GPU_LOSS_CHUNK_MIB: usize = 64;
+
+/// The share of a GPU's free memory that logits may take: activations need most of it.
+const LOSS_CHUNK_SHARE: u64 = 16;
 
 /// The weight of the last slot of the longest block is then that of the first.
 const MOST_GAMMA: f64 = 1e6;
@@ -28,9 +37,10 @@ pub struct ObjectiveSettings {
     /// Weight slots by D-PACE with this smoothing instead of by distance.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ALPHA", conflicts_with = "gamma"))]
     pub dpace_alpha: Option<f64>,
-    /// Memory of one chunk of logits, MiB.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = DEFAULT_LOSS_CHUNK_MIB))]
-    pub loss_chunk_mib: usize,
+    /// Memory of one chunk of logits, MiB. Default: 8 on a CPU; on a GPU a sixteenth of its free memory,
+    /// at most 2048.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    pub loss_chunk_mib: Option<usize>,
 }
 
 impl ObjectiveSettings {
@@ -49,16 +59,54 @@ impl ObjectiveSettings {
         })
     }
 
-    /// Bytes of one chunk of logits.
-    pub fn chunk_bytes(&self) -> usize {
-        self.loss_chunk_mib << 20
+    /// Bytes of one chunk of logits on a CPU, or on a GPU with this much free memory.
+    pub fn chunk_bytes(&self, gpu_free_bytes: Option<u64>) -> usize {
+        loss_chunk_bytes(self.loss_chunk_mib, gpu_free_bytes)
     }
 
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
         positive([("gamma", self.gamma.unwrap_or(1.0), MOST_GAMMA)])?;
-        within([("loss_chunk_mib", self.loss_chunk_mib as u64, 1..=MOST_MIB)])?;
+        check_loss_chunk(self.loss_chunk_mib)?;
         shares([("dpace_alpha", self.dpace_alpha.unwrap_or(1.0))])
+    }
+}
+
+/// Bytes of one chunk of logits where `mib` are asked for: by default what suits a CPU, or a GPU with
+/// this much free memory.
+pub fn loss_chunk_bytes(mib: Option<usize>, gpu_free_bytes: Option<u64>) -> usize {
+    match (mib, gpu_free_bytes) {
+        (Some(mib), _) => mib << 20,
+        (None, None) => CPU_LOSS_CHUNK_MIB << 20,
+        (None, Some(free)) => usize::try_from(free / LOSS_CHUNK_SHARE)
+            .unwrap_or(usize::MAX)
+            .clamp(LEAST_GPU_LOSS_CHUNK_MIB << 20, GPU_LOSS_CHUNK_MIB << 20),
+    }
+}
+
+/// # Errors
+/// A chunk of no memory, or of more than there is anywhere.
+pub(crate) fn check_loss_chunk(mib: Option<usize>) -> Result<(), Invalid> {
+    within([("loss_chunk_mib", mib.unwrap_or(1) as u64, 1..=MOST_MIB)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chunk_follows_the_device_unless_it_is_asked_for() {
+        let mib = |asked, free_gib: Option<u64>| {
+            loss_chunk_bytes(asked, free_gib.map(|gib| gib << 30)) >> 20
+        };
+        assert_eq!(mib(None, None), 8);
+        assert_eq!(
+            [0, 8, 24, 70, 140].map(|gib| mib(None, Some(gib))),
+            [64, 512, 1536, 2048, 2048]
+        );
+        assert_eq!((mib(Some(3), None), mib(Some(3), Some(70))), (3, 3));
+        assert!(check_loss_chunk(Some(0)).is_err());
+        assert!(check_loss_chunk(None).is_ok());
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_STEPS, MOST_TFLOPS, at_odds, needs, positive, within};
-use crate::choices::{SpeculatorType, Tracker};
+use crate::choices::{Device, SpeculatorType, Tracker};
 use crate::compute::ComputeSettings;
 use crate::draft::DraftSettings;
 use crate::hidden_states::HiddenStatesSettings;
@@ -15,7 +15,7 @@ use crate::optimizer::OptimizerSettings;
 use crate::rows::RowSettings;
 use crate::validation::ValidationSettings;
 
-/// Train a drafter against a running hidden-state server.
+/// Train a drafter against a running hidden-state server, or with the target in its own process.
 ///
 /// With --nproc N the command starts N ranks on this machine, with --nnodes on several; under
 /// torchrun or Slurm it finds their variables and is a rank itself. SIGTERM makes all ranks save and
@@ -27,6 +27,11 @@ pub struct TrainSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
+    /// A description of the target, for a family that is not known or to overrule what is: names of
+    /// its tensors and the numbers of its norm and logits, in TOML. See docs/targets.md. A run remembers
+    /// it.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub target_spec: Option<PathBuf>,
     /// Prepared dataset, as `dflash prepare` writes it. Needed but for --dry-run.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub data_path: Option<PathBuf>,
@@ -70,7 +75,10 @@ pub struct TrainSettings {
     /// Name of the run in mlflow and wandb. Default: the last part of --save-path.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
     pub run_name: Option<String>,
-    /// Device, precision and memory.
+    /// Where to compute: auto, cpu or cuda, which is the GPU of the local rank.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto, help_heading = "Device"))]
+    pub device: Device,
+    /// Precision and memory.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Device"))]
     pub compute: ComputeSettings,
@@ -163,6 +171,7 @@ impl TrainSettings {
         if self.allow_changed.is_some() && self.begin() == Begin::Fresh {
             return Err(needs("allow_changed", "resume"));
         }
+        self.check_device()?;
         self.compute.check()?;
         self.launch.check()?;
         self.checkpoints.check()?;
@@ -172,6 +181,15 @@ impl TrainSettings {
         self.optimizer.check()?;
         self.hidden_states.check()?;
         self.validation.check()
+    }
+
+    fn check_device(&self) -> Result<(), Invalid> {
+        if let Device::Cuda(Some(_)) = self.device {
+            let expected = "ranks take the GPU of their number; pass cuda, and choose GPUs with \
+                            CUDA_VISIBLE_DEVICES";
+            return Err(Invalid::new("device", self.device, expected));
+        }
+        Ok(())
     }
 
     fn check_trackers(&self) -> Result<(), Invalid> {

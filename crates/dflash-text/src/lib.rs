@@ -18,4 +18,4 @@ pub use message::{Conversation, Message, Role};
 pub use reader::{RawRow, RawRows, raw_rows};
 pub use row::{Row, parse_prompt_row, parse_row};
 pub use template::panics_are_caught;
-pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds, Start, TokenUse};
+pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds, Start, TokenUse, added_tokens};

@@ -229,6 +229,15 @@ impl ChatTokenizer {
         ))
     }
 
+    /// The tokens that were added to the vocabulary, special ones and others.
+    pub fn added(&self) -> Vec<(i64, String)> {
+        let added = self.tokenizer.get_added_tokens_decoder();
+        let mut added: Vec<(i64, String)> =
+            added.into_iter().map(|(id, token)| (id.into(), token.content)).collect();
+        added.sort_unstable();
+        added
+    }
+
     /// Whether the vocabulary is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -238,6 +247,27 @@ impl ChatTokenizer {
     pub fn special_ids(&self) -> SpecialIds {
         self.special
     }
+}
+
+/// What tokenizer_config.json in `dir` tells of a tokenizer without tokenizer.json, for a model of `rows`
+/// rows: ids of the tokens with a name of their own, and the added tokens. Kimi's tokenizer gives every
+/// row from the first added token on that has no name there the name `<|reserved_token_ID|>`.
+///
+/// # Errors
+/// [`Error::NoTokenizer`] where there is no such file, [`Error::ModelJson`], [`Error::Read`].
+pub fn added_tokens(dir: &Path, rows: i64) -> Result<(SpecialIds, Vec<(i64, String)>), Error> {
+    let config = read_config(dir)?;
+    let named = special::decoder_tokens(&config);
+    let Some(&first) = named.keys().next() else {
+        return Err(Error::NoTokenizer { dir: dir.into() });
+    };
+    let is_tiktoken =
+        config.get("tokenizer_class").and_then(Value::as_str) == Some("TikTokenTokenizer");
+    let added = (first..rows).filter_map(|id| match named.get(&id) {
+        Some(name) => Some((id, name.clone())),
+        None => is_tiktoken.then(|| (id, format!("<|reserved_token_{id}|>"))),
+    });
+    Ok((SpecialIds::of_config(&config, &named), added.collect()))
 }
 
 fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {

@@ -2,11 +2,10 @@
 // `src/ffi.rs` declares the same functions.
 //
 // A function that can fail returns null, or a message from malloc that the caller frees. No
-// exception leaves a function: each is one call inside `guarded`. Text goes in as pointer and
-// length, so that it need not end in NUL.
+// exception leaves a function: each is one call inside `guarded` of guarded.h. Text goes in as
+// pointer and length, so that it need not end in NUL.
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,11 +15,12 @@
 #include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "guarded.h"
 
 struct DflashText {
   const char* data;
@@ -41,26 +41,8 @@ struct DflashWork {
 
 namespace {
 
-char* duplicate(const std::string& text) {
-  return ::strdup(text.c_str());
-}
-
 std::string owned(DflashText text) {
   return std::string(text.data, text.length);
-}
-
-template <typename Body>
-char* guarded(Body&& body) noexcept {
-  try {
-    body();
-    return nullptr;
-  } catch (const c10::Error& caught) {
-    return duplicate(caught.what_without_backtrace());
-  } catch (const std::exception& caught) {
-    return duplicate(caught.what());
-  } catch (...) {
-    return duplicate("an exception that is not a std::exception");
-  }
 }
 
 // Starts one collective and hands its work out.
@@ -79,10 +61,11 @@ void dflash_quiet_logs() {
   FLAGS_caffe2_log_level = c10::GLOG_FATAL;
 }
 
-// Lets products of float32 matrices on the CPU round their factors to bfloat16, in this process
+// Whether products of float32 matrices on the CPU round their factors to bfloat16, in this process
 // and from now on; sums stay float32.
-char* dflash_multiply_in_bf16() {
-  return guarded([&] { at::globalContext().setFloat32MatmulPrecision("medium"); });
+char* dflash_multiply_in_bf16(bool rounded) {
+  return guarded(
+      [&] { at::globalContext().setFloat32MatmulPrecision(rounded ? "medium" : "highest"); });
 }
 
 // The most bytes that tensors on the GPU of this index have taken at one time.

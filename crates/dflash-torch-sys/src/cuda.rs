@@ -5,6 +5,8 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use cudarc::driver::CudaContext;
+
 use crate::{Error, ffi};
 
 const LIBRARY: &str = "libtorch_cuda.so";
@@ -52,6 +54,25 @@ pub(crate) fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, Str
     if handle.is_null() { Err(loader_message()) } else { Ok(handle) }
 }
 
+/// The function `name` of an open library.
+///
+/// # Errors
+/// The loader's message.
+///
+/// # Safety
+/// `F` must be a function pointer of the symbol's type.
+pub(crate) unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, String> {
+    // SAFETY: an open library and a text; a function pointer is as large as any other.
+    unsafe {
+        let found = libc::dlsym(handle, name.as_ptr());
+        if found.is_null() {
+            return Err(loader_message());
+        }
+        assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
+        Ok(std::mem::transmute_copy(&found))
+    }
+}
+
 /// The most bytes that tensors of this process have taken on the GPU `index` at one time.
 ///
 /// # Errors
@@ -65,8 +86,20 @@ pub fn peak_device_bytes(index: usize) -> Result<u64, Error> {
     Ok(bytes.unsigned_abs())
 }
 
+/// Bytes that the driver could still give out on the GPU `index`.
+///
+/// # Errors
+/// No driver, or no such GPU.
+pub fn free_device_bytes(index: usize) -> Result<u64, Error> {
+    let asked = CudaContext::new(index).and_then(|context| context.mem_get_info());
+    let operation = "read the GPU's free memory";
+    let (free, _) =
+        asked.map_err(|error| Error::Torch { operation, message: error.to_string() })?;
+    Ok(free as u64)
+}
+
 /// The directory of the libtorch_cpu that the loader chose.
-fn libtorch_dir() -> Option<PathBuf> {
+pub(crate) fn libtorch_dir() -> Option<PathBuf> {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: any symbol that libtorch_cpu defines serves; `found` is written on success
     // and its name lives as long as the library.
@@ -84,7 +117,7 @@ fn libtorch_dir() -> Option<PathBuf> {
 /// `at::show_config()`, which the shim calls, so that every program of ours has it.
 const LIBTORCH_SYMBOL: &CStr = c"_ZN2at11show_configB5cxx11Ev";
 
-pub(crate) fn loader_message() -> String {
+fn loader_message() -> String {
     // SAFETY: dlerror's text is valid until the next call into the loader on this thread.
     unsafe {
         let message = libc::dlerror();

@@ -22,7 +22,19 @@ pub enum Error {
     /// The library, or the driver that it needs, does not load; the loader's message.
     #[error("NCCL cannot be used: {reason}")]
     NoNccl { reason: String },
+    /// The compiler for GPUs does not load; the loader's message.
+    #[error("NVRTC cannot be used: {reason}")]
+    NoNvrtc { reason: String },
+    /// It refused our kernels, or the GPU's architecture.
+    #[error("compile the kernels for the GPU: {message}")]
+    Compile { message: String },
     /// NCCL or the driver refused a call, in its own words.
     #[error("{operation} between GPUs: {message}")]
     Nccl { operation: &'static str, message: String },
+    /// NCCL says that a peer has died or that the network has failed.
+    #[error("{operation} between GPUs: a peer or the network failed: {message}")]
+    NcclPeer { operation: &'static str, message: String },
+    /// The group was given up before or while this ran.
+    #[error("{operation} between GPUs: {reason}")]
+    NcclGivenUp { operation: &'static str, reason: String },
 }

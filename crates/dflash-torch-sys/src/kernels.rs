@@ -8,6 +8,9 @@ use std::ptr::null_mut;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::gpu::{self, Runner};
+use crate::trace::is_pretended;
+
 type In = *const f32;
 type Out = *mut f32;
 
@@ -84,15 +87,18 @@ unsafe extern "C" {
 /// What computes: code for the CPU alone where it takes a tensor, or libtorch's operations, which
 /// run on every device.
 ///
-/// A model, an objective or an optimizer is made with [`Kernels::Fast`]; CUDA tensors take the
-/// portable path in any case. Choosing it on a CPU runs what CUDA runs, so that tests reach it.
+/// A model, an objective or an optimizer is made with [`Kernels::Fast`]. The other choices are for
+/// tests on a CPU: they run there what a GPU runs with its own kernels, and without.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kernels {
-    /// The kernels of this module and libtorch's flash attention for the CPU, where they apply.
+    /// On a CPU the kernels of this module and libtorch's flash attention, on a GPU those of
+    /// [`gpu`], where they apply.
     #[default]
     Fast,
-    /// Neither, on any device.
+    /// None of them, on any device.
     Portable,
+    /// The kernels for GPUs on CPU tensors, thread by thread: slow.
+    Rehearsed,
 }
 
 impl Kernels {
@@ -102,6 +108,20 @@ impl Kernels {
             && x.device() == Device::Cpu
             && x.kind() == Kind::Float
             && !x.requires_grad()
+    }
+
+    /// What runs the kernels for GPUs on tensors like `x`; `None` where they are not used.
+    pub fn gpu(self, x: &Tensor) -> Option<Runner> {
+        if !matches!(x.kind(), Kind::Float | Kind::BFloat16) || x.requires_grad() {
+            return None;
+        }
+        match (self, x.device()) {
+            (Self::Fast, Device::Cuda(index)) if is_pretended() || gpu::usable(index) => {
+                Some(Runner::Gpu(index))
+            }
+            (Self::Rehearsed, Device::Cpu) => Some(Runner::Rehearsal),
+            _ => None,
+        }
     }
 
     /// Whether queries like `q` use libtorch's flash attention for the CPU.

@@ -1,8 +1,9 @@
 //! What tch does not reach in libtorch: the c10d store and gloo process group, the
 //! version of the library in use, and the loading of its CUDA half and of NCCL at run time.
 //!
-//! [`kernels`] are the trainer's elementwise loops for the CPU, [`decode`] the decoder's passes of a
-//! few rows.
+//! [`kernels`] are the trainer's elementwise loops for the CPU, [`gpu`] those for GPUs, [`decode`] the
+//! decoder's passes of a few rows, [`flash`] the variable-length attention of GPUs, [`optimizer`] AdamW
+//! as libtorch fuses it, [`staging`] copies beside the work of GPUs, [`mapped`] numbers in files.
 //!
 //! All `unsafe` that touches libtorch lives here. The C++ under `cpp/` catches every
 //! exception and the functions of this crate return them as [`Error`]; a Rust panic never
@@ -17,17 +18,28 @@ mod cuda;
 pub mod decode;
 mod error;
 mod ffi;
+pub mod flash;
+pub mod gpu;
 mod group;
+mod interval;
 pub mod kernels;
+pub mod mapped;
 mod nccl;
+pub mod optimizer;
 mod precision;
+mod pretend;
+pub mod staging;
 mod store;
+pub mod trace;
 mod version;
 
-pub use cuda::{CudaLibrary, load_cuda, peak_device_bytes};
+pub use cuda::{CudaLibrary, free_device_bytes, load_cuda, peak_device_bytes};
 pub use error::Error;
 pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
-pub use nccl::{ID_BYTES, NcclGroup, NcclWork, find_nccl, nccl_id};
-pub use precision::{cpu_multiplies_bf16, multiply_in_bf16};
+pub use interval::{Begun, Interval};
+pub use nccl::{
+    ID_BYTES, NcclGroup, NcclWatch, NcclWork, find_nccl, nccl_id, nccl_takes_host_memory,
+};
+pub use precision::{cpu_multiplies_bf16, multiply_in_bf16, with_products};
 pub use store::Store;
 pub use version::libtorch_version;

@@ -6,105 +6,52 @@
 //! collective runs on a stream of its own: it waits there for what the computation has written so
 //! far, and the computation waits for it only from [`NcclWork::wait`] on. The host waits for
 //! neither.
+//!
+//! NCCL has no timeouts, and of a peer on the same machine that dies it says nothing. So a group can be
+//! watched from another thread ([`NcclWatch`]) and given up: what waits in it then comes back, and
+//! from then on every call and every wait is an error.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::Arc;
+mod library;
+mod order;
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
+use std::collections::VecDeque;
+use std::ffi::{c_char, c_int};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{CudaEvent, DriverError};
 use tch::{Device, Kind, Tensor};
 
-use crate::cuda::{loader_message, open_library};
+use crate::cuda::open_library;
 use crate::{Error, ReduceOp};
-
-/// The name under which libtorch's CUDA half asks for it.
-const LIBRARY: &CStr = c"libnccl.so.2";
+use library::{Comm, IN_PROGRESS, Library, Status, Stream, UniqueId};
+use order::Order;
 
 /// The driver, without which no CUDA works.
-const DRIVER: &CStr = c"libcuda.so.1";
+const DRIVER: &std::ffi::CStr = c"libcuda.so.1";
 
 /// What rank 0 makes and all ranks of a group present: NCCL's `ncclUniqueId`.
 pub const ID_BYTES: usize = 128;
 
-type Status = c_int;
-type Comm = *mut c_void;
-type Stream = *mut c_void;
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct UniqueId([c_char; ID_BYTES]);
-
-/// The functions that we call; their types are those of nccl.h of NCCL 2.
-#[derive(Clone, Copy)]
-struct Library {
-    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
-    init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
-    abort: unsafe extern "C" fn(Comm) -> Status,
-    error_string: unsafe extern "C" fn(Status) -> *const c_char,
-    all_reduce: Collective,
-    reduce_scatter: Collective,
-    all_gather:
-        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> Status,
-    broadcast: Collective,
-}
-
-/// Input, output, elements, their type, the operation (the root for a broadcast), group, stream.
-type Collective =
-    unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> Status;
-
-impl Library {
-    fn open(name: &CStr) -> Result<Self, Error> {
-        let handle = open_library(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
-            .map_err(|reason| Error::NoNccl { reason })?;
-        // SAFETY: the fields have the types that nccl.h gives the symbols.
-        unsafe {
-            Ok(Self {
-                get_unique_id: function(handle, c"ncclGetUniqueId")?,
-                init_rank: function(handle, c"ncclCommInitRank")?,
-                abort: function(handle, c"ncclCommAbort")?,
-                error_string: function(handle, c"ncclGetErrorString")?,
-                all_reduce: function(handle, c"ncclAllReduce")?,
-                reduce_scatter: function(handle, c"ncclReduceScatter")?,
-                all_gather: function(handle, c"ncclAllGather")?,
-                broadcast: function(handle, c"ncclBroadcast")?,
-            })
-        }
-    }
-
-    fn check(&self, operation: &'static str, status: Status) -> Result<(), Error> {
-        if status == 0 {
-            return Ok(());
-        }
-        // SAFETY: NCCL returns a static text for every status.
-        let message = unsafe { CStr::from_ptr((self.error_string)(status)) };
-        Err(Error::Nccl { operation, message: message.to_string_lossy().into_owned() })
-    }
-}
-
-/// The function of that name.
-///
-/// # Safety
-/// `F` must be a function pointer of the symbol's type.
-unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, Error> {
-    // SAFETY: an open library and a text; a function pointer is as large as any other.
-    unsafe {
-        let found = libc::dlsym(handle, name.as_ptr());
-        if found.is_null() {
-            return Err(Error::NoNccl { reason: loader_message() });
-        }
-        assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
-        Ok(std::mem::transmute_copy(&found))
-    }
-}
+/// How long a group that is given up waits for a call to come back before it is ended under the call.
+const CALLS_END: Duration = Duration::from_millis(500);
 
 /// Whether NCCL and the driver can be used on this machine.
 ///
 /// # Errors
 /// [`Error::NoNccl`] with the loader's reason.
 pub fn find_nccl() -> Result<(), Error> {
-    Library::open(LIBRARY)?;
+    Library::open()?;
     // cudarc panics without it.
     open_library(DRIVER, libc::RTLD_NOW).map_err(|reason| Error::NoNccl { reason })?;
     Ok(())
+}
+
+/// Whether the `libnccl.so.2` that is found works on the host's memory. NVIDIA's does not; that of the
+/// tests says so, and then the same calls carry CPU tensors.
+pub fn nccl_takes_host_memory() -> bool {
+    Library::open().is_ok_and(|library| library.takes_host_memory)
 }
 
 /// What the ranks of a new group must present; made by one of them.
@@ -112,95 +59,157 @@ pub fn find_nccl() -> Result<(), Error> {
 /// # Errors
 /// [`Error::NoNccl`], [`Error::Nccl`].
 pub fn nccl_id() -> Result<[u8; ID_BYTES], Error> {
-    let library = Library::open(LIBRARY)?;
+    let library = Library::open()?;
     let mut id = UniqueId([0; ID_BYTES]);
     // SAFETY: the out pointer is a local.
-    library.check("make an id", unsafe { (library.get_unique_id)(&mut id) })?;
+    let status = unsafe { (library.get_unique_id)(&mut id) };
+    library.check("making an id", std::ptr::null_mut(), status)?;
     Ok(id.0.map(|byte| byte as u8))
 }
 
-/// One process's place in a group of GPU processes, for CUDA tensors that are contiguous.
+/// One process's place in a group of GPU processes, for tensors of its device that are contiguous.
 ///
-/// All processes must start the same collectives in the same order. A peer that dies or hangs
-/// leaves the GPU waiting: NCCL has no timeouts, so something beside it must.
+/// All processes must start the same collectives in the same order.
 pub struct NcclGroup {
-    library: Library,
-    comm: Comm,
-    /// What the computation runs on.
-    compute: Arc<CudaStream>,
-    /// What the collectives run on.
-    stream: Arc<CudaStream>,
+    member: Arc<Member>,
     size: i64,
 }
 
-// SAFETY: a communicator may be used by any thread, one at a time; it is not Sync.
-unsafe impl Send for NcclGroup {}
+/// A look at a group from another thread than the one that calls it.
+pub struct NcclWatch {
+    member: Arc<Member>,
+}
+
+/// What the thread that calls and the one that watches share.
+struct Member {
+    library: Library,
+    comm: Comm,
+    order: Order,
+    /// Held during every call: while it is, the communicator is not ended.
+    calls: Mutex<()>,
+    /// Whether the communicator was ended, after which NCCL must not see it again.
+    ended: AtomicBool,
+    /// Why the group was given up.
+    given_up: OnceLock<String>,
+    /// In the order in which they were started.
+    unfinished: Mutex<VecDeque<Unfinished>>,
+}
+
+/// A collective that was begun and is not known to be done.
+struct Unfinished {
+    operation: &'static str,
+    begun: Instant,
+    /// `None` while NCCL's call itself runs.
+    done: Option<Arc<CudaEvent>>,
+}
+
+// SAFETY: the communicator is called by one thread at a time, the holder of `calls`; what NCCL allows
+// beside a call is asking for its asynchronous error and aborting it.
+unsafe impl Send for Member {}
+// SAFETY: as above.
+unsafe impl Sync for Member {}
 
 impl NcclGroup {
-    /// Joins the group of `id` as `rank` of `size`, with the GPU `device`; returns when all have.
+    /// Joins the group of `id` as `rank` of `size`, for tensors on `device`; returns when all have.
     ///
     /// # Errors
     /// [`Error::NoNccl`], [`Error::Nccl`]: two ranks on one GPU are refused, for instance.
     pub fn join(
         id: &[u8; ID_BYTES],
         (rank, size): (usize, usize),
-        device: usize,
+        device: Device,
     ) -> Result<Self, Error> {
-        find_nccl()?;
-        let library = Library::open(LIBRARY)?;
-        let context = CudaContext::new(device).map_err(driver("use the GPU"))?;
-        let compute = context.default_stream();
-        let stream = context.new_stream().map_err(driver("make a stream"))?;
+        let library = Library::open()?;
+        let order = match device {
+            Device::Cuda(ordinal) => {
+                find_nccl()?;
+                Order::of_gpu(ordinal)?
+            }
+            _ if library.takes_host_memory => Order::Host,
+            other => {
+                let reason = format!("it carries GPU tensors, not those on {other:?}");
+                return Err(Error::NoNccl { reason });
+            }
+        };
         let mut comm = std::ptr::null_mut();
         let id = UniqueId(id.map(|byte| byte as c_char));
         let (nranks, own) = (to_int(size), to_int(rank));
         // The communicator is bound to the GPU that is current.
-        context.bind_to_thread().map_err(driver("use the GPU"))?;
+        order.bind("join")?;
         // SAFETY: the out pointer is a local; the id is passed by value.
-        library.check("join", unsafe { (library.init_rank)(&mut comm, nranks, id, own) })?;
-        Ok(Self { library, comm, compute, stream, size: i64::from(nranks) })
+        let status = unsafe { (library.init_rank)(&mut comm, nranks, id, own) };
+        library.check("joining", std::ptr::null_mut(), status)?;
+        let member = Member {
+            library,
+            comm,
+            order,
+            calls: Mutex::default(),
+            ended: AtomicBool::new(false),
+            given_up: OnceLock::new(),
+            unfinished: Mutex::default(),
+        };
+        Ok(Self { member: Arc::new(member), size: i64::from(nranks) })
+    }
+
+    /// A look at it for another thread.
+    pub fn watch(&self) -> NcclWatch {
+        NcclWatch { member: Arc::clone(&self.member) }
+    }
+
+    /// Whether it has not been given up: only then are results that were waited for what they should
+    /// be. Ask once the host has seen a value that follows from them.
+    ///
+    /// # Errors
+    /// [`Error::NcclGivenUp`].
+    pub fn check(&self) -> Result<(), Error> {
+        self.member.check_given_up("the work")
     }
 
     /// Combines `tensor` over all ranks in place, in all of them.
     ///
     /// # Errors
-    /// [`Error::Nccl`], as for all collectives, also where types or sizes do not fit.
+    /// [`Error::Nccl`], as for all collectives, also where types or sizes do not fit;
+    /// [`Error::NcclPeer`] where a peer or the network failed; [`Error::NcclGivenUp`].
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<NcclWork, Error> {
         let op = if op == ReduceOp::Max { 2 } else { 0 };
-        let (data, kind) = (tensor.data_ptr(), kind_of("all-reduce", tensor)?);
-        // SAFETY (here and below): contiguous memory of the GPU that the work keeps, of the size
-        // and type that are named.
+        let (data, kind) = (tensor.data_ptr(), self.kind_of("all-reduce", tensor)?);
+        let Member { library, comm, .. } = &*self.member;
+        // SAFETY (here and below): contiguous memory of the group's device that the work keeps, of the
+        // size and type that are named.
         self.start("all-reduce", &[tensor], |stream| unsafe {
-            (self.library.all_reduce)(data, data, tensor.numel(), kind, op, self.comm, stream)
+            (library.all_reduce)(data, data, tensor.numel(), kind, op, *comm, stream)
         })
     }
 
     /// Overwrites `tensor` in all ranks with that of `root`.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<NcclWork, Error> {
-        let (data, kind) = (tensor.data_ptr(), kind_of("broadcast", tensor)?);
+        let (data, kind) = (tensor.data_ptr(), self.kind_of("broadcast", tensor)?);
         let root = to_int(root);
+        let Member { library, comm, .. } = &*self.member;
         self.start("broadcast", &[tensor], |stream| unsafe {
-            (self.library.broadcast)(data, data, tensor.numel(), kind, root, self.comm, stream)
+            (library.broadcast)(data, data, tensor.numel(), kind, root, *comm, stream)
         })
     }
 
     /// Writes the `input`s of all ranks, one after the other, into `output`.
     pub fn all_gather(&self, output: &Tensor, input: &Tensor) -> Result<NcclWork, Error> {
         self.check_sizes("all-gather", output, input)?;
-        let kind = kind_of("all-gather", input)?;
+        let kind = self.kind_of("all-gather", input)?;
         let (from, to, count) = (input.data_ptr(), output.data_ptr(), input.numel());
+        let Member { library, comm, .. } = &*self.member;
         self.start("all-gather", &[output, input], |stream| unsafe {
-            (self.library.all_gather)(from, to, count, kind, self.comm, stream)
+            (library.all_gather)(from, to, count, kind, *comm, stream)
         })
     }
 
     /// Sums the `input`s over all ranks and writes this rank's part into `output`.
     pub fn reduce_scatter(&self, output: &Tensor, input: &Tensor) -> Result<NcclWork, Error> {
         self.check_sizes("reduce-scatter", input, output)?;
-        let kind = kind_of("reduce-scatter", input)?;
+        let kind = self.kind_of("reduce-scatter", input)?;
         let (from, to, count) = (input.data_ptr(), output.data_ptr(), output.numel());
+        let Member { library, comm, .. } = &*self.member;
         self.start("reduce-scatter", &[output, input], |stream| unsafe {
-            (self.library.reduce_scatter)(from, to, count, kind, 0, self.comm, stream)
+            (library.reduce_scatter)(from, to, count, kind, 0, *comm, stream)
         })
     }
 
@@ -219,6 +228,16 @@ impl NcclGroup {
         Err(Error::Nccl { operation, message })
     }
 
+    /// nccl.h's number of the tensor's element type; refuses one of another device.
+    fn kind_of(&self, operation: &'static str, tensor: &Tensor) -> Result<c_int, Error> {
+        if !self.member.order.takes(tensor.device()) {
+            let device = tensor.device();
+            let message = format!("a tensor on {device:?}, but this group is for another device");
+            return Err(Error::Nccl { operation, message });
+        }
+        number_of(operation, tensor.kind())
+    }
+
     /// Starts `call` behind what the computation has done so far.
     fn start(
         &self,
@@ -226,21 +245,114 @@ impl NcclGroup {
         tensors: &[&Tensor],
         call: impl FnOnce(Stream) -> Status,
     ) -> Result<NcclWork, Error> {
-        self.stream.join(&self.compute).map_err(driver(operation))?;
-        // The contexts of other GPUs may have been current on this thread.
-        self.stream.context().bind_to_thread().map_err(driver(operation))?;
-        self.library.check(operation, call(self.stream.cu_stream().cast()))?;
-        let done = self.stream.record_event(None).map_err(driver(operation))?;
+        let done = self.member.call(operation, call)?;
         let tensors = tensors.iter().map(|tensor| tensor.shallow_clone()).collect();
-        Ok(NcclWork { operation, done, compute: Arc::clone(&self.compute), _tensors: tensors })
+        Ok(NcclWork { operation, done, member: Arc::clone(&self.member), _tensors: tensors })
     }
 }
 
-impl Drop for NcclGroup {
+impl Member {
+    /// Makes `call`, known to those who watch; what tells that the collective is done.
+    fn call(
+        &self,
+        operation: &'static str,
+        call: impl FnOnce(Stream) -> Status,
+    ) -> Result<Option<Arc<CudaEvent>>, Error> {
+        let stream = self.order.after_computation(operation)?;
+        let _held = lock(&self.calls);
+        self.check_given_up(operation)?;
+        let begun = Instant::now();
+        lock(&self.unfinished).push_back(Unfinished { operation, begun, done: None });
+        let status = call(stream);
+        let done = self.order.mark(operation);
+        let mut unfinished = lock(&self.unfinished);
+        let mut own = unfinished.pop_back().expect("calls are made one at a time");
+        // A call under which the group was given up comes back with whatever it has.
+        self.check_given_up(operation)?;
+        self.library.check(operation, self.comm, status)?;
+        let done = done?.map(Arc::new);
+        if done.is_some() {
+            own.done.clone_from(&done);
+            unfinished.push_back(own);
+        }
+        Ok(done)
+    }
+
+    fn check_given_up(&self, operation: &'static str) -> Result<(), Error> {
+        match self.given_up.get() {
+            None => Ok(()),
+            Some(reason) => Err(Error::NcclGivenUp { operation, reason: reason.clone() }),
+        }
+    }
+
+    /// Ends the communicator, once. Unlike destroying, aborting does not wait for lost peers; the
+    /// work that counts has been waited for.
+    fn end(&self) {
+        if !self.ended.swap(true, Ordering::SeqCst) {
+            // SAFETY: owned, ended once. No call begins after `given_up` is set or in a drop; one
+            // that still runs is what aborting is for.
+            unsafe { (self.library.abort)(self.comm) };
+        }
+    }
+}
+
+impl Drop for Member {
     fn drop(&mut self) {
-        // SAFETY: owned, ended once. Unlike destroying, aborting does not wait for lost peers; the
-        // work that counts has been waited for.
-        unsafe { (self.library.abort)(self.comm) };
+        self.end();
+    }
+}
+
+impl NcclWatch {
+    /// Whether NCCL and the GPU know of no fault by themselves.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`], [`Error::NcclPeer`].
+    pub fn check(&self) -> Result<(), Error> {
+        let Member { library, comm, ended, .. } = &*self.member;
+        if ended.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let mut fault = IN_PROGRESS;
+        // SAFETY: a live communicator, which only this thread ends; the out pointer is a local.
+        let status = unsafe { (library.async_error)(*comm, &mut fault) };
+        let operation = "the group";
+        library.check(operation, *comm, status)?;
+        if fault == IN_PROGRESS { Ok(()) } else { library.check(operation, *comm, fault) }
+    }
+
+    /// The oldest collective that is not done, and when it was begun.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] where the GPU has failed.
+    pub fn oldest_unfinished(&self) -> Result<Option<(&'static str, Instant)>, Error> {
+        let mut unfinished = lock(&self.member.unfinished);
+        while let Some(&Unfinished { operation, begun, ref done }) = unfinished.front() {
+            let is_done = match done {
+                None => false,
+                Some(event) => order::is_done(event).map_err(driver(operation))?,
+            };
+            if !is_done {
+                return Ok(Some((operation, begun)));
+            }
+            unfinished.pop_front();
+        }
+        Ok(None)
+    }
+
+    /// Gives the group up: what waits in it comes back, and all calls and waits fail with `reason`.
+    pub fn give_up(&self, reason: String) {
+        let member = &*self.member;
+        // Only the first reason counts.
+        let _ = member.given_up.set(reason);
+        let asked = Instant::now();
+        loop {
+            let held = member.calls.try_lock();
+            // A call that does not return waits for what will not come, and aborting ends it.
+            if held.is_ok() || asked.elapsed() > CALLS_END {
+                return member.end();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 
@@ -248,8 +360,9 @@ impl Drop for NcclGroup {
 /// [`NcclWork::wait`].
 pub struct NcclWork {
     operation: &'static str,
-    done: CudaEvent,
-    compute: Arc<CudaStream>,
+    /// `None` where it was done when the call returned.
+    done: Option<Arc<CudaEvent>>,
+    member: Arc<Member>,
     /// The allocator must not hand their memory to others meanwhile.
     _tensors: Vec<Tensor>,
 }
@@ -258,9 +371,10 @@ impl NcclWork {
     /// Makes the computation wait for the result from here on; the host goes on.
     ///
     /// # Errors
-    /// [`Error::Nccl`] where the driver refuses.
+    /// [`Error::Nccl`] where the driver refuses, [`Error::NcclGivenUp`].
     pub fn wait(&self) -> Result<(), Error> {
-        self.compute.wait(&self.done).map_err(driver(self.operation))
+        self.member.order.before_computation(self.operation, self.done.as_deref())?;
+        self.member.check_given_up(self.operation)
     }
 }
 
@@ -271,23 +385,23 @@ impl Drop for NcclWork {
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn driver(operation: &'static str) -> impl FnOnce(DriverError) -> Error {
     move |error| Error::Nccl { operation, message: error.to_string() }
 }
 
 /// nccl.h's number of an element type.
-fn kind_of(operation: &'static str, tensor: &Tensor) -> Result<c_int, Error> {
-    let refuse = |message: String| Err(Error::Nccl { operation, message });
-    if !matches!(tensor.device(), Device::Cuda(_)) {
-        return refuse(format!("a tensor on {:?}, but NCCL takes those of a GPU", tensor.device()));
-    }
-    match tensor.kind() {
+fn number_of(operation: &'static str, kind: Kind) -> Result<c_int, Error> {
+    match kind {
         Kind::Int64 => Ok(4),
         Kind::Half => Ok(6),
         Kind::Float => Ok(7),
         Kind::Double => Ok(8),
         Kind::BFloat16 => Ok(9),
-        kind => refuse(format!("no collective for {kind:?}")),
+        kind => Err(Error::Nccl { operation, message: format!("no collective for {kind:?}") }),
     }
 }
 
@@ -300,28 +414,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_named_and_another_not_taken_for_it() {
-        let check = |name: &CStr, expected: &str| {
-            let error = Library::open(name).err().unwrap().to_string();
-            assert!(error.contains(expected), "{error}");
-        };
-        check(c"libnccl-of-nobody.so.2", "NCCL cannot be used: libnccl-of-nobody.so.2");
-        check(c"libc.so.6", "ncclGetUniqueId");
-    }
-
-    #[test]
     fn finding_agrees_with_joining() {
         // Without NCCL both say why; with it this machine may still lack a GPU.
         if let Err(missing) = find_nccl() {
-            let refused = NcclGroup::join(&[0; ID_BYTES], (0, 1), 0).err().unwrap();
+            let refused = NcclGroup::join(&[0; ID_BYTES], (0, 1), Device::Cuda(0)).err().unwrap();
             assert_eq!(refused.to_string(), missing.to_string());
         }
     }
 
     #[test]
-    fn tensors_of_the_cpu_are_refused() {
-        let tensor = Tensor::zeros([2], (Kind::Float, Device::Cpu));
-        let error = kind_of("all-reduce", &tensor).unwrap_err().to_string();
-        assert!(error.contains("all-reduce") && error.contains("Cpu"), "{error}");
+    fn only_types_that_can_be_summed_are_taken() {
+        assert_eq!(number_of("all-reduce", Kind::Float).unwrap(), 7);
+        let error = number_of("all-reduce", Kind::Bool).unwrap_err().to_string();
+        assert!(error.contains("all-reduce") && error.contains("Bool"), "{error}");
     }
 }

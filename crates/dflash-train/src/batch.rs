@@ -2,18 +2,20 @@
 //! hidden states the tensors that the draft and the objective take. Training, validation, `bench`
 //! and `plan` all build their rows here.
 
-use bytes::Bytes;
 use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
-use dflash_hidden::{Dtype, HiddenStates};
+use dflash_hidden::Dtype;
 use dflash_model::attention::{BlockPlan, WindowRule};
 use dflash_model::draft::{Draft, DraftConfig, PackedInput};
 use dflash_model::flops::RowWork;
 use dflash_model::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
-use dflash_model::ops::rms_norm;
-use dflash_model::target::TargetHead;
+use dflash_model::target::{LogitTransform, TargetHead};
+use dflash_model::upload;
+use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
-use crate::rows::LoadedRow;
+use crate::Error;
+use crate::ahead::Lease;
+use crate::assembly::{Assembler, RowTensors, TrainedRow};
 
 /// What decides the blocks of a row, the same for all rows.
 #[derive(Clone, Debug)]
@@ -44,6 +46,8 @@ pub(crate) struct BatchMaker {
     pub(crate) head: TargetHead,
     /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
     pub(crate) lm_head_vh: Tensor,
+    /// What makes the target's logits of products with these rows.
+    pub(crate) output: LogitTransform,
     /// The target's layer after which the distribution is read, where the objective needs it.
     pub(crate) teacher_layer: Option<u32>,
 }
@@ -56,6 +60,8 @@ pub(crate) struct Batch {
     pub(crate) teacher: Option<Teacher>,
     /// Arithmetic that the row needs, forward and backward.
     pub(crate) flops: f64,
+    /// The buffer that the tensors above may lie in: dropped after them.
+    pub(crate) lease: Option<Lease>,
 }
 
 impl BlockMaker {
@@ -91,115 +97,77 @@ impl BatchMaker {
         vocabulary: Option<DraftVocabulary>,
         teacher_layer: Option<u32>,
     ) -> Self {
-        let lm_head_vh = match &vocabulary {
+        let (lm_head_vh, output) = match &vocabulary {
             Some(vocabulary) => {
                 let rows = Tensor::from_slice(vocabulary.selected());
-                head.lm_head_vh.index_select(0, &rows.to_device(head.lm_head_vh.device()))
+                let rows = rows.to_device(head.lm_head_vh.device());
+                (head.lm_head_vh.index_select(0, &rows), head.output().of_rows(&rows))
             }
-            None => head.lm_head_vh.shallow_clone(),
+            None => (head.lm_head_vh.shallow_clone(), head.output().shared()),
         };
         let (head_rows, teacher) = (lm_head_vh.size()[0] as usize, teacher_layer.is_some());
         let blocks = BlockMaker { anchors, vocabulary, head_rows, teacher };
-        Self { blocks, head, lm_head_vh, teacher_layer }
+        Self { blocks, head, lm_head_vh, output, teacher_layer }
     }
 
-    /// `None` when the row has no slot to learn from.
-    pub(crate) fn make(&self, draft: &Draft, loaded: &LoadedRow) -> Option<Batch> {
-        let LoadedRow { epoch, row, states, skipped: _ } = loaded;
-        let blocks = self.blocks.draw(draft.config(), row, *epoch);
-        if blocks.labels.slots().is_empty() {
-            return None;
-        }
-        let features_ck = features(draft, &blocks.plan, row, states);
-        let mut batch = self.batch(draft, row, blocks, features_ck);
-        batch.teacher = self
-            .teacher_layer
-            .map(|layer| self.teacher(draft, &batch.labels, (row, states), layer));
-        Some(batch)
+    /// What makes rows ready for a draft of this shape.
+    pub(crate) fn assembler(&self, draft: &Draft) -> Assembler {
+        let dtype = match (draft.device(), draft.flat().kind()) {
+            (Device::Cuda(_), _) => None,
+            (_, Kind::BFloat16) => Some(Dtype::Bf16),
+            _ => Some(Dtype::F32),
+        };
+        let (blocks, draft) = (self.blocks.clone(), draft.config().clone());
+        Assembler { blocks, draft, teacher_layer: self.teacher_layer, dtype }
     }
 
-    /// The tensors of a row with these blocks and the features of its context rows, [C, K*H]; the
-    /// teacher's are left out.
+    /// The tensors of a row that was made ready.
+    pub(crate) fn make(&self, draft: &Draft, row: TrainedRow) -> Result<Batch, Error> {
+        let _part = trace::part("rows");
+        let TrainedRow { blocks, tensors } = row;
+        let (features_ck, slot_ids_n, last_th, lease) = match tensors {
+            RowTensors::Computed { features_ck, slot_ids, last_th } => {
+                (features_ck, upload(&slot_ids, draft.device()), last_th, None)
+            }
+            RowTensors::Written { layout, lease } => {
+                let bytes_t = lease.tensor()?;
+                let slot_ids_n = layout.slot_ids.of(&bytes_t).view([-1]);
+                let last_th = layout.last.map(|last| last.of(&bytes_t));
+                (layout.features.of(&bytes_t), slot_ids_n, last_th, Some(lease))
+            }
+        };
+        let features_ck = features_ck.to_kind(draft.flat().kind());
+        let mut batch = self.batch(draft, blocks, (features_ck, &slot_ids_n));
+        batch.teacher = last_th.map(|last_th| self.teacher(draft, &batch.labels, &last_th));
+        batch.lease = lease;
+        Ok(batch)
+    }
+
+    /// The tensors of a row with these blocks, the features of its context rows, [C, K*H], and the
+    /// tokens of its slots, `[N]`; the teacher's are left out.
     pub(crate) fn batch(
         &self,
         draft: &Draft,
-        row: &PackedRow,
         blocks: Blocks,
-        features_ck: Tensor,
+        (features_ck, slot_ids_n): (Tensor, &Tensor),
     ) -> Batch {
         let Blocks { plan, labels, work } = blocks;
-        let slots_nh = self.slot_embeddings(draft, row, plan.anchors());
+        let slots_nh = self.head.rows(slot_ids_n).to_kind(draft.flat().kind());
         let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
-        Batch { input, labels, teacher: None, flops: draft.config().flops(&work).total() }
+        let flops = draft.config().flops(&work).total();
+        Batch { input, labels, teacher: None, flops, lease: None }
     }
 
-    /// Embeddings of [anchor token, MASK, ...] per block, [N, H].
-    fn slot_embeddings(&self, draft: &Draft, row: &PackedRow, anchors: &[usize]) -> Tensor {
-        let config = draft.config();
-        let mut ids = vec![config.mask_token_id; anchors.len() * config.block_size];
-        for (block, &anchor) in anchors.iter().enumerate() {
-            ids[block * config.block_size] = row.input_ids[anchor];
-        }
-        let ids = Tensor::from_slice(&ids).to_device(draft.device());
-        self.head.embed(&ids).to_kind(draft.flat().kind())
-    }
-
-    /// The target's last hidden states of the rows that predict the labels, after its norm.
-    fn teacher(
-        &self,
-        draft: &Draft,
-        labels: &BlockLabels,
-        (row, states): (&PackedRow, &[HiddenStates]),
-        layer: u32,
-    ) -> Teacher {
+    /// The target's last hidden states, [T, H], of the rows that predict the labels, after its norm.
+    pub(crate) fn teacher(&self, draft: &Draft, labels: &BlockLabels, last_th: &Tensor) -> Teacher {
         let (device, kind) = (draft.device(), draft.flat().kind());
-        let parts: Vec<Tensor> = row
-            .documents()
-            .zip(states)
-            .map(|(document, states)| rows_of(states, layer, 0..document.len()))
-            .collect();
-        let last_th = Tensor::cat(&parts, 0).to_device(device);
         let needed_m = labels.teacher_rows_on(device);
         let hidden_mh = last_th.index_select(0, &needed_m).to_kind(Kind::Float);
-        let normed_rh =
-            rms_norm(&hidden_mh, &self.head.norm_h.to_kind(Kind::Float), self.head.norm_eps);
         Teacher {
-            normed_rh: normed_rh.to_kind(kind),
+            normed_rh: self.head.normed(&hidden_mh).to_kind(kind),
             rows_m: Tensor::arange(needed_m.size()[0], (Kind::Int64, device)),
             head_vh: self.lm_head_vh.shallow_clone(),
+            output: self.output.shared(),
         }
     }
-}
-
-/// Features of the plan's context rows, [C, K*H], captures in ascending layer order.
-fn features(draft: &Draft, plan: &BlockPlan, row: &PackedRow, states: &[HiddenStates]) -> Tensor {
-    let config = draft.config();
-    let (rows, width) = (plan.context_rows() as i64, config.hidden_size);
-    let kind = draft.flat().kind();
-    let features_ck = Tensor::empty([rows, config.captures() * width], (kind, Device::Cpu));
-    for span in plan.spans() {
-        let document = row.document_starts.partition_point(|&start| start <= span.row_start) - 1;
-        let (start, length) = (span.context_row as i64, span.context.len() as i64);
-        for (capture, &layer) in config.target_layer_ids.iter().enumerate() {
-            let captured = rows_of(&states[document], layer, span.context.clone());
-            features_ck
-                .narrow(0, start, length)
-                .narrow(1, capture as i64 * width, width)
-                .copy_(&captured);
-        }
-    }
-    features_ck.to_device(draft.device())
-}
-
-/// Rows of one layer of a record, [rows, H] in the record's type on the CPU.
-fn rows_of(states: &HiddenStates, layer: u32, rows: std::ops::Range<usize>) -> Tensor {
-    let bytes: &Bytes =
-        states.layer_bytes(layer).expect("the stream delivers the layers asked for");
-    let row_bytes = states.row_bytes();
-    let kind = match states.dtype {
-        Dtype::Bf16 => Kind::BFloat16,
-        Dtype::F32 => Kind::Float,
-    };
-    let shape = [rows.len() as i64, states.hidden_size as i64];
-    Tensor::from_data_size(&bytes[rows.start * row_bytes..rows.end * row_bytes], &shape, kind)
 }

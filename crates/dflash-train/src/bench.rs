@@ -10,20 +10,23 @@ use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
 use dflash_model::draft::{DraftConfig, DraftLayout};
 use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
-use dflash_model::target::{TargetConfig, TargetHead, default_layer_ids};
-use dflash_model::{Kernels, device_name, place};
-use dflash_settings::{DEFAULT_LOSS_CHUNK_MIB, Dtype, Invalid, TrainStepSettings};
+use dflash_model::target::{TargetFacts, TargetHead, default_layer_ids};
+use dflash_model::{Kernels, device_name, place, upload};
+use dflash_settings::{Dtype, Invalid, TrainStepSettings};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use crate::assembly::slot_ids;
 use crate::batch::{Batch, BatchMaker};
 use crate::config::DraftShape;
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
+use crate::plan::cpu;
+use crate::plan::step::StepShape;
 use crate::shards::Shards;
 use crate::trainer::{StepSums, Trainer};
 use crate::vote::Vote;
-use crate::{Error, machine, setup};
+use crate::{Error, machine, readback, setup};
 
 /// The result; its first keys are those of other trainers' scripts.
 #[derive(Clone, Debug, Serialize)]
@@ -32,6 +35,8 @@ pub struct StepReport {
     pub step_ms: f64,
     /// Supervised slots over the median time.
     pub slots_per_s: f64,
+    /// On a CPU, the same time as computed from this machine's speeds (docs/plan.md), milliseconds.
+    pub predicted_ms: Option<f64>,
     /// Loss of the last step, nats.
     pub loss: f64,
     /// Peak memory, MiB: resident memory of the process on a CPU, tensors' on a GPU.
@@ -42,6 +47,8 @@ pub struct StepReport {
     pub slots: u64,
     /// Useful TFLOP/s: the arithmetic that the row needs over the median time.
     pub tflops: f64,
+    /// Memory that one chunk of logits could take, MiB.
+    pub loss_chunk_mib: usize,
     /// Where it ran.
     pub device: String,
 }
@@ -50,11 +57,14 @@ pub struct StepReport {
 const RATE: f64 = 6e-4;
 const GAMMA: f64 = 7.0;
 
-/// Runs the benchmark on the dimensions, the embedding and the lm_head of the target in `target_dir`.
+/// Runs the benchmark on the dimensions, the embedding and the lm_head of the `target` in `target_dir`.
 ///
 /// # Errors
 /// An unreadable target, or a shape that does not fit.
-pub fn train_step(settings: &TrainStepSettings, target_dir: &Path) -> Result<StepReport, Error> {
+pub fn train_step(
+    settings: &TrainStepSettings,
+    (target_dir, target): (&Path, &TargetFacts),
+) -> Result<StepReport, Error> {
     let TrainStepSettings { tokens, docs, anchors, .. } = *settings;
     let room = tokens.saturating_sub(docs);
     if anchors > room {
@@ -63,12 +73,12 @@ pub fn train_step(settings: &TrainStepSettings, target_dir: &Path) -> Result<Ste
     }
     let (device, kind) = place(settings.device, Dtype::Auto, 0)?;
     tch::no_grad(|| {
-        let config = draft(settings, target_dir)?;
+        let config = draft(settings, target)?;
         if device == Device::Cpu {
             check_memory(settings, &config)?;
         }
         let row = RandomRow::new(settings);
-        let mut trainer = trainer(settings, config, target_dir, (device, kind))?;
+        let mut trainer = trainer(settings, config, (target_dir, target), (device, kind))?;
         let config = trainer.draft.config();
         let shape = [tokens as i64, config.captures() * config.hidden_size];
         let features_tk = Tensor::randn(shape, (kind, device));
@@ -80,15 +90,22 @@ pub fn train_step(settings: &TrainStepSettings, target_dir: &Path) -> Result<Ste
             let batch = row.batch(&trainer, &features_tk);
             (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
             let mut open = trainer.begin(&Single);
-            open.add(Some(batch), true)?;
-            let result = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
+            open.add(Some(batch), true)?.map_err(|reason| no_memory(settings, reason))?;
+            let finished = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
             synchronize(device);
             if step >= settings.warmup {
                 times.push(begun.elapsed().as_secs_f64());
             }
-            loss = result.statistics.report(0.0).loss;
+            let outcome = readback::read(vec![finished.outcome]).remove(0);
+            loss = outcome.statistics.report(0.0).loss;
         }
-        Ok(report(&trainer, (loss, slots, flops), median(times)))
+        let report = report(&trainer, (loss, slots, flops), median(times));
+        // afterwards, since the probe's memory would be counted as the step's
+        let predicted_ms = match device {
+            Device::Cpu => Some(cpu::predict(&shape_of(&trainer, &row.row))? * 1e3),
+            _ => None,
+        };
+        Ok(StepReport { predicted_ms, ..report })
     })
 }
 
@@ -115,8 +132,15 @@ fn check_memory(settings: &TrainStepSettings, config: &DraftConfig) -> Result<()
     Ok(machine::check_memory(state, ("layers", settings.layers))?)
 }
 
-fn draft(settings: &TrainStepSettings, target_dir: &Path) -> Result<DraftConfig, Error> {
-    let target = TargetConfig::load(target_dir)?;
+fn no_memory(settings: &TrainStepSettings, reason: String) -> Error {
+    let TrainStepSettings { tokens, anchors, layers, .. } = settings;
+    let remedy = format!(
+        "lower --anchors (now {anchors}), --tokens (now {tokens}) or --layers (now {layers})"
+    );
+    Error::OutOfMemory { rank: 0, doing: "in a step".to_owned(), reason, remedy }
+}
+
+fn draft(settings: &TrainStepSettings, target: &TargetFacts) -> Result<DraftConfig, Error> {
     let shape = DraftShape {
         num_layers: settings.layers,
         block_size: settings.block,
@@ -124,32 +148,49 @@ fn draft(settings: &TrainStepSettings, target_dir: &Path) -> Result<DraftConfig,
         mask_token_id: target.vocab_size - 1,
         sliding_window: None,
         vocab_size: None,
+        stored: None,
     };
-    setup::draft_config(&target, &shape)
+    setup::draft_config(target, &shape)
 }
 
 fn trainer(
     settings: &TrainStepSettings,
     config: DraftConfig,
-    target_dir: &Path,
+    (target_dir, target): (&Path, &TargetFacts),
     (device, kind): (Device, Kind),
 ) -> Result<Trainer, Error> {
-    let head = TargetHead::load(target_dir, device, kind)?;
-    let objective = Objective {
-        terms: vec![(ElementLoss::CrossEntropy, 1.0)],
-        weighting: Weighting::Decay { gamma: GAMMA },
-        denominator: Denominator::Weights,
-        labels: LabelSource::Data,
-        chunk_bytes: DEFAULT_LOSS_CHUNK_MIB << 20,
-        kernels: Kernels::Fast,
-    };
+    let head = TargetHead::of(target_dir, target, (device, kind))?;
     let (anchors, seed) = (settings.anchors, settings.seed);
     let anchors = AnchorOptions { per_document: anchors, per_row: anchors, seed, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
     let fresh = setup::fresh(config, seed, device);
     let shards = Shards::whole(fresh.layout().elements());
     let parameters = Masters::new(fresh, kind, &OptimizerConfig::default(), shards);
+    let objective = Objective {
+        terms: vec![(ElementLoss::CrossEntropy, 1.0)],
+        weighting: Weighting::Decay { gamma: GAMMA },
+        denominator: Denominator::Weights,
+        labels: LabelSource::Data,
+        chunk_bytes: setup::chunk_bytes(settings.loss_chunk_mib, device)?,
+        kernels: Kernels::Fast,
+    };
     Ok(Trainer::new(parameters, (objective, batches)))
+}
+
+/// The step that was timed, for a pretended device.
+fn shape_of<'a>(trainer: &'a Trainer, row: &'a PackedRow) -> StepShape<'a> {
+    let Trainer { draft, objective, batches, keep, .. } = trainer;
+    StepShape {
+        draft: draft.config(),
+        kind: draft.flat().kind(),
+        tied: true,
+        blocks: batches.blocks.clone(),
+        objective: objective.clone(),
+        optimizer: OptimizerConfig::default(),
+        keep: *keep,
+        row,
+        micro_batches: 1,
+    }
 }
 
 fn median(mut times: Vec<f64>) -> f64 {
@@ -166,12 +207,14 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
     let draft = &trainer.draft;
     StepReport {
         step_ms: median * 1e3,
+        predicted_ms: None,
         slots_per_s: slots as f64 / median,
         loss,
         peak_mib: machine::peak_memory_mib(draft.device()).unwrap_or(f64::NAN),
         params_m: draft.layout().trained() as f64 / 1e6,
         slots,
         tflops: flops / median / 1e12,
+        loss_chunk_mib: trainer.objective.chunk_bytes >> 20,
         device: device_name(draft.device()),
     }
 }
@@ -216,7 +259,9 @@ impl RandomRow {
         let Trainer { draft, batches, .. } = trainer;
         let blocks = batches.blocks.at(draft.config(), &self.row, &self.anchors);
         let rows: Vec<i64> = blocks.plan.context_sources().flatten().map(|r| r as i64).collect();
-        let rows = Tensor::from_slice(&rows).to_device(draft.device());
-        batches.batch(draft, &self.row, blocks, features_tk.index_select(0, &rows))
+        let rows = upload(&rows, draft.device());
+        let ids = slot_ids(draft.config(), &self.row, blocks.plan.anchors());
+        let ids = upload(&ids, draft.device());
+        batches.batch(draft, blocks, (features_tk.index_select(0, &rows), &ids))
     }
 }

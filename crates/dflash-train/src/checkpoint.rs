@@ -79,6 +79,7 @@ pub(crate) fn save(
             pending = Some(Err(error.into()));
         }
     })?;
+    communicator.check()?;
     if let Some(pending) = pending {
         pending?.finish(trainer, position)?;
     }

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_model::draft::DraftConfig;
+use dflash_model::target::TargetSpec;
 use dflash_settings::TrainSettings;
 use serde::Serialize;
 
@@ -15,6 +17,8 @@ pub struct TrainConfig {
     pub settings: TrainSettings,
     /// Directory of the target model.
     pub target_dir: PathBuf,
+    /// What the user says of the target, where its own files do not or not rightly.
+    pub described_target: Option<TargetSpec>,
     /// Shape of the draft.
     pub draft: DraftShape,
     /// Directory of the checkpoint whose weights a fresh run starts from.
@@ -50,4 +54,7 @@ pub struct DraftShape {
     pub sliding_window: Option<usize>,
     /// Size of a pruned vocabulary.
     pub vocab_size: Option<usize>,
+    /// The draft that training starts from: heads, MLP, rotary embedding and kinds of layers are its own.
+    #[serde(skip)]
+    pub stored: Option<Box<DraftConfig>>,
 }

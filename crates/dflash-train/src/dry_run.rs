@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use dflash_files::PendingDir;
 use dflash_identity::TargetIdentity;
 use dflash_model::draft::{DraftConfig, DraftLayout};
-use dflash_model::target::TargetConfig;
+use dflash_model::target::TargetFacts;
 use dflash_run::RunDir;
 use tch::Device;
 
@@ -19,7 +19,7 @@ use crate::{Error, machine, setup};
 /// # Errors
 /// Settings that the run would refuse, I/O.
 pub fn dry_run(config: &TrainConfig) -> Result<PathBuf, Error> {
-    let target = TargetConfig::load(&config.target_dir)?;
+    let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
     let shape = setup::draft_config(&target, &config.draft)?;
     let bytes = 4.0 * DraftLayout::new(&shape).elements() as f64;
     machine::check_memory(bytes, ("num_layers", config.draft.num_layers))?;

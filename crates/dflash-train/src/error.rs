@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use dflash_settings::Invalid;
 
+use crate::preflight::listed;
+
 /// Errors name the flag, path or step, and the remedy.
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +29,20 @@ pub enum Error {
         .path.display()
     )]
     OtherTokenizer { path: PathBuf, found: String, expected: String },
+    /// A source's states are not what the run takes them for.
+    #[error("{origin} does not give the hidden states of --target as this run takes them: {cause}")]
+    OtherStates { origin: String, cause: String },
+    /// Nothing says which layers a source's states are of.
+    #[error(
+        "{origin} does not say which layers its states are of, and they are taken for {} in this order: {} proved (0 by the embedding, the last by log-probabilities), {} not; if they are these, say so once with --trust-layer-ids, which the run records",
+        listed(wanted),
+        listed(proved),
+        listed(ids)
+    )]
+    LayersUnsaid { origin: String, wanted: Vec<u32>, proved: Vec<u32>, ids: Vec<u32> },
+    /// Rank 0 refused the source and says why.
+    #[error("rank 0 refused the source of the hidden states")]
+    SourceRefused,
     /// The dataset.
     #[error(transparent)]
     Data(#[from] dflash_data::Error),
@@ -105,6 +121,18 @@ pub enum Error {
         #[source]
         source: crate::ProbeError,
     },
+    /// An allocation failed, on the host or on a GPU.
+    #[error("rank {rank} ran out of memory {doing}: {reason}; {remedy}")]
+    OutOfMemory { rank: usize, doing: String, reason: String, remedy: String },
+    /// The thread that makes rows ready is gone.
+    #[error("a row could not be made ready, which is a bug of dflash: {reason}")]
+    Assembly { reason: String },
+    /// The target's states are not what can be trained on: the setting is wrong then, not the samples.
+    #[error("{count} samples in a row could not be used; the last one, sample {sample}: {reason}")]
+    Unusable { count: u32, sample: u32, reason: String },
+    /// A rank failed and told the others why.
+    #[error("another rank failed, and the run ends with it: {report}")]
+    AnotherRank { report: String },
     /// Loss or gradient are not finite.
     #[error(
         "loss or gradient of {count} steps in a row is not finite (last: step {step}); {remedy}"

@@ -1,8 +1,8 @@
 //! What tests put in the place of the other ranks and of the stream.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
 
 use dflash_data::Dataset;
 use dflash_dist::{Communicator, Pending, Single};
@@ -15,7 +15,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::config::TrainConfig;
 use crate::order::PlannedRow;
-use crate::rows::{LoadedRow, RowSource, Rows, Samples, TargetSamples, pack};
+use crate::readback::Control;
+use crate::rows::{LoadedRow, Loading, RowSource, Rows, Samples, TargetSamples, pack};
 use crate::world::{World, bytes_of};
 use crate::{Error, Outcome, Prepared};
 
@@ -29,6 +30,7 @@ pub(crate) fn draft_config(hidden_size: i64, layers: usize) -> DraftConfig {
         head_dim: hidden_size / 4,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         layers: vec![LayerKind::Full; layers],
         sliding_window: None,
         block_size: 4,
@@ -53,6 +55,8 @@ pub(crate) struct Beside {
     pub(crate) broadcast_value: Option<f64>,
     /// The broadcast from which on rank 0's value is not a number, counted from 1.
     pub(crate) not_finite_from: Option<u64>,
+    /// Elements of each sum that was started, in their order.
+    pub(crate) started: Mutex<Vec<usize>>,
     /// How often each call came so far.
     pub(crate) broadcasts: AtomicU64,
     pub(crate) sums: AtomicU64,
@@ -84,7 +88,17 @@ impl Communicator for Beside {
         tensor: &Tensor,
     ) -> Result<Box<dyn Pending>, dflash_dist::Error> {
         let _ = tensor.shallow_clone().g_mul_scalar_(self.world_size() as f64);
+        self.started.lock().unwrap().push(tensor.numel());
         Single.start_all_reduce_sum(tensor)
+    }
+
+    fn start_broadcast(
+        &self,
+        tensor: &Tensor,
+        root: usize,
+    ) -> Result<Box<dyn Pending>, dflash_dist::Error> {
+        self.broadcast(&mut tensor.shallow_clone(), root)?;
+        Single.start_broadcast(tensor, root)
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<(), dflash_dist::Error> {
@@ -137,9 +151,10 @@ struct MemoryStream {
 }
 
 impl RowSource for MemoryRows {
-    fn start(&self, planned: Vec<PlannedRow>) -> Result<Box<dyn Rows>, Error> {
+    fn start(&self, planned: Vec<PlannedRow>) -> Result<Loading, Error> {
         let planned = planned.into_iter();
-        Ok(Box::new(MemoryStream { source: self.clone(), planned, done: 0 }))
+        let stream = MemoryStream { source: self.clone(), planned, done: 0 };
+        Ok(Loading::Fetched(Box::new(stream)))
     }
 }
 
@@ -168,6 +183,10 @@ impl Rows for MemoryStream {
             invalid: invalid * rows,
             ..Counters::default()
         }
+    }
+
+    fn closer(&self) -> Arc<AtomicBool> {
+        Arc::default()
     }
 }
 
@@ -203,9 +222,18 @@ impl World {
         source: &dyn RowSource,
         communicator: &dyn Communicator,
     ) -> Result<Outcome, Error> {
+        self.train_with(config, source, (communicator, Control::Host))
+    }
+
+    pub(crate) fn train_with(
+        &self,
+        config: &TrainConfig,
+        source: &dyn RowSource,
+        (communicator, control): (&dyn Communicator, Control),
+    ) -> Result<Outcome, Error> {
         let _alone = alone();
         let prepared = Prepared::open(config)?;
-        let kind = place(config.settings.compute.device, config.settings.compute.compute_dtype, 0)?;
-        prepared.train((communicator, kind), source, None)
+        let kind = place(config.settings.device, config.settings.compute.compute_dtype, 0)?;
+        prepared.train((communicator, kind, control), source, None)
     }
 }

@@ -6,46 +6,16 @@ use dflash_model::peak_resident_mib;
 use dflash_settings::Invalid;
 use tch::Device;
 
-/// Dense bfloat16 peaks of tensor cores with float32 sums, TFLOP/s, by a part of the GPU's name; the
-/// first that matches counts. From NVIDIA's data sheets and architecture white papers, which
-/// usually print the doubled figure "with sparsity".
-const PEAK_TFLOPS: [(&str, f64); 21] = [
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("H200 NVL", 835.0),
-    ("H200", 989.0),
-    ("H100 NVL", 835.0),
-    ("H100 PCIe", 756.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A30", 165.0),
-    ("A40", 149.7),
-    ("A10", 125.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("RTX 6000 Ada", 364.2),
-    ("RTX 5090", 209.5),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
-];
+use crate::gpus::Gpu;
 
 /// One directory for each GPU, with a file of facts.
 const DRIVER: &str = "/proc/driver/nvidia/gpus";
-
-/// The peak of a GPU by its name, dense bfloat16, TFLOP/s.
-pub fn peak_tflops(name: &str) -> Option<f64> {
-    PEAK_TFLOPS.iter().find(|(part, _)| name.contains(part)).map(|(_, peak)| *peak)
-}
 
 /// The peak of a rank's device: what the user says, else by the GPU's name. A CPU's depends on its
 /// clock under load and is not guessed.
 pub(crate) fn peak_of(device: Device, given: Option<f64>) -> Option<f64> {
     let known = || match device {
-        Device::Cuda(_) => gpu_name().as_deref().and_then(peak_tflops),
+        Device::Cuda(_) => Some(Gpu::named(gpu_name().as_deref()?)?.tflops),
         _ => None,
     };
     given.or_else(known)
@@ -114,23 +84,6 @@ pub(crate) fn processor(device: Device) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_find_their_own_peak() {
-        let check =
-            |name: &str, expect: Option<f64>| assert_eq!(peak_tflops(name), expect, "{name}");
-        check("NVIDIA H100 80GB HBM3", Some(989.0));
-        check("NVIDIA H100 PCIe", Some(756.0));
-        check("NVIDIA H200", Some(989.0));
-        check("NVIDIA GH200 480GB", Some(989.0));
-        check("NVIDIA H20", Some(148.0));
-        check("NVIDIA A100-SXM4-80GB", Some(312.0));
-        check("NVIDIA L40S", Some(362.0));
-        check("NVIDIA L4", Some(121.0));
-        check("NVIDIA GeForce RTX 4090", Some(165.2));
-        check("NVIDIA GB200", Some(2500.0));
-        check("NVIDIA Unheard 9", None);
-    }
 
     #[test]
     fn gpus_are_named_by_the_driver_when_they_are_alike() {

@@ -11,7 +11,8 @@ use tch::{Kind, Tensor};
 
 use crate::Error;
 use crate::checkpoint::MASTERS;
-use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor};
+use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor, Verdict};
+use crate::readback;
 use crate::shards::Shards;
 
 /// Name of the averaged weights in a checkpoint.
@@ -81,6 +82,22 @@ impl Masters {
         if let Some(average) = &mut self.average {
             average.update(&self.weights);
         }
+    }
+
+    /// As [`Self::step`], where the device decides about it. The gradient is not worth anything afterwards.
+    pub(crate) fn steered_step(
+        &mut self,
+        gradient: &Tensor,
+        rate: f64,
+        verdict: &Verdict,
+    ) -> Result<(), Error> {
+        let gradient = self.shards.view(gradient);
+        self.optimizer.steered_step(&self.weights, &gradient, rate, verdict)?;
+        if let Some(average) = &mut self.average {
+            let share = verdict.share(1.0 - average.decay);
+            let _ = average.weights.lerp_tensor_(&self.weights, &share);
+        }
+        Ok(())
     }
 
     /// Gives the draft the parameters of all ranks. All ranks call it.
@@ -172,7 +189,7 @@ impl Masters {
                 file.read_into(name, 0, draft.flat())?;
             }
         }
-        self.optimizer.steps = steps;
+        self.optimizer.set_steps(steps);
         Ok(())
     }
 
@@ -186,8 +203,9 @@ impl Masters {
             }
             // both are NaN where any number is
             let (least, most) = tensor.aminmax(None, false);
-            let bound = least.double_value(&[]).abs().max(most.double_value(&[]).abs());
-            finite &= least.double_value(&[]).is_finite() && most.double_value(&[]).is_finite();
+            let ends = readback::values(&Tensor::stack(&[least, most], 0));
+            let bound = ends[0].abs().max(ends[1].abs());
+            finite &= ends.iter().all(|end| end.is_finite());
             if name == MASTERS {
                 largest = bound;
             }

@@ -9,11 +9,14 @@ use dflash_run::{
     End, Entry, MetricLine, RunAbout, RunDir, StreamCounters, TeacherForced, Trackers,
     ValidationLine,
 };
+use dflash_torch_sys::Interval;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tch::Device;
 
 use crate::config::TrainConfig;
-use crate::trainer::{Effect, StepResult};
+use crate::readback::StepOutcome;
+use crate::rows::TargetTime;
+use crate::trainer::{Effect, StepSums};
 use crate::{Error, machine};
 
 /// Adds up steps and writes lines; on ranks other than 0 it only adds up.
@@ -24,18 +27,43 @@ pub(crate) struct Meter {
     /// Of the loss's denominator.
     epsilon: f64,
     begun: Instant,
-    interval: Interval,
+    interval: SinceLast,
     outputs: Option<Outputs>,
 }
 
+/// Where the time before a step's passes goes.
+#[derive(Debug, Default)]
+pub(crate) struct RowTimes {
+    /// Waiting for hidden states.
+    wait: Duration,
+    /// Passes of a target in this process.
+    target: Vec<Interval>,
+}
+
+impl RowTimes {
+    /// Adds a row that came after `asked`, in which a `target` may have been at work.
+    pub(crate) fn add(&mut self, asked: Duration, target: Option<TargetTime>) {
+        let host = target.as_ref().map_or(Duration::ZERO, |target| target.host);
+        self.wait += asked.saturating_sub(host);
+        self.target.extend(target.map(|target| target.device));
+    }
+
+    /// Seconds of the target's passes, if there were any; a GPU's end is waited for.
+    fn target_seconds(&self) -> Result<Option<f64>, Error> {
+        let lengths = self.target.iter().map(Interval::length);
+        let total = lengths.sum::<Result<Duration, _>>()?;
+        Ok((!self.target.is_empty()).then_some(total.as_secs_f64()))
+    }
+}
+
 /// What was added up since the last line.
-struct Interval {
+struct SinceLast {
     since: Instant,
     statistics: Option<Statistics>,
     steps: u64,
     tokens: f64,
     flops: f64,
-    wait: Duration,
+    times: RowTimes,
     /// What the streams have counted so far.
     stream: StreamCounters,
 }
@@ -47,17 +75,17 @@ struct Outputs {
     bar: ProgressBar,
 }
 
-impl Interval {
+impl SinceLast {
     fn begin(stream: StreamCounters) -> Self {
-        let (since, wait) = (Instant::now(), Duration::ZERO);
-        Self { since, statistics: None, steps: 0, tokens: 0.0, flops: 0.0, wait, stream }
+        let (since, times) = (Instant::now(), RowTimes::default());
+        Self { since, statistics: None, steps: 0, tokens: 0.0, flops: 0.0, times, stream }
     }
 }
 
 impl Meter {
     /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
     pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
-        let interval = Interval::begin(StreamCounters::default());
+        let interval = SinceLast::begin(StreamCounters::default());
         Self { device, peak_tflops, epsilon, begun: Instant::now(), interval, outputs: None }
     }
 
@@ -78,23 +106,28 @@ impl Meter {
         Ok(())
     }
 
-    /// Adds a finished step and how long its rows were waited for. A step that moved nothing counts
-    /// as a step, but has no share in figures of what was learned.
-    pub(crate) fn add(&mut self, result: StepResult, wait: Duration) {
+    /// Adds a finished step and what its rows took. A step that moved nothing counts as a step, but
+    /// has no share in figures of what was learned.
+    pub(crate) fn add(&mut self, sums: &StepSums, outcome: StepOutcome, times: RowTimes) {
         let interval = &mut self.interval;
         interval.steps += 1;
-        interval.stream = result.sums.stream;
-        interval.wait += wait;
-        let moved = result.effect == Effect::Moved;
+        interval.stream = sums.stream;
+        interval.times.wait += times.wait;
+        interval.times.target.extend(times.target);
+        let moved = outcome.effect == Effect::Moved;
         if moved {
-            interval.tokens += result.sums.tokens;
-            interval.flops += result.sums.flops;
+            interval.tokens += sums.tokens;
+            interval.flops += sums.flops;
         }
-        let own = if moved { result.statistics } else { result.statistics.cleared() };
+        let own = if moved { outcome.statistics } else { outcome.statistics.cleared() };
         match &mut interval.statistics {
             Some(sum) => sum.add(&own),
             None => interval.statistics = Some(own),
         }
+    }
+
+    /// Shows that a step is done, though what became of it may not be known yet.
+    pub(crate) fn tick(&self) {
         if let Some(outputs) = &self.outputs {
             outputs.bar.inc(1);
         }
@@ -103,14 +136,15 @@ impl Meter {
     /// Closes the interval and writes `line`, to which the interval's figures are added.
     pub(crate) fn log(&mut self, line: MetricLine) -> Result<(), Error> {
         let Some(statistics) = self.interval.statistics.take() else { return Ok(()) };
-        let next = Interval::begin(self.interval.stream);
-        let Interval { since, steps, tokens, flops, wait, stream, .. } =
+        let next = SinceLast::begin(self.interval.stream);
+        let SinceLast { since, steps, tokens, flops, times, stream, .. } =
             std::mem::replace(&mut self.interval, next);
         let Some(outputs) = &mut self.outputs else { return Ok(()) };
         let seconds = since.elapsed().as_secs_f64().max(1e-9);
         let report = statistics.report(self.epsilon);
         let left = outputs.bar.length().unwrap_or_default().saturating_sub(line.step);
-        let (wait, tflops) = (wait.as_secs_f64(), flops / seconds / 1e12);
+        let (wait, tflops) = (times.wait.as_secs_f64(), flops / seconds / 1e12);
+        let target = times.target_seconds()?;
         outputs.write(&MetricLine {
             time: Some(seconds_since_1970()),
             elapsed_s: Some(self.begun.elapsed().as_secs_f64()),
@@ -120,6 +154,8 @@ impl Meter {
             mfu: self.peak_tflops.map(|peak| tflops / peak),
             data_wait_s: Some(wait),
             data_wait_share: Some(wait / seconds),
+            target_s: target,
+            target_share: target.map(|target| target / seconds),
             interval_s: Some(seconds),
             eta_s: Some(seconds / steps.max(1) as f64 * left as f64),
             peak_memory_mib: machine::peak_memory_mib(self.device),
@@ -216,9 +252,12 @@ fn seconds_since_1970() -> f64 {
 /// What the progress says of a line.
 fn message(line: &MetricLine) -> String {
     let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
+    let target = line
+        .target_share
+        .map_or_else(String::new, |share| format!("  target {:.0}%", 100.0 * share));
     let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
     format!(
-        "loss {:.4}  expected acceptance length {:.2}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{memory}",
+        "loss {:.4}  expected acceptance length {:.2}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{target}{memory}",
         shown(line.figures.loss),
         shown(line.figures.expected_acceptance_length),
         shown(line.slots_per_s),

@@ -7,6 +7,9 @@
 mod adamw;
 mod groups;
 mod muon;
+mod verdict;
+
+use std::ops::Range;
 
 use dflash_settings::{OptimizerKind, OptimizerSettings};
 use dflash_torch_sys::kernels::Kernels;
@@ -14,10 +17,11 @@ use tch::{Kind, Tensor};
 
 pub use adamw::AdamWConfig;
 use adamw::Moments;
-use groups::shrink;
 pub use groups::{Groups, Piece, WeightDecay};
+use groups::{shrink, spans};
 use muon::Muon;
 pub use muon::{MuonConfig, MuonScale};
+pub use verdict::Verdict;
 
 /// Everything that decides how parameters move, besides the learning rate.
 #[derive(Clone, Copy, Debug, Default)]
@@ -51,8 +55,10 @@ pub struct Optimizer {
     /// AdamW's, of the whole share; of its norms alone where Muon moves the matrices.
     moments: Moments,
     muon: Option<Muon>,
-    /// Steps taken.
-    pub(crate) steps: i64,
+    /// Steps taken, as the host counts them.
+    steps: i64,
+    /// The same where the device decides which are taken; float32 `[1]`, exact to 16 million.
+    device_steps: Tensor,
 }
 
 /// What of the parameters a tensor of the state belongs to.
@@ -119,7 +125,8 @@ impl Optimizer {
             }
         };
         let moments = Moments::zeros(elements, masters.device());
-        Self { adamw, weight_decay, groups, moments, muon, steps: 0 }
+        let device_steps = Tensor::zeros([1], (Kind::Float, masters.device()));
+        Self { adamw, weight_decay, groups, moments, muon, steps: 0, device_steps }
     }
 
     /// The same optimizer, computed by `kernels`.
@@ -148,6 +155,76 @@ impl Optimizer {
             moments.step(&mut piece.of(masters), &piece.of(gradient), step);
             first += piece.elements;
         }
+    }
+
+    /// As [`Self::step`], along the gradient that `verdict` divides, if it lets the step happen. The
+    /// gradient is not worth anything afterwards. Nothing is read.
+    ///
+    /// # Errors
+    /// A masters' or gradient's buffer that is not float32 and of the share's length.
+    pub fn steered_step(
+        &mut self,
+        masters: &Tensor,
+        gradient: &Tensor,
+        rate: f64,
+        verdict: &Verdict,
+    ) -> Result<(), dflash_torch_sys::Error> {
+        let _ = self.device_steps.g_add_(&verdict.share(1.0));
+        let Some(muon) = &self.muon else {
+            return self.steered_adamw((masters, gradient), rate, verdict);
+        };
+        let Groups { matrices, norms } = &self.groups;
+        let matrix_rate = rate * muon.config.rate_ratio;
+        if self.weight_decay.matrices != 0.0 {
+            let rest = verdict.rest(matrix_rate * self.weight_decay.matrices);
+            matrices.iter().for_each(|piece| drop(piece.of(masters).g_mul_(&rest)));
+        }
+        for piece in matrices {
+            let kernels = self.moments.kernels;
+            muon.steered_step(piece, (masters, gradient), (matrix_rate, verdict), kernels);
+        }
+        let mut first = 0;
+        let mut part = |piece: &Piece| {
+            let buffer = self.moments.buffer(first, (piece.of(masters), piece.of(gradient)));
+            first += piece.elements;
+            buffer
+        };
+        let parts: Vec<_> = norms.iter().map(&mut part).collect();
+        let constants = (self.adamw, &self.device_steps);
+        Moments::steered_step(&parts, constants, (rate, self.weight_decay.norms), verdict)
+    }
+
+    /// All of the share by AdamW: a call for each decay that there is.
+    fn steered_adamw(
+        &self,
+        (masters, gradient): (&Tensor, &Tensor),
+        rate: f64,
+        verdict: &Verdict,
+    ) -> Result<(), dflash_torch_sys::Error> {
+        let WeightDecay { matrices, norms } = self.weight_decay;
+        let whole = 0..masters.numel() as i64;
+        let calls = if matrices == norms {
+            // padding is 0 and stays 0
+            vec![(vec![whole], norms)]
+        } else {
+            vec![(spans(&self.groups.matrices), matrices), (spans(&self.groups.norms), norms)]
+        };
+        for (spans, decay) in calls {
+            let part = |span: &Range<i64>| {
+                let view = |share: &Tensor| share.narrow(0, span.start, span.end - span.start);
+                self.moments.buffer(span.start, (view(masters), view(gradient)))
+            };
+            let parts: Vec<_> = spans.iter().filter(|span| !span.is_empty()).map(part).collect();
+            let constants = (self.adamw, &self.device_steps);
+            Moments::steered_step(&parts, constants, (rate, decay), verdict)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on after so many steps.
+    pub(crate) fn set_steps(&mut self, steps: i64) {
+        self.steps = steps;
+        let _ = self.device_steps.fill_(steps as f64);
     }
 
     /// All tensors that a resumed run needs.

@@ -4,22 +4,32 @@
 //! documents of one length; a sample of rows gives means. Memory follows the tensors that the
 //! trainer keeps; docs/plan.md compares it with measurements.
 
+mod budget;
+pub(crate) mod cpu;
 mod memory;
 mod rows;
 mod show;
+pub(crate) mod step;
+mod target;
 
 use std::path::Path;
 
-use dflash_model::draft::{DraftConfig, DraftLayout};
-use dflash_model::target::TargetConfig;
-use dflash_settings::{Device, PlanSettings};
+use dflash_model::draft::{DraftConfig, DraftLayout, Keep};
+use dflash_model::target::divided::Grid;
+use dflash_model::target::{TargetConfig, TargetFacts};
+use dflash_settings::{Invalid, PlanDevice, PlanSettings};
 use serde::Serialize;
+use tch::Kind;
 
+pub use budget::{Budget, PartBudget};
 pub use memory::Memory;
 pub use rows::RowShape;
 
 use crate::config::DraftShape;
+use crate::gpus::Gpu;
+use crate::optimizer::OptimizerConfig;
 use crate::{Error, machine, setup};
+use step::StepShape;
 
 /// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
 /// took 684 ms on two quiet cores of a server processor (LOG.md). Others differ, so there is --tflops.
@@ -30,12 +40,47 @@ struct Planned<'a> {
     settings: &'a PlanSettings,
     /// Size of a pruned vocabulary.
     vocab_size: Option<usize>,
-    /// Whether a GPU computes; else a CPU.
-    gpu: bool,
-    /// If known.
-    gpu_name: Option<String>,
+    place: Place,
     /// CPU cores of a rank.
     cores: usize,
+    /// The target as it runs here, if it does.
+    native: Option<TargetConfig>,
+}
+
+/// What computes.
+#[derive(Clone, Debug)]
+enum Place {
+    Cpu,
+    /// A GPU whose figures are known, by the name that the driver or the user gives it.
+    Gpu(String, Gpu),
+    /// Another, of this name if it has one.
+    UnknownGpu(Option<String>),
+}
+
+impl Place {
+    fn new(device: &PlanDevice) -> Result<Self, Invalid> {
+        let here = || machine::gpu_name();
+        let of = |name: String| match Gpu::named(&name) {
+            Some(gpu) => Self::Gpu(name, gpu),
+            None => Self::UnknownGpu(Some(name)),
+        };
+        Ok(match device {
+            PlanDevice::Cpu => Self::Cpu,
+            PlanDevice::Auto => here().map_or(Self::Cpu, of),
+            PlanDevice::Cuda => here().map_or(Self::UnknownGpu(None), of),
+            PlanDevice::Named(name) => match Gpu::named(name) {
+                Some(gpu) => Self::Gpu(gpu.name.to_owned(), gpu),
+                None => {
+                    let expected = format!("the known ones are auto, cpu, cuda, {}", Gpu::names());
+                    return Err(Invalid::new("device", name, expected));
+                }
+            },
+        })
+    }
+
+    fn is_gpu(&self) -> bool {
+        !matches!(self, Self::Cpu)
+    }
 }
 
 /// What the run takes. Bytes are per rank.
@@ -65,20 +110,40 @@ pub struct Plan {
     pub steps: u64,
     /// Useful arithmetic of a step, all ranks.
     pub flops_per_step: f64,
+    /// With --colocate the target's arithmetic of a step, all ranks.
+    pub target_flops_per_step: f64,
     /// What computes.
     pub device: String,
     /// Useful TFLOP/s of a rank that times are for.
     pub tflops: Option<f64>,
     /// Where that figure comes from.
     pub tflops_source: String,
-    /// Seconds of a step that waits for no data.
+    /// Seconds of a step that waits for no data; with --colocate the target's pass is in them.
     pub step_seconds: Option<f64>,
     /// Seconds of the run.
     pub run_seconds: Option<f64>,
-    /// Bytes of hidden states of a step, all ranks.
+    /// Bytes of hidden states of a step, all ranks; they stay where they are with --colocate.
     pub hidden_bytes_per_step: f64,
     /// Bytes per second that the servers must deliver to keep that pace.
     pub hidden_bytes_per_second: Option<f64>,
+    /// What a rank's step takes of a GPU whose figures are known, part by part, in bfloat16.
+    pub budget: Option<Budget>,
+    /// Where a hidden-server has the target: bytes of weights of a process of each stage. Empty with
+    /// --colocate, and for a target that does not run here.
+    pub server_bytes: Vec<f64>,
+    /// Processes of a stage, which have as much each.
+    pub server_parts: usize,
+    /// What of the target the draft leaves out, and why.
+    pub notes: Vec<String>,
+}
+
+/// What a draft of this shape leaves out of its target, and why; nothing where it starts from another
+/// draft.
+pub fn draft_notes(target: &TargetFacts, shape: &DraftShape) -> Vec<String> {
+    match shape.stored {
+        Some(_) => Vec::new(),
+        None => target.draft_defaults().notes.clone(),
+    }
 }
 
 /// Plans the run of a draft of this `shape` for the target in `target_dir`, of which only config.json
@@ -86,41 +151,56 @@ pub struct Plan {
 ///
 /// # Errors
 /// An unreadable target or dataset, or a shape that does not fit.
-pub fn plan(settings: &PlanSettings, target_dir: &Path, shape: &DraftShape) -> Result<Plan, Error> {
-    let target = TargetConfig::load(target_dir)?;
-    let draft = setup::draft_config(&target, shape)?;
-    let here = machine::gpu_name();
-    let gpu = match settings.compute.device {
-        Device::Cpu => false,
-        Device::Cuda(_) => true,
-        Device::Auto => settings.gpu.is_some() || here.is_some(),
+pub fn plan(
+    settings: &PlanSettings,
+    (target_dir, target): (&Path, &TargetFacts),
+    shape: &DraftShape,
+) -> Result<Plan, Error> {
+    let draft = setup::draft_config(target, shape)?;
+    let colocate = settings.hidden_states.colocate;
+    let native = match TargetConfig::load(target_dir) {
+        // Another engine has it then.
+        Err(_) if !colocate && settings.division.ranks() == 1 => None,
+        native => Some(native?),
     };
-    let gpu_name = settings.gpu.clone().or(here);
+    let place = Place::new(&settings.device)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = (cores / settings.nproc).max(1);
     let vocab_size = shape.vocab_size;
-    Planned { settings, vocab_size, gpu, gpu_name, cores }.plan(&target, &draft)
+    let notes = draft_notes(target, shape);
+    Planned { settings, vocab_size, place, cores, native }.plan((target, &draft), notes)
 }
 
 impl Planned<'_> {
-    fn plan(&self, target: &TargetConfig, draft: &DraftConfig) -> Result<Plan, Error> {
+    fn plan(
+        &self,
+        (target, draft): (&TargetFacts, &DraftConfig),
+        notes: Vec<String>,
+    ) -> Result<Plan, Error> {
         let (ranks, rows) = (self.settings.ranks(), &self.settings.rows);
-        let epoch = rows::Epoch::of(self, draft, target.vocab_size)?;
-        let memory = memory::memory(self, (target, draft), &epoch.largest);
+        let epoch = rows::Epoch::of(self, (target, draft))?;
+        let mut memory = memory::memory(self, (target, draft), &epoch.largest);
         let per_step = (ranks * rows.gradient_accumulation_steps) as f64;
         let steps_per_epoch = epoch.rows.div_ceil(per_step as u64);
         let whole = rows.whole_epochs().map_or(u64::MAX, |epochs| steps_per_epoch * epochs);
         let steps = rows.max_steps.map_or(whole, |bound| bound.min(whole));
         let flops_per_step = epoch.mean.flops * per_step;
-        let (tflops, tflops_source) = self.speed();
-        let step_seconds = tflops.map(|tflops| flops_per_step / (ranks as f64 * tflops * 1e12));
+        let budget = self.budget((target, draft), &epoch, &memory)?;
+        if let Some(budget) = &budget {
+            memory.count_widest(budget.peak_bytes as f64);
+        }
+        let (tflops, tflops_source) = self.speed(budget.as_ref());
+        let target_flops_per_step = epoch.mean.target_flops * per_step;
+        let all_flops = flops_per_step + target_flops_per_step;
+        let step_seconds = tflops.map(|tflops| all_flops / (ranks as f64 * tflops * 1e12));
+        let served = step_seconds.filter(|_| !self.settings.hidden_states.colocate);
         let hidden_bytes_per_step = epoch.mean.tokens * per_step * self.token_bytes(draft);
         Ok(Plan {
             parameters: DraftLayout::new(draft).trained(),
             shape: [draft.layers.len(), draft.block_size, draft.target_layer_ids.len()],
             ranks,
             row: epoch.mean,
-            total_bytes: memory.total(self.gpu),
+            total_bytes: memory.total(self.place.is_gpu()),
             memory,
             documents: epoch.documents,
             tokens_per_epoch: epoch.tokens,
@@ -128,14 +208,37 @@ impl Planned<'_> {
             steps_per_epoch,
             steps,
             flops_per_step,
+            target_flops_per_step,
             device: self.device(),
             tflops,
             tflops_source,
             step_seconds,
             run_seconds: step_seconds.map(|seconds| seconds * steps as f64),
             hidden_bytes_per_step,
-            hidden_bytes_per_second: step_seconds.map(|seconds| hidden_bytes_per_step / seconds),
+            hidden_bytes_per_second: served.map(|seconds| hidden_bytes_per_step / seconds),
+            budget,
+            server_bytes: self.server_bytes()?,
+            server_parts: self.settings.division.tensor_parallel_size,
+            notes,
         })
+    }
+
+    /// Bytes of weights of a process of each stage of the target's server.
+    fn server_bytes(&self) -> Result<Vec<f64>, Error> {
+        let hidden_states = &self.settings.hidden_states;
+        let Some(target) = self.native.as_ref().filter(|_| !hidden_states.colocate) else {
+            return Ok(Vec::new());
+        };
+        let division = self.settings.division;
+        let grid = Grid { pipeline: division.pipeline, tensor: division.tensor_parallel_size };
+        let width = target::width(hidden_states.target_dtype, self.place.is_gpu());
+        let elements = grid.elements(target)?;
+        Ok(elements.into_iter().map(|elements| elements * width).collect())
+    }
+
+    /// Bytes of a number that the draft computes with.
+    fn width(&self) -> f64 {
+        target::width(self.settings.compute.compute_dtype, self.place.is_gpu())
     }
 
     /// Bytes of a token's hidden states on the wire, bfloat16; the teacher's layer travels too.
@@ -147,26 +250,59 @@ impl Planned<'_> {
     }
 
     fn device(&self) -> String {
-        match (&self.gpu_name, self.gpu) {
-            (Some(name), true) => name.clone(),
-            (None, true) => "GPU of unknown name".into(),
-            (_, false) => format!("CPU, {} cores a rank", self.cores),
+        match &self.place {
+            Place::Gpu(name, _) | Place::UnknownGpu(Some(name)) => name.clone(),
+            Place::UnknownGpu(None) => "GPU of unknown name".into(),
+            Place::Cpu => format!("CPU, {} cores a rank", self.cores),
         }
     }
 
+    fn computes_in_bf16(&self) -> bool {
+        self.width() < 4.0
+    }
+
+    /// A rank's step on the largest sampled row.
+    fn budget(
+        &self,
+        (target, draft): (&TargetFacts, &DraftConfig),
+        epoch: &rows::Epoch,
+        memory: &Memory,
+    ) -> Result<Option<Budget>, Error> {
+        let Place::Gpu(_, gpu) = &self.place else { return Ok(None) };
+        if !self.computes_in_bf16() {
+            return Ok(None);
+        }
+        let Self { settings, .. } = self;
+        let free = (gpu.memory * 1e9 - memory.at_first()).max(0.0) as u64;
+        let chunk_bytes = settings.objective.chunk_bytes(Some(free));
+        let micro_batches = settings.rows.gradient_accumulation_steps;
+        let shape = StepShape {
+            draft,
+            kind: Kind::BFloat16,
+            tied: target.is_tied(),
+            blocks: epoch.blocks.clone(),
+            objective: setup::objective(&settings.objective, draft.block_size, chunk_bytes),
+            optimizer: OptimizerConfig::from(&settings.optimizer),
+            keep: if settings.compute.recompute { Keep::Inputs } else { Keep::Activations },
+            row: &epoch.row,
+            micro_batches,
+        };
+        let useful = epoch.largest.flops * micro_batches as f64;
+        Ok(Some(Budget::new(&shape.record()?, useful, gpu)))
+    }
+
     /// Useful TFLOP/s of a rank and where the figure comes from.
-    fn speed(&self) -> (Option<f64>, String) {
+    fn speed(&self, budget: Option<&Budget>) -> (Option<f64>, String) {
         if let Some(tflops) = self.settings.tflops {
             return (Some(tflops), "as given".into());
         }
-        if !self.gpu {
+        if let Some(budget) = budget {
+            return (Some(budget.tflops()), "computed, see the budget of a step".into());
+        }
+        if !self.place.is_gpu() {
             let tflops = CPU_CORE_TFLOPS * self.cores as f64;
             return (Some(tflops), format!("{CPU_CORE_TFLOPS} a core, see docs/plan.md"));
         }
-        let mut source = "not measured on this GPU; pass --tflops".to_owned();
-        if let Some(peak) = self.gpu_name.as_deref().and_then(machine::peak_tflops) {
-            source += &format!(" (its peak is {peak} in bfloat16)");
-        }
-        (None, source)
+        (None, "not measured on this GPU; pass --tflops".to_owned())
     }
 }

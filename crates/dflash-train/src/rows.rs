@@ -4,30 +4,77 @@
 //! travels with the requests for its hidden states and comes out beside them.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use dflash_data::{Dataset, PackedRow, Sample};
-use dflash_hidden::{Counters, FetchedRow, HiddenStates, Request, Stream, StreamConfig, WantedRow};
+use dflash_hidden::{
+    Counters, FetchedRow, HiddenStates, Probe, Request, Stream, StreamConfig, WantedRow, probe,
+};
+use dflash_model::target::TargetHead;
+use dflash_torch_sys::Interval;
+use dflash_torch_sys::staging::{Upload, upload_to};
+use tch::Device;
 
 use crate::Error;
 use crate::order::PlannedRow;
+use crate::states::ComputedStates;
+
+/// Tokens of a probe: enough that chance does not decide, and a request that costs nothing.
+pub(crate) const PROBE_TOKENS: usize = 64;
 
 /// Where samples are read: a dataset, or documents that `plan` makes up.
 pub(crate) trait Samples: Send + Sync {
     fn sample(&self, index: u32) -> Result<Sample, Error>;
 }
 
-/// Where rows come from: a stream, or the memory of a test.
+/// Where rows come from: a stream, a target in this process, or the memory of a test.
 pub(crate) trait RowSource {
     /// Begins to load `planned` in its order.
-    fn start(&self, planned: Vec<PlannedRow>) -> Result<Box<dyn Rows>, Error>;
+    fn start(&self, planned: Vec<PlannedRow>) -> Result<Loading, Error>;
+
+    /// What brings fetched rows to `device`.
+    fn upload(&self, device: Device) -> Result<Box<dyn Upload>, Error> {
+        Ok(upload_to(device)?)
+    }
+
+    /// Samples for a check of the source before the first step: of every server one, or one that is
+    /// stored; none where rows do not come from elsewhere.
+    fn probes(&self) -> Result<Vec<Probe>, Error> {
+        Ok(Vec::new())
+    }
+
+    /// The part of the target that the draft borrows, where the source has it as the run takes it.
+    fn head(&self) -> Option<TargetHead> {
+        None
+    }
 }
 
-/// Rows that are being loaded.
-pub(crate) trait Rows {
+/// Rows under way, by who works on them.
+pub(crate) enum Loading {
+    /// They come from elsewhere, while the step computes.
+    Fetched(Box<dyn Rows>),
+    /// This process computes them, in turns with the step.
+    Computed(Box<dyn ComputedRows>),
+}
+
+/// Rows that a target in this process computes when they are asked for.
+pub(crate) trait ComputedRows {
+    /// The next row; `None` at the end.
+    fn next(&mut self) -> Result<Option<ComputedRow>, Error>;
+
+    fn counters(&self) -> Counters;
+}
+
+/// Rows that are being fetched.
+pub(crate) trait Rows: Send {
     /// The next row; `None` at the end.
     fn next(&mut self) -> Result<Option<LoadedRow>, Error>;
 
     fn counters(&self) -> Counters;
+
+    /// A flag that makes another thread's wait in [`Self::next`] end with an interruption.
+    fn closer(&self) -> Arc<AtomicBool>;
 }
 
 /// One row with its hidden states; what was left out is counted.
@@ -39,6 +86,27 @@ pub(crate) struct LoadedRow {
     /// One for each document of the row.
     pub(crate) states: Vec<HiddenStates>,
     pub(crate) skipped: usize,
+}
+
+/// One row with the states that were computed here.
+#[derive(Debug)]
+pub(crate) struct ComputedRow {
+    pub(crate) epoch: u64,
+    /// Of the samples that have hidden states.
+    pub(crate) row: PackedRow,
+    pub(crate) states: ComputedStates,
+    pub(crate) skipped: usize,
+    /// What they took.
+    pub(crate) target: TargetTime,
+}
+
+/// The time of a target's pass over a row.
+#[derive(Debug)]
+pub(crate) struct TargetTime {
+    /// Of the device.
+    pub(crate) device: Interval,
+    /// Of this process, which on a GPU only asks for it.
+    pub(crate) host: Duration,
 }
 
 /// A dataset's samples, all of whose tokens the target knows.
@@ -55,6 +123,8 @@ pub(crate) struct StreamedRows {
     pub(crate) samples: Arc<dyn Samples>,
     pub(crate) total_seq_len: usize,
     pub(crate) stream: StreamConfig,
+    /// The samples, from the first on, of which one may be a probe.
+    pub(crate) candidates: u32,
 }
 
 /// A stream under way; `None` where the run was told to stop before a server was ready.
@@ -101,16 +171,36 @@ impl Samples for TargetSamples {
 }
 
 impl RowSource for StreamedRows {
-    fn start(&self, planned: Vec<PlannedRow>) -> Result<Box<dyn Rows>, Error> {
-        let Self { samples, total_seq_len, stream } = self.clone();
+    fn start(&self, planned: Vec<PlannedRow>) -> Result<Loading, Error> {
+        let Self { samples, total_seq_len, stream, .. } = self.clone();
         let rows = planned.into_iter().map(move |PlannedRow { epoch, samples: row }| {
             let row = pack(&*samples, &row, total_seq_len)?;
             Ok(WantedRow { requests: requests(&row), row: (epoch, row) })
         });
         match Stream::start(stream, rows) {
-            Err(dflash_hidden::Error::Interrupted) => Ok(Box::new(Streaming(None))),
-            stream => Ok(Box::new(Streaming(Some(stream?)))),
+            Err(dflash_hidden::Error::Interrupted) => {
+                Ok(Loading::Fetched(Box::new(Streaming(None))))
+            }
+            stream => Ok(Loading::Fetched(Box::new(Streaming(Some(stream?))))),
         }
+    }
+
+    fn probes(&self) -> Result<Vec<Probe>, Error> {
+        // Most sources have the first.
+        for candidates in [self.candidates.min(1), self.candidates] {
+            let requests = (0..candidates).map(|sample| {
+                let mut input_ids = self.samples.sample(sample)?.input_ids;
+                input_ids.truncate(PROBE_TOKENS.min(self.total_seq_len));
+                Ok(Request { sample: sample.into(), input_ids })
+            });
+            let mut requests = requests.collect::<Result<Vec<_>, Error>>()?;
+            requests.retain(|request| request.input_ids.len() > 1);
+            let probes = probe(self.stream.clone(), &requests)?;
+            if !probes.is_empty() {
+                return Ok(probes);
+            }
+        }
+        Ok(Vec::new())
     }
 }
 
@@ -139,5 +229,9 @@ impl Rows for Streaming {
 
     fn counters(&self) -> Counters {
         self.0.as_ref().map(Stream::counters).unwrap_or_default()
+    }
+
+    fn closer(&self) -> Arc<AtomicBool> {
+        self.0.as_ref().map(Stream::closer).unwrap_or_default()
     }
 }

@@ -18,9 +18,13 @@ use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights, recorded
 use dflash_settings::{Invalid, MatmulPrecision};
 use tch::{Device, Kind};
 
+use crate::colocated::ColocatedRows;
+use crate::no_memory::Asking;
 use crate::optimizer::OptimizerConfig;
 use crate::order::{Length, RowOrder, Stride};
 use crate::prepared::Prepared;
+use crate::readback::Control;
+use crate::ready::ReadyRows;
 use crate::rows::RowSource;
 use crate::validation::{AcceptanceProbe, Validation};
 use crate::{Error, checkpoint, machine, schedule, setup};
@@ -50,7 +54,8 @@ impl Prepared<'_> {
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
         let config = &self.config.settings;
-        let device = place(config.compute.device, config.compute.compute_dtype, env.local_rank)?;
+        let device = place(config.device, config.compute.compute_dtype, env.local_rank)?;
+        let control = Control::of(device.0);
         let options = ConnectOptions {
             join_timeout: Duration::from_secs(config.launch.join_timeout),
             collective_timeout: Duration::from_secs(config.launch.collective_timeout),
@@ -62,24 +67,66 @@ impl Prepared<'_> {
         if config.compute.matmul_precision == MatmulPrecision::Bfloat16 {
             dflash_torch_sys::multiply_in_bf16()?;
         }
-        self.train((&*communicator, device), &self.streamed_rows(), probe)
+        let source = self.source((&*communicator, device), env.local_rank);
+        let source = announced(&*communicator, source)?;
+        self.train((&*communicator, device, control), &*source, probe)
+    }
+
+    /// Where this rank's rows come from.
+    fn source(
+        &self,
+        (communicator, place): (&dyn Communicator, (Device, Kind)),
+        local_rank: usize,
+    ) -> Result<Box<dyn RowSource>, Error> {
+        if !self.config.settings.hidden_states.colocate {
+            return Ok(Box::new(self.streamed_rows()));
+        }
+        let asking = Asking { config: self.config, rank: communicator.rank() };
+        let doing = || "while loading the target beside the draft".to_owned();
+        let load = || ColocatedRows::load(self, place, (asking, local_rank));
+        Ok(Box::new(asking.contain(doing, load)?))
     }
 
     /// Trains on the rows of `source` as a rank that has joined the others.
     pub(crate) fn train(
         &self,
-        (communicator, device): (&dyn Communicator, (Device, Kind)),
+        (communicator, device, control): (&dyn Communicator, (Device, Kind), Control),
+        source: &dyn RowSource,
+        probe: Option<AcceptanceProbe<'_>>,
+    ) -> Result<Outcome, Error> {
+        announced(
+            communicator,
+            self.train_unannounced((communicator, device, control), source, probe),
+        )
+    }
+
+    fn train_unannounced(
+        &self,
+        (communicator, device, control): (&dyn Communicator, (Device, Kind), Control),
         source: &dyn RowSource,
         probe: Option<AcceptanceProbe<'_>>,
     ) -> Result<Outcome, Error> {
         let config = &self.config.settings;
+        let asking = Asking { config: self.config, rank: communicator.rank() };
         self.check_agreement(communicator)?;
         tch::no_grad(|| {
             let (rank, ranks) = (communicator.rank() as u64, communicator.world_size() as u64);
             let place = (communicator.rank(), communicator.world_size());
-            let mut trainer = setup::trainer(self, device, place)?;
+            let setting_up = || "while setting up the draft and its optimizer".to_owned();
+            let head = || match source.head() {
+                Some(head) => Ok(head),
+                None => Ok(self.head(device)?),
+            };
+            let head = asking.contain(setting_up, head)?;
+            let checking = || "while checking the source of the hidden states".to_owned();
+            let preflight =
+                asking.contain(checking, || self.check_source(communicator, source, &head))?;
+            let head = head.with_normed_states(preflight.states_are_normed());
+            let mut trainer =
+                asking.contain(setting_up, || setup::trainer(self, head, (device, place)))?;
+            trainer.control = control;
             let mut position = self.start(self.facts(communicator, device));
-            let mut notes = Vec::new();
+            let mut notes = preflight.notes;
             if let Some(checkpoint) = &self.resume {
                 let allowed = config.allow_changed.as_deref().unwrap_or_default();
                 let current = std::mem::take(&mut position);
@@ -103,7 +150,7 @@ impl Prepared<'_> {
             });
             let own = (total - position.step) as usize * config.rows.gradient_accumulation_steps;
             planned.truncate(own);
-            let mut rows = source.start(planned)?;
+            let mut rows = ReadyRows::start(source, planned, (&trainer.batches, &trainer.draft))?;
             let mut save_path = None;
             if rank == 0 {
                 let claimed = SavePath::claim(&config.save_path)?;
@@ -114,7 +161,9 @@ impl Prepared<'_> {
                     notes.extend(claimed.publish().err().map(|error| error.to_string()));
                 }
                 save_path = Some(claimed);
+                let source_checks = preflight.checks;
                 let provenance = self.provenance(&position, communicator.world_size())?;
+                let provenance = Provenance { source_checks, ..provenance };
                 RunDir::at(&config.save_path).record(provenance)?;
             }
             let at = (communicator, position.step);
@@ -126,6 +175,8 @@ impl Prepared<'_> {
                 health: Health::begin(self, &position),
                 ended_before: before.map(|before| before.total).filter(|&end| end != total),
                 notes,
+                unread: Vec::new(),
+                gradient_norm: f64::NAN,
                 order,
                 communicator,
                 trainer,
@@ -135,7 +186,9 @@ impl Prepared<'_> {
                 saved: self.resume.as_ref().map(|checkpoint| checkpoint.step),
                 validation,
             };
-            worker.train(&mut *rows)
+            // What a step asks for is contained in the step.
+            let doing = || "while summing gradients, moving weights or saving".to_owned();
+            asking.contain(doing, || worker.train(&mut rows))
         })
     }
 
@@ -187,6 +240,7 @@ impl Prepared<'_> {
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
         let known = [
             ("target", Some(self.identity.digests())),
+            ("described_target", self.described_target()),
             ("device", Some(device_name.to_owned())),
             ("compute_dtype", Some(dtype.to_owned())),
             ("ranks", Some(ranks.to_string())),
@@ -199,6 +253,12 @@ impl Prepared<'_> {
         ];
         let known = known.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
         recorded(settings).into_iter().chain(known).collect()
+    }
+
+    /// What the user says of the target, on one line.
+    fn described_target(&self) -> Option<String> {
+        let described = self.config.described_target.as_ref()?;
+        Some(serde_json::to_string(described).expect("names and numbers print"))
     }
 
     /// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one.
@@ -261,6 +321,14 @@ impl Prepared<'_> {
             position.step + remaining.div_ceil(ranks * rows.gradient_accumulation_steps as u64);
         rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
+}
+
+/// `outcome`, of which the launcher hears where a restart would ask for as much memory.
+fn announced<T>(communicator: &dyn Communicator, outcome: Result<T, Error>) -> Result<T, Error> {
+    if let Err(Error::OutOfMemory { .. }) = &outcome {
+        communicator.announce_permanent_failure();
+    }
+    outcome
 }
 
 /// What is said of checkpoints that were moved aside.

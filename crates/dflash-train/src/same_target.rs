@@ -2,11 +2,12 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_data::Dataset;
 use dflash_hidden::TargetLogits;
 use dflash_identity::{TargetIdentity, tokenizer_digest};
-use dflash_model::target::TargetHead;
+use dflash_model::target::{TargetFacts, TargetHead};
 use dflash_run::{Checkpoint, State};
 
 use crate::Error;
@@ -57,10 +58,16 @@ pub(crate) fn check_pretrained(
     }))
 }
 
-/// What a stock vLLM is checked with.
-pub(crate) fn logits(target_dir: &Path) -> TargetLogits {
-    let dir = target_dir.to_owned();
+/// What a stock vLLM is checked with; `are_normed` says whether its last states turned out to be behind
+/// the final norm.
+pub(crate) fn logits(
+    target_dir: &Path,
+    target: &TargetFacts,
+    are_normed: &Arc<AtomicBool>,
+) -> TargetLogits {
+    let (dir, target, are_normed) = (target_dir.to_owned(), target.clone(), Arc::clone(are_normed));
     TargetLogits(Arc::new(move |state: &[f32], ids: &[i64]| {
-        Ok(tch::no_grad(|| TargetHead::logits_of(&dir, state, ids))?)
+        let state = (state, are_normed.load(Ordering::Relaxed));
+        Ok(tch::no_grad(|| TargetHead::logits_of(&dir, &target, state, ids))?)
     }))
 }

@@ -8,8 +8,9 @@ use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_model::objective::{
     Confidence, Denominator, DraftVocabulary, LabelSource, Objective, Weighting,
 };
-use dflash_model::target::{TargetConfig, TargetHead, check_layer_ids};
-use dflash_settings::{Invalid, ObjectiveSettings, RowSettings};
+use dflash_model::target::{DraftHeads, TargetFacts, TargetHead, check_layer_ids};
+use dflash_settings::{Invalid, ObjectiveSettings, RowSettings, loss_chunk_bytes};
+use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
 use crate::Error;
@@ -24,26 +25,37 @@ use crate::trainer::Trainer;
 /// Standard deviation of fresh matrices, Hugging Face's default for the Qwen family.
 const INITIALIZER_RANGE: f64 = 0.02;
 
-/// The draft's configuration: the target's dimensions and the user's settings.
+/// The draft's configuration: the user's settings, and dimensions of the draft to start from or else
+/// those that the target gives.
 pub(crate) fn draft_config(
-    target: &TargetConfig,
+    target: &TargetFacts,
     settings: &DraftShape,
 ) -> Result<DraftConfig, Error> {
     check_layer_ids(&settings.target_layer_ids, target.num_hidden_layers)?;
-    let kind = match settings.sliding_window {
-        Some(_) => LayerKind::Sliding,
-        None => LayerKind::Full,
-    };
+    let defaults = target.draft_defaults();
+    let stored = settings.stored.as_deref();
+    let heads = stored.map_or(defaults.heads, |draft| DraftHeads {
+        num_attention_heads: draft.num_attention_heads,
+        num_key_value_heads: draft.num_key_value_heads,
+        head_dim: draft.head_dim,
+        intermediate_size: draft.intermediate_size,
+    });
+    let rope = stored.map_or((defaults.rope_theta, defaults.rope_scaling), |draft| {
+        (draft.rope_theta, draft.rope_scaling)
+    });
+    let layers = layers(settings);
+    let slides = layers.contains(&LayerKind::Sliding);
     Ok(DraftConfig {
         hidden_size: target.hidden_size,
-        intermediate_size: target.intermediate_size,
-        num_attention_heads: target.num_attention_heads,
-        num_key_value_heads: target.num_key_value_heads,
-        head_dim: target.head_dim,
-        rms_norm_eps: target.rms_norm_eps,
-        rope_theta: target.rope.theta,
-        layers: vec![kind; settings.num_layers],
-        sliding_window: settings.sliding_window,
+        intermediate_size: heads.intermediate_size,
+        num_attention_heads: heads.num_attention_heads,
+        num_key_value_heads: heads.num_key_value_heads,
+        head_dim: heads.head_dim,
+        rms_norm_eps: target.head.norm_eps,
+        rope_theta: rope.0,
+        rope_scaling: rope.1,
+        layers,
+        sliding_window: settings.sliding_window.filter(|_| slides),
         block_size: settings.block_size,
         mask_token_id: settings.mask_token_id,
         target_layer_ids: settings.target_layer_ids.clone(),
@@ -55,14 +67,27 @@ pub(crate) fn draft_config(
     })
 }
 
-/// Builds the trainer of a fresh run, at `place` (rank, world size).
+/// The kinds of the draft's layers: those of the draft to start from while the window is its own, and
+/// of what it has no more of its last one's; else all of one kind.
+fn layers(settings: &DraftShape) -> Vec<LayerKind> {
+    let usual = match settings.sliding_window {
+        Some(_) => LayerKind::Sliding,
+        None => LayerKind::Full,
+    };
+    let stored = settings.stored.as_deref();
+    let of_draft = stored.filter(|draft| draft.sliding_window == settings.sliding_window);
+    let kinds = of_draft.map_or(&[][..], |draft| &draft.layers);
+    let kind = |layer: usize| kinds.get(layer).or(kinds.last()).copied().unwrap_or(usual);
+    (0..settings.num_layers).map(kind).collect()
+}
+
+/// Builds the trainer of a fresh run on the target's `head`, at `place` (rank, world size).
 pub(crate) fn trainer(
     prepared: &Prepared<'_>,
-    (device, kind): (Device, Kind),
-    place: (usize, usize),
+    head: TargetHead,
+    ((device, kind), place): ((Device, Kind), (usize, usize)),
 ) -> Result<Trainer, Error> {
     let config = prepared.config;
-    let head = TargetHead::load(&config.target_dir, device, kind)?;
     let rows = head.embedding_vh.size()[0] as usize;
     let resumed_dir = prepared.resume.as_ref().map(|checkpoint| &*checkpoint.dir);
     let vocabulary = vocabulary(config, resumed_dir, (Some(&prepared.dataset), rows))?;
@@ -80,7 +105,8 @@ pub(crate) fn trainer(
     let splits = config.settings.compute.splits_state();
     let shards = shards((splits, &optimizer), fresh.layout(), place);
     let parameters = Masters::new(fresh, kind, &optimizer, shards);
-    let objective = objective(&config.settings.objective, prepared.draft.block_size);
+    let chunk = chunk_bytes(config.settings.objective.loss_chunk_mib, device)?;
+    let objective = objective(&config.settings.objective, prepared.draft.block_size, chunk);
     let mut trainer = Trainer::new(parameters, (objective, batches));
     trainer.keep = if config.settings.compute.recompute { Keep::Inputs } else { Keep::Activations };
     Ok(trainer)
@@ -104,6 +130,17 @@ pub(crate) fn fresh(config: DraftConfig, seed: u64, device: Device) -> Draft {
     })
 }
 
+/// Bytes of one chunk of logits where `mib` are asked for. By default they follow the device, on a GPU
+/// by what is free now: once the draft and its optimizer are there.
+pub(crate) fn chunk_bytes(mib: Option<usize>, device: Device) -> Result<usize, Error> {
+    let free = match device {
+        Device::Cuda(_) if trace::is_pretended() => Some(u64::MAX),
+        Device::Cuda(index) => Some(dflash_torch_sys::free_device_bytes(index)?),
+        _ => None,
+    };
+    Ok(loss_chunk_bytes(mib, free))
+}
+
 /// The share of the state that each rank holds.
 fn shards(
     (splits, optimizer): (bool, &OptimizerConfig),
@@ -117,7 +154,11 @@ fn shards(
     }
 }
 
-fn objective(settings: &ObjectiveSettings, block_size: usize) -> Objective {
+pub(crate) fn objective(
+    settings: &ObjectiveSettings,
+    block_size: usize,
+    chunk_bytes: usize,
+) -> Objective {
     let labels =
         if settings.teacher_labels { LabelSource::TeacherArgmax } else { LabelSource::Data };
     let (weighting, denominator) = match settings.dpace_alpha {
@@ -131,7 +172,7 @@ fn objective(settings: &ObjectiveSettings, block_size: usize) -> Objective {
         weighting,
         denominator,
         labels,
-        chunk_bytes: settings.chunk_bytes(),
+        chunk_bytes,
         kernels: Kernels::Fast,
     }
 }

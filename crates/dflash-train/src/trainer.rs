@@ -3,14 +3,17 @@
 use dflash_dist::{Communicator, Pending};
 use dflash_model::draft::{Draft, DraftViews, Keep};
 use dflash_model::objective::{Objective, Statistics};
+use dflash_model::want_of_memory;
 use dflash_run::StreamCounters;
-use tch::{Device, Tensor};
+use dflash_torch_sys::trace;
+use tch::{Device, Kind, Tensor};
 
 use crate::Error;
+use crate::assembly::{AssembledRow, TrainedRow};
 use crate::batch::{Batch, BatchMaker};
 use crate::masters::Masters;
-use crate::optimizer::gradient_norm;
-use crate::rows::LoadedRow;
+use crate::optimizer::{Verdict, gradient_norm};
+use crate::readback::{self, Control, Finished, Outcome, StepOutcome};
 use crate::vote::{Vote, add_up};
 
 /// Keeps a loss finite whose weights underflow.
@@ -28,7 +31,9 @@ pub(crate) struct Trainer {
     pub(crate) batches: BatchMaker,
     /// What the forward pass keeps for the backward pass.
     pub(crate) keep: Keep,
-    gradient: Tensor,
+    /// Who decides about a step.
+    pub(crate) control: Control,
+    pub(crate) gradient: Tensor,
     gradient_views: DraftViews,
 }
 
@@ -60,25 +65,13 @@ pub(crate) enum Effect {
     Void,
 }
 
-/// A finished step.
-#[derive(Debug)]
-pub(crate) struct StepResult {
-    /// Global norm of the gradient before clipping, as rank 0 finds it.
-    pub(crate) gradient_norm: f64,
-    pub(crate) effect: Effect,
-    /// Summed over ranks.
-    pub(crate) statistics: Statistics,
-    /// Summed over ranks.
-    pub(crate) sums: StepSums,
-    /// Of all ranks.
-    pub(crate) vote: Vote,
-}
-
 /// A step under way: gradients and counts of the micro-batches so far.
 pub(crate) struct Step<'a> {
     trainer: &'a mut Trainer,
     communicator: &'a dyn Communicator,
     statistics: Statistics,
+    /// Slots that carry loss.
+    slots: f64,
     reductions: Vec<Reduction>,
 }
 
@@ -88,68 +81,86 @@ impl Trainer {
         (objective, batches): (Objective, BatchMaker),
     ) -> Self {
         let (gradient, gradient_views) = draft.zero_gradients();
-        let keep = Keep::default();
-        Self { draft, masters, objective, batches, keep, gradient, gradient_views }
+        let (keep, control) = (Keep::default(), Control::of(draft.device()));
+        Self { draft, masters, objective, batches, keep, control, gradient, gradient_views }
     }
 
     pub(crate) fn begin<'a>(&'a mut self, communicator: &'a dyn Communicator) -> Step<'a> {
+        let _part = trace::part("optimizer");
         let _ = self.gradient.zero_();
         let statistics = Statistics::zero(self.draft.config().block_size, self.draft.device());
-        Step { trainer: self, communicator, statistics, reductions: Vec::new() }
+        Step { trainer: self, communicator, statistics, slots: 0.0, reductions: Vec::new() }
     }
 
     /// The figures of `draft` on one row, without gradients; `None` when there is nothing to learn.
-    pub(crate) fn validate(&self, draft: &Draft, row: &LoadedRow) -> Option<Statistics> {
-        let batch = self.batches.make(draft, row)?;
+    pub(crate) fn validate(
+        &self,
+        draft: &Draft,
+        row: AssembledRow,
+    ) -> Result<Option<Statistics>, Error> {
+        let Some(trained) = row.trained else { return Ok(None) };
+        let batch = self.batches.make(draft, trained)?;
         let (hidden_nh, _) = draft.forward_keeping(&batch.input, Keep::Inputs);
         let head_vh = &self.batches.lm_head_vh;
         let teacher = batch.teacher.as_ref();
-        Some(self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher).statistics)
+        let output = self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher);
+        Ok(Some(output.statistics))
     }
 
     /// Forward and backward of one batch; gradients of the loss numerator are added up.
-    fn accumulate(&mut self, batch: Batch, finished: &mut dyn FnMut(usize)) -> Statistics {
-        let Batch { input, labels, teacher, flops: _ } = batch;
-        let (hidden_nh, saved) = self.draft.forward_keeping(&input, self.keep);
-        let head_vh = &self.batches.lm_head_vh;
-        let output = self.objective.evaluate(&hidden_nh, head_vh, &labels, teacher.as_ref());
-        drop(hidden_nh);
+    fn accumulate(&mut self, batch: &Batch, finished: &mut dyn FnMut(usize)) -> Statistics {
+        let (hidden_nh, saved) = self.draft.forward_keeping(&batch.input, self.keep);
+        let (head_vh, teacher) = (&self.batches.lm_head_vh, batch.teacher.as_ref());
+        let part = trace::part("loss");
+        let output = self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher);
+        drop((hidden_nh, part));
         let gradients = (&self.gradient_views, finished);
-        self.draft.backward(output.dhidden_nh, &input, saved, gradients);
+        self.draft.backward(output.dhidden_nh, &batch.input, saved, gradients);
         output.statistics
     }
 }
 
 impl Step<'_> {
+    /// What the step trains.
+    pub(crate) fn trainer(&self) -> &Trainer {
+        self.trainer
+    }
+
     /// Turns a row into a batch for this step's draft.
-    pub(crate) fn batch(&self, row: &LoadedRow) -> Option<Batch> {
+    pub(crate) fn batch(&self, row: TrainedRow) -> Result<Batch, Error> {
         self.trainer.batches.make(&self.trainer.draft, row)
     }
 
     /// Adds a micro-batch; `None` has nothing to learn from. With `last` each part of the gradient
     /// is summed over the ranks as soon as the backward pass is done with it.
-    pub(crate) fn add(&mut self, batch: Option<Batch>, last: bool) -> Result<(), Error> {
-        let buckets = self.trainer.draft.layout().buckets().to_vec();
-        let gradient = self.trainer.gradient.shallow_clone();
-        let communicator = self.communicator;
-        let mut failure = None;
-        let mut reductions = Vec::new();
-        let mut finished = |bucket: usize| {
-            let (offset, elements) = buckets[bucket];
-            match Reduction::start(communicator, gradient.narrow(0, offset, elements)) {
-                Ok(reduction) => reductions.push(reduction),
-                Err(error) => failure = Some(error),
-            }
-        };
+    ///
+    /// The inner error is the allocator's message, where the batch got no memory. The other ranks are
+    /// in the middle of their sums, so this one brings its part to all of them: the step must be void.
+    pub(crate) fn add(
+        &mut self,
+        batch: Option<Batch>,
+        last: bool,
+    ) -> Result<Result<(), String>, Error> {
+        let mut sums = GradientSums::new(self.communicator, self.trainer);
+        let mut added = Ok(());
         if let Some(batch) = batch {
-            let finished = if last { &mut finished as &mut dyn FnMut(usize) } else { &mut |_| () };
-            self.statistics.add(&self.trainer.accumulate(batch, finished));
-        } else if last {
-            // the other ranks reduce: so must this one, in the same order
-            (0..buckets.len()).rev().for_each(&mut finished);
+            self.slots += batch.labels.slots().len() as f64;
+            let trainer = &mut *self.trainer;
+            let mut finished = |bucket: usize| {
+                if last {
+                    sums.start(bucket);
+                }
+            };
+            match want_of_memory(|| trainer.accumulate(&batch, &mut finished)) {
+                Ok(statistics) => self.statistics.add(&statistics),
+                Err(reason) => added = Err(reason),
+            }
         }
-        self.reductions.extend(reductions);
-        failure.map_or(Ok(()), |error| Err(error.into()))
+        if last {
+            sums.start_rest();
+        }
+        self.reductions.extend(sums.reductions);
+        sums.failure.map_or(Ok(added), |error| Err(error.into()))
     }
 
     /// Sums over the ranks, divides, clips and moves the parameters by `rate`.
@@ -157,27 +168,47 @@ impl Step<'_> {
         mut self,
         (mut sums, vote): (StepSums, Vote),
         (rate, max_norm): (f64, f64),
-    ) -> Result<StepResult, Error> {
+    ) -> Result<Finished, Error> {
+        let _part = trace::part("optimizer");
+        let control = self.trainer.control;
         // On the host and with a timeout, so that a rank that hangs is found before the GPU waits
         // for it.
         let StepSums { tokens, samples, skipped, flops, stream } = &mut sums;
         let mut counts = stream.counts().map(|count| *count as f64);
-        let mut numbers: Vec<_> =
-            [tokens, samples, skipped, flops].into_iter().chain(&mut counts).collect();
-        let vector = self.statistics.sums_mut();
-        let vote = add_up(self.communicator, vote, &mut numbers, Some(vector))?;
+        let own = [tokens, samples, skipped, flops, &mut self.slots];
+        let mut numbers: Vec<_> = own.into_iter().chain(&mut counts).collect();
+        let vector = match control {
+            Control::Host => Some(self.statistics.sums_mut()),
+            Control::Device => None,
+        };
+        let vote = add_up(self.communicator, vote, &mut numbers, vector)?;
         stream.counts().into_iter().zip(counts).for_each(|(count, sum)| *count = sum as u64);
         for reduction in std::mem::take(&mut self.reductions) {
             reduction.wait()?;
         }
-        let (effect, gradient_norm) = match self.statistics.denominator().double_value(&[]) {
-            _ if vote.is_void() => (Effect::Void, f64::NAN),
+        let outcome = match control {
+            _ if vote.is_void() => self.unmoved(Effect::Void, f64::NAN),
+            Control::Host => Outcome::Known(self.decide((rate, max_norm))?),
+            Control::Device if self.slots == 0.0 => self.unmoved(Effect::Empty, 0.0),
+            Control::Device => Outcome::Unread(self.let_device_decide((rate, max_norm))?),
+        };
+        Ok(Finished { sums, vote, outcome })
+    }
+
+    /// The outcome of a step that the host ends before the device looks at it.
+    fn unmoved(&self, effect: Effect, gradient_norm: f64) -> Outcome {
+        let statistics = Statistics::zero(self.trainer.draft.config().block_size, Device::Cpu);
+        Outcome::Known(StepOutcome { effect, gradient_norm, statistics })
+    }
+
+    /// Moves the parameters, unless denominator or norm forbid it.
+    fn decide(mut self, (rate, max_norm): (f64, f64)) -> Result<StepOutcome, Error> {
+        let (effect, gradient_norm) = match readback::value(&self.statistics.denominator()) {
             // momentum and decay would move what nothing was learned about
             0.0 => (Effect::Empty, 0.0),
             denominator => self.apply(denominator, (rate, max_norm))?,
         };
-        let statistics = self.statistics;
-        Ok(StepResult { gradient_norm, effect, statistics, sums, vote })
+        Ok(StepOutcome { effect, gradient_norm, statistics: self.statistics })
     }
 
     /// Moves the parameters along the summed gradient; returns its norm too.
@@ -190,8 +221,10 @@ impl Step<'_> {
         let divisor = denominator + trainer.objective.denominator.epsilon();
         // not `max`, which would lose a NaN
         let divisor = if divisor < LEAST_DIVISOR { LEAST_DIVISOR } else { divisor };
-        let own = gradient_norm(&trainer.gradient).double_value(&[]) / divisor;
+        let own = readback::value(&gradient_norm(&trainer.gradient)) / divisor;
         let norm = of_rank_0(own, *communicator)?;
+        // The norm follows from all sums: they are as good as the group is now.
+        communicator.check()?;
         if !norm.is_finite() {
             return Ok((Effect::NotFinite, norm));
         }
@@ -201,6 +234,44 @@ impl Step<'_> {
         trainer.masters.publish(&trainer.draft, *communicator)?;
         Ok((Effect::Moved, norm))
     }
+
+    /// The same by the device, which nobody waits for; what it finds is for [`Outcome::Unread`].
+    fn let_device_decide(mut self, (rate, max_norm): (f64, f64)) -> Result<Tensor, Error> {
+        let communicator = self.communicator;
+        exchange(communicator, self.statistics.sums_mut(), |sums| {
+            communicator.all_reduce_sum(sums)
+        })?;
+        let Self { trainer, statistics, .. } = self;
+        let denominator = statistics.denominator().view([1]);
+        let epsilon = trainer.objective.denominator.epsilon();
+        let divisor = (&denominator + epsilon).clamp_min(LEAST_DIVISOR);
+        let own = gradient_norm(&trainer.gradient).to_kind(Kind::Double).view([1]);
+        let mut norm = own / &divisor;
+        exchange(communicator, &mut norm, |norm| communicator.broadcast(norm, 0))?;
+        // As far as the host knows: the reader asks again, once it has seen a value.
+        communicator.check()?;
+        let clip = ((&norm + CLIP_EPSILON).reciprocal() * max_norm).clamp_max(1.0);
+        let skip = norm.isfinite().logical_not().logical_or(&denominator.eq(0.0));
+        let verdict = Verdict::new(&(divisor / clip), skip);
+        trainer.masters.steered_step(&trainer.gradient, rate, &verdict)?;
+        trainer.masters.publish(&trainer.draft, communicator)?;
+        Ok(Tensor::cat(&[statistics.sums(), &norm], 0))
+    }
+}
+
+/// Does `collective` with `tensor`, on the host where the communicator does not take it as it is.
+fn exchange(
+    communicator: &dyn Communicator,
+    tensor: &mut Tensor,
+    collective: impl FnOnce(&mut Tensor) -> Result<(), dflash_dist::Error>,
+) -> Result<(), dflash_dist::Error> {
+    if communicator.takes(tensor.device()) {
+        return collective(tensor);
+    }
+    let mut host = readback::to_host(tensor);
+    collective(&mut host)?;
+    tensor.copy_(&host);
+    Ok(())
 }
 
 /// Rank 0's `value`. Equal gradients have norms that differ in their last bits where another number
@@ -208,7 +279,43 @@ impl Step<'_> {
 fn of_rank_0(value: f64, communicator: &dyn Communicator) -> Result<f64, Error> {
     let mut value = Tensor::from_slice(&[value]);
     communicator.broadcast(&mut value, 0)?;
-    Ok(value.double_value(&[]))
+    Ok(readback::value(&value))
+}
+
+/// The sums of a gradient over the ranks, begun part by part in the order of the backward pass, which
+/// is from the last to the first.
+struct GradientSums<'a> {
+    communicator: &'a dyn Communicator,
+    gradient: Tensor,
+    /// Offset and elements of each part.
+    buckets: Vec<(i64, i64)>,
+    reductions: Vec<Reduction>,
+    /// After it no sum is begun.
+    failure: Option<dflash_dist::Error>,
+}
+
+impl<'a> GradientSums<'a> {
+    fn new(communicator: &'a dyn Communicator, trainer: &Trainer) -> Self {
+        let buckets = trainer.draft.layout().buckets().to_vec();
+        let gradient = trainer.gradient.shallow_clone();
+        Self { communicator, gradient, buckets, reductions: Vec::new(), failure: None }
+    }
+
+    fn start(&mut self, bucket: usize) {
+        if self.failure.is_some() {
+            return;
+        }
+        let (offset, elements) = self.buckets[bucket];
+        match Reduction::start(self.communicator, self.gradient.narrow(0, offset, elements)) {
+            Ok(reduction) => self.reductions.push(reduction),
+            Err(error) => self.failure = Some(error),
+        }
+    }
+
+    /// Begins what the backward pass did not come to: the other ranks do.
+    fn start_rest(&mut self) {
+        (0..self.buckets.len() - self.reductions.len()).rev().for_each(|bucket| self.start(bucket));
+    }
 }
 
 /// A part of the gradient being summed over the ranks.
@@ -223,7 +330,7 @@ impl Reduction {
         if communicator.takes(part.device()) {
             return Ok(Self { pending: communicator.start_all_reduce_sum(&part)?, staged: None });
         }
-        let host = part.to_device(Device::Cpu);
+        let host = readback::to_host(&part);
         let pending = communicator.start_all_reduce_sum(&host)?;
         Ok(Self { pending, staged: Some((part, host)) })
     }
@@ -234,5 +341,37 @@ impl Reduction {
             part.copy_(&host);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dflash_model::target::TargetHead;
+    use tch::Kind;
+
+    use super::*;
+    use crate::fake::Beside;
+    use crate::world::World;
+    use crate::{Prepared, setup};
+
+    #[test]
+    fn what_a_backward_pass_did_not_come_to_is_summed_all_the_same() {
+        let world = World::new();
+        let config = world.config("out");
+        let prepared = Prepared::open(&config).unwrap();
+        let place = (Device::Cpu, Kind::Float);
+        let head = TargetHead::load(&config.target_dir, place.0, place.1).unwrap();
+        let trainer = setup::trainer(&prepared, head, (place, (0, 1))).unwrap();
+        let buckets = trainer.draft.layout().buckets();
+        let parts: Vec<usize> =
+            buckets.iter().rev().map(|&(_, elements)| elements as usize).collect();
+        for finished in 0..=buckets.len() {
+            let others = Beside::default();
+            let mut sums = GradientSums::new(&others, &trainer);
+            (buckets.len() - finished..buckets.len()).rev().for_each(|bucket| sums.start(bucket));
+            sums.start_rest();
+            assert!(sums.failure.is_none());
+            assert_eq!(*others.started.lock().unwrap(), parts, "{finished} finished before");
+        }
     }
 }

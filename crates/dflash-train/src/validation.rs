@@ -17,8 +17,10 @@ use dflash_settings::Invalid;
 use crate::Error;
 use crate::config::TrainConfig;
 use crate::metrics::figures;
+use crate::no_memory::Asking;
 use crate::order::PlannedRow;
 use crate::prepared::Prepared;
+use crate::ready::ReadyRows;
 use crate::rows::RowSource;
 use crate::trainer::Trainer;
 use crate::vote::{Halt, Vote, add_up};
@@ -51,6 +53,7 @@ pub struct Share {
 /// One rank's part in the validations of a run.
 pub(crate) struct Validation<'a, 'p> {
     every: u64,
+    asking: Asking<'a>,
     /// This rank's held-out rows.
     rows: Vec<PlannedRow>,
     /// Of all ranks.
@@ -83,7 +86,7 @@ pub(crate) fn check(config: &TrainConfig, lengths: &[u32]) -> Result<(), Error> 
 impl<'a, 'p> Validation<'a, 'p> {
     /// Plans the validations of a run, if it has any; lines of steps after `step` are dropped.
     pub(crate) fn new(
-        prepared: &Prepared<'_>,
+        prepared: &Prepared<'a>,
         source: &'a dyn RowSource,
         probe: Option<AcceptanceProbe<'p>>,
         (communicator, step): (&dyn Communicator, u64),
@@ -111,7 +114,8 @@ impl<'a, 'p> Validation<'a, 'p> {
             run.keep_until::<ValidationLine>(step)?;
         }
         let last = agreed_last_step(&run, communicator)?;
-        Ok(Some(Self { every, rows, all_rows, show, source, probe, run, last }))
+        let asking = Asking { config: prepared.config, rank: communicator.rank() };
+        Ok(Some(Self { every, asking, rows, all_rows, show, source, probe, run, last }))
     }
 
     /// Whether a validation follows `step`, the last of which is `total`, and has not been done.
@@ -150,7 +154,8 @@ impl<'a, 'p> Validation<'a, 'p> {
         }
         if let Some(probe) = &mut self.probe {
             let served = (&draft, trainer.batches.blocks.vocabulary.as_ref());
-            line.prompts = Some(measured(probe, served, (communicator, self.show))?);
+            let show = self.show;
+            line.prompts = Some(measured(probe, served, (communicator, show), self.asking)?);
         }
         line.seconds = Some(begun.elapsed().as_secs_f64());
         self.last = Some(step);
@@ -168,7 +173,8 @@ impl<'a, 'p> Validation<'a, 'p> {
     ) -> Result<HeldOutRows, Halt> {
         let mut statistics = Statistics::zero(draft.config().block_size, draft.device());
         let mut skipped = 0.0;
-        let own = self.own_rows(trainer, draft, (&mut statistics, &mut skipped)).err();
+        let counts = (&mut statistics, &mut skipped);
+        let own = self.asking.contain(doing, || self.own_rows(trainer, draft, counts)).err();
         let vote = own.as_ref().map(Vote::of).unwrap_or_default();
         let vector = Some(statistics.sums_mut());
         add_up(communicator, vote, &mut [&mut skipped], vector)?.settle(own)?;
@@ -184,14 +190,14 @@ impl<'a, 'p> Validation<'a, 'p> {
         draft: &Draft,
         (statistics, skipped): (&mut Statistics, &mut f64),
     ) -> Result<(), Error> {
-        let mut rows = self.source.start(self.rows.clone())?;
+        let mut rows = ReadyRows::start(self.source, self.rows.clone(), (&trainer.batches, draft))?;
         let total = self.rows.len() as u64;
         let mut progress = Progress::shown(self.show, "validation, rows", Unit::Items, total);
         for done in 0.. {
             let Some(row) = rows.next()? else { break };
             progress.update(done, "");
             *skipped += row.skipped as f64;
-            if let Some(own) = trainer.validate(draft, &row) {
+            if let Some(own) = trainer.validate(draft, row)? {
                 statistics.add(&own);
             }
         }
@@ -199,21 +205,27 @@ impl<'a, 'p> Validation<'a, 'p> {
     }
 }
 
+/// What a rank does that finds no memory here.
+fn doing() -> String {
+    "while validating".to_owned()
+}
+
 /// Lets all ranks decode their share of the prompts.
 fn measured(
     probe: &mut AcceptanceProbe<'_>,
     served: Served<'_>,
     (communicator, show): (&dyn Communicator, Show),
+    asking: Asking<'_>,
 ) -> Result<HeldOutPrompts, Halt> {
     let share = Share { rank: communicator.rank(), ranks: communicator.world_size(), show };
     let block_size = served.0.config().block_size;
-    let (counts, vote, own) = match probe(served, share) {
+    let acceptance = asking.contain(doing, || {
+        probe(served, share).map_err(|source| Error::Acceptance { rank: share.rank, source })
+    });
+    let (counts, vote, own) = match acceptance {
         Ok(Some(counts)) => (counts, Vote::Continue, None),
         Ok(None) => (Acceptance::default(), Vote::Abandon, None),
-        Err(source) => {
-            let own = Error::Acceptance { rank: share.rank, source };
-            (Acceptance::default(), Vote::of(&own), Some(own))
-        }
+        Err(own) => (Acceptance::default(), Vote::of(&own), Some(own)),
     };
     let Acceptance { reached, responses, mut length_sum } = counts;
     let mut responses = responses as f64;

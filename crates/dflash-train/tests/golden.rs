@@ -5,8 +5,10 @@ use dflash_golden::{Case, rule_trials};
 use dflash_model::Kernels;
 use dflash_model::draft::Parameter;
 use dflash_settings::SchedulerType;
+use dflash_test_place::place;
 use dflash_train::optimizer::{
-    AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, WeightDecay,
+    AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, Verdict,
+    WeightDecay,
 };
 use dflash_train::schedule::{Schedule, Warmup};
 use libtest_mimic::Arguments;
@@ -77,7 +79,7 @@ fn muon(Case { value: case, .. }: &Case) {
     follow(config, (&case["w0"], &case["grads"]), case, 1e-5);
 }
 
-/// Takes the steps of a case on both paths and compares the weights after each.
+/// Takes the steps of a case on all paths and compares the weights after each.
 fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Value, close: f64) {
     let rows = w0.as_array().unwrap().len() as i64;
     let gradients = gradients.as_array().unwrap();
@@ -96,6 +98,28 @@ fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Val
             assert!(difference <= close, "{kernels:?} differs by {difference}");
         }
     }
+    steered(config, (w0, gradients), case, close);
+}
+
+/// As a GPU takes them: gradients come as sums and are divided, and a step that is not finite is skipped.
+fn steered(config: OptimizerConfig, (w0, gradients): (&Value, &[Value]), case: &Value, close: f64) {
+    let weights = flat(w0);
+    let rows = w0.as_array().unwrap().len() as i64;
+    let elements = weights.numel() as i64;
+    let matrix = Parameter { name: "weight".into(), shape: vec![rows, elements / rows], offset: 0 };
+    let groups = Groups::of(&[matrix], &(0..elements));
+    let mut optimizer = Optimizer::new(&config, groups, &weights);
+    let rate = case["lr"].as_f64().unwrap();
+    let (go, skip) = (|| Tensor::from_slice(&[false]), || Tensor::from_slice(&[true]));
+    for (gradient, expected) in gradients.iter().zip(case["w"].as_array().unwrap()) {
+        let bad = Tensor::full_like(&weights, f64::NAN);
+        let verdict = Verdict::new(&Tensor::from_slice(&[f64::NAN]), skip());
+        optimizer.steered_step(&weights, &bad, rate, &verdict).unwrap();
+        let verdict = Verdict::new(&Tensor::from_slice(&[4.0]), go());
+        optimizer.steered_step(&weights, &(flat(gradient) * 4.0), rate, &verdict).unwrap();
+        let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
+        assert!(difference <= close, "steered, it differs by {difference}");
+    }
 }
 
 /// All numbers of nested arrays, in order.
@@ -108,5 +132,5 @@ fn flat(value: &Value) -> Tensor {
     }
     let mut numbers = Vec::new();
     collect(value, &mut numbers);
-    Tensor::from_slice(&numbers)
+    Tensor::from_slice(&numbers).to_device(place().device)
 }

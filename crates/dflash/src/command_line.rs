@@ -1,6 +1,7 @@
 //! From the program's arguments to a command with its settings, wherever they come from.
 
 mod numbers;
+mod one_device;
 
 use std::ffi::OsString;
 
@@ -54,7 +55,8 @@ pub fn read() -> CommandLine {
 /// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
     let args = with_hyphens(args);
-    parse_typed(&args).map_err(|refusal| numbers::explain(&args, refusal))
+    parse_typed(&args)
+        .map_err(|refusal| one_device::explain(&args, numbers::explain(&args, refusal)))
 }
 
 /// As [`parse`], with clap's own words about numbers that the flag's type cannot hold.

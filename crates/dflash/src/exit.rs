@@ -3,7 +3,7 @@
 //! | code | meaning |
 //! |---|---|
 //! | 0 | done; also a server that a signal ends, and with --sigterm-is-success a training that SIGTERM stops, once it has saved |
-//! | 1 | something the user can mend: input, paths, ports, disk |
+//! | 1 | something the user can mend: input, paths, ports, disk, more memory than there is |
 //! | 2 | the command line itself (clap) |
 //! | 101 | a bug: a panic somewhere |
 //! | 128 + n | ended by signal n before its end: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM |
@@ -84,16 +84,24 @@ pub fn at_once(mut code: i32) -> ! {
     signal_hook::low_level::exit(code)
 }
 
-/// A panic in any thread ends the process with one short message and [`BUG`].
+/// A panic in any thread ends the process with one short message and [`BUG`], or with [`FAULT`] where
+/// `want_of_memory` finds in its text what an allocator said.
 ///
 /// A rank that unwinds quietly in a helper thread would leave its peers waiting in a collective.
 /// Only where a chat template is rendered is a panic the template's fault, and caught.
-pub fn install_panic_hook() {
-    std::panic::set_hook(Box::new(|info| {
+pub fn install_panic_hook(want_of_memory: fn(&str) -> Option<String>) {
+    std::panic::set_hook(Box::new(move |info| {
         if dflash_prepare::panics_are_caught() {
             return;
         }
         let text = panic_text(info);
+        if let Some(reason) = want_of_memory(&text) {
+            say(format!(
+                "error: there is not enough memory: {reason}; ask for less at a time (shorter or \
+                 fewer rows and prompts, a smaller model), or run it where there is more"
+            ));
+            at_once(FAULT);
+        }
         if text.starts_with("failed printing to stdout") {
             // Nobody has the result: a reader that left early, or a full disk.
             say(format!("error: {text}"));

@@ -10,7 +10,8 @@ use dflash::command_line::{self, CommandLine};
 use dflash::{Command, Ending, OnSignal, Signals, engine, exit, logging};
 
 fn main() {
-    exit::install_panic_hook();
+    // Nothing here asks for memory by the gigabyte: that is the engine's work.
+    exit::install_panic_hook(|_| None);
     let line = command_line::read();
     match &line.cli.command {
         Command::Prepare(settings) => {

@@ -4,7 +4,6 @@ use dflash_model::draft::{ContextCache, Draft};
 use dflash_model::target::{KvCache, Target};
 
 use super::LEAST_REUSE;
-use super::sequence::Sequence;
 
 /// Kept caches, together of a bounded size; the one that was used longest ago goes first.
 #[derive(Debug)]
@@ -35,6 +34,16 @@ impl Entry {
     fn is_within(&self, other: &Self) -> bool {
         other.tokens.starts_with(&self.tokens)
             && (other.context.is_some() || self.context.is_none())
+            && other.cache.earliest() <= self.tokens.len()
+    }
+
+    /// Tokens that it has of the beginning of `prompt`; of the draft's cache too for a sequence that
+    /// `drafts`.
+    fn shared(&self, prompt: &[i64], drafts: bool) -> usize {
+        match self.context.is_some() || !drafts {
+            true => common(prompt, &self.tokens),
+            false => 0,
+        }
     }
 }
 
@@ -52,15 +61,17 @@ impl Prefixes {
         self.entries.iter().map(Entry::bytes).sum()
     }
 
-    /// The entry that has most of the beginning of `prompt`, and how many tokens that is; of the
-    /// draft's cache too for a sequence that `drafts`. It counts as used.
+    /// How much of the beginning of `prompt` an entry has, whether or not its caches can be copied there.
+    pub(super) fn longest(&self, prompt: &[i64], drafts: bool) -> usize {
+        self.entries.iter().map(|entry| entry.shared(prompt, drafts)).max().unwrap_or(0)
+    }
+
+    /// The entry with most of the beginning of `prompt` that can be copied, and how many tokens that is;
+    /// of the draft's cache too for a sequence that `drafts`. It counts as used.
     pub(super) fn find(&mut self, prompt: &[i64], drafts: bool) -> Option<(usize, &Entry)> {
-        let shared = |entry: &Entry| match entry.context.is_some() || !drafts {
-            true => common(prompt, &entry.tokens),
-            false => 0,
-        };
-        let best = (0..self.entries.len()).max_by_key(|&at| shared(&self.entries[at]))?;
-        let rows = shared(&self.entries[best]);
+        let rows = |entry: &Entry| usable(entry.shared(prompt, drafts), &entry.cache);
+        let best = (0..self.entries.len()).max_by_key(|&at| rows(&self.entries[at]))?;
+        let rows = rows(&self.entries[best]);
         if rows < LEAST_REUSE {
             return None;
         }
@@ -69,22 +80,22 @@ impl Prefixes {
         self.entries.last().map(|entry| (rows, entry))
     }
 
-    /// Keeps what `sequence` has in its caches.
+    /// Keeps what a sequence has in its caches, which hold `tokens`.
     pub(super) fn insert(
         &mut self,
-        sequence: Sequence,
+        tokens: &[i64],
+        (cache, context): (&KvCache, Option<&ContextCache>),
         (target, draft): (&Target, Option<&Draft>),
     ) {
-        if self.most_bytes == 0 || sequence.cache.len() < LEAST_REUSE {
+        let rows = tokens.len();
+        if self.most_bytes == 0 || rows < LEAST_REUSE {
             return;
         }
-        let (tokens, cache, context) = sequence.into_caches();
-        let rows = tokens.len();
-        let cache = target.copy_cache(&cache, rows, rows);
+        let cache = target.copy_cache(cache, rows, rows);
         let context = context.zip(draft).map(|(context, draft)| {
-            draft.copy_cache(&context, context.len().min(rows as i64), rows as i64)
+            draft.copy_cache(context, context.len().min(rows as i64), rows as i64)
         });
-        let entry = Entry { tokens, cache, context };
+        let entry = Entry { tokens: tokens.to_vec(), cache, context };
         if entry.bytes() > self.most_bytes || self.entries.iter().any(|old| entry.is_within(old)) {
             return;
         }
@@ -94,6 +105,12 @@ impl Prefixes {
             self.entries.remove(0);
         }
     }
+}
+
+/// Of so many tokens that `cache` has in common with a prompt, those that can be copied: all, or none
+/// where layers carry a state that is not known there any more.
+pub(super) fn usable(tokens: usize, cache: &KvCache) -> usize {
+    if tokens >= cache.earliest() { tokens } else { 0 }
 }
 
 /// How many tokens two sequences have in common before they part.

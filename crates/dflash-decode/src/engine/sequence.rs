@@ -1,5 +1,7 @@
 //! One sequence: its tokens, caches, sampler and limits.
 
+use std::collections::BTreeSet;
+
 use dflash_model::draft::{ContextCache, Draft};
 use dflash_model::target::{KvCache, Target};
 use tch::{Kind, Tensor};
@@ -27,6 +29,9 @@ pub(super) struct Sequence {
     pub(super) context: Option<ContextCache>,
     /// Whether its prompt is being read.
     pub(super) begun: bool,
+    /// Where a piece of the prompt ends, so that the caches can be copied there: where other prompts go on
+    /// otherwise. Only where the target's layers carry a state.
+    stops: BTreeSet<usize>,
     cached_tokens: usize,
 }
 
@@ -47,6 +52,7 @@ impl Sequence {
             cache: target.new_cache(0),
             context: draft.map(|draft| draft.new_cache(0)),
             begun: false,
+            stops: BTreeSet::new(),
             cached_tokens: 0,
         }
     }
@@ -77,11 +83,26 @@ impl Sequence {
         (&self.cache, self.context.as_ref())
     }
 
-    /// The caches, and the tokens that they hold.
-    pub(super) fn into_caches(self) -> (Vec<i64>, KvCache, Option<ContextCache>) {
-        let mut tokens = self.tokens;
-        tokens.truncate(self.cache.len());
-        (tokens, self.cache, self.context)
+    /// The tokens that the target's cache holds.
+    pub(super) fn held(&self) -> &[i64] {
+        &self.tokens[..self.cache.len().min(self.tokens.len())]
+    }
+
+    /// Lets a piece of the prompt end behind so many tokens.
+    pub(super) fn stop_at(&mut self, tokens: usize) {
+        self.stops.insert(tokens);
+    }
+
+    /// Whether the caches hold what is to be kept for other prompts.
+    pub(super) fn is_at_stop(&self) -> bool {
+        self.stops.contains(&self.cache.len())
+    }
+
+    /// The prompt's next tokens, `most` or fewer.
+    pub(super) fn next_piece(&self, most: usize) -> &[i64] {
+        let start = self.cache.len();
+        let stop = self.stops.range(start + 1..).next().copied().unwrap_or(self.prompt);
+        &self.tokens[start..self.prompt.min(stop).min(start + most)]
     }
 
     pub(super) fn cache_bytes(&self) -> usize {

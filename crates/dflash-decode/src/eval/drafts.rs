@@ -12,6 +12,7 @@ use dflash_run::{Checkpoint, Evaluation};
 use dflash_settings::{EvalSettings, NGRAM_DRAFT};
 
 use crate::Error;
+use crate::drafter::check_block;
 use crate::engine::{Engine, EngineOptions};
 use crate::models::check_target;
 use crate::ngram::NgramDecoder;
@@ -79,6 +80,7 @@ impl Drafts {
             drafts.push(match source {
                 DraftSource::None => continue,
                 DraftSource::Ngram => {
+                    check_block(target, settings.ngram_tokens + 1)?;
                     Loaded::Ngram { size: settings.ngram_size, proposals: settings.ngram_tokens }
                 }
                 DraftSource::Trained { name, dir } => {

@@ -24,7 +24,7 @@ fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
     (0..length).map(|at| ((at * 7 + seed * 13 + at * at) as i64) % vocab).collect()
 }
 
-fn request(prompt: Vec<i64>, max_new_tokens: usize) -> Request {
+pub(crate) fn request(prompt: Vec<i64>, max_new_tokens: usize) -> Request {
     Request {
         prompt,
         max_new_tokens,
@@ -48,16 +48,16 @@ fn engine<'a>((target, draft): &'a (Target, Draft), options: EngineOptions) -> E
 
 /// What became of a request.
 #[derive(Debug, Default, Clone)]
-struct Answer {
+pub(crate) struct Answer {
     tokens: Vec<NewToken>,
     finish: Option<Finish>,
-    cached: usize,
+    pub(crate) cached: usize,
     accepted: usize,
-    rejected: usize,
+    pub(crate) rejected: usize,
 }
 
 impl Answer {
-    fn ids(&self) -> Vec<i64> {
+    pub(crate) fn ids(&self) -> Vec<i64> {
         self.tokens.iter().map(|token| token.id).collect()
     }
 
@@ -73,7 +73,11 @@ impl Answer {
 }
 
 /// Answers all requests, each as soon as there is room; `stagger` steps lie between two.
-fn answers(engine: &mut Engine<'_>, requests: &[Request], stagger: usize) -> Vec<Answer> {
+pub(crate) fn answers(
+    engine: &mut Engine<'_>,
+    requests: &[Request],
+    stagger: usize,
+) -> Vec<Answer> {
     let mut asked: HashMap<SequenceId, usize> = HashMap::new();
     let mut answers = vec![Answer::default(); requests.len()];
     let (mut next, mut step) = (0, 0);

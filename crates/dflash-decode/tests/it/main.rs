@@ -3,5 +3,6 @@
 mod commands;
 mod decoding;
 mod engine;
+mod hybrids;
 mod models;
 mod side_by_side;

@@ -97,12 +97,13 @@ impl Attempt<'_> {
         }
     }
 
-    /// Passes SIGUSR1 on, once the ranks listen to it: before, it would end them.
+    /// Passes SIGUSR1 on, once the ranks listen to it: before, it would end them. To one of them, which
+    /// asks the others: two that heard of it in different steps would save twice.
     fn pass_on_save(&self, workers: &Workers) {
         let save = self.signals.save();
         if save.load(Ordering::Relaxed) && self.store.has_begun() {
             save.store(false, Ordering::Relaxed);
-            workers.signal(libc::SIGUSR1);
+            workers.signal_one(libc::SIGUSR1);
         }
     }
 

@@ -86,6 +86,13 @@ impl Workers {
         }
     }
 
+    /// Sends `signal` to one that still runs.
+    pub(super) fn signal_one(&self, signal: i32) {
+        if let Some(worker) = self.running.first() {
+            process::signal_group(worker.child.id(), signal);
+        }
+    }
+
     /// Waits up to `grace` for the rest, kills what is left, and waits for the last lines. Returns
     /// the ranks that were killed.
     pub(super) fn finish(&mut self, grace: Duration) -> Vec<usize> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dflash_dist::{Communicator, ConnectOptions, Error, LaunchConfig, WorkerEnv, connect, launch};
 use dflash_settings::Backend;
-use dflash_torch_sys::find_nccl;
+use dflash_torch_sys::{Store, find_nccl};
 use tch::Device;
 
 use crate::free_port;
@@ -58,6 +58,25 @@ fn what_keeps_ranks_from_meeting_is_named() {
     let remedy = "another program has it: set MASTER_PORT";
     let expected = format!("cannot listen on port {port} for the rendezvous; {remedy}");
     check(&env(0, 2, port), &expected);
+}
+
+#[test]
+fn an_attempt_that_would_meet_the_same_fault_ends_at_once() {
+    let limit = Duration::from_secs(20);
+    let store = Store::serve(([127, 0, 0, 1], 0), limit).unwrap();
+    let attempt = |restart_count| {
+        let run_id = "job".to_owned();
+        let env = env(0, 1, store.port());
+        let env = WorkerEnv { restart_count, run_id, use_agent_store: true, ..env };
+        connect(&env, &ConnectOptions::cpu(limit)).map(|group| group.announce_permanent_failure())
+    };
+    attempt(0).unwrap();
+    attempt(2).unwrap();
+    for hopeless in [1, 3, 4] {
+        let error = attempt(hopeless).unwrap_err().to_string();
+        let expected = format!("rank 0: restart {hopeless} would meet the fault");
+        assert!(error.starts_with(&expected), "{error}");
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Groups of processes: what keeps one from coming together, and what real processes do.
 
 mod joining;
+mod nccl;
 mod processes;
 
 fn free_port() -> u16 {

@@ -3,7 +3,8 @@
 //!
 //! `torchrun --no-python --nproc-per-node 2 dist-probe check` compares every collective
 //! with what it must give; `dist-probe bench` times all-reduce. `dist-probe launch N TASK`
-//! starts the task in N processes by our own launcher, `dist-probe node I OF HOST:PORT N
+//! starts the task in N processes by our own launcher, `dist-probe nccl TASK` carries CPU tensors over
+//! an NCCL that takes them, `dist-probe node I OF HOST:PORT N
 //! TASK` those of one machine of several; `dist-probe restarts K launch ..` lets either start all
 //! ranks again after a death.
 
@@ -15,10 +16,11 @@ use std::time::{Duration, Instant};
 use dflash_dist::{
     Communicator, ConnectOptions, Error, LaunchConfig, Role, WorkerEnv, connect, launch,
 };
+use dflash_settings::Backend;
 use tch::{Device, Kind, Tensor};
 
-const USAGE: &str = "usage: dist-probe check | bench | linger | stall RANK
-       | lose RANK CODE|abort|kill | lose-first RANK CODE|abort|kill | refuse RANK
+const USAGE: &str = "usage: dist-probe [nccl] check | bench | linger | stall RANK | sum | differ
+       | lose RANK CODE|abort|kill | lose-first RANK CODE|abort|kill | refuse RANK | hopeless RANK
        | [restarts K] launch N TASK.. | [restarts K] node I OF HOST:PORT N TASK..";
 
 /// How long a test may wait for a peer.
@@ -27,14 +29,22 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let outcome = match words.as_slice() {
+    let (backend, words) = match words.as_slice() {
+        ["nccl", task @ ..] => (Backend::Nccl, task),
+        words => (Backend::Auto, words),
+    };
+    let join = || join(backend, PATIENCE);
+    let outcome = match words {
         ["check"] => join().and_then(|group| check(&*group)),
         ["bench"] => join().and_then(|group| bench(&*group)),
         ["linger"] => join().and_then(|group| linger(&*group)),
+        ["sum"] => join().and_then(|group| sum_on(&*group)),
+        ["differ"] => join().and_then(|group| differ(&*group)),
         ["lose", rank, how] => join().and_then(|group| lose(&*group, rank, how)),
         ["lose-first", rank, how] => join().and_then(|group| lose_first(&*group, rank, how)),
         ["refuse", rank] => join().and_then(|group| refuse(&*group, rank)),
-        ["stall", rank] => stall(rank),
+        ["hopeless", rank] => join().and_then(|group| hopeless(&*group, rank)),
+        ["stall", rank] => stall(rank, backend),
         ["restarts", restarts, words @ ..] => start(words, number(restarts)),
         words => start(words, 0),
     };
@@ -52,8 +62,9 @@ fn main() -> ExitCode {
     }
 }
 
-fn join() -> Result<Box<dyn Communicator>, Error> {
-    connect(&place()?, &ConnectOptions::cpu(PATIENCE))
+fn join(backend: Backend, collective_timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
+    let options = ConnectOptions { backend, collective_timeout, ..ConnectOptions::cpu(PATIENCE) };
+    connect(&place()?, &options)
 }
 
 fn place() -> Result<WorkerEnv, Error> {
@@ -196,17 +207,38 @@ fn linger(group: &dyn Communicator) -> Result<(), Error> {
 }
 
 /// One rank does not come to a collective, and a second collective waits behind it.
-fn stall(rank: &str) -> Result<(), Error> {
-    let env = place()?;
-    let collective_timeout = Duration::from_secs(1);
-    let options = ConnectOptions { collective_timeout, ..ConnectOptions::cpu(PATIENCE) };
-    let group = connect(&env, &options)?;
-    if env.rank == number(rank) {
+fn stall(rank: &str, backend: Backend) -> Result<(), Error> {
+    let group = join(backend, Duration::from_secs(1))?;
+    if group.rank() == number(rank) {
         linger_alone()
     }
     let (first, second) = (filled(8, 1), filled(8, 1));
     let pending = [group.start_all_reduce_sum(&first)?, group.start_all_reduce_sum(&second)?];
     pending.into_iter().try_for_each(|work| work.wait())
+}
+
+/// Sums until something goes wrong.
+fn sum_on(group: &dyn Communicator) -> Result<(), Error> {
+    let mut tensor = filled(8, 1);
+    loop {
+        group.all_reduce_sum(&mut tensor)?;
+        group.check()?;
+    }
+}
+
+/// Ranks that do not call the same.
+fn differ(group: &dyn Communicator) -> Result<(), Error> {
+    group.all_reduce_sum(&mut filled(8 + to_i64(group.rank()), 1))
+}
+
+/// One rank fails in a way that a restart does not mend, and says so.
+fn hopeless(group: &dyn Communicator, rank: &str) -> Result<(), Error> {
+    group.announce_work();
+    if group.rank() == number(rank) {
+        group.announce_permanent_failure();
+        return refuse(group, rank);
+    }
+    group.barrier()
 }
 
 /// Stays until killed.

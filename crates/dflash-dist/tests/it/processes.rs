@@ -11,30 +11,30 @@ use crate::free_port;
 const PROBE: &str = env!("CARGO_BIN_EXE_dist-probe");
 
 /// The promise: after a death or a signal all processes are gone within this.
-const PROMISE: Duration = Duration::from_secs(5);
+pub(crate) const PROMISE: Duration = Duration::from_secs(5);
 
 /// For processes to start and meet on a busy machine.
-const START: Duration = Duration::from_secs(60);
+pub(crate) const START: Duration = Duration::from_secs(60);
 
-struct Outcome {
-    status: ExitStatus,
-    stdout: String,
-    stderr: String,
+pub(crate) struct Outcome {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
-fn probe(arguments: &str) -> Command {
+pub(crate) fn probe(arguments: &str) -> Command {
     let mut command = Command::new(PROBE);
     command.args(arguments.split_whitespace()).stdin(Stdio::null());
     command
 }
 
-fn run(command: &mut Command) -> Outcome {
+pub(crate) fn run(command: &mut Command) -> Outcome {
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     Outcome { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
-fn start(command: &mut Command) -> Child {
+pub(crate) fn start(command: &mut Command) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -88,7 +88,7 @@ fn assert_gone_within(limit: Duration, ids: &[u32]) {
     }
 }
 
-fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
+pub(crate) fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
     let deadline = Instant::now() + limit;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -100,7 +100,7 @@ fn wait_within(limit: Duration, child: &mut Child) -> ExitStatus {
 }
 
 /// What the launcher wrote on standard error, once it has ended.
-fn said(launcher: &mut Child) -> String {
+pub(crate) fn said(launcher: &mut Child) -> String {
     let mut text = String::new();
     launcher.stderr.take().unwrap().read_to_string(&mut text).unwrap();
     text
@@ -175,6 +175,24 @@ fn torchrun_starts_workers() {
     for rank in 0..2 {
         let line = format!("rank {rank} of 2: all collectives agree");
         assert!(outcome.stdout.contains(&line), "{}{}", outcome.stdout, outcome.stderr);
+    }
+}
+
+#[test]
+fn what_no_restart_can_mend_ends_the_attempts_of_torchrun_at_once() {
+    let Some(torchrun) = torchrun() else {
+        println!("skipped: no torchrun in DFLASH_TORCHRUN or PATH");
+        return;
+    };
+    let mut command = Command::new(torchrun);
+    command.args(["--no-python", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port"]);
+    command.arg(free_port().to_string()).args([PROBE, "hopeless", "1"]);
+    let Outcome { status, stderr, .. } = run(&mut command);
+    assert!(!status.success(), "{stderr}");
+    assert_eq!(stderr.matches("error: --setting is wrong").count(), 1, "{stderr}");
+    for attempt in [1, 2] {
+        let text = format!("restart {attempt} would meet the fault that ended the attempt before");
+        assert!(stderr.contains(&text), "{text:?} is not in {stderr}");
     }
 }
 

@@ -5,10 +5,11 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_decode::bench_decode;
 use dflash_hub::{Hub, Part};
+use dflash_model::target::TargetFacts;
 use dflash_settings::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSettings};
 use dflash_train::bench;
 
-use super::draft;
+use super::{described, draft};
 
 /// Runs the command.
 pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
@@ -19,8 +20,10 @@ pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::R
 }
 
 fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
-    let report = bench::train_step(settings, &target_dir)?;
+    let target_dir = Hub::from_env().model(&settings.target, Part::Head, stop)?;
+    let described = described::described(settings.target_spec.as_deref(), None)?;
+    let target = TargetFacts::load(&target_dir, described.as_ref())?;
+    let report = bench::train_step(settings, (&target_dir, &target))?;
     let TrainStepSettings { steps, warmup, json, .. } = settings;
     if *json {
         println!("{}", serde_json::to_string(&report)?);
@@ -31,6 +34,7 @@ fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     println!("useful work  {:.4} TFLOP/s", report.tflops);
     println!("peak memory  {:.0} MiB", report.peak_mib);
     println!("loss         {:.4} nats after {} steps", report.loss, warmup + steps);
+    println!("logits       at most {} MiB at a time", report.loss_chunk_mib);
     println!("parameters   {:.2} M on {}", report.params_m, report.device);
     Ok(())
 }

@@ -7,7 +7,9 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_hub::{Hub, Part};
 use dflash_model::draft::DraftConfig;
-use dflash_model::target::{TargetConfig, TokenizerFacts, default_layer_ids, resolve_mask_token};
+use dflash_model::target::{
+    MaskSource, TargetFacts, TokenizerFacts, default_layer_ids, resolve_mask_token,
+};
 use dflash_settings::{
     DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid,
 };
@@ -40,18 +42,14 @@ impl Draft {
     }
 
     /// The draft's shape but for its mask token, which needs the tokenizer: 0 where it is not given.
-    pub(super) fn shape(
-        &self,
-        settings: &DraftSettings,
-        target_dir: &Path,
-    ) -> anyhow::Result<DraftShape> {
-        let depth = TargetConfig::load(target_dir)?.num_hidden_layers;
+    pub(super) fn shape(&self, settings: &DraftSettings, target: &TargetFacts) -> DraftShape {
+        let depth = target.num_hidden_layers;
         let stored = self.config.as_ref();
         let layers = stored.map_or(DEFAULT_LAYERS, |draft| draft.layers.len());
         let slots = stored.map_or(DEFAULT_BLOCK_SIZE, |draft| draft.block_size);
         let ids = settings.target_layer_ids.clone();
         let window = settings.sliding_window;
-        Ok(DraftShape {
+        DraftShape {
             num_layers: settings.num_layers.unwrap_or(layers),
             block_size: settings.block_size.unwrap_or(slots),
             target_layer_ids: ids
@@ -60,48 +58,89 @@ impl Draft {
             mask_token_id: settings.mask_token_id.unwrap_or_default(),
             sliding_window: window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
             vocab_size: settings.draft_vocab_size,
-        })
+            stored: stored.cloned().map(Box::new),
+        }
     }
 
     /// The whole shape.
     pub(super) fn shape_with_mask(
         &self,
         settings: &DraftSettings,
-        target_dir: &Path,
+        (target_dir, target): (&Path, &TargetFacts),
     ) -> anyhow::Result<DraftShape> {
-        let shape = self.shape(settings, target_dir)?;
-        let tokenizer = ChatTokenizer::load(target_dir)?;
-        if let Some(id) = settings.mask_token_id {
-            refuse_text(&tokenizer, id)?;
+        let shape = self.shape(settings, target);
+        let tokenizer = tokenizer(target_dir)?;
+        if let (Some(tokenizer), Some(id)) = (&tokenizer, settings.mask_token_id) {
+            refuse_text(tokenizer, id)?;
         }
         let stored = self.config.as_ref().map(|draft| draft.mask_token_id);
-        let rows = TargetConfig::load(target_dir)?.vocab_size;
-        let named = settings.mask_token_id.or(stored);
-        let mask_token_id = resolve_mask_token(named, facts(&tokenizer), rows)?;
-        Ok(DraftShape { mask_token_id, ..shape })
+        let named = (settings.mask_token_id, stored);
+        let facts = facts(tokenizer.as_ref(), (target_dir, target))?;
+        let mask = resolve_mask_token(named, &facts, target.vocab_size)?;
+        match &mask.source {
+            MaskSource::Reserved(name) => tracing::info!(
+                "the tokenizer uses all {} rows: the mask token is {name}, {}, which was set aside",
+                target.vocab_size,
+                mask.id
+            ),
+            MaskSource::Stored if [facts.pad, facts.unk].contains(&Some(mask.id)) => {
+                tracing::info!(
+                    "the mask token {} of the draft to start from is the tokenizer's padding or unknown \
+                 token; it is kept",
+                    mask.id
+                )
+            }
+            _ => {}
+        }
+        Ok(DraftShape { mask_token_id: mask.id, ..shape })
     }
 }
 
 /// Refuses a mask token that means something, or that the target has no row for.
 pub(super) fn check_mask_token(
-    tokenizer: &ChatTokenizer,
-    target_dir: &Path,
-    id: i64,
+    tokenizer: Option<&ChatTokenizer>,
+    (target_dir, target): (&Path, &TargetFacts),
+    draft: &DraftConfig,
 ) -> anyhow::Result<()> {
-    let rows = TargetConfig::load(target_dir)?.vocab_size;
-    resolve_mask_token(Some(id), facts(tokenizer), rows)?;
+    let facts = facts(tokenizer, (target_dir, target))?;
+    resolve_mask_token((None, Some(draft.mask_token_id)), &facts, target.vocab_size)?;
     Ok(())
 }
 
-fn facts(tokenizer: &ChatTokenizer) -> TokenizerFacts {
-    let special = tokenizer.special_ids();
-    TokenizerFacts {
-        len: tokenizer.len() as i64,
+/// The target's tokenizer; `None` for one whose files only its own Python reads.
+pub(super) fn tokenizer(target_dir: &Path) -> anyhow::Result<Option<ChatTokenizer>> {
+    match ChatTokenizer::load(target_dir) {
+        Ok(tokenizer) => Ok(Some(tokenizer)),
+        Err(dflash_text::Error::NoTokenizer { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What decides the mask token. Without tokenizer.json there is what tokenizer_config.json tells.
+fn facts(
+    tokenizer: Option<&ChatTokenizer>,
+    (target_dir, target): (&Path, &TargetFacts),
+) -> anyhow::Result<TokenizerFacts> {
+    let rows = target.vocab_size;
+    let (special, added, len) = match tokenizer {
+        Some(tokenizer) => (tokenizer.special_ids(), tokenizer.added(), tokenizer.len() as i64),
+        // such a tokenizer has a token for every row
+        None => {
+            let (special, added) = dflash_text::added_tokens(target_dir, rows)?;
+            (special, added, rows)
+        }
+    };
+    let is_used =
+        |id: &i64| tokenizer.is_some_and(|tokenizer| tokenizer.token(*id as u32).is_some());
+    Ok(TokenizerFacts {
+        len,
+        beyond: (len..rows).filter(is_used).collect(),
         mask: special.mask,
-        pad: special.pad,
+        pad: special.pad.or(target.pad_token_id),
         eos: special.eos,
         unk: special.unk,
-    }
+        added,
+    })
 }
 
 /// A mask token must mean nothing: a draft that meets it in answers learns to propose blanks.

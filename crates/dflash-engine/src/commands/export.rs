@@ -6,18 +6,21 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_export::{Source, export};
 use dflash_hub::{Hub, Part};
+use dflash_model::target::TargetFacts;
 use dflash_settings::ExportSettings;
-use dflash_text::ChatTokenizer;
 
-use super::draft;
+use super::{described, draft};
 
 /// Runs the command; the export's path goes to stdout.
 pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
-    let source = Source::open(&draft_path(&settings.draft, stop)?)?;
-    let tokenizer = ChatTokenizer::load(&target_dir)?;
-    draft::check_mask_token(&tokenizer, &target_dir, source.config().mask_token_id)?;
-    let exported = export(source, settings, (&target_dir, &tokenizer), stop)?;
+    let target_dir = Hub::from_env().model(&settings.target, Part::Head, stop)?;
+    let draft_path = draft_path(&settings.draft, stop)?;
+    let described = described::described(settings.target_spec.as_deref(), Some(&draft_path))?;
+    let target = TargetFacts::load(&target_dir, described.as_ref())?;
+    let source = Source::open(&draft_path)?;
+    let tokenizer = draft::tokenizer(&target_dir)?;
+    draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config())?;
+    let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
     let near = exported.nearness;
     tracing::info!(
         "{} tensors of {} weights read back, {:.1} MiB: the largest difference is {} of its tensor's \

@@ -11,13 +11,14 @@ use dflash::{Ending, Signals};
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hub::{Hub, Part};
+use dflash_model::target::{TargetConfig, TargetFacts};
 use dflash_run::RunDir;
-use dflash_settings::{Begin, TrainSettings, ValidationSettings};
+use dflash_settings::{Begin, Invalid, TrainSettings, ValidationSettings};
 use dflash_train::config::TrainConfig;
 use dflash_train::{Acceptance, Prepared, ProbeError, Served, Share};
 
 use super::draft::Draft;
-use super::launch;
+use super::{described, launch};
 
 /// Schedulers' default time from SIGTERM to SIGKILL: Slurm's KillWait, Kubernetes' grace period.
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
@@ -62,6 +63,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
         Role::Launcher { nproc } => Some(launch::config(&settings.launch, *nproc)?),
         _ => None,
     };
+    check_runs_here(settings, &config.target_dir)?;
     let acceptance = probe_config(&settings.validation, &config.target_dir);
     let prepared = Prepared::open(&config)?;
     let grace = save_grace(settings.checkpoints.grace, prepared.time_to_save());
@@ -147,10 +149,15 @@ fn train(
 /// The settings, and what they mean for this target and draft.
 fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainConfig> {
     let stop = signals.stop();
-    let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let part = if needs_layers(&settings) { Part::Target } else { Part::Head };
+    let target_dir = Hub::from_env().model(&settings.target, part, stop)?;
+    let resumed = (settings.begin() != Begin::Fresh).then_some(settings.save_path.as_path());
+    let described_target = described::described(settings.target_spec.as_deref(), resumed)?;
+    let target = TargetFacts::load(&target_dir, described_target.as_ref())?;
     let draft = Draft::locate(&settings.draft, stop)?;
     Ok(TrainConfig {
-        draft: draft.shape_with_mask(&settings.draft, &target_dir)?,
+        draft: draft.shape_with_mask(&settings.draft, (&target_dir, &target))?,
+        described_target,
         pretrained_dir: draft.dir,
         command: std::env::args().collect(),
         job: None,
@@ -160,6 +167,35 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
         target_dir,
         settings,
     })
+}
+
+/// Whether the target itself runs in this process, and not its head alone.
+fn needs_layers(settings: &TrainSettings) -> bool {
+    settings.hidden_states.colocate || settings.validation.eval_every.is_some()
+}
+
+/// Refuses what would run the target in this process where this program does not run its family.
+fn check_runs_here(settings: &TrainSettings, target_dir: &Path) -> anyhow::Result<()> {
+    if !needs_layers(settings) {
+        return Ok(());
+    }
+    let Err(error @ dflash_model::Error::Architecture { .. }) = TargetConfig::load(target_dir)
+    else {
+        return Ok(());
+    };
+    let (key, instead) = match settings.hidden_states.colocate {
+        true => ("colocate", "let a vLLM serve the hidden states and name it with --vllm-endpoint"),
+        false => (
+            "eval_prompts",
+            "leave --eval-prompts and --eval-every out, and measure checkpoints in the engine that \
+             serves the target: dflash eval --endpoint",
+        ),
+    };
+    let reason = format!(
+        "runs the target in this process, and of its family dflash has the head alone ({error}); \
+         {instead}"
+    );
+    Err(Invalid { key, reason, missing: None }.into())
 }
 
 /// What acceptance is measured on, where it is.

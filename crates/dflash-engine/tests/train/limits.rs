@@ -164,8 +164,13 @@ fn reports_name_devices_as_flags_do() {
     let bench = ["bench", "train-step", "--json", "--target", &target, "--device", "cpu"];
     let small =
         ["--tokens", "64", "--docs", "2", "--anchors", "4", "--block", "4", "--layers", "1"];
-    let bench = world.engine(&[&bench[..], &small, &["--captures", "2", "--steps", "1"]].concat());
-    assert!(bench.success(), "{}", bench.stderr);
-    let bench: serde_json::Value = serde_json::from_str(&bench.stdout).unwrap();
-    assert_eq!(bench["device"], "cpu");
+    let bench = |more: &[&str]| -> serde_json::Value {
+        let small = [&small[..], &["--captures", "2", "--steps", "1"], more].concat();
+        let bench = world.engine(&[&bench[..], &small].concat());
+        assert!(bench.success(), "{}", bench.stderr);
+        serde_json::from_str(&bench.stdout).unwrap()
+    };
+    let usual = bench(&[]);
+    assert_eq!((&usual["device"], &usual["loss_chunk_mib"]), (&"cpu".into(), &8.into()));
+    assert_eq!(bench(&["--loss-chunk-mib", "1"])["loss_chunk_mib"], 1);
 }

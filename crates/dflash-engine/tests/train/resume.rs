@@ -19,7 +19,7 @@ fn refuse(world: &World, save: &str, more: &[&str], expected: &str) {
 }
 
 /// Removes the checkpoints after `last`, as if the run had been killed then.
-fn kill_after(world: &World, save: &str, last: &str) {
+pub(crate) fn kill_after(world: &World, save: &str, last: &str) {
     for name in sorted_checkpoints(&world.path(save)).iter().filter(|name| name.as_str() > last) {
         std::fs::remove_dir_all(world.path(save).join(name)).unwrap();
     }

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
@@ -11,15 +12,30 @@ use crate::running::{Running, free_port};
 use crate::world::{World, losses, sorted_checkpoints};
 
 /// A real server of a world's target; killed when dropped.
-struct Server(Child);
+pub(crate) struct Server(Child);
 
 impl Server {
     fn start(world: &World, port: u16, layers: &[&str]) -> Self {
+        Self::start_with(world, &world.path("target"), (port, layers), &[])
+    }
+
+    /// A server of the `target` with more flags.
+    pub(crate) fn start_with(
+        world: &World,
+        target: &Path,
+        (port, layers): (u16, &[&str]),
+        more: &[&str],
+    ) -> Self {
         let ready = world.path("ready");
         let _ = std::fs::remove_file(&ready);
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
-        command.arg("hidden-server").arg(world.path("target")).arg("--target-layer-ids");
-        command.args(layers).args(["--port", &port.to_string()]).arg("--port-file").arg(&ready);
+        command.arg("hidden-server").arg(target).arg("--target-layer-ids");
+        command
+            .args(layers)
+            .args(more)
+            .args(["--port", &port.to_string()])
+            .arg("--port-file")
+            .arg(&ready);
         command.env("OMP_NUM_THREADS", "1").stderr(Stdio::null());
         let server = Self(command.spawn().unwrap());
         eventually("the server is ready", || ready.exists());

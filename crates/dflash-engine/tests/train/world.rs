@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_hidden::{Dtype, HiddenStates, OfflineFiles};
-use dflash_model::target::{Target, TargetConfig};
+use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_test_support::eventually;
 use tch::{Device, Kind, Tensor};
 
@@ -35,7 +35,7 @@ impl Run {
         self.code == Some(0)
     }
 
-    fn of(command: &mut Command) -> Self {
+    pub(crate) fn of(command: &mut Command) -> Self {
         let output = command.output().unwrap();
         Self {
             code: output.status.code(),
@@ -60,9 +60,34 @@ impl World {
         Self::of_width(1024, |_, t| t >= 3)
     }
 
+    /// A world whose logits take far more memory than all else: a slot's are 256 KiB.
+    pub(crate) fn of_many_tokens() -> Self {
+        Self::of(TargetConfig::qwen3(HIDDEN, 2, 1 << 16), |_, t| t >= 3)
+    }
+
+    /// A world whose target takes far more memory in a pass than its drafts do: 384 KiB a token.
+    pub(crate) fn of_wide_layers() -> Self {
+        let config = TargetConfig::qwen3(HIDDEN, 2, VOCABULARY);
+        let config = config.with_dense(|dense| dense.intermediate_size = 1 << 15);
+        Self::of(config, |_, t| t >= 3)
+    }
+
+    /// A copy of the target whose checkpoint is in bfloat16; its path.
+    pub(crate) fn write_bfloat16_target(&self, name: &str) -> String {
+        let copy = self.copy_target("target", name);
+        let options = TargetOptions { device: Device::Cpu, dtype: Kind::Float };
+        let target = Target::load(&self.path("target"), &options).unwrap();
+        target.save(Path::new(&copy), Kind::BFloat16).unwrap();
+        copy
+    }
+
     fn of_width(hidden: i64, mask: fn(u64, u64) -> bool) -> Self {
+        Self::of(TargetConfig::qwen3(hidden, 2, VOCABULARY), mask)
+    }
+
+    fn of(config: TargetConfig, mask: fn(u64, u64) -> bool) -> Self {
         let world = Self { dir: tempfile::tempdir().unwrap() };
-        let target = write_target(&world.path("target"), hidden);
+        let target = write_target_of(&world.path("target"), config, 1);
         let samples = write_dataset(&world.path("data"), mask);
         store_states(&target, &samples, OfflineFiles::new(world.path("states")));
         world
@@ -112,8 +137,12 @@ impl World {
             ("--log-every", "1".into()),
         ];
         let mut arguments = vec!["train".to_string(), "--no-progress".to_string()];
+        // A target in the process is instead of stored states.
+        let stored = ["--hidden-states-path", "--on-missing"];
+        let colocates = more.contains(&"--colocate");
         for (flag, value) in defaults {
-            if !more.contains(&flag) {
+            let is_given = more.contains(&flag) || colocates && stored.contains(&flag);
+            if !is_given {
                 arguments.extend([flag.to_string(), value]);
             }
         }
@@ -277,10 +306,6 @@ pub(crate) fn torchrun() -> Option<PathBuf> {
 /// The library path of this very process: torchrun must not hand its own torch to the ranks.
 fn libtorch() -> std::ffi::OsString {
     std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()
-}
-
-fn write_target(dir: &Path, hidden: i64) -> Target {
-    write_target_of(dir, TargetConfig::qwen3(hidden, 2, VOCABULARY), 1)
 }
 
 fn write_target_of(dir: &Path, config: TargetConfig, seed: i64) -> Target {

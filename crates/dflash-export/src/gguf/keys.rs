@@ -132,6 +132,7 @@ pub(super) fn parse(file: &GgufFile) -> Result<(DraftConfig, Option<TargetIdenti
         head_dim: size(file, &own("attention.key_length"), 1 << 16)?,
         rms_norm_eps: number(file, &own("attention.layer_norm_rms_epsilon"))?,
         rope_theta: number(file, &own("rope.freq_base"))?,
+        rope_scaling: None,
         sliding_window: window
             .filter(|_| layers.contains(&LayerKind::Sliding))
             .map(|window| window as usize),

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dflash_hidden::{Dtype, HiddenStates, Metadata};
-use dflash_hidden_server::{Error, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, serve};
+use dflash_hidden_server::{
+    Error, Features, Featurizer, Loader, ModelFacts, PackedPrompts, Ready, serve,
+};
 use dflash_settings::{Device, Dtype as ComputeDtype, HiddenServerSettings};
 use dflash_test_support::eventually;
 use reqwest::Response;
@@ -34,21 +36,41 @@ pub(crate) fn facts() -> ModelFacts {
     }
 }
 
+/// What libtorch's allocators say where there is no memory.
+const CPU_SAYS: &str = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't \
+                        allocate memory: you tried to allocate 9 bytes. Error code 12";
+const CUDA_SAYS: &str = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total \
+                         capacity of 79.18 GiB of which 9.19 MiB is free.";
+
 /// What a test sees of the model's work, and how it holds it up.
 #[derive(Default)]
 pub(crate) struct Desk {
-    closed: Mutex<bool>,
-    opened: Condvar,
+    door: Door,
+    /// Whether rows come after the batch, as from a GPU, and where they wait.
+    pub(crate) rows_come_later: AtomicBool,
+    pub(crate) rows_door: Door,
+    /// Batches whose rows are under way.
+    pub(crate) under_way: AtomicUsize,
+    /// Such batches of as many tokens get no memory beside another; 0 for no limit.
+    pub(crate) fits_beside: AtomicUsize,
     /// Batches of more tokens panic as libtorch's do that get no memory; 0 for no limit.
     pub(crate) fits: AtomicUsize,
+    /// Whether they say what libtorch's allocator for GPUs says.
+    pub(crate) on_gpu: AtomicBool,
     /// Prompt lengths of every batch begun.
     pub(crate) batches: Mutex<Vec<Vec<i64>>>,
     /// Layers asked for with every batch.
     pub(crate) layers: Mutex<Vec<Vec<u32>>>,
 }
 
-impl Desk {
-    /// From now on batches wait.
+/// What somebody waits at.
+#[derive(Default)]
+pub(crate) struct Door {
+    closed: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Door {
     pub(crate) fn close(&self) {
         *self.closed.lock().unwrap() = true;
     }
@@ -61,6 +83,21 @@ impl Desk {
     fn pass(&self) {
         let closed = self.closed.lock().unwrap();
         drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
+    }
+}
+
+impl Desk {
+    /// From now on batches wait.
+    pub(crate) fn close(&self) {
+        self.door.close();
+    }
+
+    pub(crate) fn open(&self) {
+        self.door.open();
+    }
+
+    fn pass(&self) {
+        self.door.pass();
     }
 
     pub(crate) fn batches(&self) -> Vec<Vec<i64>> {
@@ -108,7 +145,7 @@ impl Featurizer for Double {
     }
 
     /// Fails on batches of several prompts with token 99, and on single ones with token 98.
-    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Vec<Vec<Bytes>>, Error> {
+    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Features, Error> {
         let PackedPrompts { input_ids, document_starts } = prompts;
         let lengths = document_starts.windows(2).map(|ends| ends[1] - ends[0]).collect();
         self.desk.batches.lock().unwrap().push(lengths);
@@ -116,11 +153,13 @@ impl Featurizer for Double {
         self.desk.pass();
         let tokens = input_ids.len();
         let fits = self.desk.fits.load(Ordering::SeqCst);
-        if fits > 0 && tokens > fits {
+        let beside = self.desk.fits_beside.load(Ordering::SeqCst);
+        let shares = self.desk.under_way.load(Ordering::SeqCst) > 0;
+        if (fits > 0 && tokens > fits) || (shares && beside > 0 && tokens > beside) {
+            let said = if self.desk.on_gpu.load(Ordering::SeqCst) { CUDA_SAYS } else { CPU_SAYS };
             panic!(
-                "called `Result::unwrap()` on an `Err` value: Torch(\"[enforce fail at \
-                 alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried \
-                 to allocate 9 bytes. Error code 12\\nframe #0\") (part of a test)"
+                "called `Result::unwrap()` on an `Err` value: Torch(\"{said}\\nframe #0\") (part of a \
+                 test)"
             );
         }
         let several = document_starts.len() > 2;
@@ -133,7 +172,17 @@ impl Featurizer for Double {
             let rows = expected(&input_ids[range], ids);
             ids.iter().map(|&id| rows.layer(id).unwrap().to_vec().into()).collect()
         };
-        Ok(documents().map(rows).collect())
+        let rows = documents().map(rows).collect();
+        if !self.desk.rows_come_later.load(Ordering::SeqCst) {
+            return Ok(Features::Here(rows));
+        }
+        let desk = Arc::clone(&self.desk);
+        desk.under_way.fetch_add(1, Ordering::SeqCst);
+        Ok(Features::Coming(Box::new(move || {
+            desk.rows_door.pass();
+            desk.under_way.fetch_sub(1, Ordering::SeqCst);
+            Ok(rows)
+        })))
     }
 }
 
@@ -163,6 +212,7 @@ pub(crate) fn config() -> HiddenServerSettings {
         max_batch_tokens: 100,
         max_model_len: None,
         threads: Some(1),
+        division: dflash_settings::DivisionSettings::default(),
     }
 }
 
@@ -231,6 +281,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         self.desk.open();
+        self.desk.rows_door.open();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use dflash_hidden_server::{Error, Featurizer, Loader, ModelFacts, PackedPrompts};
+use dflash_hidden_server::{Error, Features, Featurizer, Loader, ModelFacts, PackedPrompts};
 use dflash_settings::HiddenServerSettings;
 use dflash_test_support::eventually;
 use futures::future::join_all;
@@ -55,8 +54,18 @@ async fn assert_serves(server: &Running) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_batch_without_memory_is_halved_until_it_fits() {
+    check_halved(false).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_without_a_gpu_s_memory_is_halved_until_it_fits() {
+    check_halved(true).await;
+}
+
+async fn check_halved(on_gpu: bool) {
     let server = Arc::new(Running::start(config()));
     server.desk.fits.store(30, Ordering::SeqCst);
+    server.desk.on_gpu.store(on_gpu, Ordering::SeqCst);
     server.desk.close();
     let ask = |ids: Vec<i64>| {
         let server = Arc::clone(&server);
@@ -213,10 +222,10 @@ impl Featurizer for Wide {
         &self.0
     }
 
-    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Vec<Vec<Bytes>>, Error> {
+    fn features(&mut self, prompts: &PackedPrompts, ids: &[u32]) -> Result<Features, Error> {
         let rows = |ends: &[i64]| vec![0; (ends[1] - ends[0]) as usize * WIDE * 2].into();
         let each = |ends: &[i64]| ids.iter().map(|_| rows(ends)).collect();
-        Ok(prompts.document_starts.windows(2).map(each).collect())
+        Ok(Features::Here(prompts.document_starts.windows(2).map(each).collect()))
     }
 }
 

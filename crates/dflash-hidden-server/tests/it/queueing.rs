@@ -1,7 +1,11 @@
 //! Waiting: how much, in which batches, and what happens to those who leave.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+use dflash_settings::HiddenServerSettings;
+use dflash_test_support::eventually;
 use futures::future::join_all;
 use serde_json::json;
 
@@ -9,7 +13,7 @@ use crate::double::{LAYERS, Running, config, expected, refusal, states};
 
 /// A server whose model has begun a prompt and will not finish it until opened.
 async fn occupied(max_queue: usize) -> Arc<Running> {
-    let server = Running::start(dflash_settings::HiddenServerSettings { max_queue, ..config() });
+    let server = Running::start(HiddenServerSettings { max_queue, ..config() });
     server.desk.close();
     let server = Arc::new(server);
     send(&server, vec![1]);
@@ -132,9 +136,85 @@ async fn a_failing_batch_is_run_in_halves() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_small_reply_that_the_socket_takes_gives_its_slot_back() {
-    let server = Running::start(dflash_settings::HiddenServerSettings { max_queue: 1, ..config() });
+    let server = Running::start(HiddenServerSettings { max_queue: 1, ..config() });
     let unread = server.prompt(&[1; 64]).await;
     server.until("in_use", 0).await;
     assert_eq!(states(server.prompt(&[2]).await).await, expected(&[2], &LAYERS));
     assert_eq!(states(unread).await, expected(&[1; 64], &LAYERS));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_batch_begins_while_rows_come_and_no_more_than_that() {
+    let server =
+        Arc::new(Running::start(HiddenServerSettings { max_batch_tokens: 20, ..config() }));
+    server.desk.rows_come_later.store(true, Ordering::SeqCst);
+    server.desk.close();
+    server.desk.rows_door.close();
+    let prompts: Vec<Vec<i64>> = (1..=4).map(|seed| vec![seed; 15]).collect();
+    let mut asked = Vec::new();
+    for (waiting, prompt) in prompts.iter().enumerate() {
+        let (asking, prompt) = (Arc::clone(&server), prompt.clone());
+        asked.push(tokio::spawn(async move { asking.prompt(&prompt).await }));
+        if waiting == 0 {
+            server.desk.await_batch();
+        } else {
+            server.until("waiting", waiting as u64).await;
+        }
+    }
+    server.desk.open();
+    // The second batch is computed while the rows of the first come, and the third is not begun.
+    eventually("two batches are under way", || server.desk.under_way.load(Ordering::SeqCst) == 2);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(server.desk.batches().len(), 2);
+    assert!(asked.iter().all(|answer| !answer.is_finished()));
+    server.desk.rows_door.open();
+    for (answer, prompt) in asked.into_iter().zip(&prompts) {
+        assert_eq!(states(answer.await.unwrap()).await, expected(prompt, &LAYERS));
+    }
+    assert_eq!(
+        (server.desk.batches().len(), server.health().await["prompts"].as_u64()),
+        (4, Some(4))
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_that_gets_no_memory_beside_another_runs_again_alone() {
+    let server =
+        Arc::new(Running::start(HiddenServerSettings { max_batch_tokens: 40, ..config() }));
+    server.desk.rows_come_later.store(true, Ordering::SeqCst);
+    server.desk.fits_beside.store(25, Ordering::SeqCst);
+    server.desk.close();
+    let ask = |ids: Vec<i64>| {
+        let server = Arc::clone(&server);
+        tokio::spawn(async move { server.prompt(&ids).await })
+    };
+    let mut asked = vec![ask(vec![1; 30])];
+    server.desk.await_batch();
+    for seed in 2..=3 {
+        asked.push(ask(vec![seed; 18]));
+        server.until("waiting", seed as u64 - 1).await;
+    }
+    server.desk.open();
+    for (answer, seed) in asked.into_iter().zip(1..) {
+        let tokens = if seed == 1 { 30 } else { 18 };
+        assert_eq!(states(answer.await.unwrap()).await, expected(&vec![seed; tokens], &LAYERS));
+    }
+    // Not in halves: there was memory once the first was done.
+    assert_eq!(server.desk.batches(), [vec![30], vec![18, 18], vec![18, 18]]);
+    assert_eq!(server.health().await["out_of_memory"], 0);
+    // What does not fit alone either is halved.
+    server.desk.fits.store(20, Ordering::SeqCst);
+    server.desk.close();
+    let first = ask(vec![1; 10]);
+    eventually("it has begun", || server.desk.batches().len() == 4);
+    let both = [ask(vec![2; 18]), ask(vec![3; 18])];
+    server.until("waiting", 2).await;
+    server.desk.open();
+    states(first.await.unwrap()).await;
+    for (answer, seed) in both.into_iter().zip(2..) {
+        assert_eq!(states(answer.await.unwrap()).await, expected(&[seed; 18], &LAYERS));
+    }
+    let last = server.desk.batches().split_off(4);
+    assert_eq!(last, [vec![18, 18], vec![18, 18], vec![18], vec![18]]);
+    assert_eq!(server.health().await["out_of_memory"], 1);
 }

@@ -111,7 +111,7 @@ fn prompts_in_one_batch_do_not_see_each_other() {
     let prompts = [prompt(9, 3), prompt(1, 1), prompt(20, 7)];
     let packed = PackedPrompts::new(prompts.iter().map(Vec::as_slice));
     assert_eq!(packed.document_starts, [0, 9, 10, 30]);
-    let rows = model.features(&packed, &[2, 5]).unwrap();
+    let rows = model.features(&packed, &[2, 5]).unwrap().rows().unwrap();
     for (ids, rows) in prompts.iter().zip(&rows) {
         for (layer, rows) in [2, 5].into_iter().zip(rows) {
             assert_close(&f32s(rows), &alone(&target, ids, layer), 1e-5);

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Duration;
 
-use dflash_hidden::{Error, Request, StatesRequest, Stream, WantedRow};
+use dflash_hidden::{Error, Request, StatesRequest, Stream, StreamConfig, WantedRow};
 use dflash_test_support::{ChaCha8Rng, Rng, eventually, random};
 
 use crate::fake::{
@@ -88,8 +89,13 @@ fn rows_come_in_order_whatever_the_delays() {
 
 #[test]
 fn no_more_than_the_window_is_fetched_ahead() {
-    // Rows of 4096 bytes in a window of three.
+    // Rows of 4096 bytes in a window of three, in bytes and in tokens.
     let tokens = 4096 / (LAYERS.len() * HIDDEN * 2);
+    check_window(tokens, (3 * 4096, 0));
+    check_window(tokens, (1, 3 * tokens));
+}
+
+fn check_window(tokens: usize, (window_bytes, window_tokens): (usize, usize)) {
     let row = |sample: u64| vec![Request { sample, input_ids: vec![sample as i64; tokens] }];
     let rows: Vec<_> = (0..12).map(row).collect();
     assert_eq!(bytes_of(&rows[0][0]), 4096);
@@ -101,8 +107,7 @@ fn no_more_than_the_window_is_fetched_ahead() {
         most.fetch_max(number + 1 - seen.load(Ordering::SeqCst), Ordering::SeqCst);
         async move { good(&request) }
     });
-    let mut config = config(&[&server.url]);
-    config.window_bytes = 3 * 4096;
+    let config = StreamConfig { window_bytes, window_tokens, ..config(&[&server.url]) };
     let mut stream = start(config, rows).unwrap();
     for taken in 0..12 {
         let expected = (taken + 3).min(12);
@@ -112,6 +117,18 @@ fn no_more_than_the_window_is_fetched_ahead() {
     }
     assert!(stream.next_row().is_none());
     assert_eq!(ahead.load(Ordering::SeqCst), 3);
+}
+
+#[test]
+fn a_closed_stream_ends_the_wait_of_another_thread() {
+    let (server, requests) = own_server(async |_, _| std::future::pending().await);
+    let mut stream = start(config(&[&server.url]), vec![vec![prompt(1)]]).unwrap();
+    let closer = stream.closer();
+    let waiting = thread::spawn(move || stream.next_row().unwrap().unwrap_err());
+    eventually("the server is asked", || requests.load(Ordering::SeqCst) > 0);
+    assert!(!waiting.is_finished());
+    closer.store(true, Ordering::SeqCst);
+    assert!(matches!(waiting.join().unwrap(), Error::Interrupted));
 }
 
 #[test]

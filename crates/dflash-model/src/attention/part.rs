@@ -1,9 +1,9 @@
 //! One part of a merged attention: output and log-sum-exp, and gradients from the merged ones.
 //!
 //! On a CPU in float32 or bfloat16 these are libtorch's flash kernels, which never store scores.
-//! Elsewhere (float64 for gradient checks, CUDA, whose flash kernels take no mask, and
+//! Elsewhere (float64 for gradient checks, CUDA where its variable-length kernels do not fit, and
 //! [`Kernels::Portable`]) the scores of the part are materialised: at most one chunk's rows by its
-//! segment.
+//! segment, or one rectangle.
 
 use dflash_torch_sys::kernels::Kernels;
 use tch::Tensor;

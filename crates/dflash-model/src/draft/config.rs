@@ -9,11 +9,13 @@ mod speculators;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use tch::Kind;
+use tch::{Device, Kind};
 
 pub use speculators::Verifier;
 
 use crate::fields::Fields;
+use crate::ops::Rotary;
+use crate::rope::{RopeScaling, Wanted};
 use crate::{Result, kind_name};
 
 /// How a draft layer looks at the context.
@@ -45,6 +47,8 @@ pub struct DraftConfig {
     pub head_dim: i64,
     pub rms_norm_eps: f64,
     pub rope_theta: f64,
+    /// How the rotary frequencies are scaled, where they are.
+    pub rope_scaling: Option<RopeScaling>,
     /// One entry a layer.
     pub layers: Vec<LayerKind>,
     /// Window of the sliding layers, if there are any.
@@ -75,6 +79,14 @@ impl DraftConfig {
     /// Width of all keys (or values) of a position.
     pub fn kv_width(&self) -> i64 {
         self.num_key_value_heads * self.head_dim
+    }
+
+    /// Rotary embedding of queries and keys.
+    pub(crate) fn rotary(&self, device: Device) -> Rotary {
+        match &self.rope_scaling {
+            Some(scaling) => scaling.rotary(self.head_dim, self.rope_theta, device),
+            None => Rotary::new(self.head_dim, self.rope_theta, device),
+        }
     }
 
     /// K.
@@ -153,6 +165,7 @@ impl DraftConfig {
             head_dim: size("head_dim")?,
             rms_norm_eps: fields.required("rms_norm_eps", Fields::number)?,
             rope_theta: rope_theta(&fields)?,
+            rope_scaling: rope_scaling(&fields)?,
             layers,
             sliding_window,
             block_size: form.block_size as usize,
@@ -165,6 +178,16 @@ impl DraftConfig {
             initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
             eos_token_id: fields.value("eos_token_id").cloned(),
         })
+    }
+
+    /// Base and scaling as Transformers 5 and vLLM read them; older readers have `rope_theta` and
+    /// `rope_scaling`.
+    fn rope_parameters(&self) -> Value {
+        let plain = || json!({ "rope_type": "default" });
+        let mut parameters =
+            self.rope_scaling.map_or_else(plain, |scaling| Value::Object(scaling.to_json()));
+        parameters["rope_theta"] = json!(self.rope_theta);
+        parameters
     }
 
     /// z-lab's form, safe for vLLM, SGLang and Transformers.
@@ -199,8 +222,8 @@ impl DraftConfig {
             "num_key_value_heads": self.num_key_value_heads,
             "num_target_layers": self.num_target_layers,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "rope_scaling": null,
+            "rope_parameters": self.rope_parameters(),
+            "rope_scaling": self.rope_scaling.map(RopeScaling::to_json),
             "rope_theta": self.rope_theta,
             "sliding_window": self.sliding_window,
             "tie_word_embeddings": false,
@@ -237,17 +260,43 @@ impl Form {
         if dflash.value("selector_rank").is_some() {
             return Err(dflash.refuse("selector_rank", other_drafter));
         }
+        refuse_other_layers(&fields, &dflash)?;
         let block_size = match fields.size("block_size")? {
             Some(size) => size,
             None => dflash.required("block_size", Fields::size)?,
         };
+        let mask_token_id = match dflash.token("mask_token_id")? {
+            Some(id) => id,
+            None => fields.required("mask_token_id", Fields::token)?,
+        };
         Ok(Self {
             block_size,
-            mask_token_id: dflash.required("mask_token_id", Fields::token)?,
+            mask_token_id,
             target_layer_ids: layer_ids(&dflash, "target_layer_ids", -1)?,
             layers: fields,
         })
     }
+}
+
+/// Refuses what some published drafts have in their layers beside Qwen3's.
+fn refuse_other_layers(fields: &Fields, dflash: &Fields) -> Result<()> {
+    let plain = "drafts have Qwen3's layers, without that";
+    for key in ["attention_sink_bias", "use_swa"] {
+        if dflash.flag(key)? {
+            return Err(dflash.refuse(key, plain));
+        }
+    }
+    if dflash.value("attention_value_scale").is_some() {
+        return Err(dflash.refuse("attention_value_scale", plain));
+    }
+    for key in ["is_causal", "rope_is_neox_style", "is_neox_style"] {
+        // absent says what drafts do: neither causal nor interleaved
+        let expected = key != "is_causal";
+        if fields.value(key).is_some() && fields.flag(key)? != expected {
+            return Err(fields.refuse(key, plain));
+        }
+    }
+    Ok(())
 }
 
 /// The captured layers in our numbering, from a list that calls the embedding's output `first`.
@@ -262,19 +311,28 @@ fn layer_ids(fields: &Fields, key: &str, first: i64) -> Result<Vec<u32>> {
 }
 
 fn rope_theta(fields: &Fields) -> Result<f64> {
-    let plain = "only plain rotary embedding is implemented for drafts";
-    if fields.value("rope_scaling").is_some() {
-        return Err(fields.refuse("rope_scaling", plain));
-    }
-    if let Some(rope) = fields.object("rope_parameters")? {
-        if rope.text("rope_type")?.is_some_and(|kind| kind != "default") {
-            return Err(rope.refuse("rope_type", plain));
-        }
-        if let Some(theta) = rope.number("rope_theta")? {
-            return Ok(theta);
-        }
+    if let Some(rope) = fields.object("rope_parameters")?
+        && let Some(theta) = rope.number("rope_theta")?
+    {
+        return Ok(theta);
     }
     fields.required("rope_theta", Fields::number)
+}
+
+fn rope_scaling(fields: &Fields) -> Result<Option<RopeScaling>> {
+    for key in ["rope_parameters", "rope_scaling"] {
+        let Some(rope) = fields.object(key)? else { continue };
+        match RopeScaling::wanted(&rope)? {
+            Wanted::Plain => {}
+            Wanted::Scaled(scaling) => return Ok(Some(scaling)),
+            Wanted::Other(_) => {
+                let key = if rope.has("rope_type") { "rope_type" } else { "type" };
+                let expected = "drafts are run with plain, llama3 and yarn rotary embedding";
+                return Err(rope.refuse(key, expected));
+            }
+        }
+    }
+    Ok(None)
 }
 
 fn layer_kinds(fields: &Fields) -> Result<Vec<LayerKind>> {
@@ -309,6 +367,7 @@ mod tests {
             head_dim: 8,
             rms_norm_eps: 1e-6,
             rope_theta: 10_000.0,
+            rope_scaling: None,
             layers: vec![LayerKind::Full, LayerKind::Sliding],
             sliding_window: Some(128),
             block_size: 4,
@@ -343,7 +402,8 @@ mod tests {
         };
         check("attention_bias", json!(true), "without a bias");
         check("hidden_act", json!("gelu"), "`hidden_act` is \"gelu\"");
-        check("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling");
+        check("rope_scaling", json!({"rope_type": "yarn"}), "`rope_scaling.factor` is missing");
+        check("rope_parameters", json!({"type": "longrope"}), "`rope_parameters.type`");
         check("layer_types", json!(["full_attention"]), "num_hidden_layers entries");
         check("layer_types", json!(["full_attention", "linear"]), "linear");
         check("sliding_window", json!(null), "`sliding_window` is null");

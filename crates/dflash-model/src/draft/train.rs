@@ -6,13 +6,15 @@
 //! slot and layer. With [`Keep::Inputs`] only the residual input of each layer is kept, H numbers a
 //! slot and layer, and the backward pass runs the layer forward again, all but its last product.
 
-use tch::{Device, Tensor};
+use dflash_torch_sys::{gpu, trace};
+use tch::{Device, Kind, Tensor};
 
 use super::{Draft, DraftViews, LayerKind, LayerViews, linear};
 use crate::attention::{
-    Attended, AttentionShape, BlockAttention, BlockPlan, KeyValue, Visibility, WindowRule,
+    Attended, AttentionGradient, AttentionShape, BlockAttention, BlockPlan, KeyValue, Method,
+    Visibility, WindowRule,
 };
-use crate::fused;
+use crate::fused::{self, HeadOrder};
 use crate::ops::{RotaryTables, accumulate_kind};
 
 /// Everything about one packed row that the draft's layers need.
@@ -107,7 +109,7 @@ impl super::DraftConfig {
 }
 
 impl Draft {
-    /// Prepares masks and rotary tables of a row that was planned with `rule`.
+    /// Prepares the attentions and rotary tables of a row that was planned with `rule`.
     ///
     /// `features_ck` [C, K*H] are the features of the plan's context rows, `slots_nh` [N, H] the
     /// slots' embeddings, both on the draft's device and in its kind.
@@ -118,12 +120,14 @@ impl Draft {
         features_ck: Tensor,
         slots_nh: Tensor,
     ) -> PackedInput {
+        let (head_dim, device, kind) = (self.config.head_dim, self.flat.device(), self.flat.kind());
         let shape = AttentionShape {
             queries_per_kv: self.config.queries_per_kv(),
-            head_dim: self.config.head_dim,
-            device: self.flat.device(),
-            kind: self.flat.kind(),
+            head_dim,
+            device,
+            kind,
             kernels: self.kernels,
+            method: Method::of(device, kind, head_dim, self.kernels),
         };
         let attention = |kind: LayerKind| {
             let visibility = self.config.visibility(kind, rule);
@@ -144,13 +148,16 @@ impl Draft {
     /// [`Self::backward`] needs; `keep` changes what is kept, not what is computed. Call it without
     /// autograd.
     pub fn forward_keeping(&self, input: &PackedInput, keep: Keep) -> (Tensor, Saved) {
+        let part = trace::part("features");
         let fused_ch = linear(&input.features_ck, &self.views.fc);
         let context_ch = self.norm(&self.views.hidden_norm).of(&fused_ch);
+        drop(part);
         let mut x_nh = input.slots_nh.shallow_clone();
         let mut layers = Vec::with_capacity(self.views.layers.len());
         for (index, layer) in self.views.layers.iter().enumerate() {
             let place = (input.attention(self, index), input, &context_ch);
             let activations = self.layer_activations(layer, &x_nh, place);
+            let _part = trace::part("mlp");
             let activated = fused::swiglu(&activations.gate_up, self.kernels);
             let output = activations.middle_nh.addmm(&activated, &layer.down.tr());
             let activations = (keep == Keep::Activations).then_some(activations);
@@ -168,14 +175,21 @@ impl Draft {
         x_nh: &Tensor,
         (attention, input, context_ch): (&BlockAttention, &PackedInput, &Tensor),
     ) -> Activations {
+        let part = trace::part("projections");
         let qkv = linear(&self.norm(&layer.input_norm).of(x_nh), &layer.qkv);
         let context_kv = linear(context_ch, &layer.kv);
         let (q_jngd, own) = self.project_slots(layer, &qkv, &input.slot_rope);
         let context = self.project_context(layer, &context_kv, &input.context_rope);
+        let inner = trace::part("attention");
         let attended = attention.forward(&q_jngd, &context, &own);
-        // One copy of a weight instead of one of all slots.
-        let o = self.regroup_output(&layer.o).flatten(1, -1);
-        let middle_nh = x_nh.addmm(&attended.by_slot(), &o.tr());
+        drop(inner);
+        // At most one copy of a weight instead of one of all slots.
+        let order = attention.head_order();
+        let o = self.output_columns(&layer.o, order).flatten(1, -1);
+        let out = order.rows(&attended.out_jngd).flatten(1, -1);
+        let middle_nh = x_nh.addmm(&out, &o.tr());
+        drop(part);
+        let _part = trace::part("mlp");
         let gate_up = linear(&self.norm(&layer.post_norm).of(&middle_nh), &layer.gate_up);
         Activations { qkv, context_kv, attended, middle_nh, gate_up }
     }
@@ -211,6 +225,7 @@ impl Draft {
             dx_nh = pass.backward(&dx_nh, layer_saved, &mut dcontext_ch);
             finished(index + 1);
         }
+        let _part = trace::part("features");
         let norm = self.norm(&self.views.hidden_norm);
         let dfused = norm.backward(dcontext_ch, &saved.fused_ch, (None, &gradients.hidden_norm));
         accumulate_product(&gradients.fc, &dfused, &input.features_ck);
@@ -250,6 +265,7 @@ impl LayerPass<'_> {
         let dmiddle_nh = self.mlp_backward(dy_nh, &middle_nh, gate_up);
         let dout_jngd = self.output_backward(&dmiddle_nh, &attended);
         let dqkv = self.attention_backward(&dout_jngd, &attended, (qkv, context_kv), dcontext_ch);
+        let _part = trace::part("projections");
         let (dx_nh, normed) = self.draft.norm(&self.layer.input_norm).backward_again(
             dqkv.matmul(&self.layer.qkv),
             &input_nh,
@@ -260,6 +276,7 @@ impl LayerPass<'_> {
     }
 
     fn mlp_backward(&self, dy_nh: &Tensor, middle_nh: &Tensor, gate_up: Tensor) -> Tensor {
+        let _part = trace::part("mlp");
         let dactivated = dy_nh.matmul(&self.layer.down);
         let (dgate_up, activated) = fused::swiglu_backward(dactivated, gate_up, self.draft.kernels);
         accumulate_product(&self.gradient.down, dy_nh, &activated);
@@ -275,13 +292,19 @@ impl LayerPass<'_> {
 
     /// Gradient of the attention's result, [kv heads, N, queries, D].
     fn output_backward(&self, dmiddle_nh: &Tensor, attended: &Attended) -> Tensor {
-        let draft = self.draft;
-        let do_hgjd = draft.regroup_output(&self.gradient.o);
-        let product = dmiddle_nh.tr().matmul(&attended.by_slot());
-        accumulate(&do_hgjd, &product.view_as(&do_hgjd).to_kind(do_hgjd.kind()));
-        let o_hgjd = draft.regroup_output(&self.layer.o);
-        let dout = dmiddle_nh.matmul(&o_hgjd.flatten(1, -1));
-        fused::by_kv_head(&dout.unflatten(1, &o_hgjd.size()[1..]))
+        let _part = trace::part("projections");
+        let (draft, order) = (self.draft, self.attention.head_order());
+        let out = order.rows(&attended.out_jngd).flatten(1, -1);
+        if order == HeadOrder::ByKeyHead {
+            accumulate_product(&self.gradient.o, dmiddle_nh, &out);
+        } else {
+            let columns = draft.output_columns(&self.gradient.o, order);
+            let product = dmiddle_nh.tr().matmul(&out);
+            accumulate(&columns, &product.view_as(&columns).to_kind(columns.kind()));
+        }
+        let o = draft.output_columns(&self.layer.o, order);
+        let dout = dmiddle_nh.matmul(&o.flatten(1, -1));
+        order.seen(&dout.unflatten(1, &o.size()[1..]))
     }
 
     /// Gradient of the fused projection of the slots, in its own memory; the context's goes to
@@ -293,29 +316,47 @@ impl LayerPass<'_> {
         (qkv, context_kv): (Tensor, Tensor),
         dcontext_ch: &mut Tensor,
     ) -> Tensor {
+        let _part = trace::part("projections");
         let draft = self.draft;
         let input = self.input;
         let (q_jngd, own) = draft.project_slots(self.layer, &qkv, &input.slot_rope);
         let context = draft.project_context(self.layer, &context_kv, &input.context_rope);
+        let inner = trace::part("attention");
         let gradient = self.attention.backward(dout_jngd, &q_jngd, (&context, &own), attended);
+        drop(inner);
         self.key_value_backward(&gradient.context, &context_kv, &input.context_rope);
         accumulate_product(&self.gradient.kv, &context_kv, self.context_ch);
         let _ = dcontext_ch.addmm_(&context_kv, &self.layer.kv);
+        self.slots_backward(&gradient, &qkv);
+        qkv
+    }
+
+    /// Puts the gradient of the slots' fused projection in its place.
+    fn slots_backward(&self, d: &AttentionGradient, qkv: &Tensor) {
+        let (draft, input, gradient) = (self.draft, self.input, self.gradient);
+        let norms = (Some(&self.layer.q_norm), &self.layer.k_norm);
+        if let Some(projected) = draft.projected(qkv, norms, &input.slot_rope) {
+            let d = (Some(&d.dq_jngd), &d.own.k_jtd, &d.own.v_jtd);
+            return projected.backward(qkv, d, (&gradient.q_norm, &gradient.k_norm));
+        }
         let c = &draft.config;
         let q_width = c.num_attention_heads * c.head_dim;
         draft.norm(&self.layer.q_norm).of_heads_backward(
-            &gradient.dq_jngd,
+            &d.dq_jngd,
             qkv.narrow(1, 0, q_width),
             &input.slot_rope,
-            &self.gradient.q_norm,
+            &gradient.q_norm,
         );
         let own_kv = qkv.narrow(1, q_width, 2 * c.kv_width());
-        self.key_value_backward(&gradient.own, &own_kv, &input.slot_rope);
-        qkv
+        self.key_value_backward(&d.own, &own_kv, &input.slot_rope);
     }
 
     /// Puts the gradient of raw keys and values [T, 2*kv_width] in their place.
     fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables) {
+        if let Some(projected) = self.draft.projected(raw, (None, &self.layer.k_norm), rope) {
+            let weights = (&self.gradient.q_norm, &self.gradient.k_norm);
+            return projected.backward(raw, (None, &d.k_jtd, &d.v_jtd), weights);
+        }
         let width = self.draft.config.kv_width();
         self.draft.norm(&self.layer.k_norm).of_heads_backward(
             &d.k_jtd.unsqueeze(2),
@@ -336,6 +377,8 @@ fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
     let dy_t = dy.tr();
     if dy.kind() == gradient.kind() {
         let _ = gradient.shallow_clone().addmm_(&dy_t, x);
+    } else if matches!(dy.device(), Device::Cuda(_)) && gradient.kind() == Kind::Float {
+        gpu::add_product(gradient, &dy_t, x);
     } else {
         // half-precision products accumulate in float32 inside the GEMM, then into the master
         accumulate(gradient, &dy_t.matmul(x).to_kind(gradient.kind()));

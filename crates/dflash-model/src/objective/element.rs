@@ -4,6 +4,7 @@
 //! g = dL/dq it is `q (g - sum q g)`, which simplifies for most.
 
 use dflash_settings::ElementLoss;
+use dflash_torch_sys::gpu::{self, Runner};
 use dflash_torch_sys::kernels::{self, Kernels};
 use tch::{Kind, Tensor};
 
@@ -46,6 +47,9 @@ pub(super) fn data_cross_entropy(
     kernels: Kernels,
 ) -> ChunkOutput {
     let ChunkInput { logits_mv: mut dlogits_mv, tokens_m, .. } = input;
+    if let Some(runner) = kernels.gpu(&dlogits_mv) {
+        return gpu_cross_entropy((runner, dlogits_mv), &tokens_m, coefficient, weigh);
+    }
     if !kernels.take(&dlogits_mv) {
         return portable_cross_entropy(dlogits_mv, &tokens_m, coefficient, weigh);
     }
@@ -57,6 +61,24 @@ pub(super) fn data_cross_entropy(
         weight_sum: weight_m.sum(Kind::Double) / coefficient,
         correct_m: result.correct_m,
         dlogits_mv,
+    }
+}
+
+/// As [`portable_cross_entropy`], in the logits' own kind: two readings and one writing of them.
+fn gpu_cross_entropy(
+    (runner, mut logits_mv): (Runner, Tensor),
+    tokens_m: &Tensor,
+    coefficient: f64,
+    weigh: impl FnOnce(&Tensor) -> Tensor,
+) -> ChunkOutput {
+    let result = gpu::cross_entropy(runner, &logits_mv, tokens_m);
+    let weight_m = weigh(&result.ce_m) * coefficient;
+    result.gradient(&mut logits_mv, tokens_m, &weight_m);
+    ChunkOutput {
+        loss_sum: (&result.ce_m * &weight_m).sum(Kind::Double),
+        weight_sum: weight_m.sum(Kind::Double) / coefficient,
+        correct_m: result.correct_m,
+        dlogits_mv: logits_mv,
     }
 }
 

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use super::vocabulary::DraftVocabulary;
+use crate::placement::upload;
 
 /// Which token counts as the right one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,26 +149,27 @@ impl BlockLabels {
         chunks
     }
 
-    pub(super) fn slots_on(&self, device: Device, chunk: &Range<usize>) -> Tensor {
-        Tensor::from_slice(&self.slots[chunk.clone()]).to_device(device)
-    }
-
-    pub(super) fn tokens_on(&self, device: Device, chunk: &Range<usize>) -> Tensor {
-        Tensor::from_slice(&self.tokens[chunk.clone()]).to_device(device)
-    }
-
     /// The teacher's rows of all slots that carry loss, `[M]` int64.
     pub fn teacher_rows_on(&self, device: Device) -> Tensor {
-        Tensor::from_slice(&self.teacher_rows).to_kind(Kind::Int64).to_device(device)
+        upload(&self.teacher_rows, device)
     }
 
-    /// 1 where a slot is supervised (misses included), [blocks, B].
-    pub(super) fn supervised(&self) -> Vec<f64> {
-        let mut supervised = vec![0.0; self.blocks * self.block_size];
+    /// Tokens of the slots that carry loss, in the draft's vocabulary.
+    pub fn tokens(&self) -> &[i64] {
+        &self.tokens
+    }
+
+    /// Blocks with a supervised slot and, by their place in the block, supervised slots; misses are
+    /// supervised too.
+    pub(super) fn supervised_counts(&self) -> (f64, Vec<f64>) {
+        let mut by_place = vec![0.0; self.block_size];
+        let mut blocks = vec![false; self.blocks];
         for &slot in self.slots.iter().chain(&self.misses) {
-            supervised[slot as usize] = 1.0;
+            by_place[slot as usize % self.block_size] += 1.0;
+            blocks[slot as usize / self.block_size] = true;
         }
-        supervised
+        let supervised = blocks.into_iter().filter(|&supervised| supervised).count();
+        (supervised as f64, by_place)
     }
 }
 
@@ -198,6 +200,7 @@ mod tests {
         assert_eq!(labels.slots, [1, 6]);
         assert_eq!(labels.tokens, [0, 1]);
         assert_eq!(labels.misses, [2]);
+        assert_eq!(labels.supervised_counts(), (2.0, vec![0.0, 1.0, 2.0, 0.0]));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::element::ChunkOutput;
 use super::labels::BlockLabels;
+use super::placed::Placed;
 use super::weight::Denominator;
 
 const DENOMINATOR: i64 = 1;
@@ -46,6 +47,11 @@ impl Statistics {
         Self { sums: Tensor::zeros([HEAD + 2 * block_size as i64], (Kind::Double, device)) }
     }
 
+    /// The sums that [`Self::sums`] once were, wherever they are now.
+    pub fn from_sums(sums: Tensor) -> Self {
+        Self { sums }
+    }
+
     /// The same sums over nothing.
     pub fn cleared(&self) -> Self {
         Self { sums: self.sums.zeros_like() }
@@ -54,6 +60,11 @@ impl Statistics {
     /// Adds another row's or rank's.
     pub fn add(&mut self, other: &Self) {
         let _ = self.sums.g_add_(&other.sums);
+    }
+
+    /// The vector itself.
+    pub fn sums(&self) -> &Tensor {
+        &self.sums
     }
 
     /// The vector itself, to be all-reduced.
@@ -121,30 +132,20 @@ impl Tally {
         let _ = self.correct_n.index_copy_(0, slots_m, &output.correct_m.to_kind(Kind::Double));
     }
 
-    pub(super) fn finish(self, labels: &BlockLabels, denominator: Denominator) -> Statistics {
-        let device = self.correct_n.device();
-        let block_size = labels.block_size() as i64;
-        let supervised = labels.supervised();
-        let blocks =
-            supervised.chunks(labels.block_size()).filter(|block| block.contains(&1.0)).count()
-                as f64;
-        let counted = Tensor::from_slice(&supervised).view([-1, block_size]);
-        let per_slot = sum_blocks(&counted);
+    pub(super) fn finish(self, labels: &Placed<'_>, denominator: Denominator) -> Statistics {
+        let Placed { row, blocks, per_slot_b, .. } = labels;
         let divisor = match denominator {
             Denominator::Weights => self.weight_sum,
-            Denominator::Blocks => Tensor::from(blocks).to_device(device),
-            Denominator::MaskedSlots => Tensor::from(labels.slots().len() as f64).to_device(device),
+            Denominator::Blocks => blocks.shallow_clone(),
+            Denominator::MaskedSlots => labels.slots.shallow_clone(),
         };
+        let block_size = row.block_size() as i64;
         let correct_ab = self.correct_n.view([-1, block_size]);
-        let first = labels.first_slot() as i64;
+        let first = row.first_slot() as i64;
         let runs = correct_ab.narrow(1, first, block_size - first).cumprod(1, Kind::Double);
         let accepted = runs.sum(Kind::Double) + blocks;
-        let head = Tensor::stack(
-            &[self.loss_sum, divisor, accepted, Tensor::from(blocks).to_device(device)],
-            0,
-        );
-        let sums = Tensor::cat(&[head, sum_blocks(&correct_ab), per_slot.to_device(device)], 0);
-        Statistics { sums }
+        let head = Tensor::stack(&[&self.loss_sum, &divisor, &accepted, blocks], 0);
+        Statistics { sums: Tensor::cat(&[&head, &sum_blocks(&correct_ab), per_slot_b], 0) }
     }
 }
 

@@ -1,10 +1,9 @@
 //! How much each slot counts, and what the weighted sum is divided by.
 
-use std::ops::Range;
-
 use tch::{Kind, Tensor};
 
 use super::labels::BlockLabels;
+use super::placed::ChunkPlace;
 
 /// Added to the number of masked slots by speculators, so that an empty row divides by something.
 pub const MASKED_SLOTS_EPSILON: f64 = 1e-5;
@@ -66,61 +65,32 @@ pub fn dpace_weights(ce_ab: &Tensor, mask_ab: &Tensor, alpha: f64) -> Tensor {
     prefix.flip([1]).cumsum(1, None::<Kind>).flip([1]) * mask_ab
 }
 
-/// Where a chunk's slots lie in their blocks.
-#[derive(Debug)]
-pub(super) struct ChunkPlace {
-    block_size: i64,
-    first_slot: usize,
-    blocks: i64,
-    /// Slots relative to the chunk's first block, `[m]`.
-    slots_m: Tensor,
-    /// Slots within their blocks, on the host.
-    offsets: Vec<usize>,
-}
-
-impl ChunkPlace {
-    pub(super) fn new(labels: &BlockLabels, chunk: &Range<usize>, like: &Tensor) -> Self {
-        let block_size = labels.block_size() as i64;
-        let slots = &labels.slots()[chunk.clone()];
-        let first_block = slots[0] / block_size;
-        let relative: Vec<i64> = slots.iter().map(|slot| slot - first_block * block_size).collect();
-        Self {
-            block_size,
-            first_slot: labels.first_slot(),
-            blocks: slots[slots.len() - 1] / block_size - first_block + 1,
-            offsets: slots.iter().map(|slot| (slot % block_size) as usize).collect(),
-            slots_m: Tensor::from_slice(&relative).to_device(like.device()),
-        }
-    }
-}
-
 impl Weighting {
     /// Weights `[m]` of a chunk's slots, from their cross-entropies and losses `[m]`.
     pub(super) fn weights(&self, ce_m: &Tensor, loss_m: &Tensor, place: &ChunkPlace) -> Tensor {
         match *self {
-            Self::Decay { gamma } => {
-                let table = decay_weights(place.block_size as usize, place.first_slot, gamma);
-                let weights: Vec<f64> = place.offsets.iter().map(|&slot| table[slot]).collect();
-                Tensor::from_slice(&weights).to_kind(ce_m.kind()).to_device(ce_m.device())
+            Self::Decay { .. } => {
+                let decay_m = place.decay_m.as_ref();
+                decay_m.expect("labels are placed with the weighting").shallow_clone()
             }
             Self::Dpace { alpha, confidence } => {
                 let source_m = match confidence {
                     Confidence::CrossEntropy => ce_m,
                     Confidence::Term => loss_m,
                 };
-                let dense = |values_m: &Tensor| {
-                    source_m
-                        .new_zeros(
-                            [place.blocks * place.block_size],
-                            (source_m.kind(), source_m.device()),
-                        )
-                        .index_copy(0, &place.slots_m, values_m)
-                        .view([place.blocks, place.block_size])
-                };
-                let weights = dpace_weights(&dense(source_m), &dense(&source_m.ones_like()), alpha);
-                weights.view([-1]).index_select(0, &place.slots_m)
+                let mask_ab = place.spread(&source_m.ones_like());
+                place.gather(&dpace_weights(&place.spread(source_m), &mask_ab, alpha))
             }
         }
+    }
+
+    /// Weights of a row's slots where these follow from their places alone.
+    pub(super) fn by_distance(&self, labels: &BlockLabels) -> Option<Vec<f64>> {
+        let Self::Decay { gamma } = *self else { return None };
+        let block_size = labels.block_size();
+        let table = decay_weights(block_size, labels.first_slot(), gamma);
+        let slots = labels.slots().iter();
+        Some(slots.map(|&slot| table[slot as usize % block_size]).collect())
     }
 }
 

@@ -128,7 +128,9 @@ impl Target {
             LmHead::Own(linear) => linear.weight_io(),
             LmHead::Tied { .. } => self.embedding_vh.tr(),
         };
-        let layers: Vec<_> = self.layers.iter().map(|layer| layer.weights()).collect();
+        let dense = self.config.family.dense()?;
+        let layers = self.body.layers.iter().map(|layer| layer.packed());
+        let layers: Vec<_> = layers.collect::<Option<_>>()?;
         let matrices: Vec<&Tensor> = layers
             .iter()
             .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
@@ -143,14 +145,14 @@ impl Target {
         let c = &self.config;
         let shape = Shape {
             hidden: c.hidden_size,
-            inner: c.intermediate_size,
-            query_heads: c.num_attention_heads,
-            kv_heads: c.num_key_value_heads,
-            head_dim: c.head_dim,
+            inner: dense.intermediate_size,
+            query_heads: dense.num_attention_heads,
+            kv_heads: dense.num_key_value_heads,
+            head_dim: dense.head_dim,
             eps: c.rms_norm_eps,
             causal: true,
         };
-        let norm_h = self.norm_h.to_kind(Kind::Float);
+        let norm_h = self.norm.weight.to_kind(Kind::Float);
         Some(FewRows {
             stack: Stack::new(shape, &layers, products),
             embedding: Embedding::new(&self.embedding_vh),

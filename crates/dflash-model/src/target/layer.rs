@@ -1,198 +1,215 @@
-//! One decoder layer: norm, attention, norm, SwiGLU MLP, each added to the residual stream.
+//! What a decoder layer of any family is, and what it runs over.
 //!
-//! Every product runs over all tokens of a call at once; only attention knows which token belongs
-//! to which document or cache, and it does so behind [`Attend`]. Shapes: `t` tokens, `h` hidden,
-//! `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
+//! Every product runs over all tokens of a call at once; only attention and the layers that carry a
+//! state know which token belongs to which document or cache, and they do so behind [`Attend`].
+//! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension, `e`
+//! that of values.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
 
 use dflash_torch_sys::decode::LayerWeights;
 use dflash_torch_sys::kernels::{self, Kernels};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::config::TargetConfig;
-use super::parameters::{Init, Linear, LinearSpec};
+use super::blocks::latent::Latent;
 use super::rotary::HeadTables;
 use crate::fused::Norm;
+pub(crate) use crate::ops::Scores;
 use crate::ops::rms_norm;
-use crate::{Result, fused};
+
+/// One decoder layer.
+pub(crate) trait Layer: Debug + Send {
+    /// The residual stream after this layer [T, H].
+    fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor;
+
+    /// What it keeps of the tokens before.
+    fn memory(&self) -> Memory;
+
+    /// What computes it from now on.
+    fn set_kernels(&mut self, _kernels: Kernels) {}
+
+    /// The weights in the form of the packed passes, where they take such a layer.
+    fn packed(&self) -> Option<LayerWeights<'_>> {
+        None
+    }
+
+    /// The parameters as they are trained; none where such layers are not trained here.
+    fn parameters(&self) -> Vec<(String, Tensor)> {
+        Vec::new()
+    }
+
+    /// The tensors as a checkpoint stores them, where such layers are saved here.
+    fn checkpoint(&self) -> Vec<(String, Tensor)> {
+        Vec::new()
+    }
+}
+
+/// One call's tokens on their way through the layers.
+pub(crate) struct Pass<'a> {
+    /// Rotary tables of the tokens' positions, one for each kind that the family has.
+    pub(crate) tables: &'a [HeadTables],
+    /// What the tokens may see.
+    pub(crate) attend: &'a mut dyn Attend,
+    /// The tokens' positions `[T]`, int64.
+    pub(crate) positions_t: &'a Tensor,
+    /// What the family makes of the tokens once for all layers (see `Architecture::prepare`).
+    pub(crate) prepared: Option<Tensor>,
+    /// Keys and values of this pass that later layers look at too, by the layer that made them.
+    pub(crate) shared: HashMap<usize, (Tensor, Tensor)>,
+}
+
+impl<'a> Pass<'a> {
+    /// A pass at its begin.
+    pub(crate) fn new(
+        tables: &'a [HeadTables],
+        positions_t: &'a Tensor,
+        attend: &'a mut dyn Attend,
+    ) -> Self {
+        Self { tables, attend, positions_t, prepared: None, shared: HashMap::new() }
+    }
+}
+
+/// What a cache holds for a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// Keys [heads, tokens, key_dim] and values [heads, tokens, value_dim].
+    Keys { heads: i64, key_dim: i64, value_dim: i64 },
+    /// As keys of one head, whose first `value_dim` numbers are the values too (see [`Latent`]).
+    Latent { key_dim: i64, value_dim: i64 },
+    /// A state of fixed size (see [`Recurrence`]).
+    State,
+    /// Nothing of its own.
+    Nothing,
+}
 
 /// Rotated queries and keys, and values, of the tokens of one call.
 #[derive(Debug)]
 pub(crate) struct Projected {
     pub(crate) q_tnd: Tensor,
     pub(crate) k_tmd: Tensor,
-    pub(crate) v_tmd: Tensor,
+    pub(crate) v_tme: Tensor,
     /// What computes the attention over them.
     pub(crate) kernels: Kernels,
 }
 
-/// Which layer asks for attention, and how far back it sees.
+/// How far back a token sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// To the first token.
+    All,
+    /// The last so many tokens, itself included.
+    Window(i64),
+    /// Back to the last position that this divides.
+    Chunk(i64),
+}
+
+impl From<Option<i64>> for Reach {
+    fn from(window: Option<i64>) -> Self {
+        window.map_or(Self::All, Self::Window)
+    }
+}
+
+impl Reach {
+    /// The first position that the token at `position` sees.
+    pub(crate) fn first_key(self, position: i64) -> i64 {
+        match self {
+            Self::All => 0,
+            Self::Window(window) => (position + 1 - window).max(0),
+            Self::Chunk(chunk) => position / chunk * chunk,
+        }
+    }
+
+    /// Whether every token of so many, counted from position 0, sees all before it.
+    pub(crate) fn is_all_of(self, tokens: i64) -> bool {
+        match self {
+            Self::All => true,
+            Self::Window(tokens_seen) | Self::Chunk(tokens_seen) => tokens_seen >= tokens,
+        }
+    }
+
+    /// The window, if it is one.
+    pub(crate) fn window(self) -> Option<i64> {
+        if let Self::Window(window) = self { Some(window) } else { None }
+    }
+}
+
+/// Which layer asks for attention, how far back it sees, and how it scores.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct Place<'a> {
+    /// The layer whose keys and values these are.
     pub(crate) layer: usize,
-    pub(crate) window: Option<i64>,
+    pub(crate) reach: Reach,
+    pub(crate) scores: Scores<'a>,
 }
 
-/// Causal attention over whatever the tokens may see: their documents, or a cache.
+/// The tokens before, for attention and for layers that carry a state: those of the tokens'
+/// documents, or of a cache.
 pub(crate) trait Attend {
-    /// Attention's output, heads side by side [T, N*D].
-    fn attend(&mut self, place: Place, projected: &Projected) -> Tensor;
+    /// Causal attention's output, heads side by side [T, N*E].
+    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor;
+
+    /// As [`Self::attend`], over latents.
+    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+        latent.up.values(&self.attend(place, &latent.absorbed()))
+    }
+
+    /// The outputs [T, O] of a layer that carries a state, whose inputs are [T, C].
+    fn scan(&mut self, layer: usize, recurrence: &dyn Recurrence, inputs_tc: &Tensor) -> Tensor;
 }
 
-/// The weights of one layer.
+/// A layer that carries a state from token to token instead of looking back.
+pub(crate) trait Recurrence {
+    /// The state before the first token.
+    fn zero(&self, like: &Tensor) -> State;
+
+    /// The outputs [T, O] of tokens whose inputs are [T, C], after `state`; and the state after them.
+    fn run(&self, inputs_tc: &Tensor, state: &State) -> (Tensor, State);
+
+    /// One token of each of several sequences: inputs [B, C], outputs [B, O]. Their states go on.
+    fn step(&self, inputs_bc: &Tensor, states: &mut [State]) -> Tensor {
+        let step = |(row, state): (usize, &mut State)| {
+            let (output, after) = self.run(&inputs_bc.narrow(0, row as i64, 1), state);
+            *state = after;
+            output
+        };
+        Tensor::cat(&states.iter_mut().enumerate().map(step).collect::<Vec<_>>(), 0)
+    }
+}
+
+/// A state: never written into, so that handles may be kept.
 #[derive(Debug)]
-pub(crate) struct DecoderLayer {
-    place: Place,
-    module: String,
+pub(crate) struct State(pub(crate) Vec<Tensor>);
+
+impl State {
+    /// Another handle.
+    pub(crate) fn shared(&self) -> Self {
+        Self(self.0.iter().map(Tensor::shallow_clone).collect())
+    }
+
+    /// Bytes of its tensors.
+    pub(crate) fn bytes(&self) -> usize {
+        self.0.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum()
+    }
+}
+
+/// The weight of an RMS norm `[D]`, and its epsilon. In another kind than the activations, a float32
+/// weight is multiplied in float32 (see [`super::parameters::Init::norm_plus_one`]).
+#[derive(Debug)]
+pub(crate) struct RmsNorm {
+    pub(crate) weight: Tensor,
+    pub(crate) eps: f64,
     pub(crate) kernels: Kernels,
-    eps: f64,
-    head_dim: i64,
-    query_heads: i64,
-    key_heads: i64,
-    input_norm_h: Tensor,
-    post_attention_norm_h: Tensor,
-    qk_norm: Option<QkNorm>,
-    qkv: Linear,
-    output: Linear,
-    gate_up: Linear,
-    down: Linear,
 }
 
-/// Per-head norms of queries and keys.
-#[derive(Debug)]
-struct QkNorm {
-    query_d: Tensor,
-    key_d: Tensor,
-}
-
-impl DecoderLayer {
-    pub(crate) fn new(config: &TargetConfig, layer: usize, init: &Init) -> Result<Self> {
-        let module = format!("model.layers.{layer}");
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let (query, key) = (config.query_size(), config.key_size());
-        let linear = |part: &str, name: &str, parts: &[(&str, i64)], input: i64, bias: bool| {
-            let module = &format!("{module}.{part}");
-            init.linear(&LinearSpec { module, name, parts, input, bias })
-        };
-        let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
-        let qkv_parts = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
-        let (output_parts, down_parts) = ([("o_proj", hidden)], [("down_proj", hidden)]);
-        let gate_up_parts = [("gate_proj", inner), ("up_proj", inner)];
-        Ok(Self {
-            place: Place { layer, window: config.windows[layer] },
-            kernels: Kernels::Fast,
-            eps: config.rms_norm_eps,
-            head_dim: config.head_dim,
-            query_heads: config.num_attention_heads,
-            key_heads: config.num_key_value_heads,
-            input_norm_h: norm("input_layernorm")?,
-            post_attention_norm_h: norm("post_attention_layernorm")?,
-            qk_norm: config.qk_norm.then(|| QkNorm::new(config, &module, init)).transpose()?,
-            qkv: linear("self_attn", "qkv_proj", &qkv_parts, hidden, config.qkv_bias)?,
-            output: linear("self_attn", "o_proj", &output_parts, query, config.output_bias)?,
-            gate_up: linear("mlp", "gate_up_proj", &gate_up_parts, hidden, config.mlp_bias)?,
-            down: linear("mlp", "down_proj", &down_parts, inner, config.mlp_bias)?,
-            module,
-        })
-    }
-
-    /// The residual stream after this layer [T, H].
-    pub(crate) fn forward(
-        &self,
-        x_th: &Tensor,
-        tables: &HeadTables,
-        attention: &mut dyn Attend,
-    ) -> Tensor {
-        let attended = attention.attend(self.place, &self.project(x_th, tables));
-        let x_th = self.output.add_to(x_th, &attended);
-        let normed = self.norm(&x_th, &self.post_attention_norm_h);
-        self.down.add_to(&x_th, &fused::swiglu(&self.gate_up.apply(&normed), self.kernels))
-    }
-
-    fn norm(&self, x_th: &Tensor, weight: &Tensor) -> Tensor {
-        norm(x_th, Norm { weight, eps: self.eps, kernels: self.kernels })
-    }
-
-    fn project(&self, x_th: &Tensor, tables: &HeadTables) -> Projected {
-        let qkv_to = self.qkv.apply(&self.norm(x_th, &self.input_norm_h));
-        let (queries, keys, kernels) = (self.query_heads, self.key_heads, self.kernels);
-        let part =
-            |start: i64, count: i64| qkv_to.narrow(1, start * self.head_dim, count * self.head_dim);
-        let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
-        let v_tmd = heads(part(queries + keys, keys), keys);
-        if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
-            // One sweep each; a single group keeps the heads of a token together.
-            let half = (&tables.half.cos_td, &tables.half.sin_td);
-            let normed = |part: Tensor, norm_d: &Tensor| {
-                kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(2)
-            };
-            let q_tnd = normed(part(0, queries), &norms.query_d);
-            let k_tmd = normed(part(queries, keys), &norms.key_d);
-            return Projected { q_tnd, k_tmd, v_tmd, kernels };
+impl RmsNorm {
+    /// `x / rms(x) * weight` over the last dimension, of the kind of `x`.
+    pub(crate) fn of(&self, x: &Tensor) -> Tensor {
+        let Self { weight, eps, kernels } = self;
+        if weight.kind() == x.kind() {
+            return norm(x, Norm { weight, eps: *eps, kernels: *kernels });
         }
-        let qk = heads(part(0, queries + keys), queries + keys);
-        let qk = match &self.qk_norm {
-            Some(norms) => tables.rotate(&norms.apply(&qk, (queries, keys), self.eps)),
-            None => tables.rotate(&qk),
-        };
-        let (q_tnd, k_tmd) = (qk.narrow(1, 0, queries), qk.narrow(1, queries, keys));
-        Projected { q_tnd, k_tmd, v_tmd, kernels }
-    }
-
-    /// The weights, to be packed.
-    pub(crate) fn weights(&self) -> LayerWeights<'_> {
-        LayerWeights {
-            qkv: self.qkv.projection(),
-            output: self.output.projection(),
-            gate_up: self.gate_up.projection(),
-            down: self.down.projection(),
-            input_norm: &self.input_norm_h,
-            post_norm: &self.post_attention_norm_h,
-            head_norms: self.qk_norm.as_ref().map(|norms| (&norms.query_d, &norms.key_d)),
-            window: self.place.window,
-        }
-    }
-
-    /// The parameters as they are trained: fused projections, norms.
-    pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
-        self.linears().into_iter().flat_map(Linear::parameters).chain(self.norms()).collect()
-    }
-
-    /// The tensors as a checkpoint stores them.
-    pub(crate) fn checkpoint(&self) -> Vec<(String, Tensor)> {
-        self.linears().into_iter().flat_map(Linear::checkpoint).chain(self.norms()).collect()
-    }
-
-    fn linears(&self) -> [&Linear; 4] {
-        [&self.qkv, &self.output, &self.gate_up, &self.down]
-    }
-
-    fn norms(&self) -> Vec<(String, Tensor)> {
-        let mut norms = vec![
-            ("input_layernorm", &self.input_norm_h),
-            ("post_attention_layernorm", &self.post_attention_norm_h),
-        ];
-        if let Some(qk_norm) = &self.qk_norm {
-            norms.push(("self_attn.q_norm", &qk_norm.query_d));
-            norms.push(("self_attn.k_norm", &qk_norm.key_d));
-        }
-        let named = |(name, tensor): (&str, &Tensor)| {
-            (format!("{}.{name}.weight", self.module), tensor.shallow_clone())
-        };
-        norms.into_iter().map(named).collect()
-    }
-}
-
-impl QkNorm {
-    fn new(config: &TargetConfig, module: &str, init: &Init) -> Result<Self> {
-        let norm =
-            |name: &str| init.norm(&format!("{module}.self_attn.{name}.weight"), config.head_dim);
-        Ok(Self { query_d: norm("q_norm")?, key_d: norm("k_norm")? })
-    }
-
-    /// Normalises query and key heads [T, N+M, D] in one operation, with the weights repeated.
-    fn apply(&self, qk: &Tensor, (queries, keys): (i64, i64), eps: f64) -> Tensor {
-        let rows = |norm_d: &Tensor, count: i64| norm_d.unsqueeze(0).expand([count, -1], false);
-        rms_norm(qk, &Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0), eps)
+        rms_norm(&x.to_kind(Kind::Float), &weight.to_kind(Kind::Float), *eps).to_kind(x.kind())
     }
 }
 

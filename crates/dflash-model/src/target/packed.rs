@@ -2,8 +2,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::layer::{Attend, Place, Projected};
-use crate::ops::attention;
+use super::blocks::latent::Latent;
+use super::layer::{Attend, Place, Projected, Reach, Recurrence};
+use crate::ops::scored_attention;
 
 /// Documents laid end to end; keys and values are those of the call itself.
 #[derive(Debug)]
@@ -13,17 +14,38 @@ pub(crate) struct PackedAttention<'a> {
 }
 
 impl Attend for PackedAttention<'_> {
-    fn attend(&mut self, place: Place, projected: &Projected) -> Tensor {
+    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
         let documents: Vec<Tensor> = self
             .document_starts
             .windows(2)
             .filter(|bounds| bounds[1] > bounds[0])
-            .map(|bounds| causal(&projected.narrow(bounds[0], bounds[1] - bounds[0]), place.window))
+            .map(|bounds| causal(&projected.narrow(bounds[0], bounds[1] - bounds[0]), place))
             .collect();
-        match documents.as_slice() {
-            [document] => document.shallow_clone(),
-            documents => Tensor::cat(documents, 0),
-        }
+        end_to_end(&documents)
+    }
+
+    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+        self.attend(place, &latent.expanded())
+    }
+
+    fn scan(&mut self, _layer: usize, recurrence: &dyn Recurrence, inputs_tc: &Tensor) -> Tensor {
+        let zero = recurrence.zero(inputs_tc);
+        let documents: Vec<Tensor> = self
+            .document_starts
+            .windows(2)
+            .filter(|bounds| bounds[1] > bounds[0])
+            .map(|bounds| {
+                recurrence.run(&inputs_tc.narrow(0, bounds[0], bounds[1] - bounds[0]), &zero).0
+            })
+            .collect();
+        end_to_end(&documents)
+    }
+}
+
+fn end_to_end(documents: &[Tensor]) -> Tensor {
+    match documents {
+        [document] => document.shallow_clone(),
+        documents => Tensor::cat(documents, 0),
     }
 }
 
@@ -33,22 +55,22 @@ impl Projected {
         Self {
             q_tnd: self.q_tnd.narrow(0, start, length),
             k_tmd: self.k_tmd.narrow(0, start, length),
-            v_tmd: self.v_tmd.narrow(0, start, length),
+            v_tme: self.v_tme.narrow(0, start, length),
             kernels: self.kernels,
         }
     }
 }
 
-/// Causal attention of one document over itself [T, N*D].
-pub(crate) fn causal(document: &Projected, window: Option<i64>) -> Tensor {
+/// Causal attention of one document over itself [T, N*E].
+pub(crate) fn causal(document: &Projected, place: Place<'_>) -> Tensor {
     let tokens = document.q_tnd.size()[0];
-    let [q, k, v] = [&document.q_tnd, &document.k_tmd, &document.v_tmd].map(heads_first);
-    let out = match window.filter(|&window| window < tokens) {
-        None => attention(&q, &k, &v, (None, true), document.kernels),
-        Some(_) => {
-            let span = Span { start: 0, tokens, first_key: 0, window };
-            attention(&q, &k, &v, (Some(&span.mask(&q)), false), document.kernels)
-        }
+    let [q, k, v] = [&document.q_tnd, &document.k_tmd, &document.v_tme].map(heads_first);
+    let Place { reach, scores, .. } = place;
+    let out = if reach.is_all_of(tokens) {
+        scored_attention(&q, &k, &v, (None, true), scores, document.kernels)
+    } else {
+        let mask = Span { start: 0, tokens, first_key: 0, reach }.mask(&q);
+        scored_attention(&q, &k, &v, (Some(&mask), false), scores, document.kernels)
     };
     side_by_side(&out)
 }
@@ -73,8 +95,8 @@ pub(crate) struct Span {
     pub(crate) tokens: i64,
     /// Position of the first key.
     pub(crate) first_key: i64,
-    /// How many tokens a query sees, itself included.
-    pub(crate) window: Option<i64>,
+    /// How far back a query sees.
+    pub(crate) reach: Reach,
 }
 
 impl Span {
@@ -84,32 +106,37 @@ impl Span {
         let end = self.start + self.tokens;
         let query = Tensor::arange_start(self.start, end, options);
         let key = Tensor::arange_start(self.first_key, end, options);
-        causal_mask(&query, &key, self.window, like.kind())
+        causal_mask(&query, &key, self.reach, like.kind())
     }
 }
 
-/// An additive mask [queries, keys] of `kind` from their positions: a query sees the last `window`
-/// tokens up to itself.
-pub(crate) fn causal_mask(query: &Tensor, key: &Tensor, window: Option<i64>, kind: Kind) -> Tensor {
+/// An additive mask [queries, keys] of `kind` from their positions: a query sees as far back as
+/// `reach` says, up to itself.
+pub(crate) fn causal_mask(query: &Tensor, key: &Tensor, reach: Reach, kind: Kind) -> Tensor {
     let (query, key) = (query.unsqueeze(1), key.unsqueeze(0));
     let mut hidden = key.gt_tensor(&query);
-    if let Some(window) = window {
-        hidden = hidden.logical_or(&key.le_tensor(&(query - window)));
+    match reach {
+        Reach::All => {}
+        Reach::Window(window) => hidden = hidden.logical_or(&key.le_tensor(&(query - window))),
+        Reach::Chunk(chunk) => {
+            let first = query.divide_scalar_mode(chunk, "floor") * chunk;
+            hidden = hidden.logical_or(&key.lt_tensor(&first));
+        }
     }
     Tensor::zeros(hidden.size(), (kind, hidden.device())).masked_fill(&hidden, f64::NEG_INFINITY)
 }
 
-/// The masks of one call, made once for each window of the layers.
+/// The masks of one call, made once for each reach of the layers.
 #[derive(Debug, Default)]
-pub(crate) struct Masks(Vec<(Option<i64>, Tensor)>);
+pub(crate) struct Masks(Vec<(Reach, Tensor)>);
 
 impl Masks {
-    pub(crate) fn of(&mut self, window: Option<i64>, make: impl FnOnce() -> Tensor) -> Tensor {
-        if let Some((_, mask)) = self.0.iter().find(|(known, _)| *known == window) {
+    pub(crate) fn of(&mut self, reach: Reach, make: impl FnOnce() -> Tensor) -> Tensor {
+        if let Some((_, mask)) = self.0.iter().find(|(known, _)| *known == reach) {
             return mask.shallow_clone();
         }
         let mask = make();
-        self.0.push((window, mask.shallow_clone()));
+        self.0.push((reach, mask.shallow_clone()));
         mask
     }
 }
@@ -123,11 +150,12 @@ mod tests {
     #[test]
     fn the_mask_hides_the_future_and_what_left_the_window() {
         let like = Tensor::zeros([1], (Kind::Float, Device::Cpu));
-        let visible = |window| {
-            let span = Span { start: 3, tokens: 2, first_key: 1, window };
+        let visible = |reach| {
+            let span = Span { start: 3, tokens: 2, first_key: 1, reach };
             Vec::<Vec<f32>>::try_from(span.mask(&like).exp()).unwrap()
         };
-        assert_eq!(visible(None), [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]);
-        assert_eq!(visible(Some(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]);
+        assert_eq!(visible(Reach::All), [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]);
+        assert_eq!(visible(Reach::Window(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]);
+        assert_eq!(visible(Reach::Chunk(2)), [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]);
     }
 }

@@ -6,9 +6,12 @@
 //! `o` output of a projection, `t` tokens.
 
 use dflash_torch_sys::decode::Projection;
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
-use super::config::INITIALIZER_RANGE;
+use super::config::{INITIALIZER_RANGE, TargetConfig};
+use super::divided::Shard;
+use super::layer::RmsNorm;
 use super::weights::Weights;
 use crate::Result;
 
@@ -19,6 +22,21 @@ pub(crate) struct Init<'a> {
     pub(crate) weights: Option<&'a Weights>,
     /// Kind and device of the parameters.
     pub(crate) options: (Kind, Device),
+    /// What the checkpoint's names begin with, with its last dot.
+    pub(crate) prefix: &'a str,
+    /// What this rank has of layers that are divided.
+    pub(crate) shard: Shard,
+}
+
+/// How a projection is divided among the ranks of a tensor-parallel target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Split {
+    /// Every rank has all of it.
+    Whole,
+    /// A rank has some of the outputs of each part.
+    Outputs,
+    /// A rank has some of the inputs; the ranks' products are summed.
+    Inputs,
 }
 
 /// One or several projections of the same input, fused.
@@ -30,6 +48,8 @@ pub(crate) struct Linear {
     parts: Vec<(String, i64)>,
     weight_io: Tensor,
     bias_o: Option<Tensor>,
+    split: Split,
+    shard: Shard,
 }
 
 /// What [`Init::linear`] makes.
@@ -45,6 +65,8 @@ pub(crate) struct LinearSpec<'a> {
     pub(crate) input: i64,
     /// Whether the projections have biases.
     pub(crate) bias: bool,
+    /// How ranks divide them.
+    pub(crate) split: Split,
 }
 
 impl LinearSpec<'_> {
@@ -57,14 +79,30 @@ impl LinearSpec<'_> {
 }
 
 impl Init<'_> {
+    /// The checkpoint's name of what the models of Hugging Face call `name` within the text model.
+    pub(crate) fn path(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    /// How many of so many heads, or of anything else that ranks divide, are this rank's.
+    pub(crate) fn share(&self, whole: i64) -> i64 {
+        self.shard.share(whole)
+    }
+
     /// A fused projection.
     pub(crate) fn linear(&self, spec: &LinearSpec) -> Result<Linear> {
-        let output = spec.parts.iter().map(|(_, size)| size).sum();
+        let share_if = |split, whole| if spec.split == split { self.share(whole) } else { whole };
+        let part = |(name, size): &(&str, i64)| (spec.path(name), share_if(Split::Outputs, *size));
+        let parts: Vec<(String, i64)> = spec.parts.iter().map(part).collect();
+        let (input, output) =
+            (share_if(Split::Inputs, spec.input), parts.iter().map(|(_, size)| size).sum());
         let mut linear = Linear {
             name: spec.path(spec.name),
-            parts: spec.parts.iter().map(|(name, size)| (spec.path(name), *size)).collect(),
-            weight_io: self.fresh(&[spec.input, output], 0.0),
-            bias_o: spec.bias.then(|| self.fresh(&[output], 0.0)),
+            parts,
+            weight_io: self.room(&[input, output]),
+            bias_o: spec.bias.then(|| self.room(&[output])),
+            split: spec.split,
+            shard: self.shard.clone(),
         };
         match self.weights {
             Some(weights) => linear.read(weights)?,
@@ -84,11 +122,46 @@ impl Init<'_> {
         }
     }
 
+    /// The weight of a norm that multiplies by one plus it, in float32: the sum would be rounded more
+    /// coarsely than either.
+    pub(crate) fn norm_plus_one(&self, name: &str, size: i64) -> Result<Tensor> {
+        match self.weights {
+            Some(weights) => Ok(weights.read(name, &[size], (Kind::Float, self.options.1))? + 1.0),
+            None => Ok(self.fresh(&[size], 1.0).set_requires_grad(true)),
+        }
+    }
+
+    /// An RMS norm by the target's own rule.
+    pub(crate) fn rms_norm(&self, name: &str, size: i64, config: &TargetConfig) -> Result<RmsNorm> {
+        let weight = match config.outer.norm_plus_one {
+            true => self.norm_plus_one(name, size)?,
+            false => self.norm(name, size)?,
+        };
+        Ok(RmsNorm { weight, eps: config.rms_norm_eps, kernels: Kernels::Fast })
+    }
+
     /// A matrix in the checkpoint's own layout.
     pub(crate) fn matrix(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
         match self.weights {
             Some(weights) => weights.read(name, shape, self.options),
             None => Ok(self.trainable(shape)),
+        }
+    }
+
+    /// A tensor in float32 whatever the model runs in, as the checkpoint lays it out.
+    pub(crate) fn float32(&self, name: &str, shape: &[i64]) -> Result<Tensor> {
+        let options = (Kind::Float, self.options.1);
+        match self.weights {
+            Some(weights) => weights.read(name, shape, options),
+            None => Ok(Tensor::randn(shape, options) * INITIALIZER_RANGE),
+        }
+    }
+
+    /// Zeros, or what the checkpoint is about to be read into.
+    fn room(&self, shape: &[i64]) -> Tensor {
+        match self.weights {
+            Some(_) => Tensor::empty(shape, self.options),
+            None => self.fresh(shape, 0.0),
         }
     }
 
@@ -104,6 +177,10 @@ impl Init<'_> {
 impl Linear {
     /// `x_ti W + b` [T, O].
     pub(crate) fn apply(&self, x_ti: &Tensor) -> Tensor {
+        if self.is_summed() {
+            let sum = self.shard.summed(x_ti.mm(&self.weight_io));
+            return self.bias_o.iter().fold(sum, |sum, bias_o| sum + bias_o);
+        }
         match &self.bias_o {
             Some(bias_o) => bias_o.addmm(x_ti, &self.weight_io),
             None => x_ti.mm(&self.weight_io),
@@ -112,11 +189,19 @@ impl Linear {
 
     /// `residual_to + x_ti W + b` [T, O] in one product.
     pub(crate) fn add_to(&self, residual_to: &Tensor, x_ti: &Tensor) -> Tensor {
+        if self.is_summed() {
+            return residual_to + self.apply(x_ti);
+        }
         let sum = residual_to.addmm(x_ti, &self.weight_io);
         match &self.bias_o {
             Some(bias_o) => sum + bias_o,
             None => sum,
         }
+    }
+
+    /// Whether other ranks have the products with the rest of the inputs.
+    fn is_summed(&self) -> bool {
+        self.split == Split::Inputs && self.shard.is_divided()
     }
 
     /// The weight [I, O] and its bias.
@@ -161,7 +246,19 @@ impl Linear {
 
     fn read(&mut self, weights: &Weights) -> Result<()> {
         for (name, view) in self.checkpoint() {
-            weights.read_into(&name, &view)?;
+            // Weights are [O, I] there, and biases `[O]`.
+            let divided = match self.split {
+                Split::Outputs => Some(0),
+                Split::Inputs if view.dim() == 2 => Some(1),
+                Split::Inputs | Split::Whole => None,
+            };
+            match divided.filter(|_| self.shard.is_divided()) {
+                Some(dim) => {
+                    let start = self.shard.start(view.size()[dim]);
+                    weights.read_part_into(&name, (dim, start), &view)?;
+                }
+                None => weights.read_into(&name, &view)?,
+            }
         }
         Ok(())
     }
@@ -176,7 +273,14 @@ mod tests {
     const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
     fn spec(bias: bool) -> LinearSpec<'static> {
-        LinearSpec { module: "m", name: "fused", parts: &[("a", 3), ("b", 2)], input: 4, bias }
+        LinearSpec {
+            module: "m",
+            name: "fused",
+            parts: &[("a", 3), ("b", 2)],
+            input: 4,
+            bias,
+            split: Split::Whole,
+        }
     }
 
     #[test]
@@ -193,7 +297,8 @@ mod tests {
         let tensors = stored.each_ref().map(|(name, x)| ((*name).to_owned(), x.copy()));
         write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
-        let init = Init { weights: Some(&weights), options: OPTIONS };
+        let init =
+            Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard: Shard::WHOLE };
         let linear = init.linear(&spec(true)).unwrap();
         let (x, residual) = (random(&[5, 4]), random(&[5, 5]));
         let apart = |number: usize| x.linear(&stored[number].1, Some(&stored[number + 1].1));
@@ -208,7 +313,7 @@ mod tests {
 
     #[test]
     fn fresh_parameters_are_trainable_leaves_named_once() {
-        let init = Init { weights: None, options: OPTIONS };
+        let init = Init { weights: None, options: OPTIONS, prefix: "", shard: Shard::WHOLE };
         let linear = init.linear(&spec(true)).unwrap();
         let names: Vec<_> = linear.parameters().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["m.fused.weight", "m.fused.bias"]);

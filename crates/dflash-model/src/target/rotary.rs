@@ -5,8 +5,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::config::{Llama3Scaling, RopeConfig};
-use crate::ops::{Rotary, RotaryTables};
+use super::blocks::rope::Llama3Scaling;
+use crate::ops::{Pairs, Rotary, RotaryTables};
 
 /// Cosines and signed sines [T, 1, D] of T positions, and the half tables they are made of.
 #[derive(Debug)]
@@ -15,22 +15,42 @@ pub(crate) struct HeadTables {
     pub(crate) half: RotaryTables,
     cos_t1d: Tensor,
     sin_t1d: Tensor,
+    pairs: Pairs,
+    /// Where long sequences have other frequencies: the most tokens of a short one, and the tables of
+    /// the same positions in a long one.
+    long: Option<(i64, Box<Self>)>,
 }
 
 impl HeadTables {
     /// Tables of `positions` `[T]` for tensors of `kind`.
     pub(crate) fn new(rotary: &Rotary, positions: &Tensor, kind: Kind) -> Self {
-        let half = rotary.tables(positions);
-        let (cos_td, sin_td) = (&half.cos_td, &half.sin_td);
-        let whole =
-            |low: &Tensor, high: &Tensor| Tensor::cat(&[low, high], -1).unsqueeze(1).to_kind(kind);
-        let (cos_t1d, sin_t1d) = (whole(cos_td, cos_td), whole(&sin_td.neg(), sin_td));
-        Self { half, cos_t1d, sin_t1d }
+        let of = |half| Self::of_half(half, rotary.pairs, kind);
+        let long = rotary.long.as_ref().zip(rotary.long_tables(positions));
+        let long = long.map(|(long, half)| (long.beyond, Box::new(of(half))));
+        Self { long, ..of(rotary.tables(positions)) }
     }
 
-    /// Rows `start .. start + length`.
+    fn of_half(half: RotaryTables, pairs: Pairs, kind: Kind) -> Self {
+        let (cos_td, sin_td) = (&half.cos_td, &half.sin_td);
+        let whole = |first: &Tensor, second: &Tensor| {
+            let both = match pairs {
+                Pairs::Halves => Tensor::cat(&[first, second], -1),
+                Pairs::Neighbours => Tensor::stack(&[first, second], -1).flatten(1, 2),
+            };
+            both.unsqueeze(1).to_kind(kind)
+        };
+        let (cos_t1d, sin_t1d) = (whole(cos_td, cos_td), whole(&sin_td.neg(), sin_td));
+        Self { half, cos_t1d, sin_t1d, pairs, long: None }
+    }
+
+    /// Rows `start .. start + length`, as a sequence's tokens come to them. A sequence that is long
+    /// from its first pass on is long from its first token on; one that grows is from there on.
     pub(crate) fn narrow(&self, start: i64, length: i64) -> Self {
-        self.map(|table| table.narrow(0, start, length))
+        let take = |table: &Tensor| table.narrow(0, start, length);
+        match &self.long {
+            Some((beyond, long)) if start == 0 && length > *beyond => long.map(take),
+            _ => self.map(take),
+        }
     }
 
     /// Rows at `positions` `[T]`.
@@ -38,26 +58,63 @@ impl HeadTables {
         self.map(|table| table.index_select(0, positions))
     }
 
-    fn map(&self, take: impl Fn(&Tensor) -> Tensor) -> Self {
-        let (cos_t1d, sin_t1d) = (take(&self.cos_t1d), take(&self.sin_t1d));
-        Self { half: self.half.map(take), cos_t1d, sin_t1d }
+    /// The same where some rows are sequences' first passes: `(first row, tokens)` of each.
+    pub(crate) fn with_first_passes(self, passes: impl Iterator<Item = (i64, i64)>) -> Self {
+        let Some((beyond, long)) = &self.long else { return self };
+        let rows: Vec<i64> = passes
+            .filter(|(_, tokens)| tokens > beyond)
+            .flat_map(|(row, tokens)| row..row + tokens)
+            .collect();
+        let rows = Tensor::from_slice(&rows).to_device(self.cos_t1d.device());
+        let mixed =
+            |own: &Tensor, other: &Tensor| own.index_copy(0, &rows, &other.index_select(0, &rows));
+        let half = RotaryTables {
+            cos_td: mixed(&self.half.cos_td, &long.half.cos_td),
+            sin_td: mixed(&self.half.sin_td, &long.half.sin_td),
+        };
+        let cos_t1d = mixed(&self.cos_t1d, &long.cos_t1d);
+        let sin_t1d = mixed(&self.sin_t1d, &long.sin_t1d);
+        Self { half, cos_t1d, sin_t1d, ..self }
     }
 
-    /// Rotates `x_tnd` [T, heads, D] by the tables' positions.
+    fn map(&self, take: impl Fn(&Tensor) -> Tensor) -> Self {
+        self.map_by(&take)
+    }
+
+    fn map_by(&self, take: &dyn Fn(&Tensor) -> Tensor) -> Self {
+        let long = self.long.as_ref();
+        Self {
+            half: self.half.map(take),
+            cos_t1d: take(&self.cos_t1d),
+            sin_t1d: take(&self.sin_t1d),
+            pairs: self.pairs,
+            long: long.map(|(beyond, long)| (*beyond, Box::new(long.map_by(take)))),
+        }
+    }
+
+    /// Rotates `x_tnd` [T, heads, D] by the tables' positions: of wider heads the first elements, as
+    /// many as the tables have.
     pub(crate) fn rotate(&self, x_tnd: &Tensor) -> Tensor {
-        let half = self.cos_t1d.size()[2] / 2;
-        (x_tnd * &self.cos_t1d).addcmul(&x_tnd.roll([half], [-1i64]), &self.sin_t1d)
+        let (rotated, width) = (self.cos_t1d.size()[2], x_tnd.size()[2]);
+        if rotated < width {
+            let kept = x_tnd.narrow(2, rotated, width - rotated);
+            return Tensor::cat(&[self.rotate(&x_tnd.narrow(2, 0, rotated)), kept], 2);
+        }
+        let others = match self.pairs {
+            Pairs::Halves => x_tnd.roll([rotated / 2], [-1i64]),
+            Pairs::Neighbours => x_tnd.unflatten(2, [rotated / 2, 2]).flip([-1]).flatten(2, 3),
+        };
+        (x_tnd * &self.cos_t1d).addcmul(&others, &self.sin_t1d)
     }
 }
 
 /// Llama 3's frequencies: low ones divided by the factor, high ones kept, a ramp between.
-pub(crate) fn scale_frequencies(rope: &RopeConfig, inverse_frequency: Tensor) -> Tensor {
-    let Some(scaling) = rope.llama3 else { return inverse_frequency };
-    let Llama3Scaling { factor, low_freq_factor, high_freq_factor, .. } = scaling;
+pub(crate) fn scale_frequencies(scaling: &Llama3Scaling, inverse_frequency: &Tensor) -> Tensor {
+    let Llama3Scaling { factor, low_freq_factor, high_freq_factor, .. } = *scaling;
     let context = scaling.original_max_position_embeddings as f64;
-    let turns = &inverse_frequency * (context / std::f64::consts::TAU);
+    let turns = inverse_frequency * (context / std::f64::consts::TAU);
     let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-    &inverse_frequency * (&kept + (1.0 - &kept) / factor)
+    inverse_frequency * (&kept + (1.0 - &kept) / factor)
 }
 
 #[cfg(test)]
@@ -92,8 +149,7 @@ mod tests {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 64,
         };
-        let rope = RopeConfig { theta: 500_000.0, llama3: Some(scaling) };
-        let scaled = scale_frequencies(&rope, Tensor::from_slice(&[1.0f32, 0.01]));
+        let scaled = scale_frequencies(&scaling, &Tensor::from_slice(&[1.0f32, 0.01]));
         assert!(scaled.allclose(&Tensor::from_slice(&[1.0f32, 0.00125]), 1e-6, 0.0, false));
     }
 }

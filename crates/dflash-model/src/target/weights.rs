@@ -1,43 +1,85 @@
 //! Safetensors of a Hugging Face directory: one file or shards behind an index.
 //!
-//! Tensors are read in pieces, straight from their place in the file into their destination, so
-//! loading needs little more than the memory of the model. Plain positioned reads rather than a
-//! memory map: a file that shrinks or fails while it is read is an error with a name, not a SIGBUS.
+//! Tensors are copied in pieces, straight from the mapped file into their destination, so loading needs
+//! little more than the memory of the model, and of a GPU's next to none of the host. A file that shrinks
+//! or fails while it is read is an error with a name, not a SIGBUS.
+
+mod quantised;
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
+use super::head::{DEFAULT_PREFIX, EMBEDDING, LM_HEAD};
+use super::loading::Progress;
 use crate::checkpoint::TensorFile;
 use crate::fields::read_json;
 use crate::{Error, Result};
 
+/// The prefixes of the text model within released checkpoints.
+const PREFIXES: [&str; 4] =
+    [DEFAULT_PREFIX, "model.language_model.", "language_model.model.", "language_model."];
+
+/// The names of the lm_head.
+const LM_HEADS: [&str; 2] = [LM_HEAD, "language_model.lm_head"];
+
+const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a model directory, located but not yet read.
 #[derive(Debug)]
 pub struct Weights {
     dir: PathBuf,
-    shards: Vec<TensorFile>,
+    shards: Vec<Shard>,
     /// Tensor name to the shard that holds it.
     shard_of: HashMap<String, usize>,
+    /// How far the load is that these are opened for.
+    progress: Mutex<Option<Progress>>,
+    /// What shares a scale, where matrices are in fp8.
+    block: OnceLock<quantised::Block>,
+}
+
+/// A file of the directory, opened when a tensor in it is first asked for.
+#[derive(Debug)]
+struct Shard {
+    name: String,
+    file: OnceLock<TensorFile>,
 }
 
 impl Weights {
-    /// Opens `model.safetensors`, or every shard that `model.safetensors.index.json` names.
+    /// Opens `model.safetensors`, or reads which shard holds what from `model.safetensors.index.json`.
+    /// Shards are opened when a tensor in them is first asked for, so those whose tensors nobody needs
+    /// may be absent.
     ///
     /// # Errors
-    /// A missing file or shard (named), a damaged header, a file shorter than its header says.
+    /// Neither file is there, or the file is damaged or shorter than its header says.
     pub fn open(dir: &Path) -> Result<Self> {
-        let mut weights = Self { dir: dir.into(), shards: Vec::new(), shard_of: HashMap::new() };
-        for path in shard_paths(dir)? {
-            let shard = TensorFile::open(&path)?;
-            let number = weights.shards.len();
-            weights.shard_of.extend(shard.names().into_iter().map(|name| (name, number)));
-            weights.shards.push(shard);
+        let single = dir.join(SINGLE);
+        if single.is_file() {
+            let file = TensorFile::open(&single)?;
+            let shard_of = file.names().into_iter().map(|name| (name, 0)).collect();
+            let shard = Shard { name: SINGLE.into(), file: file.into() };
+            return Ok(Self {
+                dir: dir.into(),
+                shards: vec![shard],
+                shard_of,
+                progress: None.into(),
+                block: OnceLock::new(),
+            });
         }
-        Ok(weights)
+        if !dir.join(INDEX).is_file() {
+            return Err(Error::MissingFile { dir: dir.into(), file: SINGLE.into() });
+        }
+        let index: Index = read_json(dir, INDEX)?;
+        let names: BTreeSet<String> = index.weight_map.values().cloned().collect();
+        let number_of: HashMap<&String, usize> = names.iter().zip(0..).collect();
+        let shard_of = index.weight_map.iter();
+        let shard_of = shard_of.map(|(name, shard)| (name.clone(), number_of[shard])).collect();
+        let shards = names.iter().map(|name| Shard { name: name.clone(), file: OnceLock::new() });
+        let (shards, progress, block) = (shards.collect(), None.into(), OnceLock::new());
+        Ok(Self { dir: dir.into(), shards, shard_of, progress, block })
     }
 
     /// Copies tensor `name` into `destination`, converting to its kind and device.
@@ -47,8 +89,98 @@ impl Weights {
     /// `destination`.
     pub fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
         let shard = self.shard(name)?;
-        shard.check_shape(name, &destination.size())?;
-        shard.read_into(name, 0, destination)
+        if self.is_fp8(name)? {
+            self.read_fp8(name, (0, 0), destination)?;
+        } else {
+            shard.check_shape(name, &destination.size())?;
+            shard.read_into(name, 0, destination)?;
+        }
+        self.count(name, shard.bytes_of(name)?)
+    }
+
+    /// Copies a part of tensor `name` into `destination`, converting to its kind and device: of the
+    /// dimension `dim` what begins at `start` and is as long as the destination's, of the others all.
+    ///
+    /// # Errors
+    /// As [`Self::read_into`].
+    pub fn read_part_into(
+        &self,
+        name: &str,
+        (dim, start): (usize, i64),
+        destination: &Tensor,
+    ) -> Result<()> {
+        let shard = self.shard(name)?;
+        if self.is_fp8(name)? {
+            self.read_fp8(name, (dim, start), destination)?;
+        } else {
+            shard.read_part_into(name, (dim, start), destination)?;
+        }
+        let (whole, elements) = (shard.bytes_of(name)?, shard.elements_of(name)?);
+        self.count(name, whole / elements.max(1) * destination.numel() as u64)
+    }
+
+    /// Begins a load of the tensors that `wanted` picks: makes sure that their shards are there and that
+    /// we read what they are stored in, and
+    /// tells the program how far it is from now on (see [`super::on_loading`]).
+    ///
+    /// # Errors
+    /// A missing or damaged shard that holds one of them.
+    pub(crate) fn begin_load(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
+        self.check_quantization()?;
+        let names = self.shard_of.keys().filter(|name| wanted(name));
+        let total = names.map(|name| self.bytes_of(name)).sum::<Result<u64>>()?;
+        *self.progress() = Some(Progress::begin(&self.dir, total));
+        Ok(())
+    }
+
+    /// Stored bytes of tensor `name`.
+    pub(crate) fn bytes_of(&self, name: &str) -> Result<u64> {
+        self.shard(name)?.bytes_of(name)
+    }
+
+    /// Names of all tensors, in no order.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.shard_of.keys().map(String::as_str)
+    }
+
+    /// Notes that of tensor `name` so many bytes were read, and no more will be.
+    fn count(&self, name: &str, read: u64) -> Result<()> {
+        let whole = self.bytes_of(name)?;
+        if let Some(progress) = self.progress().as_mut() {
+            progress.add(whole, read);
+        }
+        Ok(())
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Option<Progress>> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether there is a tensor `name`.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.shard_of.contains_key(name)
+    }
+
+    /// As [`TensorFile::part`].
+    pub(crate) fn part(&self, name: &str, elements: std::ops::Range<i64>) -> Result<Tensor> {
+        let part = self.shard(name)?.part(name, elements)?;
+        if let Some(progress) = self.progress().as_mut() {
+            let bytes = (part.numel() * part.kind().elt_size_in_bytes()) as u64;
+            progress.add(bytes, bytes);
+        }
+        Ok(part)
+    }
+
+    /// The name of the lm_head, without `.weight`.
+    pub(crate) fn lm_head(&self) -> &'static str {
+        let own = |name: &&&str| self.has(&format!("{name}.weight"));
+        LM_HEADS.iter().find(own).copied().unwrap_or(LM_HEAD)
+    }
+
+    /// What the names of the text model begin with.
+    pub(crate) fn prefix(&self) -> &'static str {
+        let has = |prefix: &&&str| self.shard_of.contains_key(&format!("{prefix}{EMBEDDING}"));
+        PREFIXES.iter().find(has).copied().unwrap_or(DEFAULT_PREFIX)
     }
 
     /// As [`TensorFile::check_shape`].
@@ -56,14 +188,20 @@ impl Weights {
         self.shard(name)?.check_shape(name, expected)
     }
 
-    /// Row `number` of the matrix `name`, which has it, in its stored type.
-    pub(crate) fn row(&self, name: &str, number: i64, width: i64) -> Result<Tensor> {
-        self.shard(name)?.part(name, number * width..(number + 1) * width)
-    }
-
     fn shard(&self, name: &str) -> Result<&TensorFile> {
         let missing = || Error::MissingTensor { path: self.dir.clone(), name: name.into() };
-        Ok(&self.shards[*self.shard_of.get(name).ok_or_else(missing)?])
+        let shard = &self.shards[*self.shard_of.get(name).ok_or_else(missing)?];
+        if let Some(file) = shard.file.get() {
+            return Ok(file);
+        }
+        let path = self.dir.join(&shard.name);
+        if !path.is_file() {
+            let (dir, shard) = (self.dir.clone(), shard.name.clone());
+            return Err(Error::MissingShard { dir, shard, tensor: name.into() });
+        }
+        let file = TensorFile::open(&path)?;
+        // Another thread may have opened it meanwhile; either will do.
+        Ok(shard.file.get_or_init(|| file))
     }
 
     /// Tensor `name` of the given shape, as [`Self::read_into`] reads it.
@@ -77,24 +215,6 @@ impl Weights {
         self.read_into(name, &tensor)?;
         Ok(tensor)
     }
-}
-
-/// The files that hold the weights of `dir`, all of them present.
-fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
-    let single = dir.join("model.safetensors");
-    if single.is_file() {
-        return Ok(vec![single]);
-    }
-    if !dir.join(INDEX).is_file() {
-        return Err(Error::MissingFile { dir: dir.into(), file: "model.safetensors".into() });
-    }
-    let index: Index = read_json(dir, INDEX)?;
-    let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    let present = |shard: String| match dir.join(&shard) {
-        path if path.is_file() => Ok(path),
-        _ => Err(Error::MissingShard { dir: dir.into(), shard }),
-    };
-    shards.into_iter().map(present).collect()
 }
 
 #[derive(serde::Deserialize)]
@@ -149,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_are_found_through_the_index_and_a_missing_one_is_named() {
+    fn shards_are_found_through_the_index_and_a_missing_one_is_named_when_it_is_needed() {
         let dir = tempfile::tempdir().unwrap();
         for (number, tensor) in sample().into_iter().enumerate() {
             let path = dir.path().join(format!("model-{number}.safetensors"));
@@ -157,11 +277,15 @@ mod tests {
         }
         let index = r#"{"weight_map": {"b": "model-0.safetensors", "a": "model-1.safetensors"}}"#;
         fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+        fs::remove_file(dir.path().join("model-0.safetensors")).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
         assert_eq!(weights.read("a", &[2], CPU_F32).unwrap(), sample()[1].1);
-        fs::remove_file(dir.path().join("model-1.safetensors")).unwrap();
-        let error = Weights::open(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("model-1.safetensors"), "{error}");
+        let error = weights.read("b", &[2, 3], CPU_F32).unwrap_err().to_string();
+        let expected = "lacks the shard model-0.safetensors, in which its \
+                        model.safetensors.index.json places the tensor b; download it again";
+        assert!(error.ends_with(expected), "{error}");
+        let error = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
+        assert!(error.contains("has no tensor c"), "{error}");
     }
 
     #[test]

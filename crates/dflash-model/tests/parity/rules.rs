@@ -6,8 +6,10 @@ use dflash_model::objective::{
     BlockLabels, DraftVocabulary, LK_ETA, MASKED_SLOTS_EPSILON, NLA_EPSILON, Teacher,
     decay_weights, dpace_weights, element_loss,
 };
+use dflash_model::target::LogitTransform;
+use dflash_test_place::place;
 use serde_json::Value;
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{Kind, Tensor, no_grad};
 
 use super::PATHS;
 use super::speculators::{check_metrics, element, objective};
@@ -135,14 +137,16 @@ fn element_losses(Case { key, value, section, .. }: &Case) {
 fn metrics(Case { value: case, section, .. }: &Case) {
     assert_eq!(section["denominator_eps"], MASKED_SLOTS_EPSILON);
     let (logits, targets) = (matrix(&section["logits"]), matrix(&section["targets"]));
-    let identity = Tensor::eye(logits.size()[1], (Kind::Float, Device::Cpu));
+    let identity = Tensor::eye(logits.size()[1], (Kind::Float, place().device));
     let mask: Vec<bool> = numbers(&case["loss_mask"]).iter().map(|&m| m != 0.0).collect();
     let rows: Vec<i64> = (0..mask.len() as i64).collect();
     let first = usize::from(case["sample_from_anchor"] == false);
     let block_size = int(section, "block_size");
     let labels = BlockLabels::from_slots((block_size, first), &mask, &rows, &rows);
-    let rows_m = labels.teacher_rows_on(Device::Cpu);
-    let teacher = Teacher { normed_rh: targets, rows_m, head_vh: identity.shallow_clone() };
+    let rows_m = labels.teacher_rows_on(place().device);
+    let output = LogitTransform::identity();
+    let head_vh = identity.shallow_clone();
+    let teacher = Teacher { normed_rh: targets, rows_m, head_vh, output };
     for kernels in PATHS {
         no_grad(|| {
             let (_, gradient) = check_metrics(&objective(case, kernels), &case["metrics"], |o| {

@@ -5,7 +5,8 @@ use std::path::Path;
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep};
-use tch::{Device, Kind, Tensor, no_grad};
+use dflash_test_place::place;
+use tch::{Tensor, no_grad};
 
 use super::vectors::{Vectors, assert_close};
 
@@ -42,7 +43,7 @@ pub(crate) fn check(path: &Path, kernels: Kernels) {
 /// A draft with the vectors' `w.*` weights.
 pub(crate) fn load(vectors: &Vectors, config: DraftConfig) -> Draft {
     let layout = DraftLayout::new(&config);
-    let flat = Tensor::zeros([layout.elements()], (Kind::Float, Device::Cpu));
+    let flat = Tensor::zeros([layout.elements()], (place().kind, place().device));
     for parameter in layout.parameters() {
         let weight = vectors.tensor(&format!("w.{}", parameter.name));
         assert_eq!(weight.size(), parameter.shape, "{}", parameter.name);

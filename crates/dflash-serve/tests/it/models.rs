@@ -40,12 +40,13 @@ pub(crate) fn save_models(dir: &Path) {
     write("tokenizer_config.json", &json!({"eos_token": END, "chat_template": TEMPLATE}));
     let draft = DraftConfig {
         hidden_size: config.hidden_size,
-        intermediate_size: config.intermediate_size,
-        num_attention_heads: config.num_attention_heads,
-        num_key_value_heads: config.num_key_value_heads,
-        head_dim: config.head_dim,
+        intermediate_size: config.dense().intermediate_size,
+        num_attention_heads: config.dense().num_attention_heads,
+        num_key_value_heads: config.dense().num_key_value_heads,
+        head_dim: config.dense().head_dim,
         rms_norm_eps: config.rms_norm_eps,
-        rope_theta: config.rope.theta,
+        rope_theta: config.dense().rope.theta,
+        rope_scaling: None,
         layers: vec![LayerKind::Full],
         sliding_window: None,
         block_size: 4,

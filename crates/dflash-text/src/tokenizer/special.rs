@@ -45,6 +45,31 @@ impl SpecialIds {
     }
 }
 
+impl SpecialIds {
+    /// The same by the names and ids that the configuration alone has.
+    pub(super) fn of_config(config: &Map<String, Value>, tokens: &BTreeMap<i64, String>) -> Self {
+        let id = |text: &str| tokens.iter().find(|(_, name)| *name == text).map(|(id, _)| *id);
+        let named = |name: &str| config.get(name).and_then(token_text).and_then(id);
+        let called_mask = || MASK_TOKENS.iter().find_map(|text| id(text));
+        Self {
+            eos: named("eos_token"),
+            pad: named("pad_token"),
+            unk: named("unk_token"),
+            mask: named("mask_token").or_else(called_mask),
+        }
+    }
+}
+
+/// The tokens under `added_tokens_decoder`, by their ids.
+pub(super) fn decoder_tokens(config: &Map<String, Value>) -> BTreeMap<i64, String> {
+    let Some(Value::Object(decoder)) = config.get("added_tokens_decoder") else {
+        return BTreeMap::new();
+    };
+    let token =
+        |(id, token): (&String, &Value)| Some((id.parse().ok()?, token_text(token)?.to_owned()));
+    decoder.iter().filter_map(token).collect()
+}
+
 /// A token is written as a string or as an object with its matching rules.
 fn token_text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())

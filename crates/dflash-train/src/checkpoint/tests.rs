@@ -49,12 +49,8 @@ fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
         chunk_bytes: 1 << 20,
         kernels: Kernels::Fast,
     };
-    let head = TargetHead {
-        embedding_vh: cpu([96, hidden]),
-        norm_h: cpu([1, hidden]).squeeze(),
-        norm_eps: 1e-6,
-        lm_head_vh: cpu([96, hidden]),
-    };
+    let norm = (&cpu([1, hidden]).squeeze(), 1e-6);
+    let head = TargetHead::plain(cpu([96, hidden]), cpu([96, hidden]), norm);
     let anchors = AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 };
     let batches = BatchMaker::new(head, anchors, None, None);
     Trainer::new((draft, masters), (objective, batches))

@@ -149,3 +149,78 @@ fn the_average_follows_by_its_share() {
     // by hand: 0.75 * 1 + 0.25 * 2 = 1.25; 0.75 * 1.25 + 0.25 * 4 = 1.9375; and -4 -> -4 -> -3
     assert_eq!(Vec::<f32>::try_from(&average.weights).unwrap(), [1.9375, -3.0]);
 }
+
+/// A verdict that divides by `divisor`, or skips the step.
+fn verdict(divisor: f64, skip: bool) -> Verdict {
+    Verdict::new(&Tensor::from_slice(&[divisor]), Tensor::from_slice(&[skip]))
+}
+
+fn state_of(masters: &Masters) -> Vec<Tensor> {
+    masters.state().iter().map(|part| part.tensor.copy()).collect()
+}
+
+#[test]
+fn steps_that_the_device_decides_are_those_of_the_host() {
+    tch::no_grad(|| {
+        let decay = |matrices, norms| OptimizerConfig {
+            weight_decay: WeightDecay { matrices, norms },
+            ..adamw()
+        };
+        // Both round in another order, of weights of about one.
+        const CLOSE: f64 = 1e-6;
+        for optimizer in [decay(0.1, 0.1), decay(0.1, 0.0), muon()] {
+            for (kind, place) in [(Kind::Float, None), (Kind::BFloat16, Some((1, 2)))] {
+                let (draft, mut host) = parameters(kind, &optimizer, place);
+                let (_, mut device) = parameters(kind, &optimizer, place);
+                let layout = draft.layout();
+                // what lies between parameters gets no gradient
+                let inside = Tensor::zeros([layout.elements()], (Kind::Float, Device::Cpu));
+                layout.parameters().iter().for_each(|it| drop(it.view(&inside).fill_(1.0)));
+                for gradient in gradients(layout.elements()) {
+                    let gradient = gradient * &inside;
+                    host.step(&gradient, RATE);
+                    device.steered_step(&(gradient * 8.0), RATE, &verdict(8.0, false)).unwrap();
+                    let bad = Tensor::full_like(draft.flat(), f64::NAN).to_kind(Kind::Float);
+                    device.steered_step(&bad, RATE, &verdict(f64::NAN, true)).unwrap();
+                }
+                let (host, device) = (state_of(&host), state_of(&device));
+                for (expected, found) in host.iter().zip(&device) {
+                    let difference = largest_difference(expected, found);
+                    let name = optimizer.algorithm.name();
+                    assert!(difference <= CLOSE, "{name}: {difference}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_skipped_step_leaves_every_bit_of_the_state() {
+    tch::no_grad(|| {
+        for optimizer in [adamw(), muon()] {
+            let (draft, mut masters) = parameters(Kind::Float, &optimizer, None);
+            let gradients = gradients(draft.layout().elements());
+            masters.steered_step(&gradients[0].copy(), RATE, &verdict(2.0, false)).unwrap();
+            let before = state_of(&masters);
+            for bad in [f64::NAN, f64::INFINITY] {
+                let bad = Tensor::full_like(&gradients[0], bad);
+                masters.steered_step(&bad, RATE, &verdict(f64::NAN, true)).unwrap();
+            }
+            for (before, after) in before.iter().zip(state_of(&masters)) {
+                assert!(before.equal(&after));
+            }
+            // and the next step is that of one that met no other in between
+            let (_, mut other) = parameters(Kind::Float, &optimizer, None);
+            let go_on = |masters: &mut Masters, gradients: &[Tensor]| {
+                for gradient in gradients {
+                    masters.steered_step(&gradient.copy(), RATE, &verdict(2.0, false)).unwrap();
+                }
+            };
+            go_on(&mut masters, &gradients[1..]);
+            go_on(&mut other, &gradients);
+            for (one, other) in state_of(&masters).iter().zip(state_of(&other)) {
+                assert!(one.equal(&other));
+            }
+        }
+    });
+}

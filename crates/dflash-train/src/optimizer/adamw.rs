@@ -1,7 +1,10 @@
 //! AdamW over a flat buffer of parameters, in float32, in place.
 
 use dflash_torch_sys::kernels::{self, AdamWStep, Kernels};
+use dflash_torch_sys::optimizer::{AdamWBuffer, FusedAdamW, Steering, fused_adamw};
 use tch::{Device, Kind, Tensor};
+
+use super::verdict::Verdict;
 
 /// Constants of AdamW.
 #[derive(Clone, Copy, Debug)]
@@ -60,6 +63,30 @@ impl Moments {
         } else {
             self.portable_step(parameters, gradient, step);
         }
+    }
+
+    /// Moves `parts`, of which each has its parameters, gradient and moments, as `verdict` has it. Weights
+    /// decay in the same pass.
+    pub(super) fn steered_step(
+        parts: &[AdamWBuffer],
+        (config, steps): (AdamWConfig, &Tensor),
+        (rate, weight_decay): (f64, f64),
+        verdict: &Verdict,
+    ) -> Result<(), dflash_torch_sys::Error> {
+        let AdamWConfig { beta1, beta2, epsilon } = config;
+        let (divisor, skip) = (&verdict.divisor, &verdict.skipped());
+        let step = FusedAdamW { rate, beta1, beta2, weight_decay, epsilon };
+        fused_adamw(parts, Steering { steps, divisor, skip }, step)
+    }
+
+    /// The moments of `elements` from `first` on, with the parameters and the gradient that are theirs.
+    pub(super) fn buffer(
+        &self,
+        first: i64,
+        (parameters, gradient): (Tensor, Tensor),
+    ) -> AdamWBuffer {
+        let Self { mean, variance, .. } = self.narrow(first, parameters.numel() as i64);
+        AdamWBuffer { parameters, gradient, mean, variance }
     }
 
     fn portable_step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {

@@ -73,6 +73,19 @@ impl Groups {
     }
 }
 
+/// The elements of `pieces`, neighbours taken together: first, and one behind the last.
+pub(super) fn spans(pieces: &[Piece]) -> Vec<Range<i64>> {
+    let mut spans: Vec<Range<i64>> = Vec::new();
+    for piece in pieces {
+        let end = piece.offset + piece.elements;
+        match spans.last_mut() {
+            Some(last) if last.end == piece.offset => last.end = end,
+            _ => spans.push(piece.offset..end),
+        }
+    }
+    spans
+}
+
 /// Shrinks `pieces` of `share` by `decay` times `rate`.
 pub(super) fn shrink(share: &Tensor, pieces: &[Piece], (rate, decay): (f64, f64)) {
     if decay == 0.0 {
@@ -103,6 +116,9 @@ mod tests {
         assert_eq!(part.matrices, [piece(0, 2, &[2, 3]), piece(28, 2, &[3, 2])]);
         assert_eq!(part.norms, [piece(12, 4, &[4])]);
         assert!(!part.matrices[0].is_whole());
+        assert_eq!(spans(&part.matrices), [0..2, 28..30]);
+        let neighbours = [piece(0, 6, &[2, 3]), piece(6, 4, &[2, 2]), piece(12, 4, &[2, 2])];
+        assert_eq!(spans(&neighbours), [0..10, 12..16]);
         assert_eq!(Groups::of(&parameters, &(6..16)), Groups::default());
     }
 }

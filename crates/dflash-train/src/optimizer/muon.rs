@@ -8,6 +8,7 @@ use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::groups::Piece;
+use super::verdict::Verdict;
 
 /// Coefficients of the quintic iteration (Keller Jordan, "Muon", 2024): the steepest start at which
 /// singular values still settle near 1.
@@ -75,12 +76,37 @@ impl Muon {
         let matrix = |buffer: &Tensor| piece.of(buffer).view(piece.shape.as_slice());
         let (gradient, momentum) = (matrix(gradient), matrix(&self.momentum));
         let _ = momentum.shallow_clone().lerp_(&gradient, 1.0 - self.config.momentum);
-        let ahead = gradient.lerp(&momentum, self.config.momentum);
-        let products = product_kind(masters.device(), kernels);
-        let update = orthogonalise(products, &ahead, self.config.iterations);
-        let update = update.to_kind(masters.kind());
-        let factor = self.config.scale.factor(piece.shape[0], piece.shape[1]);
-        let _ = matrix(masters).g_add_(&(update * (-rate * factor)));
+        let update = self.direction(&gradient, &momentum, kernels);
+        let _ = matrix(masters).g_add_(&(update * -self.length(piece, rate)));
+    }
+
+    /// As [`Self::step`], if `verdict` lets it, along the gradient that it divides.
+    pub(super) fn steered_step(
+        &self,
+        piece: &Piece,
+        (masters, gradient): (&Tensor, &Tensor),
+        (rate, verdict): (f64, &Verdict),
+        kernels: Kernels,
+    ) {
+        let matrix = |buffer: &Tensor| piece.of(buffer).view(piece.shape.as_slice());
+        let (gradient, momentum) = (verdict.divided(&matrix(gradient)), matrix(&self.momentum));
+        let share = verdict.share(1.0 - self.config.momentum);
+        let _ = momentum.shallow_clone().lerp_tensor_(&gradient, &share);
+        let update = self.direction(&gradient, &momentum, kernels);
+        let length = verdict.share(-self.length(piece, rate));
+        let _ = matrix(masters).g_add_(&(update * length));
+    }
+
+    /// Where a matrix of this gradient and momentum goes, in their kind.
+    fn direction(&self, gradient: &Tensor, momentum: &Tensor, kernels: Kernels) -> Tensor {
+        let ahead = gradient.lerp(momentum, self.config.momentum);
+        let products = product_kind(momentum.device(), kernels);
+        orthogonalise(products, &ahead, self.config.iterations).to_kind(momentum.kind())
+    }
+
+    /// How far a matrix of this shape goes at `rate`.
+    fn length(&self, piece: &Piece, rate: f64) -> f64 {
+        rate * self.config.scale.factor(piece.shape[0], piece.shape[1])
     }
 }
 

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use dflash_data::{Dataset, PackedRow, Sample, split_index};
 use dflash_model::draft::DraftConfig;
+use dflash_model::target::TargetFacts;
 use dflash_settings::{Invalid, PlanSettings, RowSettings};
 use serde::Serialize;
 
 use super::Planned;
+use super::target::Colocated;
 use crate::batch::BlockMaker;
 use crate::order::Packing;
 use crate::rows::{Samples, TargetSamples, pack};
@@ -31,6 +33,10 @@ pub struct RowShape {
     pub supervised: f64,
     /// Useful arithmetic, forward and backward.
     pub flops: f64,
+    /// Tokens of its longest document.
+    pub longest: f64,
+    /// With --colocate the target's arithmetic.
+    pub target_flops: f64,
 }
 
 /// An epoch's size, and its rows' shapes.
@@ -42,6 +48,10 @@ pub(super) struct Epoch {
     pub(super) mean: RowShape,
     /// The sampled row with the most slots: memory has to hold it.
     pub(super) largest: RowShape,
+    /// That row.
+    pub(super) row: PackedRow,
+    /// How its blocks are made.
+    pub(super) blocks: BlockMaker,
 }
 
 /// Documents of one length, all supervised.
@@ -56,9 +66,10 @@ impl Samples for Alike {
 impl Epoch {
     pub(super) fn of(
         planned: &Planned<'_>,
-        draft: &DraftConfig,
-        vocabulary: i64,
+        (target, draft): (&TargetFacts, &DraftConfig),
     ) -> Result<Self, Error> {
+        let vocabulary = target.vocab_size;
+        let colocated = Colocated::of(planned, draft);
         let (samples, mut lengths) = open(planned.settings, vocabulary)?;
         let trained = 1.0 - planned.settings.validation.validation_ratio;
         lengths.truncate(split_index(lengths.len(), trained));
@@ -72,8 +83,11 @@ impl Epoch {
             teacher: planned.settings.objective.needs_teacher(),
         };
         let stride = rows.len().div_ceil(SAMPLED).max(1);
-        let shape =
-            |row: &Vec<u32>| Ok(shape(&blocks, draft, &pack(&*samples, row, total_seq_len)?));
+        let shape = |row: &Vec<u32>| {
+            let row = pack(&*samples, row, total_seq_len)?;
+            let target_flops = colocated.as_ref().map_or(0.0, |target| target.flops(&row));
+            Ok(RowShape { target_flops, ..shape(&blocks, draft, &row) })
+        };
         let shapes =
             rows.iter().step_by(stride).map(shape).collect::<Result<Vec<RowShape>, Error>>()?;
         if shapes.iter().all(|shape| shape.supervised == 0.0) {
@@ -81,14 +95,19 @@ impl Epoch {
             let expected = "anchors need two supervised tokens in a row";
             return Err(Invalid::new("data_path", found, expected).into());
         }
+        let most =
+            |best: usize, at: usize| if shapes[at].slots > shapes[best].slots { at } else { best };
+        let largest = (0..shapes.len()).fold(0, most);
+        let row = pack(&*samples, &rows[largest * stride], total_seq_len)?;
         let cut = |length: &u32| (*length as usize).min(total_seq_len) as u64;
-        let most = |a: &RowShape, b: &RowShape| if b.slots > a.slots { *b } else { *a };
         Ok(Self {
             documents: lengths.iter().filter(|&&length| length > 0).count(),
             tokens: lengths.iter().map(cut).sum(),
             rows: rows.len() as u64,
             mean: mean(&shapes),
-            largest: shapes.iter().fold(RowShape::default(), |a, b| most(&a, b)),
+            largest: shapes[largest],
+            row,
+            blocks,
         })
     }
 }
@@ -119,6 +138,8 @@ fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape 
         context_rows: blocks.work.context_rows,
         supervised: blocks.work.active_slots,
         flops: draft.flops(&blocks.work).total(),
+        longest: row.documents().map(|document| document.len()).max().unwrap_or(0) as f64,
+        target_flops: 0.0,
     }
 }
 
@@ -133,5 +154,7 @@ fn mean(shapes: &[RowShape]) -> RowShape {
         context_rows: of(|shape| shape.context_rows),
         supervised: of(|shape| shape.supervised),
         flops: of(|shape| shape.flops),
+        longest: of(|shape| shape.longest),
+        target_flops: of(|shape| shape.target_flops),
     }
 }

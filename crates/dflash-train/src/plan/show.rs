@@ -12,6 +12,9 @@ impl Display for Plan {
             "draft     {:.2} M parameters: {layers} layers, blocks of {block}, {captures} captures",
             self.parameters as f64 / 1e6
         )?;
+        for note in &self.notes {
+            writeln!(f, "note      {note}")?;
+        }
         writeln!(
             f,
             "data      {} documents, {} tokens, {} packed rows an epoch",
@@ -32,6 +35,10 @@ impl Display for Plan {
             writeln!(f, "  {name:<34}{:>12.1}", bytes / f64::from(1 << 20))?;
         }
         writeln!(f, "\narithmetic  {:.4} TFLOP a step", self.flops_per_step / 1e12)?;
+        if self.target_flops_per_step > 0.0 {
+            let target = self.target_flops_per_step / 1e12;
+            writeln!(f, "target      {target:.4} TFLOP a step, in turns with the draft")?;
+        }
         match self.tflops {
             Some(tflops) => {
                 writeln!(f, "speed       {tflops:.4} TFLOP/s a rank ({})", self.tflops_source)?;
@@ -43,28 +50,62 @@ impl Display for Plan {
         }
         write!(f, "hidden      {:.1} MB a step", self.hidden_bytes_per_step / 1e6)?;
         match self.hidden_bytes_per_second {
-            Some(rate) => writeln!(f, ", {:.1} MB/s from the servers", rate / 1e6),
-            None => writeln!(f),
+            Some(rate) => writeln!(f, ", {:.1} MB/s from the servers", rate / 1e6)?,
+            None => writeln!(f)?,
         }
+        if let Some(server) = self.server() {
+            writeln!(f, "server      {server}")?;
+        }
+        self.budget.as_ref().map_or(Ok(()), |budget| write!(f, "\n{budget}"))
     }
 }
 
 impl Plan {
-    fn parts(&self) -> [(&'static str, f64); 11] {
+    /// What the weights take where a hidden-server has them.
+    fn server(&self) -> Option<String> {
+        let gb: Vec<String> =
+            self.server_bytes.iter().map(|bytes| format!("{:.2}", bytes / 1e9)).collect();
+        let parts = self.server_parts;
+        let weights = match gb.as_slice() {
+            [] => return None,
+            [one] if parts == 1 => return Some(format!("{one} GB of the target's weights")),
+            [one] => format!("{one} GB"),
+            stages => format!("{} GB in {} stages", stages.join(" and "), stages.len()),
+        };
+        let by_heads = match parts {
+            1 => String::new(),
+            parts => format!(", heads in {parts} parts"),
+        };
+        Some(format!("{weights} of the target's weights a process{by_heads}"))
+    }
+
+    fn parts(&self) -> Vec<(&'static str, f64)> {
         let memory = &self.memory;
-        [
+        let colocated = memory.target_pass > 0.0;
+        let mut parts = vec![
             ("masters, float32", memory.masters),
             ("optimizer's moments", memory.moments),
             ("averaged weights", memory.average),
             ("gradients", memory.gradients),
             ("copy in bfloat16", memory.copy),
             ("target's embedding and lm_head", memory.frozen),
+        ];
+        parts.extend(colocated.then_some(("target's layers", memory.target)));
+        parts.extend([
             ("activations of the largest row", memory.activations),
             ("chunk of logits", memory.logits),
+        ]);
+        parts.extend(colocated.then_some(("or, in turns, target's pass", memory.target_pass)));
+        parts.extend(
+            (memory.widest > 0.0).then_some(("more at a step's widest moment", memory.widest)),
+        );
+        parts.extend([
             ("window of hidden states, on the host", memory.window),
+            ("rows made ready, on the host", memory.ahead),
             ("program and libraries", memory.process),
             ("in all", self.total_bytes),
-        ]
+        ]);
+        parts
     }
 }
 

@@ -8,7 +8,8 @@ use super::health::Weights;
 use super::worker::Worker;
 use crate::Error;
 use crate::metrics::Meter;
-use crate::trainer::{Effect, StepResult};
+use crate::readback::StepOutcome;
+use crate::trainer::Effect;
 
 /// The default of --lr, which the paper trained with; a higher one is the first suspect.
 const USUAL_RATE: f64 = 6e-4;
@@ -17,12 +18,12 @@ const USUAL_RATE: f64 = 6e-4;
 const USUAL_MUON_RATE: f64 = 10.0 * USUAL_RATE;
 
 impl Worker<'_, '_> {
-    /// Looks at what a step says of the run's health.
-    pub(super) fn watch(&mut self, result: &StepResult, meter: &Meter) {
-        match result.effect {
+    /// Looks at what `step` says of the run's health.
+    pub(super) fn watch(&mut self, step: u64, outcome: &StepOutcome, meter: &Meter) {
+        match outcome.effect {
             Effect::Moved => {
                 let epsilon = self.trainer.objective.denominator.epsilon();
-                let loss = result.statistics.report(epsilon).loss;
+                let loss = outcome.statistics.report(epsilon).loss;
                 let unproven = self.health.unproven.is_some();
                 match self.health.add(loss, &mut self.position) {
                     Some(saved) => self.condemn(saved, loss, meter),
@@ -30,9 +31,8 @@ impl Worker<'_, '_> {
                     None => {}
                 }
             }
-            Effect::NotFinite if self.health.add_bad(self.position.step) => {
-                let (step, bad) = (self.position.step, self.position.bad_steps);
-                let norm = result.gradient_norm;
+            Effect::NotFinite if self.health.add_bad(step) => {
+                let (bad, norm) = (self.position.bad_steps, outcome.gradient_norm);
                 meter.say(&format!(
                     "step {step}: loss or gradient is not finite (gradient norm {norm}), and \
                      nothing is moved; it is the {} such step",

@@ -13,7 +13,7 @@ impl Worker<'_, '_> {
         let draft = &self.trainer.draft;
         let mut notes = vec![self.announcement()];
         match &self.prepared.resume {
-            None => notes.extend(self.warm_start_notes()),
+            None => notes.extend([self.warm_start_notes(), self.notes.clone()].concat()),
             Some(_) => notes.extend(self.resume_notes()),
         }
         if (draft.device(), draft.flat().kind()) == (Device::Cpu, Kind::BFloat16)

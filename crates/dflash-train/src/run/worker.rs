@@ -2,22 +2,35 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dflash_dist::Communicator;
 use dflash_run::{Checkpoint, End, MetricLine, Position, RunDir, SavePath};
 
 use super::health::{Health, Weights};
 use super::{Outcome, summary};
-use crate::metrics::{Meter, counted, trackers};
+use crate::metrics::{Meter, RowTimes, counted, trackers};
+use crate::no_memory::Asking;
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
-use crate::rows::Rows;
+use crate::readback::{self, Control, Finished, StepOutcome};
+use crate::ready::ReadyRows;
 use crate::schedule::Schedule;
-use crate::trainer::{Effect, StepResult, StepSums, Trainer};
+use crate::trainer::{Effect, StepSums, Trainer};
 use crate::validation::Validation;
 use crate::vote::{Halt, Vote};
 use crate::{Error, checkpoint, machine};
+
+/// Steps that may be unread at one time: what they left is kept on the device, and the bookkeeping here.
+const MOST_UNREAD: usize = 256;
+
+/// A step of which the host may not know yet what became of it.
+pub(super) struct Unread {
+    step: u64,
+    finished: Finished,
+    /// What its rows took.
+    times: RowTimes,
+}
 
 /// A rank between its first and its last step.
 pub(super) struct Worker<'a, 'p> {
@@ -40,12 +53,16 @@ pub(super) struct Worker<'a, 'p> {
     pub(super) health: Health,
     /// Where the schedule ended before this process began, if it now ends elsewhere.
     pub(super) ended_before: Option<u64>,
+    /// Steps that are not counted yet, in their order.
+    pub(super) unread: Vec<Unread>,
+    /// Norm of the last gradient that was read.
+    pub(super) gradient_norm: f64,
     /// What was found on the way to the first step.
     pub(super) notes: Vec<String>,
 }
 
-impl Worker<'_, '_> {
-    pub(super) fn train(mut self, rows: &mut dyn Rows) -> Result<Outcome, Error> {
+impl<'a> Worker<'a, '_> {
+    pub(super) fn train(mut self, rows: &mut ReadyRows) -> Result<Outcome, Error> {
         let mut meter = self.meter()?;
         self.notes().iter().for_each(|note| meter.say(note));
         match self.steps(rows, &mut meter) {
@@ -59,16 +76,16 @@ impl Worker<'_, '_> {
         }
     }
 
-    fn steps(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(), Halt> {
+    fn steps(&mut self, rows: &mut ReadyRows, meter: &mut Meter) -> Result<(), Halt> {
         // A run that ended in a validation left the checkpoint without its line.
         self.validate(meter)?;
         while self.position.step < self.total {
             let epoch = self.order.epoch_of(self.position.rows);
-            let (vote, norm) = self.step(rows, meter)?;
+            let vote = self.step(rows, meter)?;
             if self.position.step == self.begun_at + 1 {
                 self.communicator.announce_work();
             }
-            self.keep(epoch, norm, meter)?;
+            self.keep(epoch, vote, meter)?;
             if vote == Vote::Save {
                 self.save(meter)?;
             }
@@ -84,34 +101,49 @@ impl Worker<'_, '_> {
         Ok(())
     }
 
-    /// One optimizer step over `accumulation` rows of this rank; the ranks' vote and the gradient's
-    /// norm.
-    fn step(&mut self, rows: &mut dyn Rows, meter: &mut Meter) -> Result<(Vote, f64), Halt> {
+    /// One optimizer step over `accumulation` rows of this rank; the ranks' vote.
+    fn step(&mut self, rows: &mut ReadyRows, meter: &mut Meter) -> Result<Vote, Halt> {
         let config = self.prepared.config;
         let settings = &config.settings;
         let accumulation = settings.rows.gradient_accumulation_steps;
         let rate = self.rate(self.position.step);
         let (mut sums, mut vote) = (StepSums::default(), Vote::Continue);
-        let (mut wait, mut failure) = (Duration::ZERO, None);
+        let (mut times, mut failure) = (RowTimes::default(), None);
+        let (asking, number) = (self.asking(), self.position.step + 1);
+        let doing = || format!("in step {number}");
         let mut step = self.trainer.begin(self.communicator);
         for micro in 1..=accumulation {
             let asked = Instant::now();
-            let loaded = if failure.is_none() { rows.next() } else { Ok(None) };
-            wait += asked.elapsed();
-            let loaded = loaded.unwrap_or_else(|error| {
-                // The other ranks are in the middle of the step: they must hear of it.
-                vote = Vote::of(&error);
+            let row = match failure {
+                None => asking.contain(doing, || rows.next()),
+                Some(_) => Ok(None),
+            };
+            let waited = asked.elapsed();
+            let row = row.unwrap_or_else(|error| {
                 failure = Some(error);
                 None
             });
-            let batch = loaded.and_then(|loaded| {
-                sums.tokens += loaded.row.input_ids.len() as f64;
-                sums.samples += loaded.states.len() as f64;
-                sums.skipped += loaded.skipped as f64;
-                step.batch(&loaded)
+            let (trained, target) = row.map_or((None, None), |row| {
+                sums.tokens += row.tokens as f64;
+                sums.samples += row.samples as f64;
+                sums.skipped += row.skipped as f64;
+                (row.trained, row.target)
+            });
+            times.add(waited, target);
+            let batch =
+                asking.contain(doing, || trained.map(|trained| step.batch(trained)).transpose());
+            let batch = batch.unwrap_or_else(|error| {
+                failure = Some(error);
+                None
             });
             sums.flops += batch.as_ref().map_or(0.0, |batch| batch.flops);
-            step.add(batch, micro == accumulation)?;
+            if let Err(reason) = step.add(batch, micro == accumulation)? {
+                failure = Some(asking.refused(doing(), reason));
+            }
+        }
+        if let Some(error) = &failure {
+            // The other ranks are in the middle of the step: they must hear of it.
+            vote = Vote::of(error);
         }
         if config.save.swap(false, Ordering::Relaxed) {
             vote = vote.max(Vote::Save);
@@ -120,21 +152,54 @@ impl Worker<'_, '_> {
             vote = vote.max(Vote::Stop);
         }
         sums.stream = counted(&rows.counters());
-        let result = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
-        result.vote.settle(failure)?;
-        self.had_slots |= result.effect != Effect::Empty;
-        self.advance(&result);
-        self.watch(&result, meter);
-        let agreed = (result.vote, result.gradient_norm);
-        meter.add(result, wait);
-        Ok(agreed)
+        let finished = step.finish((sums, vote), (rate, settings.optimizer.max_grad_norm))?;
+        let vote = finished.vote;
+        vote.settle(failure)?;
+        self.advance(&finished.sums);
+        meter.tick();
+        self.unread.push(Unread { step: self.position.step, finished, times });
+        if self.trainer.control == Control::Host || self.unread.len() == MOST_UNREAD {
+            self.settle(meter)?;
+        }
+        Ok(vote)
+    }
+
+    /// Counts all steps up to here, of which the host now learns what became of them.
+    fn settle(&mut self, meter: &mut Meter) -> Result<(), Error> {
+        let unread = std::mem::take(&mut self.unread);
+        if unread.is_empty() {
+            return Ok(());
+        }
+        let known = |Unread { step, finished, times }: Unread| {
+            ((step, finished.sums, times), finished.outcome)
+        };
+        let (kept, outcomes): (Vec<_>, Vec<_>) = unread.into_iter().map(known).unzip();
+        let outcomes = readback::read(outcomes);
+        // What was read follows from all sums: it is as good as the group is now.
+        self.communicator.check()?;
+        for ((step, sums, times), outcome) in kept.into_iter().zip(outcomes) {
+            self.had_slots |= outcome.effect != Effect::Empty;
+            self.gradient_norm = outcome.gradient_norm;
+            self.count(&sums, &outcome);
+            self.watch(step, &outcome, meter);
+            meter.add(&sums, outcome, times);
+        }
+        Ok(())
+    }
+
+    fn asking(&self) -> Asking<'a> {
+        Asking { config: self.prepared.config, rank: self.communicator.rank() }
     }
 
     /// Whether a run that was told to stop had come to its end.
     fn is_complete(&self) -> bool {
+        self.position.step == self.total && !self.validates()
+    }
+
+    /// Whether a validation is due.
+    fn validates(&self) -> bool {
         let (step, total) = (self.position.step, self.total);
-        let validates = self.validation.as_ref().is_some_and(|it| it.is_due(step, total));
-        step == total && !validates
+        self.validation.as_ref().is_some_and(|it| it.is_due(step, total))
     }
 
     /// Learning rate of the step after `step`.
@@ -144,18 +209,24 @@ impl Worker<'_, '_> {
         settings.lr * Schedule::from(settings).of_stretched(step, position)
     }
 
-    fn advance(&mut self, result: &StepResult) {
+    /// Goes on behind the rows of a step.
+    fn advance(&mut self, sums: &StepSums) {
         let rows = self.communicator.world_size()
             * self.prepared.config.settings.rows.gradient_accumulation_steps;
         let position = &mut self.position;
         position.step += 1;
         position.rows = (position.rows + rows as u64).min(self.order.rows());
-        position.skipped_samples += result.sums.skipped as u64;
-        match result.effect {
+        position.skipped_samples += sums.skipped as u64;
+    }
+
+    /// Counts what became of a step.
+    fn count(&mut self, sums: &StepSums, outcome: &StepOutcome) {
+        let position = &mut self.position;
+        match outcome.effect {
             Effect::Moved => {
-                position.tokens += result.sums.tokens as u64;
-                position.samples += result.sums.samples as u64;
-                position.anchors += result.statistics.blocks();
+                position.tokens += sums.tokens as u64;
+                position.samples += sums.samples as u64;
+                position.anchors += outcome.statistics.blocks();
                 position.bad_in_a_row = 0;
             }
             Effect::NotFinite => {
@@ -168,18 +239,25 @@ impl Worker<'_, '_> {
     }
 
     /// Logs and saves what is due after a step of `epoch`, and ends a run that learns nothing.
-    fn keep(&mut self, epoch: u64, norm: f64, meter: &mut Meter) -> Result<(), Error> {
+    fn keep(&mut self, epoch: u64, vote: Vote, meter: &mut Meter) -> Result<(), Error> {
         let settings = &self.prepared.config.settings;
-        let (step, count) = (self.position.step, self.position.bad_in_a_row);
-        let diverged = count >= settings.optimizer.max_bad_steps;
+        let step = self.position.step;
         let at_an_end = step == 1 || step == self.total;
-        if diverged || at_an_end || step.is_multiple_of(settings.log_every) {
-            meter.log(self.line(norm))?;
-        }
+        let logs = at_an_end || step.is_multiple_of(settings.log_every);
         let epoch_ended = self.order.epoch_of(self.position.rows) > epoch;
         let checkpoints = &settings.checkpoints;
         let due = checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every));
         let due = due || (epoch_ended && !checkpoints.no_epoch_checkpoints);
+        let in_vain = epoch_ended && self.begun_at == 0 && !self.had_slots;
+        let pauses = due || vote != Vote::Continue || self.validates();
+        if logs || pauses || in_vain {
+            self.settle(meter)?;
+        }
+        let count = self.position.bad_in_a_row;
+        let diverged = count >= settings.optimizer.max_bad_steps;
+        if diverged || logs {
+            meter.log(self.line(self.gradient_norm))?;
+        }
         if diverged {
             self.save(meter)?;
             self.sum_up_bad_steps(meter);
@@ -266,6 +344,7 @@ impl Worker<'_, '_> {
     /// All ranks bring their state, rank 0 writes. A state that is worth nothing is not written, and
     /// one that is worth little is not what a run resumes.
     fn save(&mut self, meter: &mut Meter) -> Result<(), Error> {
+        self.settle(meter)?;
         let begun = Instant::now();
         self.write(meter)?;
         meter.exclude(begun.elapsed());
@@ -364,10 +443,17 @@ impl Worker<'_, '_> {
     }
 
     /// Ends a run that cannot go on, for a fault on this rank (`own`) or on another: what was
-    /// trained is saved first.
+    /// trained is saved first, and all say what happened.
     fn break_off(&mut self, meter: &mut Meter, own: Option<Error>) -> Result<Outcome, Error> {
+        let report = own.as_ref().map(ToString::to_string).unwrap_or_default();
+        let reports = self.communicator.all_gather_bytes(report.as_bytes());
         let saved = if self.position.step > self.begun_at {
-            meter.log(self.line(f64::NAN)).and_then(|()| self.save(meter))
+            let doing = || "while saving".to_owned();
+            self.asking().contain(doing, || {
+                self.settle(meter)?;
+                meter.log(self.line(f64::NAN))?;
+                self.save(meter)
+            })
         } else {
             Ok(())
         };
@@ -378,7 +464,12 @@ impl Worker<'_, '_> {
         let Some(error) = own else {
             saved?;
             // The rank at fault does not come: so the launcher sees that this one lost a peer.
-            self.communicator.barrier()?;
+            if let Err(lost) = self.communicator.barrier() {
+                let reports = reports.unwrap_or_default();
+                let report = reports.iter().find(|report| !report.is_empty());
+                let report = report.map(|report| String::from_utf8_lossy(report).into_owned());
+                return Err(report.map_or(lost.into(), |report| Error::AnotherRank { report }));
+            }
             return self.finish(meter, false);
         };
         if let Err(unsaved) = saved {
@@ -388,6 +479,7 @@ impl Worker<'_, '_> {
     }
 
     fn finish(&mut self, meter: &mut Meter, completed: bool) -> Result<Outcome, Error> {
+        self.settle(meter)?;
         meter.log(self.line(f64::NAN))?;
         self.save(meter)?;
         self.sum_up_bad_steps(meter);

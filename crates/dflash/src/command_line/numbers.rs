@@ -44,7 +44,7 @@ fn with_range(args: &[OsString], error: &Error) -> Option<Refusal> {
     })
 }
 
-fn text(error: &Error, kind: ContextKind) -> Option<&str> {
+pub(super) fn text(error: &Error, kind: ContextKind) -> Option<&str> {
     match error.get(kind)? {
         ContextValue::String(text) => Some(text),
         _ => None,
@@ -52,7 +52,7 @@ fn text(error: &Error, kind: ContextKind) -> Option<&str> {
 }
 
 /// The command's name among `args`.
-fn command(args: &[OsString]) -> &str {
+pub(super) fn command(args: &[OsString]) -> &str {
     let definition = definition();
     let names = args.iter().filter_map(|arg| arg.to_str());
     names.into_iter().find(|name| definition.find_subcommand(name).is_some()).unwrap_or_default()

@@ -58,7 +58,9 @@ fn gives_way(command: &Command, arg: &Arg, values: &Map<String, Value>) -> bool 
         let id = other.get_id().as_str();
         let conflicts = command.get_arg_conflicts_with(other);
         conflicts.iter().any(|named| named.get_id() == arg.get_id())
-            && values.get(id).is_some_and(|value| !value.is_null())
+            && values
+                .get(id)
+                .is_some_and(|value| !matches!(value, Value::Null | Value::Bool(false)))
     };
     has_default && command.get_arguments().any(given)
 }

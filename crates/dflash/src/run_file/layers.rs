@@ -65,16 +65,16 @@ pub(super) fn merge(command: &Command, mut settings: Vec<Setting>) -> Result<Vec
     Ok(kept)
 }
 
-/// Whether the two exclude each other. A value that is absent conflicts with nothing.
+/// Whether the two exclude each other. A value that is absent, or a flag that is off, conflicts with
+/// nothing.
 fn conflict(command: &Command, one: &Setting, other: &Setting) -> bool {
     let names = |one: &str, other: &str| {
         argument(command, one).is_some_and(|arg| {
             command.get_arg_conflicts_with(arg).iter().any(|arg| arg.get_id() == other)
         })
     };
-    !one.value.is_null()
-        && !other.value.is_null()
-        && (names(&one.key, &other.key) || names(&other.key, &one.key))
+    let counts = |setting: &Setting| !matches!(setting.value, Value::Null | Value::Bool(false));
+    counts(one) && counts(other) && (names(&one.key, &other.key) || names(&other.key, &one.key))
 }
 
 fn refuse(command: &Command, one: &Setting, other: &Setting) -> Error {

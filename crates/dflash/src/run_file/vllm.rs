@@ -60,7 +60,7 @@ pub(super) fn line(matches: &ArgMatches, notes: &mut Vec<String>) -> Result<Vec<
         let reason = text.lines().next().unwrap_or_default();
         Error::VllmFlags { reason: reason.trim_start_matches("error: ").to_owned() }
     })?;
-    flags.note(notes)?;
+    flags.note(notes);
     let values = [
         ("target", target.map(|target| target.to_string_lossy().into())),
         ("host", flags.host.map(Value::from)),
@@ -68,6 +68,8 @@ pub(super) fn line(matches: &ArgMatches, notes: &mut Vec<String>) -> Result<Vec<
         ("dtype", flags.dtype.and_then(|dtype| serde_json::to_value(dtype).ok())),
         ("max_model_len", flags.max_model_len.map(Value::from)),
         ("max_batch_tokens", flags.max_num_batched_tokens.map(Value::from)),
+        ("tensor_parallel_size", flags.tensor_parallel_size.map(Value::from)),
+        ("pipeline", flags.pipeline_parallel_size.map(Value::from)),
     ];
     let setting = |(key, value): (&str, Option<Value>)| {
         Some(Setting { level: Level::CommandLine, key: key.into(), value: value?, place: None })
@@ -76,17 +78,8 @@ pub(super) fn line(matches: &ArgMatches, notes: &mut Vec<String>) -> Result<Vec<
 }
 
 impl VllmFlags {
-    /// Says what is passed over, and refuses what cannot be.
-    fn note(&self, notes: &mut Vec<String>) -> Result<(), Error> {
-        for (flag, size) in [
-            ("--tensor-parallel-size", self.tensor_parallel_size),
-            ("--pipeline-parallel-size", self.pipeline_parallel_size),
-        ] {
-            if let Some(size) = size.filter(|&size| size != 1) {
-                let reason = format!("{flag} {size}: this server runs the target on one device");
-                return Err(Error::VllmFlags { reason });
-            }
-        }
+    /// Says what is passed over.
+    fn note(&self, notes: &mut Vec<String>) {
         if let Some(replicas) = self.data_parallel_size.filter(|&size| size > 1) {
             notes.push(format!(
                 "--data-parallel-size {replicas}: this is one replica; start the others on other \
@@ -102,7 +95,6 @@ impl VllmFlags {
         notes.extend(idle.map(|(flag, _)| format!("{flag} has no effect here")));
         // Eager mode and whole, uncached prefills are how this server works anyway.
         let _ = (self.enforce_eager, self.no_enable_prefix_caching, self.no_enable_chunked_prefill);
-        Ok(())
     }
 }
 
@@ -150,7 +142,9 @@ mod tests {
     #[test]
     fn vllm_flags_without_a_counterpart_are_refused_by_name() {
         let refusal = |line| resolve(line).unwrap_err();
-        assert!(refusal("m -- --tensor-parallel-size 2").contains("--tensor-parallel-size 2"));
+        let (settings, _) =
+            resolve("m -- --tensor-parallel-size 2 --pipeline-parallel-size 3").unwrap();
+        assert_eq!((settings.division.tensor_parallel_size, settings.division.pipeline), (2, 3));
         let text = refusal("m -- --quantization fp8");
         assert!(text.contains("--quantization") && text.contains("leave it out"), "{text}");
         let text = refusal("m -- --port many");

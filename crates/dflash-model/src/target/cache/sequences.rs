@@ -5,8 +5,9 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 
-use super::{CachedAttention, KvCache};
-use crate::target::layer::{Attend, Place, Projected};
+use super::{CachedAttention, Held, KvCache};
+use crate::target::blocks::latent::Latent;
+use crate::target::layer::{Attend, Pass, Place, Projected, Recurrence};
 use crate::target::rotary::HeadTables;
 use crate::target::{CachedOutput, FewRows, Target};
 
@@ -23,14 +24,29 @@ impl KvCache {
     /// Bytes of its keys and values.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
-        self.layers.iter().map(|layer| of(&layer.k_1msd) + of(&layer.v_1msd)).sum()
+        let bytes = |held: &Held| match held {
+            Held::Keys(layer) => of(&layer.k_1msd) + of(&layer.v_1mse),
+            Held::Latent(layer) => of(&layer.k_1msd),
+            Held::State(carried) => carried.bytes(),
+            Held::Nothing => 0,
+        };
+        self.layers.iter().map(bytes).sum()
     }
 
     /// Makes its first `tokens` rows those of `other`, and its length that.
     fn take_rows(&mut self, other: &Self, tokens: i64) {
-        for (own, other) in self.layers.iter().zip(&other.layers) {
-            own.k_1msd.narrow(2, 0, tokens).copy_(&other.k_1msd.narrow(2, 0, tokens));
-            own.v_1msd.narrow(2, 0, tokens).copy_(&other.v_1msd.narrow(2, 0, tokens));
+        for (own, other) in self.layers.iter_mut().zip(&other.layers) {
+            match (own, other) {
+                (Held::Keys(own), Held::Keys(other)) => {
+                    own.k_1msd.narrow(2, 0, tokens).copy_(&other.k_1msd.narrow(2, 0, tokens));
+                    own.v_1mse.narrow(2, 0, tokens).copy_(&other.v_1mse.narrow(2, 0, tokens));
+                }
+                (Held::Latent(own), Held::Latent(other)) => {
+                    own.k_1msd.narrow(2, 0, tokens).copy_(&other.k_1msd.narrow(2, 0, tokens));
+                }
+                (Held::State(own), Held::State(other)) => *own = other.shared(),
+                _ => {}
+            }
         }
         self.len = tokens;
     }
@@ -40,9 +56,12 @@ impl Target {
     /// A cache with room for `max_tokens` that holds the first `tokens` of `cache`.
     ///
     /// # Panics
-    /// When `cache` does not hold so many, or they have no room.
+    /// When `cache` does not hold so many, or they have no room, or they are fewer than its
+    /// [`KvCache::earliest`] but not none.
     pub fn copy_cache(&self, cache: &KvCache, tokens: usize, max_tokens: usize) -> KvCache {
         assert!(tokens <= cache.len() && tokens <= max_tokens, "{tokens} tokens are not there");
+        let earliest = cache.earliest();
+        assert!(tokens == 0 || tokens >= earliest, "{tokens} tokens are before {earliest}");
         let mut copy = self.new_cache(max_tokens);
         no_grad(|| copy.take_rows(cache, tokens as i64));
         copy
@@ -69,13 +88,14 @@ impl Target {
             return no_grad(|| self.forward_groups(few, ids_t, parts, captures));
         }
         no_grad(|| {
-            let tables = tables(parts, self.device());
+            let (tables, positions_t) = tables(parts, self.device());
             let tokens: Vec<i64> = parts.iter().map(|part| part.tokens as i64).collect();
             let sequences = parts.iter_mut().zip(&tokens);
             let sequences =
                 sequences.map(|(part, &tokens)| (CachedAttention::new(part.cache, tokens), tokens));
             let mut attention = SequencesAttention { sequences: sequences.collect() };
-            let output = self.run(ids_t, &tables, &mut attention, captures, self.num_layers());
+            let pass = Pass::new(&tables, &positions_t, &mut attention);
+            let output = self.run(ids_t, pass, captures, self.num_layers());
             parts.iter_mut().zip(tokens).for_each(|(part, tokens)| part.cache.advance(tokens));
             output
         })
@@ -129,13 +149,21 @@ fn group_length(parts: &[SequencePart<'_>]) -> usize {
     fit.count().max(1)
 }
 
-/// Rotary tables of all new tokens, from the cache that has the most positions.
-fn tables(parts: &[SequencePart<'_>], device: Device) -> HeadTables {
+/// Rotary tables of all new tokens, from the cache that has the most positions, and those positions
+/// `[T]`.
+fn tables(parts: &[SequencePart<'_>], device: Device) -> (Vec<HeadTables>, Tensor) {
     let positions =
         parts.iter().flat_map(|part| part.cache.len..part.cache.len + part.tokens as i64);
     let positions = Tensor::from_slice(&positions.collect::<Vec<i64>>()).to_device(device);
     let longest = parts.iter().max_by_key(|part| part.cache.capacity);
-    longest.expect("a pass has a sequence").cache.tables.select(&positions)
+    let tables = &longest.expect("a pass has a sequence").cache.tables;
+    let starts = parts.iter().scan(0, |end, part| {
+        *end += part.tokens as i64;
+        Some((part.cache.len, (*end - part.tokens as i64, part.tokens as i64)))
+    });
+    let first = starts.filter(|(len, _)| *len == 0).map(|(_, pass)| pass);
+    let of = |tables: &HeadTables| tables.select(&positions).with_first_passes(first.clone());
+    (tables.iter().map(of).collect(), positions)
 }
 
 /// The attention of each sequence over its tokens of the pass.
@@ -144,7 +172,7 @@ struct SequencesAttention<'a> {
 }
 
 impl Attend for SequencesAttention<'_> {
-    fn attend(&mut self, place: Place, projected: &Projected) -> Tensor {
+    fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
         let mut start = 0;
         let attended = self.sequences.iter_mut().map(|(attention, tokens)| {
             let own = projected.narrow(start, *tokens);
@@ -152,6 +180,26 @@ impl Attend for SequencesAttention<'_> {
             attention.attend(place, &own)
         });
         Tensor::cat(&attended.collect::<Vec<_>>(), 0)
+    }
+
+    fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
+        let mut start = 0;
+        let attended = self.sequences.iter_mut().map(|(attention, tokens)| {
+            let own = latent.narrow(start, *tokens);
+            start += *tokens;
+            attention.attend_latent(place, &own)
+        });
+        Tensor::cat(&attended.collect::<Vec<_>>(), 0)
+    }
+
+    fn scan(&mut self, layer: usize, recurrence: &dyn Recurrence, inputs_tc: &Tensor) -> Tensor {
+        let mut start = 0;
+        let scanned = self.sequences.iter_mut().map(|(attention, tokens)| {
+            let own = inputs_tc.narrow(0, start, *tokens);
+            start += *tokens;
+            attention.scan(layer, recurrence, &own)
+        });
+        Tensor::cat(&scanned.collect::<Vec<_>>(), 0)
     }
 }
 

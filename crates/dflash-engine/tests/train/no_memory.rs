@@ -1,0 +1,149 @@
+//! Runs that get no memory: whose fault it is, what they say, what they leave.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
+
+use crate::running::Running;
+use crate::world::{Run, World, losses, sorted_checkpoints};
+
+/// Rows of more than a hundred MB of logits, if they may be taken at once.
+const HUNGRY: [&str; 10] = [
+    "--total-seq-len",
+    "128",
+    "--anchors-per-sequence",
+    "16",
+    "--block-size",
+    "8",
+    "--epochs",
+    "12",
+    "--loss-chunk-mib",
+    "512",
+];
+
+/// What a process may take beyond its least: less than the logits of a row.
+const SPARE: u64 = 48 << 20;
+
+/// The least address space that the process has within a second of its work, bytes.
+fn least_size(process: u32) -> u64 {
+    let (begun, mut least) = (Instant::now(), u64::MAX);
+    while begun.elapsed() < Duration::from_secs(1) {
+        let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+        let kib: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
+        least = least.min(kib << 10);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    least
+}
+
+/// From now on the process has no more than its least and [`SPARE`]; the limit.
+pub(crate) fn starve(process: u32) -> u64 {
+    let limit = least_size(process) + SPARE;
+    let pid = Pid::from_raw(process.try_into().unwrap());
+    prlimit(pid, Resource::As, Rlimit { current: Some(limit), maximum: None }).unwrap();
+    limit
+}
+
+/// A run that ended for want of memory: in which step, as it says.
+fn check_ended(run: &Run, rank: usize) -> u64 {
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let begins = format!("error: rank {rank} ran out of memory in step ");
+    let said = run.stderr.split_once(&begins).unwrap_or_else(|| panic!("{}", run.stderr)).1;
+    let line = said.lines().next().unwrap();
+    for words in [
+        "can't allocate memory: you tried to allocate ",
+        "; lower --max-anchors (now 3072), --total-seq-len (now 128), --loss-chunk-mib (now 512) or \
+         --num-layers (now 2), or pass --recompute; `dflash plan` with the same flags",
+    ] {
+        assert!(line.contains(words), "{words:?} is not in {line}");
+    }
+    for words in ["internal error", "bug", "restart 1 of"] {
+        assert!(!run.stderr.contains(words), "{}", run.stderr);
+    }
+    line.split(':').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_run_without_memory_says_what_to_lower_and_goes_on_with_that() {
+    let world = World::of_many_tokens();
+    let mut run = Running::start(&mut world.command("out", &HUNGRY));
+    run.await_step(&world.path("out"), 2);
+    let limit = starve(run.id());
+    let step = check_ended(&run.end(), 0);
+    // The step is void, and what was trained before it is saved.
+    assert_eq!(
+        sorted_checkpoints(&world.path("out")).pop().unwrap(),
+        format!("step-{:06}", step - 1)
+    );
+    let mut less = HUNGRY;
+    less[9] = "8";
+    let more = [&less[..], &["--resume"]].concat();
+    let command = world.command("out", &more);
+    let mut limited = Command::new("prlimit");
+    limited.arg(format!("--as={limit}")).arg(command.get_program()).args(command.get_args());
+    let resumed = Run::of(limited.env("OMP_NUM_THREADS", "1"));
+    assert!(resumed.success(), "{}", resumed.stderr);
+}
+
+#[test]
+fn a_rank_without_memory_ends_all_without_a_restart_and_nothing_is_lost() {
+    let world = World::of_many_tokens();
+    let ranks = [&HUNGRY[..], &["--nproc", "2", "--max-restarts", "2"]].concat();
+    let mut run = Running::start(&mut world.command("out", &ranks));
+    run.await_step(&world.path("out"), 2);
+    starve(run.ranks()[1]);
+    let run = run.end();
+    let step = check_ended(&run, 1);
+    let told =
+        "error: another rank failed, and the run ends with it: rank 1 ran out of memory in step";
+    assert!(run.stderr.contains(told), "{}", run.stderr);
+    assert!(run.stderr.contains("error: rank 1 (node 0, "), "{}", run.stderr);
+    assert_eq!(
+        sorted_checkpoints(&world.path("out")).pop().unwrap(),
+        format!("step-{:06}", step - 1)
+    );
+    let resumed = world.train("out", &[&ranks[..], &["--resume"]].concat());
+    assert!(resumed.success(), "{}", resumed.stderr);
+    let whole = world.train("whole", &ranks);
+    assert!(whole.success(), "{}", whole.stderr);
+    assert_eq!(losses(&world.path("out")), losses(&world.path("whole")));
+    let last = sorted_checkpoints(&world.path("whole")).pop().unwrap();
+    assert_eq!(world.state("out", &last), world.state("whole", &last));
+}
+
+#[test]
+fn any_command_without_memory_ends_as_one_that_was_asked_for_too_much() {
+    let world = World::large();
+    let target = world.path("target").to_string_lossy().into_owned();
+    let bench = |shape: [&str; 4], steps: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        command.args([
+            "bench",
+            "train-step",
+            "--target",
+            &target,
+            "--device",
+            "cpu",
+            "--docs",
+            "1",
+        ]);
+        command.args(["--layers", "1", "--captures", "2", "--block", "16", "--steps", steps]);
+        command.args(shape).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
+        command
+    };
+    let mut small = Running::start(&mut bench(["--tokens", "64", "--anchors", "2"], "100000"));
+    std::thread::sleep(Duration::from_secs(2));
+    let limit = least_size(small.id()) + SPARE;
+    assert!(!small.has_ended(), "{}", small.said());
+    drop(small);
+    let large = bench(["--tokens", "16384", "--anchors", "2048"], "1");
+    let mut limited = Command::new("prlimit");
+    limited.arg(format!("--as={limit}")).arg(large.get_program()).args(large.get_args());
+    let run = Run::of(limited.env("OMP_NUM_THREADS", "1"));
+    assert_eq!(run.code, Some(1), "{}", run.stderr);
+    let told = "error: there is not enough memory: [enforce fail at alloc_cpu.cpp";
+    assert!(run.stderr.contains(told), "{}", run.stderr);
+    assert!(!run.stderr.contains("bug"), "{}", run.stderr);
+}

@@ -1,0 +1,290 @@
+//! Attention of a layer: projections, norms of heads, rotation, and what the scores are made of.
+//!
+//! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
+
+use dflash_torch_sys::kernels::Kernels;
+use tch::{Kind, Tensor};
+
+use crate::Result;
+use crate::fields::Fields;
+use crate::ops::{accumulate_kind, reciprocal_rms};
+use crate::target::TargetConfig;
+use crate::target::layer::{Memory, Pass, Place, Projected, Reach, RmsNorm, Scores};
+use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+
+/// Numbers of heads and their width.
+#[allow(missing_docs, reason = "the names say it")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Heads {
+    pub(crate) query: i64,
+    pub(crate) key: i64,
+    pub(crate) dim: i64,
+}
+
+impl Heads {
+    /// What ranks divide among themselves.
+    pub(crate) fn divided(self) -> Vec<(&'static str, i64)> {
+        vec![("num_attention_heads", self.query), ("num_key_value_heads", self.key)]
+    }
+
+    /// What config.json says, or `default`, which a family's class may have.
+    ///
+    /// # Errors
+    /// A number that is missing, or that does not divide another.
+    pub(crate) fn read(text: &Fields, default: Option<Self>) -> Result<Self> {
+        let hidden = text.required("hidden_size", Fields::size)?;
+        let query = match default {
+            Some(default) => text.size("num_attention_heads")?.unwrap_or(default.query),
+            None => text.required("num_attention_heads", Fields::size)?,
+        };
+        let or = |of: fn(Self) -> i64, own: i64| default.map_or(own, of);
+        let key = text.size("num_key_value_heads")?.unwrap_or(or(|heads| heads.key, query));
+        let dim = text.size("head_dim")?.unwrap_or(or(|heads| heads.dim, hidden / query));
+        if query % key != 0 {
+            return Err(text.refuse("num_key_value_heads", "it must divide num_attention_heads"));
+        }
+        Ok(Self { query, key, dim })
+    }
+
+    /// Width of all query heads.
+    pub(crate) fn query_size(self) -> i64 {
+        self.query * self.dim
+    }
+
+    /// Width of all key heads.
+    pub(crate) fn key_size(self) -> i64 {
+        self.key * self.dim
+    }
+
+    /// Elements of the four projections, for `hidden` numbers a token.
+    pub(crate) fn elements(self, hidden: i64) -> f64 {
+        (hidden * (2 * self.query_size() + 2 * self.key_size())) as f64
+    }
+
+    /// Operations for a token and one that it sees.
+    pub(crate) fn pair_flops(self) -> f64 {
+        4.0 * self.query_size() as f64
+    }
+
+    /// Numbers that a token takes around attention, beside two residual streams.
+    pub(crate) fn widest(self, hidden: i64) -> f64 {
+        (2 * hidden + 3 * self.query_size() + 3 * self.key_size()) as f64
+    }
+}
+
+/// Norms of queries and keys.
+#[derive(Debug)]
+pub(crate) enum HeadNorms {
+    None,
+    /// Of each head, before the rotation.
+    Each {
+        query: RmsNorm,
+        key: RmsNorm,
+    },
+    /// Of all heads of a token together, before the rotation.
+    Together {
+        query: RmsNorm,
+        key: RmsNorm,
+    },
+    /// Of each head without a weight, after the rotation.
+    Plain {
+        eps: f64,
+    },
+}
+
+impl HeadNorms {
+    /// `q_norm` and `k_norm` in `module`, over each head.
+    pub(crate) fn each(init: &Init, module: &str, dim: i64, config: &TargetConfig) -> Result<Self> {
+        let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), dim, config);
+        Ok(Self::Each { query: norm("q_norm")?, key: norm("k_norm")? })
+    }
+
+    /// `q_norm` and `k_norm` in `module`, over all heads.
+    pub(crate) fn together(
+        init: &Init,
+        module: &str,
+        heads: Heads,
+        config: &TargetConfig,
+    ) -> Result<Self> {
+        let norm =
+            |name: &str, size| init.rms_norm(&format!("{module}.{name}.weight"), size, config);
+        let (query, key) = (norm("q_norm", heads.query_size())?, norm("k_norm", heads.key_size())?);
+        Ok(Self::Together { query, key })
+    }
+
+    fn set_kernels(&mut self, with: Kernels) {
+        if let Self::Each { query, key } | Self::Together { query, key } = self {
+            (query.kernels, key.kernels) = (with, with);
+        }
+    }
+}
+
+/// Queries grow with their position p: by `1 + scale ln(1 + floor((p + 1) / floor))`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Temperature {
+    /// What the logarithm is multiplied by.
+    pub(crate) scale: f64,
+    /// Positions that share a temperature.
+    pub(crate) floor: f64,
+}
+
+impl Temperature {
+    fn apply(self, q_tnd: &Tensor, positions_t: &Tensor) -> Tensor {
+        let steps = ((positions_t.to_kind(Kind::Float) + 1.0) / self.floor).floor();
+        let growth_t11 = (steps.log1p() * self.scale + 1.0).view([-1, 1, 1]);
+        (q_tnd * growth_t11).to_kind(q_tnd.kind())
+    }
+}
+
+/// What [`SelfAttention::new`] makes.
+#[derive(Debug)]
+pub(crate) struct AttentionSpec<'a> {
+    /// Path of the module.
+    pub(crate) module: &'a str,
+    /// Number of the layer, from 0.
+    pub(crate) layer: usize,
+    pub(crate) hidden: i64,
+    pub(crate) heads: Heads,
+    pub(crate) reach: Reach,
+    /// Which of the pass's rotary embeddings turns queries and keys; `None` where nothing does.
+    pub(crate) rotary: Option<usize>,
+    pub(crate) norms: HeadNorms,
+    /// Biases of q, k and v, and of o.
+    pub(crate) bias: (bool, bool),
+    /// Whether the checkpoint has one `qkv_proj` instead of three projections.
+    pub(crate) fused: bool,
+    /// Whether ranks divide the heads.
+    pub(crate) divided: bool,
+    pub(crate) scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    /// Whether there are `sinks`.
+    pub(crate) sinks: bool,
+    pub(crate) temperature: Option<Temperature>,
+}
+
+/// Attention of one layer.
+#[derive(Debug)]
+pub(crate) struct SelfAttention {
+    layer: usize,
+    heads: Heads,
+    reach: Reach,
+    rotary: Option<usize>,
+    norms: HeadNorms,
+    qkv: Linear,
+    output: Linear,
+    scale: Option<f64>,
+    softcap: Option<f64>,
+    sinks_n1: Option<Tensor>,
+    temperature: Option<Temperature>,
+    kernels: Kernels,
+}
+
+impl SelfAttention {
+    pub(crate) fn new(init: &Init, spec: AttentionSpec<'_>) -> Result<Self> {
+        let (module, hidden) = (spec.module, spec.hidden);
+        let (query, key) = (spec.heads.query_size(), spec.heads.key_size());
+        let apart = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
+        let fused = [("qkv_proj", query + 2 * key)];
+        let parts: &[(&str, i64)] = if spec.fused { &fused } else { &apart };
+        let divided = |split| if spec.divided { split } else { Split::Whole };
+        let share = |heads| if spec.divided { init.share(heads) } else { heads };
+        let sinks = || init.matrix(&format!("{module}.sinks"), &[spec.heads.query]);
+        Ok(Self {
+            layer: spec.layer,
+            heads: Heads {
+                query: share(spec.heads.query),
+                key: share(spec.heads.key),
+                dim: spec.heads.dim,
+            },
+            reach: spec.reach,
+            rotary: spec.rotary,
+            norms: spec.norms,
+            qkv: init.linear(&LinearSpec {
+                module,
+                name: "qkv_proj",
+                parts,
+                input: hidden,
+                bias: spec.bias.0,
+                split: divided(Split::Outputs),
+            })?,
+            output: init.linear(&LinearSpec {
+                module,
+                name: "o_proj",
+                parts: &[("o_proj", hidden)],
+                input: query,
+                bias: spec.bias.1,
+                split: divided(Split::Inputs),
+            })?,
+            scale: spec.scale,
+            softcap: spec.softcap,
+            sinks_n1: spec.sinks.then(sinks).transpose()?.map(|sinks| sinks.unsqueeze(1)),
+            temperature: spec.temperature,
+            kernels: Kernels::Fast,
+        })
+    }
+
+    /// What attention makes of the normed tokens `x_th` [T, H], through o [T, H].
+    pub(crate) fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        self.output.apply(&self.attended(x_th, pass))
+    }
+
+    /// The same, added to `residual_th` [T, H].
+    pub(crate) fn add_to(
+        &self,
+        residual_th: &Tensor,
+        x_th: &Tensor,
+        pass: &mut Pass<'_>,
+    ) -> Tensor {
+        self.output.add_to(residual_th, &self.attended(x_th, pass))
+    }
+
+    pub(crate) fn memory(&self) -> Memory {
+        let Heads { key, dim, .. } = self.heads;
+        Memory::Keys { heads: key, key_dim: dim, value_dim: dim }
+    }
+
+    pub(crate) fn set_kernels(&mut self, kernels: Kernels) {
+        self.kernels = kernels;
+        self.norms.set_kernels(kernels);
+    }
+
+    fn attended(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let projected = self.project(x_th, pass);
+        let sinks_nr = self.sinks_n1.as_ref();
+        let scores = Scores { scale: self.scale, softcap: self.softcap, sinks_nr };
+        pass.attend.attend(Place { layer: self.layer, reach: self.reach, scores }, &projected)
+    }
+
+    fn project(&self, x_th: &Tensor, pass: &Pass<'_>) -> Projected {
+        let Heads { query, key, dim } = self.heads;
+        let qkv_to = self.qkv.apply(x_th);
+        let part = |start: i64, heads: i64| qkv_to.narrow(1, start * dim, heads * dim);
+        let (mut q, mut k) = (part(0, query), part(query, key));
+        if let HeadNorms::Together { query, key } = &self.norms {
+            (q, k) = (query.of(&q), key.of(&k));
+        }
+        let heads = |x: &Tensor, count: i64| x.view([-1, count, dim]);
+        let (mut q_tnd, mut k_tmd) = (heads(&q, query), heads(&k, key));
+        if let HeadNorms::Each { query, key } = &self.norms {
+            (q_tnd, k_tmd) = (query.of(&q_tnd), key.of(&k_tmd));
+        }
+        if let Some(tables) = self.rotary.map(|number| &pass.tables[number]) {
+            (q_tnd, k_tmd) = (tables.rotate(&q_tnd), tables.rotate(&k_tmd));
+        }
+        if let HeadNorms::Plain { eps } = self.norms {
+            (q_tnd, k_tmd) = (plain_norm(&q_tnd, eps), plain_norm(&k_tmd, eps));
+        }
+        if let Some(temperature) = self.temperature {
+            q_tnd = temperature.apply(&q_tnd, pass.positions_t);
+        }
+        let v_tme = heads(&part(query + key, key), key);
+        Projected { q_tnd, k_tmd, v_tme, kernels: self.kernels }
+    }
+}
+
+/// RMS norm without a weight over the last dimension, of the kind of `x`.
+pub(crate) fn plain_norm(x: &Tensor, eps: f64) -> Tensor {
+    let float = x.to_kind(accumulate_kind(x));
+    let scale = reciprocal_rms(&float, eps);
+    (float * scale).to_kind(x.kind())
+}

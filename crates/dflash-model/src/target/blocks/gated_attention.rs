@@ -1,0 +1,89 @@
+//! Attention whose output is gated: queries come with a gate of their size, and each head's output is
+//! multiplied by the sigmoid of its gate. Heads of queries and keys are normalised before the rotation.
+//!
+//! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
+
+use dflash_torch_sys::kernels::Kernels;
+use tch::Tensor;
+
+use crate::Result;
+use crate::target::TargetConfig;
+use crate::target::blocks::attention::Heads;
+use crate::target::layer::{Memory, Pass, Place, Projected, Reach, RmsNorm, Scores};
+use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+
+/// Attention of one layer.
+#[derive(Debug)]
+pub(crate) struct GatedAttention {
+    layer: usize,
+    heads: Heads,
+    qkv: Linear,
+    query_norm: RmsNorm,
+    key_norm: RmsNorm,
+    output: Linear,
+    kernels: Kernels,
+}
+
+impl GatedAttention {
+    /// That of `module` in layer number `layer`, whose projections have biases or not.
+    pub(crate) fn new(
+        (config, whole, bias): (&TargetConfig, Heads, bool),
+        (layer, module): (usize, &str),
+        init: &Init,
+    ) -> Result<Self> {
+        let (query, key, dim) = (whole.query_size(), whole.key_size(), whole.dim);
+        let linear = |name, parts: &[(&str, i64)], input, split| {
+            init.linear(&LinearSpec { module, name, parts, input, bias, split })
+        };
+        let qkv = [("q_proj", 2 * query), ("k_proj", key), ("v_proj", key)];
+        let output = [("o_proj", config.hidden_size)];
+        let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), dim, config);
+        Ok(Self {
+            layer,
+            heads: Heads { query: init.share(whole.query), key: init.share(whole.key), dim },
+            qkv: linear("qkv_proj", &qkv, config.hidden_size, Split::Outputs)?,
+            query_norm: norm("q_norm")?,
+            key_norm: norm("k_norm")?,
+            output: linear("o_proj", &output, query, Split::Inputs)?,
+            kernels: Kernels::Fast,
+        })
+    }
+
+    /// `residual_th` plus the attention of `x_th`.
+    pub(crate) fn add_to(
+        &self,
+        residual_th: &Tensor,
+        x_th: &Tensor,
+        pass: &mut Pass<'_>,
+    ) -> Tensor {
+        let Heads { query: queries, key: keys, dim } = self.heads;
+        let parts =
+            self.qkv.apply(x_th).split_with_sizes([2 * queries * dim, keys * dim, keys * dim], 1);
+        // A head's query and then its gate.
+        let query_gate = parts[0].view([-1, queries, 2 * dim]);
+        let gate_tnd = query_gate.narrow(2, dim, dim);
+        let tables = &pass.tables[0];
+        let q_tnd = self.query_norm.of(&query_gate.narrow(2, 0, dim).contiguous());
+        let k_tmd = self.key_norm.of(&parts[1].reshape([-1, keys, dim]));
+        let projected = Projected {
+            q_tnd: tables.rotate(&q_tnd),
+            k_tmd: tables.rotate(&k_tmd),
+            v_tme: parts[2].reshape([-1, keys, dim]),
+            kernels: self.kernels,
+        };
+        let place = Place { layer: self.layer, reach: Reach::All, scores: Scores::default() };
+        let attended = pass.attend.attend(place, &projected);
+        self.output.add_to(residual_th, &(attended * gate_tnd.sigmoid().flatten(1, 2)))
+    }
+
+    pub(crate) fn memory(&self) -> Memory {
+        let Heads { key, dim, .. } = self.heads;
+        Memory::Keys { heads: key, key_dim: dim, value_dim: dim }
+    }
+
+    pub(crate) fn set_kernels(&mut self, kernels: Kernels) {
+        self.kernels = kernels;
+        self.query_norm.kernels = kernels;
+        self.key_norm.kernels = kernels;
+    }
+}

@@ -1,0 +1,58 @@
+//! What a process has of divided projections, and the sum that makes its products those of all.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+/// Sums over the processes that have the parts of one layer.
+pub trait Sum: Debug + Send + Sync {
+    /// Layer `number`, counted from 0, runs next.
+    fn at(&self, number: usize);
+
+    /// Writes over `partial` [T, ..] the sum of all processes' partial results. One that fails leaves the
+    /// numbers as they are: a pass has no way to say so.
+    fn sum(&self, partial: &Tensor);
+}
+
+/// A process's part of every divided projection.
+#[derive(Debug, Clone)]
+pub(crate) struct Shard {
+    part: i64,
+    of: i64,
+    sums: Option<Arc<dyn Sum>>,
+}
+
+impl Shard {
+    /// All of everything.
+    pub(crate) const WHOLE: Self = Self { part: 0, of: 1, sums: None };
+
+    /// Part `part` of `of`.
+    pub(crate) fn new((part, of): (usize, usize), sums: Option<Arc<dyn Sum>>) -> Self {
+        Self { part: part as i64, of: of as i64, sums }
+    }
+
+    /// How much of `whole` is this process's, which the grid's check has found divisible.
+    pub(crate) fn share(&self, whole: i64) -> i64 {
+        assert_eq!(whole % self.of, 0, "{whole} heads or columns for {} processes", self.of);
+        whole / self.of
+    }
+
+    /// Where this process's share of so many begins.
+    pub(crate) fn start(&self, own: i64) -> i64 {
+        self.part * own
+    }
+
+    /// Whether other processes have parts too.
+    pub(crate) fn is_divided(&self) -> bool {
+        self.of > 1
+    }
+
+    /// The sum over all processes of `partial` [T, ..], which is written over.
+    pub(crate) fn summed(&self, partial: Tensor) -> Tensor {
+        if let Some(sums) = &self.sums {
+            sums.sum(&partial);
+        }
+        partial
+    }
+}

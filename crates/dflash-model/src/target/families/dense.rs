@@ -1,0 +1,431 @@
+//! Llama 2 and 3, Mistral, Qwen2, Qwen3: norm, attention, norm, SwiGLU, each added to the residual
+//! stream.
+//!
+//! What tells them apart (biases, norms of heads, windows, RoPE scaling) is a choice in
+//! [`DenseConfig`]; the layer reads those choices and never asks for a name. Shapes: `t` tokens, `h`
+//! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
+
+use dflash_torch_sys::decode::LayerWeights;
+use dflash_torch_sys::kernels::{self, Kernels};
+use serde_json::{Value, json};
+use tch::{Device, Tensor};
+
+use super::Architecture;
+use crate::fields::Fields;
+use crate::fused::Norm;
+use crate::ops::{Pairs, Rotary, rms_norm};
+use crate::target::TargetConfig;
+use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::layer::{Layer, Memory, Pass, Place, Projected, Reach, Scores, norm};
+use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::rotary::HeadTables;
+use crate::{Result, fused};
+
+/// Which of these families.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DenseKind {
+    /// Llama 2, 3.x.
+    Llama,
+    /// Mistral 7B and its kin.
+    Mistral,
+    /// Qwen2 and Qwen2.5.
+    Qwen2,
+    /// Qwen3, dense.
+    Qwen3,
+}
+
+impl DenseKind {
+    /// The name under `architectures` in config.json.
+    pub fn architecture(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mistral => "MistralForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    /// The name under `model_type`.
+    pub(crate) fn model_type(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+}
+
+/// Their dimensions and choices. Field names are Hugging Face's where they have one.
+#[allow(missing_docs, reason = "Hugging Face's names")]
+#[derive(Debug, Clone, PartialEq)]
+pub struct DenseConfig {
+    /// The family, which names the architecture when the target is saved.
+    pub kind: DenseKind,
+    pub intermediate_size: i64,
+    pub num_attention_heads: i64,
+    pub num_key_value_heads: i64,
+    pub head_dim: i64,
+    pub rope: Rope,
+    /// Whether q, k and v have biases.
+    pub qkv_bias: bool,
+    /// Whether o has a bias.
+    pub output_bias: bool,
+    /// Whether gate, up and down have biases.
+    pub mlp_bias: bool,
+    /// Whether queries and keys are normalised per head before the rotation.
+    pub qk_norm: bool,
+    /// Per layer: how many tokens it sees (itself included), or `None` for all.
+    pub windows: Vec<Option<i64>>,
+}
+
+impl DenseConfig {
+    /// A small Qwen3 of `layers` layers.
+    pub(crate) fn small(hidden_size: i64, layers: usize) -> Self {
+        Self {
+            kind: DenseKind::Qwen3,
+            intermediate_size: hidden_size * 3,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: hidden_size / 4,
+            rope: Rope::plain(10_000.0, hidden_size / 4),
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: true,
+            windows: vec![None; layers],
+        }
+    }
+
+    /// What config.json says.
+    pub(crate) fn read(fields: &Fields, kind: DenseKind) -> Result<Self> {
+        let hidden_size = fields.required("hidden_size", Fields::size)?;
+        let heads = fields.required("num_attention_heads", Fields::size)?;
+        let layers = fields.required("num_hidden_layers", Fields::size)? as usize;
+        let attention_bias = fields.flag("attention_bias")?;
+        let head_dim = fields.size("head_dim")?.unwrap_or(hidden_size / heads);
+        let config = Self {
+            kind,
+            intermediate_size: fields.required("intermediate_size", Fields::size)?,
+            num_attention_heads: heads,
+            num_key_value_heads: fields.size("num_key_value_heads")?.unwrap_or(heads),
+            head_dim,
+            rope: rope(fields, head_dim)?,
+            // Qwen2 has these biases always and its config no key for them.
+            qkv_bias: kind == DenseKind::Qwen2 || attention_bias,
+            output_bias: kind != DenseKind::Qwen2 && attention_bias,
+            mlp_bias: fields.flag("mlp_bias")?,
+            qk_norm: kind == DenseKind::Qwen3,
+            windows: windows(fields, kind, layers)?,
+        };
+        config.check(fields)?;
+        Ok(config)
+    }
+
+    fn check(&self, fields: &Fields) -> Result<()> {
+        let activation = fields.text("hidden_act")?.unwrap_or("silu".into());
+        if activation != "silu" {
+            return Err(fields.refuse("hidden_act", "only silu is supported"));
+        }
+        if self.num_attention_heads % self.num_key_value_heads != 0 {
+            return Err(fields.refuse("num_key_value_heads", "it must divide num_attention_heads"));
+        }
+        if self.head_dim % 2 != 0 {
+            return Err(fields.refuse("head_dim", "rotary embedding needs an even number"));
+        }
+        Ok(())
+    }
+
+    /// Width of all query heads together.
+    pub fn query_size(&self) -> i64 {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of all key heads together; that of the value heads is the same.
+    pub fn key_size(&self) -> i64 {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Its keys of config.json.
+    pub(crate) fn to_json(&self) -> Value {
+        let sliding = self.windows.iter().flatten().next();
+        let layer_type = |window: &Option<i64>| match window {
+            Some(_) => "sliding_attention",
+            None => "full_attention",
+        };
+        json!({
+            "architectures": [self.kind.architecture()],
+            "model_type": self.kind.model_type(),
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "rope_theta": self.rope.theta,
+            "rope_parameters": self.rope.to_json(),
+            "attention_bias": self.output_bias,
+            "attention_dropout": 0.0,
+            "mlp_bias": self.mlp_bias,
+            "hidden_act": "silu",
+            "layer_types": self.windows.iter().map(layer_type).collect::<Vec<_>>(),
+            "sliding_window": sliding,
+            "use_sliding_window": sliding.is_some(),
+            "max_window_layers": self.windows.len(),
+        })
+    }
+}
+
+impl Architecture for DenseConfig {
+    fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
+        Ok(Box::new(DenseLayer::new((config, self), number, init)?))
+    }
+
+    fn rotaries(&self, device: Device) -> Vec<Rotary> {
+        vec![self.rope.rotary(device)]
+    }
+
+    fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
+        let (h, i) = (config.hidden_size as f64, self.intermediate_size as f64);
+        let (query, key) = (self.query_size() as f64, self.key_size() as f64);
+        h * (query + 2.0 * key) + query * h + 3.0 * h * i
+    }
+
+    fn pair_flops(&self, _number: usize) -> f64 {
+        4.0 * self.query_size() as f64
+    }
+
+    fn reach(&self, number: usize) -> Reach {
+        self.windows[number].into()
+    }
+
+    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+        Some(vec![
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("intermediate_size", self.intermediate_size),
+        ])
+    }
+
+    fn widest(&self, config: &TargetConfig) -> f64 {
+        let (h, i) = (config.hidden_size as f64, self.intermediate_size as f64);
+        let (query, key) = (self.query_size() as f64, self.key_size() as f64);
+        let attention = 2.0 * h + 3.0 * query + 3.0 * key;
+        attention.max(4.0 * h + 3.0 * i)
+    }
+}
+
+/// One layer.
+#[derive(Debug)]
+struct DenseLayer {
+    number: usize,
+    reach: Reach,
+    module: String,
+    kernels: Kernels,
+    eps: f64,
+    head_dim: i64,
+    query_heads: i64,
+    key_heads: i64,
+    input_norm_h: Tensor,
+    post_attention_norm_h: Tensor,
+    qk_norm: Option<QkNorm>,
+    qkv: Linear,
+    output: Linear,
+    gate_up: Linear,
+    down: Linear,
+}
+
+/// Per-head norms of queries and keys.
+#[derive(Debug)]
+struct QkNorm {
+    query_d: Tensor,
+    key_d: Tensor,
+}
+
+impl DenseLayer {
+    fn new(
+        (target, config): (&TargetConfig, &DenseConfig),
+        number: usize,
+        init: &Init,
+    ) -> Result<Self> {
+        let module = init.path(&format!("layers.{number}"));
+        let (hidden, inner) = (target.hidden_size, config.intermediate_size);
+        let (query, key) = (config.query_size(), config.key_size());
+        let linear = |(part, name): (&str, &str), parts: &[(&str, i64)], input, bias, split| {
+            let module = &format!("{module}.{part}");
+            init.linear(&LinearSpec { module, name, parts, input, bias, split })
+        };
+        let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
+        let qkv_parts = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
+        let (output_parts, down_parts) = ([("o_proj", hidden)], [("down_proj", hidden)]);
+        let gate_up_parts = [("gate_proj", inner), ("up_proj", inner)];
+        let (qkv_bias, o_bias, bias) = (config.qkv_bias, config.output_bias, config.mlp_bias);
+        Ok(Self {
+            number,
+            reach: config.windows[number].into(),
+            kernels: Kernels::Fast,
+            eps: target.rms_norm_eps,
+            head_dim: config.head_dim,
+            query_heads: init.share(config.num_attention_heads),
+            key_heads: init.share(config.num_key_value_heads),
+            input_norm_h: norm("input_layernorm")?,
+            post_attention_norm_h: norm("post_attention_layernorm")?,
+            qk_norm: config.qk_norm.then(|| QkNorm::new(config, &module, init)).transpose()?,
+            qkv: linear(("self_attn", "qkv_proj"), &qkv_parts, hidden, qkv_bias, Split::Outputs)?,
+            output: linear(("self_attn", "o_proj"), &output_parts, query, o_bias, Split::Inputs)?,
+            gate_up: linear(("mlp", "gate_up_proj"), &gate_up_parts, hidden, bias, Split::Outputs)?,
+            down: linear(("mlp", "down_proj"), &down_parts, inner, bias, Split::Inputs)?,
+            module,
+        })
+    }
+
+    fn norm(&self, x_th: &Tensor, weight: &Tensor) -> Tensor {
+        norm(x_th, Norm { weight, eps: self.eps, kernels: self.kernels })
+    }
+
+    fn project(&self, x_th: &Tensor, tables: &HeadTables) -> Projected {
+        let qkv_to = self.qkv.apply(&self.norm(x_th, &self.input_norm_h));
+        let (queries, keys, kernels) = (self.query_heads, self.key_heads, self.kernels);
+        let part =
+            |start: i64, count: i64| qkv_to.narrow(1, start * self.head_dim, count * self.head_dim);
+        let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
+        let v_tme = heads(part(queries + keys, keys), keys);
+        if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
+            // One sweep each; a single group keeps the heads of a token together.
+            let half = (&tables.half.cos_td, &tables.half.sin_td);
+            let normed = |part: Tensor, norm_d: &Tensor| {
+                kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(2)
+            };
+            let q_tnd = normed(part(0, queries), &norms.query_d);
+            let k_tmd = normed(part(queries, keys), &norms.key_d);
+            return Projected { q_tnd, k_tmd, v_tme, kernels };
+        }
+        let qk = heads(part(0, queries + keys), queries + keys);
+        let qk = match &self.qk_norm {
+            Some(norms) => tables.rotate(&norms.apply(&qk, (queries, keys), self.eps)),
+            None => tables.rotate(&qk),
+        };
+        let (q_tnd, k_tmd) = (qk.narrow(1, 0, queries), qk.narrow(1, queries, keys));
+        Projected { q_tnd, k_tmd, v_tme, kernels }
+    }
+
+    fn linears(&self) -> [&Linear; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+
+    fn norms(&self) -> Vec<(String, Tensor)> {
+        let mut norms = vec![
+            ("input_layernorm", &self.input_norm_h),
+            ("post_attention_layernorm", &self.post_attention_norm_h),
+        ];
+        if let Some(qk_norm) = &self.qk_norm {
+            norms.push(("self_attn.q_norm", &qk_norm.query_d));
+            norms.push(("self_attn.k_norm", &qk_norm.key_d));
+        }
+        let named = |(name, tensor): (&str, &Tensor)| {
+            (format!("{}.{name}.weight", self.module), tensor.shallow_clone())
+        };
+        norms.into_iter().map(named).collect()
+    }
+}
+
+impl Layer for DenseLayer {
+    fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let place = Place { layer: self.number, reach: self.reach, scores: Scores::default() };
+        let projected = self.project(x_th, &pass.tables[0]);
+        let attended = pass.attend.attend(place, &projected);
+        let x_th = self.output.add_to(x_th, &attended);
+        let normed = self.norm(&x_th, &self.post_attention_norm_h);
+        self.down.add_to(&x_th, &fused::swiglu(&self.gate_up.apply(&normed), self.kernels))
+    }
+
+    fn memory(&self) -> Memory {
+        Memory::Keys { heads: self.key_heads, key_dim: self.head_dim, value_dim: self.head_dim }
+    }
+
+    fn set_kernels(&mut self, kernels: Kernels) {
+        self.kernels = kernels;
+    }
+
+    fn packed(&self) -> Option<LayerWeights<'_>> {
+        Some(LayerWeights {
+            qkv: self.qkv.projection(),
+            output: self.output.projection(),
+            gate_up: self.gate_up.projection(),
+            down: self.down.projection(),
+            input_norm: &self.input_norm_h,
+            post_norm: &self.post_attention_norm_h,
+            head_norms: self.qk_norm.as_ref().map(|norms| (&norms.query_d, &norms.key_d)),
+            window: self.reach.window(),
+        })
+    }
+
+    fn parameters(&self) -> Vec<(String, Tensor)> {
+        self.linears().into_iter().flat_map(Linear::parameters).chain(self.norms()).collect()
+    }
+
+    fn checkpoint(&self) -> Vec<(String, Tensor)> {
+        self.linears().into_iter().flat_map(Linear::checkpoint).chain(self.norms()).collect()
+    }
+}
+
+impl QkNorm {
+    fn new(config: &DenseConfig, module: &str, init: &Init) -> Result<Self> {
+        let norm =
+            |name: &str| init.norm(&format!("{module}.self_attn.{name}.weight"), config.head_dim);
+        Ok(Self { query_d: norm("q_norm")?, key_d: norm("k_norm")? })
+    }
+
+    /// Normalises query and key heads [T, N+M, D] in one operation, with the weights repeated.
+    fn apply(&self, qk: &Tensor, (queries, keys): (i64, i64), eps: f64) -> Tensor {
+        let rows = |norm_d: &Tensor, count: i64| norm_d.unsqueeze(0).expand([count, -1], false);
+        rms_norm(qk, &Tensor::cat(&[rows(&self.query_d, queries), rows(&self.key_d, keys)], 0), eps)
+    }
+}
+
+/// The whole head turns, by frequencies that do not depend on a sequence's length: the packed passes
+/// know no others.
+fn rope(fields: &Fields, head_dim: i64) -> Result<Rope> {
+    let parameters = rope_parameters(fields)?;
+    let (theta, partial, pairs) = (10_000.0, 1.0, Pairs::Halves);
+    let rope = Rope::read(RopeKeys { text: fields, parameters, head_dim, theta, partial, pairs })?;
+    if rope.rotated != head_dim {
+        return Err(fields.refuse("partial_rotary_factor", "only 1.0 is supported"));
+    }
+    match rope.turns_alike() {
+        true => Ok(rope),
+        false => Err(fields.refuse(
+            "rope_parameters",
+            "of its types default, linear, llama3 and yarn are supported here",
+        )),
+    }
+}
+
+/// The window of every layer, by the rules of Hugging Face's models.
+fn windows(fields: &Fields, kind: DenseKind, layers: usize) -> Result<Vec<Option<i64>>> {
+    let window = match kind {
+        DenseKind::Llama => None,
+        // Mistral's class fills in its first release's window when the key is not written.
+        DenseKind::Mistral if !fields.has("sliding_window") => Some(4096),
+        DenseKind::Mistral => fields.size("sliding_window")?,
+        DenseKind::Qwen2 | DenseKind::Qwen3 => {
+            let used = fields.flag("use_sliding_window")?;
+            fields.size("sliding_window")?.filter(|_| used)
+        }
+    };
+    let Some(window) = window else { return Ok(vec![None; layers]) };
+    match fields.texts("layer_types")? {
+        Some(types) if types.len() != layers => {
+            Err(fields.refuse("layer_types", "one entry per layer is needed"))
+        }
+        Some(types) => Ok(types
+            .iter()
+            .map(|layer_type| (layer_type == "sliding_attention").then_some(window))
+            .collect()),
+        None => {
+            let full = match kind {
+                DenseKind::Mistral => 0,
+                _ => fields.size("max_window_layers")?.unwrap_or(28) as usize,
+            };
+            Ok((0..layers).map(|layer| (layer >= full).then_some(window)).collect())
+        }
+    }
+}

@@ -1,0 +1,438 @@
+//! Qwen3-Next: three of four layers are gated delta networks, the fourth is attention with an output
+//! gate and rotation of a part of each head; behind each a mixture of experts with a shared expert.
+//! Norms multiply by one plus their weight, but for the gated norm of the delta networks.
+//!
+//! Qwen3.5 (`super::qwen3_5`) has these layers too and says what it does otherwise by the choices of
+//! [`HybridConfig`]. Shapes: `t` tokens, `h` hidden, `g` key heads of a delta network, `n` its value
+//! heads, `k` and `v` dimensions of a key and a value.
+
+use dflash_torch_sys::kernels::Kernels;
+use tch::{Device, Tensor};
+
+use super::{Architecture, MixtureSizes, experts_count, layer_types};
+use crate::Result;
+use crate::fields::Fields;
+use crate::ops::{Pairs, Rotary};
+use crate::target::TargetConfig;
+use crate::target::blocks::attention::Heads;
+use crate::target::blocks::delta::{DeltaHeads, DeltaRule, gated_norm};
+use crate::target::blocks::experts::{
+    ExpertsSpec, Gated, RouterSpec, Routing, Scores, Stored, Weighed,
+};
+use crate::target::blocks::feed_forward::{
+    FeedForward, Mixture, Mlp, MlpSpec, SharedExpert, activation,
+};
+use crate::target::blocks::gated_attention::GatedAttention;
+use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
+use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+
+/// Dimensions and choices of Qwen3-Next's and Qwen3.5's layers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HybridConfig {
+    heads: Heads,
+    attention_bias: bool,
+    rope: Rope,
+    delta: DeltaHeads,
+    /// Tokens that the delta networks' convolution sees.
+    conv_width: i64,
+    delta_inputs: DeltaInputs,
+    /// Of each layer.
+    mixers: Vec<Mixer>,
+    sizes: MixtureSizes,
+    routing: Routing,
+    gated: Gated,
+    /// Of each layer: whether it has experts.
+    sparse: Vec<bool>,
+}
+
+/// What mixes the tokens of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mixer {
+    Attention,
+    Delta,
+}
+
+/// How a delta network's input projections are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DeltaInputs {
+    /// `in_proj_qkvz` and `in_proj_ba`, each ordered by key head.
+    ByKeyHead,
+    /// `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`.
+    Apart,
+}
+
+/// Every which layer is attention where config.json does not say.
+const ATTENTION_INTERVAL: i64 = 4;
+
+/// Part of a head that is rotated where config.json does not say.
+const PARTIAL_ROTARY: f64 = 0.25;
+
+impl HybridConfig {
+    /// What config.json says of a Qwen3-Next.
+    pub(crate) fn read(text: &Fields) -> Result<Self> {
+        let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+        let dense_layers = text.tokens("mlp_only_layers")?;
+        let step = text.size("decoder_sparse_step")?.unwrap_or(1) as usize;
+        let is_sparse = |layer: usize| {
+            !dense_layers.contains(&(layer as i64)) && (layer + 1).is_multiple_of(step)
+        };
+        // Transformers' class renormalises unless told not to.
+        let normalised = text.value("norm_topk_prob").is_none() || text.flag("norm_topk_prob")?;
+        let sparse = (0..layers).map(is_sparse).collect();
+        Self::read_with(text, (sparse, normalised), DeltaInputs::ByKeyHead)
+    }
+
+    /// What config.json says, of layers that are sparse or not and whose experts' shares sum to one or
+    /// not.
+    pub(super) fn read_with(
+        text: &Fields,
+        (sparse, normalised): (Vec<bool>, bool),
+        delta_inputs: DeltaInputs,
+    ) -> Result<Self> {
+        let size = |key| text.required(key, Fields::size);
+        let heads = Heads::read(text, None)?;
+        let delta = DeltaHeads {
+            keys: size("linear_num_key_heads")?,
+            values: size("linear_num_value_heads")?,
+            key_dim: size("linear_key_head_dim")?,
+            value_dim: size("linear_value_head_dim")?,
+        };
+        if delta.values % delta.keys != 0 {
+            let expected = "it must be a multiple of linear_num_key_heads";
+            return Err(text.refuse("linear_num_value_heads", expected));
+        }
+        let (any_sparse, any_dense) = (sparse.contains(&true), sparse.contains(&false));
+        let of = |any: bool, key| if any { size(key) } else { Ok(0) };
+        let sizes = MixtureSizes {
+            experts: if any_sparse { experts_count(text, &["num_experts"])? } else { 0 },
+            chosen: of(any_sparse, "num_experts_per_tok")?,
+            inner: of(any_sparse, "moe_intermediate_size")?,
+            shared: of(any_sparse, "shared_expert_intermediate_size")?,
+            dense: of(any_dense, "intermediate_size")?,
+        };
+        Ok(Self {
+            heads,
+            attention_bias: text.flag("attention_bias")?,
+            rope: Rope::read(RopeKeys {
+                text,
+                parameters: rope_parameters(text)?,
+                head_dim: heads.dim,
+                theta: 10_000.0,
+                partial: PARTIAL_ROTARY,
+                pairs: Pairs::Halves,
+            })?,
+            delta,
+            conv_width: text.size("linear_conv_kernel_dim")?.unwrap_or(4),
+            delta_inputs,
+            mixers: mixers(text, sparse.len())?,
+            sizes,
+            routing: Routing {
+                chosen: sizes.chosen,
+                scores: Scores::Softmax,
+                normalised,
+                scale: 1.0,
+                groups: None,
+            },
+            gated: activation(text, "hidden_act", "silu")?,
+            sparse,
+        })
+    }
+
+    /// Elements of the matrices of layer `number`'s mixer.
+    fn mixer_elements(&self, hidden: i64, number: usize) -> f64 {
+        match self.mixers[number] {
+            Mixer::Attention => {
+                self.heads.elements(hidden) + (hidden * self.heads.query_size()) as f64
+            }
+            Mixer::Delta => {
+                let gate_and_output = 2 * self.delta.values * self.delta.value_dim;
+                (hidden * (self.delta.inputs() + gate_and_output)) as f64
+            }
+        }
+    }
+}
+
+/// By `layer_types`, or else by `full_attention_interval`.
+fn mixers(text: &Fields, layers: usize) -> Result<Vec<Mixer>> {
+    let named = |name: &str| match name {
+        "full_attention" => Some(Mixer::Attention),
+        "linear_attention" => Some(Mixer::Delta),
+        _ => None,
+    };
+    if let Some(mixers) = layer_types(text, layers, named)? {
+        return Ok(mixers);
+    }
+    let interval = text.size("full_attention_interval")?.unwrap_or(ATTENTION_INTERVAL);
+    let mixer = |layer: usize| match (layer as i64 + 1) % interval {
+        0 => Mixer::Attention,
+        _ => Mixer::Delta,
+    };
+    Ok((0..layers).map(mixer).collect())
+}
+
+impl Architecture for HybridConfig {
+    fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
+        Ok(Box::new(HybridLayer::new((config, self), number, init)?))
+    }
+
+    fn rotaries(&self, device: Device) -> Vec<Rotary> {
+        vec![self.rope.rotary(device)]
+    }
+
+    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+        let hidden = config.hidden_size;
+        self.mixer_elements(hidden, number) + self.sizes.met(hidden, self.sparse[number])
+    }
+
+    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+        let hidden = config.hidden_size;
+        self.mixer_elements(hidden, number) + self.sizes.stored(hidden, self.sparse[number])
+    }
+
+    fn pair_flops(&self, number: usize) -> f64 {
+        match self.mixers[number] {
+            Mixer::Attention => self.heads.pair_flops(),
+            // Reading by key, writing, reading by query: a product each with the memory.
+            Mixer::Delta => {
+                let DeltaHeads { values, key_dim, value_dim, .. } = self.delta;
+                6.0 * (values * key_dim * value_dim) as f64
+            }
+        }
+    }
+
+    fn reach(&self, number: usize) -> Reach {
+        match self.mixers[number] {
+            Mixer::Attention => Reach::All,
+            // A token meets the memory once, however many came before.
+            Mixer::Delta => Reach::Window(1),
+        }
+    }
+
+    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+        Some([self.heads.divided(), self.sizes.divided()].concat())
+    }
+
+    fn widest(&self, config: &TargetConfig) -> f64 {
+        let attention = 5 * self.heads.query_size() + 3 * self.heads.key_size();
+        // Inputs, convolved and by head, in float32.
+        let mixer = attention.max(6 * self.delta.inputs());
+        let mixer = (2 * config.hidden_size + mixer) as f64;
+        mixer.max(self.sizes.widest(config.hidden_size))
+    }
+}
+
+/// One layer: norm, mixer, norm, MLP, each pair added to the residual stream.
+#[derive(Debug)]
+struct HybridLayer {
+    input_norm: RmsNorm,
+    mixer: TokenMixer,
+    post_attention_norm: RmsNorm,
+    mlp: FeedForward,
+}
+
+#[derive(Debug)]
+enum TokenMixer {
+    Attention(GatedAttention),
+    Delta(GatedDeltaNet),
+}
+
+impl HybridLayer {
+    fn new(
+        (target, config): (&TargetConfig, &HybridConfig),
+        number: usize,
+        init: &Init,
+    ) -> Result<Self> {
+        let module = init.path(&format!("layers.{number}"));
+        let within = |part: &str| format!("{module}.{part}");
+        let norm = |part: &str| {
+            init.rms_norm(&within(&format!("{part}.weight")), target.hidden_size, target)
+        };
+        let mixer = match config.mixers[number] {
+            Mixer::Attention => TokenMixer::Attention(GatedAttention::new(
+                (target, config.heads, config.attention_bias),
+                (number, &within("self_attn")),
+                init,
+            )?),
+            Mixer::Delta => TokenMixer::Delta(GatedDeltaNet::new(
+                (target, config),
+                (number, &within("linear_attn")),
+                init,
+            )?),
+        };
+        Ok(Self {
+            input_norm: norm("input_layernorm")?,
+            mixer,
+            post_attention_norm: norm("post_attention_layernorm")?,
+            mlp: config.feed_forward(target.hidden_size, (number, &within("mlp")), init)?,
+        })
+    }
+}
+
+impl Layer for HybridLayer {
+    fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let normed = self.input_norm.of(x_th);
+        let x_th = match &self.mixer {
+            TokenMixer::Attention(attention) => attention.add_to(x_th, &normed, pass),
+            TokenMixer::Delta(delta) => delta.add_to(x_th, &normed, pass),
+        };
+        self.mlp.add_to(&x_th, &self.post_attention_norm.of(&x_th))
+    }
+
+    fn memory(&self) -> Memory {
+        match &self.mixer {
+            TokenMixer::Attention(attention) => attention.memory(),
+            TokenMixer::Delta(_) => Memory::State,
+        }
+    }
+
+    fn set_kernels(&mut self, kernels: Kernels) {
+        self.input_norm.kernels = kernels;
+        self.post_attention_norm.kernels = kernels;
+        self.mlp.set_kernels(kernels);
+        if let TokenMixer::Attention(attention) = &mut self.mixer {
+            attention.set_kernels(kernels);
+        }
+    }
+}
+
+impl HybridConfig {
+    fn feed_forward(
+        &self,
+        hidden: i64,
+        (layer, module): (usize, &str),
+        init: &Init,
+    ) -> Result<FeedForward> {
+        let MixtureSizes { experts, inner, shared, dense, .. } = self.sizes;
+        let mlp = |module: &str, inner: i64| {
+            Mlp::new(init, &MlpSpec { module, hidden, inner, fused: false, gated: self.gated })
+        };
+        if !self.sparse[layer] {
+            return Ok(FeedForward::Dense(mlp(module, dense)?));
+        }
+        let router = RouterSpec {
+            weight: &format!("{module}.gate.weight"),
+            bias: None,
+            correction: None,
+            expert_scale: None,
+            experts,
+            hidden,
+            routing: self.routing,
+        };
+        let experts = ExpertsSpec {
+            module: &format!("{module}.experts"),
+            names: ["gate_proj", "up_proj", "down_proj"],
+            stored: Stored::OutputsFirst,
+            experts,
+            hidden,
+            inner,
+            bias: false,
+            gated: self.gated,
+            weighed: Weighed::Outputs,
+        };
+        let shared = SharedExpert {
+            mlp: mlp(&format!("{module}.shared_expert"), shared)?,
+            gate_1h: Some(
+                init.matrix(&format!("{module}.shared_expert_gate.weight"), &[1, hidden])?,
+            ),
+        };
+        Ok(FeedForward::Mixture(Mixture::new(init, &router, &experts, Some(shared))?))
+    }
+}
+
+/// A gated delta network: queries, keys and values through a short convolution and the delta rule, whose
+/// outputs are normalised by head and gated. Every rank of a tensor-parallel target has all of it.
+#[derive(Debug)]
+struct GatedDeltaNet {
+    layer: usize,
+    heads: DeltaHeads,
+    inputs: InputProjections,
+    rule: DeltaRule,
+    /// Weight of the gated norm `[V]`, and its epsilon.
+    norm_v: Tensor,
+    eps: f64,
+    output: Linear,
+}
+
+#[derive(Debug)]
+enum InputProjections {
+    ByKeyHead { qkvz: Linear, ba: Linear },
+    Apart(Linear),
+}
+
+impl GatedDeltaNet {
+    fn new(
+        (target, config): (&TargetConfig, &HybridConfig),
+        (layer, module): (usize, &str),
+        init: &Init,
+    ) -> Result<Self> {
+        let (heads, hidden) = (config.delta, target.hidden_size);
+        let (channels, values) = (heads.channels(), heads.values * heads.value_dim);
+        let linear = |name, parts: &[(&str, i64)], input| {
+            let split = Split::Whole;
+            init.linear(&LinearSpec { module, name, parts, input, bias: false, split })
+        };
+        let inputs = match config.delta_inputs {
+            DeltaInputs::ByKeyHead => InputProjections::ByKeyHead {
+                qkvz: linear("in_proj_qkvz", &[("in_proj_qkvz", channels + values)], hidden)?,
+                ba: linear("in_proj_ba", &[("in_proj_ba", 2 * heads.values)], hidden)?,
+            },
+            DeltaInputs::Apart => {
+                let parts = [
+                    ("in_proj_qkv", channels),
+                    ("in_proj_b", heads.values),
+                    ("in_proj_a", heads.values),
+                    ("in_proj_z", values),
+                ];
+                InputProjections::Apart(linear("in_proj", &parts, hidden)?)
+            }
+        };
+        let float32 = |name: &str, shape: &[i64]| init.float32(&format!("{module}.{name}"), shape);
+        let conv = float32("conv1d.weight", &[channels, 1, config.conv_width])?;
+        let rule =
+            (&conv, &float32("A_log", &[heads.values])?, &float32("dt_bias", &[heads.values])?);
+        Ok(Self {
+            layer,
+            heads,
+            inputs,
+            rule: DeltaRule::new(heads, rule),
+            norm_v: init.norm(&format!("{module}.norm.weight"), heads.value_dim)?,
+            eps: target.rms_norm_eps,
+            output: linear("out_proj", &[("out_proj", hidden)], values)?,
+        })
+    }
+
+    /// `residual_th` plus what it makes of `x_th`.
+    fn add_to(&self, residual_th: &Tensor, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let (inputs, z) = self.inputs.apply(self.heads, x_th);
+        let by_head = |x: &Tensor| x.unflatten(1, [self.heads.values, self.heads.value_dim]);
+        let out = by_head(&pass.attend.scan(self.layer, &self.rule, &inputs));
+        let gated = gated_norm(&out, &by_head(&z), &self.norm_v, self.eps);
+        self.output.add_to(residual_th, &gated.flatten(1, 2))
+    }
+}
+
+impl InputProjections {
+    /// The rule's inputs [T, ..] and the gate [T, N*V].
+    fn apply(&self, heads: DeltaHeads, x_th: &Tensor) -> (Tensor, Tensor) {
+        let values = heads.values * heads.value_dim;
+        let (qkvz, ba) = match self {
+            Self::Apart(all) => {
+                let all = all.apply(x_th);
+                let inputs = heads.inputs();
+                return (all.narrow(1, 0, inputs), all.narrow(1, inputs, values));
+            }
+            Self::ByKeyHead { qkvz, ba } => (qkvz.apply(x_th), ba.apply(x_th)),
+        };
+        let (of_key, key_dim) = (heads.values / heads.keys, heads.key_dim);
+        let by_key_head = |x: &Tensor, sizes: &[i64]| {
+            let parts = x.unflatten(1, [heads.keys, -1]).split_with_sizes(sizes, 2);
+            parts.iter().map(|part| part.flatten(1, 2)).collect::<Vec<_>>()
+        };
+        let value_dim = of_key * heads.value_dim;
+        let qkvz = by_key_head(&qkvz, &[key_dim, key_dim, value_dim, value_dim]);
+        let ba = by_key_head(&ba, &[of_key, of_key]);
+        let inputs = [&qkvz[0], &qkvz[1], &qkvz[2], &ba[0], &ba[1]];
+        (Tensor::cat(&inputs, 1), qkvz[3].shallow_clone())
+    }
+}

@@ -1,0 +1,569 @@
+//! The training pass's elementwise work on a GPU, and its rehearsal on a CPU; see `cuda/kernels.cu`,
+//! whose structs are repeated here field by field.
+//!
+//! Tensors are float32 or bfloat16, computed in float32; gradients of weights, and sums of the
+//! attention's parts, are float32. Shapes and layouts are checked: a wrong one is a bug of the caller
+//! and panics. Every function is one launch, those that give a weight's gradient two.
+
+mod attention;
+mod image;
+mod launch;
+mod nvrtc;
+mod product;
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use tch::{Kind, Tensor};
+
+pub use attention::{Gather, Gathered, MOST_PARTS, Part, PartGradient, Places, Sums, merge, sum};
+pub use launch::Runner;
+use launch::{Kernel, Launch, Moves};
+pub use product::add_product;
+
+pub(crate) use image::usable;
+
+/// Blocks that share out the rows of a gradient, each with a partial sum for the weight: four for each
+/// multiprocessor of an H100.
+const SHARING_BLOCKS: i64 = 528;
+
+/// Floats that sums over a block take of the shared memory: `kScratch` of the source.
+const SCRATCH: i64 = 96;
+
+const RMS_NORM: Kernel = Kernel { name: "rms_norm", threads: 256 };
+const RMS_NORM_BACKWARD: Kernel = Kernel { name: "rms_norm_backward", threads: 256 };
+const COLUMN_SUMS: Kernel = Kernel { name: "column_sums", threads: 256 };
+const HEADS: Kernel = Kernel { name: "heads", threads: 256 };
+const HEADS_BACKWARD: Kernel = Kernel { name: "heads_backward", threads: 256 };
+const SWIGLU: Kernel = Kernel { name: "swiglu", threads: 256 };
+const SWIGLU_BACKWARD: Kernel = Kernel { name: "swiglu_backward", threads: 256 };
+const CROSS_ENTROPY: Kernel = Kernel { name: "cross_entropy", threads: 512 };
+const CROSS_ENTROPY_GRADIENT: Kernel = Kernel { name: "cross_entropy_gradient", threads: 512 };
+
+/// A tensor's first element.
+type Data = *mut c_void;
+
+fn data(x: &Tensor) -> Data {
+    x.data_ptr()
+}
+
+/// The first element of a tensor that may be missing.
+fn optional(x: Option<&Tensor>) -> Data {
+    x.map_or(null_mut(), data)
+}
+
+fn check_float(tensors: &[&Tensor]) {
+    for x in tensors {
+        assert!(x.kind() == Kind::Float && x.is_contiguous(), "a kernel needs contiguous float32");
+    }
+}
+
+/// All contiguous and of the first one's kind.
+fn check_alike(tensors: &[&Tensor]) {
+    for x in tensors {
+        assert!(x.is_contiguous(), "a kernel needs contiguous memory, got {:?}", x.stride());
+        assert_eq!(x.kind(), tensors[0].kind(), "a kernel needs tensors of one kind");
+    }
+}
+
+/// (rows, last dimension) of a contiguous tensor.
+fn flat_rows(x: &Tensor) -> (i64, i64) {
+    let dim = *x.size().last().expect("a row has a length");
+    (if dim == 0 { 0 } else { x.numel() as i64 / dim }, dim)
+}
+
+/// Rows and row stride of a matrix whose rows are contiguous.
+fn strided_rows(x: &Tensor) -> (i64, i64) {
+    let (size, stride) = (x.size(), x.stride());
+    assert!(size.len() == 2 && stride[1] == 1, "a kernel needs rows, got {size:?} {stride:?}");
+    (size[0], stride[0])
+}
+
+fn empty(shape: &[i64], kind: Kind, like: &Tensor) -> Tensor {
+    Tensor::empty(shape, (kind, like.device()))
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RmsNorm {
+    x: Data,
+    weight: Data,
+    y: Data,
+    dim: i64,
+    eps: f32,
+}
+
+/// `x / rms(x) * weight` over the last dimension.
+pub fn rms_norm(runner: Runner, x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+    let x = &x.contiguous();
+    let y = empty(&x.size(), x.kind(), x);
+    let (rows, dim) = flat_rows(x);
+    assert_eq!(weight.numel() as i64, dim);
+    check_alike(&[x, weight]);
+    let instance = Moves::Sixteen.instance(runner, x.kind(), (&[x, weight, &y], &[dim]));
+    let (reads, writes) = (&[x, weight], &[&y]);
+    Launch { kernel: RMS_NORM, instance, blocks: rows, shared: SCRATCH, reads, writes }.run(
+        runner,
+        || RmsNorm { x: data(x), weight: data(weight), y: data(&y), dim, eps: eps as f32 },
+    );
+    y
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RmsNormBackward {
+    dy: Data,
+    x: Data,
+    weight: Data,
+    residual: Data,
+    again: Data,
+    partial: Data,
+    rows: i64,
+    dim: i64,
+    eps: f32,
+}
+
+/// Gradient of [`rms_norm`] plus `residual`, in place of `dy`. `again` becomes the norm's value
+/// again; the weight's gradient is added to `dweight`, in float32.
+///
+/// libtorch's `_fused_rms_norm_backward` would leave three more passes: the sum with the residual, the
+/// value again, and the weight's gradient, rounded to the weight's kind, into the float32 sum.
+pub fn rms_norm_backward(
+    runner: Runner,
+    dy: &mut Tensor,
+    x: &Tensor,
+    (weight, eps): (&Tensor, f64),
+    (residual, again): (Option<&Tensor>, Option<&Tensor>),
+    dweight: &Tensor,
+) {
+    let (rows, dim) = flat_rows(x);
+    let alike: Vec<&Tensor> =
+        [Some(&*dy), Some(x), residual, again].into_iter().flatten().collect();
+    assert!(alike.iter().all(|t| t.size() == x.size()) && weight.numel() as i64 == dim);
+    check_alike(&alike);
+    check_alike(&[x, weight]);
+    let blocks = rows.min(SHARING_BLOCKS);
+    let partial = empty(&[blocks, dim], Kind::Float, x);
+    let all: Vec<&Tensor> = alike.iter().copied().chain([weight]).collect();
+    let reads: Vec<&Tensor> =
+        [Some(&*dy), Some(x), Some(weight), residual].into_iter().flatten().collect();
+    let writes: Vec<&Tensor> = [Some(&*dy), again, Some(&partial)].into_iter().flatten().collect();
+    Launch {
+        kernel: RMS_NORM_BACKWARD,
+        instance: Moves::Sixteen.instance(runner, x.kind(), (&all, &[dim])),
+        blocks,
+        shared: SCRATCH + dim,
+        reads: &reads,
+        writes: &writes,
+    }
+    .run(runner, || RmsNormBackward {
+        dy: data(dy),
+        x: data(x),
+        weight: data(weight),
+        residual: optional(residual),
+        again: optional(again),
+        partial: data(&partial),
+        rows,
+        dim,
+        eps: eps as f32,
+    });
+    column_sums(runner, &partial, (dweight, None));
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ColumnSums {
+    partial: Data,
+    first: Data,
+    second: Data,
+    blocks: i64,
+    dim: i64,
+    first_dim: i64,
+}
+
+/// Adds the columns of `partial` [blocks, dim] to `first` and, behind it, `second`.
+fn column_sums(runner: Runner, partial: &Tensor, (first, second): (&Tensor, Option<&Tensor>)) {
+    let (blocks, dim) = flat_rows(partial);
+    let totals: Vec<&Tensor> = [Some(first), second].into_iter().flatten().collect();
+    check_float(&totals);
+    assert_eq!(totals.iter().map(|total| total.numel() as i64).sum::<i64>(), dim);
+    let reads: Vec<&Tensor> = totals.iter().copied().chain([partial]).collect();
+    Launch {
+        kernel: COLUMN_SUMS,
+        instance: "",
+        blocks: dim.unsigned_abs().div_ceil(32) as i64,
+        shared: i64::from(COLUMN_SUMS.threads),
+        reads: &reads,
+        writes: &totals,
+    }
+    .run(runner, || ColumnSums {
+        partial: data(partial),
+        first: data(first),
+        second: optional(second),
+        blocks,
+        dim,
+        first_dim: first.numel() as i64,
+    });
+}
+
+/// Norms and rotation of heads. Without a query norm the rows hold no queries.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNorms<'a> {
+    /// `[D]`.
+    pub query: Option<&'a Tensor>,
+    /// `[D]`.
+    pub key: &'a Tensor,
+    /// Added to the mean of squares.
+    pub eps: f64,
+    /// Of the rows' positions, [N, D / 2], float32.
+    pub cosine: &'a Tensor,
+    /// As `cosine`.
+    pub sine: &'a Tensor,
+}
+
+impl HeadNorms<'_> {
+    fn dim(&self) -> i64 {
+        self.key.numel() as i64
+    }
+
+    fn check(&self, x: &Tensor) {
+        let (rows, dim) = (x.size()[0], self.dim());
+        assert!([self.cosine, self.sine].iter().all(|table| table.size() == [rows, dim / 2]));
+        check_float(&[self.cosine, self.sine]);
+        let weights: Vec<&Tensor> = self.query.into_iter().chain([self.key]).collect();
+        assert!(weights.iter().all(|w| w.numel() as i64 == dim && w.kind() == x.kind()));
+        check_alike(&weights);
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.query.into_iter().chain([self.key, self.cosine, self.sine])
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Heads {
+    x: Data,
+    query_weight: Data,
+    key_weight: Data,
+    cosine: Data,
+    sine: Data,
+    query: Data,
+    key: Data,
+    rows: i64,
+    stride: i64,
+    query_heads: i32,
+    key_heads: i32,
+    dim: i32,
+    eps: f32,
+}
+
+/// Normed and turned queries [N, heads, D] and keys [N, kv heads, D] of `x` [N, (heads + 2 kv heads) *
+/// D], queries, keys and values side by side (rows may be part of wider rows).
+pub fn heads(
+    runner: Runner,
+    x: &Tensor,
+    norms: &HeadNorms<'_>,
+    kv_heads: i64,
+) -> (Option<Tensor>, Tensor) {
+    norms.check(x);
+    let ((rows, stride), dim) = (strided_rows(x), norms.dim());
+    let query_heads = x.size()[1] / dim - 2 * kv_heads;
+    assert!(
+        x.size()[1] == (query_heads + 2 * kv_heads) * dim
+            && (query_heads > 0) == norms.query.is_some()
+    );
+    let query = norms.query.map(|_| empty(&[rows, query_heads, dim], x.kind(), x));
+    let key = empty(&[rows, kv_heads, dim], x.kind(), x);
+    let reads: Vec<&Tensor> = norms.tensors().chain([x]).collect();
+    let writes: Vec<&Tensor> = query.iter().chain([&key]).collect();
+    let all: Vec<&Tensor> = reads.iter().chain(&writes).copied().collect();
+    let heads = query_heads + kv_heads;
+    Launch {
+        kernel: HEADS,
+        instance: Moves::Pair.instance(runner, x.kind(), (&all, &[dim / 2, stride])),
+        blocks: (rows * heads).unsigned_abs().div_ceil(u64::from(HEADS.threads / 32)) as i64,
+        shared: 0,
+        reads: &reads,
+        writes: &writes,
+    }
+    .run(runner, || Heads {
+        x: data(x),
+        query_weight: optional(norms.query),
+        key_weight: data(norms.key),
+        cosine: data(norms.cosine),
+        sine: data(norms.sine),
+        query: optional(query.as_ref()),
+        key: data(&key),
+        rows,
+        stride,
+        query_heads: query_heads as i32,
+        key_heads: kv_heads as i32,
+        dim: dim as i32,
+        eps: norms.eps as f32,
+    });
+    (query, key)
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct HeadsBackward {
+    x: Data,
+    query_weight: Data,
+    key_weight: Data,
+    cosine: Data,
+    sine: Data,
+    dquery: Data,
+    dkey: Data,
+    dvalue: Data,
+    partial: Data,
+    rows: i64,
+    stride: i64,
+    query_heads: i32,
+    key_heads: i32,
+    dim: i32,
+    eps: f32,
+}
+
+/// Gradients of what [`heads`] gives and of the values, float32: [N, heads, D], [N, kv heads, D].
+#[derive(Clone, Copy, Debug)]
+pub struct HeadGradients<'a> {
+    /// Of the queries, where the rows hold any.
+    pub query: Option<&'a Tensor>,
+    /// Of the keys.
+    pub key: &'a Tensor,
+    /// Of the values.
+    pub value: &'a Tensor,
+}
+
+/// Puts the gradient of raw rows in their place: `x` as [`heads`] takes it. The weights' gradients are
+/// added to `dweights`, queries' and keys'.
+pub fn heads_backward(
+    runner: Runner,
+    x: &Tensor,
+    norms: &HeadNorms<'_>,
+    d: &HeadGradients<'_>,
+    (dquery_weight, dkey_weight): (&Tensor, &Tensor),
+) {
+    norms.check(x);
+    let ((rows, stride), dim) = (strided_rows(x), norms.dim());
+    let heads = |x: &Tensor| x.size()[1];
+    let (query_heads, key_heads) = (d.query.map_or(0, heads), heads(d.key));
+    let gradients: Vec<&Tensor> = d.query.into_iter().chain([d.key, d.value]).collect();
+    check_float(&gradients);
+    assert!(gradients.iter().all(|d| d.size()[0] == rows && d.size()[2] == dim));
+    assert!(d.value.size() == d.key.size() && d.query.is_some() == norms.query.is_some());
+    assert_eq!(x.size()[1], (query_heads + 2 * key_heads) * dim);
+    let weights = 1 + i64::from(d.query.is_some());
+    let warps = i64::from(HEADS_BACKWARD.threads / 32);
+    let items = rows * (query_heads + 2 * key_heads);
+    let blocks = (items.unsigned_abs().div_ceil(warps as u64) as i64).min(SHARING_BLOCKS);
+    let partial = empty(&[blocks, weights * dim], Kind::Float, x);
+    let reads: Vec<&Tensor> = norms.tensors().chain([x]).chain(gradients).collect();
+    Launch {
+        kernel: HEADS_BACKWARD,
+        instance: Moves::Pair.instance(runner, x.kind(), (&reads, &[dim / 2, stride])),
+        blocks,
+        shared: warps * weights * dim,
+        reads: &reads,
+        writes: &[x, &partial],
+    }
+    .run(runner, || HeadsBackward {
+        x: data(x),
+        query_weight: optional(norms.query),
+        key_weight: data(norms.key),
+        cosine: data(norms.cosine),
+        sine: data(norms.sine),
+        dquery: optional(d.query),
+        dkey: data(d.key),
+        dvalue: data(d.value),
+        partial: data(&partial),
+        rows,
+        stride,
+        query_heads: query_heads as i32,
+        key_heads: key_heads as i32,
+        dim: dim as i32,
+        eps: norms.eps as f32,
+    });
+    let totals = match d.query {
+        Some(_) => (dquery_weight, Some(dkey_weight)),
+        None => (dkey_weight, None),
+    };
+    column_sums(runner, &partial, totals);
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Swiglu {
+    gate_up: Data,
+    y: Data,
+    dim: i64,
+}
+
+/// `silu(gate) * up` of [N, 2I]; result [N, I].
+pub fn swiglu(runner: Runner, gate_up: &Tensor) -> Tensor {
+    check_alike(&[gate_up]);
+    let (rows, width) = flat_rows(gate_up);
+    let dim = width / 2;
+    let mut size = gate_up.size();
+    *size.last_mut().expect("a row has a length") = dim;
+    let y = empty(&size, gate_up.kind(), gate_up);
+    let instance = Moves::Sixteen.instance(runner, y.kind(), (&[gate_up, &y], &[dim]));
+    let (reads, writes) = (&[gate_up], &[&y]);
+    Launch { kernel: SWIGLU, instance, blocks: rows, shared: 0, reads, writes }
+        .run(runner, || Swiglu { gate_up: data(gate_up), y: data(&y), dim });
+    y
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SwigluBackward {
+    dy: Data,
+    gate_up: Data,
+    dim: i64,
+}
+
+/// Gradient of [`swiglu`] and its value again, in place: `gate_up` [N, 2I] becomes its gradient, `dy`
+/// [N, I] the value.
+pub fn swiglu_backward(runner: Runner, dy: &mut Tensor, gate_up: &mut Tensor) {
+    check_alike(&[gate_up, dy]);
+    let (rows, width) = flat_rows(gate_up);
+    let dim = width / 2;
+    assert_eq!(dy.size(), [rows, dim]);
+    let both: [&Tensor; 2] = [dy, gate_up];
+    let instance = Moves::Sixteen.instance(runner, dy.kind(), (&both, &[dim]));
+    let (kernel, blocks) = (SWIGLU_BACKWARD, rows);
+    Launch { kernel, instance, blocks, shared: 0, reads: &both, writes: &both }
+        .run(runner, || SwigluBackward { dy: data(both[0]), gate_up: data(both[1]), dim });
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CrossEntropyArguments {
+    logits: Data,
+    labels: Data,
+    ce: Data,
+    correct: Data,
+    lse: Data,
+    dim: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CrossEntropyGradient {
+    logits: Data,
+    labels: Data,
+    weight: Data,
+    lse: Data,
+    dim: i64,
+}
+
+/// Cross-entropies of rows of logits.
+#[derive(Debug)]
+pub struct CrossEntropy {
+    runner: Runner,
+    /// `-log softmax(logits)[label]`, `[m]` float32; NaN for a label outside the vocabulary.
+    pub ce_m: Tensor,
+    /// 1 where the argmax is the label, `[m]` float32.
+    pub correct_m: Tensor,
+    lse_m: Tensor,
+}
+
+/// Cross-entropies of `logits` [m, V] for `labels` `[m]` int64. One reading of the logits.
+pub fn cross_entropy(runner: Runner, logits: &Tensor, labels: &Tensor) -> CrossEntropy {
+    check_alike(&[logits]);
+    let (m, dim) = flat_rows(logits);
+    check_labels(labels, m);
+    let row = || empty(&[m], Kind::Float, logits);
+    let result = CrossEntropy { runner, ce_m: row(), correct_m: row(), lse_m: row() };
+    Launch {
+        kernel: CROSS_ENTROPY,
+        instance: Moves::Sixteen.instance(runner, logits.kind(), (&[logits], &[dim])),
+        blocks: m,
+        shared: SCRATCH,
+        reads: &[logits, labels],
+        writes: &[&result.ce_m, &result.correct_m, &result.lse_m],
+    }
+    .run(runner, || CrossEntropyArguments {
+        logits: data(logits),
+        labels: data(labels),
+        ce: data(&result.ce_m),
+        correct: data(&result.correct_m),
+        lse: data(&result.lse_m),
+        dim,
+    });
+    result
+}
+
+fn check_labels(labels: &Tensor, m: i64) {
+    assert!(labels.numel() as i64 == m && labels.kind() == Kind::Int64 && labels.is_contiguous());
+}
+
+impl CrossEntropy {
+    /// Turns the logits into the gradient of `sum weight * ce`, in their kind: one reading, one writing.
+    pub fn gradient(&self, logits: &mut Tensor, labels: &Tensor, weight_m: &Tensor) {
+        check_alike(&[logits]);
+        let (m, dim) = flat_rows(logits);
+        check_labels(labels, m);
+        check_float(&[weight_m]);
+        assert!(weight_m.numel() as i64 == m && self.lse_m.numel() as i64 == m);
+        let logits: &Tensor = logits;
+        Launch {
+            kernel: CROSS_ENTROPY_GRADIENT,
+            instance: Moves::Sixteen.instance(self.runner, logits.kind(), (&[logits], &[dim])),
+            blocks: m,
+            shared: 0,
+            reads: &[logits, labels, weight_m, &self.lse_m],
+            writes: &[logits],
+        }
+        .run(self.runner, || CrossEntropyGradient {
+            logits: data(logits),
+            labels: data(labels),
+            weight: data(weight_m),
+            lse: data(&self.lse_m),
+            dim,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::attention::{GATHER, GatherArguments, MERGE, MergeArguments, SUM, SumArguments};
+    use super::*;
+
+    /// Every instance that a launch can name, with the bytes of its struct here, is one of the source's,
+    /// and there is no other.
+    #[test]
+    fn names_and_structs_are_those_of_the_source() {
+        let several = ["_bf16x8", "_bf16x1", "_f32x4", "_f32x1"];
+        let pairs = ["_bf16x2", "_bf16x1", "_f32x2", "_f32x1"];
+        let table: [(Kernel, &[&str], usize); 12] = [
+            (RMS_NORM, &several, size_of::<RmsNorm>()),
+            (RMS_NORM_BACKWARD, &several, size_of::<RmsNormBackward>()),
+            (COLUMN_SUMS, &[""], size_of::<ColumnSums>()),
+            (HEADS, &pairs, size_of::<Heads>()),
+            (HEADS_BACKWARD, &pairs, size_of::<HeadsBackward>()),
+            (SWIGLU, &several, size_of::<Swiglu>()),
+            (SWIGLU_BACKWARD, &several, size_of::<SwigluBackward>()),
+            (CROSS_ENTROPY, &several, size_of::<CrossEntropyArguments>()),
+            (CROSS_ENTROPY_GRADIENT, &several, size_of::<CrossEntropyGradient>()),
+            (GATHER, &["_16", "_4", "_2"], size_of::<GatherArguments>()),
+            (MERGE, &several, size_of::<MergeArguments>()),
+            (SUM, &several, size_of::<SumArguments>()),
+        ];
+        let mut here = BTreeMap::new();
+        for (kernel, instances, bytes) in table {
+            assert!(kernel.threads <= 512 && kernel.threads % 32 == 0, "{}", kernel.name);
+            here.extend(instances.iter().map(|it| (kernel.name.to_owned() + it, bytes)));
+        }
+        assert_eq!(here, launch::kernels().into_iter().collect());
+    }
+
+    #[test]
+    fn without_a_driver_there_are_no_kernels() {
+        let driver = crate::cuda::open_library(c"libcuda.so.1", libc::RTLD_NOW);
+        assert!(driver.is_ok() || !usable(0));
+    }
+}

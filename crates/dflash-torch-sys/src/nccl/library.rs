@@ -1,0 +1,130 @@
+//! The functions of NCCL that we call, as nccl.h of NCCL 2 declares them.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use super::ID_BYTES;
+use crate::Error;
+use crate::cuda::{function, open_library};
+
+/// The name under which libtorch's CUDA half asks for it.
+const LIBRARY: &CStr = c"libnccl.so.2";
+
+/// A symbol of a library that works on the host's memory; NVIDIA's has none of that name.
+const TAKES_HOST_MEMORY: &CStr = c"dflash_nccl_takes_host_memory";
+
+/// `ncclRemoteError`: a peer has died or the network has failed.
+const REMOTE: Status = 6;
+
+/// `ncclInProgress`: not a fault.
+pub(super) const IN_PROGRESS: Status = 7;
+
+pub(super) type Status = c_int;
+pub(super) type Comm = *mut c_void;
+pub(super) type Stream = *mut c_void;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct UniqueId(pub(super) [c_char; ID_BYTES]);
+
+/// Input, output, elements, their type, the operation (the root for a broadcast), group, stream.
+type Collective =
+    unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, Stream) -> Status;
+
+#[derive(Clone, Copy)]
+pub(super) struct Library {
+    pub(super) get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    pub(super) init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
+    pub(super) abort: unsafe extern "C" fn(Comm) -> Status,
+    pub(super) async_error: unsafe extern "C" fn(Comm, *mut Status) -> Status,
+    pub(super) all_reduce: Collective,
+    pub(super) reduce_scatter: Collective,
+    pub(super) all_gather:
+        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> Status,
+    pub(super) broadcast: Collective,
+    error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    last_error: unsafe extern "C" fn(Comm) -> *const c_char,
+    /// Whether it carries CPU tensors.
+    pub(super) takes_host_memory: bool,
+}
+
+impl Library {
+    pub(super) fn open() -> Result<Self, Error> {
+        Self::open_named(LIBRARY)
+    }
+
+    fn open_named(name: &CStr) -> Result<Self, Error> {
+        let handle = open_library(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
+            .map_err(|reason| Error::NoNccl { reason })?;
+        let absent = |reason| Error::NoNccl { reason };
+        // SAFETY: the fields have the types that nccl.h gives the symbols.
+        unsafe {
+            Ok(Self {
+                get_unique_id: function(handle, c"ncclGetUniqueId").map_err(absent)?,
+                init_rank: function(handle, c"ncclCommInitRank").map_err(absent)?,
+                abort: function(handle, c"ncclCommAbort").map_err(absent)?,
+                async_error: function(handle, c"ncclCommGetAsyncError").map_err(absent)?,
+                error_string: function(handle, c"ncclGetErrorString").map_err(absent)?,
+                last_error: function(handle, c"ncclGetLastError").map_err(absent)?,
+                all_reduce: function(handle, c"ncclAllReduce").map_err(absent)?,
+                reduce_scatter: function(handle, c"ncclReduceScatter").map_err(absent)?,
+                all_gather: function(handle, c"ncclAllGather").map_err(absent)?,
+                broadcast: function(handle, c"ncclBroadcast").map_err(absent)?,
+                takes_host_memory: !libc::dlsym(handle, TAKES_HOST_MEMORY.as_ptr()).is_null(),
+            })
+        }
+    }
+
+    /// The error of a status that is not 0: what NCCL calls it, and what it last wrote about `comm`
+    /// (null where there is none yet).
+    pub(super) fn check(
+        &self,
+        operation: &'static str,
+        comm: Comm,
+        status: Status,
+    ) -> Result<(), Error> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: NCCL returns a static text for every status, and one that lives until its next
+        // error for a communicator, or null.
+        let (name, last) =
+            unsafe { (text((self.error_string)(status)), text((self.last_error)(comm))) };
+        let last = last.lines().next().unwrap_or_default().trim();
+        let mut message = name;
+        if !last.is_empty() {
+            message = format!("{message}: {last}");
+        }
+        message.push_str(
+            "; NCCL_DEBUG=INFO in the environment shows more, and --backend gloo does without NCCL",
+        );
+        Err(match status {
+            REMOTE => Error::NcclPeer { operation, message },
+            _ => Error::Nccl { operation, message },
+        })
+    }
+}
+
+/// # Safety
+/// Null, or a text that ends with 0.
+unsafe fn text(pointer: *const c_char) -> String {
+    if pointer.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_named_and_another_not_taken_for_it() {
+        let check = |name: &CStr, expected: &str| {
+            let error = Library::open_named(name).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        check(c"libnccl-of-nobody.so.2", "NCCL cannot be used: libnccl-of-nobody.so.2");
+        check(c"libc.so.6", "ncclGetUniqueId");
+    }
+}

@@ -1,0 +1,102 @@
+//! What puts a collective behind the computation before it, and the computation behind the collective:
+//! the streams of a GPU, or nothing where a call is done when it returns.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
+use tch::Device;
+
+use super::driver;
+use super::library::Stream;
+use crate::Error;
+
+pub(super) enum Order {
+    Gpu {
+        ordinal: usize,
+        /// What the computation runs on.
+        compute: Arc<CudaStream>,
+        /// What the collectives run on.
+        stream: Arc<CudaStream>,
+    },
+    /// On the host's memory, by a library that takes it.
+    Host,
+}
+
+impl Order {
+    pub(super) fn of_gpu(ordinal: usize) -> Result<Self, Error> {
+        let context = CudaContext::new(ordinal).map_err(driver("use the GPU"))?;
+        let compute = context.default_stream();
+        let stream = context.new_stream().map_err(driver("make a stream"))?;
+        Ok(Self::Gpu { ordinal, compute, stream })
+    }
+
+    pub(super) fn takes(&self, device: Device) -> bool {
+        match self {
+            Self::Gpu { ordinal, .. } => device == Device::Cuda(*ordinal),
+            Self::Host => device == Device::Cpu,
+        }
+    }
+
+    /// Makes the GPU current on this thread: those of others may have been.
+    pub(super) fn bind(&self, operation: &'static str) -> Result<(), Error> {
+        match self {
+            Self::Gpu { stream, .. } => {
+                stream.context().bind_to_thread().map_err(driver(operation))
+            }
+            Self::Host => Ok(()),
+        }
+    }
+
+    /// The stream on which a collective follows what the computation has done so far.
+    pub(super) fn after_computation(&self, operation: &'static str) -> Result<Stream, Error> {
+        match self {
+            Self::Gpu { compute, stream, .. } => {
+                stream.join(compute).map_err(driver(operation))?;
+                self.bind(operation)?;
+                Ok(stream.cu_stream().cast())
+            }
+            Self::Host => Ok(std::ptr::null_mut()),
+        }
+    }
+
+    /// Marks the end of what was put on the collectives' stream; `None` where it is done.
+    pub(super) fn mark(&self, operation: &'static str) -> Result<Option<CudaEvent>, Error> {
+        match self {
+            Self::Gpu { stream, .. } => {
+                stream.record_event(None).map(Some).map_err(driver(operation))
+            }
+            Self::Host => Ok(None),
+        }
+    }
+
+    /// Lets the computation go on only after `done`.
+    pub(super) fn before_computation(
+        &self,
+        operation: &'static str,
+        done: Option<&CudaEvent>,
+    ) -> Result<(), Error> {
+        match (self, done) {
+            (Self::Gpu { compute, .. }, Some(done)) => {
+                compute.wait(done).map_err(driver(operation))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether the GPU has come to the event.
+pub(super) fn is_done(event: &CudaEvent) -> Result<bool, DriverError> {
+    event.context().bind_to_thread()?;
+    event.try_is_complete()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_another_device_are_not_taken() {
+        assert!(Order::Host.takes(Device::Cpu));
+        assert!(!Order::Host.takes(Device::Cuda(0)));
+    }
+}

@@ -1,0 +1,150 @@
+//! The declarations of `cpp/pretend.cpp`, and what it writes down as values of Rust.
+
+use std::ffi::{CStr, CString, c_char};
+
+use tch::Tensor;
+
+use crate::Error;
+use crate::ffi::{self, Failure, RawTensor};
+use crate::trace::{Event, Form};
+
+/// As cpp/pretend.cpp has it.
+#[repr(C)]
+struct RawEvent {
+    operation: *const c_char,
+    part: u32,
+    form: u32,
+    launches: i64,
+    read: f64,
+    written: f64,
+    flops: f64,
+    tile_flops: f64,
+}
+
+/// As cpp/pretend.cpp has it.
+#[repr(C)]
+struct RawRecord {
+    events: *mut RawEvent,
+    count: u64,
+    live: i64,
+    peak: i64,
+    peak_part: u32,
+}
+
+unsafe extern "C" {
+    fn dflash_pretend_begin() -> Failure;
+    fn dflash_pretend_part(part: u32);
+    fn dflash_pretend_start_over();
+    fn dflash_pretend_own_kernel(
+        name: *const c_char,
+        launches: i64,
+        reads: *const *const RawTensor,
+        read: u64,
+        writes: *const *const RawTensor,
+        written: u64,
+    ) -> Failure;
+    fn dflash_pretend_end(record: *mut RawRecord);
+    fn dflash_pretend_free(events: *mut RawEvent);
+}
+
+/// What was written down; parts by number.
+#[derive(Debug)]
+pub(crate) struct Numbered {
+    pub(crate) events: Vec<(u32, Event)>,
+    pub(crate) live: u64,
+    pub(crate) peak: u64,
+    pub(crate) peak_part: u32,
+}
+
+/// From now on this thread pretends a GPU.
+///
+/// # Errors
+/// libtorch's CUDA library is loaded, or it is pretended already.
+pub(crate) fn begin() -> Result<(), Error> {
+    // SAFETY: takes nothing.
+    ffi::checked("pretend a GPU", unsafe { dflash_pretend_begin() })
+}
+
+/// What follows belongs to this part.
+pub(crate) fn part(number: u32) {
+    // SAFETY: plain numbers.
+    unsafe { dflash_pretend_part(number) }
+}
+
+/// Forgets all but the tensors.
+pub(crate) fn start_over() {
+    // SAFETY: takes nothing.
+    unsafe { dflash_pretend_start_over() }
+}
+
+/// Notes a launch of one of our own kernels.
+///
+/// # Errors
+/// Tensors that are not pretended.
+pub(crate) fn own_kernel(
+    (name, launches): (&str, i64),
+    reads: &[&Tensor],
+    writes: &[&Tensor],
+) -> Result<(), Error> {
+    let name = CString::new(name).expect("a kernel's name has no NUL");
+    let handles = |tensors: &[&Tensor]| -> Vec<*const RawTensor> {
+        tensors.iter().map(|tensor| tensor.as_ptr().cast()).collect()
+    };
+    let (reads, writes) = (handles(reads), handles(writes));
+    // SAFETY: live tensors, as many as said; the name lives as long as the call.
+    let failure = unsafe {
+        dflash_pretend_own_kernel(
+            name.as_ptr(),
+            launches,
+            reads.as_ptr(),
+            reads.len() as u64,
+            writes.as_ptr(),
+            writes.len() as u64,
+        )
+    };
+    ffi::checked("note an own kernel", failure)
+}
+
+/// Ends it, and hands over what was written down.
+pub(crate) fn end() -> Numbered {
+    let mut raw =
+        RawRecord { events: std::ptr::null_mut(), count: 0, live: 0, peak: 0, peak_part: 0 };
+    // SAFETY: the record is a local; its events are valid until they are freed, once.
+    unsafe {
+        dflash_pretend_end(&mut raw);
+        let count = if raw.events.is_null() { 0 } else { raw.count as usize };
+        let events = (0..count).map(|index| event(&*raw.events.add(index))).collect();
+        dflash_pretend_free(raw.events);
+        Numbered {
+            events,
+            live: raw.live.unsigned_abs(),
+            peak: raw.peak.unsigned_abs(),
+            peak_part: raw.peak_part,
+        }
+    }
+}
+
+/// # Safety
+/// The event's name must be valid.
+unsafe fn event(raw: &RawEvent) -> (u32, Event) {
+    let form = match raw.form {
+        0 => Form::Operator,
+        1 => Form::OwnKernel,
+        2 => Form::Upload,
+        3 => Form::BlockingUpload,
+        _ => Form::Wait,
+    };
+    // SAFETY: as the caller promises; it stays to the end of the process.
+    let operation = unsafe { CStr::from_ptr(raw.operation) }.to_string_lossy().into_owned();
+    let event = Event {
+        operation,
+        part: "",
+        form,
+        launches: raw.launches.unsigned_abs(),
+        read: raw.read,
+        written: raw.written,
+        flops: raw.flops,
+        tile_flops: raw.tile_flops,
+    };
+    (raw.part, event)
+}

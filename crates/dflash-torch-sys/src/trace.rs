@@ -1,0 +1,180 @@
+//! What a step asks of a GPU, written down where the GPU is pretended: tensors then have shapes and
+//! no data, and what would be launched is noted instead.
+//!
+//! [`pretend`] runs a function so. Inside, tensors on `Device::Cuda(0)` can be made and computed with,
+//! on machines without a GPU and in next to no memory. To read a value of one of them, to wait for
+//! one, or to mix them with tensors on the host is an error that names the operator. Elsewhere
+//! everything here does nothing and costs a look at a variable of the thread.
+
+use std::cell::{Cell, RefCell};
+
+use serde::Serialize;
+use tch::Tensor;
+
+use crate::{Error, pretend as shim};
+
+thread_local! {
+    static PRETENDED: Cell<bool> = const { Cell::new(false) };
+    static PART: Cell<u32> = const { Cell::new(0) };
+    static PARTS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The part of all that belongs to no other.
+pub const NO_PART: &str = "other";
+
+/// What kind of event it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum Form {
+    /// An operator of libtorch.
+    Operator,
+    /// A kernel of our own.
+    OwnKernel,
+    /// A copy from the host that runs beside the GPU's work.
+    Upload,
+    /// A copy from the host for which the host first waits until all earlier work is done.
+    BlockingUpload,
+    /// The host waits for the GPU.
+    Wait,
+}
+
+/// Something that a GPU would be asked to do.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Event {
+    /// As libtorch names it, such as `aten::mm`, or our kernel's name.
+    pub operation: String,
+    /// The part of the step.
+    pub part: &'static str,
+    /// What kind of event it is.
+    pub form: Form,
+    /// Kernels that it launches.
+    pub launches: u64,
+    /// Bytes read, each argument once.
+    pub read: f64,
+    /// Bytes written.
+    pub written: f64,
+    /// Multiplications and additions of products; 0 for all that is elementwise.
+    pub flops: f64,
+    /// The same with all that a kernel computes because its tiles are full: more only for attention.
+    pub tile_flops: f64,
+}
+
+/// All that was asked, and the memory that tensors took.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Record {
+    /// In order.
+    pub events: Vec<Event>,
+    /// Bytes of tensors at the end, in the granules of CUDA's allocator (512 bytes).
+    pub live_bytes: u64,
+    /// Most bytes at one time.
+    pub peak_bytes: u64,
+    /// The part in which that was.
+    pub peak_part: &'static str,
+}
+
+/// Whether CUDA is pretended on this thread. Then one of our own kernels is not launched, but given
+/// to [`own_kernel`], and its results are tensors of the right shape.
+pub fn is_pretended() -> bool {
+    PRETENDED.get()
+}
+
+/// Notes a launch of one of our own kernels, with all that it reads and writes.
+///
+/// # Panics
+/// Tensors that are not pretended: a bug of the caller.
+pub fn own_kernel(name: &'static str, reads: &[&Tensor], writes: &[&Tensor]) {
+    own_kernels((name, 1), reads, writes);
+}
+
+/// The same for so many launches that share the work.
+///
+/// # Panics
+/// As [`own_kernel`].
+pub fn own_kernels(kernel: (&'static str, i64), reads: &[&Tensor], writes: &[&Tensor]) {
+    if is_pretended() {
+        shim::own_kernel(kernel, reads, writes).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+/// The part of a step that the thread is in until this is dropped.
+#[derive(Debug)]
+#[must_use = "the part ends when this is dropped"]
+pub struct Part {
+    before: Option<u32>,
+}
+
+/// What follows belongs to the part `name`, until the result is dropped. Parts nest; the inner counts.
+pub fn part(name: &'static str) -> Part {
+    if !is_pretended() {
+        return Part { before: None };
+    }
+    Part { before: Some(enter(number(name))) }
+}
+
+fn enter(number: u32) -> u32 {
+    shim::part(number);
+    PART.replace(number)
+}
+
+fn number(name: &'static str) -> u32 {
+    PARTS.with_borrow_mut(|parts| {
+        let known = parts.iter().position(|part| *part == name);
+        let index = known.unwrap_or_else(|| {
+            parts.push(name);
+            parts.len() - 1
+        });
+        index as u32
+    })
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            enter(before);
+        }
+    }
+}
+
+/// Forgets what was noted so far, such as a step's preparations. Tensors that are alive still count as
+/// memory, and the peak begins anew with them.
+pub fn start_over() {
+    shim::start_over();
+}
+
+/// Ends the pretence, by a panic too.
+struct Pretence;
+
+impl Drop for Pretence {
+    fn drop(&mut self) {
+        if PRETENDED.replace(false) {
+            shim::end();
+        }
+    }
+}
+
+/// Runs `f` with a pretended GPU on this thread, and says what it asked of it.
+///
+/// Tensors of the pretended GPU may outlive it, but not be computed with any more.
+///
+/// # Errors
+/// libtorch's CUDA library is loaded, or the thread pretends already.
+pub fn pretend<R>(f: impl FnOnce() -> R) -> Result<(R, Record), Error> {
+    shim::begin()?;
+    PARTS.replace(vec![NO_PART]);
+    PART.set(0);
+    PRETENDED.set(true);
+    let pretence = Pretence;
+    let result = f();
+    PRETENDED.set(false);
+    let numbered = shim::end();
+    drop(pretence);
+    let parts = PARTS.take();
+    let name = |number: u32| parts.get(number as usize).copied().unwrap_or(NO_PART);
+    let events = numbered.events.into_iter();
+    let record = Record {
+        events: events.map(|(part, event)| Event { part: name(part), ..event }).collect(),
+        live_bytes: numbered.live,
+        peak_bytes: numbered.peak,
+        peak_part: name(numbered.peak_part),
+    };
+    Ok((result, record))
+}

@@ -1,0 +1,59 @@
+//! `--pipeline` and `--tensor-parallel-size` of commands that run a target on one device: what is
+//! possible instead.
+
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ErrorKind};
+
+use super::numbers::{command, text};
+use super::{Refusal, usage_error};
+
+const DIVIDING: [&str; 3] = ["--pipeline", "--pipeline-parallel-size", "--tensor-parallel-size"];
+
+/// `refusal` of `args` with the way that there is, where it is about one of these flags.
+pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
+    let Refusal::Usage(error) = &refusal else { return refusal };
+    let flag = text(error, ContextKind::InvalidArg).filter(|flag| DIVIDING.contains(flag));
+    let (Some(flag), ErrorKind::UnknownArgument) = (flag, error.kind()) else { return refusal };
+    let name = command(args);
+    let instead = match name {
+        "eval" => "an engine that serves a larger one is evaluated with --endpoint",
+        "train" => {
+            "`dflash hidden-server` divides one that is larger, and --vllm-endpoint takes its states"
+        }
+        "regenerate" | "generate" | "serve" => {
+            "one that is larger answers in an engine such as vLLM, with the drafter that \
+             `dflash export` writes"
+        }
+        _ => return refusal,
+    };
+    let message = format!(
+        "{flag}: `dflash {name}` runs the target on one device, and only `dflash hidden-server` divides \
+         it; {instead}"
+    );
+    usage_error(name, ErrorKind::UnknownArgument, &message)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::command_line::{Refusal, parse};
+
+    #[test]
+    fn commands_on_one_device_say_what_is_possible() {
+        let check = |line: &str, expected: &str| {
+            let error = match parse(line.split_whitespace().map(Into::into).collect()) {
+                Err(Refusal::Usage(error)) => error.to_string(),
+                other => panic!("{line}: {other:?}"),
+            };
+            assert!(error.contains(expected), "{line}: {error}");
+        };
+        let eval = "dflash eval --target t --draft d --prompts gsm8k";
+        let one = "--tensor-parallel-size: `dflash eval` runs the target on one device";
+        check(&format!("{eval} --tensor-parallel-size 2"), one);
+        check(&format!("{eval} --tensor_parallel_size=2"), "--endpoint");
+        let train = "dflash train --target t --data-path d --save-path s --colocate --pipeline 2";
+        check(train, "--vllm-endpoint takes its states");
+        check("dflash serve --target t --pipeline 2", "`dflash export` writes");
+        check("dflash prepare --pipeline 2", "unexpected argument");
+    }
+}

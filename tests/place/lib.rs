@@ -1,0 +1,75 @@
+//! Where tests of tensors compute: on the CPU in float32, unless `DFLASH_TEST_DEVICE` (cpu, cuda,
+//! cuda:N) or `DFLASH_TEST_DTYPE` (float32, bfloat16) say otherwise. So the tests that hold the CPU
+//! against reference vectors hold a GPU against them too.
+
+use std::sync::OnceLock;
+
+use dflash_settings::Device as Asked;
+use dflash_torch_sys::{CudaLibrary, load_cuda};
+use tch::{Cuda, Device, Kind, Tensor};
+
+const DEVICE: &str = "DFLASH_TEST_DEVICE";
+const DTYPE: &str = "DFLASH_TEST_DTYPE";
+
+/// Relative error of a result in bfloat16, which keeps 8 bits. Over all reference vectors, computed on
+/// a CPU, at most 1.02e-1 was measured, for the gradient of a q_norm, 8 numbers of large terms that cancel;
+/// 6.4e-2 by libtorch's operations.
+const BF16_BOUND: f64 = 1.5e-1;
+
+/// A device, and the kind of weights and activations on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Where.
+    pub device: Device,
+    /// Float32 or bfloat16.
+    pub kind: Kind,
+}
+
+/// Where the tests of this process compute.
+///
+/// # Panics
+/// Where a variable says something else, or libtorch does not see the GPU that is asked for: a test
+/// of a GPU must not pass on a CPU.
+pub fn place() -> Place {
+    static PLACE: OnceLock<Place> = OnceLock::new();
+    *PLACE.get_or_init(|| Place { device: device(), kind: kind() })
+}
+
+fn device() -> Device {
+    let asked = variable(DEVICE).unwrap_or_else(|| "cpu".to_owned());
+    let number = match asked.parse() {
+        Ok(Asked::Cpu) => return Device::Cpu,
+        Ok(Asked::Cuda(number)) => number.unwrap_or(0),
+        _ => panic!("{DEVICE}={asked}: pass cpu, cuda or cuda:N"),
+    };
+    let library = load_cuda();
+    assert!(library == CudaLibrary::Loaded, "{DEVICE}={asked}, but libtorch's CUDA: {library:?}");
+    let found = if Cuda::is_available() { Cuda::device_count() } else { 0 };
+    assert!((number as i64) < found, "{DEVICE}={asked}, but libtorch sees {found} GPUs");
+    Device::Cuda(number)
+}
+
+fn kind() -> Kind {
+    match variable(DTYPE).as_deref() {
+        None | Some("float32") => Kind::Float,
+        Some("bfloat16") => Kind::BFloat16,
+        Some(other) => panic!("{DTYPE}={other}: pass float32 or bfloat16"),
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+impl Place {
+    /// `x` there; numbers with a fraction in the place's kind.
+    pub fn put(self, x: &Tensor) -> Tensor {
+        let x = x.to_device(self.device);
+        if x.is_floating_point() { x.to_kind(self.kind) } else { x }
+    }
+
+    /// How far a result may be off, relative to its size, that is off by `float32` at most in float32.
+    pub fn bound(self, float32: f64) -> f64 {
+        if self.kind == Kind::BFloat16 { BF16_BOUND } else { float32 }
+    }
+}
