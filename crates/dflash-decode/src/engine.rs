@@ -315,7 +315,7 @@ impl<'a> Engine<'a> {
             }
             let sequence = &self.sequences[at];
             let piece = sequence.next_piece(budget);
-            budget -= piece.len();
+            budget = budget.saturating_sub(piece.len());
             let end = sequence.cache.len() + piece.len();
             let ids_t = to_device(piece, self.target);
             let rows = usize::from(end == sequence.prompt_tokens());
@@ -331,7 +331,7 @@ impl<'a> Engine<'a> {
     /// come so far yet stops where the prompts part; where it has, this one stops there, and its caches
     /// are kept for the next.
     fn begin(&mut self, at: usize) -> bool {
-        if self.sequences[at].begun {
+        if self.sequences[at].begun || self.sequences[at].is_whole {
             return true;
         }
         if let Some((other, rows)) = self.worth_waiting(at) {
@@ -344,7 +344,7 @@ impl<'a> Engine<'a> {
         // At least the last token is read: its state gives the first one of the answer.
         let prompt = &sequence.tokens()[..sequence.prompt_tokens() - 1];
         let drafts = sequence.context.is_some();
-        let others = || sequences.iter().filter(|other| other.id != sequence.id);
+        let others = || sequences.iter().filter(|other| other.id != sequence.id && !other.is_whole);
         let held = |other: &Sequence| common(prompt, &other.tokens()[..other.cached_rows(drafts)]);
         let known =
             others().map(held).max().unwrap_or(0).max(self.prefixes.longest(prompt, drafts));
@@ -382,14 +382,15 @@ impl<'a> Engine<'a> {
         let (sequences, sequence) = (&self.sequences, &self.sequences[at]);
         let prompt = &sequence.tokens()[..sequence.prompt_tokens() - 1];
         let drafts = sequence.context.is_some();
-        let others = sequences.iter().filter(|other| other.id != sequence.id);
+        let others = sequences.iter().filter(|other| other.id != sequence.id && !other.is_whole);
         let held = |other: &Sequence| {
             usable(common(prompt, &other.tokens()[..other.cached_rows(drafts)]), &other.cache)
         };
         let live_rows = others.map(held).max().unwrap_or(0);
         let kept_rows = self.prefixes.find(prompt, drafts).map_or(0, |(rows, _)| rows);
-        let reading =
-            |other: &Sequence| other.bonus().is_none() && (other.context.is_some() || !drafts);
+        let reading = |other: &Sequence| {
+            other.bonus().is_none() && !other.is_whole && (other.context.is_some() || !drafts)
+        };
         let (other, shared) = sequences[..at]
             .iter()
             .enumerate()
@@ -512,6 +513,9 @@ impl<'a> Engine<'a> {
 
 /// Keeps what the caches of a sequence hold for prompts that begin so.
 fn keep_caches(prefixes: &mut Prefixes, sequence: &Sequence, models: (&Target, Option<&Draft>)) {
+    if sequence.is_whole {
+        return;
+    }
     let keep = || no_grad(|| prefixes.insert(sequence.held(), sequence.caches(), models));
     // Without memory for a copy there is none to keep the others either.
     if want_of_memory(keep).is_err() {

@@ -77,6 +77,7 @@ fn random_draft(target: &TargetConfig) -> Draft {
         num_attention_heads: target.dense().num_attention_heads,
         num_key_value_heads: target.dense().num_key_value_heads,
         head_dim: target.dense().head_dim,
+        attention_bias: false,
         rms_norm_eps: target.rms_norm_eps,
         rope_theta: target.dense().rope.theta,
         rope_scaling: None,

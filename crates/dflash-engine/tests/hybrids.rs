@@ -92,6 +92,7 @@ fn save_draft(dir: &Path) {
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: 8,
+        attention_bias: false,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
         rope_scaling: None,

@@ -99,6 +99,13 @@ fn llama_cpp(source: &Source, target: &TargetFacts) -> Result<()> {
              captured"
         ));
     }
+    if source.config().attention_bias {
+        return refuse(
+            "its dflash has no biases, and the draft's attention has (attention_bias); take --format \
+             zlab"
+                .into(),
+        );
+    }
     if let Some(scaling) = &source.config().rope_scaling {
         return refuse(format!(
             "dflash writes no rotary scaling into GGUF, and the draft has {}; take --format zlab",

@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 pub use config::{DraftConfig, LayerKind, Verifier};
 use decode::DecodeWeights;
 pub use decode::{ContextCache, ContextPart, FewRows};
-pub use layout::{DraftLayout, DraftViews, LayerViews, Parameter};
+pub use layout::{BiasViews, DraftLayout, DraftViews, LayerViews, Parameter};
 pub use train::{Keep, PackedInput, Saved};
 
 use crate::Result;
@@ -76,8 +76,8 @@ impl Draft {
         Self::new(config, Tensor::zeros([elements], (Kind::Float, device)))
     }
 
-    /// A freshly initialised draft: matrices normal with `initializer_range`, norms one, and `fc`
-    /// near the mean of the captured layers (`fresh_fc`).
+    /// A freshly initialised draft: matrices normal with `initializer_range`, norms one, biases zero,
+    /// and `fc` near the mean of the captured layers (`fresh_fc`).
     ///
     /// `normal` fills a tensor of the given shape with standard normal numbers; the caller owns
     /// the generator, so that the same seed gives the same draft on every device.
@@ -89,7 +89,9 @@ impl Draft {
         let draft = Self::zeros(config, device);
         for parameter in draft.layout.parameters() {
             let mut view = parameter.view(&draft.flat);
-            if !parameter.is_matrix() {
+            if parameter.is_bias() {
+                let _ = view.zero_();
+            } else if !parameter.is_matrix() {
                 let _ = view.fill_(1.0);
             } else if parameter.name == FC {
                 view.copy_(&fresh_fc(&normal(&parameter.shape)));
@@ -305,6 +307,22 @@ fn fresh_fc(normal_hk: &Tensor) -> Tensor {
 /// `x W^T` for a weight stored as [out, in].
 fn linear(x: &Tensor, weight: &Tensor) -> Tensor {
     x.matmul(&weight.tr())
+}
+
+/// `x W^T + b` for a weight stored as [out, in], with or without a bias [out].
+fn projection(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
+    match bias {
+        Some(bias) => bias.addmm(x, &weight.tr()),
+        None => linear(x, weight),
+    }
+}
+
+/// `x + b`, with or without a bias of the width of `x`.
+fn plus(x: Tensor, bias: Option<&Tensor>) -> Tensor {
+    match bias {
+        Some(bias) => x + bias,
+        None => x,
+    }
 }
 
 /// [T, heads * D] -> [T, heads, D].

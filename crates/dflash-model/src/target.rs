@@ -298,6 +298,13 @@ impl Target {
         self.body.layers.iter().any(|layer| layer.memory() == Memory::State)
     }
 
+    /// Tokens of the longest prompt that may be read in pieces: one that is longer has rotary frequencies
+    /// of its own from its first token on, and is told by its first pass. `None` where there are no such.
+    pub fn longest_in_pieces(&self) -> Option<usize> {
+        let long = self.body.rotaries.iter().filter_map(|rotary| rotary.long.as_ref());
+        long.map(|long| long.beyond as usize).min()
+    }
+
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
         let few = self.few_rows().map(FewRows::stack);

@@ -21,6 +21,7 @@ fn config() -> DraftConfig {
         num_attention_heads: HEADS.0,
         num_key_value_heads: HEADS.1,
         head_dim: HEADS.2,
+        attention_bias: false,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
         rope_scaling: None,
@@ -37,9 +38,22 @@ fn config() -> DraftConfig {
     }
 }
 
+/// A draft with noise for weights, in its biases too.
 fn fresh(config: DraftConfig) -> Draft {
     tch::manual_seed(4);
-    Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
+    let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+    let draft = Draft::init(config, Device::Cpu, normal);
+    for bias in draft.layout().parameters().iter().filter(|parameter| parameter.is_bias()) {
+        let mut view = bias.view(draft.flat());
+        assert_eq!(view.abs().max().double_value(&[]), 0.0, "a fresh bias is zero");
+        view.copy_(&normal(&bias.shape));
+    }
+    draft
+}
+
+/// Without biases and with them.
+fn configs() -> [DraftConfig; 2] {
+    [false, true].map(|attention_bias| DraftConfig { attention_bias, ..config() })
 }
 
 /// A row of two documents, the draft's output gradient, and (context rows, slots).
@@ -70,10 +84,11 @@ fn pass(
 #[test]
 fn gradients_are_the_same_and_far_less_is_kept() {
     no_grad(|| {
-        let cases = PATHS.map(|kernels| [Kind::Float, Kind::BFloat16].map(|kind| (kind, kernels)));
-        for (kind, kernels) in cases.into_iter().flatten() {
-            let fresh = fresh(config());
-            let draft = Draft::new(config(), fresh.flat().to_kind(kind)).with_kernels(kernels);
+        let kinds = PATHS.map(|kernels| [Kind::Float, Kind::BFloat16].map(|kind| (kind, kernels)));
+        let cases = kinds.into_iter().flatten().flat_map(|case| configs().map(|it| (it, case)));
+        for (config, (kind, kernels)) in cases {
+            let fresh = fresh(config.clone());
+            let draft = Draft::new(config, fresh.flat().to_kind(kind)).with_kernels(kernels);
             let (input, dout, (context, slots)) = row(&draft);
             let (hidden, gradient, all) = pass(&draft, (&input, &dout), Keep::Activations);
             let (again, recomputed, inputs) = pass(&draft, (&input, &dout), Keep::Inputs);
@@ -98,8 +113,10 @@ fn gradients_are_the_same_and_far_less_is_kept() {
 #[test]
 fn a_decoded_block_is_the_one_that_training_saw() {
     const TOKENS: i64 = 30;
-    for window in [1, 2, 3, 4, 5, 11, 40] {
-        let config = DraftConfig { sliding_window: Some(window), block_size: 5, ..config() };
+    let windows = [1, 2, 3, 4, 5, 11, 40];
+    for (window, config) in windows.into_iter().flat_map(|it| configs().map(|config| (it, config)))
+    {
+        let config = DraftConfig { sliding_window: Some(window), block_size: 5, ..config };
         let block = config.block_size as i64;
         for kernels in PATHS {
             let draft = fresh(config.clone()).with_kernels(kernels);
@@ -131,13 +148,16 @@ fn a_decoded_block_is_the_one_that_training_saw() {
 /// Context comes as a prompt of many rows, then a few at a time; a CPU takes these another way.
 #[test]
 fn a_block_over_context_of_many_rows_and_few_is_the_portable_one() {
-    for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 0.1)] {
-        let flat = fresh(config()).flat().to_kind(kind);
+    let kinds = [(Kind::Float, 1e-5), (Kind::BFloat16, 0.1)];
+    for (config, (kind, tolerance)) in
+        configs().into_iter().flat_map(|it| kinds.map(|kind| (it.clone(), kind)))
+    {
+        let flat = fresh(config.clone()).flat().to_kind(kind);
         let normal = |rows| Tensor::randn([rows, HIDDEN], (Kind::Float, Device::Cpu)).to_kind(kind);
-        let features_tk = normal(60 * config().captures()).view([60, -1]);
+        let features_tk = normal(60 * config.captures()).view([60, -1]);
         let block_bh = normal(4);
         let run = |kernels: Kernels| {
-            let draft = Draft::new(config(), flat.shallow_clone()).with_kernels(kernels);
+            let draft = Draft::new(config.clone(), flat.shallow_clone()).with_kernels(kernels);
             let mut cache = draft.new_cache(60);
             let mut blocks = Vec::new();
             let mut start = 0;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dflash_model::RopeScaling;
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -96,12 +96,28 @@ fn scaled_rotary_embedding_is_read_with_the_amplitude_it_was_trained_with() {
 }
 
 #[test]
+fn biases_of_the_attention_are_laid_out_under_their_names() {
+    let config = parse(&gpt_oss()).unwrap();
+    assert!(config.attention_bias);
+    let layout = DraftLayout::new(&config);
+    let width = |name: &str| {
+        let name = format!("layers.7.self_attn.{name}.bias");
+        let found = layout.parameters().iter().find(|parameter| parameter.name == name);
+        found.map(|parameter| parameter.shape.clone()).unwrap()
+    };
+    let (query, key) = (64 * 64, 8 * 64);
+    let widths = ["q_proj", "k_proj", "v_proj", "o_proj"].map(width);
+    assert_eq!(widths, [[query], [key], [key], [2880]].map(Vec::from));
+    let plain = DraftLayout::new(&parse(&kimi()).unwrap());
+    assert!(plain.parameters().iter().all(|parameter| !parameter.is_bias()));
+}
+
+#[test]
 fn layers_of_other_kinds_are_refused_by_name() {
     let check = |config: Value, key: &str| {
         let message = parse(&config).unwrap_err().to_string();
         assert!(message.contains(key), "{message}");
     };
-    check(gpt_oss(), "`attention_bias` is true");
     let inner = |key: &'static str, value: Value| {
         changed(gemma_4_31b(), |config| config["dflash_config"][key] = value)
     };

@@ -19,6 +19,7 @@ fn config() -> DraftConfig {
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: 32,
+        attention_bias: true,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
         rope_scaling: None,
@@ -33,6 +34,16 @@ fn config() -> DraftConfig {
         initializer_range: 0.05,
         eos_token_id: None,
     }
+}
+
+/// Weights of a draft, noise in its biases too.
+fn fresh() -> Tensor {
+    let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+    let draft = Draft::init(config(), Device::Cpu, normal);
+    for bias in draft.layout().parameters().iter().filter(|parameter| parameter.is_bias()) {
+        bias.view(draft.flat()).copy_(&(normal(&bias.shape) * 0.3));
+    }
+    draft.flat().shallow_clone()
 }
 
 struct Row {
@@ -101,9 +112,7 @@ impl Row {
 fn float32_gives_the_gradients_of_float64_on_all_paths() {
     no_grad(|| {
         tch::manual_seed(3);
-        let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-        let wide = Draft::init(config(), Device::Cpu, normal);
-        let wide = Draft::new(config(), wide.flat().to_kind(Kind::Double));
+        let wide = Draft::new(config(), fresh().to_kind(Kind::Double));
         let row = Row::new(wide.config());
         let dpace = Weighting::Dpace {
             alpha: 0.5,
@@ -139,8 +148,7 @@ fn float32_gives_the_gradients_of_float64_on_all_paths() {
 fn bfloat16_by_the_kernels_for_gpus_is_as_near_float64_as_by_libtorchs_operations() {
     no_grad(|| {
         tch::manual_seed(3);
-        let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-        let half = Draft::init(config(), Device::Cpu, normal).flat().to_kind(Kind::BFloat16);
+        let half = fresh().to_kind(Kind::BFloat16);
         let mut row = Row::new(&config());
         for x in [&mut row.features_tk, &mut row.embedding_vh, &mut row.head_vh] {
             *x = x.to_kind(Kind::BFloat16).to_kind(Kind::Double);

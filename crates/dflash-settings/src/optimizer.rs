@@ -50,7 +50,7 @@ pub struct OptimizerSettings {
     /// Decoupled weight decay of matrices.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
     pub weight_decay: f64,
-    /// Decoupled weight decay of norms.
+    /// Decoupled weight decay of norms and biases.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
     pub norm_weight_decay: f64,
     /// Keep a moving average of the weights with this decay; checkpoints then serve the average.

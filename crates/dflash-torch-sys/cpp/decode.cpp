@@ -626,9 +626,11 @@ void run_context(const DflashContext& context, int64_t thread, int64_t threads,
     const int64_t layer = i / panels, panel = i % panels;
     float* out = kv + layer * rows * panels * kPanel;
     const Share one{skipped + panel, skipped + panel + 1};
+    const float* const all = context.layers[layer].qkv_bias;
+    const float* const bias = all == nullptr ? nullptr : all + skipped * kPanel;
     matrix<Kind>(context.layers[layer].qkv, hidden, one, normed,
                  [&](int64_t, int64_t row, Vec low, Vec high) {
-                   set_panel(out + row * panels * kPanel, panel, nullptr, low, high);
+                   set_panel(out + row * panels * kPanel, panel, bias, low, high);
                  });
   }
   if (!goes_on(barrier, thread, threads)) return;

@@ -244,7 +244,6 @@ impl Stack {
         assert_eq!(features.len() as i64, rows * fc.depth, "the rows of all sequences");
         assert!(fc.outputs == self.shape.hidden && fc.products == self.products);
         assert_eq!(norm.len() as i64, self.shape.hidden, "a norm's weight");
-        assert!(self.layers.iter().all(|layer| layer.qkv.bias.is_none()), "context has no bias");
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
         let context = raw::Context {
             shape: &raw const shape,

@@ -28,6 +28,7 @@ pub(crate) fn draft_config(hidden_size: i64, layers: usize) -> DraftConfig {
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: hidden_size / 4,
+        attention_bias: false,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
         rope_scaling: None,

@@ -51,6 +51,7 @@ pub(crate) fn draft_config(
         num_attention_heads: heads.num_attention_heads,
         num_key_value_heads: heads.num_key_value_heads,
         head_dim: heads.head_dim,
+        attention_bias: stored.is_some_and(|draft| draft.attention_bias),
         rms_norm_eps: target.head.norm_eps,
         rope_theta: rope.0,
         rope_scaling: rope.1,

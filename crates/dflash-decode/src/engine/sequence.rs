@@ -29,6 +29,9 @@ pub(super) struct Sequence {
     pub(super) context: Option<ContextCache>,
     /// Whether its prompt is being read.
     pub(super) begun: bool,
+    /// Whether its prompt is read in one pass and shares no rows: by its length it has other rotary
+    /// frequencies than shorter ones.
+    pub(super) is_whole: bool,
     /// Where a piece of the prompt ends, so that the caches can be copied there: where other prompts go on
     /// otherwise. Only where the target's layers carry a state.
     stops: BTreeSet<usize>,
@@ -43,6 +46,7 @@ impl Sequence {
         draft: Option<&Draft>,
     ) -> Self {
         let tokens = std::mem::take(&mut request.prompt);
+        let is_whole = target.longest_in_pieces().is_some_and(|longest| tokens.len() > longest);
         Self {
             id,
             sampler: Sampler::new(request.sampling, request.seed),
@@ -52,6 +56,7 @@ impl Sequence {
             cache: target.new_cache(0),
             context: draft.map(|draft| draft.new_cache(0)),
             begun: false,
+            is_whole,
             stops: BTreeSet::new(),
             cached_tokens: 0,
         }
@@ -98,8 +103,11 @@ impl Sequence {
         self.stops.contains(&self.cache.len())
     }
 
-    /// The prompt's next tokens, `most` or fewer.
+    /// The prompt's next tokens, `most` or fewer; all where it is read in one pass.
     pub(super) fn next_piece(&self, most: usize) -> &[i64] {
+        if self.is_whole {
+            return &self.tokens[..self.prompt];
+        }
         let start = self.cache.len();
         let stop = self.stops.range(start + 1..).next().copied().unwrap_or(self.prompt);
         &self.tokens[start..self.prompt.min(stop).min(start + most)]

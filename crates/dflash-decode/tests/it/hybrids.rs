@@ -57,6 +57,7 @@ fn draft_for(target: &Target, block_size: usize) -> Draft {
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: 8,
+        attention_bias: false,
         rms_norm_eps: 1e-6,
         rope_theta: 10_000.0,
         rope_scaling: None,
@@ -169,6 +170,35 @@ fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
         let found = answers(&mut engine, &next, 0);
         check(&target, &next, &found);
         assert!(found[0].cached >= behind(2).len() + 11, "{name}: {}", found[0].cached);
+    }
+}
+
+/// A LongRoPE target tells by a prompt's length which frequencies all its tokens take: a long one is read
+/// in one pass whatever a step takes, and neither takes rows from a shorter one that begins alike nor
+/// gives it any.
+#[test]
+fn a_prompt_with_frequencies_of_its_own_is_read_whole_and_shares_nothing() {
+    let target = load(&dir("phi3_longrope"));
+    let longest = target.longest_in_pieces().unwrap();
+    assert!((OPTIONS.prefill_tokens..200).contains(&longest), "{longest}");
+    assert_eq!(load(&dir("phi3")).longest_in_pieces(), None);
+    let draft = draft_for(&target, 5);
+    let lengths = [longest, longest + 1, longest - 3, longest + 50, longest + 1];
+    let requests: Vec<Request> =
+        lengths.iter().map(|&length| request(prompt(length, 1), 8)).collect();
+    for at_once in [true, false] {
+        let mut engine = Engine::speculative(&target, (&draft, None), OPTIONS).unwrap();
+        let found: Vec<Answer> = match at_once {
+            true => answers(&mut engine, &requests, 0),
+            false => requests
+                .iter()
+                .map(|one| answers(&mut engine, std::slice::from_ref(one), 0).remove(0))
+                .collect(),
+        };
+        check(&target, &requests, &found);
+        let cached: Vec<usize> = found.iter().map(|answer| answer.cached).collect();
+        assert_eq!((cached[1], cached[3], cached[4]), (0, 0, 0), "{cached:?}");
+        assert!(cached[2] > 0, "{cached:?}");
     }
 }
 

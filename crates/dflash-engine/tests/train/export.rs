@@ -173,6 +173,48 @@ fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     succeeds(&world, ("plain", "x"), &["--target", &other, "--allow-other-target"]);
 }
 
+/// z-lab's drafts for gpt-oss have biases in their attention: training starts from them, changes them,
+/// resumes them bit for bit, and gives them to the engines that add them.
+#[test]
+fn biases_of_the_attention_are_trained_and_exported() {
+    let world = trained(&EARLY);
+    let plain = load(&world, "draft");
+    let config = DraftConfig { attention_bias: true, ..plain.config().clone() };
+    let biased = Draft::zeros(config, Device::Cpu);
+    for parameter in biased.layout().parameters() {
+        let same = plain.layout().parameters().iter().find(|p| p.name == parameter.name);
+        match same {
+            Some(same) => parameter.view(biased.flat()).copy_(&same.view(plain.flat())),
+            None => _ = parameter.view(biased.flat()).fill_(0.25),
+        }
+    }
+    std::fs::create_dir(world.path("biased")).unwrap();
+    biased.save(&world.path("biased")).unwrap();
+    let path = world.path("biased").to_string_lossy().into_owned();
+    let start = ["--from-pretrained", &path, "--save-every", "3", "--target-layer-ids", "1"];
+    let run = world.train("whole", &[&start[..], &["--max-steps", "6"]].concat());
+    assert!(run.success(), "{}", run.stderr);
+    let after = load(&world, "whole");
+    assert!(after.config().attention_bias);
+    for parameter in after.layout().parameters().iter().filter(|it| it.is_bias()) {
+        let moved = (parameter.view(after.flat()) - 0.25).abs().max().double_value(&[]);
+        assert!(moved > 1e-4, "{} moved by {moved}", parameter.name);
+    }
+    let split = ["--resume", "--nproc", "1"];
+    std::fs::remove_dir_all(world.path("whole").join("step-000006")).unwrap();
+    let run = world.train("whole", &[&start[..], &["--max-steps", "6"], &split].concat());
+    assert!(run.success(), "{}", run.stderr);
+    assert!(load(&world, "whole").flat().equal(after.flat()), "resumed bit for bit");
+    succeeds(&world, ("whole", "zlab"), &[]);
+    succeeds(&world, ("whole", "spec"), &["--format", "speculators"]);
+    assert_eq!(self::config(&world, "spec")["transformer_layer_config"]["attention_bias"], true);
+    for name in ["zlab", "spec"] {
+        assert!(load(&world, name).flat().equal(after.flat()), "{name}");
+    }
+    assert_eq!(accepted(&world, "zlab"), accepted(&world, "whole"));
+    refused(&world, ("whole", "x"), &["--format", "gguf"], "has no biases");
+}
+
 #[test]
 fn sliding_layers_keep_their_window_in_gguf() {
     let world = trained(&[&EARLY[..], &["--sliding-window", "8"]].concat());

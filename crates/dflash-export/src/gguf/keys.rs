@@ -130,6 +130,7 @@ pub(super) fn parse(file: &GgufFile) -> Result<(DraftConfig, Option<TargetIdenti
         num_attention_heads: size(file, &own("attention.head_count"), 1 << 12)?,
         num_key_value_heads: size(file, &own("attention.head_count_kv"), 1 << 12)?,
         head_dim: size(file, &own("attention.key_length"), 1 << 16)?,
+        attention_bias: false,
         rms_norm_eps: number(file, &own("attention.layer_norm_rms_epsilon"))?,
         rope_theta: number(file, &own("rope.freq_base"))?,
         rope_scaling: None,

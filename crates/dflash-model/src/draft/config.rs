@@ -45,6 +45,8 @@ pub struct DraftConfig {
     pub num_attention_heads: i64,
     pub num_key_value_heads: i64,
     pub head_dim: i64,
+    /// Whether the four projections of the attention add a bias (z-lab's drafts for gpt-oss).
+    pub attention_bias: bool,
     pub rms_norm_eps: f64,
     pub rope_theta: f64,
     /// How the rotary frequencies are scaled, where they are.
@@ -150,10 +152,6 @@ impl DraftConfig {
             let expected = "it must divide num_attention_heads";
             return Err(fields.refuse("num_key_value_heads", expected));
         }
-        if fields.flag("attention_bias")? {
-            let expected = "drafts have projections without a bias";
-            return Err(fields.refuse("attention_bias", expected));
-        }
         if fields.text("hidden_act")?.is_some_and(|name| name != "silu") {
             return Err(fields.refuse("hidden_act", "drafts have silu"));
         }
@@ -163,6 +161,7 @@ impl DraftConfig {
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
             head_dim: size("head_dim")?,
+            attention_bias: fields.flag("attention_bias")?,
             rms_norm_eps: fields.required("rms_norm_eps", Fields::number)?,
             rope_theta: rope_theta(&fields)?,
             rope_scaling: rope_scaling(&fields)?,
@@ -199,7 +198,7 @@ impl DraftConfig {
         json!({
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
-            "attention_bias": false,
+            "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "block_size": self.block_size,
             "dflash_config": {
@@ -365,6 +364,7 @@ mod tests {
             num_attention_heads: 4,
             num_key_value_heads: 2,
             head_dim: 8,
+            attention_bias: false,
             rms_norm_eps: 1e-6,
             rope_theta: 10_000.0,
             rope_scaling: None,
@@ -400,7 +400,7 @@ mod tests {
             let message = parse(|config| config[key] = value).unwrap_err().to_string();
             assert!(message.contains(expect), "{message}");
         };
-        check("attention_bias", json!(true), "without a bias");
+        check("attention_bias", json!(1), "`attention_bias` is 1");
         check("hidden_act", json!("gelu"), "`hidden_act` is \"gelu\"");
         check("rope_scaling", json!({"rope_type": "yarn"}), "`rope_scaling.factor` is missing");
         check("rope_parameters", json!({"type": "longrope"}), "`rope_parameters.type`");

@@ -8,7 +8,7 @@ use dflash_torch_sys::decode::{
 };
 use tch::{Kind, Tensor};
 
-use super::{Draft, LayerKind, LayerViews, linear};
+use super::{Draft, LayerKind, LayerViews, plus, projection};
 use crate::fused;
 use crate::ops::{RotaryTables, attention, dense};
 
@@ -130,8 +130,11 @@ fn layer_weights<'a>(
     turned: &'a [Tensor; 4],
     window: Option<i64>,
 ) -> LayerWeights<'a> {
+    let biases = layer.biases.as_ref();
     let [qkv, output, gate_up, down] =
         turned.each_ref().map(|weight_io| Projection { weight_io, bias_o: None });
+    let qkv = Projection { bias_o: biases.map(|bias| &bias.qkv), ..qkv };
+    let output = Projection { bias_o: biases.map(|bias| &bias.o), ..output };
     LayerWeights {
         qkv,
         output,
@@ -248,9 +251,10 @@ impl Draft {
         let kv_all =
             cache.few_rows.is_none().then(|| context.matmul(&self.decode_weights().context_kv));
         for (index, (layer, (k, v))) in self.views.layers.iter().zip(&cache.layers).enumerate() {
+            let bias = layer.biases.as_ref().map(|bias| &bias.kv);
             let kv = match &kv_all {
-                Some(kv_all) => kv_all.narrow(1, index as i64 * width, width),
-                None => linear(&context, &layer.kv),
+                Some(kv_all) => plus(kv_all.narrow(1, index as i64 * width, width), bias),
+                None => projection(&context, &layer.kv, bias),
             };
             let kv = self.project_context(layer, &kv, &rope);
             k.narrow(1, cache.length, rows).copy_(&kv.k_jtd);
@@ -300,7 +304,7 @@ impl Draft {
     ) -> Tensor {
         let slots = x.size()[0];
         let weights = &self.decode_weights().layers[index];
-        let qkv = self.norm(&layer.input_norm).of(x).matmul(&weights.qkv);
+        let qkv = self.decode_qkv(layer, weights, x);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
@@ -310,7 +314,25 @@ impl Draft {
         let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), x_kind);
         let out = attention(&folded, &seen(k), &seen(v), (mask, false), self.kernels);
         let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
-        let middle = x.addmm(&out, &weights.o);
+        self.decode_output(layer, weights, x, &out)
+    }
+
+    /// Queries, keys and values of a layer's input `x` [N, H].
+    fn decode_qkv(&self, layer: &LayerViews, weights: &DecodeLayer, x: &Tensor) -> Tensor {
+        let normed = self.norm(&layer.input_norm).of(x);
+        plus(normed.matmul(&weights.qkv), layer.biases.as_ref().map(|bias| &bias.qkv))
+    }
+
+    /// A layer's output, given its input `x` [N, H] and what its attention made, `out` [N, heads * D].
+    fn decode_output(
+        &self,
+        layer: &LayerViews,
+        weights: &DecodeLayer,
+        x: &Tensor,
+        out: &Tensor,
+    ) -> Tensor {
+        let bias = layer.biases.as_ref().map(|bias| &bias.o);
+        let middle = plus(x.addmm(out, &weights.o), bias);
         let gate_up = self.norm(&layer.post_norm).of(&middle).matmul(&weights.gate_up);
         middle.addmm(&fused::swiglu(&gate_up, self.kernels), &weights.down)
     }

@@ -24,9 +24,14 @@ impl Parameter {
         self.shape.iter().product()
     }
 
-    /// Whether it is a matrix; the others are norm weights.
+    /// Whether it is a matrix; the others are norm weights and biases.
     pub fn is_matrix(&self) -> bool {
         self.shape.len() > 1
+    }
+
+    /// Whether it is a bias, whose fresh value is zero.
+    pub fn is_bias(&self) -> bool {
+        self.name.ends_with(".bias")
     }
 
     /// Its view in a flat buffer.
@@ -101,14 +106,15 @@ impl DraftLayout {
 }
 
 fn fused_with_next(name: &str) -> bool {
-    let fused = ["q_proj.weight", "k_proj.weight", "gate_proj.weight"];
+    let fused =
+        ["q_proj.weight", "k_proj.weight", "gate_proj.weight", "q_proj.bias", "k_proj.bias"];
     fused.iter().any(|suffix| name.ends_with(suffix))
 }
 
 fn layer_parameters(config: &DraftConfig, index: usize) -> Vec<(String, Vec<i64>)> {
     let (h, d, i) = (config.hidden_size, config.head_dim, config.intermediate_size);
     let (q_width, kv_width) = (config.num_attention_heads * d, config.kv_width());
-    [
+    let weights = [
         ("self_attn.q_proj", vec![q_width, h]),
         ("self_attn.k_proj", vec![kv_width, h]),
         ("self_attn.v_proj", vec![kv_width, h]),
@@ -120,15 +126,35 @@ fn layer_parameters(config: &DraftConfig, index: usize) -> Vec<(String, Vec<i64>
         ("self_attn.k_norm", vec![d]),
         ("input_layernorm", vec![h]),
         ("post_attention_layernorm", vec![h]),
-    ]
-    .into_iter()
-    .map(|(name, shape)| (format!("layers.{index}.{name}.weight"), shape))
-    .collect()
+    ];
+    let biases = [
+        ("self_attn.q_proj", q_width),
+        ("self_attn.k_proj", kv_width),
+        ("self_attn.v_proj", kv_width),
+        ("self_attn.o_proj", h),
+    ];
+    let named = |role: &str, kind: &str| format!("layers.{index}.{role}.{kind}");
+    let weights = weights.into_iter().map(|(role, shape)| (named(role, "weight"), shape));
+    let biases = biases.into_iter().map(|(role, width)| (named(role, "bias"), vec![width]));
+    weights.chain(biases.filter(|_| config.attention_bias)).collect()
+}
+
+/// The biases of a layer's attention, or their gradients, as views of a flat buffer.
+#[derive(Debug)]
+pub struct BiasViews {
+    /// Of q, k and v: [(heads + 2 kv heads) * D].
+    pub qkv: Tensor,
+    /// The part of `qkv` that is of k and v, for the context too.
+    pub kv: Tensor,
+    /// `[H]`.
+    pub o: Tensor,
 }
 
 /// One layer's weights or gradients by role, as views of a flat buffer.
 #[derive(Debug)]
 pub struct LayerViews {
+    /// Where the attention's projections add biases.
+    pub biases: Option<BiasViews>,
     /// q, k and v stacked: [(heads + 2 kv heads) * D, H].
     pub qkv: Tensor,
     /// The k and v rows of `qkv`, which project the context.
@@ -177,7 +203,17 @@ impl DraftViews {
                 };
                 let q_rows = config.num_attention_heads * config.head_dim;
                 let kv_rows = 2 * config.kv_width();
+                let biases = config.attention_bias.then(|| {
+                    let bias = |role: &str| layout.find(&format!("layers.{index}.{role}.bias"));
+                    let first = bias("self_attn.q_proj").offset;
+                    BiasViews {
+                        qkv: flat.narrow(0, first, q_rows + kv_rows),
+                        kv: flat.narrow(0, first + q_rows, kv_rows),
+                        o: bias("self_attn.o_proj").view(flat),
+                    }
+                });
                 LayerViews {
+                    biases,
                     qkv: stacked("self_attn.q_proj", q_rows + kv_rows),
                     kv: stacked("self_attn.k_proj", kv_rows),
                     o: at("self_attn.o_proj"),

@@ -9,7 +9,7 @@
 use dflash_torch_sys::{gpu, trace};
 use tch::{Device, Kind, Tensor};
 
-use super::{Draft, DraftViews, LayerKind, LayerViews, linear};
+use super::{Draft, DraftViews, LayerKind, LayerViews, linear, plus, projection};
 use crate::attention::{
     Attended, AttentionGradient, AttentionShape, BlockAttention, BlockPlan, KeyValue, Method,
     Visibility, WindowRule,
@@ -176,8 +176,11 @@ impl Draft {
         (attention, input, context_ch): (&BlockAttention, &PackedInput, &Tensor),
     ) -> Activations {
         let part = trace::part("projections");
-        let qkv = linear(&self.norm(&layer.input_norm).of(x_nh), &layer.qkv);
-        let context_kv = linear(context_ch, &layer.kv);
+        let biases = layer.biases.as_ref();
+        let normed_nh = self.norm(&layer.input_norm).of(x_nh);
+        let qkv = projection(&normed_nh, &layer.qkv, biases.map(|bias| &bias.qkv));
+        drop(normed_nh);
+        let context_kv = projection(context_ch, &layer.kv, biases.map(|bias| &bias.kv));
         let (q_jngd, own) = self.project_slots(layer, &qkv, &input.slot_rope);
         let context = self.project_context(layer, &context_kv, &input.context_rope);
         let inner = trace::part("attention");
@@ -187,7 +190,7 @@ impl Draft {
         let order = attention.head_order();
         let o = self.output_columns(&layer.o, order).flatten(1, -1);
         let out = order.rows(&attended.out_jngd).flatten(1, -1);
-        let middle_nh = x_nh.addmm(&out, &o.tr());
+        let middle_nh = plus(x_nh.addmm(&out, &o.tr()), biases.map(|bias| &bias.o));
         drop(part);
         let _part = trace::part("mlp");
         let gate_up = linear(&self.norm(&layer.post_norm).of(&middle_nh), &layer.gate_up);
@@ -272,6 +275,9 @@ impl LayerPass<'_> {
             (&dmiddle_nh, &self.gradient.input_norm),
         );
         accumulate_product(&self.gradient.qkv, &dqkv, &normed);
+        if let Some(gradient) = &self.gradient.biases {
+            accumulate_rows(&gradient.qkv, &dqkv);
+        }
         dx_nh
     }
 
@@ -295,6 +301,9 @@ impl LayerPass<'_> {
         let _part = trace::part("projections");
         let (draft, order) = (self.draft, self.attention.head_order());
         let out = order.rows(&attended.out_jngd).flatten(1, -1);
+        if let Some(gradient) = &self.gradient.biases {
+            accumulate_rows(&gradient.o, dmiddle_nh);
+        }
         if order == HeadOrder::ByKeyHead {
             accumulate_product(&self.gradient.o, dmiddle_nh, &out);
         } else {
@@ -326,6 +335,9 @@ impl LayerPass<'_> {
         drop(inner);
         self.key_value_backward(&gradient.context, &context_kv, &input.context_rope);
         accumulate_product(&self.gradient.kv, &context_kv, self.context_ch);
+        if let Some(gradient) = &self.gradient.biases {
+            accumulate_rows(&gradient.kv, &context_kv);
+        }
         let _ = dcontext_ch.addmm_(&context_kv, &self.layer.kv);
         self.slots_backward(&gradient, &qkv);
         qkv
@@ -370,6 +382,11 @@ impl LayerPass<'_> {
 
 fn accumulate(gradient: &Tensor, addend: &Tensor) {
     let _ = gradient.shallow_clone().g_add_(addend);
+}
+
+/// `gradient += ` the sum of the rows of `dy`, for a bias; summed in the gradient's own type.
+fn accumulate_rows(gradient: &Tensor, dy: &Tensor) {
+    accumulate(gradient, &dy.sum_dim_intlist(0i64, false, gradient.kind()));
 }
 
 /// `gradient += dy^T x`, for the weight of `y = x W^T`.

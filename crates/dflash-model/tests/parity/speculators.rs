@@ -119,6 +119,7 @@ fn draft_config(stored: &Value) -> DraftConfig {
         num_attention_heads: int("num_attention_heads"),
         num_key_value_heads: int("num_key_value_heads"),
         head_dim: int("head_dim"),
+        attention_bias: stored["attention_bias"].as_bool().unwrap_or(false),
         rms_norm_eps: stored["rms_norm_eps"].as_f64().unwrap(),
         rope_theta: stored["rope_theta"].as_f64().unwrap(),
         rope_scaling: None,

@@ -44,6 +44,7 @@ pub(crate) fn save_models(dir: &Path) {
         num_attention_heads: config.dense().num_attention_heads,
         num_key_value_heads: config.dense().num_key_value_heads,
         head_dim: config.dense().head_dim,
+        attention_bias: false,
         rms_norm_eps: config.rms_norm_eps,
         rope_theta: config.dense().rope.theta,
         rope_scaling: None,

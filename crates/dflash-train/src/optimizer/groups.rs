@@ -42,7 +42,7 @@ impl Piece {
 pub struct Groups {
     /// Weights of two dimensions, each matrix of the checkpoint by itself: q, k and v are three.
     pub matrices: Vec<Piece>,
-    /// Weights of norms.
+    /// Weights of norms, and biases.
     pub norms: Vec<Piece>,
 }
 

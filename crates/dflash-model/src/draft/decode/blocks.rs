@@ -8,7 +8,7 @@ use tch::{Tensor, no_grad};
 
 use super::{ContextCache, Draft, FewRows, float_copy, float_rows};
 use crate::attention::KeyValue;
-use crate::fused;
+use crate::draft::plus;
 use crate::ops::{RotaryTables, attention, dense};
 
 /// A sequence's context and how many of the pass's rows are its own.
@@ -76,7 +76,8 @@ impl Draft {
         let rope = self.tables_of(spans);
         let width = 2 * self.config.kv_width();
         for (index, layer) in self.views.layers.iter().enumerate() {
-            let kv = kv_all.narrow(1, index as i64 * width, width);
+            let bias = layer.biases.as_ref().map(|bias| &bias.kv);
+            let kv = plus(kv_all.narrow(1, index as i64 * width, width), bias);
             let kv = self.project_context(layer, &kv, &rope);
             let mut start = 0;
             for ContextPart { cache, rows } in &*parts {
@@ -140,7 +141,7 @@ impl Draft {
         let layer = &self.views.layers[index];
         let weights = &self.decode_weights().layers[index];
         let slots = x.size()[0] / caches.len() as i64;
-        let qkv = self.norm(&layer.input_norm).of(x).matmul(&weights.qkv);
+        let qkv = self.decode_qkv(layer, weights, x);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
         let attended = caches.iter().enumerate().map(|(number, cache)| {
             let start = number as i64 * slots;
@@ -156,9 +157,7 @@ impl Draft {
             self.ungroup_queries(&out.squeeze_dim(0).view(q.size().as_slice()))
         });
         let out = Tensor::cat(&attended.collect::<Vec<_>>(), 0);
-        let middle = x.addmm(&out, &weights.o);
-        let gate_up = self.norm(&layer.post_norm).of(&middle).matmul(&weights.gate_up);
-        middle.addmm(&fused::swiglu(&gate_up, self.kernels), &weights.down)
+        self.decode_output(layer, weights, x, &out)
     }
 
     /// Rotary tables of spans of positions, (cache, first, count) each, from the cache that has the
@@ -232,10 +231,15 @@ mod tests {
             "rope_theta": 100.0, "vocab_size": 9, "max_position_embeddings": 64, "block_size": 3,
             "sliding_window": 4, "use_sliding_window": true,
             "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": true,
             "dflash_config": {"mask_token_id": 8, "target_layer_ids": [0, 1]}
         }"#;
         let config = DraftConfig::parse(Path::new("config.json"), config).unwrap();
-        Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, OPTIONS))
+        let draft = Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, OPTIONS));
+        for bias in draft.layout.parameters().iter().filter(|parameter| parameter.is_bias()) {
+            bias.view(&draft.flat).copy_(&Tensor::randn(&*bias.shape, OPTIONS));
+        }
+        draft
     }
 
     #[test]

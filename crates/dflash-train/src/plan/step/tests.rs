@@ -68,6 +68,7 @@ fn draft(of: &Dimensions) -> DraftConfig {
         num_attention_heads: of.heads.0,
         num_key_value_heads: of.heads.1,
         head_dim: of.head_dim,
+        attention_bias: false,
         rms_norm_eps: 1e-6,
         rope_theta: 1e6,
         rope_scaling: None,
