@@ -84,8 +84,12 @@ def send(args):
     prompts = [messages_of(row) for row in rows(args.prompts)[: args.count]]
     tokens = 0
     for number, messages in enumerate(prompts, 1):
-        body = {"model": model, "messages": messages, "max_tokens": args.tokens, "temperature": 0}
-        tokens += post(args.url + "/v1/chat/completions", body)["usage"]["completion_tokens"]
+        body = {"model": model, "max_tokens": args.tokens, "temperature": 0}
+        if args.count_only:  # whatever is said: a chat of gpt-oss would need the vocabulary of its own format
+            path, body["prompt"] = "/v1/completions", messages[-1]["content"]
+        else:
+            path, body["messages"] = "/v1/chat/completions", messages
+        tokens += post(args.url + path, body)["usage"]["completion_tokens"]
         if number % 10 == 0 or number == len(prompts):
             print(f"interop: {number}/{len(prompts)} prompts, {tokens} tokens", file=sys.stderr)
 
@@ -107,7 +111,7 @@ def main():
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--count-only", action="store_true", help="print the counters, compare with nothing")
+    parser.add_argument("--count-only", action="store_true", help="complete texts, print the counters, compare with nothing")
     parser.add_argument("--eval")
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--table")

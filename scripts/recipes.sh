@@ -79,7 +79,7 @@ run_family() {
   # With prefix caching hybrids copy their states by a Triton kernel, which a CPU does not have.
   serve drafter --no-enable-prefix-caching --speculative-config "{\"method\": \"dflash\", \"model\": \"$work/export\", \"num_speculative_tokens\": 3}" ||
     { drafter_failed; return; }
-  accepted=$(python3 scripts/interop.py --count-only --url "http://127.0.0.1:$port" --prompts "$work/conversations.jsonl" --count 4 --tokens 32) ||
+  accepted=$(python3 scripts/interop.py --count-only --url "http://127.0.0.1:$port" --prompts "$work/conversations.jsonl" --count 4 --tokens 32 2>"$work/ask.log") ||
     { drafter_failed; return; }
   stop
   note "$checked" "$trained" "$accepted"
@@ -89,6 +89,7 @@ run_family() {
 drafter_failed() {
   local why
   why=$(reason drafter)
+  [ -n "$why" ] || why="loaded, but answers nothing: $(tail -n 1 "$work/ask.log")"
   stop
   note "$checked" "$trained" "$why"
   case $family:$why in
@@ -111,7 +112,7 @@ P
 
 # The engine's own last error.
 reason() {
-  grep -aoE '[A-Za-z]*(Error|Exception): .*' "$work/$1.log" | grep -v 'Engine core\|EngineCore\|See stack trace' | tail -n 1 | sed "s/Worker failed with error //; s/, please check the stack trace.*//" | cut -c1-160 | tr '|' '/'
+  grep -aoE '[A-Za-z]*(Error|Exception): .*' "$work/$1.log" | grep -v 'Engine core\|EngineCore\|See stack trace\|Too many open files' | tail -n 1 | sed "s/Worker failed with error //; s/, please check the stack trace.*//" | cut -c1-160 | tr '|' '/'
 }
 
 # A vLLM of the family's target, in a process group of its own. name, further flags

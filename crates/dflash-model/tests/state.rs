@@ -53,6 +53,19 @@ fn from_start(target: &Target, ids: &Tensor) -> Tensor {
     target.forward_packed(ids, &[0, ids.size()[0]], &[last]).remove(0)
 }
 
+/// The last states of the last of `pieces`: computed from the start, or piece by piece where these tokens
+/// have frequencies of their own when they come at once.
+fn of_last(target: &Target, pieces: &[Tensor]) -> Tensor {
+    let all = Tensor::cat(pieces, 0);
+    let (tokens, new) = (all.size()[0], pieces[pieces.len() - 1].size()[0]);
+    if target.longest_in_pieces().is_none_or(|longest| tokens <= longest as i64) {
+        return from_start(target, &all).narrow(0, tokens - new, new);
+    }
+    let mut cache = target.new_cache(tokens as usize);
+    let read = pieces.iter().filter(|piece| piece.size()[0] > 0);
+    read.map(|piece| append(target, &mut cache, piece)).last().unwrap()
+}
+
 fn append(target: &Target, cache: &mut KvCache, ids: &Tensor) -> Tensor {
     target.forward_cached(ids, cache, &[]).hidden_td
 }
@@ -92,14 +105,14 @@ fn sequences_of_a_pass_are_as_alone() {
         let states = target.forward_sequences(&all, &mut parts, &[]).hidden_td;
         let mut start = 0;
         for at in 0..held.len() {
-            let expected = from_start(target, &piece(at)).narrow(0, held[at], new[at]);
+            let pieces = [piece(at).narrow(0, 0, held[at]), added(at), ids.narrow(0, 39, 1)];
+            let expected = of_last(target, &pieces[..2]);
             let what = format!("{name}, sequence {at}");
             assert_close(&what, &states.narrow(0, start, new[at]), &expected);
             start += new[at];
             // And what it left behind serves the next token.
-            let next = Tensor::cat(&[piece(at), ids.narrow(0, 39, 1)], 0);
-            let expected = from_start(target, &next).narrow(0, held[at] + new[at], 1);
-            assert_close(&what, &append(target, &mut caches[at], &ids.narrow(0, 39, 1)), &expected);
+            let expected = of_last(target, &pieces);
+            assert_close(&what, &append(target, &mut caches[at], &pieces[2]), &expected);
         }
     });
 }
@@ -154,6 +167,10 @@ fn a_cache_that_was_cut_and_copied_is_one_that_read_its_tokens() {
     let below =
         |most: i64| Tensor::randint(most, [1], (Kind::Int64, Device::Cpu)).int64_value(&[0]);
     each(|name, target, ids| {
+        // What grows beyond such a length is not what comes at once.
+        if target.longest_in_pieces().is_some_and(|longest| longest < 60) {
+            return;
+        }
         let mut tokens: Vec<i64> = Vec::new();
         let mut cache = target.new_cache(60);
         let mut done = String::new();

@@ -1,5 +1,6 @@
 //! How far the loading of a target is, told to the program, which shows it.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -37,25 +38,31 @@ pub(crate) struct Progress {
     done: u64,
     read: u64,
     begun: Instant,
+    /// The tensors in `done`.
+    dealt_with: HashSet<String>,
 }
 
 impl Progress {
     pub(crate) fn begin(dir: &Path, total: u64) -> Self {
-        let progress = Self { dir: dir.into(), total, done: 0, read: 0, begun: Instant::now() };
+        let (begun, dealt_with) = (Instant::now(), HashSet::new());
+        let progress = Self { dir: dir.into(), total, done: 0, read: 0, begun, dealt_with };
         progress.tell(false);
         progress
     }
 
-    /// A tensor of so many bytes, `read` of them read, is dealt with.
-    pub(crate) fn add(&mut self, bytes: u64, read: u64) {
-        self.done += bytes;
+    /// So many bytes of tensor `name` were read, which has `bytes` in all: it is dealt with once, also
+    /// where it comes in parts.
+    pub(crate) fn add(&mut self, name: &str, bytes: u64, read: u64) {
+        if self.dealt_with.insert(name.to_owned()) {
+            self.done += bytes;
+        }
         self.read += read;
         self.tell(false);
     }
 
     fn tell(&self, over: bool) {
         let Some(observer) = OBSERVER.get() else { return };
-        let Self { dir, total, done, read, begun } = self;
+        let Self { dir, total, done, read, begun, dealt_with: _ } = self;
         let (total, done, read) = (*total, *done, *read);
         observer(Loading { dir, total, done, read, elapsed: begun.elapsed(), over });
     }

@@ -349,6 +349,10 @@ mod tests {
             let found = resolve_mask_token((None, None), &facts, rows).unwrap();
             assert_eq!(found, MaskToken { id, source }, "{name}");
         }
+        // a number in a name does not set it aside: ERNIE's places, for one
+        let added = vec![(90, "<|LOC_7|>".to_owned()), (95, "<unused3>".to_owned())];
+        let places = TokenizerFacts { len: 100, added, ..TokenizerFacts::default() };
+        assert_eq!(resolve(None, &places, 100).unwrap(), 95);
         // Llama 2 and the first Mistral: every row is a piece of text
         let full = TokenizerFacts { len: 32_000, eos: Some(2), ..TokenizerFacts::default() };
         let message = resolve(None, &full, 32_000).unwrap_err().to_string();

@@ -143,11 +143,11 @@ impl Weights {
         self.shard_of.keys().map(String::as_str)
     }
 
-    /// Notes that of tensor `name` so many bytes were read, and no more will be.
-    fn count(&self, name: &str, read: u64) -> Result<()> {
+    /// Notes that so many bytes of tensor `name` were read.
+    pub(super) fn count(&self, name: &str, read: u64) -> Result<()> {
         let whole = self.bytes_of(name)?;
         if let Some(progress) = self.progress().as_mut() {
-            progress.add(whole, read);
+            progress.add(name, whole, read);
         }
         Ok(())
     }
@@ -164,10 +164,7 @@ impl Weights {
     /// As [`TensorFile::part`].
     pub(crate) fn part(&self, name: &str, elements: std::ops::Range<i64>) -> Result<Tensor> {
         let part = self.shard(name)?.part(name, elements)?;
-        if let Some(progress) = self.progress().as_mut() {
-            let bytes = (part.numel() * part.kind().elt_size_in_bytes()) as u64;
-            progress.add(bytes, bytes);
-        }
+        self.count(name, (part.numel() * part.kind().elt_size_in_bytes()) as u64)?;
         Ok(part)
     }
 

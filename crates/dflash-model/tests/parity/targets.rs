@@ -316,7 +316,14 @@ fn side_by_side(target: &Target, ids: &Tensor, (prefill, last_th): (i64, &Tensor
     ];
     let out = target.forward_sequences(&both, &mut parts, &[]).hidden_td;
     let (begin, end) = (out.narrow(0, 0, 9), out.narrow(0, 9, block));
-    assert_close("first sequence", &begin, &last_th.narrow(0, 0, 9), TOLERANCE);
+    let first_th = match target.longest_in_pieces() {
+        // All of the tokens have other frequencies than their beginning has.
+        Some(longest) if longest < tokens as usize => {
+            target.forward_packed(&ids.narrow(0, 0, 9), &[0, 9], &[layers]).remove(0)
+        }
+        _ => last_th.narrow(0, 0, 9),
+    };
+    assert_close("first sequence", &begin, &first_th, TOLERANCE);
     assert_close("second sequence", &end, &last_th.narrow(0, prefill, block), TOLERANCE);
 }
 

@@ -96,7 +96,7 @@ impl Weights {
             part.f_copy_(&scaled.narrow(1, first_column, wanted[1]))?;
             row = end;
         }
-        Ok(())
+        self.count(&scales_name, self.bytes_of(&scales_name)?)
     }
 
     fn unscaled(&self, name: &str) -> Error {
