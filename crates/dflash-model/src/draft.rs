@@ -309,7 +309,7 @@ fn linear(x: &Tensor, weight: &Tensor) -> Tensor {
     x.matmul(&weight.tr())
 }
 
-/// `x W^T + b` for a weight stored as [out, in], with or without a bias [out].
+/// `x W^T + b` for a weight stored as [out, in], with or without a bias `[out]`.
 fn projection(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     match bias {
         Some(bias) => bias.addmm(x, &weight.tr()),
