@@ -183,9 +183,7 @@ impl SelfAttention {
     pub(crate) fn new(init: &Init, spec: AttentionSpec<'_>) -> Result<Self> {
         let (module, hidden) = (spec.module, spec.hidden);
         let (query, key) = (spec.heads.query_size(), spec.heads.key_size());
-        let apart = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
-        let fused = [("qkv_proj", query + 2 * key)];
-        let parts: &[(&str, i64)] = if spec.fused { &fused } else { &apart };
+        let [q, k, v] = if spec.fused { ["qkv_proj"; 3] } else { ["q_proj", "k_proj", "v_proj"] };
         let divided = |split| if spec.divided { split } else { Split::Whole };
         let share = |heads| if spec.divided { init.share(heads) } else { heads };
         let sinks = || init.matrix(&format!("{module}.sinks"), &[spec.heads.query]);
@@ -202,7 +200,7 @@ impl SelfAttention {
             qkv: init.linear(&LinearSpec {
                 module,
                 name: "qkv_proj",
-                parts,
+                parts: &[(q, query), (k, key), (v, key)],
                 input: hidden,
                 bias: spec.bias.0,
                 split: divided(Split::Outputs),

@@ -18,6 +18,7 @@ use crate::target::prefill::{PrefillOptions, fill_up, least, multiplies_in_bf16}
 use crate::target::weights::Weights;
 use crate::target::{
     Body, PackedPrompts, Stack, TargetConfig, document_positions, is_of_layers, layer_of,
+    of_documents,
 };
 use crate::{Error, Result};
 
@@ -156,7 +157,7 @@ impl Part {
         let (device, kind) = self.place;
         let starts = &prompts.document_starts;
         let positions = document_positions(starts, device);
-        let tables = self.body.tables(&positions, kind);
+        let tables = of_documents(self.body.tables(&positions, kind), starts);
         let mut attention = PackedAttention { document_starts: starts };
         let mut pass = Pass::new(&tables, &positions, &mut attention);
         let mut captured = Vec::new();

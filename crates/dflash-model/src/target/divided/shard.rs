@@ -1,6 +1,7 @@
 //! What a process has of divided projections, and the sum that makes its products those of all.
 
 use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -38,9 +39,20 @@ impl Shard {
         whole / self.of
     }
 
+    /// Which of `whole` are this process's.
+    pub(crate) fn own(&self, whole: i64) -> Range<i64> {
+        let own = self.share(whole);
+        self.start(own)..self.start(own) + own
+    }
+
     /// Where this process's share of so many begins.
     pub(crate) fn start(&self, own: i64) -> i64 {
         self.part * own
+    }
+
+    /// What all have of which this process's share is `own`.
+    pub(crate) fn whole(&self, own: i64) -> i64 {
+        self.of * own
     }
 
     /// Whether other processes have parts too.

@@ -72,7 +72,7 @@ impl Architecture for Phi3Config {
                     norms: HeadNorms::None,
                     bias: (false, false),
                     fused: true,
-                    divided: false,
+                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -108,6 +108,11 @@ impl Architecture for Phi3Config {
 
     fn reach(&self, _number: usize) -> Reach {
         self.reach
+    }
+
+    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+        let inner = ("intermediate_size", self.intermediate_size);
+        Some([self.heads.divided(), vec![inner]].concat())
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
