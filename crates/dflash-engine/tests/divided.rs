@@ -301,8 +301,8 @@ fn what_cannot_be_divided_is_refused_before_ranks_start() {
     };
     let layers = "--pipeline is 7, but the target has 6 layers";
     refused(&["--pipeline", "7"], layers);
-    let heads = "--tensor-parallel-size is 4, which does not divide num_key_value_heads, 2";
-    refused(&["--tensor-parallel-size", "4"], heads);
+    let heads = "--tensor-parallel-size is 8, which does not divide num_attention_heads, 4";
+    refused(&["--tensor-parallel-size", "8"], heads);
     refused(&["--pipeline", "0"], "--pipeline is 0, but it must be at least 1");
     let shared = "--device is cuda:0, but --pipeline and --tensor-parallel-size give each of 2";
     refused(&["--pipeline", "2", "--device", "cuda:0"], shared);

@@ -11,7 +11,7 @@ mod part;
 mod shard;
 
 pub use self::grid::Grid;
-pub(crate) use self::grid::spread;
+pub(crate) use self::grid::{Divisible, spread};
 pub use self::part::{Part, Passing, States};
 pub(crate) use self::shard::Shard;
 pub use self::shard::Sum;

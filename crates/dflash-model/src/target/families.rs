@@ -33,6 +33,7 @@ pub use self::qwen3_moe::Qwen3MoeConfig;
 pub use self::qwen3_next::HybridConfig;
 use super::blocks::feed_forward::mlp_elements;
 use super::config::{Outer, TargetConfig};
+use super::divided::Divisible;
 use super::layer::{Layer, Reach};
 use super::parameters::Init;
 use crate::fields::Fields;
@@ -93,9 +94,9 @@ pub(crate) trait Architecture: Debug {
     /// How far back layer `number` sees.
     fn reach(&self, number: usize) -> Reach;
 
-    /// What ranks divide among themselves, by its key of config.json; `None` where the layers do not
-    /// take [`Init::share`] and so every rank would compute all of them.
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    /// What ranks divide among themselves; `None` where the layers do not take [`Init::share`] and so
+    /// every rank would compute all of them.
+    fn divided(&self) -> Option<Vec<Divisible>> {
         None
     }
 
@@ -326,13 +327,13 @@ impl MixtureSizes {
     }
 
     /// What ranks divide among themselves: experts, and the widths of MLPs.
-    pub(crate) fn divided(self) -> Vec<(&'static str, i64)> {
+    pub(crate) fn divided(self) -> Vec<Divisible> {
         let sizes = [
-            ("the number of experts", self.experts),
-            ("the shared expert's width", self.shared),
-            ("intermediate_size", self.dense),
+            Divisible::new("the number of experts", self.experts),
+            Divisible::new("the shared expert's width", self.shared),
+            Divisible::new("intermediate_size", self.dense),
         ];
-        sizes.into_iter().filter(|(_, size)| *size > 0).collect()
+        sizes.into_iter().filter(|divisible| divisible.size > 0).collect()
     }
 
     /// Numbers that a token takes at the widest moment: inputs, inner numbers and outputs of its experts.

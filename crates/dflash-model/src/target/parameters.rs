@@ -41,6 +41,36 @@ pub(crate) enum Split {
     Inputs,
 }
 
+/// Outputs of a projection, and how ranks divide them where they do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outputs {
+    /// Each rank has as many of so many.
+    Even(i64),
+    /// Heads of keys or values, each of so many. Ranks that are more than the heads have one each.
+    KeyHeads { heads: i64, dim: i64 },
+}
+
+impl Outputs {
+    /// How many there are.
+    fn whole(self) -> i64 {
+        match self {
+            Self::Even(whole) => whole,
+            Self::KeyHeads { heads, dim } => heads * dim,
+        }
+    }
+
+    /// Those of a rank.
+    fn own(self, shard: &Shard) -> Range<i64> {
+        match self {
+            Self::Even(whole) => shard.own(whole),
+            Self::KeyHeads { heads, dim } => {
+                let Range { start, end } = shard.own_keys(heads);
+                start * dim..end * dim
+            }
+        }
+    }
+}
+
 /// One or several projections of the same input, fused.
 #[derive(Debug)]
 pub(crate) struct Linear {
@@ -71,9 +101,9 @@ pub(crate) struct LinearSpec<'a> {
     pub(crate) module: &'a str,
     /// Our name for the fused projection.
     pub(crate) name: &'a str,
-    /// The checkpoint's projections with their output sizes, in order. Under one name follow those that
+    /// The checkpoint's projections with their outputs, in order. Under one name follow those that
     /// it stores as one, of each of which a rank has its share.
-    pub(crate) parts: &'a [(&'a str, i64)],
+    pub(crate) parts: &'a [(&'a str, Outputs)],
     /// Input size.
     pub(crate) input: i64,
     /// Whether the projections have biases.
@@ -91,12 +121,14 @@ impl LinearSpec<'_> {
     }
 
     fn parts(&self, shard: &Shard) -> Vec<Part> {
-        let own = |whole| match self.split {
-            Split::Outputs => shard.own(whole),
-            Split::Whole | Split::Inputs => 0..whole,
+        let part = |&(name, outputs): &(&str, Outputs)| {
+            let (name, whole) = (self.path(name), outputs.whole());
+            let own = match self.split {
+                Split::Outputs => outputs.own(shard),
+                Split::Whole | Split::Inputs => 0..whole,
+            };
+            Part { name, whole, own }
         };
-        let part =
-            |&(name, whole): &(&str, i64)| Part { name: self.path(name), whole, own: own(whole) };
         self.parts.iter().map(part).collect()
     }
 }
@@ -321,6 +353,7 @@ fn parts_size(parts: &[Part]) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use super::Outputs::{Even, KeyHeads};
     use super::*;
     use crate::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
@@ -331,7 +364,7 @@ mod tests {
         LinearSpec {
             module: "m",
             name: "fused",
-            parts: &[("a", 3), ("b", 2)],
+            parts: &[("a", Even(3)), ("b", Even(2))],
             input: 4,
             bias,
             split: Split::Whole,
@@ -383,7 +416,7 @@ mod tests {
         let weights = Weights::open(dir.path()).unwrap();
         let of_rank = |shard| {
             let init = Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard };
-            let parts = &[("ab", 4), ("ab", 2), ("c", 2)];
+            let parts = &[("ab", Even(4)), ("ab", Even(2)), ("c", Even(2))];
             init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) }).unwrap()
         };
         let x = random(&[5, 4]);
@@ -403,14 +436,28 @@ mod tests {
             prefix: "",
             shard: Shard::new((0, 2), None),
         };
-        let parts = &[("ab", 2), ("ab", 2)];
+        let parts = &[("ab", Even(2)), ("ab", Even(2))];
         let short = init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) });
         let short = short.unwrap_err().to_string();
         assert!(short.contains("m.ab.weight has shape [6, 4], expected [4, 4]"), "{short}");
-        let parts = &[("ab", 6)];
+        let parts = &[("ab", Even(6))];
         let narrow = LinearSpec { parts, input: 2, split: Split::Inputs, ..spec(true) };
         let narrow = init.linear(&narrow).unwrap_err().to_string();
         assert!(narrow.contains("m.ab.weight has shape [6, 4], expected [6, 2]"), "{narrow}");
+    }
+
+    /// Of two heads for four ranks each rank has the one that its queries read.
+    #[test]
+    fn ranks_that_are_more_than_the_key_heads_have_one_each() {
+        let check = |outputs: Outputs, of: usize, expected: &[Range<i64>]| {
+            let own = (0..of).map(|part| outputs.own(&Shard::new((part, of), None)));
+            assert_eq!(own.collect::<Vec<_>>(), expected, "{outputs:?} of {of}");
+        };
+        check(Even(8), 4, &[0..2, 2..4, 4..6, 6..8]);
+        check(KeyHeads { heads: 4, dim: 3 }, 2, &[0..6, 6..12]);
+        check(KeyHeads { heads: 2, dim: 3 }, 2, &[0..3, 3..6]);
+        check(KeyHeads { heads: 2, dim: 3 }, 4, &[0..3, 0..3, 3..6, 3..6]);
+        check(KeyHeads { heads: 1, dim: 3 }, 3, &[0..3, 0..3, 0..3]);
     }
 
     #[test]

@@ -9,8 +9,9 @@ use crate::Result;
 use crate::fields::Fields;
 use crate::ops::{accumulate_kind, reciprocal_rms};
 use crate::target::TargetConfig;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Memory, Pass, Place, Projected, Reach, RmsNorm, Scores};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Numbers of heads and their width.
 #[allow(missing_docs, reason = "the names say it")]
@@ -23,8 +24,27 @@ pub(crate) struct Heads {
 
 impl Heads {
     /// What ranks divide among themselves.
-    pub(crate) fn divided(self) -> Vec<(&'static str, i64)> {
-        vec![("num_attention_heads", self.query), ("num_key_value_heads", self.key)]
+    pub(crate) fn divided(self) -> Vec<Divisible> {
+        vec![
+            Divisible::new("num_attention_heads", self.query),
+            Divisible { is_repeated: true, ..Divisible::new("num_key_value_heads", self.key) },
+        ]
+    }
+
+    /// Those of a rank: its share of the query heads, and the key heads that they read.
+    pub(crate) fn own(self, shard: &Shard) -> Self {
+        let keys = shard.own_keys(self.key);
+        Self { query: shard.share(self.query), key: keys.end - keys.start, dim: self.dim }
+    }
+
+    /// What a projection to keys or to values puts out.
+    pub(crate) fn keys(self) -> Outputs {
+        Outputs::KeyHeads { heads: self.key, dim: self.dim }
+    }
+
+    /// What a projection to queries puts out.
+    pub(crate) fn queries(self) -> Outputs {
+        Outputs::Even(self.query_size())
     }
 
     /// What config.json says, or `default`, which a family's class may have.
@@ -182,18 +202,13 @@ pub(crate) struct SelfAttention {
 impl SelfAttention {
     pub(crate) fn new(init: &Init, spec: AttentionSpec<'_>) -> Result<Self> {
         let (module, hidden) = (spec.module, spec.hidden);
-        let (query, key) = (spec.heads.query_size(), spec.heads.key_size());
+        let (query, key) = (spec.heads.queries(), spec.heads.keys());
         let [q, k, v] = if spec.fused { ["qkv_proj"; 3] } else { ["q_proj", "k_proj", "v_proj"] };
         let divided = |split| if spec.divided { split } else { Split::Whole };
-        let share = |heads| if spec.divided { init.share(heads) } else { heads };
         let sinks = || init.matrix(&format!("{module}.sinks"), &[spec.heads.query]);
         Ok(Self {
             layer: spec.layer,
-            heads: Heads {
-                query: share(spec.heads.query),
-                key: share(spec.heads.key),
-                dim: spec.heads.dim,
-            },
+            heads: if spec.divided { spec.heads.own(&init.shard) } else { spec.heads },
             reach: spec.reach,
             rotary: spec.rotary,
             norms: spec.norms,
@@ -208,8 +223,8 @@ impl SelfAttention {
             output: init.linear(&LinearSpec {
                 module,
                 name: "o_proj",
-                parts: &[("o_proj", hidden)],
-                input: query,
+                parts: &[("o_proj", Outputs::Even(hidden))],
+                input: spec.heads.query_size(),
                 bias: spec.bias.1,
                 split: divided(Split::Inputs),
             })?,

@@ -5,6 +5,34 @@ use std::ops::Range;
 use super::super::TargetConfig;
 use crate::{Error, Result};
 
+/// What ranks divide among themselves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Divisible {
+    /// Its key of config.json, or what it is called.
+    pub(crate) key: &'static str,
+    pub(crate) size: i64,
+    /// Whether ranks that are a multiple of the size have one each, some the same.
+    pub(crate) is_repeated: bool,
+}
+
+impl Divisible {
+    /// What each rank has as much of.
+    pub(crate) fn new(key: &'static str, size: i64) -> Self {
+        Self { key, size, is_repeated: false }
+    }
+
+    /// Whether so many ranks can divide it.
+    fn fits(self, ranks: usize) -> bool {
+        let ranks = ranks as i64;
+        self.size % ranks == 0 || self.is_repeated && ranks % self.size == 0
+    }
+
+    /// What a number of ranks that does not fit does not do.
+    fn relation(self) -> &'static str {
+        if self.is_repeated { "neither divides nor is a multiple of" } else { "does not divide" }
+    }
+}
+
 /// Into how many stages and parts a target is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
@@ -71,18 +99,20 @@ impl Grid {
         let architecture = config.architecture.clone();
         let divided = config.family.architecture().divided();
         let Some(sizes) = divided else { return Err(Error::NotDivided { architecture, ranks }) };
-        let fits = |ranks: usize| sizes.iter().all(|(_, size)| size % ranks as i64 == 0);
-        match sizes.iter().find(|(_, size)| size % ranks as i64 != 0) {
-            None => Ok(()),
-            Some(&(key, size)) => {
-                let most = sizes.iter().map(|(_, size)| *size).min().unwrap_or(1) as usize;
-                let possible = (1..=most).filter(|&ranks| fits(ranks));
-                let possible: Vec<String> = possible.map(|ranks| ranks.to_string()).collect();
-                let possible = possible.join(", ");
-                Err(Error::Indivisible { architecture, key, size, ranks, possible })
-            }
-        }
+        let Some(misfit) = sizes.iter().find(|size| !size.fits(ranks)) else { return Ok(()) };
+        let (Divisible { key, size, .. }, relation) = (*misfit, misfit.relation());
+        let possible = possible(&sizes);
+        Err(Error::Indivisible { architecture, relation, key, size, ranks, possible })
     }
+}
+
+/// The numbers of ranks that can divide all of `sizes`, for people.
+fn possible(sizes: &[Divisible]) -> String {
+    let once = sizes.iter().filter(|size| !size.is_repeated);
+    let most = once.map(|size| size.size).min().unwrap_or(1) as usize;
+    let fits = |ranks: &usize| sizes.iter().all(|size| size.fits(*ranks));
+    let possible: Vec<String> = (1..=most).filter(fits).map(|ranks| ranks.to_string()).collect();
+    possible.join(", ")
 }
 
 /// Consecutive items for each of so many stages, none without, so that the costliest stage costs the
@@ -152,8 +182,17 @@ mod tests {
         };
         check(4, 2, "");
         check(5, 1, "--pipeline is 5, but the target has 4 layers, and every stage needs one");
-        let heads = "--tensor-parallel-size is 4, which does not divide num_key_value_heads, 2, of \
-                     this Qwen3ForCausalLM; possible: 1, 2. --pipeline divides by layers";
-        check(1, 4, heads);
+        // Two key heads, of which four ranks have one each.
+        check(1, 4, "");
+        let heads = "--tensor-parallel-size is 8, which does not divide num_attention_heads, 4, of \
+                     this Qwen3ForCausalLM; possible: 1, 2, 4. --pipeline divides by layers";
+        check(1, 8, heads);
+        let config = config.clone().with_dense(|dense| {
+            (dense.num_attention_heads, dense.num_key_value_heads) = (24, 6);
+        });
+        let error = Grid { pipeline: 1, tensor: 4 }.check(&config).unwrap_err().to_string();
+        let keys = "--tensor-parallel-size is 4, which neither divides nor is a multiple of \
+                    num_key_value_heads, 6, of this Qwen3ForCausalLM; possible: 1, 2, 3, 6, 12, 24.";
+        assert!(error.starts_with(keys), "{error}");
     }
 }

@@ -45,6 +45,22 @@ impl Shard {
         self.start(own)..self.start(own) + own
     }
 
+    /// Which of so many key heads this process's query heads read: its share, or where the processes
+    /// are more than the heads, the one that it has in common with others.
+    pub(crate) fn own_keys(&self, heads: i64) -> Range<i64> {
+        if self.of <= heads {
+            return self.own(heads);
+        }
+        assert_eq!(self.of % heads, 0, "{heads} key heads for {} processes", self.of);
+        let head = self.part / self.holders(heads);
+        head..head + 1
+    }
+
+    /// How many processes have each of so many key heads.
+    pub(crate) fn holders(&self, heads: i64) -> i64 {
+        (self.of / heads).max(1)
+    }
+
     /// Where this process's share of so many begins.
     pub(crate) fn start(&self, own: i64) -> i64 {
         self.part * own

@@ -20,8 +20,9 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::latent::{Latent, LatentUp};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Memory, Pass, Place, Reach, RmsNorm, Scores};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Dimensions and choices. Field names are Hugging Face's where they have one.
 #[derive(Debug, Clone, PartialEq)]
@@ -175,8 +176,8 @@ impl Architecture for DeepseekV3Config {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        let heads = ("num_attention_heads", self.num_attention_heads);
+    fn divided(&self) -> Option<Vec<Divisible>> {
+        let heads = Divisible::new("num_attention_heads", self.num_attention_heads);
         Some([vec![heads], self.sizes.divided()].concat())
     }
 
@@ -317,15 +318,15 @@ impl LatentAttention {
     ) -> Result<Self> {
         let (hidden, heads) = (target.hidden_size, config.num_attention_heads);
         let (key, value) = (config.qk_nope_head_dim, config.v_head_dim);
-        let linear = |name, parts: &[(&str, i64)], input, bias, split| {
+        let linear = |name, parts: &[(&str, Outputs)], input, bias, split| {
             init.linear(&LinearSpec { module, name, parts, input, bias, split })
         };
         let norm = |name: &str, size: i64| -> Result<RmsNorm> {
             let weight = init.norm(&format!("{module}.{name}.weight"), size)?;
             Ok(RmsNorm { weight, eps: LATENT_EPS, kernels: Kernels::Fast })
         };
-        let (bias, query) = (config.attention_bias, heads * config.query_dim());
-        let kept = ("kv_a_proj_with_mqa", config.kept());
+        let (bias, query) = (config.attention_bias, Outputs::Even(heads * config.query_dim()));
+        let kept = ("kv_a_proj_with_mqa", Outputs::Even(config.kept()));
         let (queries, down) = match config.q_lora_rank {
             None => {
                 let direct = linear("q_proj", &[("q_proj", query)], hidden, false, Split::Outputs)?;
@@ -334,14 +335,14 @@ impl LatentAttention {
             Some(rank) => {
                 let norm = norm("q_a_layernorm", rank)?;
                 let up = linear("q_b_proj", &[("q_b_proj", query)], rank, false, Split::Outputs)?;
-                let parts = [("q_a_proj", rank), kept];
+                let parts = [("q_a_proj", Outputs::Even(rank)), kept];
                 let down = linear("q_kv_a_proj", &parts, hidden, bias, Split::Whole)?;
                 (Queries::Latent { norm, up }, down)
             }
         };
-        let up = [("kv_b_proj", heads * (key + value))];
+        let up = [("kv_b_proj", Outputs::Even(heads * (key + value)))];
         let up = linear("kv_b_proj", &up, config.kv_lora_rank, false, Split::Outputs)?;
-        let output = [("o_proj", hidden)];
+        let output = [("o_proj", Outputs::Even(hidden))];
         Ok(Self {
             layer,
             queries,

@@ -17,6 +17,7 @@ use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
 use crate::target::config::Outer;
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
 use crate::target::parameters::Init;
 
@@ -220,8 +221,8 @@ impl Architecture for Gemma3Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        let inner = ("intermediate_size", self.intermediate_size);
+    fn divided(&self) -> Option<Vec<Divisible>> {
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
         Some([self.heads.divided(), vec![inner]].concat())
     }
 

@@ -21,10 +21,11 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling};
 use crate::target::config::Outer;
+use crate::target::divided::Divisible;
 use crate::target::layer::{
     Layer, Memory, Pass, Place, Projected, Reach, RmsNorm, Scores as Scored,
 };
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Its dimensions and choices.
 #[derive(Debug, Clone, PartialEq)]
@@ -292,9 +293,9 @@ impl Architecture for Gemma4Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Option<Vec<Divisible>> {
         let heads = self.heads.iter().flat_map(|heads| heads.divided());
-        let inner = ("intermediate_size", self.intermediate_size);
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
         let experts = self.experts.map(MixtureSizes::divided).unwrap_or_default();
         Some(heads.chain([inner]).chain(experts).collect())
     }
@@ -397,17 +398,16 @@ impl Gemma4Attention {
         let module = &init.path(&format!("layers.{number}.self_attn"));
         let (hidden, heads, bias) =
             (target.hidden_size, config.heads[number], config.attention_bias);
-        let linear = |name: &str, input, output, split| {
+        let linear = |name: &str, input, output: Outputs, split| {
             init.linear(&LinearSpec { module, name, parts: &[(name, output)], input, bias, split })
         };
         let norm =
             |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), heads.dim, target);
-        let key_size = heads.key_size();
         let k_eq_v = config.attention_k_eq_v && config.is_full(number);
         let own = || -> Result<KeyValue> {
-            let value = || linear("v_proj", hidden, key_size, Split::Outputs);
+            let value = || linear("v_proj", hidden, heads.keys(), Split::Outputs);
             Ok(KeyValue {
-                k_proj: linear("k_proj", hidden, key_size, Split::Outputs)?,
+                k_proj: linear("k_proj", hidden, heads.keys(), Split::Outputs)?,
                 k_norm: norm("k_norm")?,
                 v_proj: (!k_eq_v).then(value).transpose()?,
             })
@@ -415,18 +415,14 @@ impl Gemma4Attention {
         Ok(Self {
             number,
             source: config.source(number),
-            heads: Heads {
-                query: init.share(heads.query),
-                key: init.share(heads.key),
-                dim: heads.dim,
-            },
+            heads: heads.own(&init.shard),
             reach: config.reaches[number],
             tables: usize::from(!config.is_full(number)),
             eps: target.rms_norm_eps,
-            q_proj: linear("q_proj", hidden, heads.query_size(), Split::Outputs)?,
+            q_proj: linear("q_proj", hidden, heads.queries(), Split::Outputs)?,
             q_norm: norm("q_norm")?,
             own: (number < config.first_shared).then(own).transpose()?,
-            o_proj: linear("o_proj", heads.query_size(), hidden, Split::Inputs)?,
+            o_proj: linear("o_proj", heads.query_size(), Outputs::Even(hidden), Split::Inputs)?,
             kernels: Kernels::Fast,
         })
     }

@@ -17,6 +17,7 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -174,7 +175,7 @@ impl Architecture for Glm4MoeConfig {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Option<Vec<Divisible>> {
         Some([self.heads.divided(), self.sizes.divided()].concat())
     }
 

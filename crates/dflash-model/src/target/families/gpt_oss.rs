@@ -15,6 +15,7 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{FeedForward, Mixture, activation};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, Yarn, rope_parameters, yarn_mscale};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -169,7 +170,7 @@ impl Architecture for GptOssConfig {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Option<Vec<Divisible>> {
         // Every rank computes all of attention, which is a small part.
         Some(self.sizes.divided())
     }

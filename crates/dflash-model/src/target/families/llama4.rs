@@ -19,6 +19,7 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -221,7 +222,7 @@ impl Architecture for Llama4Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Option<Vec<Divisible>> {
         Some([self.heads.divided(), self.sizes.divided()].concat())
     }
 

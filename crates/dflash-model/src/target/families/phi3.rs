@@ -13,6 +13,7 @@ use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{FeedForward, Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -110,8 +111,8 @@ impl Architecture for Phi3Config {
         self.reach
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        let inner = ("intermediate_size", self.intermediate_size);
+    fn divided(&self) -> Option<Vec<Divisible>> {
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
         Some([self.heads.divided(), vec![inner]].concat())
     }
 

@@ -15,6 +15,7 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{FeedForward, Mixture, Mlp, MlpSpec, activation};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -166,7 +167,7 @@ impl Architecture for Qwen3MoeConfig {
         self.reach
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Option<Vec<Divisible>> {
         Some([self.heads.divided(), self.sizes.divided()].concat())
     }
 

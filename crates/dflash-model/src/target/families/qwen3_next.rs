@@ -24,8 +24,9 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::gated_attention::GatedAttention;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::Divisible;
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Dimensions and choices of Qwen3-Next's and Qwen3.5's layers.
 #[derive(Debug, Clone, PartialEq)]
@@ -209,7 +210,7 @@ impl Architecture for HybridConfig {
         }
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Option<Vec<Divisible>> {
         Some([self.heads.divided(), self.sizes.divided()].concat())
     }
 
@@ -368,21 +369,29 @@ impl GatedDeltaNet {
     ) -> Result<Self> {
         let (heads, hidden) = (config.delta, target.hidden_size);
         let (channels, values) = (heads.channels(), heads.values * heads.value_dim);
-        let linear = |name, parts: &[(&str, i64)], input| {
+        let linear = |name, parts: &[(&str, Outputs)], input| {
             let split = Split::Whole;
             init.linear(&LinearSpec { module, name, parts, input, bias: false, split })
         };
         let inputs = match config.delta_inputs {
             DeltaInputs::ByKeyHead => InputProjections::ByKeyHead {
-                qkvz: linear("in_proj_qkvz", &[("in_proj_qkvz", channels + values)], hidden)?,
-                ba: linear("in_proj_ba", &[("in_proj_ba", 2 * heads.values)], hidden)?,
+                qkvz: linear(
+                    "in_proj_qkvz",
+                    &[("in_proj_qkvz", Outputs::Even(channels + values))],
+                    hidden,
+                )?,
+                ba: linear(
+                    "in_proj_ba",
+                    &[("in_proj_ba", Outputs::Even(2 * heads.values))],
+                    hidden,
+                )?,
             },
             DeltaInputs::Apart => {
                 let parts = [
-                    ("in_proj_qkv", channels),
-                    ("in_proj_b", heads.values),
-                    ("in_proj_a", heads.values),
-                    ("in_proj_z", values),
+                    ("in_proj_qkv", Outputs::Even(channels)),
+                    ("in_proj_b", Outputs::Even(heads.values)),
+                    ("in_proj_a", Outputs::Even(heads.values)),
+                    ("in_proj_z", Outputs::Even(values)),
                 ];
                 InputProjections::Apart(linear("in_proj", &parts, hidden)?)
             }
@@ -398,7 +407,7 @@ impl GatedDeltaNet {
             rule: DeltaRule::new(heads, rule),
             norm_v: init.norm(&format!("{module}.norm.weight"), heads.value_dim)?,
             eps: target.rms_norm_eps,
-            output: linear("out_proj", &[("out_proj", hidden)], values)?,
+            output: linear("out_proj", &[("out_proj", Outputs::Even(hidden))], values)?,
         })
     }
 
