@@ -206,6 +206,7 @@ impl SelfAttention {
         let [q, k, v] = if spec.fused { ["qkv_proj"; 3] } else { ["q_proj", "k_proj", "v_proj"] };
         let divided = |split| if spec.divided { split } else { Split::Whole };
         let sinks = || init.matrix(&format!("{module}.sinks"), &[spec.heads.query]);
+        let own = |sinks: Tensor| init.shard.own_rows(&sinks, &[spec.heads.query]).unsqueeze(1);
         Ok(Self {
             layer: spec.layer,
             heads: if spec.divided { spec.heads.own(&init.shard) } else { spec.heads },
@@ -230,7 +231,7 @@ impl SelfAttention {
             })?,
             scale: spec.scale,
             softcap: spec.softcap,
-            sinks_n1: spec.sinks.then(sinks).transpose()?.map(|sinks| sinks.unsqueeze(1)),
+            sinks_n1: spec.sinks.then(sinks).transpose()?.map(own),
             temperature: spec.temperature,
             kernels: Kernels::Fast,
         })

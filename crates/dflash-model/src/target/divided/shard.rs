@@ -61,6 +61,21 @@ impl Shard {
         (self.of / heads).max(1)
     }
 
+    /// This process's rows of `x`, which are its share of each of so many that lie end to end there.
+    pub(crate) fn own_rows(&self, x: &Tensor, parts: &[i64]) -> Tensor {
+        if !self.is_divided() {
+            return x.shallow_clone();
+        }
+        let mut begin = 0;
+        let own = parts.iter().map(|&whole| {
+            let Range { start, end } = self.own(whole);
+            let rows = x.narrow(0, begin + start, end - start);
+            begin += whole;
+            rows
+        });
+        Tensor::cat(&own.collect::<Vec<_>>(), 0)
+    }
+
     /// Where this process's share of so many begins.
     pub(crate) fn start(&self, own: i64) -> i64 {
         self.part * own

@@ -66,7 +66,7 @@ impl GptOssConfig {
                 chosen: chosen_count(text, &chosen, experts)?,
                 inner,
                 shared: 0,
-                dense: inner,
+                dense: 0,
             },
             swiglu_limit: text.number("swiglu_limit")?.unwrap_or(LIMIT),
         })
@@ -138,7 +138,7 @@ impl Architecture for GptOssConfig {
                     norms: HeadNorms::None,
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: false,
+                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: true,
@@ -171,8 +171,7 @@ impl Architecture for GptOssConfig {
     }
 
     fn divided(&self) -> Option<Vec<Divisible>> {
-        // Every rank computes all of attention, which is a small part.
-        Some(self.sizes.divided())
+        Some([self.heads.divided(), self.sizes.divided()].concat())
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
