@@ -52,7 +52,7 @@ pub(crate) enum Outputs {
 
 impl Outputs {
     /// How many there are.
-    fn whole(self) -> i64 {
+    pub(crate) fn whole(self) -> i64 {
         match self {
             Self::Even(whole) => whole,
             Self::KeyHeads { heads, dim } => heads * dim,
@@ -60,7 +60,7 @@ impl Outputs {
     }
 
     /// Those of a rank.
-    fn own(self, shard: &Shard) -> Range<i64> {
+    pub(crate) fn own(self, shard: &Shard) -> Range<i64> {
         match self {
             Self::Even(whole) => shard.own(whole),
             Self::KeyHeads { heads, dim } => {

@@ -2,6 +2,8 @@
 //!
 //! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
 
+use std::ops::Range;
+
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
@@ -102,10 +104,7 @@ pub(crate) enum HeadNorms {
         key: RmsNorm,
     },
     /// Of all heads of a token together, before the rotation.
-    Together {
-        query: RmsNorm,
-        key: RmsNorm,
-    },
+    Together(TogetherNorms),
     /// Of each head without a weight, after the rotation.
     Plain {
         eps: f64,
@@ -126,16 +125,58 @@ impl HeadNorms {
         heads: Heads,
         config: &TargetConfig,
     ) -> Result<Self> {
-        let norm =
-            |name: &str, size| init.rms_norm(&format!("{module}.{name}.weight"), size, config);
-        let (query, key) = (norm("q_norm", heads.query_size())?, norm("k_norm", heads.key_size())?);
-        Ok(Self::Together { query, key })
+        let norm = |name: &str, outputs: Outputs| -> Result<RmsNorm> {
+            let path = format!("{module}.{name}.weight");
+            let norm = init.rms_norm(&path, outputs.whole(), config)?;
+            let Range { start, end } = outputs.own(&init.shard);
+            Ok(RmsNorm { weight: norm.weight.narrow(0, start, end - start), ..norm })
+        };
+        Ok(Self::Together(TogetherNorms {
+            query: norm("q_norm", heads.queries())?,
+            key: norm("k_norm", heads.keys())?,
+            heads,
+            shard: init.shard.clone(),
+        }))
     }
 
     fn set_kernels(&mut self, with: Kernels) {
-        if let Self::Each { query, key } | Self::Together { query, key } = self {
+        if let Self::Each { query, key } | Self::Together(TogetherNorms { query, key, .. }) = self {
             (query.kernels, key.kernels) = (with, with);
         }
+    }
+}
+
+/// Norms over all query heads of a token and over all its key heads, of which a rank may have some.
+#[derive(Debug)]
+pub(crate) struct TogetherNorms {
+    /// Of the rank's own heads.
+    query: RmsNorm,
+    key: RmsNorm,
+    /// Those of all ranks.
+    heads: Heads,
+    shard: Shard,
+}
+
+impl TogetherNorms {
+    /// Queries [T, N*D] and keys [T, M*D], normed.
+    fn apply(&self, q: &Tensor, k: &Tensor) -> (Tensor, Tensor) {
+        if !self.shard.is_divided() {
+            return (self.query.of(q), self.key.of(k));
+        }
+        let squares = |x: &Tensor| {
+            let kind = accumulate_kind(x);
+            x.to_kind(kind).square().sum_dim_intlist([-1i64].as_slice(), true, kind)
+        };
+        // A key head that several ranks have counts once.
+        let holders = self.shard.holders(self.heads.key) as f64;
+        let sums_t2 = self.shard.summed(Tensor::cat(&[squares(q), squares(k) / holders], 1));
+        let normed = |x: &Tensor, norm: &RmsNorm, (column, size): (i64, i64)| {
+            let scale_t1 = (sums_t2.narrow(1, column, 1) / size as f64 + norm.eps).rsqrt();
+            let normed = (x.to_kind(accumulate_kind(x)) * scale_t1).to_kind(x.kind());
+            (normed * &norm.weight).to_kind(x.kind())
+        };
+        let sizes = (self.heads.query_size(), self.heads.key_size());
+        (normed(q, &self.query, (0, sizes.0)), normed(k, &self.key, (1, sizes.1)))
     }
 }
 
@@ -173,8 +214,6 @@ pub(crate) struct AttentionSpec<'a> {
     pub(crate) bias: (bool, bool),
     /// Whether the checkpoint has one `qkv_proj` instead of three projections.
     pub(crate) fused: bool,
-    /// Whether ranks divide the heads.
-    pub(crate) divided: bool,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
     /// Whether there are `sinks`.
@@ -204,12 +243,11 @@ impl SelfAttention {
         let (module, hidden) = (spec.module, spec.hidden);
         let (query, key) = (spec.heads.queries(), spec.heads.keys());
         let [q, k, v] = if spec.fused { ["qkv_proj"; 3] } else { ["q_proj", "k_proj", "v_proj"] };
-        let divided = |split| if spec.divided { split } else { Split::Whole };
         let sinks = || init.matrix(&format!("{module}.sinks"), &[spec.heads.query]);
         let own = |sinks: Tensor| init.shard.own_rows(&sinks, &[spec.heads.query]).unsqueeze(1);
         Ok(Self {
             layer: spec.layer,
-            heads: if spec.divided { spec.heads.own(&init.shard) } else { spec.heads },
+            heads: spec.heads.own(&init.shard),
             reach: spec.reach,
             rotary: spec.rotary,
             norms: spec.norms,
@@ -219,7 +257,7 @@ impl SelfAttention {
                 parts: &[(q, query), (k, key), (v, key)],
                 input: hidden,
                 bias: spec.bias.0,
-                split: divided(Split::Outputs),
+                split: Split::Outputs,
             })?,
             output: init.linear(&LinearSpec {
                 module,
@@ -227,7 +265,7 @@ impl SelfAttention {
                 parts: &[("o_proj", Outputs::Even(hidden))],
                 input: spec.heads.query_size(),
                 bias: spec.bias.1,
-                split: divided(Split::Inputs),
+                split: Split::Inputs,
             })?,
             scale: spec.scale,
             softcap: spec.softcap,
@@ -274,8 +312,8 @@ impl SelfAttention {
         let qkv_to = self.qkv.apply(x_th);
         let part = |start: i64, heads: i64| qkv_to.narrow(1, start * dim, heads * dim);
         let (mut q, mut k) = (part(0, query), part(query, key));
-        if let HeadNorms::Together { query, key } = &self.norms {
-            (q, k) = (query.of(&q), key.of(&k));
+        if let HeadNorms::Together(norms) = &self.norms {
+            (q, k) = norms.apply(&q, &k);
         }
         let heads = |x: &Tensor, count: i64| x.view([-1, count, dim]);
         let (mut q_tnd, mut k_tmd) = (heads(&q, query), heads(&k, key));

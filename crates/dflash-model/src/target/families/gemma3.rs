@@ -181,7 +181,6 @@ impl Architecture for Gemma3Config {
                     },
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: Some(self.query_pre_attn_scalar.powf(-0.5)),
                     softcap: self.attn_logit_softcapping,
                     sinks: false,

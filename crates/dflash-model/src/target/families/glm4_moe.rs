@@ -141,7 +141,6 @@ impl Architecture for Glm4MoeConfig {
                     },
                     bias: (self.attention_bias, false),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,

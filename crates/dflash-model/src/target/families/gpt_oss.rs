@@ -138,7 +138,6 @@ impl Architecture for GptOssConfig {
                     norms: HeadNorms::None,
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: true,

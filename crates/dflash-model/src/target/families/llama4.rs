@@ -188,7 +188,6 @@ impl Architecture for Llama4Config {
                     },
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,

@@ -56,7 +56,7 @@ impl MiniMaxM2Config {
                 chosen: chosen_count(text, &["num_experts_per_tok"], experts)?,
                 inner,
                 shared: 0,
-                dense: inner,
+                dense: 0,
             },
             gated: activation(text, "hidden_act", "silu")?,
         })
@@ -127,8 +127,6 @@ impl Architecture for MiniMaxM2Config {
                     norms: HeadNorms::together(init, &attention, self.heads, config)?,
                     bias: (false, false),
                     fused: false,
-                    // The norms are over the heads of all ranks.
-                    divided: false,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -161,8 +159,7 @@ impl Architecture for MiniMaxM2Config {
     }
 
     fn divided(&self) -> Option<Vec<Divisible>> {
-        // Every rank computes all of attention, which is a small part.
-        Some(self.sizes.divided())
+        Some([self.heads.divided(), self.sizes.divided()].concat())
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -73,7 +73,6 @@ impl Architecture for Phi3Config {
                     norms: HeadNorms::None,
                     bias: (false, false),
                     fused: true,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,

@@ -133,7 +133,6 @@ impl Architecture for Qwen3MoeConfig {
                     norms: HeadNorms::each(init, &attention, self.heads.dim, config)?,
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,
