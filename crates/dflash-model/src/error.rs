@@ -84,10 +84,6 @@ pub enum Error {
     )]
     MoreStagesThanLayers { stages: usize, layers: usize },
     #[error(
-        "--tensor-parallel-size is {ranks}, but the layers of {architecture} are not divided by heads; --pipeline divides by layers"
-    )]
-    NotDivided { architecture: String, ranks: usize },
-    #[error(
         "--tensor-parallel-size is {ranks}, which {relation} {key}, {size}, of this {architecture}; possible: {possible}. --pipeline divides by layers"
     )]
     Indivisible {

@@ -13,6 +13,18 @@ use dflash_settings::Dtype;
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor};
 
+/// The vectors that two and four ranks do not both divide, by their heads of delta layers (1 or 2) or their
+/// experts (6). All others have four query heads, and one key head, two or four.
+const FEWER: [(&str, &[usize]); 7] = [
+    ("qwen3_moe", &[2]),
+    ("gemma4_moe", &[2]),
+    ("qwen3_5", &[2]),
+    ("qwen3_5_moe", &[2]),
+    ("qwen3_5_nested", &[2]),
+    ("qwen3_next", &[2]),
+    ("qwen3_next_dense_layer", &[]),
+];
+
 /// How long a rank waits for the others, one of which may have panicked.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -138,8 +150,8 @@ fn parts_of_every_family_give_the_states_of_the_whole() {
     let _alone = alone();
     tch::set_num_threads(1);
     let prompts = documents(&[40, 9, 1]);
-    let mut most = Vec::new();
-    for Entry { name, path, .. } in
+    let mut fewer = Vec::new();
+    for Entry { name, path, own } in
         vectors().filter(|entry| TargetConfig::load(&entry.path).is_ok())
     {
         let numbers = numbers(&path, 2..9);
@@ -148,9 +160,13 @@ fn parts_of_every_family_give_the_states_of_the_whole() {
                 assert_same(&name, &path, Grid { pipeline, tensor }, &prompts);
             }
         }
-        most.push((name, numbers));
+        if own && numbers != [2, 4] {
+            fewer.push((name, numbers));
+        }
     }
-    assert!(most.iter().any(|(name, numbers)| name == "phi3" && numbers == &[2]), "{most:?}");
+    let fewer: Vec<(&str, &[usize])> =
+        fewer.iter().map(|(name, numbers)| (name.as_str(), numbers.as_slice())).collect();
+    assert_eq!(fewer, FEWER);
 }
 
 /// A long document has other frequencies in some targets.

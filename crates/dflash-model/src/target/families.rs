@@ -94,11 +94,8 @@ pub(crate) trait Architecture: Debug {
     /// How far back layer `number` sees.
     fn reach(&self, number: usize) -> Reach;
 
-    /// What ranks divide among themselves; `None` where the layers do not take [`Init::share`] and so
-    /// every rank would compute all of them.
-    fn divided(&self) -> Option<Vec<Divisible>> {
-        None
-    }
+    /// What ranks divide among themselves.
+    fn divided(&self) -> Vec<Divisible>;
 
     /// Numbers that a token takes at a layer's widest moment.
     fn widest(&self, config: &TargetConfig) -> f64;

@@ -85,8 +85,8 @@ impl Grid {
     /// Refuses a target that cannot be divided so.
     ///
     /// # Errors
-    /// More stages than layers; heads or widths that `tensor` does not divide; a family whose layers
-    /// are not divided. Each names what is possible.
+    /// More stages than layers; heads, widths or numbers of experts that `tensor` ranks cannot divide.
+    /// Each names what is possible.
     pub fn check(self, config: &TargetConfig) -> Result<()> {
         let layers = config.num_hidden_layers;
         if self.pipeline > layers {
@@ -97,8 +97,7 @@ impl Grid {
         }
         let ranks = self.tensor;
         let architecture = config.architecture.clone();
-        let divided = config.family.architecture().divided();
-        let Some(sizes) = divided else { return Err(Error::NotDivided { architecture, ranks }) };
+        let sizes = config.family.architecture().divided();
         let Some(misfit) = sizes.iter().find(|size| !size.fits(ranks)) else { return Ok(()) };
         let (Divisible { key, size, .. }, relation) = (*misfit, misfit.relation());
         let possible = possible(&sizes);

@@ -176,9 +176,9 @@ impl Architecture for DeepseekV3Config {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
+    fn divided(&self) -> Vec<Divisible> {
         let heads = Divisible::new("num_attention_heads", self.num_attention_heads);
-        Some([vec![heads], self.sizes.divided()].concat())
+        [vec![heads], self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

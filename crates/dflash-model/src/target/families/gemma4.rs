@@ -293,11 +293,11 @@ impl Architecture for Gemma4Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
+    fn divided(&self) -> Vec<Divisible> {
         let heads = self.heads.iter().flat_map(|heads| heads.divided());
         let inner = Divisible::new("intermediate_size", self.intermediate_size);
         let experts = self.experts.map(MixtureSizes::divided).unwrap_or_default();
-        Some(heads.chain([inner]).chain(experts).collect())
+        heads.chain([inner]).chain(experts).collect()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

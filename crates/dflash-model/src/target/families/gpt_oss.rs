@@ -169,8 +169,8 @@ impl Architecture for GptOssConfig {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

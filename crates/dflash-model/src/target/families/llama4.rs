@@ -221,8 +221,8 @@ impl Architecture for Llama4Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -158,8 +158,8 @@ impl Architecture for MiniMaxM2Config {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

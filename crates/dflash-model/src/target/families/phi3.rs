@@ -110,9 +110,9 @@ impl Architecture for Phi3Config {
         self.reach
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
+    fn divided(&self) -> Vec<Divisible> {
         let inner = Divisible::new("intermediate_size", self.intermediate_size);
-        Some([self.heads.divided(), vec![inner]].concat())
+        [self.heads.divided(), vec![inner]].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

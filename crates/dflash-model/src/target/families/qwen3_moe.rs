@@ -166,8 +166,8 @@ impl Architecture for Qwen3MoeConfig {
         self.reach
     }
 
-    fn divided(&self) -> Option<Vec<Divisible>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
