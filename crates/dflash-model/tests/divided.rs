@@ -3,12 +3,14 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use dflash_golden::{Entry, entries};
+use dflash_model::checkpoint::TensorFile;
 use dflash_model::target::divided::{Grid, Part, Passing, States, Sum};
-use dflash_model::target::{PackedPrompts, Prefill, PrefillOptions, TargetConfig};
+use dflash_model::target::{PackedPrompts, Prefill, PrefillOptions, TargetConfig, on_loading};
 use dflash_settings::Dtype;
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor};
@@ -167,6 +169,44 @@ fn parts_of_every_family_give_the_states_of_the_whole() {
     let fewer: Vec<(&str, &[usize])> =
         fewer.iter().map(|(name, numbers)| (name.as_str(), numbers.as_slice())).collect();
     assert_eq!(fewer, FEWER);
+}
+
+/// Bytes that the last load has read.
+static READ: AtomicU64 = AtomicU64::new(0);
+
+/// By what loads read: every element that a rank is said to hold, and beside these no more than norms,
+/// biases and convolutions, which are not counted.
+#[test]
+fn a_rank_holds_what_is_said() {
+    let _alone = alone();
+    on_loading(|loading| READ.store(loading.read, Ordering::Relaxed));
+    for Entry { name, path, .. } in vectors() {
+        let Ok(config) = TargetConfig::load(&path) else { continue };
+        let file = TensorFile::open(&path.join("model.safetensors")).unwrap();
+        let names = file.names();
+        if names.iter().any(|name| name.ends_with("_scales") || name.ends_with("_inv")) {
+            // What is read is not what is held.
+            continue;
+        }
+        let small =
+            names.iter().map(|name| (name, file.shape(name).unwrap())).filter(|(name, shape)| {
+                shape.len() == 1 || shape.contains(&1) || name.ends_with("bias")
+            });
+        let small: i64 = small.map(|(_, shape)| shape.iter().product::<i64>()).sum();
+        for tensor in [1].into_iter().chain(numbers(&path, 2..9)) {
+            for pipeline in [1, 2] {
+                let grid = Grid { pipeline, tensor };
+                for (stage, said) in grid.elements(&config).unwrap().into_iter().enumerate() {
+                    let rank = grid.rank(stage, tensor - 1);
+                    let _ = Part::load(&path, &OPTIONS, (grid, rank), None).unwrap();
+                    let read = READ.load(Ordering::Relaxed) as f64 / 4.0;
+                    let over = read - said;
+                    let place = format!("{name}, {grid:?}, stage {stage}: {read} of {said}");
+                    assert!((0.0..=small as f64).contains(&over), "{place}");
+                }
+            }
+        }
+    }
 }
 
 /// A long document has other frequencies in some targets.

@@ -178,11 +178,6 @@ impl Weights {
         self.shard(name)?.bytes_of(name)
     }
 
-    /// Names of all tensors, in no order.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.shard_of.keys().map(String::as_str)
-    }
-
     /// Notes that so many bytes of tensor `name` were read.
     pub(super) fn count(&self, name: &str, read: u64) -> Result<()> {
         let whole = self.bytes_of(name)?;

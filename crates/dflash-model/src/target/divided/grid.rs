@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::super::TargetConfig;
+use super::Shard;
 use crate::{Error, Result};
 
 /// What ranks divide among themselves.
@@ -63,23 +64,39 @@ impl Grid {
         stage * self.tensor + part
     }
 
-    /// Numbers that a process of each stage holds of a target: its part of matrices, and on the first
-    /// stage the embedding, whole.
+    /// The layers of each stage, counted from 0, so that the process that holds most holds least.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn stages(self, config: &TargetConfig) -> Result<Vec<Range<usize>>> {
+        let costs: Vec<u64> = self.costs(config)?.into_iter().map(|cost| cost as u64).collect();
+        Ok(spread(&costs, self.pipeline))
+    }
+
+    /// Numbers that a process of each stage holds of a target: its part of matrices (of key heads that
+    /// are fewer than the ranks one, of routers and of what makes latents all), and on the first stage
+    /// the embedding and what else is made of the tokens for all layers, whole.
     ///
     /// # Errors
     /// As [`Self::check`].
     pub fn elements(self, config: &TargetConfig) -> Result<Vec<f64>> {
+        let costs = self.costs(config)?;
+        let stages = self.stages(config)?;
+        Ok(stages.into_iter().map(|stage| costs[stage].iter().sum()).collect())
+    }
+
+    /// Numbers that a process of its stage holds for each layer.
+    fn costs(self, config: &TargetConfig) -> Result<Vec<f64>> {
         self.check(config)?;
         let architecture = config.family.architecture();
+        let shard = Shard::new((0, self.tensor), None);
         let embedding = (config.vocab_size * config.hidden_size) as f64;
+        let outer = embedding + architecture.prepared_elements(config);
         let of_layer = |layer: usize| {
-            let own = architecture.stored_elements(config, layer) / self.tensor as f64;
-            if layer == 0 { own + embedding } else { own }
+            let own = architecture.stored_elements(config, layer, &shard);
+            if layer == 0 { own + outer } else { own }
         };
-        let costs: Vec<f64> = (0..config.num_hidden_layers).map(of_layer).collect();
-        let whole: Vec<u64> = costs.iter().map(|&cost| cost as u64).collect();
-        let stages = spread(&whole, self.pipeline);
-        Ok(stages.into_iter().map(|stage| costs[stage].iter().sum()).collect())
+        Ok((0..config.num_hidden_layers).map(of_layer).collect())
     }
 
     /// Refuses a target that cannot be divided so.
@@ -116,7 +133,7 @@ fn possible(sizes: &[Divisible]) -> String {
 
 /// Consecutive items for each of so many stages, none without, so that the costliest stage costs the
 /// least.
-pub(crate) fn spread(costs: &[u64], stages: usize) -> Vec<Range<usize>> {
+fn spread(costs: &[u64], stages: usize) -> Vec<Range<usize>> {
     assert!((1..=costs.len()).contains(&stages), "{stages} stages of {} layers", costs.len());
     let sum = |range: Range<usize>| costs[range].iter().sum::<u64>();
     // best[s][n]: the costliest of s + 1 stages of the first n items, and where the last one begins.
@@ -169,6 +186,9 @@ mod tests {
         assert_eq!(of(1, 1), [4.0 * layer + embedding]);
         assert_eq!(of(2, 1), [2.0 * layer + embedding, 2.0 * layer]);
         assert_eq!(of(4, 2), [layer / 2.0 + embedding, layer / 2.0, layer / 2.0, layer / 2.0]);
+        // A quarter of all but keys and values, of which each rank has one of two heads, 16 wide.
+        let quarter = (layer - 4.0 * 64.0 * 16.0) / 4.0 + 2.0 * 64.0 * 16.0;
+        assert_eq!(of(1, 4), [4.0 * quarter + embedding]);
     }
 
     #[test]

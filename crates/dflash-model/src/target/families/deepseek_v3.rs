@@ -20,7 +20,7 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::latent::{Latent, LatentUp};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
-use crate::target::divided::Divisible;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Place, Reach, RmsNorm, Scores};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
@@ -117,9 +117,11 @@ impl DeepseekV3Config {
         layer >= self.first_k_dense_replace
     }
 
-    fn attention_elements(&self, hidden: i64) -> f64 {
-        let (heads, query) =
-            (self.num_attention_heads, self.num_attention_heads * self.query_dim());
+    /// Elements of the matrices that a rank with `shard` has of attention: of those that make latents
+    /// all.
+    fn attention_elements(&self, hidden: i64, shard: &Shard) -> f64 {
+        let heads = shard.share(self.num_attention_heads);
+        let query = heads * self.query_dim();
         let queries = self.q_lora_rank.map_or(hidden * query, |rank| rank * (hidden + query));
         let up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim);
         (queries + hidden * self.kept() + up + heads * self.v_head_dim * hidden) as f64
@@ -160,12 +162,14 @@ impl Architecture for DeepseekV3Config {
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
-        self.attention_elements(hidden) + self.sizes.met(hidden, self.is_sparse(number))
+        self.attention_elements(hidden, &Shard::WHOLE)
+            + self.sizes.met(hidden, self.is_sparse(number))
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.attention_elements(hidden) + self.sizes.stored(hidden, self.is_sparse(number))
+        self.attention_elements(hidden, shard)
+            + self.sizes.stored(hidden, self.is_sparse(number), shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {

@@ -16,8 +16,9 @@ use crate::fused::Norm;
 use crate::ops::{Pairs, Rotary, rms_norm};
 use crate::target::TargetConfig;
 use crate::target::blocks::attention::Heads;
+use crate::target::blocks::feed_forward::mlp_elements;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
-use crate::target::divided::Divisible;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Place, Projected, Reach, Scores, norm};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::target::rotary::HeadTables;
@@ -189,10 +190,13 @@ impl Architecture for DenseConfig {
         vec![self.rope.rotary(device)]
     }
 
-    fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        let (h, i) = (config.hidden_size as f64, self.intermediate_size as f64);
-        let (query, key) = (self.query_size() as f64, self.key_size() as f64);
-        h * (query + 2.0 * key) + query * h + 3.0 * h * i
+    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+        self.stored_elements(config, number, &Shard::WHOLE)
+    }
+
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
+        self.heads().own(shard).elements(hidden) + mlp_elements(hidden, inner)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {

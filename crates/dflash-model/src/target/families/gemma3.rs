@@ -17,7 +17,7 @@ use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
 use crate::target::config::Outer;
-use crate::target::divided::Divisible;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
 use crate::target::parameters::Init;
 
@@ -210,6 +210,11 @@ impl Architecture for Gemma3Config {
     fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
         let hidden = config.hidden_size;
         self.heads.elements(hidden) + mlp_elements(hidden, self.intermediate_size)
+    }
+
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
+        self.heads.own(shard).elements(hidden) + mlp_elements(hidden, inner)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {

@@ -15,7 +15,7 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{FeedForward, Mixture, activation};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, Yarn, rope_parameters, yarn_mscale};
-use crate::target::divided::Divisible;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -157,8 +157,10 @@ impl Architecture for GptOssConfig {
         self.heads.elements(config.hidden_size) + self.sizes.met(config.hidden_size, true)
     }
 
-    fn stored_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        self.heads.elements(config.hidden_size) + self.sizes.stored(config.hidden_size, true)
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let hidden = config.hidden_size;
+        let attention = self.heads.own(shard).elements(hidden);
+        attention + self.sizes.stored(hidden, true, shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {

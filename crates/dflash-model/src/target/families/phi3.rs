@@ -13,7 +13,7 @@ use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{FeedForward, Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
-use crate::target::divided::Divisible;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -100,6 +100,11 @@ impl Architecture for Phi3Config {
     fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
         let hidden = config.hidden_size;
         self.heads.elements(hidden) + mlp_elements(hidden, self.intermediate_size)
+    }
+
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
+        self.heads.own(shard).elements(hidden) + mlp_elements(hidden, inner)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {

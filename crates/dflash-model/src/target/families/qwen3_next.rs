@@ -24,7 +24,7 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::gated_attention::GatedAttention;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
-use crate::target::divided::Divisible;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
@@ -140,15 +140,17 @@ impl HybridConfig {
         })
     }
 
-    /// Elements of the matrices of layer `number`'s mixer.
-    fn mixer_elements(&self, hidden: i64, number: usize) -> f64 {
+    /// Elements of the matrices that a rank with `shard` has of layer `number`'s mixer.
+    fn mixer_elements(&self, hidden: i64, number: usize, shard: &Shard) -> f64 {
         match self.mixers[number] {
             Mixer::Attention => {
-                self.heads.elements(hidden) + (hidden * self.heads.query_size()) as f64
+                let own = self.heads.own(shard);
+                own.elements(hidden) + (hidden * own.query_size()) as f64
             }
             Mixer::Delta => {
-                let gate_and_output = 2 * self.delta.values * self.delta.value_dim;
-                (hidden * (self.delta.inputs() + gate_and_output)) as f64
+                let own = self.delta.own(shard);
+                let gate_and_output = 2 * own.values * own.value_dim;
+                (hidden * (own.inputs() + gate_and_output)) as f64
             }
         }
     }
@@ -183,12 +185,14 @@ impl Architecture for HybridConfig {
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
-        self.mixer_elements(hidden, number) + self.sizes.met(hidden, self.sparse[number])
+        self.mixer_elements(hidden, number, &Shard::WHOLE)
+            + self.sizes.met(hidden, self.sparse[number])
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.mixer_elements(hidden, number) + self.sizes.stored(hidden, self.sparse[number])
+        self.mixer_elements(hidden, number, shard)
+            + self.sizes.stored(hidden, self.sparse[number], shard)
     }
 
     fn pair_flops(&self, number: usize) -> f64 {
