@@ -420,7 +420,9 @@ mod tests {
             init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) }).unwrap()
         };
         let x = random(&[5, 4]);
-        let whole = of_rank(Shard::WHOLE).apply(&x);
+        let apart = |number: usize| x.linear(&stored[number].1, Some(&stored[number + 1].1));
+        let whole = Tensor::cat(&[apart(0), apart(2)], 1);
+        assert!(of_rank(Shard::WHOLE).apply(&x).allclose(&whole, 1e-5, 1e-6, false));
         for (part, columns) in [(0, [0i64, 1, 4, 6]), (1, [2, 3, 5, 7])] {
             let own = of_rank(Shard::new((part, 2), None)).apply(&x);
             let expected = whole.index_select(1, &Tensor::from_slice(&columns));
