@@ -84,14 +84,12 @@ pub enum Error {
     )]
     MoreStagesThanLayers { stages: usize, layers: usize },
     #[error(
-        "--tensor-parallel-size is {ranks}, but the layers of {architecture} are not divided by heads; --pipeline divides by layers"
-    )]
-    NotDivided { architecture: String, ranks: usize },
-    #[error(
-        "--tensor-parallel-size is {ranks}, which does not divide {key}, {size}, of this {architecture}; possible: {possible}. --pipeline divides by layers"
+        "--tensor-parallel-size is {ranks}, which {relation} {key}, {size}, of this {architecture}; possible: {possible}. --pipeline divides by layers"
     )]
     Indivisible {
         architecture: String,
+        /// What the ranks do not do to the size.
+        relation: &'static str,
         key: &'static str,
         size: i64,
         ranks: usize,

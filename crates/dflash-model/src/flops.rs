@@ -9,6 +9,7 @@
 
 use crate::attention::{BlockPlan, Visibility, WindowRule};
 use crate::draft::{DraftConfig, LayerKind};
+use crate::target::divided::Shard;
 use crate::target::{Reach, TargetConfig};
 
 /// What of a packed row costs arithmetic. Fractions are for estimates.
@@ -112,10 +113,12 @@ impl DraftConfig {
 }
 
 impl TargetConfig {
-    /// Elements of the matrices of the first `layers` layers.
+    /// Elements of the matrices of the first `layers` layers, and of what their family makes of the
+    /// tokens for all of them.
     pub fn stored_elements(&self, layers: usize) -> f64 {
         let architecture = self.family.architecture();
-        (0..layers).map(|layer| architecture.stored_elements(self, layer)).sum()
+        let of_layer = |layer| architecture.stored_elements(self, layer, &Shard::WHOLE);
+        architecture.prepared_elements(self) + (0..layers).map(of_layer).sum::<f64>()
     }
 
     /// Numbers that a token takes at the widest moment of a layer.

@@ -38,7 +38,7 @@ use self::families::Prepare;
 use self::head::{DEFAULT_PREFIX, EMBEDDING, FINAL_NORM, LM_HEAD};
 use self::layer::{Layer, Memory, Pass, RmsNorm};
 use self::packed::PackedAttention;
-use self::parameters::{Init, Linear, LinearSpec, Split};
+use self::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use self::rotary::HeadTables;
 use crate::checkpoint::write_safetensors_as;
 use crate::ops::{Rotary, most_likely, rms_norm};
@@ -146,7 +146,7 @@ impl Target {
             false => LmHead::Own(init.linear(&LinearSpec {
                 module: "",
                 name: LM_HEAD,
-                parts: &[(init.weights.map_or(LM_HEAD, Weights::lm_head), rows)],
+                parts: &[(init.weights.map_or(LM_HEAD, Weights::lm_head), Outputs::Even(rows))],
                 input: hidden,
                 bias: false,
                 split: Split::Whole,

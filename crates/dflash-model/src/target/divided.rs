@@ -10,8 +10,8 @@ mod grid;
 mod part;
 mod shard;
 
+pub(crate) use self::grid::Divisible;
 pub use self::grid::Grid;
-pub(crate) use self::grid::spread;
 pub use self::part::{Part, Passing, States};
 pub(crate) use self::shard::Shard;
 pub use self::shard::Sum;

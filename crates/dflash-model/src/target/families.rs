@@ -33,6 +33,7 @@ pub use self::qwen3_moe::Qwen3MoeConfig;
 pub use self::qwen3_next::HybridConfig;
 use super::blocks::feed_forward::mlp_elements;
 use super::config::{Outer, TargetConfig};
+use super::divided::{Divisible, Shard};
 use super::layer::{Layer, Reach};
 use super::parameters::Init;
 use crate::fields::Fields;
@@ -82,9 +83,13 @@ pub(crate) trait Architecture: Debug {
     /// Elements of the matrices that a token meets in layer `number`.
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64;
 
-    /// Elements of the matrices that layer `number` keeps: more, where a token meets few experts.
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
-        self.layer_elements(config, number)
+    /// Elements of the matrices that a rank with `shard` keeps of layer `number`: more than a token
+    /// meets, where it meets few experts.
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64;
+
+    /// Elements of what [`Self::prepare`] keeps, which no ranks divide.
+    fn prepared_elements(&self, _config: &TargetConfig) -> f64 {
+        0.0
     }
 
     /// Operations of layer `number` for a token and one that it sees.
@@ -93,11 +98,8 @@ pub(crate) trait Architecture: Debug {
     /// How far back layer `number` sees.
     fn reach(&self, number: usize) -> Reach;
 
-    /// What ranks divide among themselves, by its key of config.json; `None` where the layers do not
-    /// take [`Init::share`] and so every rank would compute all of them.
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        None
-    }
+    /// What ranks divide among themselves.
+    fn divided(&self) -> Vec<Divisible>;
 
     /// Numbers that a token takes at a layer's widest moment.
     fn widest(&self, config: &TargetConfig) -> f64;
@@ -307,32 +309,32 @@ pub(crate) struct MixtureSizes {
 impl MixtureSizes {
     /// Elements of the matrices that a token of `hidden` numbers meets.
     pub(crate) fn met(self, hidden: i64, is_sparse: bool) -> f64 {
-        self.elements(hidden, is_sparse, self.chosen)
+        self.elements(hidden, is_sparse, (self.chosen, &Shard::WHOLE))
     }
 
-    /// Elements of the matrices that there are.
-    pub(crate) fn stored(self, hidden: i64, is_sparse: bool) -> f64 {
-        self.elements(hidden, is_sparse, self.experts)
+    /// Elements of the matrices that a rank with `shard` keeps: of the router all.
+    pub(crate) fn stored(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
+        self.elements(hidden, is_sparse, (shard.share(self.experts), shard))
     }
 
-    fn elements(self, hidden: i64, is_sparse: bool, experts: i64) -> f64 {
+    fn elements(self, hidden: i64, is_sparse: bool, (experts, shard): (i64, &Shard)) -> f64 {
         if !is_sparse {
-            return mlp_elements(hidden, self.dense);
+            return mlp_elements(hidden, shard.share(self.dense));
         }
         let router = (hidden * self.experts) as f64;
         router
-            + mlp_elements(hidden, self.shared)
+            + mlp_elements(hidden, shard.share(self.shared))
             + experts as f64 * mlp_elements(hidden, self.inner)
     }
 
     /// What ranks divide among themselves: experts, and the widths of MLPs.
-    pub(crate) fn divided(self) -> Vec<(&'static str, i64)> {
+    pub(crate) fn divided(self) -> Vec<Divisible> {
         let sizes = [
-            ("the number of experts", self.experts),
-            ("the shared expert's width", self.shared),
-            ("intermediate_size", self.dense),
+            Divisible::new("the number of experts", self.experts),
+            Divisible::new("the shared expert's width", self.shared),
+            Divisible::new("intermediate_size", self.dense),
         ];
-        sizes.into_iter().filter(|(_, size)| *size > 0).collect()
+        sizes.into_iter().filter(|divisible| divisible.size > 0).collect()
     }
 
     /// Numbers that a token takes at the widest moment: inputs, inner numbers and outputs of its experts.

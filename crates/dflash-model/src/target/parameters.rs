@@ -5,6 +5,8 @@
 //! on CPU the few-row products of decoding run up to twice as fast that way. Shapes: `i` input,
 //! `o` output of a projection, `t` tokens.
 
+use std::ops::Range;
+
 use dflash_torch_sys::decode::Projection;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
@@ -12,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::config::{INITIALIZER_RANGE, TargetConfig};
 use super::divided::Shard;
 use super::layer::RmsNorm;
-use super::weights::Weights;
+use super::weights::{Rows, Weights};
 use crate::Result;
 
 /// Source of every parameter of one target.
@@ -39,17 +41,57 @@ pub(crate) enum Split {
     Inputs,
 }
 
+/// Outputs of a projection, and how ranks divide them where they do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outputs {
+    /// Each rank has as many of so many.
+    Even(i64),
+    /// Heads of keys or values, each of so many. Ranks that are more than the heads have one each.
+    KeyHeads { heads: i64, dim: i64 },
+}
+
+impl Outputs {
+    /// How many there are.
+    pub(crate) fn whole(self) -> i64 {
+        match self {
+            Self::Even(whole) => whole,
+            Self::KeyHeads { heads, dim } => heads * dim,
+        }
+    }
+
+    /// Those of a rank.
+    pub(crate) fn own(self, shard: &Shard) -> Range<i64> {
+        match self {
+            Self::Even(whole) => shard.own(whole),
+            Self::KeyHeads { heads, dim } => {
+                let Range { start, end } = shard.own_keys(heads);
+                start * dim..end * dim
+            }
+        }
+    }
+}
+
 /// One or several projections of the same input, fused.
 #[derive(Debug)]
 pub(crate) struct Linear {
     /// Name of the fused projection, with its module's path.
     name: String,
-    /// Checkpoint names (without `.weight`) and output sizes of what is fused.
-    parts: Vec<(String, i64)>,
+    /// What is fused, in order.
+    parts: Vec<Part>,
     weight_io: Tensor,
     bias_o: Option<Tensor>,
     split: Split,
     shard: Shard,
+}
+
+/// A part of a fused projection.
+#[derive(Debug)]
+struct Part {
+    /// The checkpoint's name, without `.weight`.
+    name: String,
+    /// Outputs, and which of them are this rank's.
+    whole: i64,
+    own: Range<i64>,
 }
 
 /// What [`Init::linear`] makes.
@@ -59,8 +101,9 @@ pub(crate) struct LinearSpec<'a> {
     pub(crate) module: &'a str,
     /// Our name for the fused projection.
     pub(crate) name: &'a str,
-    /// The checkpoint's projections with their output sizes, in order.
-    pub(crate) parts: &'a [(&'a str, i64)],
+    /// The checkpoint's projections with their outputs, in order. Under one name follow those that
+    /// it stores as one, of each of which a rank has its share.
+    pub(crate) parts: &'a [(&'a str, Outputs)],
     /// Input size.
     pub(crate) input: i64,
     /// Whether the projections have biases.
@@ -75,6 +118,35 @@ impl LinearSpec<'_> {
             "" => name.to_owned(),
             module => format!("{module}.{name}"),
         }
+    }
+
+    fn parts(&self, shard: &Shard) -> Vec<Part> {
+        let part = |&(name, outputs): &(&str, Outputs)| {
+            let (name, whole) = (self.path(name), outputs.whole());
+            let own = match self.split {
+                Split::Outputs => outputs.own(shard),
+                Split::Whole | Split::Inputs => 0..whole,
+            };
+            Part { name, whole, own }
+        };
+        self.parts.iter().map(part).collect()
+    }
+}
+
+impl Part {
+    /// Outputs that are this rank's.
+    fn size(&self) -> i64 {
+        self.own.end - self.own.start
+    }
+
+    /// This rank's rows of the stored tensor that `parts` are.
+    fn rows(parts: &[Self]) -> Rows {
+        let mut rows = Rows { whole: 0, own: Vec::new() };
+        for Self { whole, own, .. } in parts {
+            rows.own.push(rows.whole + own.start..rows.whole + own.end);
+            rows.whole += whole;
+        }
+        rows
     }
 }
 
@@ -91,11 +163,12 @@ impl Init<'_> {
 
     /// A fused projection.
     pub(crate) fn linear(&self, spec: &LinearSpec) -> Result<Linear> {
-        let share_if = |split, whole| if spec.split == split { self.share(whole) } else { whole };
-        let part = |(name, size): &(&str, i64)| (spec.path(name), share_if(Split::Outputs, *size));
-        let parts: Vec<(String, i64)> = spec.parts.iter().map(part).collect();
-        let (input, output) =
-            (share_if(Split::Inputs, spec.input), parts.iter().map(|(_, size)| size).sum());
+        let parts = spec.parts(&self.shard);
+        let output = parts_size(&parts);
+        let input = match spec.split {
+            Split::Inputs => self.share(spec.input),
+            Split::Outputs | Split::Whole => spec.input,
+        };
         let mut linear = Linear {
             name: spec.path(spec.name),
             parts,
@@ -232,40 +305,55 @@ impl Linear {
     /// The checkpoint's tensors, as views.
     pub(crate) fn checkpoint(&self) -> Vec<(String, Tensor)> {
         let mut tensors = Vec::new();
-        let mut start = 0;
-        for (name, size) in &self.parts {
-            let weight = self.weight_io.narrow(1, start, *size).transpose(0, 1);
-            tensors.push((format!("{name}.weight"), weight));
-            if let Some(bias_o) = &self.bias_o {
-                tensors.push((format!("{name}.bias"), bias_o.narrow(0, start, *size)));
-            }
-            start += size;
+        for (parts, weight_oi, bias_o) in self.stored() {
+            let name = &parts[0].name;
+            tensors.push((format!("{name}.weight"), weight_oi));
+            tensors.extend(bias_o.map(|bias_o| (format!("{name}.bias"), bias_o)));
         }
         tensors
     }
 
-    fn read(&mut self, weights: &Weights) -> Result<()> {
-        for (name, view) in self.checkpoint() {
-            // Weights are [O, I] there, and biases `[O]`.
-            let divided = match self.split {
-                Split::Outputs => Some(0),
-                Split::Inputs if view.dim() == 2 => Some(1),
-                Split::Inputs | Split::Whole => None,
-            };
-            match divided.filter(|_| self.shard.is_divided()) {
-                Some(dim) => {
-                    let start = self.shard.start(view.size()[dim]);
-                    weights.read_part_into(&name, (dim, start), &view)?;
+    /// By stored tensor: the parts that it is, and this rank's weight [O, I] and bias of them, as views.
+    fn stored(&self) -> Vec<(&[Part], Tensor, Option<Tensor>)> {
+        let mut start = 0;
+        let view = |parts| {
+            let size = parts_size(parts);
+            let weight_oi = self.weight_io.narrow(1, start, size).transpose(0, 1);
+            let bias_o = self.bias_o.as_ref().map(|bias_o| bias_o.narrow(0, start, size));
+            start += size;
+            (parts, weight_oi, bias_o)
+        };
+        self.parts.chunk_by(|one, next| one.name == next.name).map(view).collect()
+    }
+
+    fn read(&self, weights: &Weights) -> Result<()> {
+        for (parts, weight_oi, bias_o) in self.stored() {
+            let (name, rows) = (&parts[0].name, Part::rows(parts));
+            let weight = format!("{name}.weight");
+            match self.is_summed() {
+                true => {
+                    let own = weight_oi.size()[1];
+                    weights.check_shape(&weight, &[rows.whole, self.shard.whole(own)])?;
+                    weights.read_part_into(&weight, (1, self.shard.start(own)), &weight_oi)?;
                 }
-                None => weights.read_into(&name, &view)?,
+                false => weights.read_rows_into(&weight, &rows, &weight_oi)?,
+            }
+            if let Some(bias_o) = bias_o {
+                weights.read_rows_into(&format!("{name}.bias"), &rows, &bias_o)?;
             }
         }
         Ok(())
     }
 }
 
+/// Outputs of so many parts that are this rank's.
+fn parts_size(parts: &[Part]) -> i64 {
+    parts.iter().map(Part::size).sum()
+}
+
 #[cfg(test)]
 mod tests {
+    use super::Outputs::{Even, KeyHeads};
     use super::*;
     use crate::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
@@ -276,7 +364,7 @@ mod tests {
         LinearSpec {
             module: "m",
             name: "fused",
-            parts: &[("a", 3), ("b", 2)],
+            parts: &[("a", Even(3)), ("b", Even(2))],
             input: 4,
             bias,
             split: Split::Whole,
@@ -309,6 +397,69 @@ mod tests {
             assert_eq!((name.as_str(), tensor), (*stored_name, stored));
         }
         assert!(init.linear(&LinearSpec { module: "n", ..spec(false) }).is_err());
+    }
+
+    /// Two parts of one stored tensor and one of another: a rank's rows are its share of each.
+    #[test]
+    fn a_rank_reads_its_rows_of_every_part() {
+        let _draws = seeded(tch::manual_seed);
+        let dir = tempfile::tempdir().unwrap();
+        let random = |shape: &[i64]| Tensor::randn(shape, OPTIONS);
+        let stored = [
+            ("m.ab.weight", random(&[6, 4])),
+            ("m.ab.bias", random(&[6])),
+            ("m.c.weight", random(&[2, 4])),
+            ("m.c.bias", random(&[2])),
+        ];
+        let tensors = stored.each_ref().map(|(name, x)| ((*name).to_owned(), x.copy()));
+        write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
+        let weights = Weights::open(dir.path()).unwrap();
+        let of_rank = |shard| {
+            let init = Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard };
+            let parts = &[("ab", Even(4)), ("ab", Even(2)), ("c", Even(2))];
+            init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) }).unwrap()
+        };
+        let x = random(&[5, 4]);
+        let apart = |number: usize| x.linear(&stored[number].1, Some(&stored[number + 1].1));
+        let whole = Tensor::cat(&[apart(0), apart(2)], 1);
+        assert!(of_rank(Shard::WHOLE).apply(&x).allclose(&whole, 1e-5, 1e-6, false));
+        for (part, columns) in [(0, [0i64, 1, 4, 6]), (1, [2, 3, 5, 7])] {
+            let own = of_rank(Shard::new((part, 2), None)).apply(&x);
+            let expected = whole.index_select(1, &Tensor::from_slice(&columns));
+            assert!(own.allclose(&expected, 1e-5, 1e-6, false), "part {part}");
+        }
+        let names: Vec<_> =
+            of_rank(Shard::WHOLE).checkpoint().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, stored.map(|(name, _)| name));
+        // A part alone would fit into the stored tensor, but not all that the parts say.
+        let init = Init {
+            weights: Some(&weights),
+            options: OPTIONS,
+            prefix: "",
+            shard: Shard::new((0, 2), None),
+        };
+        let parts = &[("ab", Even(2)), ("ab", Even(2))];
+        let short = init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) });
+        let short = short.unwrap_err().to_string();
+        assert!(short.contains("m.ab.weight has shape [6, 4], expected [4, 4]"), "{short}");
+        let parts = &[("ab", Even(6))];
+        let narrow = LinearSpec { parts, input: 2, split: Split::Inputs, ..spec(true) };
+        let narrow = init.linear(&narrow).unwrap_err().to_string();
+        assert!(narrow.contains("m.ab.weight has shape [6, 4], expected [6, 2]"), "{narrow}");
+    }
+
+    /// Of two heads for four ranks each rank has the one that its queries read.
+    #[test]
+    fn ranks_that_are_more_than_the_key_heads_have_one_each() {
+        let check = |outputs: Outputs, of: usize, expected: &[Range<i64>]| {
+            let own = (0..of).map(|part| outputs.own(&Shard::new((part, of), None)));
+            assert_eq!(own.collect::<Vec<_>>(), expected, "{outputs:?} of {of}");
+        };
+        check(Even(8), 4, &[0..2, 2..4, 4..6, 6..8]);
+        check(KeyHeads { heads: 4, dim: 3 }, 2, &[0..6, 6..12]);
+        check(KeyHeads { heads: 2, dim: 3 }, 2, &[0..3, 3..6]);
+        check(KeyHeads { heads: 2, dim: 3 }, 4, &[0..3, 0..3, 3..6, 3..6]);
+        check(KeyHeads { heads: 1, dim: 3 }, 3, &[0..3, 0..3, 0..3]);
     }
 
     #[test]

@@ -7,6 +7,7 @@
 mod quantised;
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -39,6 +40,15 @@ pub struct Weights {
     progress: Mutex<Option<Progress>>,
     /// What shares a scale, where matrices are in fp8.
     block: OnceLock<quantised::Block>,
+}
+
+/// Some rows of a stored tensor: of its first dimension.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Rows {
+    /// How many there are.
+    pub(crate) whole: i64,
+    /// Those that are wanted, in the order in which they will lie.
+    pub(crate) own: Vec<Range<i64>>,
 }
 
 /// A file of the directory, opened when a tensor in it is first asked for.
@@ -119,6 +129,36 @@ impl Weights {
         self.count(name, whole / elements.max(1) * destination.numel() as u64)
     }
 
+    /// Copies `rows` of tensor `name` into `destination`, converting to its kind and device.
+    ///
+    /// # Errors
+    /// As [`Self::read_into`].
+    pub(crate) fn read_rows_into(
+        &self,
+        name: &str,
+        rows: &Rows,
+        destination: &Tensor,
+    ) -> Result<()> {
+        if rows.is_all() {
+            return self.read_into(name, destination);
+        }
+        let (shard, is_fp8) = (self.shard(name)?, self.is_fp8(name)?);
+        let mut shape = destination.size();
+        shape[0] = rows.whole;
+        shard.check_shape(name, &shape)?;
+        let mut begin = 0;
+        for Range { start, end } in rows.own.iter().cloned() {
+            let part = destination.narrow(0, begin, end - start);
+            match is_fp8 {
+                true => self.read_fp8(name, (0, start), &part)?,
+                false => shard.read_part_into(name, (0, start), &part)?,
+            }
+            begin += end - start;
+        }
+        let (whole, elements) = (shard.bytes_of(name)?, shard.elements_of(name)?);
+        self.count(name, whole / elements.max(1) * destination.numel() as u64)
+    }
+
     /// Begins a load of the tensors that `wanted` picks: makes sure that their shards are there and that
     /// we read what they are stored in, and
     /// tells the program how far it is from now on (see [`super::on_loading`]).
@@ -136,11 +176,6 @@ impl Weights {
     /// Stored bytes of tensor `name`.
     pub(crate) fn bytes_of(&self, name: &str) -> Result<u64> {
         self.shard(name)?.bytes_of(name)
-    }
-
-    /// Names of all tensors, in no order.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.shard_of.keys().map(String::as_str)
     }
 
     /// Notes that so many bytes of tensor `name` were read.
@@ -162,7 +197,7 @@ impl Weights {
     }
 
     /// As [`TensorFile::part`].
-    pub(crate) fn part(&self, name: &str, elements: std::ops::Range<i64>) -> Result<Tensor> {
+    pub(crate) fn part(&self, name: &str, elements: Range<i64>) -> Result<Tensor> {
         let part = self.shard(name)?.part(name, elements)?;
         self.count(name, (part.numel() * part.kind().elt_size_in_bytes()) as u64)?;
         Ok(part)
@@ -211,6 +246,15 @@ impl Weights {
         let tensor = Tensor::empty(shape, options);
         self.read_into(name, &tensor)?;
         Ok(tensor)
+    }
+}
+
+impl Rows {
+    /// Whether they are all rows in their order.
+    fn is_all(&self) -> bool {
+        let mut end = 0;
+        let follows = |own: &Range<i64>| own.start == std::mem::replace(&mut end, own.end);
+        self.own.iter().all(follows) && end == self.whole
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
 
+use std::ops::Range;
+
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
@@ -9,8 +11,9 @@ use crate::Result;
 use crate::fields::Fields;
 use crate::ops::{accumulate_kind, reciprocal_rms};
 use crate::target::TargetConfig;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Memory, Pass, Place, Projected, Reach, RmsNorm, Scores};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Numbers of heads and their width.
 #[allow(missing_docs, reason = "the names say it")]
@@ -23,8 +26,27 @@ pub(crate) struct Heads {
 
 impl Heads {
     /// What ranks divide among themselves.
-    pub(crate) fn divided(self) -> Vec<(&'static str, i64)> {
-        vec![("num_attention_heads", self.query), ("num_key_value_heads", self.key)]
+    pub(crate) fn divided(self) -> Vec<Divisible> {
+        vec![
+            Divisible::new("num_attention_heads", self.query),
+            Divisible { is_repeated: true, ..Divisible::new("num_key_value_heads", self.key) },
+        ]
+    }
+
+    /// Those of a rank: its share of the query heads, and the key heads that they read.
+    pub(crate) fn own(self, shard: &Shard) -> Self {
+        let keys = shard.own_keys(self.key);
+        Self { query: shard.share(self.query), key: keys.end - keys.start, dim: self.dim }
+    }
+
+    /// What a projection to keys or to values puts out.
+    pub(crate) fn keys(self) -> Outputs {
+        Outputs::KeyHeads { heads: self.key, dim: self.dim }
+    }
+
+    /// What a projection to queries puts out.
+    pub(crate) fn queries(self) -> Outputs {
+        Outputs::Even(self.query_size())
     }
 
     /// What config.json says, or `default`, which a family's class may have.
@@ -82,10 +104,7 @@ pub(crate) enum HeadNorms {
         key: RmsNorm,
     },
     /// Of all heads of a token together, before the rotation.
-    Together {
-        query: RmsNorm,
-        key: RmsNorm,
-    },
+    Together(TogetherNorms),
     /// Of each head without a weight, after the rotation.
     Plain {
         eps: f64,
@@ -106,16 +125,58 @@ impl HeadNorms {
         heads: Heads,
         config: &TargetConfig,
     ) -> Result<Self> {
-        let norm =
-            |name: &str, size| init.rms_norm(&format!("{module}.{name}.weight"), size, config);
-        let (query, key) = (norm("q_norm", heads.query_size())?, norm("k_norm", heads.key_size())?);
-        Ok(Self::Together { query, key })
+        let norm = |name: &str, outputs: Outputs| -> Result<RmsNorm> {
+            let path = format!("{module}.{name}.weight");
+            let norm = init.rms_norm(&path, outputs.whole(), config)?;
+            let Range { start, end } = outputs.own(&init.shard);
+            Ok(RmsNorm { weight: norm.weight.narrow(0, start, end - start), ..norm })
+        };
+        Ok(Self::Together(TogetherNorms {
+            query: norm("q_norm", heads.queries())?,
+            key: norm("k_norm", heads.keys())?,
+            heads,
+            shard: init.shard.clone(),
+        }))
     }
 
     fn set_kernels(&mut self, with: Kernels) {
-        if let Self::Each { query, key } | Self::Together { query, key } = self {
+        if let Self::Each { query, key } | Self::Together(TogetherNorms { query, key, .. }) = self {
             (query.kernels, key.kernels) = (with, with);
         }
+    }
+}
+
+/// Norms over all query heads of a token and over all its key heads, of which a rank may have some.
+#[derive(Debug)]
+pub(crate) struct TogetherNorms {
+    /// Of the rank's own heads.
+    query: RmsNorm,
+    key: RmsNorm,
+    /// Those of all ranks.
+    heads: Heads,
+    shard: Shard,
+}
+
+impl TogetherNorms {
+    /// Queries [T, N*D] and keys [T, M*D], normed.
+    fn apply(&self, q: &Tensor, k: &Tensor) -> (Tensor, Tensor) {
+        if !self.shard.is_divided() {
+            return (self.query.of(q), self.key.of(k));
+        }
+        let squares = |x: &Tensor| {
+            let kind = accumulate_kind(x);
+            x.to_kind(kind).square().sum_dim_intlist([-1i64].as_slice(), true, kind)
+        };
+        // A key head that several ranks have counts once.
+        let holders = self.shard.holders(self.heads.key) as f64;
+        let sums_t2 = self.shard.summed(Tensor::cat(&[squares(q), squares(k) / holders], 1));
+        let normed = |x: &Tensor, norm: &RmsNorm, (column, size): (i64, i64)| {
+            let scale_t1 = (sums_t2.narrow(1, column, 1) / size as f64 + norm.eps).rsqrt();
+            let normed = (x.to_kind(accumulate_kind(x)) * scale_t1).to_kind(x.kind());
+            (normed * &norm.weight).to_kind(x.kind())
+        };
+        let sizes = (self.heads.query_size(), self.heads.key_size());
+        (normed(q, &self.query, (0, sizes.0)), normed(k, &self.key, (1, sizes.1)))
     }
 }
 
@@ -153,8 +214,6 @@ pub(crate) struct AttentionSpec<'a> {
     pub(crate) bias: (bool, bool),
     /// Whether the checkpoint has one `qkv_proj` instead of three projections.
     pub(crate) fused: bool,
-    /// Whether ranks divide the heads.
-    pub(crate) divided: bool,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
     /// Whether there are `sinks`.
@@ -182,42 +241,35 @@ pub(crate) struct SelfAttention {
 impl SelfAttention {
     pub(crate) fn new(init: &Init, spec: AttentionSpec<'_>) -> Result<Self> {
         let (module, hidden) = (spec.module, spec.hidden);
-        let (query, key) = (spec.heads.query_size(), spec.heads.key_size());
-        let apart = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
-        let fused = [("qkv_proj", query + 2 * key)];
-        let parts: &[(&str, i64)] = if spec.fused { &fused } else { &apart };
-        let divided = |split| if spec.divided { split } else { Split::Whole };
-        let share = |heads| if spec.divided { init.share(heads) } else { heads };
+        let (query, key) = (spec.heads.queries(), spec.heads.keys());
+        let [q, k, v] = if spec.fused { ["qkv_proj"; 3] } else { ["q_proj", "k_proj", "v_proj"] };
         let sinks = || init.matrix(&format!("{module}.sinks"), &[spec.heads.query]);
+        let own = |sinks: Tensor| init.shard.own_rows(&sinks, &[spec.heads.query]).unsqueeze(1);
         Ok(Self {
             layer: spec.layer,
-            heads: Heads {
-                query: share(spec.heads.query),
-                key: share(spec.heads.key),
-                dim: spec.heads.dim,
-            },
+            heads: spec.heads.own(&init.shard),
             reach: spec.reach,
             rotary: spec.rotary,
             norms: spec.norms,
             qkv: init.linear(&LinearSpec {
                 module,
                 name: "qkv_proj",
-                parts,
+                parts: &[(q, query), (k, key), (v, key)],
                 input: hidden,
                 bias: spec.bias.0,
-                split: divided(Split::Outputs),
+                split: Split::Outputs,
             })?,
             output: init.linear(&LinearSpec {
                 module,
                 name: "o_proj",
-                parts: &[("o_proj", hidden)],
-                input: query,
+                parts: &[("o_proj", Outputs::Even(hidden))],
+                input: spec.heads.query_size(),
                 bias: spec.bias.1,
-                split: divided(Split::Inputs),
+                split: Split::Inputs,
             })?,
             scale: spec.scale,
             softcap: spec.softcap,
-            sinks_n1: spec.sinks.then(sinks).transpose()?.map(|sinks| sinks.unsqueeze(1)),
+            sinks_n1: spec.sinks.then(sinks).transpose()?.map(own),
             temperature: spec.temperature,
             kernels: Kernels::Fast,
         })
@@ -260,8 +312,8 @@ impl SelfAttention {
         let qkv_to = self.qkv.apply(x_th);
         let part = |start: i64, heads: i64| qkv_to.narrow(1, start * dim, heads * dim);
         let (mut q, mut k) = (part(0, query), part(query, key));
-        if let HeadNorms::Together { query, key } = &self.norms {
-            (q, k) = (query.of(&q), key.of(&k));
+        if let HeadNorms::Together(norms) = &self.norms {
+            (q, k) = norms.apply(&q, &k);
         }
         let heads = |x: &Tensor, count: i64| x.view([-1, count, dim]);
         let (mut q_tnd, mut k_tmd) = (heads(&q, query), heads(&k, key));

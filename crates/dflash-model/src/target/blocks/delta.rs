@@ -11,6 +11,7 @@
 use tch::{Kind, Tensor};
 
 use crate::ops::{accumulate_kind, reciprocal_rms};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Recurrence, State};
 
 /// Tokens of a chunk, as in the released kernels: its system costs their square, the memory's update
@@ -39,7 +40,26 @@ pub(crate) struct DeltaHeads {
 impl DeltaHeads {
     /// Channels of the convolution: queries, keys, values.
     pub(crate) fn channels(&self) -> i64 {
-        2 * self.keys * self.key_dim + self.values * self.value_dim
+        self.channel_parts().iter().sum()
+    }
+
+    /// Those of queries, of keys and of values.
+    pub(crate) fn channel_parts(&self) -> [i64; 3] {
+        let keys = self.keys * self.key_dim;
+        [keys, keys, self.values * self.value_dim]
+    }
+
+    /// What ranks divide among themselves: key heads, each with the value heads that read it.
+    pub(crate) fn divided(self) -> Vec<Divisible> {
+        vec![
+            Divisible::new("linear_num_key_heads", self.keys),
+            Divisible::new("linear_num_value_heads", self.values),
+        ]
+    }
+
+    /// Those of a rank.
+    pub(crate) fn own(self, shard: &Shard) -> Self {
+        Self { keys: shard.share(self.keys), values: shard.share(self.values), ..self }
     }
 
     /// Width of what [`DeltaRule`] reads of a token.
@@ -130,8 +150,7 @@ impl DeltaRule {
         let inputs = inputs_bti.to_kind(accumulate_kind(inputs_bti));
         let parts = inputs.split_with_sizes([self.heads.channels(), values, values], -1);
         let (mixed_btc, recent_bwc) = self.convolve(&parts[0], recent_bwc);
-        let sizes = [keys * key_dim, keys * key_dim, values * value_dim];
-        let mixed = mixed_btc.split_with_sizes(sizes, -1);
+        let mixed = mixed_btc.split_with_sizes(self.heads.channel_parts(), -1);
         let heads_first = |x: Tensor| x.transpose(1, 2).contiguous();
         let normed = |x: &Tensor| {
             let x = x.unflatten(-1, [keys, key_dim]);

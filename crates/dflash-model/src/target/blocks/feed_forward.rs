@@ -5,7 +5,7 @@ use tch::Tensor;
 
 use super::experts::{Experts, ExpertsSpec, Gated, Router, RouterSpec};
 use crate::fields::Fields;
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::{Result, fused};
 
 /// The activation under `key`, by its names in Transformers.
@@ -44,17 +44,19 @@ pub(crate) struct Mlp {
 impl Mlp {
     pub(crate) fn new(init: &Init, spec: &MlpSpec<'_>) -> Result<Self> {
         let MlpSpec { module, hidden, inner, fused, gated } = *spec;
-        let linear = |name, parts: &[(&str, i64)], input, split| {
-            // A rank's share of a fused projection would be of the gate alone.
-            let split = if fused { Split::Whole } else { split };
+        let linear = |name, parts: &[(&str, Outputs)], input, split| {
             init.linear(&LinearSpec { module, name, parts, input, bias: false, split })
         };
-        let apart = [("gate_proj", inner), ("up_proj", inner)];
-        let one = [("gate_up_proj", 2 * inner)];
-        let parts: &[(&str, i64)] = if fused { &one } else { &apart };
+        let [gate, up] = if fused { ["gate_up_proj"; 2] } else { ["gate_proj", "up_proj"] };
+        let parts = [(gate, Outputs::Even(inner)), (up, Outputs::Even(inner))];
         Ok(Self {
-            gate_up: linear("gate_up_proj", parts, hidden, Split::Outputs)?,
-            down: linear("down_proj", &[("down_proj", hidden)], inner, Split::Inputs)?,
+            gate_up: linear("gate_up_proj", &parts, hidden, Split::Outputs)?,
+            down: linear(
+                "down_proj",
+                &[("down_proj", Outputs::Even(hidden))],
+                inner,
+                Split::Inputs,
+            )?,
             gated,
             kernels: Kernels::Fast,
         })

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::target::TargetConfig;
 use crate::target::blocks::attention::Heads;
 use crate::target::layer::{Memory, Pass, Place, Projected, Reach, RmsNorm, Scores};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Attention of one layer.
 #[derive(Debug)]
@@ -31,16 +31,18 @@ impl GatedAttention {
         (layer, module): (usize, &str),
         init: &Init,
     ) -> Result<Self> {
-        let (query, key, dim) = (whole.query_size(), whole.key_size(), whole.dim);
-        let linear = |name, parts: &[(&str, i64)], input, split| {
+        let (query, dim) = (whole.query_size(), whole.dim);
+        let linear = |name, parts: &[(&str, Outputs)], input, split| {
             init.linear(&LinearSpec { module, name, parts, input, bias, split })
         };
-        let qkv = [("q_proj", 2 * query), ("k_proj", key), ("v_proj", key)];
-        let output = [("o_proj", config.hidden_size)];
+        // A head's query and then its gate, so that a rank's share has both.
+        let query_gate = Outputs::Even(2 * query);
+        let qkv = [("q_proj", query_gate), ("k_proj", whole.keys()), ("v_proj", whole.keys())];
+        let output = [("o_proj", Outputs::Even(config.hidden_size))];
         let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), dim, config);
         Ok(Self {
             layer,
-            heads: Heads { query: init.share(whole.query), key: init.share(whole.key), dim },
+            heads: whole.own(&init.shard),
             qkv: linear("qkv_proj", &qkv, config.hidden_size, Split::Outputs)?,
             query_norm: norm("q_norm")?,
             key_norm: norm("k_norm")?,
@@ -59,7 +61,6 @@ impl GatedAttention {
         let Heads { query: queries, key: keys, dim } = self.heads;
         let parts =
             self.qkv.apply(x_th).split_with_sizes([2 * queries * dim, keys * dim, keys * dim], 1);
-        // A head's query and then its gate.
         let query_gate = parts[0].view([-1, queries, 2 * dim]);
         let gate_tnd = query_gate.narrow(2, dim, dim);
         let tables = &pass.tables[0];

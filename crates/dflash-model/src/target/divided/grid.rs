@@ -3,7 +3,36 @@
 use std::ops::Range;
 
 use super::super::TargetConfig;
+use super::Shard;
 use crate::{Error, Result};
+
+/// What ranks divide among themselves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Divisible {
+    /// Its key of config.json, or what it is called.
+    pub(crate) key: &'static str,
+    pub(crate) size: i64,
+    /// Whether ranks that are a multiple of the size have one each, some the same.
+    pub(crate) is_repeated: bool,
+}
+
+impl Divisible {
+    /// What each rank has as much of.
+    pub(crate) fn new(key: &'static str, size: i64) -> Self {
+        Self { key, size, is_repeated: false }
+    }
+
+    /// Whether so many ranks can divide it.
+    fn fits(self, ranks: usize) -> bool {
+        let ranks = ranks as i64;
+        self.size % ranks == 0 || self.is_repeated && ranks % self.size == 0
+    }
+
+    /// What a number of ranks that does not fit does not do.
+    fn relation(self) -> &'static str {
+        if self.is_repeated { "neither divides nor is a multiple of" } else { "does not divide" }
+    }
+}
 
 /// Into how many stages and parts a target is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,30 +64,46 @@ impl Grid {
         stage * self.tensor + part
     }
 
-    /// Numbers that a process of each stage holds of a target: its part of matrices, and on the first
-    /// stage the embedding, whole.
+    /// The layers of each stage, counted from 0, so that the process that holds most holds least.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn stages(self, config: &TargetConfig) -> Result<Vec<Range<usize>>> {
+        let costs: Vec<u64> = self.costs(config)?.into_iter().map(|cost| cost as u64).collect();
+        Ok(spread(&costs, self.pipeline))
+    }
+
+    /// Numbers that a process of each stage holds of a target: its part of matrices (of key heads that
+    /// are fewer than the ranks one, of routers and of what makes latents all), and on the first stage
+    /// the embedding and what else is made of the tokens for all layers, whole.
     ///
     /// # Errors
     /// As [`Self::check`].
     pub fn elements(self, config: &TargetConfig) -> Result<Vec<f64>> {
+        let costs = self.costs(config)?;
+        let stages = self.stages(config)?;
+        Ok(stages.into_iter().map(|stage| costs[stage].iter().sum()).collect())
+    }
+
+    /// Numbers that a process of its stage holds for each layer.
+    fn costs(self, config: &TargetConfig) -> Result<Vec<f64>> {
         self.check(config)?;
         let architecture = config.family.architecture();
+        let shard = Shard::new((0, self.tensor), None);
         let embedding = (config.vocab_size * config.hidden_size) as f64;
+        let outer = embedding + architecture.prepared_elements(config);
         let of_layer = |layer: usize| {
-            let own = architecture.stored_elements(config, layer) / self.tensor as f64;
-            if layer == 0 { own + embedding } else { own }
+            let own = architecture.stored_elements(config, layer, &shard);
+            if layer == 0 { own + outer } else { own }
         };
-        let costs: Vec<f64> = (0..config.num_hidden_layers).map(of_layer).collect();
-        let whole: Vec<u64> = costs.iter().map(|&cost| cost as u64).collect();
-        let stages = spread(&whole, self.pipeline);
-        Ok(stages.into_iter().map(|stage| costs[stage].iter().sum()).collect())
+        Ok((0..config.num_hidden_layers).map(of_layer).collect())
     }
 
     /// Refuses a target that cannot be divided so.
     ///
     /// # Errors
-    /// More stages than layers; heads or widths that `tensor` does not divide; a family whose layers
-    /// are not divided. Each names what is possible.
+    /// More stages than layers; heads, widths or numbers of experts that `tensor` ranks cannot divide.
+    /// Each names what is possible.
     pub fn check(self, config: &TargetConfig) -> Result<()> {
         let layers = config.num_hidden_layers;
         if self.pipeline > layers {
@@ -69,25 +114,26 @@ impl Grid {
         }
         let ranks = self.tensor;
         let architecture = config.architecture.clone();
-        let divided = config.family.architecture().divided();
-        let Some(sizes) = divided else { return Err(Error::NotDivided { architecture, ranks }) };
-        let fits = |ranks: usize| sizes.iter().all(|(_, size)| size % ranks as i64 == 0);
-        match sizes.iter().find(|(_, size)| size % ranks as i64 != 0) {
-            None => Ok(()),
-            Some(&(key, size)) => {
-                let most = sizes.iter().map(|(_, size)| *size).min().unwrap_or(1) as usize;
-                let possible = (1..=most).filter(|&ranks| fits(ranks));
-                let possible: Vec<String> = possible.map(|ranks| ranks.to_string()).collect();
-                let possible = possible.join(", ");
-                Err(Error::Indivisible { architecture, key, size, ranks, possible })
-            }
-        }
+        let sizes = config.family.architecture().divided();
+        let Some(misfit) = sizes.iter().find(|size| !size.fits(ranks)) else { return Ok(()) };
+        let (Divisible { key, size, .. }, relation) = (*misfit, misfit.relation());
+        let possible = possible(&sizes);
+        Err(Error::Indivisible { architecture, relation, key, size, ranks, possible })
     }
+}
+
+/// The numbers of ranks that can divide all of `sizes`, for people.
+fn possible(sizes: &[Divisible]) -> String {
+    let once = sizes.iter().filter(|size| !size.is_repeated);
+    let most = once.map(|size| size.size).min().unwrap_or(1) as usize;
+    let fits = |ranks: &usize| sizes.iter().all(|size| size.fits(*ranks));
+    let possible: Vec<String> = (1..=most).filter(fits).map(|ranks| ranks.to_string()).collect();
+    possible.join(", ")
 }
 
 /// Consecutive items for each of so many stages, none without, so that the costliest stage costs the
 /// least.
-pub(crate) fn spread(costs: &[u64], stages: usize) -> Vec<Range<usize>> {
+fn spread(costs: &[u64], stages: usize) -> Vec<Range<usize>> {
     assert!((1..=costs.len()).contains(&stages), "{stages} stages of {} layers", costs.len());
     let sum = |range: Range<usize>| costs[range].iter().sum::<u64>();
     // best[s][n]: the costliest of s + 1 stages of the first n items, and where the last one begins.
@@ -140,6 +186,9 @@ mod tests {
         assert_eq!(of(1, 1), [4.0 * layer + embedding]);
         assert_eq!(of(2, 1), [2.0 * layer + embedding, 2.0 * layer]);
         assert_eq!(of(4, 2), [layer / 2.0 + embedding, layer / 2.0, layer / 2.0, layer / 2.0]);
+        // A quarter of all but keys and values, of which each rank has one of two heads, 16 wide.
+        let quarter = (layer - 4.0 * 64.0 * 16.0) / 4.0 + 2.0 * 64.0 * 16.0;
+        assert_eq!(of(1, 4), [4.0 * quarter + embedding]);
     }
 
     #[test]
@@ -152,8 +201,17 @@ mod tests {
         };
         check(4, 2, "");
         check(5, 1, "--pipeline is 5, but the target has 4 layers, and every stage needs one");
-        let heads = "--tensor-parallel-size is 4, which does not divide num_key_value_heads, 2, of \
-                     this Qwen3ForCausalLM; possible: 1, 2. --pipeline divides by layers";
-        check(1, 4, heads);
+        // Two key heads, of which four ranks have one each.
+        check(1, 4, "");
+        let heads = "--tensor-parallel-size is 8, which does not divide num_attention_heads, 4, of \
+                     this Qwen3ForCausalLM; possible: 1, 2, 4. --pipeline divides by layers";
+        check(1, 8, heads);
+        let config = config.clone().with_dense(|dense| {
+            (dense.num_attention_heads, dense.num_key_value_heads) = (24, 6);
+        });
+        let error = Grid { pipeline: 1, tensor: 4 }.check(&config).unwrap_err().to_string();
+        let keys = "--tensor-parallel-size is 4, which neither divides nor is a multiple of \
+                    num_key_value_heads, 6, of this Qwen3ForCausalLM; possible: 1, 2, 3, 6, 12, 24.";
+        assert!(error.starts_with(keys), "{error}");
     }
 }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use dflash_torch_sys::with_products;
 use tch::{Device, Kind, Tensor, no_grad};
 
+use super::Grid;
 use super::shard::{Shard, Sum};
-use super::{Grid, spread};
 use crate::target::head::EMBEDDING;
 use crate::target::layer::Pass;
 use crate::target::packed::PackedAttention;
@@ -18,6 +18,7 @@ use crate::target::prefill::{PrefillOptions, fill_up, least, multiplies_in_bf16}
 use crate::target::weights::Weights;
 use crate::target::{
     Body, PackedPrompts, Stack, TargetConfig, document_positions, is_of_layers, layer_of,
+    of_documents,
 };
 use crate::{Error, Result};
 
@@ -63,9 +64,8 @@ impl Part {
         sums: Option<Arc<dyn Sum>>,
     ) -> Result<Self> {
         let config = TargetConfig::load(dir)?;
-        grid.check(&config)?;
         let weights = Weights::open(dir)?;
-        let (stages, stage) = (stages(&weights, &config, grid)?, grid.stage(rank));
+        let (stages, stage) = (grid.stages(&config)?, grid.stage(rank));
         let layers = stages[stage].clone();
         let prefix = weights.prefix();
         let first = stage == 0;
@@ -156,7 +156,7 @@ impl Part {
         let (device, kind) = self.place;
         let starts = &prompts.document_starts;
         let positions = document_positions(starts, device);
-        let tables = self.body.tables(&positions, kind);
+        let tables = of_documents(self.body.tables(&positions, kind), starts);
         let mut attention = PackedAttention { document_starts: starts };
         let mut pass = Pass::new(&tables, &positions, &mut attention);
         let mut captured = Vec::new();
@@ -188,21 +188,4 @@ impl Part {
         }
         (Passing { x_th, prepared: pass.prepared, shared: pass.shared }, captured)
     }
-}
-
-/// The layers of each stage, by the bytes that they take in the files; the embedding is the first's.
-fn stages(weights: &Weights, config: &TargetConfig, grid: Grid) -> Result<Vec<Range<usize>>> {
-    let mut costs = vec![0; config.num_hidden_layers];
-    if grid.pipeline == 1 {
-        return Ok(spread(&costs, 1));
-    }
-    let prefix = weights.prefix();
-    for name in weights.names() {
-        let Some(inner) = name.strip_prefix(prefix) else { continue };
-        let layer = layer_of(inner).or((inner == EMBEDDING).then_some(0));
-        if let Some(cost) = layer.and_then(|layer| costs.get_mut(layer)) {
-            *cost += weights.bytes_of(name)?;
-        }
-    }
-    Ok(spread(&costs, grid.pipeline))
 }

@@ -1,6 +1,7 @@
 //! What a process has of divided projections, and the sum that makes its products those of all.
 
 use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -38,9 +39,51 @@ impl Shard {
         whole / self.of
     }
 
+    /// Which of `whole` are this process's.
+    pub(crate) fn own(&self, whole: i64) -> Range<i64> {
+        let own = self.share(whole);
+        self.start(own)..self.start(own) + own
+    }
+
+    /// Which of so many key heads this process's query heads read: its share, or where the processes
+    /// are more than the heads, the one that it has in common with others.
+    pub(crate) fn own_keys(&self, heads: i64) -> Range<i64> {
+        if self.of <= heads {
+            return self.own(heads);
+        }
+        assert_eq!(self.of % heads, 0, "{heads} key heads for {} processes", self.of);
+        let head = self.part / self.holders(heads);
+        head..head + 1
+    }
+
+    /// How many processes have each of so many key heads.
+    pub(crate) fn holders(&self, heads: i64) -> i64 {
+        (self.of / heads).max(1)
+    }
+
+    /// This process's rows of `x`, which are its share of each of so many that lie end to end there.
+    pub(crate) fn own_rows(&self, x: &Tensor, parts: &[i64]) -> Tensor {
+        if !self.is_divided() {
+            return x.shallow_clone();
+        }
+        let mut begin = 0;
+        let own = parts.iter().map(|&whole| {
+            let Range { start, end } = self.own(whole);
+            let rows = x.narrow(0, begin + start, end - start);
+            begin += whole;
+            rows
+        });
+        Tensor::cat(&own.collect::<Vec<_>>(), 0)
+    }
+
     /// Where this process's share of so many begins.
     pub(crate) fn start(&self, own: i64) -> i64 {
         self.part * own
+    }
+
+    /// What all have of which this process's share is `own`.
+    pub(crate) fn whole(&self, own: i64) -> i64 {
+        self.of * own
     }
 
     /// Whether other processes have parts too.

@@ -20,8 +20,9 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::latent::{Latent, LatentUp};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Place, Reach, RmsNorm, Scores};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Dimensions and choices. Field names are Hugging Face's where they have one.
 #[derive(Debug, Clone, PartialEq)]
@@ -116,9 +117,11 @@ impl DeepseekV3Config {
         layer >= self.first_k_dense_replace
     }
 
-    fn attention_elements(&self, hidden: i64) -> f64 {
-        let (heads, query) =
-            (self.num_attention_heads, self.num_attention_heads * self.query_dim());
+    /// Elements of the matrices that a rank with `shard` has of attention: of those that make latents
+    /// all.
+    fn attention_elements(&self, hidden: i64, shard: &Shard) -> f64 {
+        let heads = shard.share(self.num_attention_heads);
+        let query = heads * self.query_dim();
         let queries = self.q_lora_rank.map_or(hidden * query, |rank| rank * (hidden + query));
         let up = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim);
         (queries + hidden * self.kept() + up + heads * self.v_head_dim * hidden) as f64
@@ -159,12 +162,14 @@ impl Architecture for DeepseekV3Config {
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
-        self.attention_elements(hidden) + self.sizes.met(hidden, self.is_sparse(number))
+        self.attention_elements(hidden, &Shard::WHOLE)
+            + self.sizes.met(hidden, self.is_sparse(number))
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.attention_elements(hidden) + self.sizes.stored(hidden, self.is_sparse(number))
+        self.attention_elements(hidden, shard)
+            + self.sizes.stored(hidden, self.is_sparse(number), shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -175,9 +180,9 @@ impl Architecture for DeepseekV3Config {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        let heads = ("num_attention_heads", self.num_attention_heads);
-        Some([vec![heads], self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        let heads = Divisible::new("num_attention_heads", self.num_attention_heads);
+        [vec![heads], self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -317,15 +322,15 @@ impl LatentAttention {
     ) -> Result<Self> {
         let (hidden, heads) = (target.hidden_size, config.num_attention_heads);
         let (key, value) = (config.qk_nope_head_dim, config.v_head_dim);
-        let linear = |name, parts: &[(&str, i64)], input, bias, split| {
+        let linear = |name, parts: &[(&str, Outputs)], input, bias, split| {
             init.linear(&LinearSpec { module, name, parts, input, bias, split })
         };
         let norm = |name: &str, size: i64| -> Result<RmsNorm> {
             let weight = init.norm(&format!("{module}.{name}.weight"), size)?;
             Ok(RmsNorm { weight, eps: LATENT_EPS, kernels: Kernels::Fast })
         };
-        let (bias, query) = (config.attention_bias, heads * config.query_dim());
-        let kept = ("kv_a_proj_with_mqa", config.kept());
+        let (bias, query) = (config.attention_bias, Outputs::Even(heads * config.query_dim()));
+        let kept = ("kv_a_proj_with_mqa", Outputs::Even(config.kept()));
         let (queries, down) = match config.q_lora_rank {
             None => {
                 let direct = linear("q_proj", &[("q_proj", query)], hidden, false, Split::Outputs)?;
@@ -334,14 +339,14 @@ impl LatentAttention {
             Some(rank) => {
                 let norm = norm("q_a_layernorm", rank)?;
                 let up = linear("q_b_proj", &[("q_b_proj", query)], rank, false, Split::Outputs)?;
-                let parts = [("q_a_proj", rank), kept];
+                let parts = [("q_a_proj", Outputs::Even(rank)), kept];
                 let down = linear("q_kv_a_proj", &parts, hidden, bias, Split::Whole)?;
                 (Queries::Latent { norm, up }, down)
             }
         };
-        let up = [("kv_b_proj", heads * (key + value))];
+        let up = [("kv_b_proj", Outputs::Even(heads * (key + value)))];
         let up = linear("kv_b_proj", &up, config.kv_lora_rank, false, Split::Outputs)?;
-        let output = [("o_proj", hidden)];
+        let output = [("o_proj", Outputs::Even(hidden))];
         Ok(Self {
             layer,
             queries,

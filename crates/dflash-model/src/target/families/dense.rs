@@ -15,9 +15,12 @@ use crate::fields::Fields;
 use crate::fused::Norm;
 use crate::ops::{Pairs, Rotary, rms_norm};
 use crate::target::TargetConfig;
+use crate::target::blocks::attention::Heads;
+use crate::target::blocks::feed_forward::mlp_elements;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Place, Projected, Reach, Scores, norm};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::target::rotary::HeadTables;
 use crate::{Result, fused};
 
@@ -146,6 +149,10 @@ impl DenseConfig {
         self.num_key_value_heads * self.head_dim
     }
 
+    pub(crate) fn heads(&self) -> Heads {
+        Heads { query: self.num_attention_heads, key: self.num_key_value_heads, dim: self.head_dim }
+    }
+
     /// Its keys of config.json.
     pub(crate) fn to_json(&self) -> Value {
         let sliding = self.windows.iter().flatten().next();
@@ -183,10 +190,13 @@ impl Architecture for DenseConfig {
         vec![self.rope.rotary(device)]
     }
 
-    fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        let (h, i) = (config.hidden_size as f64, self.intermediate_size as f64);
-        let (query, key) = (self.query_size() as f64, self.key_size() as f64);
-        h * (query + 2.0 * key) + query * h + 3.0 * h * i
+    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+        self.stored_elements(config, number, &Shard::WHOLE)
+    }
+
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
+        self.heads().own(shard).elements(hidden) + mlp_elements(hidden, inner)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -197,12 +207,9 @@ impl Architecture for DenseConfig {
         self.windows[number].into()
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        Some(vec![
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            ("intermediate_size", self.intermediate_size),
-        ])
+    fn divided(&self) -> Vec<Divisible> {
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
+        [self.heads().divided(), vec![inner]].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -248,15 +255,18 @@ impl DenseLayer {
     ) -> Result<Self> {
         let module = init.path(&format!("layers.{number}"));
         let (hidden, inner) = (target.hidden_size, config.intermediate_size);
-        let (query, key) = (config.query_size(), config.key_size());
-        let linear = |(part, name): (&str, &str), parts: &[(&str, i64)], input, bias, split| {
+        let (heads, own) = (config.heads(), config.heads().own(&init.shard));
+        let linear = |(part, name): (&str, &str), parts: &[(&str, Outputs)], input, bias, split| {
             let module = &format!("{module}.{part}");
             init.linear(&LinearSpec { module, name, parts, input, bias, split })
         };
         let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
-        let qkv_parts = [("q_proj", query), ("k_proj", key), ("v_proj", key)];
-        let (output_parts, down_parts) = ([("o_proj", hidden)], [("down_proj", hidden)]);
-        let gate_up_parts = [("gate_proj", inner), ("up_proj", inner)];
+        let (queries, keys) = (heads.queries(), heads.keys());
+        let qkv_parts = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
+        let [output_parts, down_parts] =
+            ["o_proj", "down_proj"].map(|name| [(name, Outputs::Even(hidden))]);
+        let gate_up_parts = ["gate_proj", "up_proj"].map(|name| (name, Outputs::Even(inner)));
+        let query = heads.query_size();
         let (qkv_bias, o_bias, bias) = (config.qkv_bias, config.output_bias, config.mlp_bias);
         Ok(Self {
             number,
@@ -264,8 +274,8 @@ impl DenseLayer {
             kernels: Kernels::Fast,
             eps: target.rms_norm_eps,
             head_dim: config.head_dim,
-            query_heads: init.share(config.num_attention_heads),
-            key_heads: init.share(config.num_key_value_heads),
+            query_heads: own.query,
+            key_heads: own.key,
             input_norm_h: norm("input_layernorm")?,
             post_attention_norm_h: norm("post_attention_layernorm")?,
             qk_norm: config.qk_norm.then(|| QkNorm::new(config, &module, init)).transpose()?,

@@ -17,6 +17,7 @@ use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
 use crate::target::config::Outer;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
 use crate::target::parameters::Init;
 
@@ -180,7 +181,6 @@ impl Architecture for Gemma3Config {
                     },
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: Some(self.query_pre_attn_scalar.powf(-0.5)),
                     softcap: self.attn_logit_softcapping,
                     sinks: false,
@@ -212,6 +212,11 @@ impl Architecture for Gemma3Config {
         self.heads.elements(hidden) + mlp_elements(hidden, self.intermediate_size)
     }
 
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
+        self.heads.own(shard).elements(hidden) + mlp_elements(hidden, inner)
+    }
+
     fn pair_flops(&self, _number: usize) -> f64 {
         self.heads.pair_flops()
     }
@@ -220,9 +225,9 @@ impl Architecture for Gemma3Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        let inner = ("intermediate_size", self.intermediate_size);
-        Some([self.heads.divided(), vec![inner]].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
+        [self.heads.divided(), vec![inner]].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -21,10 +21,11 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling};
 use crate::target::config::Outer;
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{
     Layer, Memory, Pass, Place, Projected, Reach, RmsNorm, Scores as Scored,
 };
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Its dimensions and choices.
 #[derive(Debug, Clone, PartialEq)]
@@ -132,14 +133,23 @@ impl Gemma4Config {
         self.intermediate_size * if wide { 2 } else { 1 }
     }
 
-    fn elements(&self, config: &TargetConfig, number: usize) -> f64 {
-        let (hidden, heads) = (config.hidden_size, self.heads[number]);
-        let attention = match number < self.first_shared {
-            true => heads.elements(hidden),
-            false => (2 * hidden * heads.query_size()) as f64,
+    /// Whether the values of layer `number` are its keys.
+    fn has_keys_as_values(&self, number: usize) -> bool {
+        self.attention_k_eq_v && self.is_full(number)
+    }
+
+    /// Elements of the matrices that a rank with `shard` has of layer `number`, but for experts.
+    fn elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
+        let (hidden, heads) = (config.hidden_size, self.heads[number].own(shard));
+        let keys_and_values = match number < self.first_shared {
+            true if self.has_keys_as_values(number) => heads.key_size(),
+            true => 2 * heads.key_size(),
+            false => 0,
         };
+        let attention = hidden * (2 * heads.query_size() + keys_and_values);
         let per_layer = self.per_layer.map_or(0, |per_layer| 2 * hidden * per_layer.size);
-        attention + mlp_elements(hidden, self.inner(number)) + per_layer as f64
+        let mlp = mlp_elements(hidden, shard.share(self.inner(number)));
+        (attention + per_layer) as f64 + mlp
     }
 }
 
@@ -276,12 +286,21 @@ impl Architecture for Gemma4Config {
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let experts = self.experts.map_or(0.0, |sizes| sizes.met(config.hidden_size, true));
-        self.elements(config, number) + experts
+        self.elements(config, number, &Shard::WHOLE) + experts
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
-        let experts = self.experts.map_or(0.0, |sizes| sizes.stored(config.hidden_size, true));
-        self.elements(config, number) + experts
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
+        let hidden = config.hidden_size;
+        let experts = self.experts.map_or(0.0, |sizes| sizes.stored(hidden, true, shard));
+        self.elements(config, number, shard) + experts
+    }
+
+    fn prepared_elements(&self, config: &TargetConfig) -> f64 {
+        let of = |PerLayer { size, vocab_size }| {
+            let all = size * config.num_hidden_layers as i64;
+            ((vocab_size + config.hidden_size) * all) as f64
+        };
+        self.per_layer.map_or(0.0, of)
     }
 
     fn pair_flops(&self, number: usize) -> f64 {
@@ -292,11 +311,11 @@ impl Architecture for Gemma4Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
+    fn divided(&self) -> Vec<Divisible> {
         let heads = self.heads.iter().flat_map(|heads| heads.divided());
-        let inner = ("intermediate_size", self.intermediate_size);
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
         let experts = self.experts.map(MixtureSizes::divided).unwrap_or_default();
-        Some(heads.chain([inner]).chain(experts).collect())
+        heads.chain([inner]).chain(experts).collect()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -397,17 +416,16 @@ impl Gemma4Attention {
         let module = &init.path(&format!("layers.{number}.self_attn"));
         let (hidden, heads, bias) =
             (target.hidden_size, config.heads[number], config.attention_bias);
-        let linear = |name: &str, input, output, split| {
+        let linear = |name: &str, input, output: Outputs, split| {
             init.linear(&LinearSpec { module, name, parts: &[(name, output)], input, bias, split })
         };
         let norm =
             |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), heads.dim, target);
-        let key_size = heads.key_size();
-        let k_eq_v = config.attention_k_eq_v && config.is_full(number);
+        let k_eq_v = config.has_keys_as_values(number);
         let own = || -> Result<KeyValue> {
-            let value = || linear("v_proj", hidden, key_size, Split::Outputs);
+            let value = || linear("v_proj", hidden, heads.keys(), Split::Outputs);
             Ok(KeyValue {
-                k_proj: linear("k_proj", hidden, key_size, Split::Outputs)?,
+                k_proj: linear("k_proj", hidden, heads.keys(), Split::Outputs)?,
                 k_norm: norm("k_norm")?,
                 v_proj: (!k_eq_v).then(value).transpose()?,
             })
@@ -415,18 +433,14 @@ impl Gemma4Attention {
         Ok(Self {
             number,
             source: config.source(number),
-            heads: Heads {
-                query: init.share(heads.query),
-                key: init.share(heads.key),
-                dim: heads.dim,
-            },
+            heads: heads.own(&init.shard),
             reach: config.reaches[number],
             tables: usize::from(!config.is_full(number)),
             eps: target.rms_norm_eps,
-            q_proj: linear("q_proj", hidden, heads.query_size(), Split::Outputs)?,
+            q_proj: linear("q_proj", hidden, heads.queries(), Split::Outputs)?,
             q_norm: norm("q_norm")?,
             own: (number < config.first_shared).then(own).transpose()?,
-            o_proj: linear("o_proj", heads.query_size(), hidden, Split::Inputs)?,
+            o_proj: linear("o_proj", heads.query_size(), Outputs::Even(hidden), Split::Inputs)?,
             kernels: Kernels::Fast,
         })
     }

@@ -17,6 +17,7 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -140,7 +141,6 @@ impl Architecture for Glm4MoeConfig {
                     },
                     bias: (self.attention_bias, false),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -161,9 +161,10 @@ impl Architecture for Glm4MoeConfig {
         self.heads.elements(hidden) + self.sizes.met(hidden, self.is_sparse(number))
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.heads.elements(hidden) + self.sizes.stored(hidden, self.is_sparse(number))
+        let attention = self.heads.own(shard).elements(hidden);
+        attention + self.sizes.stored(hidden, self.is_sparse(number), shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -174,8 +175,8 @@ impl Architecture for Glm4MoeConfig {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

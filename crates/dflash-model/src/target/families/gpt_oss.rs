@@ -15,6 +15,7 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{FeedForward, Mixture, activation};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, Yarn, rope_parameters, yarn_mscale};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -65,7 +66,7 @@ impl GptOssConfig {
                 chosen: chosen_count(text, &chosen, experts)?,
                 inner,
                 shared: 0,
-                dense: inner,
+                dense: 0,
             },
             swiglu_limit: text.number("swiglu_limit")?.unwrap_or(LIMIT),
         })
@@ -137,7 +138,6 @@ impl Architecture for GptOssConfig {
                     norms: HeadNorms::None,
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: false,
                     scale: None,
                     softcap: None,
                     sinks: true,
@@ -157,8 +157,10 @@ impl Architecture for GptOssConfig {
         self.heads.elements(config.hidden_size) + self.sizes.met(config.hidden_size, true)
     }
 
-    fn stored_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        self.heads.elements(config.hidden_size) + self.sizes.stored(config.hidden_size, true)
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let hidden = config.hidden_size;
+        let attention = self.heads.own(shard).elements(hidden);
+        attention + self.sizes.stored(hidden, true, shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -169,9 +171,8 @@ impl Architecture for GptOssConfig {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        // Every rank computes all of attention, which is a small part.
-        Some(self.sizes.divided())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -19,6 +19,7 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -187,7 +188,6 @@ impl Architecture for Llama4Config {
                     },
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -208,9 +208,10 @@ impl Architecture for Llama4Config {
         self.heads.elements(hidden) + self.sizes.met(hidden, self.sparse[number])
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.heads.elements(hidden) + self.sizes.stored(hidden, self.sparse[number])
+        let attention = self.heads.own(shard).elements(hidden);
+        attention + self.sizes.stored(hidden, self.sparse[number], shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -221,8 +222,8 @@ impl Architecture for Llama4Config {
         self.reaches[number]
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -15,6 +15,7 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{FeedForward, Mixture, activation};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -55,7 +56,7 @@ impl MiniMaxM2Config {
                 chosen: chosen_count(text, &["num_experts_per_tok"], experts)?,
                 inner,
                 shared: 0,
-                dense: inner,
+                dense: 0,
             },
             gated: activation(text, "hidden_act", "silu")?,
         })
@@ -126,8 +127,6 @@ impl Architecture for MiniMaxM2Config {
                     norms: HeadNorms::together(init, &attention, self.heads, config)?,
                     bias: (false, false),
                     fused: false,
-                    // The norms are over the heads of all ranks.
-                    divided: false,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -147,8 +146,10 @@ impl Architecture for MiniMaxM2Config {
         self.heads.elements(config.hidden_size) + self.sizes.met(config.hidden_size, true)
     }
 
-    fn stored_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        self.heads.elements(config.hidden_size) + self.sizes.stored(config.hidden_size, true)
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let hidden = config.hidden_size;
+        let attention = self.heads.own(shard).elements(hidden);
+        attention + self.sizes.stored(hidden, true, shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -159,9 +160,8 @@ impl Architecture for MiniMaxM2Config {
         Reach::All
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        // Every rank computes all of attention, which is a small part.
-        Some(self.sizes.divided())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

@@ -13,6 +13,7 @@ use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{FeedForward, Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -72,7 +73,6 @@ impl Architecture for Phi3Config {
                     norms: HeadNorms::None,
                     bias: (false, false),
                     fused: true,
-                    divided: false,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -102,12 +102,22 @@ impl Architecture for Phi3Config {
         self.heads.elements(hidden) + mlp_elements(hidden, self.intermediate_size)
     }
 
+    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
+        let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
+        self.heads.own(shard).elements(hidden) + mlp_elements(hidden, inner)
+    }
+
     fn pair_flops(&self, _number: usize) -> f64 {
         self.heads.pair_flops()
     }
 
     fn reach(&self, _number: usize) -> Reach {
         self.reach
+    }
+
+    fn divided(&self) -> Vec<Divisible> {
+        let inner = Divisible::new("intermediate_size", self.intermediate_size);
+        [self.heads.divided(), vec![inner]].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

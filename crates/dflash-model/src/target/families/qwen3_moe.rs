@@ -15,6 +15,7 @@ use crate::target::blocks::experts::{
 use crate::target::blocks::feed_forward::{FeedForward, Mixture, Mlp, MlpSpec, activation};
 use crate::target::blocks::pre_norm::PreNormLayer;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Reach};
 use crate::target::parameters::Init;
 
@@ -132,7 +133,6 @@ impl Architecture for Qwen3MoeConfig {
                     norms: HeadNorms::each(init, &attention, self.heads.dim, config)?,
                     bias: (self.attention_bias, self.attention_bias),
                     fused: false,
-                    divided: true,
                     scale: None,
                     softcap: None,
                     sinks: false,
@@ -153,9 +153,10 @@ impl Architecture for Qwen3MoeConfig {
         self.heads.elements(hidden) + self.sizes.met(hidden, self.sparse[number])
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.heads.elements(hidden) + self.sizes.stored(hidden, self.sparse[number])
+        let attention = self.heads.own(shard).elements(hidden);
+        attention + self.sizes.stored(hidden, self.sparse[number], shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -166,8 +167,8 @@ impl Architecture for Qwen3MoeConfig {
         self.reach
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        [self.heads.divided(), self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {

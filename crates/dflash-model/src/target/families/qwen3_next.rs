@@ -24,8 +24,9 @@ use crate::target::blocks::feed_forward::{
 };
 use crate::target::blocks::gated_attention::GatedAttention;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// Dimensions and choices of Qwen3-Next's and Qwen3.5's layers.
 #[derive(Debug, Clone, PartialEq)]
@@ -139,15 +140,17 @@ impl HybridConfig {
         })
     }
 
-    /// Elements of the matrices of layer `number`'s mixer.
-    fn mixer_elements(&self, hidden: i64, number: usize) -> f64 {
+    /// Elements of the matrices that a rank with `shard` has of layer `number`'s mixer.
+    fn mixer_elements(&self, hidden: i64, number: usize, shard: &Shard) -> f64 {
         match self.mixers[number] {
             Mixer::Attention => {
-                self.heads.elements(hidden) + (hidden * self.heads.query_size()) as f64
+                let own = self.heads.own(shard);
+                own.elements(hidden) + (hidden * own.query_size()) as f64
             }
             Mixer::Delta => {
-                let gate_and_output = 2 * self.delta.values * self.delta.value_dim;
-                (hidden * (self.delta.inputs() + gate_and_output)) as f64
+                let own = self.delta.own(shard);
+                let gate_and_output = 2 * own.values * own.value_dim;
+                (hidden * (own.inputs() + gate_and_output)) as f64
             }
         }
     }
@@ -182,12 +185,14 @@ impl Architecture for HybridConfig {
 
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
-        self.mixer_elements(hidden, number) + self.sizes.met(hidden, self.sparse[number])
+        self.mixer_elements(hidden, number, &Shard::WHOLE)
+            + self.sizes.met(hidden, self.sparse[number])
     }
 
-    fn stored_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
-        self.mixer_elements(hidden, number) + self.sizes.stored(hidden, self.sparse[number])
+        self.mixer_elements(hidden, number, shard)
+            + self.sizes.stored(hidden, self.sparse[number], shard)
     }
 
     fn pair_flops(&self, number: usize) -> f64 {
@@ -209,8 +214,12 @@ impl Architecture for HybridConfig {
         }
     }
 
-    fn divided(&self) -> Option<Vec<(&'static str, i64)>> {
-        Some([self.heads.divided(), self.sizes.divided()].concat())
+    fn divided(&self) -> Vec<Divisible> {
+        let delta = match self.mixers.contains(&Mixer::Delta) {
+            true => self.delta.divided(),
+            false => Vec::new(),
+        };
+        [self.heads.divided(), delta, self.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -341,10 +350,12 @@ impl HybridConfig {
 }
 
 /// A gated delta network: queries, keys and values through a short convolution and the delta rule, whose
-/// outputs are normalised by head and gated. Every rank of a tensor-parallel target has all of it.
+/// outputs are normalised by head and gated. A rank of a tensor-parallel target has some of the key heads and
+/// the value heads that read them.
 #[derive(Debug)]
 struct GatedDeltaNet {
     layer: usize,
+    /// This rank's.
     heads: DeltaHeads,
     inputs: InputProjections,
     rule: DeltaRule,
@@ -367,38 +378,52 @@ impl GatedDeltaNet {
         init: &Init,
     ) -> Result<Self> {
         let (heads, hidden) = (config.delta, target.hidden_size);
-        let (channels, values) = (heads.channels(), heads.values * heads.value_dim);
-        let linear = |name, parts: &[(&str, i64)], input| {
-            let split = Split::Whole;
+        let [queries, keys, values] = heads.channel_parts();
+        let linear = |name, parts: &[(&str, i64)], input, split| {
+            let parts: Vec<_> =
+                parts.iter().map(|&(name, size)| (name, Outputs::Even(size))).collect();
+            let parts = &parts;
             init.linear(&LinearSpec { module, name, parts, input, bias: false, split })
         };
+        let from_hidden = |name, parts: &[(&str, i64)]| linear(name, parts, hidden, Split::Outputs);
         let inputs = match config.delta_inputs {
+            // A key head's rows lie together there, with those of the values that read it.
             DeltaInputs::ByKeyHead => InputProjections::ByKeyHead {
-                qkvz: linear("in_proj_qkvz", &[("in_proj_qkvz", channels + values)], hidden)?,
-                ba: linear("in_proj_ba", &[("in_proj_ba", 2 * heads.values)], hidden)?,
+                qkvz: from_hidden(
+                    "in_proj_qkvz",
+                    &[("in_proj_qkvz", queries + keys + 2 * values)],
+                )?,
+                ba: from_hidden("in_proj_ba", &[("in_proj_ba", 2 * heads.values)])?,
             },
             DeltaInputs::Apart => {
                 let parts = [
-                    ("in_proj_qkv", channels),
+                    ("in_proj_qkv", queries),
+                    ("in_proj_qkv", keys),
+                    ("in_proj_qkv", values),
                     ("in_proj_b", heads.values),
                     ("in_proj_a", heads.values),
                     ("in_proj_z", values),
                 ];
-                InputProjections::Apart(linear("in_proj", &parts, hidden)?)
+                InputProjections::Apart(from_hidden("in_proj", &parts)?)
             }
         };
-        let float32 = |name: &str, shape: &[i64]| init.float32(&format!("{module}.{name}"), shape);
-        let conv = float32("conv1d.weight", &[channels, 1, config.conv_width])?;
+        let own = |name: &str, parts: &[i64], rest: &[i64]| -> Result<Tensor> {
+            let shape = [&[parts.iter().sum()], rest].concat();
+            let whole = init.float32(&format!("{module}.{name}"), &shape)?;
+            Ok(init.shard.own_rows(&whole, parts))
+        };
+        let conv = own("conv1d.weight", &heads.channel_parts(), &[1, config.conv_width])?;
         let rule =
-            (&conv, &float32("A_log", &[heads.values])?, &float32("dt_bias", &[heads.values])?);
+            (&conv, &own("A_log", &[heads.values], &[])?, &own("dt_bias", &[heads.values], &[])?);
+        let own_heads = heads.own(&init.shard);
         Ok(Self {
             layer,
-            heads,
+            heads: own_heads,
             inputs,
-            rule: DeltaRule::new(heads, rule),
+            rule: DeltaRule::new(own_heads, rule),
             norm_v: init.norm(&format!("{module}.norm.weight"), heads.value_dim)?,
             eps: target.rms_norm_eps,
-            output: linear("out_proj", &[("out_proj", hidden)], values)?,
+            output: linear("out_proj", &[("out_proj", hidden)], values, Split::Inputs)?,
         })
     }
 

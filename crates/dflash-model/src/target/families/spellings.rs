@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use crate::Result;
 use crate::target::TargetConfig;
+use crate::target::divided::Shard;
 
 fn load(config: &Value) -> Result<TargetConfig> {
     let dir = tempfile::tempdir().unwrap();
@@ -213,5 +214,5 @@ fn a_token_meets_its_experts_and_a_layer_keeps_all() {
     let met = attention + 64 * 8 + 2 * 3 * 64 * 16;
     assert_eq!(architecture.layer_elements(&config, 0), f64::from(met));
     let stored = attention + 64 * 8 + 8 * 3 * 64 * 16;
-    assert_eq!(architecture.stored_elements(&config, 0), f64::from(stored));
+    assert_eq!(architecture.stored_elements(&config, 0, &Shard::WHOLE), f64::from(stored));
 }

@@ -122,6 +122,7 @@ fn block(fields: &Fields, key: &str) -> Result<Option<Block>> {
 mod tests {
     use tch::Device;
 
+    use super::super::Rows;
     use super::*;
     use crate::checkpoint::write_safetensors;
     use dflash_test_support::seeded;
@@ -159,6 +160,10 @@ mod tests {
         let columns = Tensor::empty([7, 5], CPU);
         weights.read_part_into("m.weight", (1, 3), &columns).unwrap();
         assert_eq!(columns, read.narrow(1, 3, 5));
+        let some = Tensor::empty([4, 10], CPU);
+        let two = Rows { whole: 7, own: vec![5..7, 2..4] };
+        weights.read_rows_into("m.weight", &two, &some).unwrap();
+        assert_eq!(some, Tensor::cat(&[read.narrow(0, 5, 2), read.narrow(0, 2, 2)], 0));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::target::TargetConfig;
 use crate::target::blocks::experts::Gated;
 use crate::target::families::Prepare;
 use crate::target::layer::{Pass, RmsNorm};
-use crate::target::parameters::{Init, Linear, LinearSpec, Split};
+use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
 /// A layer's own input, gated by the residual stream and added to it.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ impl PerLayerInput {
     ) -> Result<Self> {
         let hidden = config.hidden_size;
         let linear = |name: &str, input, output| {
-            let (parts, split) = (&[(name, output)], Split::Whole);
+            let (parts, split) = (&[(name, Outputs::Even(output))], Split::Whole);
             init.linear(&LinearSpec { module, name, parts, input, bias: false, split })
         };
         let norm = format!("{module}.post_per_layer_input_norm.weight");
@@ -80,7 +80,7 @@ impl PerLayerInputs {
             per_layer_model_projection: init.linear(&LinearSpec {
                 module: "",
                 name: &projection,
-                parts: &[(&projection, layers * size)],
+                parts: &[(&projection, Outputs::Even(layers * size))],
                 input: hidden,
                 bias: false,
                 split: Split::Whole,
