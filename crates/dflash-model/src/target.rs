@@ -475,6 +475,20 @@ fn is_of_layers(name: &str, prefix: &str, layers: &Range<usize>) -> bool {
     layer_of(name).is_none_or(|layer| layers.contains(&layer))
 }
 
+/// Whether tensor `name` is read for `layers` alone, and for the embedding where that `is_wanted`.
+fn is_of_part(
+    name: &str,
+    prefix: &str,
+    (config, layers, is_wanted): (&TargetConfig, &Range<usize>, bool),
+) -> bool {
+    let Some(name) = name.strip_prefix(prefix) else { return false };
+    match layer_of(name) {
+        Some(layer) => layers.contains(&layer),
+        None if name == EMBEDDING => is_wanted,
+        None => layers.start == 0 && config.family.architecture().prepared_names().contains(&name),
+    }
+}
+
 /// The layer to which a tensor of the text model belongs, from its name there.
 fn layer_of(name: &str) -> Option<usize> {
     name.strip_prefix("layers.")?.split_once('.')?.0.parse().ok()

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use dflash_golden::entries;
 use dflash_model::target::divided::{Grid, Part};
 use dflash_model::target::{
-    Loading, PrefillOptions, Target, TargetConfig, TargetOptions, on_loading,
+    Loading, Prefill, PrefillOptions, Target, TargetConfig, TargetOptions, on_loading,
 };
 use dflash_settings::Dtype;
 use tch::{Device, Kind};
@@ -40,6 +40,18 @@ fn every_byte_that_is_wanted_is_counted_once() {
         Target::load(&entry.path, &TargetOptions { device, dtype }).unwrap();
         let (total, read) = heard(&entry.name);
         assert_eq!(read, total, "{}", entry.name);
+        // A server's: without the head, up to a layer, or the first of two stages.
+        let (place, asked) = ((device, dtype), Dtype::Float32);
+        let options = PrefillOptions { place, asked, highest: Some(1), embedding_vh: None };
+        Prefill::load(&entry.path, &options).unwrap();
+        let (first_layer, read) = heard(&entry.name);
+        assert!(read == first_layer && read < total, "{}", entry.name);
+        let grid = Grid { pipeline: 2, tensor: 1 };
+        let stages = [0, 1].map(|rank| {
+            Part::load(&entry.path, &options, (grid, rank), None).unwrap();
+            heard(&entry.name)
+        });
+        assert!(stages.iter().all(|(total, read)| total == read), "{}", entry.name);
         models += 1;
     }
     assert!(models >= 20, "{models} models");

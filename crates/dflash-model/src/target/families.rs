@@ -87,6 +87,11 @@ pub(crate) trait Architecture: Debug {
     /// meets, where it meets few experts.
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64;
 
+    /// Names within the text model of the tensors that [`Self::prepare`] reads.
+    fn prepared_names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Elements of what [`Self::prepare`] keeps, which no ranks divide.
     fn prepared_elements(&self, _config: &TargetConfig) -> f64 {
         0.0

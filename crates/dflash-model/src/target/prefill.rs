@@ -14,7 +14,7 @@ use super::divided::Shard;
 use super::head::EMBEDDING;
 use super::parameters::Init;
 use super::weights::Weights;
-use super::{Body, Stack, TargetConfig, is_of_layers, layer_of};
+use super::{Body, Stack, TargetConfig, is_of_part};
 use crate::{Error, Result, placement};
 
 /// Where oneDNN makes code for every number of tokens, batches are filled up to a multiple of this with
@@ -108,13 +108,7 @@ impl Prefill {
         let all = config.num_hidden_layers;
         let highest = options.highest.map_or(all, |highest| all.min(highest as usize));
         let given = options.embedding_vh.is_some();
-        weights.begin_load(|name| {
-            let outer = name.strip_prefix(prefix).is_some_and(|name| layer_of(name).is_none());
-            match outer {
-                true => !given && name.ends_with(EMBEDDING),
-                false => is_of_layers(name, prefix, &(0..highest)),
-            }
-        })?;
+        weights.begin_load(|name| is_of_part(name, prefix, (&config, &(0..highest), !given)))?;
         no_grad(|| {
             let embedding_vh = match options.embedding_vh {
                 Some(embedding_vh) => embedding_vh.shallow_clone(),

@@ -17,8 +17,7 @@ use crate::target::parameters::Init;
 use crate::target::prefill::{PrefillOptions, fill_up, least, multiplies_in_bf16};
 use crate::target::weights::Weights;
 use crate::target::{
-    Body, PackedPrompts, Stack, TargetConfig, document_positions, is_of_layers, layer_of,
-    of_documents,
+    Body, PackedPrompts, Stack, TargetConfig, document_positions, is_of_part, of_documents,
 };
 use crate::{Error, Result};
 
@@ -69,14 +68,7 @@ impl Part {
         let layers = stages[stage].clone();
         let prefix = weights.prefix();
         let first = stage == 0;
-        weights.begin_load(|name| {
-            let outer = name.strip_prefix(prefix).is_some_and(|name| layer_of(name).is_none());
-            if outer {
-                first && name.ends_with(EMBEDDING)
-            } else {
-                is_of_layers(name, prefix, &layers)
-            }
-        })?;
+        weights.begin_load(|name| is_of_part(name, prefix, (&config, &layers, first)))?;
         let shard = Shard::new((grid.part(rank), grid.tensor), sums.clone());
         let (device, kind) = options.place;
         let init = Init { weights: Some(&weights), options: (kind, device), prefix, shard };

@@ -295,6 +295,10 @@ impl Architecture for Gemma4Config {
         self.elements(config, number, shard) + experts
     }
 
+    fn prepared_names(&self) -> &'static [&'static str] {
+        PerLayerInputs::NAMES
+    }
+
     fn prepared_elements(&self, config: &TargetConfig) -> f64 {
         let of = |PerLayer { size, vocab_size }| {
             let all = size * config.num_hidden_layers as i64;

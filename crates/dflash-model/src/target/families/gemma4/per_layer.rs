@@ -64,6 +64,13 @@ pub(super) struct PerLayerInputs {
 }
 
 impl PerLayerInputs {
+    /// The tensors that it reads.
+    pub(super) const NAMES: &'static [&'static str] = &[
+        "embed_tokens_per_layer.weight",
+        "per_layer_model_projection.weight",
+        "per_layer_projection_norm.weight",
+    ];
+
     pub(super) fn new((config, per_layer): (&TargetConfig, PerLayer), init: &Init) -> Result<Self> {
         let PerLayer { size, vocab_size } = per_layer;
         let (hidden, layers) = (config.hidden_size, config.num_hidden_layers as i64);
