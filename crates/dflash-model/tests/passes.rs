@@ -4,6 +4,7 @@
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
 use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind, PackedInput};
+use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
 const PATHS: [Kernels; 3] = [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed];
@@ -83,6 +84,7 @@ fn pass(
 
 #[test]
 fn gradients_are_the_same_and_far_less_is_kept() {
+    let _draws = alone();
     no_grad(|| {
         let kinds = PATHS.map(|kernels| [Kind::Float, Kind::BFloat16].map(|kind| (kind, kernels)));
         let cases = kinds.into_iter().flatten().flat_map(|case| configs().map(|it| (it, case)));
@@ -112,6 +114,7 @@ fn gradients_are_the_same_and_far_less_is_kept() {
 /// A window smaller than the block ends inside the block, in both passes.
 #[test]
 fn a_decoded_block_is_the_one_that_training_saw() {
+    let _draws = alone();
     const TOKENS: i64 = 30;
     let windows = [1, 2, 3, 4, 5, 11, 40];
     for (window, config) in windows.into_iter().flat_map(|it| configs().map(|config| (it, config)))
@@ -148,6 +151,7 @@ fn a_decoded_block_is_the_one_that_training_saw() {
 /// Context comes as a prompt of many rows, then a few at a time; a CPU takes these another way.
 #[test]
 fn a_block_over_context_of_many_rows_and_few_is_the_portable_one() {
+    let _draws = alone();
     let kinds = [(Kind::Float, 1e-5), (Kind::BFloat16, 0.1)];
     for (config, (kind, tolerance)) in
         configs().into_iter().flat_map(|it| kinds.map(|kind| (it.clone(), kind)))

@@ -7,6 +7,7 @@ use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind};
 use dflash_model::objective::{
     BlockLabels, Denominator, ElementLoss, LabelSource, LabelledRow, Objective, Weighting,
 };
+use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
 const TOKENS: usize = 700;
@@ -37,9 +38,9 @@ fn config() -> DraftConfig {
 }
 
 /// Weights of a draft, noise in its biases too.
-fn fresh() -> Tensor {
+fn fresh(config: DraftConfig) -> Tensor {
     let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-    let draft = Draft::init(config(), Device::Cpu, normal);
+    let draft = Draft::init(config, Device::Cpu, normal);
     for bias in draft.layout().parameters().iter().filter(|parameter| parameter.is_bias()) {
         bias.view(draft.flat()).copy_(&(normal(&bias.shape) * 0.3));
     }
@@ -110,9 +111,10 @@ impl Row {
 
 #[test]
 fn float32_gives_the_gradients_of_float64_on_all_paths() {
+    let _draws = alone();
     no_grad(|| {
         tch::manual_seed(3);
-        let wide = Draft::new(config(), fresh().to_kind(Kind::Double));
+        let wide = Draft::new(config(), fresh(config()).to_kind(Kind::Double));
         let row = Row::new(wide.config());
         let dpace = Weighting::Dpace {
             alpha: 0.5,
@@ -146,9 +148,13 @@ fn float32_gives_the_gradients_of_float64_on_all_paths() {
 /// operations do, and come as near to float64.
 #[test]
 fn bfloat16_by_the_kernels_for_gpus_is_as_near_float64_as_by_libtorchs_operations() {
+    let _draws = alone();
+    // The gradients of biases are few numbers each: the chance in their rounding is more than what is
+    // looked for.
+    let config = || DraftConfig { attention_bias: false, ..config() };
     no_grad(|| {
         tch::manual_seed(3);
-        let half = fresh().to_kind(Kind::BFloat16);
+        let half = fresh(config()).to_kind(Kind::BFloat16);
         let mut row = Row::new(&config());
         for x in [&mut row.features_tk, &mut row.embedding_vh, &mut row.head_vh] {
             *x = x.to_kind(Kind::BFloat16).to_kind(Kind::Double);
