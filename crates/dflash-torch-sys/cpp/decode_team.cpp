@@ -131,18 +131,19 @@ Team& team() {
 }
 
 #if defined(__x86_64__)
-enum class Level { kBaseline, kV3, kV4, kV4Bf16 };
+enum class Level { kBaseline, kAvx2, kAvx512, kAvx512bf16 };
 
 Level level() {
   static const Level found = [] {
     __builtin_cpu_init();
-    const auto v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2");
-    const auto v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                    __builtin_cpu_supports("avx512vl");
-    if (v3 && v4) return __builtin_cpu_supports("avx512bf16") ? Level::kV4Bf16 : Level::kV4;
-    return v3 ? Level::kV3 : Level::kBaseline;
+    const auto avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("bmi2");
+    const auto avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    if (avx2 && avx512)
+      return __builtin_cpu_supports("avx512bf16") ? Level::kAvx512bf16 : Level::kAvx512;
+    return avx2 ? Level::kAvx2 : Level::kBaseline;
   }();
   return found;
 }
@@ -184,10 +185,13 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
 
 #if defined(__x86_64__)
 #define DFLASH_CHOOSE(work, name)                                                          \
-  level() == Level::kV4Bf16 ? erased<work, dflash_decode_##name##_v4bf16>                  \
-  : level() == Level::kV4   ? erased<work, dflash_decode_##name##_v4>                      \
-  : level() == Level::kV3   ? erased<work, dflash_decode_##name##_v3>                      \
-                            : erased<work, dflash_decode_##name##_baseline>
+  level() == Level::kAvx512bf16 ? erased<work, dflash_decode_##name##_avx512bf16>          \
+  : level() == Level::kAvx512   ? erased<work, dflash_decode_##name##_avx512>              \
+  : level() == Level::kAvx2     ? erased<work, dflash_decode_##name##_avx2>                \
+                                : erased<work, dflash_decode_##name##_baseline>
+#elif defined(__aarch64__)
+// Every such processor has it.
+#define DFLASH_CHOOSE(work, name) erased<work, dflash_decode_##name##_neon>
 #else
 #define DFLASH_CHOOSE(work, name) erased<work, dflash_decode_##name##_baseline>
 #endif

@@ -12,7 +12,7 @@ fn the_kernels_compile_for_aarch64() {
         let mut command = Command::new(COMPILER);
         // As far as an object: checking the syntax alone does not look at attributes.
         command.args(["-std=c++17", "-O1", "-fopenmp", "-Wall", "-Werror", "-Wno-psabi"]);
-        command.args(["-DLEVEL=baseline", "-o", "/dev/null", "-c"]);
+        command.args(["-DLEVEL=neon", "-o", "/dev/null", "-c"]);
         match command.arg(source).output() {
             Ok(output) => {
                 let stderr = String::from_utf8_lossy(&output.stderr);
