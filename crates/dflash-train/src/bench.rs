@@ -51,6 +51,8 @@ pub struct StepReport {
     pub loss_chunk_mib: usize,
     /// Where it ran.
     pub device: String,
+    /// The level of the processor's instructions that it ran at; `None` on a GPU.
+    pub cpu_level: Option<String>,
 }
 
 /// Learning rate and slot decay of their benchmarks.
@@ -216,6 +218,7 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
         tflops: flops / median / 1e12,
         loss_chunk_mib: trainer.objective.chunk_bytes >> 20,
         device: device_name(draft.device()),
+        cpu_level: machine::cpu_level(draft.device()),
     }
 }
 

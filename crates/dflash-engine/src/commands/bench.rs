@@ -36,6 +36,9 @@ fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     println!("loss         {:.4} nats after {} steps", report.loss, warmup + steps);
     println!("logits       at most {} MiB at a time", report.loss_chunk_mib);
     println!("parameters   {:.2} M on {}", report.params_m, report.device);
+    if let Some(level) = &report.cpu_level {
+        println!("level        {level} of the processor's instructions");
+    }
     Ok(())
 }
 
@@ -58,5 +61,8 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
         report.identical, report.answers, report.tokens
     );
     println!("device       {}", report.device);
+    if let Some(level) = &report.cpu_level {
+        println!("level        {level} of the processor's instructions");
+    }
     Ok(())
 }
