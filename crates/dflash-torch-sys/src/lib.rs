@@ -30,6 +30,7 @@ mod precision;
 mod pretend;
 pub mod staging;
 mod store;
+mod timed;
 pub mod trace;
 mod version;
 
