@@ -133,11 +133,7 @@ fn compile(libtorch: &std::path::Path) {
         .include("cpp/gloo_declarations")
         .file("cpp/c10d.cpp")
         .compile("dflash_c10d");
-    calls().file("cpp/flash.cpp").file("cpp/device.cpp").compile("dflash_flash");
-    calls().file("cpp/level.cpp").compile("dflash_level");
-    calls().file("cpp/optimizer.cpp").compile("dflash_optimizer");
-    calls().file("cpp/staging.cpp").compile("dflash_staging");
-    calls().file("cpp/interval.cpp").compile("dflash_interval");
+    calls().file("cpp/calls.cpp").compile("dflash_calls");
     calls()
         // GCC 12 follows libtorch's values into branches that they never take.
         .flag_if_supported("-Wno-stringop-overflow")

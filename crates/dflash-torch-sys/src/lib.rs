@@ -31,6 +31,7 @@ mod precision;
 mod pretend;
 pub mod staging;
 mod store;
+mod timed;
 pub mod trace;
 mod version;
 
