@@ -13,7 +13,7 @@ typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 constexpr int kRegisters = 16;
 constexpr int64_t kLanes = 8;
 
-// Eight to twelve sums in flight, and registers left for the weights of a step and a factor.
+// Six to ten sums in flight, and registers left for the weights of a step, a factor and a mask.
 constexpr int kMostRows = 5;
 constexpr int tile_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 

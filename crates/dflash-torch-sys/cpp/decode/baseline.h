@@ -10,12 +10,13 @@ namespace {
 
 typedef float Vec __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(16)));
-constexpr int kRegisters = 12;
+constexpr int kRegisters = 16;
 constexpr int64_t kLanes = 4;
 
-// Eight sums in flight, and registers left for weights, a factor and a product.
-constexpr int kMostRows = 4;
-constexpr int tile_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+// Six sums, or eight of one row: weights, factors and products take the other registers, since what is
+// added to is overwritten.
+constexpr int kMostRows = 3;
+constexpr int tile_vectors(int rows) { return rows == 1 ? 8 : 2; }
 
 inline Vec load(const float* p) {
   Vec v;
@@ -29,6 +30,6 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
 
 // Of pairs of bfloat16, the first of each as float32, and the second.
 inline Vec first_of_pairs(const float* p) { return (Vec)((Words)load(p) << 16); }
-inline Vec second_of_pairs(const float* p) { return (Vec)((Words)load(p) >> 16 << 16); }
+inline Vec second_of_pairs(const float* p) { return (Vec)((Words)load(p) & 0xffff0000u); }
 
 }  // namespace
