@@ -21,6 +21,7 @@ use tch::{Device, Kind, Tensor};
 use self::matrix::{LANES, PANEL, gated};
 use self::scratch::Scratch;
 use crate::kernels::Kernels;
+use crate::level;
 
 pub use self::embedding::Embedding;
 pub use self::head::Head;
@@ -224,7 +225,7 @@ impl Stack {
         let floats = unsafe { raw::dflash_decode_pass_scratch(&raw const pass, threads) };
         pass.scratch = scratch.floats(floats);
         // SAFETY: as above; the scratch memory is made for this call.
-        unsafe { raw::dflash_decode_pass(&raw const pass, threads) };
+        unsafe { raw::dflash_decode_pass(level::raw(), &raw const pass, threads) };
     }
 
     /// Writes keys and values of `features` [R, F], the rows of each sequence one after the other:
@@ -261,7 +262,7 @@ impl Stack {
         let floats = unsafe { raw::dflash_decode_context_scratch(&raw const context, threads) };
         context.scratch = scratch.floats(floats);
         // SAFETY: as in `forward`.
-        unsafe { raw::dflash_decode_context(&raw const context, threads) };
+        unsafe { raw::dflash_decode_context(level::raw(), &raw const context, threads) };
     }
 
     fn raw_shape(&self) -> raw::Shape {

@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::matrix::{Matrix, Products};
 use super::scratch::Scratch;
 use super::{MAX_ROWS, raw, threads};
+use crate::level;
 
 /// A projection to tokens, packed.
 #[derive(Debug)]
@@ -77,7 +78,7 @@ impl Head {
         let floats = unsafe { raw::dflash_decode_head_scratch(&raw const head, threads) };
         head.scratch = scratch.floats(floats);
         // SAFETY: as above; the scratch memory is made for this call.
-        unsafe { raw::dflash_decode_head(&raw const head, threads) };
+        unsafe { raw::dflash_decode_head(level::raw(), &raw const head, threads) };
     }
 }
 
