@@ -14,7 +14,7 @@ mod raw;
 mod scratch;
 
 use std::cell::RefCell;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 use tch::{Device, Kind, Tensor};
 
@@ -33,9 +33,6 @@ pub const MAX_ROWS: i64 = 32;
 /// Elements that layers keep packed at most, beside the weights that libtorch's products take.
 /// Larger models wait for their memory in any case, and a copy of them is too much to hold.
 pub const MAX_PACKED_ELEMENTS: i64 = 256 << 20;
-
-/// Rows that the kernels sum at a time at most.
-const TILE: i64 = 8;
 
 /// Whether weights like `x` can be packed for this module.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
@@ -209,7 +206,7 @@ impl Stack {
         assert!(captures.iter().all(|&id| id as usize <= self.layers.len()), "{captures:?}");
         assert!(final_norm.is_none_or(|norm| norm.len() == hidden) && unread < rows as usize);
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
-        let pass = raw::Pass {
+        let mut pass = raw::Pass {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
             sequences: raw.as_ptr(),
@@ -222,10 +219,12 @@ impl Stack {
             capture_count: captures.len() as i64,
             captures: states.as_mut_ptr(),
             final_norm: final_norm.map_or(null(), <[f32]>::as_ptr),
-            scratch: scratch.floats(self.pass_scratch(sequences, rows, threads)),
+            scratch: null_mut(),
         };
-        // SAFETY: sizes are checked here and in the helpers; the positions fit the caches, and the
-        // scratch memory this many rows and threads.
+        // SAFETY: sizes are checked here and in the helpers, and the positions fit the caches.
+        let floats = unsafe { raw::dflash_decode_pass_scratch(&raw const pass, threads) };
+        pass.scratch = scratch.floats(floats);
+        // SAFETY: as above; the scratch memory is made for this call.
         unsafe { raw::dflash_decode_pass(level::raw(), &raw const pass, threads) };
     }
 
@@ -246,7 +245,7 @@ impl Stack {
         assert!(fc.outputs == self.shape.hidden && fc.products == self.products);
         assert_eq!(norm.len() as i64, self.shape.hidden, "a norm's weight");
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
-        let context = raw::Context {
+        let mut context = raw::Context {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
             sequences: raw.as_ptr(),
@@ -257,26 +256,13 @@ impl Stack {
             x: features.as_ptr(),
             fc: fc.packed.data_ptr(),
             norm: norm.as_ptr(),
-            scratch: scratch.floats(self.context_scratch(fc.depth, rows, threads)),
+            scratch: null_mut(),
         };
         // SAFETY: as in `forward`.
+        let floats = unsafe { raw::dflash_decode_context_scratch(&raw const context, threads) };
+        context.scratch = scratch.floats(floats);
+        // SAFETY: as in `forward`.
         unsafe { raw::dflash_decode_context(level::raw(), &raw const context, threads) };
-    }
-
-    fn pass_scratch(&self, sequences: &[Sequence<'_>], rows: i64, threads: i64) -> i64 {
-        let Shape { hidden, inner, query_heads, kv_heads, head_dim, .. } = self.shape;
-        let (query, spare) = (query_heads * head_dim, 2 * PANEL);
-        let shared = 2 * query + 2 * kv_heads * head_dim + inner + 3 * spare;
-        let own = hidden + query / kv_heads + spare;
-        let longest = sequences.iter().map(|sequence| sequence.cache.key_stride).max();
-        rows * (shared + threads * own) + threads * (TILE * longest.unwrap_or(0) + spare) + spare
-    }
-
-    fn context_scratch(&self, features: i64, rows: i64, threads: i64) -> i64 {
-        let Shape { hidden, kv_heads, head_dim, .. } = self.shape;
-        let kv = 2 * kv_heads * head_dim + 2 * PANEL;
-        let shared = hidden + PANEL + self.layers.len() as i64 * kv;
-        rows * shared + threads * (rows * (features + hidden + 1) + head_dim + LANES)
     }
 
     fn raw_shape(&self) -> raw::Shape {

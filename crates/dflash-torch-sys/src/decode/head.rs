@@ -5,7 +5,7 @@ use std::ptr::{null, null_mut};
 
 use tch::Tensor;
 
-use super::matrix::{LANES, Matrix, Products};
+use super::matrix::{Matrix, Products};
 use super::scratch::Scratch;
 use super::{MAX_ROWS, raw, threads};
 use crate::level;
@@ -60,10 +60,8 @@ impl Head {
         let &Matrix { ref packed, depth, outputs, products } = &self.matrix;
         let (rows, threads) = (self.rows(x) as i64, threads());
         assert!(norm.is_none_or(|(weight, _)| weight.len() == self.depth()), "a norm's weight");
-        // The best of each lane, value and token, and rows as the product takes them.
-        let elements = threads * rows * (2 * LANES + depth + depth % 2);
         let mut scratch = self.scratch.borrow_mut();
-        let head = raw::Head {
+        let mut head = raw::Head {
             matrix: packed.data_ptr(),
             hidden: depth,
             outputs,
@@ -74,10 +72,12 @@ impl Head {
             products,
             logits,
             best,
-            scratch: scratch.floats(elements),
+            scratch: null_mut(),
         };
-        // SAFETY: sizes are checked here and by the callers; the scratch memory is made for these rows
-        // and threads.
+        // SAFETY: sizes are checked here and by the callers.
+        let floats = unsafe { raw::dflash_decode_head_scratch(&raw const head, threads) };
+        head.scratch = scratch.floats(floats);
+        // SAFETY: as above; the scratch memory is made for this call.
         unsafe { raw::dflash_decode_head(level::raw(), &raw const head, threads) };
     }
 }

@@ -116,6 +116,9 @@ pub(super) struct Head {
 }
 
 unsafe extern "C" {
+    pub(super) fn dflash_decode_pass_scratch(pass: *const Pass, threads: i64) -> i64;
+    pub(super) fn dflash_decode_context_scratch(context: *const Context, threads: i64) -> i64;
+    pub(super) fn dflash_decode_head_scratch(head: *const Head, threads: i64) -> i64;
     pub(super) fn dflash_decode_pass(level: i32, pass: *const Pass, threads: i64);
     pub(super) fn dflash_decode_context(level: i32, context: *const Context, threads: i64);
     pub(super) fn dflash_decode_head(level: i32, head: *const Head, threads: i64);
