@@ -55,6 +55,7 @@ fn compile_decode() {
         build
             .define("LEVEL", name)
             .file("cpp/decode.cpp")
+            .file("cpp/product.cpp")
             .compile(&format!("dflash_decode_{name}"));
     };
     loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
@@ -76,6 +77,7 @@ fn compile_kernels() {
         .flag("-fno-math-errno")
         .flag("-fno-trapping-math")
         .file("cpp/kernels.cpp")
+        .file("cpp/unpack.cpp")
         .compile("dflash_kernels");
     // The same libgomp that libtorch loads, and so one pool of threads.
     println!("cargo:rustc-link-lib=gomp");

@@ -188,8 +188,14 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
   : level() == Level::kV4   ? erased<work, dflash_decode_##name##_v4>                      \
   : level() == Level::kV3   ? erased<work, dflash_decode_##name##_v3>                      \
                             : erased<work, dflash_decode_##name##_baseline>
+#define DFLASH_CALL(name)                    \
+  (level() == Level::kV4Bf16 ? name##_v4bf16 \
+   : level() == Level::kV4   ? name##_v4     \
+   : level() == Level::kV3   ? name##_v3     \
+                             : name##_baseline)
 #else
 #define DFLASH_CHOOSE(work, name) erased<work, dflash_decode_##name##_baseline>
+#define DFLASH_CALL(name) name##_baseline
 #endif
 
 void dflash_decode_pass(const DflashPass* pass, int64_t threads) {
@@ -202,5 +208,12 @@ void dflash_decode_context(const DflashContext* context, int64_t threads) {
 
 void dflash_decode_head(const DflashHead* head, int64_t threads) {
   team().run(DFLASH_CHOOSE(DflashHead, head), head, threads);
+}
+
+// 0 where libtorch multiplies faster, and nothing is done.
+int64_t dflash_decode_product(const DflashProduct* product, int64_t threads) {
+  if (DFLASH_CALL(dflash_product_takes)(product) == 0) return 0;
+  team().run(DFLASH_CHOOSE(DflashProduct, product), product, threads);
+  return 1;
 }
 }
