@@ -19,7 +19,7 @@ use crate::Result;
 /// Elements that are read from a file at a time: few against a model's, many against what a call costs.
 const PIECE: i64 = 2 << 20;
 /// Elements that are unpacked at a time, so that they are still in a cache when they are multiplied.
-static AT: std::sync::LazyLock<i64> = std::sync::LazyLock::new(|| std::env::var("DFLASH_AT").map_or(1 << 20, |x| x.parse().unwrap()));
+const AT_ONCE: i64 = 1 << 20;
 /// Columns of a panel.
 const GRAIN: i64 = 32;
 
@@ -154,7 +154,7 @@ impl PackedWeight {
     fn many(&self, x_ti: &Tensor, product: impl Fn(&Tensor, i64, &Tensor)) -> Tensor {
         let matrix = &self.matrix;
         let out_to = Tensor::empty([x_ti.size()[0], matrix.outputs()], (self.kind, Device::Cpu));
-        let at_once = (*AT / matrix.depth() / GRAIN).max(1) * GRAIN;
+        let at_once = (AT_ONCE / matrix.depth() / GRAIN).max(1) * GRAIN;
         for start in (0..matrix.outputs()).step_by(at_once as usize) {
             let columns = start..(start + at_once).min(matrix.outputs());
             let out = out_to.narrow(1, start, columns.end - start);
@@ -176,7 +176,7 @@ fn with_room(elements: i64, kind: Kind, work: impl FnOnce(&Tensor)) {
     ROOM.with_borrow_mut(|room| {
         let fits = |room: &&Tensor| room.kind() == kind && room.numel() as i64 >= elements;
         if room.as_ref().filter(fits).is_none() {
-            *room = Some(Tensor::empty([elements.max(*AT)], (kind, Device::Cpu)));
+            *room = Some(Tensor::empty([elements.max(AT_ONCE)], (kind, Device::Cpu)));
         }
         work(room.as_ref().expect("made above"));
     });

@@ -14,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::panels::{Columns, Panels};
 use super::scratch::Scratch;
 use super::{MAX_ROWS, data, floats, raw, threads};
+use crate::level;
 
 /// Columns of a panel of a packed matrix.
 pub(super) const PANEL: i64 = 32;
@@ -291,7 +292,7 @@ impl Matrix {
             let scratch = scratch.floats((rows + MAX_ROWS) * (self.depth + 1));
             let product = raw::Product { scratch, ..product };
             // SAFETY: sizes, kinds and layouts are checked above and by `data`.
-            unsafe { raw::dflash_decode_product(&raw const product, threads()) != 0 }
+            unsafe { raw::dflash_decode_product(level::raw(), &raw const product, threads()) != 0 }
         })
     }
 
@@ -325,7 +326,7 @@ impl Matrix {
         };
         // SAFETY: sizes are checked here and by the callers; the scratch memory is made for these rows
         // and threads.
-        unsafe { raw::dflash_decode_head(&raw const head, threads) };
+        unsafe { raw::dflash_decode_head(level::raw(), &raw const head, threads) };
     }
 
     /// Reads every word once, each thread its share in order, and does next to nothing with them: the

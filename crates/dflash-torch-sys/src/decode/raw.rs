@@ -156,8 +156,8 @@ unsafe extern "C" {
         out: *mut c_void,
         threads: i64,
     );
-    pub(super) fn dflash_decode_pass(pass: *const Pass, threads: i64);
-    pub(super) fn dflash_decode_context(context: *const Context, threads: i64);
-    pub(super) fn dflash_decode_product(product: *const Product, threads: i64) -> i64;
-    pub(super) fn dflash_decode_head(head: *const Head, threads: i64);
+    pub(super) fn dflash_decode_pass(level: i32, pass: *const Pass, threads: i64);
+    pub(super) fn dflash_decode_context(level: i32, context: *const Context, threads: i64);
+    pub(super) fn dflash_decode_product(level: i32, product: *const Product, threads: i64) -> i64;
+    pub(super) fn dflash_decode_head(level: i32, head: *const Head, threads: i64);
 }
