@@ -1,17 +1,20 @@
-//! The official client, asked for exactly the files that are needed.
+//! The Hub, asked for exactly the files that are needed.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
-use hf_hub::repository::RepoType;
-use hf_hub::{HFClient, HFError, HFRepository};
-
+use crate::cache::Cache;
 use crate::error::Reason;
+use crate::fetch::Repository;
+use crate::home;
+use crate::login::HUGGING_FACE;
 use crate::name::Name;
 use crate::part::Part;
 use crate::progress::Meter;
+use crate::web::Web;
 
+/// The branch that a name without a revision means.
+const MAIN: &str = "main";
 /// The branch on which the Hub keeps its Parquet conversion of a dataset.
 const PARQUET_BRANCH: &str = "refs/convert/parquet";
 /// How long the Hub may take to say that it knows a repository.
@@ -19,10 +22,11 @@ const FIRST_ANSWER: Duration = Duration::from_secs(30);
 /// The same where somebody only waits to be told so.
 const LOGIN_ANSWER: Duration = Duration::from_secs(10);
 
-/// A client, and whether it may use the network.
+/// The Hub, its cache on this machine, and whether the network may be used.
 #[derive(Debug)]
 pub(crate) struct Session {
-    client: HFClient,
+    web: Web,
+    cache: PathBuf,
     offline: bool,
 }
 
@@ -32,41 +36,31 @@ impl Session {
         cache: Option<&Path>,
         offline: bool,
     ) -> Result<Self, Reason> {
-        let mut builder =
-            HFClient::builder().retry_max_attempts(2).retry_base_delay(Duration::from_millis(200));
-        if let Some(endpoint) = endpoint {
-            builder = builder.endpoint(endpoint);
-        }
-        if let Some(cache) = cache {
-            builder = builder.cache_dir(cache);
-        }
-        Ok(Self { client: builder.build().map_err(reason)?, offline })
+        let named = home::set("HF_ENDPOINT");
+        let web = Web::open(endpoint.or(named.as_deref()).unwrap_or(HUGGING_FACE))?;
+        Ok(Self { web, cache: cache.map_or_else(home::cache, Path::to_owned), offline })
     }
 
     /// The name that the Hub knows us by.
     pub(crate) async fn whoami(&self) -> Result<String, Reason> {
-        match tokio::time::timeout(LOGIN_ANSWER, self.client.whoami().send()).await {
-            Ok(answer) => answer.map(|user| user.username).map_err(reason),
-            Err(_) => {
-                Err(Reason::Unreachable(format!("no answer within {} s", LOGIN_ANSWER.as_secs())))
-            }
-        }
+        let asked = self.web.json(self.web.url(["api", "whoami-v2"]));
+        let facts = in_time(LOGIN_ANSWER, asked).await?;
+        let none = || Reason::Client("the Hub's answer has no name".to_owned());
+        facts["name"].as_str().map(str::to_owned).ok_or_else(none)
     }
 
     /// The directory with `part` of a model, complete.
     pub(crate) async fn model(&self, name: Name<'_>, part: Part) -> Result<PathBuf, Reason> {
-        let repository = self.client.model(name.owner, name.name);
-        if !self.offline {
-            known(&repository).await?;
-        }
-        let id = repository.repo_path();
-        let dir = self.snapshot((&repository, id.clone()), name.revision, part.files()).await?;
+        let repository = self.repository("models", name).await?;
+        let label = repository.id();
+        let revision = name.revision.unwrap_or(MAIN);
+        let dir = self.snapshot(&repository, label.clone(), (revision, part.files())).await?;
         let weights = part.weights(&dir);
         if !weights.is_empty() {
             // Of the same commit, even if somebody pushes meanwhile: its hash names the directory.
-            let commit = dir.file_name().and_then(|name| name.to_str());
-            let label = format!("the weights of {id}");
-            self.snapshot((&repository, label), commit, weights).await?;
+            let commit = dir.file_name().and_then(|name| name.to_str()).unwrap_or(revision);
+            let label = format!("the weights of {label}");
+            self.snapshot(&repository, label, (commit, weights)).await?;
         }
         match part.missing(&dir) {
             None => Ok(dir),
@@ -81,16 +75,13 @@ impl Session {
         name: Name<'_>,
         (config, split): (&str, &str),
     ) -> Result<Vec<PathBuf>, Reason> {
-        let repository = self.client.dataset(name.owner, name.name);
-        if !self.offline {
-            known(&repository).await?;
-        }
+        let repository = self.repository("datasets", name).await?;
         // Splits too large to convert whole are kept under the second name.
         let folders = [format!("{config}/{split}"), format!("{config}/partial-{split}")];
         let patterns = folders.iter().map(|folder| format!("{folder}/*.parquet")).collect();
         let none = || Reason::NoSplit { config: config.into(), split: split.into() };
-        let label = format!("{} ({config}/{split})", repository.repo_path());
-        let dir = match self.snapshot((&repository, label), Some(PARQUET_BRANCH), patterns).await {
+        let label = format!("{} ({config}/{split})", repository.id());
+        let dir = match self.snapshot(&repository, label, (PARQUET_BRANCH, patterns)).await {
             Err(Reason::UnknownRevision(_)) => return Err(none()),
             outcome => outcome?,
         };
@@ -101,13 +92,10 @@ impl Session {
 
     /// One file of a dataset's repository, as it is on the main branch.
     pub(crate) async fn dataset_file(&self, name: Name<'_>, file: &str) -> Result<PathBuf, Reason> {
-        let repository = self.client.dataset(name.owner, name.name);
-        if !self.offline {
-            known(&repository).await?;
-        }
-        let label = format!("{file} of {}", repository.repo_path());
-        let dir = self.snapshot((&repository, label), name.revision, vec![file.to_owned()]).await?;
-        let path = dir.join(file);
+        let repository = self.repository("datasets", name).await?;
+        let label = format!("{file} of {}", repository.id());
+        let wanted = (name.revision.unwrap_or(MAIN), vec![file.to_owned()]);
+        let path = self.snapshot(&repository, label, wanted).await?.join(file);
         match path.is_file() {
             true => Ok(path),
             false if self.offline => Err(Reason::NotCachedWhole(file.to_owned())),
@@ -115,71 +103,49 @@ impl Session {
         }
     }
 
-    /// The snapshot's directory, with what the repository has of `files`; offline, as it is.
-    async fn snapshot<T: RepoType>(
-        &self,
-        (repository, label): (&HFRepository<T>, String),
-        revision: Option<&str>,
-        files: Vec<String>,
-    ) -> Result<PathBuf, Reason> {
-        let meter = Arc::new(Meter::start(label));
-        loop {
-            let outcome = repository
-                .snapshot_download()
-                .maybe_revision(revision.map(str::to_owned))
-                .allow_patterns(files.clone())
-                .local_files_only(self.offline)
-                .progress(Arc::clone(&meter))
-                .send()
-                .await;
-            match outcome {
-                // The client gives up after ten seconds; a model takes minutes.
-                Err(HFError::CacheLockTimeout { .. }) => meter.wait_for_another(),
-                outcome => {
-                    let dir = outcome.map_err(reason)?;
-                    meter.finish();
-                    return meter.verify(&dir).map(|()| dir);
-                }
+    /// A repository that the Hub knows, where it may be asked. Asked first: later answers do not tell
+    /// it from its revision, and a host that never answers would hold us until the kernel gives up.
+    async fn repository<'a>(
+        &'a self,
+        kind: &'static str,
+        Name { owner, name, .. }: Name<'a>,
+    ) -> Result<Repository<'a>, Reason> {
+        let cache = Cache::of(&self.cache, &format!("{kind}/{owner}/{name}"));
+        let repository = Repository { web: &self.web, cache, kind, owner, name };
+        if !self.offline {
+            match in_time(FIRST_ANSWER, self.web.json(repository.api([]))).await {
+                // Without a login the Hub answers 401 for repositories that do not exist.
+                Err(Reason::NotThere | Reason::NoLogin) => return Err(Reason::UnknownRepository),
+                answer => answer.map(drop)?,
             }
         }
+        Ok(repository)
     }
-}
 
-/// Asks for the repository first: later answers do not tell it from its revision, and a host that
-/// never answers would hold us until the kernel gives up.
-async fn known<T: RepoType>(repository: &HFRepository<T>) -> Result<(), Reason> {
-    match tokio::time::timeout(FIRST_ANSWER, repository.exists().send()).await {
-        Err(_) => {
-            Err(Reason::Unreachable(format!("no answer within {} s", FIRST_ANSWER.as_secs())))
+    /// The snapshot's directory, with what the repository has of `files`; offline, as it is.
+    async fn snapshot(
+        &self,
+        repository: &Repository<'_>,
+        label: String,
+        (revision, files): (&str, Vec<String>),
+    ) -> Result<PathBuf, Reason> {
+        if self.offline {
+            return repository.cached(revision);
         }
-        // Without a login the Hub answers 401 for repositories that do not exist.
-        Ok(Ok(false) | Err(HFError::AuthRequired { .. })) => Err(Reason::UnknownRepository),
-        Ok(Err(error)) => Err(reason(error)),
-        Ok(Ok(true)) => Ok(()),
+        let meter = Meter::start(label);
+        let dir = repository.fetch(revision, &files, &meter).await?;
+        meter.finish();
+        Ok(dir)
     }
 }
 
-fn reason(error: HFError) -> Reason {
-    match error {
-        HFError::LocalEntryNotFound { .. } => Reason::NotCached,
-        HFError::RevisionNotFound { revision, .. } => Reason::UnknownRevision(revision),
-        HFError::AuthRequired { .. } | HFError::Forbidden { .. } => Reason::Refused,
-        HFError::Http { context } if matches!(context.status.as_u16(), 401 | 403) => {
-            Reason::Refused
-        }
-        HFError::Request { .. } => Reason::Unreachable(innermost(&error)),
-        error => Reason::Client(innermost(&error)),
-    }
-}
-
-/// The innermost cause says what happened ("connection refused"); the layers above only say that
-/// a request failed.
-pub(crate) fn innermost(error: &HFError) -> String {
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
-    }
-    cause.to_string()
+/// The answer, if it comes in time.
+async fn in_time<T>(
+    limit: Duration,
+    answer: impl Future<Output = Result<T, Reason>>,
+) -> Result<T, Reason> {
+    let late = || Reason::Unreachable(format!("no answer within {} s", limit.as_secs()));
+    tokio::time::timeout(limit, answer).await.unwrap_or_else(|_| Err(late()))
 }
 
 fn parquet_files(folder: &Path) -> Vec<PathBuf> {

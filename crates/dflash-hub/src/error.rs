@@ -110,6 +110,12 @@ pub enum Reason {
     /// The repository has no such branch, tag or commit.
     #[error("it has no revision {0}")]
     UnknownRevision(String),
+    /// The Hub says 404.
+    #[error("the Hub has nothing there")]
+    NotThere,
+    /// The Hub says 401: the login is missing or wrong.
+    #[error("{}", Self::Refused)]
+    NoLogin,
     /// Gated or private.
     #[error(
         "the Hub refuses access; accept the terms on the repository's page, and log in with \
@@ -140,7 +146,7 @@ pub enum Reason {
         /// The size of what arrived.
         found: u64,
     },
-    /// Anything else, in the client's words.
+    /// Anything else, in words.
     #[error("{0}")]
     Client(String),
 }

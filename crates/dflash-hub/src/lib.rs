@@ -2,19 +2,23 @@
 //! published.
 //!
 //! A name is a directory, which is used as it is, or `OWNER/NAME` or `OWNER/NAME@REVISION` of the
-//! Hugging Face Hub. The official client fetches, with its cache, token, `HF_ENDPOINT` and
-//! `HF_HOME`; under `HF_HUB_OFFLINE`, or where the Hub does not answer, what the cache holds is
+//! Hugging Face Hub, fetched with the official clients' cache, token, `HF_ENDPOINT` and `HF_HOME`;
+//! under `HF_HUB_OFFLINE`, or where the Hub does not answer, what the cache holds is
 //! used. Only what dflash reads is fetched: never pickled weights or GGUF. The other way, a list of
 //! files becomes one commit of a repository.
 
+mod cache;
 mod client;
 mod error;
+mod fetch;
+mod home;
 mod hub;
 mod login;
 mod name;
 mod part;
 mod progress;
 mod push;
+mod web;
 
 pub use error::{Error, Reason};
 pub use hub::{Hub, Split};

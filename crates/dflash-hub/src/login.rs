@@ -1,14 +1,12 @@
 //! Who we are to the Hub.
 
-use std::fs;
-use std::path::PathBuf;
-
 use crate::client::Session;
 use crate::error::Reason;
+use crate::home;
 use crate::hub::Hub;
 
 /// The Hub itself, where no other is named.
-const HUGGING_FACE: &str = "https://huggingface.co";
+pub(crate) const HUGGING_FACE: &str = "https://huggingface.co";
 
 /// Who is logged in.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,8 +35,9 @@ impl Hub {
         runtime.shutdown_background();
         match answer {
             Ok(name) => Ok(Login::As(name)),
-            Err(Reason::Refused) if has_token() => Ok(Login::Refused),
-            Err(Reason::Refused) => Ok(Login::NoToken),
+            Err(Reason::NoLogin | Reason::Refused) => {
+                Ok(home::token().map_or(Login::NoToken, |_| Login::Refused))
+            }
             Err(reason) => Err(reason),
         }
     }
@@ -47,15 +46,4 @@ impl Hub {
     pub fn address(&self) -> &str {
         self.endpoint.as_deref().unwrap_or(HUGGING_FACE)
     }
-}
-
-/// Whether a token is set or stored, by the client's own rules.
-fn has_token() -> bool {
-    let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    if set("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some() {
-        return false;
-    }
-    let files = [set("HF_TOKEN_PATH").map(PathBuf::from), Some(hf_hub::hf_home().join("token"))];
-    let stored = |path| fs::read_to_string(path).is_ok_and(|text| !text.trim().is_empty());
-    set("HF_TOKEN").is_some() || files.into_iter().flatten().any(stored)
 }

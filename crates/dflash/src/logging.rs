@@ -25,12 +25,11 @@ pub fn init(global: GlobalArgs) {
 
 const NO_TEXTS: &str = "tokenizers=off";
 
-/// Dependencies speak at `warn` only: their `info` is about sockets and headers. The Hub's client
-/// logs an error that we report ourselves.
+/// Dependencies speak at `warn` only: their `info` is about sockets and headers.
 fn level(global: GlobalArgs) -> &'static str {
     match global {
-        GlobalArgs { quiet: true, .. } => "error,hf_hub=off",
-        GlobalArgs { verbose: 0, .. } => "warn,dflash=info,hf_hub=off",
+        GlobalArgs { quiet: true, .. } => "error",
+        GlobalArgs { verbose: 0, .. } => "warn,dflash=info",
         GlobalArgs { verbose: 1, .. } => "info,dflash=debug",
         GlobalArgs { .. } => "trace",
     }
@@ -43,8 +42,8 @@ mod tests {
     #[test]
     fn verbosity_raises_the_level_and_quiet_lowers_it() {
         let level = |verbose, quiet| level(GlobalArgs { verbose, quiet });
-        assert_eq!(level(0, true), "error,hf_hub=off");
-        assert_eq!(level(0, false), "warn,dflash=info,hf_hub=off");
+        assert_eq!(level(0, true), "error");
+        assert_eq!(level(0, false), "warn,dflash=info");
         assert_eq!(level(1, false), "info,dflash=debug");
         assert_eq!(level(3, false), "trace");
     }

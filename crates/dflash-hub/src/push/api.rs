@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::push::refusal::Refusal;
 use crate::push::token::Token;
+use crate::web::{AGENT, below, innermost};
 
 /// How often a request is made, at most: after a lost connection or a server's own fault.
 const ATTEMPTS: u32 = 4;
@@ -50,8 +51,7 @@ impl<'a> Api<'a> {
         if !matches!(parsed.scheme(), "http" | "https") || !parsed.has_host() {
             return Err(fault("it begins with http:// or https://, and names a host".to_owned()));
         }
-        let agent = concat!("dflash/", env!("CARGO_PKG_VERSION"));
-        let client = Client::builder().user_agent(agent).connect_timeout(CONNECT);
+        let client = Client::builder().user_agent(AGENT).connect_timeout(CONNECT);
         let http = client.build().map_err(|error| fault(error.to_string()))?;
         Ok(Self { http, endpoint: parsed, token })
     }
@@ -63,12 +63,7 @@ impl<'a> Api<'a> {
 
     /// The URL of `parts` below the endpoint; a part with a slash stays one part.
     pub(crate) fn url<'p>(&self, parts: impl IntoIterator<Item = &'p str>) -> Url {
-        let mut url = self.endpoint.clone();
-        // Only addresses without a host have no path.
-        if let Ok(mut path) = url.path_segments_mut() {
-            path.pop_if_empty().extend(parts);
-        }
-        url
+        below(&self.endpoint, parts)
     }
 
     /// A request without the token.
@@ -84,6 +79,23 @@ impl<'a> Api<'a> {
             .expect("a token is printable ASCII");
         bearer.set_sensitive(true);
         if is_hub { request.header(AUTHORIZATION, bearer) } else { request }
+    }
+
+    /// Reads an answer in JSON.
+    pub(crate) async fn try_get(
+        &self,
+        doing: &'static str,
+        url: Url,
+    ) -> Result<Result<Value, Fault>, Refusal> {
+        let request = || {
+            let request = self.request(Method::GET, url.clone()).timeout(ANSWER);
+            let sent = request.header(ACCEPT, JSON).send();
+            Ok(async { sent.await.map_err(|error| lost(&error)) })
+        };
+        match self.send(request).await {
+            Ok(answer) => read(doing, answer).await,
+            Err(fault) => Ok(Err(fault)),
+        }
     }
 
     /// Sends `body` as JSON and reads an answer in JSON.
@@ -110,16 +122,10 @@ impl<'a> Api<'a> {
             let sent = request.body(body.clone()).send();
             Ok(async { sent.await.map_err(|error| lost(&error)) })
         };
-        let answer = match self.send(request).await {
-            Ok(answer) => answer,
-            Err(fault) => return Ok(Err(fault)),
-        };
-        let text = match answer.bytes().await {
-            Ok(text) => text,
-            Err(error) => return Ok(Err(lost(&error))),
-        };
-        let json = serde_json::from_slice(&text);
-        json.map(Ok).map_err(|error| Refusal::Protocol { doing, what: format!("no JSON, {error}") })
+        match self.send(request).await {
+            Ok(answer) => read(doing, answer).await,
+            Err(fault) => Ok(Err(fault)),
+        }
     }
 
     /// Makes a request, again where it was lost or the server stumbled. `request` makes it anew.
@@ -200,13 +206,19 @@ impl Fault {
     }
 }
 
+/// An answer in JSON.
+async fn read(doing: &'static str, answer: Response) -> Result<Result<Value, Fault>, Refusal> {
+    let text = match answer.bytes().await {
+        Ok(text) => text,
+        Err(error) => return Ok(Err(lost(&error))),
+    };
+    let json = serde_json::from_slice(&text);
+    json.map(Ok).map_err(|error| Refusal::Protocol { doing, what: format!("no JSON, {error}") })
+}
+
 /// The innermost cause says what happened.
 pub(crate) fn lost(error: &reqwest::Error) -> Fault {
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
-    }
-    Fault::Lost(cause.to_string())
+    Fault::Lost(innermost(error))
 }
 
 /// What may come back for a body of this kind.

@@ -1,10 +1,8 @@
 //! The repository that a push goes to, and the collection that it may join.
 
-use hf_hub::repository::RepoTypeModel;
-use hf_hub::{HFClient, HFError};
 use serde_json::json;
 
-use crate::client::innermost;
+use crate::name::Name;
 use crate::push::Publication;
 use crate::push::api::{Api, Fault, JSON};
 use crate::push::refusal::Refusal;
@@ -16,26 +14,21 @@ const COLLECT: &str = "adding it to the collection";
 /// Sees to it that there is a model's repository of that name, as private as it is wanted.
 pub(crate) async fn ensure(api: &Api<'_>, publication: &Publication) -> Result<(), Refusal> {
     let name = publication.name()?;
-    let client = HFClient::builder().endpoint(api.address()).token(api.token.secret());
-    let client = client.build().map_err(|error| Refusal::Endpoint(innermost(&error)))?;
-    match client.model(name.owner, name.name).info().send().await {
-        Ok(info) if publication.private && info.private == Some(false) => Err(Refusal::Public),
+    let url = api.url(["api", "models", name.owner, name.name]);
+    match api.try_get(FIND, url).await? {
+        Ok(facts) if publication.private && facts["private"] == false => Err(Refusal::Public),
         Ok(_) => Ok(()),
-        Err(error) => match fault(error) {
-            fault if is_absent(&fault) => create(api, &client, publication).await,
-            fault => Err(api.refusal(FIND, fault)),
-        },
+        Err(fault) if is_absent(&fault) => create(api, publication).await,
+        Err(fault) => Err(api.refusal(FIND, fault)),
     }
 }
 
-async fn create(
-    api: &Api<'_>,
-    client: &HFClient,
-    publication: &Publication,
-) -> Result<(), Refusal> {
-    let request = client.create_repository().repo_id(&publication.repository);
-    let request = request.repo_type(RepoTypeModel).private(publication.private);
-    match request.send().await.map_err(fault) {
+async fn create(api: &Api<'_>, publication: &Publication) -> Result<(), Refusal> {
+    let Name { owner, name, .. } = publication.name()?;
+    let private = publication.private;
+    let body = json!({"type": "model", "organization": owner, "name": name, "private": private});
+    let url = api.url(["api", "repos", "create"]);
+    match api.try_post(CREATE, url, (JSON, body.to_string().into())).await? {
         Ok(_) => Ok(()),
         Err(Fault::Status { status: 409, .. }) => Err(Refusal::OtherKind),
         Err(Fault::Status { status: 400 | 404 | 422, said, .. }) => {
@@ -84,28 +77,6 @@ async fn new_collection(
     let what = || "the collection has no slug".to_owned();
     let slug = answer["slug"].as_str();
     slug.map(str::to_owned).ok_or_else(|| Refusal::Protocol { doing: COLLECT, what: what() })
-}
-
-/// The client's error as a status with the server's words, or as no answer.
-fn fault(error: HFError) -> Fault {
-    let context = match &error {
-        HFError::Http { context }
-        | HFError::AuthRequired { context }
-        | HFError::Forbidden { context }
-        | HFError::Conflict { context }
-        | HFError::RateLimited { context, .. } => Some(context),
-        HFError::RepoNotFound { context, .. } => context.as_ref(),
-        _ => None,
-    };
-    match context {
-        Some(context) => Fault::Status {
-            status: context.status.as_u16(),
-            code: context.error_code.clone(),
-            said: context.server_message.clone().unwrap_or_default(),
-            body: context.body.clone(),
-        },
-        None => Fault::Lost(innermost(&error)),
-    }
 }
 
 /// 404; for some tokens the Hub says 401 of what is not there.

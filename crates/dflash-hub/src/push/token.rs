@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
+use crate::home;
 
 /// What stands in its place.
 const HIDDEN: &str = "***";
@@ -32,12 +33,10 @@ impl Token {
     /// # Errors
     /// [`Error::NoToken`], or as [`Self::from_file`].
     pub fn find() -> Result<Self, Error> {
-        let variable = |name| std::env::var(name).ok().filter(|value: &String| !value.is_empty());
-        if let Some(token) = variable("HF_TOKEN") {
+        if let Some(token) = home::set("HF_TOKEN") {
             return Self::new(&token, "HF_TOKEN".to_owned());
         }
-        let login = || hf_hub::hf_home().join("token");
-        let file = variable("HF_TOKEN_PATH").map_or_else(login, PathBuf::from);
+        let file = home::set("HF_TOKEN_PATH").map_or_else(home::login, PathBuf::from);
         if file.is_file() { Self::from_file(&file) } else { Err(Error::NoToken { file }) }
     }
 

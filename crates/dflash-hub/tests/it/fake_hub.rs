@@ -48,6 +48,8 @@ pub(crate) enum Mood {
     Private,
     /// Announces this file and sends an error page in its place.
     Page(&'static str),
+    /// Announces this file and refuses to send it.
+    Refusal(&'static str),
     /// Sends half of this file and then nothing.
     Stall(&'static str),
 }
@@ -155,7 +157,10 @@ impl Service {
         let content = &branch.files[file];
         match mood {
             Mood::Page(page) if page == file && method == "GET" => {
-                Answer::plain(403, "<p>not now</p>")
+                Answer::plain(200, "<p>not now</p>")
+            }
+            Mood::Refusal(refused) if refused == file && method == "GET" => {
+                Answer::plain(403, "<p>not for you</p>")
             }
             mood => Answer {
                 status: 200,

@@ -209,11 +209,17 @@ fn without_a_network_the_cache_serves_what_it_has() {
 fn an_error_page_in_place_of_a_file_is_not_kept() {
     let (fake, cache) = world();
     let hub = at(&fake, cache.path());
-    fake.set(Mood::Page("model.safetensors"));
     let dir = cache.path().join("models--some--draft");
-    let text = refusal(&hub, "some/draft@refs/pr/1", Part::Draft);
-    assert!(text.contains("model.safetensors"), "{text}");
-    assert!(!dir.join("snapshots").join(OTHER).join("model.safetensors").exists());
+    let file = "model.safetensors";
+    for (mood, expect) in [
+        (Mood::Page(file), "model.safetensors arrived with 14 of 3 bytes"),
+        (Mood::Refusal(file), "of model.safetensors, the Hub refuses access"),
+    ] {
+        fake.set(mood);
+        let text = refusal(&hub, "some/draft@refs/pr/1", Part::Draft);
+        assert!(text.contains(expect), "{text}");
+        assert!(!dir.join("snapshots").join(OTHER).join(file).exists());
+    }
     fake.set(Mood::Well);
     let dir = model(&hub, "some/draft@refs/pr/1", Part::Draft).unwrap();
     assert_eq!(std::fs::read(dir.join("model.safetensors")).unwrap(), b"two");
