@@ -12,7 +12,8 @@ CONFIG = dict(
     intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
     rms_norm_eps=1e-6, rope_theta=1e6, initializer_range=0.02, attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
     bos_token_id=151643, eos_token_id=151645, sliding_window=None, use_sliding_window=False)
-PIECE = 32 << 20  # bytes
+# Bytes. No multiple of a row's, so that no row is like another.
+PIECE = (32 << 20) - 122
 # The upper byte of a bfloat16: a sign and most of an exponent. With any lower byte that is a number of either sign between
 # 0.008 and 0.031, whose root mean square is about the usual 0.02.
 SIGNED = bytes(0x3C if byte % 2 else 0xBC for byte in range(256))
@@ -39,14 +40,19 @@ def shapes(c, full):
     return found
 
 
-def numbers(generator, count):
-    "Random weights, two bytes each, a piece at a time."
+def random_piece():
+    "Random weights, two bytes each: all tensors are made of this one piece, since drawing 16 GB takes minutes."
+    drawn = random.Random(0).randbytes(PIECE)
+    piece = bytearray(drawn)
+    piece[1::2] = drawn[1::2].translate(SIGNED)
+    return memoryview(piece)
+
+
+def numbers(piece, count):
+    "So many weights, from the piece's beginning, again and again."
     while count:
         part = min(count, PIECE // 2)
-        drawn = generator.randbytes(2 * part)
-        piece = bytearray(drawn)
-        piece[1::2] = drawn[1::2].translate(SIGNED)
-        yield piece
+        yield piece[:2 * part]
         count -= part
 
 
@@ -60,14 +66,14 @@ def main(out, *arguments):
         header[name] = dict(dtype="BF16", shape=shape, data_offsets=[end, end := end + 2 * count])
     out = pathlib.Path(out)
     out.mkdir(parents=True)
-    generator, text = random.Random(0), json.dumps(header).encode()
+    piece, text = random_piece(), json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(out / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in tensors.items():
             begin, end = header[name]["data_offsets"]
-            for piece in numbers(generator, (end - begin) // 2) if len(shape) > 1 else [ONE * shape[0]]:
-                file.write(piece)
+            for part in numbers(piece, (end - begin) // 2) if len(shape) > 1 else [ONE * shape[0]]:
+                file.write(part)
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -58,10 +58,14 @@ fn compile_decode() {
             .compile(&format!("dflash_decode_{name}"));
     };
     loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
-    if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
-        level("v4bf16", &["-march=x86-64-v4", "-mavx512bf16"]);
-        level("v4", &["-march=x86-64-v4"]);
-        level("v3", &["-march=x86-64-v3"]);
+    match std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
+        Ok("x86_64") => {
+            level("avx512bf16", &["-march=x86-64-v4", "-mavx512bf16"]);
+            level("avx512", &["-march=x86-64-v4"]);
+            level("avx2", &["-march=x86-64-v3"]);
+        }
+        Ok("aarch64") => level("neon", &[]),
+        _ => {}
     }
     level("baseline", &[]);
 }
@@ -77,6 +81,18 @@ fn compile_kernels() {
         .flag("-fno-trapping-math")
         .file("cpp/kernels.cpp")
         .compile("dflash_kernels");
+    let rows = |name: &str, flags: &[&str]| {
+        let mut build = cc::Build::new();
+        build.cpp(true).std("c++17").opt_level(3).flag("-fopenmp-simd");
+        build.flag("-fno-math-errno").flag("-fno-trapping-math").flags(flags);
+        build.define("LEVEL", name).file("cpp/kernel_rows.cpp");
+        build.compile(&format!("dflash_kernel_rows_{name}"));
+    };
+    if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
+        rows("avx512", &["-march=x86-64-v4"]);
+        rows("avx2", &["-march=x86-64-v3"]);
+    }
+    rows("baseline", &[]);
     // The same libgomp that libtorch loads, and so one pool of threads.
     println!("cargo:rustc-link-lib=gomp");
 }

@@ -16,6 +16,8 @@ use crate::{DraftSource, Error, EvalReport, evaluate};
 pub struct DecodeReport {
     /// Device and precision, and CPU threads.
     pub device: String,
+    /// The level of the processor's instructions that was in force; `None` on a GPU.
+    pub cpu_level: Option<String>,
     /// Answers made, each way.
     pub answers: usize,
     /// Tokens of all speculative answers.
@@ -77,6 +79,7 @@ impl DecodeReport {
         let step_cost = acceptance_length * plain / speculative;
         Self {
             device: report.device.clone(),
+            cpu_level: report.cpu_level.clone(),
             answers: report.responses,
             tokens: report.tokens,
             plain,

@@ -29,6 +29,7 @@ pub mod target;
 mod contain;
 mod error;
 mod fields;
+mod flash;
 mod fused;
 
 pub use contain::{is_want_of_memory, want_of_memory, want_of_memory_in};

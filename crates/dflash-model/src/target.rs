@@ -15,7 +15,7 @@ mod facts;
 mod families;
 mod few_rows;
 mod head;
-mod layer;
+pub(crate) mod layer;
 mod layer_ids;
 mod loading;
 mod mask_token;
@@ -24,6 +24,9 @@ mod parameters;
 mod prefill;
 mod rotary;
 mod weights;
+
+#[cfg(test)]
+mod pretended;
 
 use std::cell::OnceCell;
 use std::ops::Range;
@@ -427,7 +430,7 @@ impl Stack<'_> {
         let tables = self.body.tables(&positions, self.embedding_vh.kind());
         let tables = of_documents(tables, document_starts);
         let until = captures.iter().copied().max().unwrap_or(0) as usize;
-        let mut attention = PackedAttention { document_starts };
+        let mut attention = PackedAttention::new(document_starts);
         let pass = Pass::new(&tables, &positions, &mut attention);
         self.run(ids_t, pass, captures, until).captures
     }

@@ -8,6 +8,7 @@ use crate::check::{Invalid, MOST_LAYERS, MOST_ROWS, MOST_TOKENS, block_size, wit
 use crate::choices::{Device, Dtype};
 use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
 use crate::objective::check_loss_chunk;
+use crate::processor::ProcessorSettings;
 
 /// Nobody waits for more.
 const MOST_STEPS: u64 = 1_000_000;
@@ -70,6 +71,10 @@ pub struct TrainStepSettings {
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Seed of weights, tokens and anchors.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
@@ -106,6 +111,10 @@ pub struct BenchDecodeSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Time the draft although it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,
@@ -125,12 +134,23 @@ impl BenchSettings {
     }
 }
 
+impl BenchSettings {
+    /// The processor's instructions.
+    pub fn processor(&self) -> ProcessorSettings {
+        match &self.subject {
+            BenchSubject::TrainStep(settings) => settings.processor,
+            BenchSubject::Decode(settings) => settings.processor,
+        }
+    }
+}
+
 impl BenchDecodeSettings {
     fn check(&self) -> Result<(), Invalid> {
         within([
             ("limit", self.limit as u64, 1..=MOST_ROWS),
             ("max_new_tokens", self.max_new_tokens as u64, 2..=MOST_TOKENS),
-        ])
+        ])?;
+        self.processor.check()
     }
 }
 
@@ -145,6 +165,7 @@ impl TrainStepSettings {
             ("warmup", self.warmup as u64, 0..=MOST_STEPS),
             ("captures", self.captures as u64, 1..=MOST_LAYERS),
         ])?;
+        self.processor.check()?;
         check_loss_chunk(self.loss_chunk_mib)?;
         block_size("block", self.block)
     }

@@ -3,5 +3,6 @@
 #include "device.cpp"
 #include "flash.cpp"
 #include "interval.cpp"
+#include "level.cpp"
 #include "optimizer.cpp"
 #include "staging.cpp"

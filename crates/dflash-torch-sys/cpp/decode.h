@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #if defined(__x86_64__)
-#define DFLASH_DECODE_LEVELS(X) X(v4bf16) X(v4) X(v3) X(baseline)
+#define DFLASH_DECODE_LEVELS(X) X(avx512bf16) X(avx512) X(avx2) X(baseline)
+#elif defined(__aarch64__)
+#define DFLASH_DECODE_LEVELS(X) X(neon) X(baseline)
 #else
 #define DFLASH_DECODE_LEVELS(X) X(baseline)
 #endif

@@ -21,6 +21,7 @@ use tch::{Device, Kind, Tensor};
 use self::matrix::{LANES, PANEL, gated};
 use self::scratch::Scratch;
 use crate::kernels::Kernels;
+use crate::level;
 
 pub use self::embedding::Embedding;
 pub use self::head::Head;
@@ -225,7 +226,7 @@ impl Stack {
         };
         // SAFETY: sizes are checked here and in the helpers; the positions fit the caches, and the
         // scratch memory this many rows and threads.
-        unsafe { raw::dflash_decode_pass(&raw const pass, threads) };
+        unsafe { raw::dflash_decode_pass(level::raw(), &raw const pass, threads) };
     }
 
     /// Writes keys and values of `features` [R, F], the rows of each sequence one after the other:
@@ -259,7 +260,7 @@ impl Stack {
             scratch: scratch.floats(self.context_scratch(fc.depth, rows, threads)),
         };
         // SAFETY: as in `forward`.
-        unsafe { raw::dflash_decode_context(&raw const context, threads) };
+        unsafe { raw::dflash_decode_context(level::raw(), &raw const context, threads) };
     }
 
     fn pass_scratch(&self, sequences: &[Sequence<'_>], rows: i64, threads: i64) -> i64 {

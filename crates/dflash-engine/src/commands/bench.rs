@@ -35,7 +35,13 @@ fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     println!("peak memory  {:.0} MiB", report.peak_mib);
     println!("loss         {:.4} nats after {} steps", report.loss, warmup + steps);
     println!("logits       at most {} MiB at a time", report.loss_chunk_mib);
+    for (part, ms) in report.parts_ms.iter().flatten() {
+        println!("  {part:<11}{ms:.1} ms of one more step, by the GPU's clock");
+    }
     println!("parameters   {:.2} M on {}", report.params_m, report.device);
+    if let Some(level) = &report.cpu_level {
+        println!("level        {level} of the processor's instructions");
+    }
     Ok(())
 }
 
@@ -58,5 +64,8 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
         report.identical, report.answers, report.tokens
     );
     println!("device       {}", report.device);
+    if let Some(level) = &report.cpu_level {
+        println!("level        {level} of the processor's instructions");
+    }
     Ok(())
 }

@@ -6,9 +6,12 @@ use dflash_torch_sys::decode::{
     Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Outputs, Products, Projection,
     Sequence, Shape, Stack, floats, floats_mut, takes,
 };
+use dflash_torch_sys::flash::Window;
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::{Draft, LayerKind, LayerViews, plus, projection};
+use crate::flash::{self, Calls};
 use crate::fused;
 use crate::ops::{RotaryTables, attention, dense};
 
@@ -288,9 +291,9 @@ impl Draft {
         }
         let rope = cache.rope.narrow(anchor_position, slots);
         let mut x = block_bh.shallow_clone();
+        let mut calls = Calls::default();
         for (index, layer) in self.views.layers.iter().enumerate() {
-            let mask = self.decode_mask(index, cache.length, slots);
-            x = self.decode_layer(layer, (cache, index), &x, (&rope, mask.as_ref()));
+            x = self.decode_layer(layer, (cache, index), &x, (&rope, &mut calls));
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -300,7 +303,7 @@ impl Draft {
         layer: &LayerViews,
         (cache, index): (&ContextCache, usize),
         x: &Tensor,
-        (rope, mask): (&RotaryTables, Option<&Tensor>),
+        (rope, calls): (&RotaryTables, &mut Calls),
     ) -> Tensor {
         let slots = x.size()[0];
         let weights = &self.decode_weights().layers[index];
@@ -309,12 +312,37 @@ impl Draft {
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
         v.narrow(1, cache.length, slots).copy_(&own.v_jtd);
-        let (total, x_kind) = (cache.length + slots, x.kind());
-        let folded = q_jngd.flatten(1, 2).unsqueeze(0);
-        let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), x_kind);
-        let out = attention(&folded, &seen(k), &seen(v), (mask, false), self.kernels);
-        let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
+        let out = self.attend_cached((cache, index), &q_jngd, calls);
         self.decode_output(layer, weights, x, &out)
+    }
+
+    /// What the queries [kv heads, B', group, D] of a block make of the context and of the block, whose
+    /// keys and values lie behind it in the cache: [B', heads * D].
+    fn attend_cached(
+        &self,
+        (cache, index): (&ContextCache, usize),
+        q_jngd: &Tensor,
+        calls: &mut Calls,
+    ) -> Tensor {
+        let slots = q_jngd.size()[1];
+        let total = cache.length + slots;
+        let (k, v) = &cache.layers[index];
+        let [k_sjd, v_sjd] = [k, v].map(|x| x.narrow(1, 0, total).transpose(0, 1));
+        if self.kernels == Kernels::Fast && flash::takes(q_jngd, (&k_sjd, &v_sjd)) {
+            let window = match self.window(index) {
+                None => Window::ALL,
+                Some(window) => Window { left: Some(window - 1), right: Some(0) },
+            };
+            let make = || flash::one(slots, total, window, q_jngd.device());
+            let q_nhd = q_jngd.transpose(0, 1).flatten(1, 2);
+            return flash::attend(&q_nhd, (&k_sjd, &v_sjd), calls.of(window, make), None)
+                .flatten(1, 2);
+        }
+        let mask = self.decode_mask(index, cache.length, slots);
+        let folded = q_jngd.flatten(1, 2).unsqueeze(0);
+        let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), q_jngd.kind());
+        let out = attention(&folded, &seen(k), &seen(v), (mask.as_ref(), false), self.kernels);
+        self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()))
     }
 
     /// Queries, keys and values of a layer's input `x` [N, H].

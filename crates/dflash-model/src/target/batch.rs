@@ -220,13 +220,13 @@ impl PrefillAttention<'_> {
 impl Attend for PrefillAttention<'_> {
     fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
         self.store(place.layer, &projected.k_tmd, &projected.v_tme);
-        PackedAttention { document_starts: self.starts }.attend(place, projected)
+        PackedAttention::new(self.starts).attend(place, projected)
     }
 
     fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
         let kept = &latent.kept_t1c;
         self.store(place.layer, kept, &latent.up.latents(kept));
-        PackedAttention { document_starts: self.starts }.attend_latent(place, latent)
+        PackedAttention::new(self.starts).attend_latent(place, latent)
     }
 
     fn scan(&mut self, layer: usize, recurrence: &dyn Recurrence, inputs_tc: &Tensor) -> Tensor {

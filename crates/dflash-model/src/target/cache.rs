@@ -15,6 +15,7 @@ use super::blocks::latent::Latent;
 use super::layer::{Attend, Memory, Place, Projected, Recurrence, Scores, State};
 use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
+use crate::flash::{self, Calls};
 use crate::ops::{dense, scored_attention};
 
 pub use sequences::SequencePart;
@@ -221,6 +222,7 @@ impl KvCache {
 pub(crate) struct CachedAttention<'a> {
     cache: &'a mut KvCache,
     masks: Masks,
+    calls: Calls,
 }
 
 impl<'a> CachedAttention<'a> {
@@ -230,7 +232,7 @@ impl<'a> CachedAttention<'a> {
     /// When they do not fit.
     pub(crate) fn new(cache: &'a mut KvCache, tokens: i64) -> Self {
         cache.check_room(tokens);
-        Self { cache, masks: Masks::default() }
+        Self { cache, masks: Masks::default(), calls: Calls::default() }
     }
 
     /// Rotary tables of the next `tokens` positions.
@@ -282,6 +284,9 @@ impl CachedAttention<'_> {
         (k, v, first_key): (Tensor, Tensor, i64),
     ) -> Tensor {
         let (start, tokens) = (self.cache.len, q_tnd.size()[0]);
+        if let Some(attended) = self.flash(place, (q_tnd, kernels), (&k, &v)) {
+            return attended;
+        }
         if tokens == 1 {
             return one_token((q_tnd, kernels), (&k, &v), place.scores);
         }
@@ -289,6 +294,24 @@ impl CachedAttention<'_> {
         let mask = self.masks.of(place.reach, || span.mask(&k));
         let q = heads_first(q_tnd);
         side_by_side(&scored_attention(&q, &k, &v, (Some(&mask), false), place.scores, kernels))
+    }
+
+    /// The same by the kernels of a GPU, where these take it.
+    fn flash(
+        &mut self,
+        place: Place<'_>,
+        (q_tnd, kernels): (&Tensor, Kernels),
+        (k_1msd, v_1mse): (&Tensor, &Tensor),
+    ) -> Option<Tensor> {
+        let [k_smd, v_sme] = [k_1msd, v_1mse].map(|x| x.squeeze_dim(0).transpose(0, 1));
+        let kv = (&k_smd, &v_sme);
+        if kernels != Kernels::Fast || !flash::takes(q_tnd, kv) {
+            return None;
+        }
+        let (window, tokens, keys) = (flash::window(place)?, q_tnd.size()[0], k_smd.size()[0]);
+        let make = || flash::one(tokens, keys, window, q_tnd.device());
+        let sequence = self.calls.of(window, make);
+        Some(flash::attend(q_tnd, kv, sequence, place.scores.scale).flatten(1, 2))
     }
 }
 

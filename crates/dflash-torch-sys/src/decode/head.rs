@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::matrix::{LANES, Matrix, Products};
 use super::scratch::Scratch;
 use super::{MAX_ROWS, raw, threads};
+use crate::level;
 
 /// A projection to tokens, packed.
 #[derive(Debug)]
@@ -77,7 +78,7 @@ impl Head {
         };
         // SAFETY: sizes are checked here and by the callers; the scratch memory is made for these rows
         // and threads.
-        unsafe { raw::dflash_decode_head(&raw const head, threads) };
+        unsafe { raw::dflash_decode_head(level::raw(), &raw const head, threads) };
     }
 }
 

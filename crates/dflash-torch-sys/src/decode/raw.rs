@@ -116,7 +116,7 @@ pub(super) struct Head {
 }
 
 unsafe extern "C" {
-    pub(super) fn dflash_decode_pass(pass: *const Pass, threads: i64);
-    pub(super) fn dflash_decode_context(context: *const Context, threads: i64);
-    pub(super) fn dflash_decode_head(head: *const Head, threads: i64);
+    pub(super) fn dflash_decode_pass(level: i32, pass: *const Pass, threads: i64);
+    pub(super) fn dflash_decode_context(level: i32, context: *const Context, threads: i64);
+    pub(super) fn dflash_decode_head(level: i32, head: *const Head, threads: i64);
 }

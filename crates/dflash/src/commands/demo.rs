@@ -68,7 +68,12 @@ pub(crate) fn run(settings: &DemoSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
     }
     fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let sizes = if settings.quick { QUICK } else { WHOLE };
-    let demo = Demo { programs: Programs::new(stop)?, dir, sizes, began: Instant::now() };
+    let demo = Demo {
+        programs: Programs::new(settings.processor, stop)?,
+        dir,
+        sizes,
+        began: Instant::now(),
+    };
     demo.make_target()?;
     demo.regenerate_answers()?;
     demo.prepare_data()?;

@@ -149,7 +149,7 @@ impl Part {
         let starts = &prompts.document_starts;
         let positions = document_positions(starts, device);
         let tables = of_documents(self.body.tables(&positions, kind), starts);
-        let mut attention = PackedAttention { document_starts: starts };
+        let mut attention = PackedAttention::new(starts);
         let mut pass = Pass::new(&tables, &positions, &mut attention);
         let mut captured = Vec::new();
         let mut x_th = match (arrived, &self.embedding_vh) {
