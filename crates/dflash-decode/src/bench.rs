@@ -3,12 +3,15 @@
 //! The answers are those of an evaluation, which makes them in turns; here only their speed after the
 //! first token is looked at, since the prompt costs both ways the same.
 
+mod target;
+
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use dflash_settings::{BenchDecodeSettings, EvalSettings};
 use serde::Serialize;
 
+pub use self::target::{TargetReport, bench_target};
 use crate::{DraftSource, Error, EvalReport, evaluate};
 
 /// Speeds are medians over answers, after each answer's first token.

@@ -30,7 +30,7 @@ mod speculative;
 mod stamp;
 mod text;
 
-pub use bench::{DecodeReport, bench_decode};
+pub use bench::{DecodeReport, TargetReport, bench_decode, bench_target};
 pub use dflash_evaluation::{Difference, EvalReport, Lossless, Speed};
 pub use engine::{
     Block, Engine, EngineOptions, Finish, Logprob, NewToken, Output, Request, SequenceId,

@@ -35,7 +35,9 @@ mod shell_support;
 mod train;
 mod validation;
 
-pub use bench::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSettings};
+pub use bench::{
+    BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
+};
 pub use check::Invalid;
 pub use choices::{
     Backend, ColorChoice, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind,

@@ -3,8 +3,8 @@
 mod blocks;
 
 use dflash_torch_sys::decode::{
-    Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Outputs, Products, Projection,
-    Sequence, Shape, Stack, floats, floats_mut, takes,
+    Cache, LayerWeights, MAX_ROWS, Matrix, Outputs, Products, Projection, Sequence, Shape, Stack,
+    Weight, floats, floats_mut, takes,
 };
 use dflash_torch_sys::flash::Window;
 use dflash_torch_sys::kernels::Kernels;
@@ -69,7 +69,7 @@ impl FewRows {
 
     fn new(draft: &Draft) -> Option<Self> {
         let (c, views) = (&draft.config, &draft.views);
-        if !takes(draft.kernels, &draft.flat) || draft.layout.elements() > MAX_PACKED_ELEMENTS {
+        if !takes(draft.kernels, &draft.flat) {
             return None;
         }
         let shape = Shape {
@@ -135,7 +135,7 @@ fn layer_weights<'a>(
 ) -> LayerWeights<'a> {
     let biases = layer.biases.as_ref();
     let [qkv, output, gate_up, down] =
-        turned.each_ref().map(|weight_io| Projection { weight_io, bias_o: None });
+        turned.each_ref().map(|weight_io| Projection { weight: Weight::Plain(weight_io), bias_o: None });
     let qkv = Projection { bias_o: biases.map(|bias| &bias.qkv), ..qkv };
     let output = Projection { bias_o: biases.map(|bias| &bias.o), ..output };
     LayerWeights {
@@ -199,8 +199,8 @@ impl Draft {
         self.decode.get_or_init(|| DecodeWeights::new(&self.views.layers))
     }
 
-    /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16, unless the
-    /// draft is large. Made with the first cache; the weights must not change after it.
+    /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16. Made with the
+    /// first cache; the weights must not change after it.
     pub fn few_rows(&self) -> Option<&FewRows> {
         self.few_rows.get_or_init(|| FewRows::new(self)).as_ref()
     }

@@ -92,7 +92,7 @@ impl BatchCache {
 impl Target {
     /// An empty cache for `slots` sequences of at most `capacity` tokens.
     pub fn new_batch_cache(&self, slots: usize, capacity: usize) -> BatchCache {
-        let (kind, device) = (self.embedding_vh.kind(), self.embedding_vh.device());
+        let (kind, device) = (self.dtype(), self.device());
         // Zeros, not garbage: rows beyond a sequence's end get weight 0, and 0 * NaN is NaN.
         let zeros = |heads: i64, dim: i64| {
             Tensor::zeros([slots as i64, heads, capacity as i64, dim], (kind, device))
@@ -152,7 +152,7 @@ impl Target {
             *end += length;
             Some(*end)
         }));
-        let device = self.embedding_vh.device();
+        let device = self.device();
         let ids_t = Tensor::from_slice(&prompts.concat()).to_device(device);
         let last = Tensor::from_slice(&starts[1..]).to_device(device) - 1;
         tch::no_grad(|| {
@@ -174,7 +174,7 @@ impl Target {
         assert_eq!(ids_b.len(), cache.len(), "one token per sequence");
         let longest = cache.lengths.iter().copied().max().unwrap_or(0);
         assert!(longest < cache.capacity, "a sequence is full");
-        let device = self.embedding_vh.device();
+        let device = self.device();
         let ids = Tensor::from_slice(ids_b).to_device(device);
         tch::no_grad(|| {
             let positions_b = Tensor::from_slice(&cache.lengths).to_device(device);
