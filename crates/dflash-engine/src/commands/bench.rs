@@ -88,12 +88,15 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     for step in &report.steps {
         let (ms, share) = (step.ms, step.ms / step.floor_ms);
         let (rows, context) = (report.rows, step.context);
-        println!("step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read");
+        println!(
+            "step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read"
+        );
     }
     for prompt in &report.prompts {
         let (tokens, ms) = (prompt.tokens, prompt.ms);
         println!("prompt       {tokens} tokens: {ms:.2} ms, {:.3} each", ms / tokens as f64);
     }
     println!("device       {}", report.device);
+    println!("level        {} of the processor's instructions", report.cpu_level);
     Ok(())
 }

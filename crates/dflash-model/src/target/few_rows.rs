@@ -5,8 +5,8 @@
 //! in another way and never packs; one that has plain weights packs a copy when the first cache is made.
 
 use dflash_torch_sys::decode::{
-    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight, floats,
-    floats_mut,
+    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
+    floats, floats_mut,
 };
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
@@ -38,7 +38,8 @@ impl FewRows {
     /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
     /// libtorch's products.
     pub(super) fn takes(&self, tokens: i64) -> bool {
-        (1..=std::env::var("DFLASH_MOST").map_or(MOST_TOKENS, |x| x.parse().unwrap())).contains(&tokens)
+        (1..=std::env::var("DFLASH_MOST").map_or(MOST_TOKENS, |x| x.parse().unwrap()))
+            .contains(&tokens)
     }
 
     pub(super) fn stack(&self) -> &Stack {
