@@ -95,5 +95,6 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
         println!("prompt       {tokens} tokens: {ms:.2} ms, {:.3} each", ms / tokens as f64);
     }
     println!("device       {}", report.device);
+    println!("level        {} of the processor's instructions", report.cpu_level);
     Ok(())
 }

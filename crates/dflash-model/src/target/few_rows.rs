@@ -38,7 +38,7 @@ impl FewRows {
     /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
     /// libtorch's products.
     pub(super) fn takes(&self, tokens: i64) -> bool {
-        (1..=std::env::var("DFLASH_MOST").map_or(MOST_TOKENS, |x| x.parse().unwrap())).contains(&tokens)
+        (1..=MOST_TOKENS).contains(&tokens)
     }
 
     pub(super) fn stack(&self) -> &Stack {
