@@ -42,8 +42,7 @@ fn compile_decode() {
             .flag("-fopenmp-simd")
             .flag("-fno-math-errno")
             .flag("-fno-trapping-math")
-            // Vectors of one size everywhere; where registers are smaller the compiler splits them,
-            // and notes that functions compiled otherwise could not take them.
+            // Functions that take vectors are inlined: none is called from code compiled otherwise.
             .flag("-Wno-psabi");
         build
     };
@@ -58,7 +57,10 @@ fn compile_decode() {
             .file("cpp/product.cpp")
             .compile(&format!("dflash_decode_{name}"));
     };
-    loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
+    loops()
+        .file("cpp/decode_team.cpp")
+        .file("cpp/decode_scratch.cpp")
+        .compile("dflash_decode_team");
     match std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
         Ok("x86_64") => {
             level("avx512bf16", &["-march=x86-64-v4", "-mavx512bf16"]);

@@ -122,6 +122,11 @@ struct DflashProduct {
   float* scratch;
 };
 
+// Floats of scratch memory that a call takes with so many threads.
+int64_t dflash_decode_pass_scratch(const DflashPass* pass, int64_t threads);
+int64_t dflash_decode_context_scratch(const DflashContext* context, int64_t threads);
+int64_t dflash_decode_head_scratch(const DflashHead* head, int64_t threads);
+
 // Where the threads of a team wait for each other. Where one of them was kept from running, the team
 // is dissolved there, and the first thread goes on alone.
 struct DflashBarrier {

@@ -15,7 +15,7 @@ mod raw;
 mod scratch;
 
 use std::cell::RefCell;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -32,8 +32,6 @@ pub use self::matrix::{Layout, Matrix, Products, fits_bfloat16};
 /// Rows of a call at most. More are better served by libtorch's products.
 pub const MAX_ROWS: i64 = 32;
 
-/// Rows that the kernels sum at a time at most.
-const TILE: i64 = 8;
 
 /// Whether weights like `x` can be packed for this module.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
@@ -267,7 +265,7 @@ impl Stack {
         assert!(captures.iter().all(|&id| id as usize <= self.layers.len()), "{captures:?}");
         assert!(final_norm.is_none_or(|norm| norm.len() == hidden) && unread < rows as usize);
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
-        let pass = raw::Pass {
+        let mut pass = raw::Pass {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
             sequences: raw.as_ptr(),
@@ -280,10 +278,12 @@ impl Stack {
             capture_count: captures.len() as i64,
             captures: states.as_mut_ptr(),
             final_norm: final_norm.map_or(null(), <[f32]>::as_ptr),
-            scratch: scratch.floats(self.pass_scratch(sequences, rows, threads)),
+            scratch: null_mut(),
         };
-        // SAFETY: sizes are checked here and in the helpers; the positions fit the caches, and the
-        // scratch memory this many rows and threads.
+        // SAFETY: sizes are checked here and in the helpers, and the positions fit the caches.
+        let floats = unsafe { raw::dflash_decode_pass_scratch(&raw const pass, threads) };
+        pass.scratch = scratch.floats(floats);
+        // SAFETY: as above; the scratch memory is made for this call.
         unsafe { raw::dflash_decode_pass(level::raw(), &raw const pass, threads) };
     }
 
@@ -304,7 +304,7 @@ impl Stack {
         assert!(fc.outputs() == self.shape.hidden && fc.products() == self.products);
         assert_eq!(norm.len() as i64, self.shape.hidden, "a norm's weight");
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
-        let context = raw::Context {
+        let mut context = raw::Context {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
             sequences: raw.as_ptr(),
@@ -315,26 +315,13 @@ impl Stack {
             x: features.as_ptr(),
             fc: fc.pointer(),
             norm: norm.as_ptr(),
-            scratch: scratch.floats(self.context_scratch(fc.depth(), rows, threads)),
+            scratch: null_mut(),
         };
         // SAFETY: as in `forward`.
+        let floats = unsafe { raw::dflash_decode_context_scratch(&raw const context, threads) };
+        context.scratch = scratch.floats(floats);
+        // SAFETY: as in `forward`.
         unsafe { raw::dflash_decode_context(level::raw(), &raw const context, threads) };
-    }
-
-    fn pass_scratch(&self, sequences: &[Sequence<'_>], rows: i64, threads: i64) -> i64 {
-        let Shape { hidden, inner, query_heads, kv_heads, head_dim, .. } = self.shape;
-        let (query, spare) = (query_heads * head_dim, 2 * PANEL);
-        let shared = 2 * query + 2 * kv_heads * head_dim + inner + 3 * spare;
-        let own = hidden + query / kv_heads + spare;
-        let longest = sequences.iter().map(|sequence| sequence.cache.key_stride).max();
-        rows * (shared + threads * own) + threads * (TILE * longest.unwrap_or(0) + spare) + spare
-    }
-
-    fn context_scratch(&self, features: i64, rows: i64, threads: i64) -> i64 {
-        let Shape { hidden, kv_heads, head_dim, .. } = self.shape;
-        let kv = 2 * kv_heads * head_dim + 2 * PANEL;
-        let shared = hidden + PANEL + self.layers.len() as i64 * kv;
-        rows * shared + threads * (rows * (features + hidden + 1) + head_dim + LANES)
     }
 
     fn raw_shape(&self) -> raw::Shape {

@@ -309,9 +309,7 @@ impl Matrix {
         let (rows, threads) = ((x.len() / depth as usize) as i64, threads());
         assert!(norm.is_none_or(|(weight, _)| weight.len() == depth as usize), "a norm's weight");
         assert!(rows <= MAX_ROWS, "{rows} rows in one call");
-        // The best of each lane, value and token, and rows as the product takes them.
-        let elements = threads * rows * (2 * LANES + depth + depth % 2);
-        let head = raw::Head {
+        let mut head = raw::Head {
             matrix: self.pointer(),
             hidden: depth,
             outputs: columns,
@@ -322,10 +320,12 @@ impl Matrix {
             products: self.products,
             logits,
             best,
-            scratch: scratch.floats(elements),
+            scratch: null_mut(),
         };
-        // SAFETY: sizes are checked here and by the callers; the scratch memory is made for these rows
-        // and threads.
+        // SAFETY: sizes are checked here and by the callers.
+        let floats = unsafe { raw::dflash_decode_head_scratch(&raw const head, threads) };
+        head.scratch = scratch.floats(floats);
+        // SAFETY: as above; the scratch memory is made for this call.
         unsafe { raw::dflash_decode_head(level::raw(), &raw const head, threads) };
     }
 

@@ -156,6 +156,9 @@ unsafe extern "C" {
         out: *mut c_void,
         threads: i64,
     );
+    pub(super) fn dflash_decode_pass_scratch(pass: *const Pass, threads: i64) -> i64;
+    pub(super) fn dflash_decode_context_scratch(context: *const Context, threads: i64) -> i64;
+    pub(super) fn dflash_decode_head_scratch(head: *const Head, threads: i64) -> i64;
     pub(super) fn dflash_decode_pass(level: i32, pass: *const Pass, threads: i64);
     pub(super) fn dflash_decode_context(level: i32, context: *const Context, threads: i64);
     pub(super) fn dflash_decode_product(level: i32, product: *const Product, threads: i64) -> i64;
