@@ -367,7 +367,8 @@ impl Target {
     ) -> CachedOutput {
         let tokens = ids_t.size()[0];
         no_grad(|| {
-            let few = self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
+            let few =
+                self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
             if let Some(few) = few {
                 return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], captures);
             }

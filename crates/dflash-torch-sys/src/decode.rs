@@ -32,7 +32,6 @@ pub use self::matrix::{Layout, Matrix, Products, fits_bfloat16};
 /// Rows of a call at most. More are better served by libtorch's products.
 pub const MAX_ROWS: i64 = 32;
 
-
 /// Whether weights like `x` can be packed for this module.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
     kernels == Kernels::Fast
@@ -115,7 +114,9 @@ impl Weight<'_> {
     pub fn packed(&self, products: Products, layout: Layout) -> Arc<Matrix> {
         match (self, layout) {
             (Self::Plain(weight_io), Layout::Plain) => Matrix::pack(weight_io, products).into(),
-            (Self::Plain(weight_io), Layout::Gated) => Matrix::pack_gated(weight_io, products).into(),
+            (Self::Plain(weight_io), Layout::Gated) => {
+                Matrix::pack_gated(weight_io, products).into()
+            }
             (Self::Packed(matrix), _) => {
                 assert_eq!((matrix.products(), matrix.layout()), (products, layout));
                 Arc::clone(matrix)

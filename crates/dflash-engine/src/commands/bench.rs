@@ -88,7 +88,9 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     for step in &report.steps {
         let (ms, share) = (step.ms, step.ms / step.floor_ms);
         let (rows, context) = (report.rows, step.context);
-        println!("step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read");
+        println!(
+            "step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read"
+        );
     }
     for prompt in &report.prompts {
         let (tokens, ms) = (prompt.tokens, prompt.ms);

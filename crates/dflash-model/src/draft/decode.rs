@@ -134,8 +134,9 @@ fn layer_weights<'a>(
     window: Option<i64>,
 ) -> LayerWeights<'a> {
     let biases = layer.biases.as_ref();
-    let [qkv, output, gate_up, down] =
-        turned.each_ref().map(|weight_io| Projection { weight: Weight::Plain(weight_io), bias_o: None });
+    let [qkv, output, gate_up, down] = turned
+        .each_ref()
+        .map(|weight_io| Projection { weight: Weight::Plain(weight_io), bias_o: None });
     let qkv = Projection { bias_o: biases.map(|bias| &bias.qkv), ..qkv };
     let output = Projection { bias_o: biases.map(|bias| &bias.o), ..output };
     LayerWeights {

@@ -56,8 +56,7 @@ impl Packing {
             return Ok(None);
         }
         // The embedding is multiplied where there is no other output projection.
-        let is_multiplied =
-            |name: &str| config.tie_word_embeddings || !name.ends_with(EMBEDDING);
+        let is_multiplied = |name: &str| config.tie_word_embeddings || !name.ends_with(EMBEDDING);
         let products = match kind {
             Kind::BFloat16 => Products::Bfloat16,
             _ if weights.fit_bfloat16(|name| wanted(name) && is_multiplied(name))? => {
@@ -114,10 +113,7 @@ impl PackedWeight {
 
     /// The columns [I, o] of the outputs `ids_o`.
     pub(crate) fn columns(&self, ids_o: &Tensor) -> Tensor {
-        Embedding::shared(Arc::clone(&self.matrix), self.kind)
-            .rows(ids_o)
-            .tr()
-            .contiguous()
+        Embedding::shared(Arc::clone(&self.matrix), self.kind).rows(ids_o).tr().contiguous()
     }
 
     /// `x_ti W + b` [T, O].
