@@ -13,8 +13,11 @@ use tch::{Kind, Tensor};
 
 use super::{CachedOutput, KvCache, LmHead, Target};
 
-/// Tokens of a prompt that are read in pieces at most.
-const MOST_TOKENS: i64 = 4 * MAX_ROWS;
+/// Tokens of a prompt that are read in pieces at most, where the matrices of a layer have up to
+/// [`SMALL_LAYER`] elements: what libtorch's calls cost beside products so small is more than many rows at
+/// once save. Of larger layers one piece: LOG.md has both sides.
+const MOST_TOKENS: i64 = 8 * MAX_ROWS;
+const SMALL_LAYER: i64 = 4 << 20;
 
 /// Rows whose logits are made by the packed lm_head at most; more take libtorch's products.
 const MAX_HEAD_ROWS: i64 = 8 * MAX_ROWS;
@@ -29,6 +32,8 @@ pub struct FewRows {
     products: Products,
     /// Weight of the final norm `[H]`, and its epsilon.
     norm: (Vec<f32>, f64),
+    /// Tokens of one sequence that are read in pieces at most.
+    most_tokens: i64,
 }
 
 impl FewRows {
@@ -36,10 +41,9 @@ impl FewRows {
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
     /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
-    /// libtorch's products.
+    /// all at once.
     pub(super) fn takes(&self, tokens: i64) -> bool {
-        (1..=std::env::var("DFLASH_MOST").map_or(MOST_TOKENS, |x| x.parse().unwrap()))
-            .contains(&tokens)
+        (1..=self.most_tokens).contains(&tokens)
     }
 
     pub(super) fn stack(&self) -> &Stack {
@@ -197,7 +201,10 @@ impl Target {
             causal: true,
         };
         let norm_h = self.norm.weight.to_kind(Kind::Float);
+        let layer = self.config.family.architecture().layer_elements(&self.config, 0);
+        let is_small = layer <= SMALL_LAYER as f64;
         Some(FewRows {
+            most_tokens: if is_small { MOST_TOKENS } else { MAX_ROWS },
             stack: Stack::new(shape, &layers, products),
             embedding,
             head: Head::of(head.packed(products, Layout::Plain)),
