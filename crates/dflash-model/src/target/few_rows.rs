@@ -43,23 +43,13 @@ impl FewRows {
         self.embedding.rows(ids, x);
     }
 
-    /// Appends `ids` to the cached sequence. `x` [R, H] becomes the residual stream before the final norm,
-    /// `states` [R, K, H] the states of the ids of `captures`.
+    /// Appends `ids` to cached sequences, so many to each, one after the other. `x` [R, H] becomes the
+    /// residual stream before the final norm, `states` [R, K, H] the states of the ids of `captures`.
     ///
     /// # Panics
-    /// When the cache is too small, the rows are more than [`Self::MAX_ROWS`], or an id of `captures`
+    /// When a cache is too small, the rows are more than [`Self::MAX_ROWS`], or an id of `captures`
     /// exceeds the number of layers.
     pub fn forward(
-        &self,
-        (ids, cache): (&[i64], &mut KvCache),
-        x: &mut [f32],
-        (captures, states): (&[u32], &mut [f32]),
-    ) {
-        self.run((ids, &mut [(cache, ids.len())]), x, (captures, states));
-    }
-
-    /// As [`Self::forward`], of several sequences with so many ids each, one after the other.
-    pub(super) fn run(
         &self,
         (ids, parts): (&[i64], &mut [(&mut KvCache, usize)]),
         x: &mut [f32],
@@ -175,7 +165,7 @@ impl Target {
         let empty = |width: i64| Tensor::empty([rows, width], (Kind::Float, self.device()));
         let (mut hidden_td, mut states) = (empty(hidden), empty(captures.len() as i64 * hidden));
         let into = (captures, floats_mut(&mut states));
-        few.run((&ids, parts), floats_mut(&mut hidden_td), into);
+        few.forward((&ids, parts), floats_mut(&mut hidden_td), into);
         let state = |place: usize| states.narrow(1, place as i64 * hidden, hidden);
         CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
     }
