@@ -185,6 +185,7 @@ fn every_command_that_computes_hands_the_level_to_the_engine() {
         "serve --target t",
         "bench train-step --target t",
         "bench decode --target t --draft d --prompts p",
+        "bench target --target t",
     ];
     for (level, mut variables) in levels() {
         variables.sort();

@@ -170,9 +170,7 @@ impl BenchSettings {
             BenchSubject::Target(settings) => settings.check(),
         }
     }
-}
 
-impl BenchSettings {
     /// The processor's instructions.
     pub fn processor(&self) -> ProcessorSettings {
         match &self.subject {

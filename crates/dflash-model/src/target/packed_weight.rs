@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use dflash_torch_sys::decode::{Layout, MAX_ROWS, Matrix, Products, Weight};
+use dflash_torch_sys::decode::{Layout, Matrix, Products, Weight};
 use tch::{Device, Kind, Tensor};
 
 use super::config::TargetConfig;
@@ -16,6 +16,9 @@ use super::embedding::Embedding;
 use super::head::EMBEDDING;
 use super::weights::Weights;
 use crate::Result;
+
+/// Rows that the packed passes multiply faster than tiles of many rows do.
+pub(super) const FEW: i64 = 32;
 
 /// Elements that are read from a file at a time: few against a model's, many against what a call costs.
 const PIECE: i64 = 2 << 20;
@@ -184,5 +187,5 @@ fn float_rows(x_ti: &Tensor) -> Tensor {
 }
 
 fn is_few(x_ti: &Tensor) -> bool {
-    (1..=MAX_ROWS).contains(&x_ti.size()[0])
+    (1..=FEW).contains(&x_ti.size()[0])
 }
