@@ -27,8 +27,9 @@ pub use self::embedding::Embedding;
 pub use self::head::Head;
 pub use self::matrix::{Matrix, Products};
 
-/// Rows of a call at most. Scratch memory grows with them; weights are read once for 64 of them.
-pub const MAX_ROWS: i64 = 512;
+/// Rows of a call at most; what has more takes libtorch's products. The kernels themselves take any
+/// number, and read weights once for 64 of them.
+pub const MAX_ROWS: i64 = 32;
 
 /// Elements that layers keep packed at most, beside the weights that libtorch's products take.
 /// Larger models wait for their memory in any case, and a copy of them is too much to hold.
