@@ -54,6 +54,7 @@ fn compile_decode() {
         build
             .define("LEVEL", name)
             .file("cpp/decode.cpp")
+            .file("cpp/product.cpp")
             .compile(&format!("dflash_decode_{name}"));
     };
     loops()
@@ -82,6 +83,7 @@ fn compile_kernels() {
         .flag("-fno-math-errno")
         .flag("-fno-trapping-math")
         .file("cpp/kernels.cpp")
+        .file("cpp/unpack.cpp")
         .compile("dflash_kernels");
     let rows = |name: &str, flags: &[&str]| {
         let mut build = cc::Build::new();

@@ -288,6 +288,7 @@ fn libraries_depend_on_what_the_layers_allow() {
             "dflash",
             &[
                 "dflash-console",
+                "dflash-cpu",
                 "dflash-endpoint",
                 "dflash-files",
                 "dflash-hub",

@@ -179,6 +179,18 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
 #define DFLASH_CHOOSE(level, work, name) erased<work, dflash_decode_##name##_baseline>
 #endif
 
+#if defined(__x86_64__)
+#define DFLASH_CALL(level, name)                         \
+  (level == DflashLevel::kAvx512bf16 ? name##_avx512bf16 \
+   : level == DflashLevel::kAvx512   ? name##_avx512     \
+   : level == DflashLevel::kAvx2     ? name##_avx2       \
+                                     : name##_baseline)
+#elif defined(__aarch64__)
+#define DFLASH_CALL(level, name) (level == DflashLevel::kNeon ? name##_neon : name##_baseline)
+#else
+#define DFLASH_CALL(level, name) name##_baseline
+#endif
+
 void dflash_decode_pass(DflashLevel level, const DflashPass* pass, int64_t threads) {
   team().run(DFLASH_CHOOSE(level, DflashPass, pass), pass, threads);
 }
@@ -189,5 +201,12 @@ void dflash_decode_context(DflashLevel level, const DflashContext* context, int6
 
 void dflash_decode_head(DflashLevel level, const DflashHead* head, int64_t threads) {
   team().run(DFLASH_CHOOSE(level, DflashHead, head), head, threads);
+}
+
+// 0 where libtorch multiplies faster, and nothing is done.
+int64_t dflash_decode_product(DflashLevel level, const DflashProduct* product, int64_t threads) {
+  if (DFLASH_CALL(level, dflash_product_takes)(product) == 0) return 0;
+  team().run(DFLASH_CHOOSE(level, DflashProduct, product), product, threads);
+  return 1;
 }
 }

@@ -6,7 +6,7 @@
 
 mod sequences;
 
-use dflash_torch_sys::decode::{Cache, MAX_ROWS, Stack};
+use dflash_torch_sys::decode::{Cache, Stack};
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
@@ -122,15 +122,14 @@ impl KvCache {
 
     pub(crate) fn new(
         body: &Body,
-        (like, few): (&Tensor, Option<&Stack>),
+        (options, few): ((Kind, Device), Option<&Stack>),
         capacity: usize,
     ) -> Self {
-        let options = (like.kind(), like.device());
         let capacity = capacity as i64;
         // The operating system hands out pages as rows are written: spare capacity costs nothing.
         let empty = |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], options);
-        let positions = Tensor::arange(capacity, (Kind::Int64, like.device()));
-        let tables = body.tables(&positions, like.kind());
+        let positions = Tensor::arange(capacity, (Kind::Int64, options.1));
+        let tables = body.tables(&positions, options.0);
         let few_rows = few.map(|stack| {
             let half = &tables[0].half;
             stack.new_cache((&half.cos_td, &half.sin_td))
@@ -178,6 +177,34 @@ impl KvCache {
         self.capacity as usize
     }
 
+    /// Bytes of what a step over the tokens held reads, where every layer looks back to the first.
+    pub fn bytes_held(&self) -> usize {
+        let of = |x: &Tensor| x.narrow(2, 0, self.len).numel() * x.kind().elt_size_in_bytes();
+        let held = |held: &Held| match held {
+            Held::Keys(layer) => of(&layer.k_1msd) + of(&layer.v_1mse),
+            Held::Latent(layer) => of(&layer.k_1msd),
+            Held::State(_) | Held::Nothing => 0,
+        };
+        self.layers.iter().map(held).sum()
+    }
+
+    /// Holds `tokens` of which nobody knows, for the time that steps behind so many take.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub fn pretend(&mut self, tokens: usize) {
+        let tokens = tokens as i64;
+        assert!(tokens <= self.capacity, "{tokens} tokens exceed {}", self.capacity);
+        for held in &self.layers {
+            if let Held::Keys(layer) | Held::Latent(layer) = held {
+                for x in [&layer.k_1msd, &layer.v_1mse] {
+                    let _ = x.narrow(2, 0, tokens).uniform_(-1.0, 1.0);
+                }
+            }
+        }
+        self.len = tokens;
+    }
+
     /// Forgets every token from `len` on. A longer `len` changes nothing.
     ///
     /// # Panics
@@ -196,13 +223,13 @@ impl KvCache {
         self.layers.iter().map(earliest).max().unwrap_or(0).min(self.len) as usize
     }
 
-    /// The memory for `tokens` more of them, if they are few enough for the compiled passes.
+    /// The memory for `tokens` more of them, if it is that of the packed passes.
     ///
     /// # Panics
     /// When they do not fit.
     pub(crate) fn few_rows(&self, tokens: i64) -> Option<&Cache> {
         self.check_room(tokens);
-        self.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&tokens))
+        self.few_rows.as_ref()
     }
 
     /// A caller that grows a sequence past its plan is a bug.

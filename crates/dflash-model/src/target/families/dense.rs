@@ -5,7 +5,7 @@
 //! [`DenseConfig`]; the layer reads those choices and never asks for a name. Shapes: `t` tokens, `h`
 //! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
-use dflash_torch_sys::decode::LayerWeights;
+use dflash_torch_sys::decode::{LayerWeights, Layout};
 use dflash_torch_sys::gpu::{self, HeadNorms};
 use dflash_torch_sys::kernels::{self, Kernels};
 use serde_json::{Value, json};
@@ -259,7 +259,8 @@ impl DenseLayer {
         let (heads, own) = (config.heads(), config.heads().own(&init.shard));
         let linear = |(part, name): (&str, &str), parts: &[(&str, Outputs)], input, bias, split| {
             let module = &format!("{module}.{part}");
-            init.linear(&LinearSpec { module, name, parts, input, bias, split })
+            let layout = if name == "gate_up_proj" { Layout::Gated } else { Layout::Plain };
+            init.packable(&LinearSpec { module, name, parts, input, bias, split }, layout)
         };
         let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
         let (queries, keys) = (heads.queries(), heads.keys());
@@ -363,6 +364,10 @@ impl Layer for DenseLayer {
 
     fn set_kernels(&mut self, kernels: Kernels) {
         self.kernels = kernels;
+        if kernels != Kernels::Fast {
+            let linears = [&mut self.qkv, &mut self.output, &mut self.gate_up, &mut self.down];
+            linears.into_iter().for_each(Linear::unpack);
+        }
     }
 
     fn packed(&self) -> Option<LayerWeights<'_>> {
