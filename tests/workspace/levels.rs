@@ -82,7 +82,10 @@ fn a_run_records_the_level_that_its_ranks_computed_at() {
     free(&line).ok();
     assert_eq!(json(&format!("{save}/run.json"))["settings"]["cpu_level"], "baseline");
     let best = &levels().pop().unwrap().0;
-    let resumed = free(&format!("{line} --resume --allow-changed max-steps --max-steps 2 --cpu-level {best}")).ok();
+    let resumed = free(&format!(
+        "{line} --resume --allow-changed max-steps --max-steps 2 --cpu-level {best}"
+    ))
+    .ok();
     assert!(resumed.stderr.contains("cpu_level"), "the change is said: {}", resumed.stderr);
     assert_eq!(json(&format!("{save}/run.json"))["settings"]["cpu_level"], best.as_str());
 }
@@ -182,6 +185,7 @@ fn every_command_that_computes_hands_the_level_to_the_engine() {
         "serve --target t",
         "bench train-step --target t",
         "bench decode --target t --draft d --prompts p",
+        "bench target --target t",
     ];
     for (level, mut variables) in levels() {
         variables.sort();

@@ -29,6 +29,8 @@ pub struct DecodeReport {
     pub plain: f64,
     /// Speculative greedy decoding, tokens per second.
     pub speculative: f64,
+    /// The same with as many proposals as pay, chosen step by step.
+    pub auto: f64,
     /// Tau: tokens per verify step, over all steps.
     pub acceptance_length: f64,
     /// Milliseconds of one plain token.
@@ -79,6 +81,8 @@ impl DecodeReport {
         let plain = speed.median_plain.expect("an evaluation in this process decodes plainly");
         let speculative = speed.median_speculative;
         let acceptance_length = report.acceptance.acceptance_length;
+        let auto = report.results.iter().find(|one| one.is_auto());
+        let auto = auto.and_then(|one| one.median_decode_rate());
         let step_cost = acceptance_length * plain / speculative;
         Self {
             device: report.device.clone(),
@@ -87,6 +91,7 @@ impl DecodeReport {
             tokens: report.tokens,
             plain,
             speculative,
+            auto: auto.expect("an evaluation measures it beside whole blocks"),
             acceptance_length,
             plain_token_ms: 1e3 / plain,
             step_ms: 1e3 * acceptance_length / speculative,

@@ -11,7 +11,7 @@ use dflash_text::{ChatTokenizer, Conversation, Message, Role, Row, parse_prompt_
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::plain::Limits;
+use crate::limits::Limits;
 use crate::rows::{Place, fits, prompt_ids};
 
 /// What a dialogue needs of the target.

@@ -1,5 +1,4 @@
-//! What drafting and verifying need of the two models: how a block is made, and how much of it the
-//! target keeps.
+//! What drafting needs of the two models: how a block is made, and which tokens it proposes.
 
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
@@ -30,23 +29,6 @@ pub(crate) struct PrunedHead {
     lm_head_hv: Tensor,
     /// These, where few rows are packed.
     pub(crate) few: Option<PrunedRows>,
-}
-
-/// The draft's block: tokens, and the distributions they were drawn from when sampling.
-#[derive(Debug)]
-pub(crate) struct Proposal {
-    /// The proposed tokens `[B-1]`; none where nothing is drafted.
-    pub(crate) ids_b: Tensor,
-    distributions_bv: Option<Tensor>,
-}
-
-/// The outcome of one verification.
-#[derive(Debug)]
-pub(crate) struct Verified {
-    /// Accepted proposals.
-    pub(crate) accepted: Vec<i64>,
-    /// The target's own token after them.
-    pub(crate) bonus: i64,
 }
 
 /// Refuses to verify so many tokens at a time where the target could not take them back.
@@ -85,11 +67,6 @@ impl<'a> Drafter<'a> {
         self.draft.config().block_size
     }
 
-    /// Tokens that can be proposed, where these are not all of the target's.
-    pub(crate) fn vocabulary_size(&self) -> Option<usize> {
-        self.head.as_ref().map(|head| head.ids_v.size()[0] as usize)
-    }
-
     /// The embeddings [S*B, H] of a block behind each of `bonus_s` `[S]`.
     pub(crate) fn blocks(&self, bonus_s: &Tensor) -> Tensor {
         let bonus_s1h = self.target.rows(bonus_s).unsqueeze(1);
@@ -97,116 +74,31 @@ impl<'a> Drafter<'a> {
         Tensor::cat(&[bonus_s1h, masks_sbh], 1).flatten(0, 1)
     }
 
-    /// The draft's logits [S*(B-1), v] of the proposals of blocks whose normed states are [S*B, H].
-    pub(crate) fn logits(&self, normed_nh: &Tensor) -> Tensor {
-        let normed_nh = self.behind_anchors(normed_nh);
-        match &self.head {
-            None => self.target.lm_head(&normed_nh),
-            Some(head) => normed_nh.mm(&head.lm_head_hv),
-        }
-    }
-
-    /// The block's most likely tokens by its normed states [B, H].
-    pub(crate) fn propose_greedy(&self, normed_bh: &Tensor) -> Proposal {
-        let ids_b = match &self.head {
-            None => self.target.most_likely_of_normed(&self.behind_anchors(normed_bh)),
-            Some(head) => head.ids_v.index_select(0, &most_likely(&self.logits(normed_bh))),
-        };
-        Proposal { ids_b, distributions_bv: None }
-    }
-
-    /// The rows [S*(B-1), H] of blocks' states [S*B, H] that propose.
-    fn behind_anchors(&self, states_nh: &Tensor) -> Tensor {
+    /// The rows [S*n, H] of blocks' states [S*B, H] behind their anchors, of each block the first `n`.
+    pub(crate) fn behind_anchors(&self, states_nh: &Tensor, n: usize) -> Tensor {
         let slots = self.block_size() as i64;
         let blocks_sbh = states_nh.unflatten(0, [states_nh.size()[0] / slots, slots]);
-        blocks_sbh.narrow(1, 1, slots - 1).flatten(0, 1)
+        blocks_sbh.narrow(1, 1, n as i64).flatten(0, 1)
     }
 
-    /// Chooses a block's tokens by the draft's logits [B-1, v].
-    pub(crate) fn propose(&self, logits_bv: &Tensor, sampler: &mut Sampler) -> Proposal {
+    /// The most likely token `[N]` by each row [N, H] of normed states.
+    pub(crate) fn most_likely(&self, normed_nh: &Tensor) -> Tensor {
+        match &self.head {
+            None => self.target.most_likely_of_normed(normed_nh),
+            Some(head) => head.ids_v.index_select(0, &most_likely(&normed_nh.mm(&head.lm_head_hv))),
+        }
+    }
+
+    /// Tokens by rows [N, H] of normed states, chosen by `sampler` at the positions from `first` on.
+    pub(crate) fn choose(&self, normed_nh: &Tensor, sampler: &Sampler, first: usize) -> Vec<i64> {
         if sampler.is_greedy() {
-            let chosen_b = most_likely(logits_bv);
-            let ids_b = match &self.head {
-                None => chosen_b,
-                Some(head) => head.ids_v.index_select(0, &chosen_b),
-            };
-            return Proposal { ids_b, distributions_bv: None };
+            return to_host(&self.most_likely(normed_nh));
         }
-        let mut distributions_bv = sampler.distributions(logits_bv);
-        if let Some(head) = &self.head {
-            distributions_bv = head.widen(&distributions_bv, self.target);
-        }
-        let ids = sampler.draw(&distributions_bv);
-        let ids_b = Tensor::from_slice(&ids).to_device(self.target.device());
-        Proposal { ids_b, distributions_bv: Some(distributions_bv) }
-    }
-}
-
-impl Proposal {
-    /// No proposals: the target alone chooses the next token.
-    pub(crate) fn none(target: &Target) -> Self {
-        let ids_b = Tensor::empty([0], (Kind::Int64, target.device()));
-        Self { ids_b, distributions_bv: None }
-    }
-
-    /// Number of proposals.
-    pub(crate) fn len(&self) -> usize {
-        self.ids_b.size()[0] as usize
-    }
-
-    /// Verifies the block by the target's logits [B, V].
-    pub(crate) fn verify(&self, logits_bv: &Tensor, sampler: &mut Sampler) -> Verified {
-        if sampler.is_greedy() {
-            return self.verify_greedy(&most_likely(logits_bv));
-        }
-        self.verify_sampled(&sampler.distributions(logits_bv), sampler)
-    }
-
-    /// Verifies the block by the target's most likely tokens `[B]`.
-    pub(crate) fn verify_greedy(&self, own_b: &Tensor) -> Verified {
-        // One transfer for both: on a GPU every read waits for the whole step.
-        let both = to_host(&Tensor::cat(&[&self.ids_b, own_b], 0));
-        let (proposed, own) = both.split_at(self.len());
-        Verified::greedy(proposed, own)
-    }
-
-    /// Exact speculative sampling: accept with min(1, p/q), else draw from the part of p above q.
-    fn verify_sampled(&self, target_bv: &Tensor, sampler: &mut Sampler) -> Verified {
-        let Some(draft_bv) = &self.distributions_bv else {
-            return Verified { accepted: Vec::new(), bonus: sampler.draw(target_bv)[0] };
+        let Some(head) = &self.head else {
+            return sampler.choose(&self.target.lm_head(normed_nh), first);
         };
-        let ids = to_host(&self.ids_b);
-        let of_proposed = |distributions: &Tensor| -> Vec<f64> {
-            let rows = distributions.narrow(0, 0, ids.len() as i64);
-            let chosen = rows.gather(1, &self.ids_b.unsqueeze(1), false);
-            Vec::try_from(chosen.flatten(0, -1)).expect("probabilities are float64")
-        };
-        let (p, q) = (of_proposed(target_bv), of_proposed(draft_bv));
-        let rejected = (0..ids.len()).find(|&slot| sampler.uniform() * q[slot] >= p[slot]);
-        let row = |distributions: &Tensor, slot: usize| distributions.narrow(0, slot as i64, 1);
-        let weights_1v = match rejected {
-            None => row(target_bv, ids.len()),
-            Some(slot) => (row(target_bv, slot) - row(draft_bv, slot)).clamp_min(0.0),
-        };
-        let bonus = sampler.draw(&weights_1v)[0];
-        Verified { accepted: ids[..rejected.unwrap_or(ids.len())].to_vec(), bonus }
-    }
-}
-
-impl Verified {
-    /// Accepts proposals while they are the target's most likely tokens, `own`: one for each of them
-    /// and one more.
-    pub(crate) fn greedy(proposed: &[i64], own: &[i64]) -> Self {
-        let same = proposed.iter().zip(own).take_while(|(proposal, own)| proposal == own);
-        let accepted = same.count();
-        Self { accepted: proposed[..accepted].to_vec(), bonus: own[accepted] }
-    }
-
-    /// The tokens that the step made.
-    pub(crate) fn into_tokens(self) -> Vec<i64> {
-        let mut tokens = self.accepted;
-        tokens.push(self.bonus);
-        tokens
+        let distributions_nv = sampler.distributions(&normed_nh.mm(&head.lm_head_hv));
+        sampler.draw(&head.widen(&distributions_nv, self.target), first)
     }
 }
 

@@ -1,34 +1,52 @@
-//! Several sequences decoded together: one pass of the draft over all their blocks, one of the
-//! target over all of them and over the prompts that are still being read.
+//! One decode loop for all: sequences decoded together, alone or with proposals, by one pass of the target
+//! a step over all of them and over the prompts that are still being read.
 //!
-//! A [`Request`] becomes a `Sequence` with caches, a sampler and limits of its
-//! own. A step drafts a block for every sequence that has its prompt behind it, takes the next piece
-//! of the prompts before it, verifies each sequence by its own rows, and keeps in its caches what was
-//! accepted. Attention and sampling are per sequence, so what one says does not depend on the others
-//! beyond the rounding of larger products. Prompts that begin as another sequence does, one that is
-//! held or one whose caches are kept (`prefixes`), start from a copy of its rows.
-//!
-//! Shapes: `s` sequences, `b` slots of a block, `t` tokens of a pass, `r` rows whose logits are
-//! wanted, `k` captured states side by side.
+//! A [`Request`] becomes a `Sequence` with caches, a sampler and limits of its own. A step chooses how many
+//! tokens each sequence that has its prompt behind it has proposed (`lengths`), looks them up or drafts
+//! them, takes the next piece of the prompts before it, keeps of each sequence's proposals those that the
+//! target says itself, and cuts its caches back to these. Attention and sampling are per sequence, so what
+//! one says does not depend on the others beyond the rounding of larger products; and since its random
+//! numbers follow from seed and position, nor does it depend on what is proposed. On a CPU steps go
+//! through packed layers where there are such (`packed`), which round nothing otherwise; all else through
+//! libtorch (`tensors`). Prompts that begin as another sequence does, one that is held or one whose caches
+//! are kept (`prefixes`), start from a copy of its rows.
 
+mod lengths;
+mod packed;
 mod prefixes;
+mod proposer;
 mod sequence;
+mod tensors;
 
-use dflash_model::draft::{ContextPart, Draft};
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::ops::most_likely;
-use dflash_model::target::{CachedOutput, SequencePart, Target};
+use std::time::{Duration, Instant};
+
+use dflash_model::draft::{ContextCache, Draft};
+use dflash_model::target::{KvCache, Target};
 use dflash_model::want_of_memory;
-use tch::{Tensor, no_grad};
+use dflash_settings::Speculate;
+use tch::no_grad;
 
+use self::lengths::{Choice, Lengths};
+use self::packed::Packed;
 use self::prefixes::{Prefixes, common, usable};
-use self::sequence::Sequence;
+use self::proposer::{Proposer, look_up};
+use self::sequence::{Sequence, first_capacity};
+use self::tensors::Turn;
 use crate::Error;
-use crate::drafter::{Drafter, Proposal, Verified, to_host};
+use crate::limits::Limits;
 use crate::sampling::Sampling;
+
+pub use self::proposer::Proposals;
 
 /// Fewer tokens than this are not worth a copy.
 const LEAST_REUSE: usize = 16;
+/// Memory of ended sequences' caches that is kept for the next ones: to ask the operating system for the
+/// same pages again takes as long as many steps of a small target.
+const SPARE_BYTES: usize = 64 << 20;
+/// Passes of each size that are timed at the start; the last ones count most.
+const TIMED_PASSES: usize = 4;
+/// When no more sizes are timed.
+const LONGEST_TIMING: Duration = Duration::from_millis(300);
 
 /// What an engine may use.
 #[derive(Debug, Clone, Copy)]
@@ -41,6 +59,8 @@ pub struct EngineOptions {
     pub prefill_tokens: usize,
     /// Bytes that the caches of finished sequences take at most.
     pub prefix_bytes: usize,
+    /// How many tokens are proposed at a time.
+    pub speculate: Speculate,
 }
 
 /// What is asked of an engine.
@@ -58,8 +78,37 @@ pub struct Request {
     pub seed: u64,
     /// Report the logarithm of each token's probability, and of so many of the most likely ones.
     pub logprobs: Option<usize>,
-    /// Whether to draft, where there is a draft.
+    /// Whether tokens may be proposed, where there is something that proposes them.
     pub speculative: bool,
+}
+
+impl EngineOptions {
+    /// For one sequence at a time, of all that `target` takes, whose prompt is read at once.
+    pub fn one_by_one(target: &Target, speculate: Speculate) -> Self {
+        let max_model_len = target.config().max_position_embeddings as usize;
+        Self {
+            max_sequences: 1,
+            max_model_len,
+            prefill_tokens: max_model_len,
+            prefix_bytes: 0,
+            speculate,
+        }
+    }
+}
+
+impl Request {
+    /// To answer `prompt` within `limits`, with proposals where there are some.
+    pub fn new(prompt: &[i64], limits: &Limits, sampling: Sampling, seed: u64) -> Self {
+        Self {
+            prompt: prompt.to_vec(),
+            max_new_tokens: limits.max_new_tokens,
+            stop_ids: limits.stop_ids.clone(),
+            sampling,
+            seed,
+            logprobs: None,
+            speculative: true,
+        }
+    }
 }
 
 /// A sequence of an engine, never given twice.
@@ -73,7 +122,8 @@ pub struct Output {
     pub id: SequenceId,
     /// New tokens, cut at the answer's end.
     pub tokens: Vec<NewToken>,
-    /// The block that was verified; `None` for the token that the prompt itself gives.
+    /// The block that was verified; `None` for the token that the prompt itself gives, and where nothing
+    /// was proposed.
     pub block: Option<Block>,
     /// Why the answer ends here. The sequence is gone then.
     pub finish: Option<Finish>,
@@ -102,7 +152,7 @@ pub struct Logprob {
 /// A verified block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Block {
-    /// What the draft proposed.
+    /// What was proposed.
     pub proposed: Vec<i64>,
     /// How many of these, from the first on, the target accepted.
     pub accepted: usize,
@@ -121,44 +171,71 @@ pub enum Finish {
 #[derive(Debug)]
 pub struct Engine<'a> {
     target: &'a Target,
-    drafter: Option<Drafter<'a>>,
+    proposer: Proposer<'a>,
+    lengths: Lengths,
+    packed: Option<Packed<'a>>,
     options: EngineOptions,
     /// In the order in which they came.
     sequences: Vec<Sequence>,
     prefixes: Prefixes,
+    /// Caches of ended sequences, emptied, for the next ones.
+    spare: Vec<(KvCache, Option<ContextCache>)>,
     next_id: u64,
 }
 
-/// A sequence's part in a pass.
-struct Turn {
+/// A sequence that is past its prompt, before its step.
+#[derive(Debug)]
+struct Plan {
     /// Which sequence.
     at: usize,
-    /// Its tokens in the pass `[t]`.
-    ids_t: Tensor,
-    /// How many of the last of these have logits that are wanted.
-    rows: usize,
-    proposal: Proposal,
+    /// Its last token, which no cache holds yet, and what is proposed behind it.
+    ids: Vec<i64>,
+    /// How many tokens a draft is to propose.
+    drafted: usize,
+}
+
+impl Plan {
+    /// Rows of the target's pass.
+    fn rows(&self) -> usize {
+        // What is drafted is among the tokens once it is known.
+        self.ids.len().max(1 + self.drafted)
+    }
 }
 
 impl<'a> Engine<'a> {
-    /// An engine of `target` alone.
-    pub fn plain(target: &'a Target, options: EngineOptions) -> Self {
-        let prefixes = Prefixes::new(options.prefix_bytes);
-        Self { target, drafter: None, options, sequences: Vec::new(), prefixes, next_id: 0 }
-    }
-
-    /// An engine with the proposals of `draft`, only tokens of `vocabulary` where it was trained to
-    /// say no others.
+    /// An engine of `target` with what proposes its tokens. Where their number is to be chosen, it times a
+    /// few passes.
     ///
     /// # Errors
-    /// As [`crate::Speculator::new`].
-    pub fn speculative(
+    /// [`Error::Mismatch`] when draft and target differ in size, or the draft's vocabulary was selected from
+    /// another number of tokens; a layer id or mask token that the target does not have;
+    /// [`Error::LongBlock`]; [`Error::OutOfMemory`].
+    pub fn new(
         target: &'a Target,
-        (draft, vocabulary): (&'a Draft, Option<&DraftVocabulary>),
+        proposals: Proposals<'a>,
         options: EngineOptions,
     ) -> Result<Self, Error> {
-        let drafter = Some(Drafter::new(target, draft, vocabulary)?);
-        Ok(Self { drafter, ..Self::plain(target, options) })
+        let proposals = match options.speculate {
+            Speculate::Off => Proposals::None,
+            _ => proposals,
+        };
+        let proposer = Proposer::new(target, proposals)?;
+        let drafts = proposer.drafter().is_some();
+        let mut engine = Self {
+            target,
+            lengths: Lengths::new(options.speculate, proposer.most(), drafts),
+            packed: Packed::new(target, &proposer),
+            proposer,
+            options,
+            sequences: Vec::new(),
+            prefixes: Prefixes::new(options.prefix_bytes),
+            spare: Vec::new(),
+            next_id: 0,
+        };
+        if engine.lengths.is_auto() && engine.lengths.most() > 0 {
+            engine.time_passes()?;
+        }
+        Ok(engine)
     }
 
     /// Sequences held.
@@ -176,9 +253,15 @@ impl<'a> Engine<'a> {
         self.len() < self.options.max_sequences
     }
 
-    /// Proposals of a block; 0 without a draft.
+    /// Proposals of a block at most; 0 where nothing proposes.
     pub fn proposals(&self) -> usize {
-        self.drafter.as_ref().map_or(0, |drafter| drafter.block_size() - 1)
+        self.lengths.most()
+    }
+
+    /// Seconds of a step of so many sequences with no proposals each, one and so on, by the passes made so
+    /// far; nothing where the number is not chosen by them.
+    pub fn step_seconds(&self, sequences: usize) -> Vec<f64> {
+        self.lengths.step_seconds(sequences)
     }
 
     /// Bytes of all keys and values: of the sequences, and of finished ones that are kept.
@@ -202,8 +285,8 @@ impl<'a> Engine<'a> {
         );
         let id = SequenceId(self.next_id);
         self.next_id += 1;
-        let draft = self.drafter.as_ref().filter(|_| request.speculative);
-        self.sequences.push(Sequence::new(id, request, self.target, draft.map(|d| d.draft)));
+        let caches = self.new_caches(&request);
+        self.sequences.push(Sequence::new(id, request, self.target, caches));
         id
     }
 
@@ -215,14 +298,44 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Keeps the caches of a sequence that has ended for prompts that begin as it does.
-    fn retire(&mut self, sequence: Sequence) {
-        let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
-        keep_caches(&mut self.prefixes, &sequence, (self.target, draft));
+    /// Empty caches for a sequence: those of one that has ended, where they have room.
+    fn new_caches(&mut self, request: &Request) -> (KvCache, Option<ContextCache>) {
+        let capacity = first_capacity(request, request.prompt.len());
+        let draft = self.proposer.draft().filter(|_| request.speculative);
+        let fits = |(cache, context): &(KvCache, Option<ContextCache>)| {
+            cache.capacity() >= capacity && context.is_some() == draft.is_some()
+        };
+        match self.spare.iter().position(fits) {
+            Some(at) => self.spare.swap_remove(at),
+            None => {
+                let context = draft.map(|draft| draft.new_cache(capacity as i64));
+                (self.target.new_cache(capacity), context)
+            }
+        }
     }
 
-    /// One pass of the draft and one of the target. Returns what came of it for every sequence that
-    /// has new tokens; nothing while prompts are being read.
+    /// Keeps the caches of a sequence that has ended: for prompts that begin as it does, and emptied.
+    fn retire(&mut self, mut sequence: Sequence) {
+        if let Some(packed) = self.packed.as_mut().filter(|_| self.options.prefix_bytes > 0) {
+            packed.catch_up(std::slice::from_mut(&mut sequence), &[0]);
+        }
+        keep_caches(&mut self.prefixes, &sequence, (self.target, self.proposer.draft()));
+        let bytes = |(cache, context): &(KvCache, Option<ContextCache>)| {
+            cache.bytes() + context.as_ref().map_or(0, ContextCache::bytes)
+        };
+        let (mut cache, mut context) = sequence.into_caches();
+        cache.truncate(0);
+        if let Some(context) = &mut context {
+            context.truncate(0);
+        }
+        self.spare.push((cache, context));
+        while self.spare.iter().map(bytes).sum::<usize>() > SPARE_BYTES {
+            self.spare.remove(0);
+        }
+    }
+
+    /// One pass of the target, and of the draft where it proposes. Returns what came of it for every
+    /// sequence that has new tokens; nothing while prompts are being read.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]: every sequence is dropped then, and so are the caches that were kept.
@@ -232,30 +345,24 @@ impl<'a> Engine<'a> {
             // The pass may have ended anywhere: what the caches hold is not known.
             self.sequences.clear();
             self.prefixes.clear();
+            self.spare.clear();
             Error::OutOfMemory { sequences, reason }
         })
     }
 
     fn pass(&mut self) -> Vec<Output> {
         no_grad(|| {
-            let mut turns = self.drafted_turns();
-            turns.extend(self.prefill_turns());
-            if turns.is_empty() {
-                return Vec::new();
+            let mut choices = self.ready();
+            self.lengths.choose(&mut choices);
+            let plans: Vec<Plan> = choices.iter().map(|choice| self.plan(choice)).collect();
+            let prompts = self.prefill_turns();
+            let reading: Vec<usize> = prompts.iter().map(|turn| turn.at).collect();
+            let outputs = self.run(plans, prompts);
+            for choice in choices {
+                let sequence = &mut self.sequences[choice.at];
+                self.lengths.verified(&mut sequence.acceptance, &choice, sequence.verified);
             }
-            // In the order of the sequences, as the caches are borrowed.
-            turns.sort_by_key(|turn| turn.at);
-            let before: Vec<usize> =
-                turns.iter().map(|turn| self.sequences[turn.at].cache.len()).collect();
-            let output = self.run(&turns);
-            let (outputs, kept) = self.verify(&turns, &output);
-            self.keep(&turns, &before, (&output, &kept));
-            let stopped = |turn: &&Turn| self.sequences[turn.at].is_at_stop();
-            let stopped: Vec<usize> = turns.iter().filter(stopped).map(|turn| turn.at).collect();
-            let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
-            for at in stopped {
-                keep_caches(&mut self.prefixes, &self.sequences[at], (self.target, draft));
-            }
+            self.keep_stopped(&reading);
             let ended: Vec<SequenceId> =
                 outputs.iter().filter(|out| out.finish.is_some()).map(|out| out.id).collect();
             ended.into_iter().for_each(|id| self.remove(id));
@@ -263,43 +370,114 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// The blocks of all sequences that are past their prompts.
-    fn drafted_turns(&mut self) -> Vec<Turn> {
-        let ready: Vec<(usize, i64)> =
-            (0..self.len()).filter_map(|at| Some((at, self.sequences[at].bonus()?))).collect();
-        let drafting: Vec<(usize, i64)> =
-            ready.iter().copied().filter(|&(at, _)| self.sequences[at].context.is_some()).collect();
-        let mut proposals = self.propose(&drafting).into_iter();
-        let turn = |(at, bonus): (usize, i64)| {
-            let bonus_1 = to_device(&[bonus], self.target);
-            let proposal = match self.sequences[at].context {
-                Some(_) => proposals.next().expect("one for each that drafts"),
-                None => Proposal::none(self.target),
+    /// The sequences that are past their prompts.
+    fn ready(&self) -> Vec<Choice> {
+        let ready = self.sequences.iter().enumerate().filter(|(_, one)| one.bonus().is_some());
+        let choice = |(at, sequence): (usize, &Sequence)| {
+            let most = match &self.proposer {
+                _ if !sequence.speculative => 0,
+                Proposer::None => 0,
+                Proposer::Ngram { size, tokens } => {
+                    look_up(sequence.tokens(), *size, *tokens).len()
+                }
+                Proposer::Draft(drafter) => drafter.block_size() - 1,
             };
-            let ids_t = Tensor::cat(&[&bonus_1, &proposal.ids_b], 0);
-            Turn { at, ids_t, rows: proposal.len() + 1, proposal }
+            // The last tokens need no more; fixed lengths stay what they are, as their figures do.
+            let most = if self.lengths.is_auto() { most.min(sequence.room() - 1) } else { most };
+            Choice { at, acceptance: sequence.acceptance, most, proposals: 0, saving: 0.0 }
         };
-        ready.into_iter().map(turn).collect()
+        ready.map(choice).collect()
     }
 
-    /// The draft's proposals behind the bonus tokens of sequences.
-    fn propose(&mut self, drafting: &[(usize, i64)]) -> Vec<Proposal> {
-        let Some(drafter) = self.drafter.as_ref().filter(|_| !drafting.is_empty()) else {
-            return Vec::new();
+    fn plan(&self, choice: &Choice) -> Plan {
+        let Choice { at, proposals, .. } = *choice;
+        let tokens = self.sequences[at].tokens();
+        let mut ids = Vec::with_capacity(1 + proposals);
+        ids.extend(tokens.last());
+        let mut drafted = 0;
+        match &self.proposer {
+            Proposer::None => {}
+            Proposer::Ngram { size, .. } => ids.extend(look_up(tokens, *size, proposals)),
+            Proposer::Draft(_) => drafted = proposals,
+        }
+        Plan { at, ids, drafted }
+    }
+
+    /// Carries `plans` out and reads pieces of prompts.
+    fn run(&mut self, plans: Vec<Plan>, prompts: Vec<Turn>) -> Vec<Output> {
+        let models = (self.target, &self.proposer);
+        let is_few = |plan: &Plan| self.packed.as_ref().is_some_and(|packed| packed.takes(plan));
+        let (mut few, many): (Vec<Plan>, Vec<Plan>) = plans.into_iter().partition(is_few);
+        let mut outputs = Vec::new();
+        if let Some(packed) = self.packed.as_mut().filter(|_| !few.is_empty()) {
+            let (made, cost) = packed.step(&mut self.sequences, &mut few, models);
+            self.lengths.timed(cost);
+            outputs = made;
+        }
+        if !(many.is_empty() && prompts.is_empty()) {
+            let has_prompts = !prompts.is_empty();
+            let (made, cost) = tensors::step(&mut self.sequences, (&many, prompts), models);
+            if !has_prompts {
+                self.lengths.timed(cost);
+            }
+            outputs.extend(made);
+        }
+        outputs
+    }
+
+    /// Keeps the caches of sequences whose prompts have come to where others part from them.
+    fn keep_stopped(&mut self, reading: &[usize]) {
+        for &at in reading {
+            let sequence = &self.sequences[at];
+            if sequence.is_at_stop() {
+                keep_caches(&mut self.prefixes, sequence, (self.target, self.proposer.draft()));
+            }
+        }
+    }
+
+    /// Times passes of several sizes, so that the first lengths are chosen in their light: of some sizes at
+    /// least, and of more while that does not take long.
+    fn time_passes(&mut self) -> Result<(), Error> {
+        let most = self.lengths.most();
+        let sizes = [0, most, most / 2, most / 4, 1];
+        let tokens = TIMED_PASSES * sizes.iter().map(|size| size + 1).sum::<usize>();
+        let request = Request {
+            prompt: vec![0],
+            max_new_tokens: tokens + 1,
+            stop_ids: Vec::new(),
+            sampling: Sampling::GREEDY,
+            seed: 0,
+            logprobs: None,
+            speculative: true,
         };
-        let bonus: Vec<i64> = drafting.iter().map(|&(_, bonus)| bonus).collect();
-        let caches: Vec<_> = drafting
-            .iter()
-            .map(|&(at, _)| self.sequences[at].context.as_ref().expect("it drafts"))
-            .collect();
-        let blocks_nh = drafter.blocks(&to_device(&bonus, self.target));
-        let logits_nv = drafter.logits(&drafter.draft.forward_blocks(&caches, &blocks_nh));
-        let each = drafter.block_size() as i64 - 1;
-        let propose = |(number, &(at, _)): (usize, &(usize, i64))| {
-            let logits_bv = logits_nv.narrow(0, number as i64 * each, each);
-            drafter.propose(&logits_bv, &mut self.sequences[at].sampler)
-        };
-        drafting.iter().enumerate().map(propose).collect()
+        let began = Instant::now();
+        let caches = self.new_caches(&request);
+        let id = SequenceId(self.next_id);
+        self.next_id += 1;
+        self.sequences.push(Sequence::new(id, request, self.target, caches));
+        self.step()?;
+        let timed = want_of_memory(|| {
+            no_grad(|| {
+                for (number, size) in sizes.into_iter().enumerate() {
+                    for _ in 0..TIMED_PASSES {
+                        let is_enough = number > 1 && began.elapsed() > LONGEST_TIMING;
+                        let Some(&bonus) = self.sequences[0].tokens().last().filter(|_| !is_enough)
+                        else {
+                            return;
+                        };
+                        let (mut ids, mut drafted) = (vec![bonus], size);
+                        if self.proposer.drafter().is_none() {
+                            ids.resize(1 + size, 0);
+                            drafted = 0;
+                        }
+                        self.run(vec![Plan { at: 0, ids, drafted }], Vec::new());
+                    }
+                }
+            })
+        });
+        let sequences = self.len();
+        self.sequences.clear();
+        timed.map_err(|reason| Error::OutOfMemory { sequences, reason })
     }
 
     /// The next pieces of prompts, in order, as far as a step goes.
@@ -317,9 +495,8 @@ impl<'a> Engine<'a> {
             let piece = sequence.next_piece(budget);
             budget = budget.saturating_sub(piece.len());
             let end = sequence.cache.len() + piece.len();
-            let ids_t = to_device(piece, self.target);
-            let rows = usize::from(end == sequence.prompt_tokens());
-            turns.push(Turn { at, ids_t, rows, proposal: Proposal::none(self.target) });
+            let is_last = end == sequence.prompt_tokens();
+            turns.push(Turn::of_prompt(at, piece, is_last, self.target));
         }
         turns
     }
@@ -355,7 +532,7 @@ impl<'a> Engine<'a> {
         let kept_rows = best_kept.as_ref().map_or(0, |(rows, _)| *rows);
         let rows = live_rows.max(kept_rows);
         if rows >= LEAST_REUSE {
-            let draft = self.drafter.as_ref().map(|drafter| drafter.draft);
+            let draft = self.proposer.draft();
             let (cache, context) = match (best_live, best_kept) {
                 (Some((live, other)), _) if live >= kept_rows => other.caches(),
                 (_, Some((_, entry))) => entry.caches(),
@@ -403,112 +580,6 @@ impl<'a> Engine<'a> {
             .max_by_key(|(_, shared)| *shared)?;
         (shared >= live_rows.max(kept_rows) + LEAST_REUSE).then_some((other, shared))
     }
-
-    /// Runs the target over all turns, which appends them to the caches.
-    fn run(&mut self, turns: &[Turn]) -> CachedOutput {
-        let (target, draft) = (self.target, self.drafter.as_ref().map(|drafter| drafter.draft));
-        let ids_t: Vec<&Tensor> = turns.iter().map(|turn| &turn.ids_t).collect();
-        let mut parts = Vec::with_capacity(turns.len());
-        let mut turns = turns.iter().peekable();
-        for (at, sequence) in self.sequences.iter_mut().enumerate() {
-            let Some(turn) = turns.next_if(|turn| turn.at == at) else { continue };
-            let tokens = turn.ids_t.size()[0] as usize;
-            sequence.make_room(tokens, (target, draft));
-            parts.push(SequencePart { cache: &mut sequence.cache, tokens });
-        }
-        let captures = draft.map_or(&[][..], |draft| &draft.config().target_layer_ids);
-        target.forward_sequences(&Tensor::cat(&ids_t, 0), &mut parts, captures)
-    }
-
-    /// What each sequence says now, and how many of its tokens in the pass stay.
-    fn verify(&mut self, turns: &[Turn], output: &CachedOutput) -> (Vec<Output>, Vec<usize>) {
-        let wanted: Vec<i64> =
-            ends(turns).zip(turns).flat_map(|(end, turn)| end - turn.rows as i64..end).collect();
-        let tokens = |turn: &Turn| turn.ids_t.size()[0] as usize;
-        if wanted.is_empty() {
-            return (Vec::new(), turns.iter().map(tokens).collect());
-        }
-        let rows_rh = output.hidden_td.index_select(0, &to_device(&wanted, self.target));
-        let logits_rv = self.target.logits(&rows_rh);
-        let mut greedy = self.greedy_choices(turns, &logits_rv);
-        let (mut outputs, mut kept, mut first) = (Vec::new(), Vec::new(), 0);
-        for (number, turn) in turns.iter().enumerate() {
-            if turn.rows == 0 {
-                kept.push(tokens(turn));
-                continue;
-            }
-            let logits_bv = logits_rv.narrow(0, first, turn.rows as i64);
-            first += turn.rows as i64;
-            let sequence = &mut self.sequences[turn.at];
-            let block = sequence.bonus().map(|_| turn.proposal.len());
-            let (verified, proposed) = match greedy[number].take() {
-                Some((proposed, own)) => (Verified::greedy(&proposed, &own), proposed),
-                None => {
-                    let verified = turn.proposal.verify(&logits_bv, &mut sequence.sampler);
-                    (verified, to_host(&turn.proposal.ids_b))
-                }
-            };
-            kept.push(tokens(turn) - turn.proposal.len() + verified.accepted.len());
-            let accepted = verified.accepted.len();
-            let block = block.filter(|&len| len > 0).map(|_| Block { proposed, accepted });
-            outputs.push(sequence.take(verified.into_tokens(), block, &logits_bv));
-        }
-        (outputs, kept)
-    }
-
-    /// Of each greedy turn the proposals and the target's own choices, in one transfer: on a GPU
-    /// every read waits for the whole step.
-    fn greedy_choices(
-        &self,
-        turns: &[Turn],
-        logits_rv: &Tensor,
-    ) -> Vec<Option<(Vec<i64>, Vec<i64>)>> {
-        let is_greedy = |turn: &Turn| turn.rows > 0 && self.sequences[turn.at].sampler.is_greedy();
-        if !turns.iter().any(is_greedy) {
-            return turns.iter().map(|_| None).collect();
-        }
-        let own_r = most_likely(logits_rv);
-        let mut all: Vec<&Tensor> = vec![&own_r];
-        all.extend(turns.iter().map(|turn| &turn.proposal.ids_b));
-        let all = to_host(&Tensor::cat(&all, 0));
-        let (mut own, mut proposed) = all.split_at(own_r.size()[0] as usize);
-        let mut next = |turn: &Turn| {
-            let (mine, rest) = own.split_at(turn.rows);
-            let (proposals, others) = proposed.split_at(turn.proposal.len());
-            (own, proposed) = (rest, others);
-            is_greedy(turn).then(|| (proposals.to_vec(), mine.to_vec()))
-        };
-        turns.iter().map(&mut next).collect()
-    }
-
-    /// Cuts the target's caches back to what stays and gives its captured states to the draft's.
-    fn keep(
-        &mut self,
-        turns: &[Turn],
-        before: &[usize],
-        (output, kept): (&CachedOutput, &[usize]),
-    ) {
-        let mut rows: Vec<i64> = Vec::new();
-        let mut parts: Vec<ContextPart<'_>> = Vec::new();
-        let starts = ends(turns).zip(turns).map(|(end, turn)| end - turn.ids_t.size()[0]);
-        let mut each = turns.iter().zip(starts).zip(before.iter().zip(kept)).peekable();
-        for (at, sequence) in self.sequences.iter_mut().enumerate() {
-            let Some(((_, start), (&before, &kept))) = each.next_if(|((turn, _), _)| turn.at == at)
-            else {
-                continue;
-            };
-            sequence.cache.truncate(before + kept);
-            if let Some(cache) = &mut sequence.context {
-                rows.extend(start..start + kept as i64);
-                parts.push(ContextPart { cache, rows: kept });
-            }
-        }
-        if let Some(drafter) = self.drafter.as_ref().filter(|_| !parts.is_empty()) {
-            let rows_t = Tensor::from_slice(&rows).to_device(self.target.device());
-            let features_tk = Tensor::cat(&output.captures, 1).index_select(0, &rows_t);
-            drafter.draft.extend_contexts(&features_tk, &mut parts);
-        }
-    }
 }
 
 /// Keeps what the caches of a sequence hold for prompts that begin so.
@@ -521,16 +592,4 @@ fn keep_caches(prefixes: &mut Prefixes, sequence: &Sequence, models: (&Target, O
     if want_of_memory(keep).is_err() {
         prefixes.clear();
     }
-}
-
-/// Behind the last token of each turn, counted over all of them.
-fn ends(turns: &[Turn]) -> impl Iterator<Item = i64> {
-    turns.iter().scan(0, |end, turn| {
-        *end += turn.ids_t.size()[0];
-        Some(*end)
-    })
-}
-
-fn to_device(ids: &[i64], target: &Target) -> Tensor {
-    Tensor::from_slice(ids).to_device(target.device())
 }

@@ -24,11 +24,11 @@ use dflash_torch_sys::CpuLevel;
 use tch::{Device, Kind};
 
 use crate::Error;
-use crate::plain::Limits;
+use crate::limits::Limits;
+use crate::models::DraftSource;
 use crate::prompts::{Prompt, usable_rows};
-use crate::sampling::{Sampler, Sampling};
+use crate::sampling::Sampling;
 
-pub use drafts::DraftSource;
 use drafts::Drafts;
 use measurement::Measurement;
 use together::Together;
@@ -173,20 +173,20 @@ fn one_by_one(
     (asked, way, limits): (&Asked<'_>, Way, Limits),
     stop: &AtomicBool,
 ) -> Result<Vec<Measured>, Error> {
-    let sampler = Sampler::new(Sampling::at(way.temperature), settings.seed);
-    let mut measurement = Measurement::new(settings, (target, drafts), (sampler, limits))?;
+    let sampling = Sampling::at(way.temperature);
+    let mut measurement = Measurement::new(settings, (target, drafts), (sampling, limits))?;
     measurement.warm_up(&asked.prompts[0], stop)?;
     let mut progress = Progress::new("eval", Unit::Items, asked.prompts.len() as u64);
     for (row, prompt) in asked.prompts.iter().enumerate() {
         measurement.answer_row(row, prompt, &asked.tokenizer, stop)?;
         progress.update(row as u64 + 1, format!("{} {way}: {measurement}", asked.set));
     }
-    Ok(measurement.finish(asked.set, way, drafts))
+    Ok(measurement.finish(asked.set, way))
 }
 
 /// Answers a set several prompts at a time, plainly and then with each draft.
 fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, Error> {
-    let rounds = 1 + together.drafts.trained().count();
+    let rounds = 1 + together.drafts.ways().len();
     let rows = together.asked.prompts.len() * rounds;
     let mut progress = Progress::new("eval", Unit::Items, rows as u64);
     let mut answers = 0;
@@ -197,6 +197,11 @@ fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, 
         progress
             .update(shown, format!("{} {}: {answers} answers", together.asked.set, together.way));
     })
+}
+
+/// The seed of a row's turn: each answer draws numbers of its own.
+fn seed_of(seed: u64, (row, turn): (usize, usize)) -> u64 {
+    seed.wrapping_add(((row as u64) << 16) + turn as u64)
 }
 
 fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {

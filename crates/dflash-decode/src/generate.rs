@@ -2,16 +2,15 @@
 
 use std::io::Write;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 
 use dflash_settings::GenerateSettings;
 use dflash_text::{Message, Role};
 
 use crate::Error;
+use crate::answer::answer;
 use crate::blocks::Marks;
-use crate::engine::{Engine, EngineOptions, NewToken, Output, Request};
+use crate::engine::{Engine, EngineOptions, NewToken, Output, Proposals, Request};
 use crate::models::Models;
-use crate::plain::check;
 use crate::sampling::Sampling;
 use crate::text::TextStream;
 
@@ -95,8 +94,10 @@ impl<'a> Conversation<'a> {
             max_model_len: models.target.config().max_position_embeddings as usize,
             prefill_tokens: PREFILL_TOKENS,
             prefix_bytes: PREFIX_BYTES,
+            speculate: settings.speculate,
         };
-        let plain = Engine::plain(&models.target, EngineOptions { prefix_bytes: 0, ..options });
+        let plain = EngineOptions { prefix_bytes: 0, ..options };
+        let plain = Engine::new(&models.target, Proposals::None, plain)?;
         let system = settings.system.iter().map(|text| Message::text(Role::System, text));
         Ok(Self {
             models,
@@ -147,22 +148,23 @@ impl<'a> Conversation<'a> {
             false => tokenizer.render_ids(&self.messages, None, true)?,
         };
         let request = self.request(prompt)?;
-        let measures = self.settings.show_blocks && self.models.draft.is_some();
+        let measures = self.settings.show_blocks && self.models.proposer.is_some();
         if measures && self.summary.tokens == 0 {
             self.warm_up(&request, stop)?;
         }
         let marks = self.settings.show_blocks.then_some(Marks { colored: self.colored });
         let mut shown = Shown::new((self.models, self.settings), marks, out);
-        let (tokens, seconds) = run(&mut self.engine, &request, stop, |output| shown.add(output))?;
-        let (answer, steps, accepted) = shown.finish()?;
+        let made = answer(&mut self.engine, request.clone(), stop, |output| shown.add(output))?;
+        let tokens = made.tokens.len();
+        let (text, steps, accepted) = shown.finish()?;
         self.summary.tokens += tokens;
-        self.summary.seconds += seconds;
+        self.summary.seconds += made.seconds();
         self.summary.steps += steps;
         self.summary.accepted += accepted;
         if measures {
             self.measure_plain(Request { max_new_tokens: tokens, ..request }, stop)?;
         }
-        Ok(answer)
+        Ok(text)
     }
 
     fn request(&self, prompt: Vec<i64>) -> Result<Request, Error> {
@@ -195,54 +197,19 @@ impl<'a> Conversation<'a> {
         let prompt = request.prompt[..1].to_vec();
         let few = request.max_new_tokens.min(WARM_UP_TOKENS);
         let request = Request { prompt, max_new_tokens: few, ..request.clone() };
-        run(&mut self.engine, &request, stop, |_| Ok(true))?;
-        run(&mut self.plain, &request, stop, |_| Ok(true)).map(drop)
+        answer(&mut self.engine, request.clone(), stop, |_| Ok(true))?;
+        answer(&mut self.plain, request, stop, |_| Ok(true)).map(drop)
     }
 
     /// Times the target alone on the same prompt, for as many tokens.
     fn measure_plain(&mut self, request: Request, stop: &AtomicBool) -> Result<(), Error> {
         let request = Request { stop_ids: Vec::new(), ..request };
-        let (tokens, seconds) = run(&mut self.plain, &request, stop, |_| Ok(true))?;
+        let made = answer(&mut self.plain, request, stop, |_| Ok(true))?;
         let plain = self.summary.plain.get_or_insert(PlainSpeed { tokens: 0, seconds: 0.0 });
-        plain.tokens += tokens;
-        plain.seconds += seconds;
+        plain.tokens += made.tokens.len();
+        plain.seconds += made.seconds();
         Ok(())
     }
-}
-
-/// Runs one request to its end, or until `take` wants no more; returns its tokens and the seconds that
-/// they took.
-fn run(
-    engine: &mut Engine<'_>,
-    request: &Request,
-    stop: &AtomicBool,
-    mut take: impl FnMut(Output) -> Result<bool, Error>,
-) -> Result<(usize, f64), Error> {
-    let (mut tokens, mut seconds) = (0, 0.0);
-    let id = engine.add(request.clone());
-    let mut outcome = Ok(());
-    while !engine.is_empty() {
-        outcome = check(stop);
-        if outcome.is_err() {
-            break;
-        }
-        let begun = Instant::now();
-        let outputs = engine.step()?;
-        seconds += begun.elapsed().as_secs_f64();
-        for output in outputs {
-            tokens += output.tokens.len();
-            match take(output) {
-                Ok(true) => {}
-                Ok(false) => engine.remove(id),
-                Err(error) => outcome = Err(error),
-            }
-        }
-        if outcome.is_err() {
-            break;
-        }
-    }
-    engine.remove(id);
-    outcome.map(|()| (tokens, seconds))
 }
 
 /// An answer on its way to its reader.

@@ -9,12 +9,60 @@ use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions};
-use dflash_settings::{Device, Dtype};
+use dflash_settings::{Device, Dtype, NGRAM_SIZE, NGRAM_TOKENS};
 use dflash_text::ChatTokenizer;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::engine::{Engine, EngineOptions};
+use crate::engine::{Engine, EngineOptions, Proposals};
+
+/// Where proposals come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DraftSource {
+    /// Nowhere: plain decoding.
+    None,
+    /// The text so far.
+    Ngram,
+    /// A trained draft.
+    Trained {
+        /// What the user calls it.
+        name: String,
+        /// Its directory.
+        dir: PathBuf,
+    },
+}
+
+/// The same, loaded.
+#[derive(Debug)]
+pub enum LoadedProposer {
+    /// Nothing.
+    None,
+    /// Look-up decoding: see [`Proposals::Ngram`].
+    Ngram {
+        /// The longest run of last tokens that is looked up.
+        size: usize,
+        /// Tokens proposed at a time.
+        tokens: usize,
+    },
+    /// The drafter, and the vocabulary it was trained to say.
+    Draft(Box<Draft>, Option<DraftVocabulary>),
+}
+
+impl LoadedProposer {
+    /// As an engine takes it.
+    pub fn proposals(&self) -> Proposals<'_> {
+        match self {
+            Self::None => Proposals::None,
+            &Self::Ngram { size, tokens } => Proposals::Ngram { size, tokens },
+            Self::Draft(draft, vocabulary) => Proposals::Draft(draft, vocabulary.as_ref()),
+        }
+    }
+
+    /// Whether it proposes anything.
+    pub fn is_some(&self) -> bool {
+        !matches!(self, Self::None)
+    }
+}
 
 /// Which models, and where they run.
 #[derive(Debug, Clone)]
@@ -23,8 +71,8 @@ pub struct ModelsConfig {
     pub target_dir: PathBuf,
     /// What the user calls it.
     pub target_name: String,
-    /// Directory of the draft.
-    pub draft_dir: Option<PathBuf>,
+    /// What proposes tokens.
+    pub draft: DraftSource,
     /// Take a draft that was made for another target.
     pub allow_other_target: bool,
     /// The device.
@@ -42,8 +90,8 @@ pub struct ModelsConfig {
 pub struct Models {
     /// The verifier.
     pub target: Target,
-    /// The drafter, and the vocabulary it was trained to say.
-    pub draft: Option<(Draft, Option<DraftVocabulary>)>,
+    /// What proposes tokens.
+    pub proposer: LoadedProposer,
     /// The target's.
     pub tokenizer: Arc<ChatTokenizer>,
     /// Which target it is.
@@ -64,28 +112,24 @@ impl Models {
         }
         let target = Target::load(&config.target_dir, &TargetOptions { device, dtype })?;
         let identity = TargetIdentity::read(&config.target_dir, &config.target_name)?;
-        let draft = match &config.draft_dir {
-            None => None,
-            Some(dir) => {
+        let proposer = match &config.draft {
+            DraftSource::None => LoadedProposer::None,
+            DraftSource::Ngram => LoadedProposer::Ngram { size: NGRAM_SIZE, tokens: NGRAM_TOKENS },
+            DraftSource::Trained { dir, .. } => {
                 let draft = Draft::load(dir, device, dtype)?;
                 check_target(&identity, dir, config.allow_other_target)?;
-                Some((draft, DraftVocabulary::load(dir)?))
+                LoadedProposer::Draft(Box::new(draft), DraftVocabulary::load(dir)?)
             }
         };
-        Ok(Self { target, draft, tokenizer: Arc::new(tokenizer), identity })
+        Ok(Self { target, proposer, tokenizer: Arc::new(tokenizer), identity })
     }
 
-    /// An engine of these, with the draft where there is one.
+    /// An engine of these, with the draft, or look-up decoding, where that was asked for.
     ///
     /// # Errors
-    /// As [`crate::Speculator::new`].
+    /// As [`Engine::new`].
     pub fn engine(&self, options: EngineOptions) -> Result<Engine<'_>, Error> {
-        match &self.draft {
-            Some((draft, vocabulary)) => {
-                Engine::speculative(&self.target, (draft, vocabulary.as_ref()), options)
-            }
-            None => Ok(Engine::plain(&self.target, options)),
-        }
+        Engine::new(&self.target, self.proposer.proposals(), options)
     }
 
     /// The tokens that end an answer, by the target's configuration and its tokenizer.

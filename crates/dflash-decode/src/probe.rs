@@ -9,13 +9,15 @@ use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_run::Acceptance;
+use dflash_settings::Speculate;
 use dflash_text::ChatTokenizer;
 
 use crate::Error;
-use crate::plain::Limits;
+use crate::answer::answer;
+use crate::engine::{Engine, EngineOptions, Proposals, Request};
+use crate::limits::Limits;
 use crate::prompts::{Prompt, usable_prompts};
-use crate::sampling::{Sampler, Sampling};
-use crate::speculative::Speculator;
+use crate::sampling::Sampling;
 
 /// What to measure on.
 #[derive(Debug, Clone)]
@@ -72,8 +74,9 @@ impl Probe {
             }
         };
         let mut acceptance = Acceptance::new(draft.config().block_size);
-        let mut speculator =
-            Speculator::new(target, draft, vocabulary, Sampler::new(Sampling::GREEDY, 0))?;
+        let block = Speculate::Tokens(draft.config().block_size);
+        let options = EngineOptions::one_by_one(target, block);
+        let mut engine = Engine::new(target, Proposals::Draft(draft, vocabulary), options)?;
         let limits = Limits::new(target.config(), &self.tokenizer, self.config.max_new_tokens);
         let room = (target.config(), limits.max_new_tokens);
         let own: Vec<&Prompt> = self.prompts.iter().skip(first).step_by(stride).collect();
@@ -83,9 +86,10 @@ impl Probe {
             let length = acceptance.figures().acceptance_length;
             progress.update(done as u64, format_args!("acceptance length {length:.2}"));
             prompt.dialogue(&self.tokenizer, room, |ids| {
-                let speculation = speculator.generate(ids, &limits, stop)?;
-                acceptance.record(&speculation.accepted);
-                Ok(speculation.generation.tokens)
+                let request = Request::new(ids, &limits, Sampling::GREEDY, 0);
+                let made = answer(&mut engine, request, stop, |_| Ok(true))?;
+                acceptance.record(&made.accepted());
+                Ok(made.tokens)
             })?;
         }
         Ok(acceptance)

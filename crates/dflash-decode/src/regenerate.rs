@@ -4,25 +4,29 @@
 //! answers replaced. Sequences share every matrix product and are replaced as they end, so the
 //! batch stays full whatever the lengths.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use dflash_console::{Progress, Unit};
-use dflash_model::ops::most_likely;
 use dflash_model::place;
-use dflash_model::target::{BatchCache, Target, TargetConfig, TargetOptions};
+use dflash_model::target::TargetConfig;
 use dflash_settings::RegenerateSettings;
 use dflash_text::ChatTokenizer;
-use tch::Tensor;
 
 use crate::Error;
 use crate::dialogue::{Dialogue, Next, Speaker};
+use crate::engine::{Engine, EngineOptions, Request, SequenceId};
+use crate::limits::{Limits, check};
+use crate::models::{DraftSource, Models, ModelsConfig};
 use crate::partial::{Found, PartialOutput, find};
-use crate::plain::{Limits, check, roomy};
 use crate::rows::{Place, read_rows};
+use crate::sampling::Sampling;
 use crate::stamp::Stamp;
+
+/// Tokens of prompts that a step reads at most: those who decode do not wait for a whole batch of them.
+const PREFILL_TOKENS: usize = 4096;
 
 /// What a regeneration did.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -54,10 +58,10 @@ pub struct RegenerateSummary {
 /// [`Error::Interrupted`].
 pub fn regenerate(
     settings: &RegenerateSettings,
-    target_dir: &Path,
+    (target_dir, draft): (&Path, DraftSource),
     stop: &AtomicBool,
 ) -> Result<RegenerateSummary, Error> {
-    let (device, dtype) = place(settings.device, settings.dtype, 0)?;
+    let (_, dtype) = place(settings.device, settings.dtype, 0)?;
     let tokenizer = ChatTokenizer::load(target_dir)?;
     let config = TargetConfig::load(target_dir)?;
     let limits = Limits::new(&config, &tokenizer, settings.max_new_tokens);
@@ -78,12 +82,27 @@ pub fn regenerate(
         return Ok(summary);
     }
     let mut output = PartialOutput::open(&settings.output, &stamp, found)?;
-    let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
+    let models = Models::load(ModelsConfig {
+        target_dir: target_dir.to_owned(),
+        target_name: settings.target.clone(),
+        draft,
+        allow_other_target: settings.allow_other_target,
+        device: settings.device,
+        dtype: settings.dtype,
+        threads: None,
+        template_variables: None,
+    })?;
     let started = Instant::now();
+    let engine = models.engine(EngineOptions {
+        max_sequences: settings.batch,
+        max_model_len: config.max_position_embeddings as usize,
+        prefill_tokens: PREFILL_TOKENS,
+        prefix_bytes: 0,
+        speculate: settings.speculate,
+    })?;
     let data = settings.data.as_path();
-    let mut work =
-        Work::new((data, dialogues), output.written(), speaker, (&target, settings.batch));
-    while let Some(answers) = work.decoder.step(stop)? {
+    let mut work = Work::new((data, dialogues), output.written(), speaker, engine);
+    while let Some(answers) = work.step(stop)? {
         for answer in answers {
             work.take(answer, &mut output, &mut summary)?;
         }
@@ -117,9 +136,12 @@ struct Work<'a> {
     speaker: Speaker<'a>,
     /// By number; `None` once written.
     dialogues: Vec<Option<Dialogue>>,
-    decoder: BatchDecoder<'a>,
-    /// How many were done before this run.
-    resumed: usize,
+    engine: Engine<'a>,
+    /// The numbers of dialogues whose next prompt has not been started.
+    waiting: VecDeque<usize>,
+    /// The answers in the making.
+    live: HashMap<SequenceId, Answered>,
+    /// How many are done, those of an earlier run too.
     done: usize,
     started: Instant,
     progress: Progress,
@@ -130,15 +152,40 @@ impl<'a> Work<'a> {
         (data, dialogues): (&'a Path, Vec<Dialogue>),
         resumed: usize,
         speaker: Speaker<'a>,
-        (target, batch): (&'a Target, usize),
+        engine: Engine<'a>,
     ) -> Self {
-        let remaining: Vec<&[i64]> = dialogues[resumed..].iter().map(Dialogue::ids).collect();
-        let decoder = BatchDecoder::new(target, &remaining, speaker.limits, batch);
+        let waiting = (resumed..dialogues.len()).collect();
         let progress = Progress::new("regenerate", Unit::Items, dialogues.len() as u64)
             .starting_at(resumed as u64);
         let dialogues = dialogues.into_iter().map(Some).collect();
-        let started = Instant::now();
-        Self { data, speaker, dialogues, decoder, resumed, done: resumed, started, progress }
+        let (live, started) = (HashMap::new(), Instant::now());
+        Self { data, speaker, dialogues, engine, waiting, live, done: resumed, started, progress }
+    }
+
+    /// Starts prompts where there is room and makes a step of all answers. Returns those that ended; `None`
+    /// when all have.
+    fn step(&mut self, stop: &AtomicBool) -> Result<Option<Vec<Answered>>, Error> {
+        check(stop)?;
+        while self.engine.has_room() {
+            let Some(number) = self.waiting.pop_front() else { break };
+            let Some(dialogue) = &self.dialogues[number] else { continue };
+            let ids = dialogue.ids();
+            let request = Request::new(ids, self.speaker.limits, Sampling::GREEDY, 0);
+            let answer = Answered { number, tokens: Vec::new() };
+            self.live.insert(self.engine.add(request), answer);
+        }
+        if self.live.is_empty() {
+            return Ok(None);
+        }
+        let mut ended = Vec::new();
+        for output in self.engine.step()? {
+            let Some(answer) = self.live.get_mut(&output.id) else { continue };
+            answer.tokens.extend(output.tokens.iter().map(|token| token.id));
+            if output.finish.is_some() {
+                ended.extend(self.live.remove(&output.id));
+            }
+        }
+        Ok(Some(ended))
     }
 
     /// Takes an answer; its dialogue goes on or is written.
@@ -149,7 +196,7 @@ impl<'a> Work<'a> {
         summary: &mut RegenerateSummary,
     ) -> Result<(), Error> {
         summary.tokens += answer.tokens.len();
-        let number = self.resumed + answer.number;
+        let number = answer.number;
         let Some(mut dialogue) = self.dialogues[number].take() else { return Ok(()) };
         let line = dialogue.line();
         let next = dialogue.answer(&answer.tokens, self.speaker).map_err(|source| Error::Row {
@@ -158,8 +205,8 @@ impl<'a> Work<'a> {
             source,
         })?;
         if let Next::Answer = next {
-            self.decoder.ask_next(answer.number, dialogue.ids());
             self.dialogues[number] = Some(dialogue);
+            self.waiting.push_front(number);
             return Ok(());
         }
         summary.shortened += usize::from(matches!(next, Next::Shortened));
@@ -171,115 +218,11 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Greedy answers to a list of prompts, many at a time.
-#[derive(Debug)]
-pub struct BatchDecoder<'a> {
-    target: &'a Target,
-    limits: &'a Limits,
-    /// Prompts that have not been started, with their numbers.
-    waiting: VecDeque<(usize, Vec<i64>)>,
-    cache: BatchCache,
-    /// The answers in the making, in slot order.
-    live: Vec<Answered>,
-}
-
 /// An answer, finished or in the making.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answered {
-    /// Index of its prompt.
-    pub number: usize,
+#[derive(Debug)]
+struct Answered {
+    /// Number of its dialogue.
+    number: usize,
     /// Its tokens, the end token included where one was made.
-    pub tokens: Vec<i64>,
-}
-
-impl<'a> BatchDecoder<'a> {
-    /// A decoder that runs up to `batch` (at least 1) of `prompts` together.
-    pub fn new(target: &'a Target, prompts: &[&[i64]], limits: &'a Limits, batch: usize) -> Self {
-        let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
-        let slots = batch.clamp(1, prompts.len().max(1));
-        let cache = target.new_batch_cache(slots, roomy(longest + limits.max_new_tokens));
-        let waiting = prompts.iter().map(|prompt| prompt.to_vec()).enumerate().collect();
-        Self { target, limits, waiting, cache, live: Vec::new() }
-    }
-
-    /// Adds a prompt that is run before all that wait, under the number of one that has ended: the
-    /// next turn of its conversation.
-    pub fn ask_next(&mut self, number: usize, prompt: &[i64]) {
-        self.waiting.push_front((number, prompt.to_vec()));
-    }
-
-    /// Makes one more token for every live sequence, after starting new ones where there is room.
-    /// Returns the answers that ended; `None` when all have.
-    ///
-    /// # Errors
-    /// [`Error::Interrupted`] when `stop` is set.
-    pub fn step(&mut self, stop: &AtomicBool) -> Result<Option<Vec<Answered>>, Error> {
-        check(stop)?;
-        if self.live.is_empty() && self.waiting.is_empty() {
-            return Ok(None);
-        }
-        let first_new = self.live.len();
-        if first_new > 0 {
-            let ids: Vec<i64> = self.live.iter().map(Answered::last).collect();
-            let logits_bv = self.target.decode_batch(&ids, &mut self.cache);
-            self.extend(0, &logits_bv);
-        }
-        let mut ended = self.remove_ended();
-        if let Some(logits_bv) = self.admit() {
-            self.extend(self.live.len() - logits_bv.size()[0] as usize, &logits_bv);
-            ended.extend(self.remove_ended());
-        }
-        Ok(Some(ended))
-    }
-
-    /// Starts prompts in the free slots; returns the logits after them.
-    fn admit(&mut self) -> Option<Tensor> {
-        let free = self.cache.slots() - self.live.len();
-        // Prompts are run together too: waiting for a few free slots makes fewer, larger products.
-        let worthwhile = self.live.is_empty() || free >= self.cache.slots().div_ceil(16);
-        let count = free.min(self.waiting.len());
-        if count == 0 || !worthwhile {
-            return None;
-        }
-        let (numbers, prompts): (Vec<usize>, Vec<Vec<i64>>) = self.waiting.drain(..count).unzip();
-        let prompts: Vec<&[i64]> = prompts.iter().map(Vec::as_slice).collect();
-        let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
-        let needed = longest + self.limits.max_new_tokens;
-        if needed > self.cache.capacity() {
-            self.target.grow_batch_cache(&mut self.cache, roomy(needed));
-        }
-        let logits_bv = self.target.prefill_batch(&prompts, &mut self.cache);
-        self.live.extend(numbers.into_iter().map(|number| Answered { number, tokens: Vec::new() }));
-        Some(logits_bv)
-    }
-
-    /// Appends the most likely token of each row to the live sequences from `first` on.
-    fn extend(&mut self, first: usize, logits_bv: &Tensor) {
-        let chosen = Vec::<i64>::try_from(most_likely(logits_bv)).expect("ids are integers");
-        for (live, token) in self.live[first..].iter_mut().zip(chosen) {
-            live.tokens.push(token);
-        }
-    }
-
-    fn remove_ended(&mut self) -> Vec<Answered> {
-        let mut ended = Vec::new();
-        // From the last slot down, so that a slot moved into a gap has been looked at.
-        for slot in (0..self.live.len()).rev() {
-            if self.live[slot].ended(self.limits) {
-                ended.push(self.live.swap_remove(slot));
-                self.cache.swap_remove(slot);
-            }
-        }
-        ended
-    }
-}
-
-impl Answered {
-    fn last(&self) -> i64 {
-        *self.tokens.last().expect("a live sequence has its first token")
-    }
-
-    fn ended(&self, limits: &Limits) -> bool {
-        self.tokens.len() >= limits.max_new_tokens || limits.stop_ids.contains(&self.last())
-    }
+    tokens: Vec<i64>,
 }

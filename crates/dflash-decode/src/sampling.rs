@@ -1,14 +1,15 @@
 //! Choosing tokens, greedily or at a temperature, so that the target's distribution is kept.
 //!
-//! Random numbers come from a seeded generator on the host and are turned into tokens by inverting
-//! the cumulative distribution on the device: the same seed gives the same text, and only the
-//! chosen tokens travel. Shapes: `r` rows (positions), `v` vocabulary.
+//! Random numbers come from a seeded generator on the host and are turned into tokens on the device: the
+//! same seed gives the same text, and only the chosen tokens travel. Shapes: `r` rows (positions), `v`
+//! vocabulary.
 
 use dflash_model::ops::most_likely;
-use dflash_model::target::Target;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Device, Kind, Tensor};
+
+use crate::drafter::to_host;
 
 /// How tokens are chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -106,17 +107,31 @@ impl Sampling {
     }
 }
 
-/// Chooses tokens, and owns the random state.
+/// Groups of tokens that a draw decides between first.
+const GROUPS: i64 = 256;
+/// Words of the random stream set aside for a position: two for each group and for the draw in it,
+/// filled up to whole blocks of the generator.
+const WORDS: u128 = 528;
+
+/// Chooses tokens of a text, each with random numbers that follow from the seed and the token's position
+/// alone.
+///
+/// A draft's proposal and the target's own token at a position are drawn with the same numbers, in a way
+/// that lets alike distributions mostly choose the same token: groups of tokens race, each with an
+/// exponential waiting time divided by its share, and within the winner the cumulative share decides. So
+/// the target's text is what it is without a draft, whatever is proposed and however many at a time; what
+/// that costs in acceptance against rejection sampling, which draws another text for every draft, is at
+/// most the step from 1 - d to (1 - d) / (1 + d) where the distributions are d apart.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     sampling: Sampling,
-    random: ChaCha8Rng,
+    seed: u64,
 }
 
 impl Sampler {
     /// Random by `seed`, where `sampling` is not greedy.
     pub fn new(sampling: Sampling, seed: u64) -> Self {
-        Self { sampling, random: ChaCha8Rng::seed_from_u64(seed) }
+        Self { sampling, seed }
     }
 
     /// Whether tokens are the most likely ones.
@@ -124,20 +139,12 @@ impl Sampler {
         self.sampling.is_greedy()
     }
 
-    /// A token for one row of logits [1, V].
-    pub fn choose(&mut self, logits_1v: &Tensor) -> i64 {
-        if self.is_greedy() {
-            return most_likely(logits_1v).int64_value(&[0]);
+    /// Tokens for rows of logits [R, V], at the positions from `first` on.
+    pub fn choose(&self, logits_rv: &Tensor, first: usize) -> Vec<i64> {
+        match self.is_greedy() {
+            true => to_host(&most_likely(logits_rv)),
+            false => self.draw(&self.distributions(logits_rv), first),
         }
-        self.draw(&self.distributions(logits_1v))[0]
-    }
-
-    /// The token after one row [1, H] of the target's residual stream.
-    pub(crate) fn next(&mut self, target: &Target, hidden_1d: &Tensor) -> i64 {
-        if self.is_greedy() {
-            return target.most_likely(hidden_1d).int64_value(&[0]);
-        }
-        self.choose(&target.logits(hidden_1d))
     }
 
     /// As [`Sampling::distributions`].
@@ -145,23 +152,48 @@ impl Sampler {
         self.sampling.distributions(logits_rv)
     }
 
-    /// One token for each row of non-negative weights [R, V], drawn in proportion to them.
-    pub(crate) fn draw(&mut self, weights_rv: &Tensor) -> Vec<i64> {
+    /// One token for each row of non-negative weights [R, V], drawn in proportion to them, at the
+    /// positions from `first` on. Shapes: `m` tokens of a group, `g` groups.
+    pub(crate) fn draw(&self, weights_rv: &Tensor, first: usize) -> Vec<i64> {
         let size = weights_rv.size();
-        let uniform: Vec<f64> = (0..size[0]).map(|_| self.uniform()).collect();
-        let cumulative_rv = weights_rv.cumsum(-1, Kind::Double);
-        let total_r1 = cumulative_rv.narrow(1, size[1] - 1, 1);
-        let at_r1 = Tensor::from_slice(&uniform).to_device(weights_rv.device()).unsqueeze(1);
-        // The first token whose cumulative weight exceeds the draw; one of weight 0 never does.
-        let chosen =
-            (at_r1 * total_r1).searchsorted(&cumulative_rv, false, true, "right", None::<&Tensor>);
-        let chosen = chosen.flatten(0, -1).clamp_max(size[1] - 1);
-        Vec::try_from(chosen).expect("token ids are integers")
+        let (rows, tokens) = (size[0], size[1]);
+        let members = (tokens + GROUPS - 1) / GROUPS;
+        let groups = (tokens + members - 1) / members;
+        let (waits, uniform) = self.random(first, (rows, groups));
+        let device = weights_rv.device();
+        let of_group_rmg = weights_rv
+            .constant_pad_nd([0, members * groups - tokens])
+            .view([rows, members, groups]);
+        let shares_rg = of_group_rmg.sum_dim_intlist([1i64].as_slice(), false, Kind::Double);
+        let waits_rg = Tensor::from_slice(&waits).view([rows, groups]).to_device(device);
+        let first_r = (waits_rg / shares_rg).argmin(-1, false);
+        if members == 1 {
+            return to_host(&first_r);
+        }
+        let at_r11 = first_r.view([rows, 1, 1]).expand([-1, members, 1], false);
+        let cumulative_rm =
+            of_group_rmg.gather(2, &at_r11, false).squeeze_dim(2).cumsum(-1, Kind::Double);
+        let total_r1 = cumulative_rm.narrow(1, members - 1, 1);
+        let drawn_r1 = Tensor::from_slice(&uniform).to_device(device).unsqueeze(1) * total_r1;
+        // The first whose cumulative weight exceeds the draw; one of weight 0 never does.
+        let member = drawn_r1.searchsorted(&cumulative_rm, false, true, "right", None::<&Tensor>);
+        let member_r = member.flatten(0, -1).clamp_max(members - 1);
+        to_host(&(member_r * groups + first_r))
     }
 
-    /// A number in [0, 1) with 53 random bits.
-    pub(crate) fn uniform(&mut self) -> f64 {
-        (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    /// Waiting times [R, G] of the groups at the positions from `first` on, and a number in (0, 1) `[R]`
+    /// for the draw in the first group.
+    fn random(&self, first: usize, (rows, groups): (i64, i64)) -> (Vec<f64>, Vec<f64>) {
+        let mut random = ChaCha8Rng::seed_from_u64(self.seed);
+        let (mut waits, mut uniform) = (Vec::new(), Vec::new());
+        for position in first..first + rows as usize {
+            random.set_word_pos(position as u128 * WORDS);
+            // With 53 random bits, and never 0: a group of weight 0 would win.
+            let mut next = || ((random.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+            uniform.push(next());
+            waits.extend((0..groups).map(|_| -next().ln()));
+        }
+        (waits, uniform)
     }
 }
 
@@ -197,26 +229,52 @@ mod tests {
 
     #[test]
     fn draws_follow_the_weights_and_never_pick_a_zero() {
-        let mut sampler = Sampler::new(Sampling::at(1.0), 7);
-        let weights = Tensor::from_slice(&[0.0, 0.2, 0.0, 0.6, 0.0]).unsqueeze(0);
-        let draws = sampler.draw(&weights.expand([20_000, 5], false));
-        let share = |id| draws.iter().filter(|&&draw| draw == id).count() as f64 / 20_000.0;
-        // Three standard deviations of 20,000 draws are below 0.01.
-        assert!((share(1) - 0.25).abs() < 0.01 && (share(3) - 0.75).abs() < 0.01);
-        assert_eq!(share(1) + share(3), 1.0);
+        let sampler = Sampler::new(Sampling::at(1.0), 7);
+        // With few tokens each is a group; with many, some are one.
+        for (tokens, one, other) in [(5, 1, 3), (1000, 1, 251), (1000, 90, 601), (1000, 998, 999)] {
+            let weights = Tensor::zeros([1, tokens], (Kind::Double, Device::Cpu));
+            let _ = weights.narrow(1, one, 1).fill_(0.2);
+            let _ = weights.narrow(1, other, 1).fill_(0.6);
+            let draws = sampler.draw(&weights.expand([20_000, tokens], false), 3);
+            let share = |id| draws.iter().filter(|&&draw| draw == id).count() as f64 / 20_000.0;
+            // Three standard deviations of 20,000 draws are below 0.01.
+            assert!((share(one) - 0.25).abs() < 0.01, "{tokens} {one}: {}", share(one));
+            assert_eq!(share(one) + share(other), 1.0);
+        }
     }
 
     #[test]
-    fn a_seed_fixes_the_draws_and_temperature_sharpens_them() {
-        let logits = Tensor::from_slice(&[1.0f32, 2.0, 0.0]).unsqueeze(0);
-        let draw = |temperature: f64| -> Vec<i64> {
-            let mut sampler = Sampler::new(Sampling::at(temperature), 7);
-            (0..50).map(|_| sampler.choose(&logits)).collect()
-        };
-        assert_eq!(draw(1.0), draw(1.0));
-        assert_ne!(draw(1.0), draw(5.0));
-        assert_eq!(draw(0.01), [1; 50]);
-        assert_eq!(Sampler::new(Sampling::GREEDY, 7).choose(&logits), 1);
+    fn a_draw_depends_on_seed_and_position_alone() {
+        let _alone = dflash_test_support::alone();
+        tch::manual_seed(5);
+        let logits = Tensor::randn([40, 700], (Kind::Float, Device::Cpu));
+        let sampler = Sampler::new(Sampling::at(1.0), 7);
+        let together = sampler.choose(&logits, 10);
+        let one = |row: usize| sampler.choose(&logits.narrow(0, row as i64, 1), 10 + row)[0];
+        assert_eq!((0..40).rev().map(one).collect::<Vec<_>>(), {
+            let mut backwards = together.clone();
+            backwards.reverse();
+            backwards
+        });
+        assert_ne!(sampler.choose(&logits, 11), together);
+        assert_ne!(Sampler::new(Sampling::at(1.0), 8).choose(&logits, 10), together);
+        assert_ne!(Sampler::new(Sampling::at(5.0), 7).choose(&logits, 10), together);
+        let greedy = Sampler::new(Sampling::GREEDY, 7).choose(&logits, 10);
+        assert_eq!(Sampler::new(Sampling::at(0.001), 7).choose(&logits, 10), greedy);
+    }
+
+    /// Distributions that are 0.2 apart agree in at least (1 - 0.2) / (1 + 0.2) of the draws, and in no more
+    /// than 1 - 0.2.
+    #[test]
+    fn alike_distributions_mostly_draw_the_same_token() {
+        let target = Tensor::from_slice(&[0.1, 0.4, 0.2, 0.3]).unsqueeze(0);
+        let draft = Tensor::from_slice(&[0.2, 0.3, 0.3, 0.2]).unsqueeze(0);
+        let sampler = Sampler::new(Sampling::at(1.0), 7);
+        let draws = |weights: &Tensor| sampler.draw(&weights.expand([20_000, 4], false), 0);
+        let (own, proposed) = (draws(&target), draws(&draft));
+        let agree = own.iter().zip(&proposed).filter(|(own, proposed)| own == proposed).count();
+        let share = agree as f64 / 20_000.0;
+        assert!((0.66..0.81).contains(&share), "{share}");
     }
 
     #[test]

@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 use tch::Kind;
 
 use crate::Error;
-use crate::plain::Limits;
+use crate::limits::Limits;
 
 /// Items by the words in which a difference is told.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -161,7 +161,19 @@ fn drafted_answers_are_the_targets_own() {
         for prompt in [words(5, 3), words(11, 60)] {
             let plain = place.run(generate, &[&prompt]);
             assert!(plain.split_whitespace().count() >= 30, "{name}: {plain}");
-            assert_eq!(place.run(generate, &["--draft", "draft", &prompt]), plain, "{name}");
+            let prompt = prompt.as_str();
+            let sampled = ["--temperature", "0.8", "--seed", "5", prompt];
+            let sampled_plain = place.run(generate, &sampled);
+            assert_ne!(sampled_plain, plain, "{name}");
+            for draft in ["draft", "ngram"] {
+                for speculate in ["auto", "2", "off"] {
+                    let drafted = ["--draft", draft, "--speculate", speculate];
+                    let greedy = place.run(generate, &[&drafted[..], &[prompt]].concat());
+                    assert_eq!(greedy, plain, "{name}, {draft}, {speculate}");
+                    let drawn = place.run(generate, &[&drafted[..], &sampled[..]].concat());
+                    assert_eq!(drawn, sampled_plain, "{name}, {draft}, {speculate}");
+                }
+            }
         }
         let rows: Vec<String> =
             (0..4).map(|n| json!({ "question": words(n, 5 + 9 * n) }).to_string()).collect();
@@ -169,20 +181,24 @@ fn drafted_answers_are_the_targets_own() {
         // It fails where an answer differs by more than a tie.
         let eval = "eval --target target --draft draft --draft ngram --prompts questions.jsonl \
                     --max-new-tokens 30 --json report.json";
-        place.run(eval, &["--concurrency", "1", "--concurrency", "3"]);
+        let shown = place.run(eval, &["--concurrency", "1,3"]);
         let report = std::fs::read_to_string(place.path("report.json")).unwrap();
         assert!(
             report.contains("\"holds\": true") && !report.contains("\"holds\": false"),
             "{report}"
         );
+        assert!(report.contains("\"ngram auto\""), "{report}");
+        assert!(shown.contains("advice  draft, one answer at a time: "), "{shown}");
+        assert!(shown.contains("draft, 3 answers at a time: "), "{shown}");
         // A batch answers as each alone.
         let regenerate = "regenerate --target target --data questions.jsonl --max-new-tokens 20";
-        let made = ["1", "4"].map(|batch| {
-            let output = format!("by-{batch}.jsonl");
-            place.run(regenerate, &["--batch", batch, "--output", &output]);
+        let ways = [("1", "none"), ("4", "none"), ("4", "draft"), ("3", "ngram")];
+        let made = ways.map(|(batch, draft)| {
+            let output = format!("by-{batch}-{draft}.jsonl");
+            place.run(regenerate, &["--batch", batch, "--draft", draft, "--output", &output]);
             std::fs::read_to_string(place.path(&output)).unwrap()
         });
-        assert_eq!(made[0], made[1], "{name}");
+        assert!(made.iter().all(|rows| *rows == made[0]), "{name}");
     }
 }
 

@@ -4,6 +4,7 @@
 //! Everything is computed from [`Answer`]s, one for each prompt and way to decode. A [`Measured`] has
 //! those of one set, way and draft; a [`EvalReport`] all of them.
 
+mod advice;
 mod answer;
 mod baseline;
 mod bootstrap;
@@ -17,6 +18,7 @@ mod table;
 mod text;
 mod write;
 
+pub use advice::AUTO_SUFFIX;
 pub use answer::{Answer, Verification};
 pub use baseline::{Change, Comparison};
 pub use dflash_run::Way;

@@ -8,12 +8,13 @@ use dflash_settings::NO_DRAFT;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::advice::AUTO_SUFFIX;
 use crate::answer::{Answer, Verification};
 use crate::baseline::Comparison;
 use crate::bootstrap::spread;
 use crate::figures::{Figures, Whole};
 use crate::lossless::{Difference, Lossless};
-use crate::speed::{DECODE, Speed, WHOLE};
+use crate::speed::{DECODE, Speed, WHOLE, median, rate};
 
 /// One set, answered in one way by one draft.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -41,6 +42,9 @@ pub struct Measured {
     /// What is known only of all answers together.
     #[serde(default)]
     pub whole: Whole,
+    /// Seconds of a step with no proposals, one and so on, where the number is chosen by them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub step_seconds: Vec<f64>,
     /// The answers.
     pub answers: Vec<Answer>,
 }
@@ -183,6 +187,7 @@ impl Measured {
             noise: BTreeMap::new(),
             lossless,
             whole,
+            step_seconds: Vec::new(),
             answers,
         };
         let all: Vec<usize> = (0..measured.responses).collect();
@@ -208,9 +213,19 @@ impl Measured {
         Figures::of((&own, &self.whole), plain)
     }
 
+    /// Whether the number of proposals was chosen step by step.
+    pub fn is_auto(&self) -> bool {
+        self.draft.ends_with(AUTO_SUFFIX)
+    }
+
     /// Whether this is plain decoding.
     pub fn is_plain(&self) -> bool {
         self.draft == NO_DRAFT
+    }
+
+    /// Tokens per second after the first token, the median over answers.
+    pub fn median_decode_rate(&self) -> Option<f64> {
+        median(self.answers.iter().map(|answer| rate(DECODE(answer))).collect())
     }
 
     /// Speed-up as the field's tables have it: of decoding after the first token where answers are
@@ -269,7 +284,9 @@ pub(crate) fn plain_of<'a>(results: &'a [Measured], measured: &Measured) -> Opti
 impl EvalReport {
     /// The report of `results`, which are in the order of sets, ways and drafts.
     pub fn new(facts: Facts, results: Vec<Measured>) -> Self {
-        let first = results.iter().find(|result| !result.is_plain()).or(results.first());
+        let of_draft = |result: &&Measured| !result.is_plain() && !result.is_auto();
+        let drafted = || results.iter().find(|result| !result.is_plain());
+        let first = results.iter().find(of_draft).or_else(drafted).or(results.first());
         let first = first.map(|first| (first.way, first.draft.clone()));
         let pooled: Vec<&Measured> = results
             .iter()

@@ -4,14 +4,17 @@ use std::fmt::{self, Display, Formatter};
 
 use dflash_run::AcceptanceFigures;
 
+use crate::advice::AUTO_SUFFIX;
 use crate::report::EvalReport;
 use crate::table::{self, Table};
 
 impl Display for EvalReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         self.write_facts(f)?;
-        let drafts = self.results.iter().filter(|result| !result.is_plain()).count();
-        if self.results.len() > drafts + 1 || drafts != 1 {
+        // Beside a draft alone, its chosen lengths take a line.
+        let fixed = || self.results.iter().filter(|result| !result.is_auto());
+        let drafts = fixed().filter(|result| !result.is_plain()).count();
+        if fixed().count() > drafts + 1 || drafts != 1 {
             for table in table::summary(self) {
                 write!(f, "{table}\n\n")?;
             }
@@ -26,6 +29,7 @@ impl Display for EvalReport {
         }
         self.write_memory(f)?;
         self.write_lossless(f)?;
+        self.write_advice(f)?;
         match &self.comparison {
             Some(comparison) => {
                 write!(f, "\n{}\n{}\n", table::changes(self, comparison), self.legend())
@@ -41,7 +45,7 @@ impl EvalReport {
         if let Some(endpoint) = &self.endpoint {
             writeln!(f, "endpoint  {endpoint}")?;
         }
-        for draft in &self.drafts {
+        for draft in self.drafts.iter().filter(|draft| !draft.label.ends_with(AUTO_SUFFIX)) {
             let vocabulary = draft.vocabulary.map_or_else(String::new, |tokens| {
                 format!(", which proposes from {tokens} tokens")
             });
@@ -120,8 +124,15 @@ impl EvalReport {
             let speed_up = speed_up.map_or("-".into(), |speed_up| format!("{speed_up:.2}x"));
             writeln!(f, "{name:20} {speculative:13.1} {plain:>10} {speed_up:>10}")?;
         }
+        let auto = self.results.iter().find(|one| one.is_auto());
+        if let Some(rate) = auto.and_then(|auto| auto.figures.decode_tokens_per_second) {
+            let speed_up = auto.and_then(|auto| auto.figures.decode_speed_up);
+            let speed_up = speed_up.map_or("-".into(), |speed_up| format!("{speed_up:.2}x"));
+            let name = "  lengths chosen";
+            writeln!(f, "{name:20} {rate:13.1} {:>10} {speed_up:>10}", "")?;
+        }
         let first = |plain: bool| {
-            let of = self.results.iter().find(|one| one.is_plain() == plain);
+            let of = self.results.iter().find(|one| one.is_plain() == plain && !one.is_auto());
             of.and_then(|one| one.figures.median_time_to_first_token_s)
         };
         let shown = |seconds: Option<f64>| {
@@ -175,6 +186,14 @@ impl EvalReport {
             for (kind, difference) in ties.chain(failures) {
                 writeln!(f, "  {kind}: {difference}")?;
             }
+        }
+        Ok(())
+    }
+
+    fn write_advice(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for (number, line) in self.advice().iter().enumerate() {
+            let head = if number == 0 { "\nadvice" } else { "      " };
+            writeln!(f, "{head}  {line}")?;
         }
         Ok(())
     }

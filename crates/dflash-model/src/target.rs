@@ -1,12 +1,11 @@
 //! The target model: the verifier whose hidden states condition the draft.
 //!
 //! Three ways to run it share one stack of layers: [`Target::forward_packed`] over whole documents
-//! (training, the hidden-state server), [`Target::forward_cached`] over one growing sequence
-//! (decoding), and [`Target::decode_batch`] over many (regeneration). Hidden states are named by
+//! (training, the hidden-state server), [`Target::forward_cached`] over one growing sequence,
+//! and [`Target::forward_sequences`] over several (decoding). Hidden states are named by
 //! our layer ids: 0 = embedding output, k = after k layers, n = before the final norm. Shapes: `t`
 //! tokens, `h` hidden, `v` vocabulary.
 
-mod batch;
 pub(crate) mod blocks;
 mod cache;
 mod config;
@@ -52,7 +51,6 @@ use crate::checkpoint::write_safetensors_as;
 use crate::ops::{Rotary, most_likely, rms_norm};
 use crate::{Error, Result};
 
-pub use self::batch::BatchCache;
 pub use self::blocks::rope::Rope;
 pub use self::cache::{KvCache, SequencePart};
 pub use self::config::{Outer, TargetConfig};
@@ -367,7 +365,8 @@ impl Target {
     ) -> CachedOutput {
         let tokens = ids_t.size()[0];
         no_grad(|| {
-            let few = self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
+            let few =
+                self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
             if let Some(few) = few {
                 return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], captures);
             }

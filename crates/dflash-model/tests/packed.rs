@@ -58,9 +58,8 @@ fn many(target: &Target, ids: &Tensor) -> Tensor {
 fn a_target_packed_from_its_file_has_the_bits_of_one_packed_from_tensors() {
     let _alone = alone();
     let found = ["targets", "targets2"].into_iter().flat_map(|kind| entries(kind, None));
-    let is_dense = |dir: &Path| {
-        TargetConfig::load(dir).is_ok_and(|config| config.family.dense().is_some())
-    };
+    let is_dense =
+        |dir: &Path| TargetConfig::load(dir).is_ok_and(|config| config.family.dense().is_some());
     let mut compared = 0;
     for entry in found.filter(|entry| is_dense(&entry.path)) {
         for dtype in KINDS {
@@ -101,9 +100,7 @@ fn large(kind: Kind) -> (tempfile::TempDir, f64) {
 #[test]
 fn a_packed_target_takes_little_more_memory_than_its_file() {
     let _alone = alone();
-    for (stored, dtype) in
-        [(KINDS[0], KINDS[0]), (KINDS[1], KINDS[0]), (KINDS[1], KINDS[1])]
-    {
+    for (stored, dtype) in [(KINDS[0], KINDS[0]), (KINDS[1], KINDS[0]), (KINDS[1], KINDS[1])] {
         let (dir, file_mib) = large(stored);
         let before = resident_mib().unwrap();
         let target = load(dir.path(), dtype);

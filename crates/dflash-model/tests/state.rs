@@ -1,5 +1,5 @@
 //! Every target there are vectors of, by every way of running it: documents beside others, sequences
-//! that share a pass, batches, and a cache that is cut back and copied. All against the tokens computed
+//! that share a pass, and a cache that is cut back and copied. All against the tokens computed
 //! from the start.
 
 use std::path::Path;
@@ -113,48 +113,6 @@ fn sequences_of_a_pass_are_as_alone() {
             // And what it left behind serves the next token.
             let expected = of_last(target, &pieces);
             assert_close(&what, &append(target, &mut caches[at], &pieces[2]), &expected);
-        }
-    });
-}
-
-#[test]
-fn a_batch_is_its_sequences() {
-    each(|name, target, ids| {
-        let ids = Vec::<i64>::try_from(ids).unwrap();
-        let logits = |tokens: &[i64]| {
-            let states = from_start(target, &Tensor::from_slice(tokens));
-            target.logits(&states.narrow(0, tokens.len() as i64 - 1, 1))
-        };
-        let mut live: Vec<Vec<i64>> =
-            vec![ids[..5].to_vec(), ids[3..4].to_vec(), ids[10..30].to_vec()];
-        let mut cache = target.new_batch_cache(4, 24);
-        let check = |what: &str, found: &Tensor, live: &[Vec<i64>]| {
-            for (row, tokens) in live.iter().enumerate() {
-                let found = found.narrow(0, row as i64, 1);
-                assert_close(&format!("{name}, {what} {row}"), &found, &logits(tokens));
-            }
-        };
-        let prompts: Vec<&[i64]> = live.iter().map(Vec::as_slice).collect();
-        check("prompt", &target.prefill_batch(&prompts, &mut cache), &live);
-        let step = |live: &mut Vec<Vec<i64>>, cache: &mut _, at: usize| {
-            let next: Vec<i64> = (0..live.len()).map(|row| ids[(at + row) % 40]).collect();
-            live.iter_mut().zip(&next).for_each(|(tokens, id)| tokens.push(*id));
-            target.decode_batch(&next, cache)
-        };
-        for at in 0..3 {
-            let found = step(&mut live, &mut cache, at);
-            check("token", &found, &live);
-        }
-        live.swap_remove(0);
-        cache.swap_remove(0);
-        target.grow_batch_cache(&mut cache, 40);
-        let late = [&ids[20..28]];
-        let found = target.prefill_batch(&late, &mut cache);
-        check("late prompt", &found, &[ids[20..28].to_vec()]);
-        live.push(ids[20..28].to_vec());
-        for at in 5..8 {
-            let found = step(&mut live, &mut cache, at);
-            check("token after a change", &found, &live);
         }
     });
 }

@@ -294,46 +294,6 @@ fn check_packed(target: Target) {
 }
 
 #[test]
-fn a_batch_decodes_as_each_sequence_alone() {
-    every_target().for_each(check_batch);
-}
-
-fn check_batch(target: Target) {
-    let ids: Vec<i64> = Vec::try_from(random_ids(40, 6)).unwrap();
-    let mut sequences: Vec<Vec<i64>> =
-        vec![ids[0..5].to_vec(), ids[5..16].to_vec(), ids[16..17].to_vec()];
-    let mut cache = target.new_batch_cache(4, 16);
-    let prompts: Vec<&[i64]> = sequences.iter().map(Vec::as_slice).collect();
-    let logits = target.prefill_batch(&prompts, &mut cache);
-    check_last_logits(&target, &sequences, &logits);
-    for step in 0..8 {
-        if step == 3 {
-            cache.swap_remove(0);
-            sequences.swap_remove(0);
-        }
-        if step == 5 {
-            sequences.push(ids[17..24].to_vec());
-            target.grow_batch_cache(&mut cache, 32);
-            assert_eq!((cache.len(), cache.capacity(), cache.slots()), (2, 32, 4));
-            let _logits = target.prefill_batch(&[&ids[17..24]], &mut cache);
-        }
-        let next: Vec<i64> = (0..sequences.len()).map(|slot| ids[24 + step + slot]).collect();
-        sequences.iter_mut().zip(&next).for_each(|(sequence, id)| sequence.push(*id));
-        let logits = target.decode_batch(&next, &mut cache);
-        check_last_logits(&target, &sequences, &logits);
-    }
-}
-
-fn check_last_logits(target: &Target, sequences: &[Vec<i64>], logits: &Tensor) {
-    for (slot, sequence) in sequences.iter().enumerate() {
-        let ids = Tensor::from_slice(sequence);
-        let length = ids.size()[0];
-        let last = &target.forward_packed(&ids, &[0, length], &[3])[0].narrow(0, length - 1, 1);
-        assert_close(&logits.narrow(0, slot as i64, 1), &target.logits(last), "batch logits");
-    }
-}
-
-#[test]
 fn saved_in_bf16_or_untied_it_loads_the_same() {
     let dir = tempfile::tempdir().unwrap();
     for (tied, kind, tolerance) in

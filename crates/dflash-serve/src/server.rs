@@ -110,6 +110,7 @@ fn start_model(
             max_model_len,
             prefill_tokens: settings.max_prefill_tokens,
             prefix_bytes: (settings.prefix_cache_mib << 20) as usize,
+            speculate: settings.speculate,
         };
         let engine = match models.engine(options) {
             Ok(engine) => engine,

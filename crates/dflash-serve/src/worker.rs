@@ -1,17 +1,20 @@
 //! The thread that owns the models: jobs in, pieces of text out.
 
 use std::collections::HashMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dflash_decode::{Engine, Finish, Models, Output, SequenceId, TextStream};
 
 use crate::metrics::Metrics;
 use crate::queue::{Event, FinishReason, Job, Next, OutOfMemory, Queue};
 
+/// Adding up all caches takes a noticeable part of a small target's step.
+const MEASURE_EVERY: Duration = Duration::from_millis(20);
+
 /// Decodes what the queue holds until it closes.
 pub(crate) fn run(models: &Models, engine: Engine<'_>, queue: &Queue, metrics: &Metrics) {
     let live = HashMap::new();
-    Worker { models, engine, queue, metrics, live }.run();
+    Worker { models, engine, queue, metrics, live, measured: None }.run();
 }
 
 struct Worker<'a> {
@@ -20,6 +23,8 @@ struct Worker<'a> {
     queue: &'a Queue,
     metrics: &'a Metrics,
     live: HashMap<SequenceId, Live<'a>>,
+    /// When the metrics were told what the engine holds.
+    measured: Option<Instant>,
 }
 
 /// A choice in the making.
@@ -42,7 +47,6 @@ impl<'a> Worker<'a> {
             if !self.admit() {
                 return;
             }
-            self.measure();
             match self.engine.step() {
                 Ok(outputs) => outputs.into_iter().for_each(|output| self.hand_out(output)),
                 Err(error) => self.drop_all(&error),
@@ -50,9 +54,14 @@ impl<'a> Worker<'a> {
         }
     }
 
-    fn measure(&self) {
-        let (live, kept) = self.engine.cache_bytes();
-        self.metrics.caches(self.engine.len(), live, kept);
+    /// Tells the metrics what the engine holds: now and then, and always before it may wait.
+    fn measure(&mut self) {
+        let is_due = self.measured.is_none_or(|last| last.elapsed() > MEASURE_EVERY);
+        if is_due || self.engine.is_empty() {
+            let (live, kept) = self.engine.cache_bytes();
+            self.metrics.caches(self.engine.len(), live, kept);
+            self.measured = Some(Instant::now());
+        }
     }
 
     /// Fills the engine; waits where it is empty. False once the queue is closed.

@@ -151,6 +151,10 @@ pub struct BenchTargetSettings {
     /// Type of weights and activations. auto: float32.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Print one JSON line instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,
@@ -166,14 +170,13 @@ impl BenchSettings {
             BenchSubject::Target(settings) => settings.check(),
         }
     }
-}
 
-impl BenchSettings {
     /// The processor's instructions.
     pub fn processor(&self) -> ProcessorSettings {
         match &self.subject {
             BenchSubject::TrainStep(settings) => settings.processor,
             BenchSubject::Decode(settings) => settings.processor,
+            BenchSubject::Target(settings) => settings.processor,
         }
     }
 }
@@ -198,7 +201,8 @@ impl BenchTargetSettings {
             ("rows", self.rows as u64, 1..=MOST_ROWS_OF_A_STEP),
             ("prompts", most(&self.prompts), 1..=MOST_TOKENS),
             ("prompts", least, 1..=MOST_TOKENS),
-        ])
+        ])?;
+        self.processor.check()
     }
 }
 

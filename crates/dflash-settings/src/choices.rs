@@ -204,6 +204,59 @@ impl fmt::Display for WireDtype {
     }
 }
 
+/// How many tokens are proposed at a time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Speculate {
+    /// As many as pay, chosen step by step: none where plain decoding is faster.
+    #[default]
+    Auto,
+    /// None: plain decoding.
+    Off,
+    /// So many, or as many as the draft has at a time.
+    Tokens(usize),
+}
+
+/// Far beyond what is guessed right; each costs a row of the target's pass.
+const MOST_PROPOSALS: usize = 1024;
+
+impl FromStr for Speculate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.parse()) {
+            ("auto", _) => Ok(Self::Auto),
+            ("off", _) => Ok(Self::Off),
+            (_, Ok(tokens @ 1..=MOST_PROPOSALS)) => Ok(Self::Tokens(tokens)),
+            _ => Err(format!("pass auto, off, or a number from 1 to {MOST_PROPOSALS}")),
+        }
+    }
+}
+
+impl fmt::Display for Speculate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => write!(f, "auto"),
+            Self::Off => write!(f, "off"),
+            Self::Tokens(tokens) => write!(f, "{tokens}"),
+        }
+    }
+}
+
+impl TryFrom<String> for Speculate {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Speculate> for String {
+    fn from(speculate: Speculate) -> Self {
+        speculate.to_string()
+    }
+}
+
 /// Where to compute: `auto`, `cpu`, `cuda` or `cuda:N`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::check::{
     Invalid, MOST_ROWS, MOST_SECONDS, MOST_TEMPERATURE, MOST_TOKENS, from_zero, needs, within,
 };
-use crate::choices::{Device, Dtype, Thinking};
+use crate::choices::{Device, Dtype, Speculate, Thinking};
 use crate::processor::ProcessorSettings;
 
 /// Beyond the difference of any two logits.
@@ -21,6 +21,10 @@ const MOST_PROPOSALS: u64 = 1024;
 pub const NO_DRAFT: &str = "none";
 /// The draft that stands for looking up the last words in the text before them.
 pub const NGRAM_DRAFT: &str = "ngram";
+/// The longest run of last words that it looks up, and tokens that it proposes at a time.
+pub const NGRAM_SIZE: usize = 3;
+/// As [`NGRAM_SIZE`].
+pub const NGRAM_TOKENS: usize = 10;
 
 /// Measure drafters: real speculative decoding against plain decoding.
 ///
@@ -55,25 +59,29 @@ pub struct EvalSettings {
     /// Ask only the first question of each row, where others would follow it.
     #[cfg_attr(feature = "clap", arg(long))]
     pub first_turn: bool,
-    /// Sample at these temperatures, one after the other, with exact speculative sampling; 0 is greedy.
+    /// Sample at these temperatures, one after the other; 0 is greedy.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "0"))]
     pub temperature: Vec<f64>,
     /// Whether the target thinks before it answers: on and off tell its chat template
     /// `enable_thinking`, auto tells it nothing. Several are measured one after the other.
     #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "MODE", action = clap::ArgAction::Set, value_delimiter = ',', default_values_t = [Thinking::Auto]))]
     pub thinking: Vec<Thinking>,
-    /// Answers made at a time, one number after the other. Look-up decoding makes one at a time and is
-    /// left out above that, but for a server's own.
+    /// Answers made at a time, one number after the other.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "1"))]
     pub concurrency: Vec<usize>,
     /// Seed of the samples.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
+    /// Tokens that each drafter proposes at a time, one number after the other: as many as that, or auto,
+    /// which chooses step by step as many as pay. Default: all that it can, and auto.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto", action = clap::ArgAction::Set, value_delimiter = ','))]
+    #[serde(default)]
+    pub speculate: Vec<Speculate>,
     /// Of `ngram`: the longest run of last tokens that is looked up; shorter ones follow, down to one.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 3))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = NGRAM_SIZE))]
     pub ngram_size: usize,
     /// Of `ngram`: tokens proposed at a time.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = NGRAM_TOKENS))]
     pub ngram_tokens: usize,
     /// Also write the report as JSON.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
@@ -139,8 +147,9 @@ impl Default for EvalSettings {
             thinking: vec![Thinking::Auto],
             concurrency: vec![1],
             seed: 0,
-            ngram_size: 3,
-            ngram_tokens: 10,
+            speculate: Vec::new(),
+            ngram_size: NGRAM_SIZE,
+            ngram_tokens: NGRAM_TOKENS,
             json: None,
             csv: None,
             markdown: None,
@@ -176,6 +185,10 @@ impl EvalSettings {
         }
         for &concurrency in &self.concurrency {
             within([("concurrency", concurrency as u64, 1..=MOST_CONCURRENCY)])?;
+        }
+        if self.speculate.contains(&Speculate::Off) {
+            let expected = "plain decoding is measured in any case; name numbers, or auto";
+            return Err(Invalid::new("speculate", Speculate::Off, expected));
         }
         from_zero([("tie_tolerance", self.tie_tolerance.unwrap_or_default(), MOST_TOLERANCE)])?;
         self.processor.check()?;
@@ -241,6 +254,7 @@ mod tests {
         assert!(refusal(|s| s.target = None).starts_with("--target is needed"));
         assert!(refusal(|s| s.draft.clear()).contains("none for plain decoding alone"));
         assert!(refusal(|s| s.temperature = vec![0.0, -1.0]).starts_with("--temperature is -1"));
+        assert!(refusal(|s| s.speculate = vec![Speculate::Off]).contains("in any case"));
         assert!(refusal(|s| s.concurrency = vec![0]).starts_with("--concurrency is 0"));
         assert_eq!(
             refusal(|s| s.plain_endpoint = Some("http://h".into())),

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use crate::check::{
     Invalid, MOST_TEMPERATURE, MOST_TOKENS, MOST_VOCABULARY, from_zero, positive, within,
 };
-use crate::choices::{ColorChoice, Device, Dtype};
+use crate::choices::{ColorChoice, Device, Dtype, Speculate};
 #[cfg(feature = "clap")]
 use crate::prepare::json_object;
 use crate::processor::ProcessorSettings;
@@ -27,10 +27,15 @@ pub struct GenerateSettings {
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
     /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. Without it the
-    /// target decodes alone.
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes
+    /// what followed the last words earlier in the text. Without it the target decodes alone.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: Option<String>,
+    /// Tokens that the draft proposes at a time: auto chooses step by step as many as pay, none where plain
+    /// decoding is faster; off proposes none. The text does not depend on it.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto|off", default_value_t = Speculate::Auto))]
+    #[serde(default)]
+    pub speculate: Speculate,
     /// File that holds the prompt.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub prompt_file: Option<PathBuf>,
@@ -46,7 +51,7 @@ pub struct GenerateSettings {
     /// Longest answer, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 512))]
     pub max_new_tokens: usize,
-    /// Sample at this temperature, with exact speculative sampling; 0 is greedy.
+    /// Sample at this temperature; 0 is greedy.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 0.0))]
     pub temperature: f64,
     /// Sample from the most likely tokens that together have this probability.

@@ -41,7 +41,7 @@ pub use bench::{
 pub use check::Invalid;
 pub use choices::{
     Backend, ColorChoice, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind,
-    SchedulerType, Shell, SpeculatorType, Thinking, Tracker, WireDtype,
+    SchedulerType, Shell, Speculate, SpeculatorType, Thinking, Tracker, WireDtype,
 };
 pub use compute::ComputeSettings;
 pub use demo::DemoSettings;
@@ -49,7 +49,7 @@ pub use demo_target::DemoTargetSettings;
 pub use dflash_cpu::CpuLevel;
 pub use doctor::DoctorSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
-pub use eval::{EvalSettings, NGRAM_DRAFT, NO_DRAFT};
+pub use eval::{EvalSettings, NGRAM_DRAFT, NGRAM_SIZE, NGRAM_TOKENS, NO_DRAFT};
 pub use export::{ExportDtype, ExportFormat, ExportSettings};
 pub use generate::GenerateSettings;
 pub use hidden_server::{DivisionSettings, HiddenServerSettings};

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_ROWS, MOST_TOKENS, within};
-use crate::choices::{Device, Dtype};
+use crate::choices::{Device, Dtype, Speculate};
 use crate::processor::ProcessorSettings;
 
 /// Each sequence has a cache of its own.
@@ -22,6 +22,21 @@ pub struct RegenerateSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
+    /// A drafter that makes answers faster and changes none: its directory, that of a run, RUN_DIR/latest or
+    /// RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes what followed the last words
+    /// earlier in the text.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
+    #[serde(default)]
+    pub draft: Option<String>,
+    /// Tokens that the draft proposes at a time: auto chooses step by step as many as pay, none where plain
+    /// decoding is faster; off proposes none. The text does not depend on it.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto|off", default_value_t = Speculate::Auto))]
+    #[serde(default)]
+    pub speculate: Speculate,
+    /// Use the draft although it was made for another target.
+    #[cfg_attr(feature = "clap", arg(long))]
+    #[serde(default)]
+    pub allow_other_target: bool,
     /// Conversations or questions, JSON or JSONL.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub data: PathBuf,

@@ -9,7 +9,7 @@ use crate::check::{
     Invalid, LONGEST_WAIT, MOST_MIB, MOST_REQUESTS, MOST_THREADS, MOST_TOKENS, SHORTEST_TIMEOUT,
     port_file, seconds, within,
 };
-use crate::choices::{Device, Dtype};
+use crate::choices::{Device, Dtype, Speculate};
 #[cfg(feature = "clap")]
 use crate::prepare::json_object;
 use crate::processor::ProcessorSettings;
@@ -28,10 +28,15 @@ pub struct ServeSettings {
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
     /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. Without it the
-    /// target decodes alone.
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes
+    /// what followed the last words earlier in the text. Without it the target decodes alone.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: Option<String>,
+    /// Tokens that the draft proposes at a time: auto chooses step by step as many as pay, none where plain
+    /// decoding is faster; off proposes none. The text does not depend on it.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto|off", default_value_t = Speculate::Auto))]
+    #[serde(default)]
+    pub speculate: Speculate,
     /// What clients call the model; others are told that it does not exist. Default: the target's
     /// name, and whatever else a request says.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]

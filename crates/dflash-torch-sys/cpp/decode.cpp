@@ -250,7 +250,7 @@ void capture(const DflashPass& pass, int64_t layers) {
 template <typename Kind>
 void run_pass(const DflashPass& pass, Member member) {
   const Sizes sizes(*pass.shape);
-  const Scratch scratch(pass, member.thread, member.threads);
+  const Scratch scratch(pass, member.thread, divides_heads(pass, member.threads));
   const int64_t hidden = pass.shape->hidden;
   for (int64_t layer = 0; layer < pass.layer_count; ++layer) {
     const int64_t unread = layer + 1 < pass.layer_count ? 0 : pass.unread;
@@ -350,13 +350,14 @@ inline void reduce(const Best& best, float& value, int64_t& token) {
 
 template <typename Kind>
 void run_head(const DflashHead& head, Member member) {
-  const int64_t all = member.threads;
   const int64_t rows = head.rows, hidden = head.hidden, outputs = head.outputs;
   const HeadScratch scratch(head, member.thread);
   Best* const best = reinterpret_cast<Best*>(scratch.best);
   if (!prepare_all<Kind>(head.x, head.norm, scratch.normed, rows, hidden, head.eps, rows <= kFewRows,
                          member))
     return;
+  // Those that multiply, though not all of them may go on from there.
+  const int64_t all = member.threads;
   const float smallest = -__builtin_inff();
   Ints lanes;
   for (int32_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;

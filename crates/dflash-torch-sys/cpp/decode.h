@@ -122,7 +122,7 @@ struct DflashProduct {
   float* scratch;
 };
 
-// Floats of scratch memory that a call takes with so many threads.
+// Floats of scratch memory that a call takes with so many threads, or fewer.
 int64_t dflash_decode_pass_scratch(const DflashPass* pass, int64_t threads);
 int64_t dflash_decode_context_scratch(const DflashContext* context, int64_t threads);
 int64_t dflash_decode_head_scratch(const DflashHead* head, int64_t threads);

@@ -5,7 +5,7 @@
 extern "C" {
 
 int64_t dflash_decode_pass_scratch(const DflashPass* pass, int64_t threads) {
-  return Scratch(*pass, threads - 1, threads).size;
+  return Scratch(*pass, threads - 1, may_divide_heads(*pass, threads)).size;
 }
 
 int64_t dflash_decode_context_scratch(const DflashContext* context, int64_t threads) {

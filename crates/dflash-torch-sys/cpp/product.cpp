@@ -108,20 +108,21 @@ void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t 
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) sum[r][v] = Vec{};
   sums<Kind>(w, depth, x, sum);
-  const bool is_whole = places[0].count == kLanes && places[1].count == kLanes;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int v = 0; v < 2; ++v) {
+  // Copied by constant numbers, so that the sums themselves need no address and stay in registers.
+  alignas(64) float found[kRows][2][kLanes];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) std::memcpy(found[r][v], &sum[r][v], sizeof(Vec));
+  for (int v = 0; v < 2; ++v)
+    for (int64_t r = 0; r < rows; ++r) {
       float* const at = out + r * stride + places[v].column;
-      Vec old{};
-      if (is_whole) {
-        std::memcpy(&old, at, sizeof old);
-        old += sum[r][v];
-        std::memcpy(at, &old, sizeof old);
-        continue;
+      if (places[v].count == kLanes) {
+#pragma omp simd
+        for (int i = 0; i < kLanes; ++i) at[i] += found[r][v][i];
+      } else {
+        for (int64_t i = 0; i < places[v].count; ++i) at[i] += found[r][v][i];
       }
-      float lanes[kLanes];
-      std::memcpy(lanes, &sum[r][v], sizeof lanes);
-      for (int64_t i = 0; i < places[v].count; ++i) at[i] += lanes[i];
     }
 }
 

@@ -29,9 +29,8 @@ pub use self::embedding::Embedding;
 pub use self::head::Head;
 pub use self::matrix::{Layout, Matrix, Products, fits_bfloat16};
 
-/// Rows of a call at most. More are better served by libtorch's products.
-pub const MAX_ROWS: i64 = 32;
-
+/// Rows of a call at most. Scratch memory grows with them; weights are read once for 64 of them.
+pub const MAX_ROWS: i64 = 512;
 
 /// Whether weights like `x` can be packed for this module.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
@@ -115,7 +114,9 @@ impl Weight<'_> {
     pub fn packed(&self, products: Products, layout: Layout) -> Arc<Matrix> {
         match (self, layout) {
             (Self::Plain(weight_io), Layout::Plain) => Matrix::pack(weight_io, products).into(),
-            (Self::Plain(weight_io), Layout::Gated) => Matrix::pack_gated(weight_io, products).into(),
+            (Self::Plain(weight_io), Layout::Gated) => {
+                Matrix::pack_gated(weight_io, products).into()
+            }
             (Self::Packed(matrix), _) => {
                 assert_eq!((matrix.products(), matrix.layout()), (products, layout));
                 Arc::clone(matrix)
@@ -154,6 +155,8 @@ pub struct Stack {
     raw: Pointers<raw::Layer>,
     products: Products,
     scratch: RefCell<Scratch>,
+    /// The sequences of a call as the kernels take them, kept for the next call's.
+    sequences: RefCell<Pointers<raw::Sequence>>,
 }
 
 /// Addresses in tensors that are held beside them.
@@ -213,7 +216,8 @@ impl Stack {
         let layers: Vec<Layer> =
             layers.iter().map(|weights| Layer::new(&shape, weights, products)).collect();
         let raw = Pointers(layers.iter().map(Layer::raw).collect());
-        Self { shape, layers, raw, products, scratch: RefCell::default() }
+        let sequences = RefCell::new(Pointers(Vec::new()));
+        Self { shape, layers, raw, products, scratch: RefCell::default(), sequences }
     }
 
     /// All matrices.
@@ -258,7 +262,8 @@ impl Stack {
     /// Above [`MAX_ROWS`] rows, and where a cache has no room for its own.
     pub fn forward(&self, x: &mut [f32], sequences: &[Sequence<'_>], outputs: Outputs<'_>) {
         let (shape, hidden) = (self.raw_shape(), self.shape.hidden as usize);
-        let (raw, rows) = self.raw_sequences(sequences);
+        let mut raw = self.sequences.borrow_mut();
+        let rows = self.write_sequences(sequences, &mut raw.0);
         let Outputs { captures, states, final_norm, unread } = outputs;
         assert_eq!(x.len(), rows as usize * hidden, "the rows of all sequences");
         assert_eq!(states.len(), x.len() * captures.len(), "room for the states");
@@ -268,7 +273,7 @@ impl Stack {
         let mut pass = raw::Pass {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
-            sequences: raw.as_ptr(),
+            sequences: raw.0.as_ptr(),
             layer_count: self.layers.len() as i64,
             sequence_count: sequences.len() as i64,
             rows,
@@ -299,7 +304,8 @@ impl Stack {
         sequences: &[Sequence<'_>],
     ) {
         let shape = self.raw_shape();
-        let (raw, rows) = self.raw_sequences(sequences);
+        let mut raw = self.sequences.borrow_mut();
+        let rows = self.write_sequences(sequences, &mut raw.0);
         assert_eq!(features.len() as i64, rows * fc.depth(), "the rows of all sequences");
         assert!(fc.outputs() == self.shape.hidden && fc.products() == self.products);
         assert_eq!(norm.len() as i64, self.shape.hidden, "a norm's weight");
@@ -307,7 +313,7 @@ impl Stack {
         let mut context = raw::Context {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
-            sequences: raw.as_ptr(),
+            sequences: raw.0.as_ptr(),
             layer_count: self.layers.len() as i64,
             sequence_count: sequences.len() as i64,
             rows,
@@ -338,34 +344,22 @@ impl Stack {
         }
     }
 
-    /// Sequences as the kernels take them, and the rows of all.
-    fn raw_sequences(
-        &self,
-        sequences: &[Sequence<'_>],
-    ) -> ([raw::Sequence; MAX_ROWS as usize], i64) {
+    /// Writes sequences as the kernels take them; returns the rows of all.
+    fn write_sequences(&self, sequences: &[Sequence<'_>], raw: &mut Vec<raw::Sequence>) -> i64 {
         let Shape { kv_heads, head_dim, .. } = self.shape;
-        let rows: i64 = sequences.iter().map(|sequence| sequence.rows).sum();
-        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
-        let mut all = [raw::Sequence::NONE; MAX_ROWS as usize];
-        for (raw, &Sequence { cache, start, rows }) in all.iter_mut().zip(sequences) {
+        raw.clear();
+        raw.extend(sequences.iter().map(|&Sequence { cache, start, rows }| {
             let &Cache { positions, key_stride, value_stride, ref held, ref tables, .. } = cache;
             assert!(rows >= 1 && start >= 0 && start + rows <= positions, "{start} + {rows} rows");
             assert_eq!((held.0.len(), cache.heads), (self.layers.len(), (kv_heads, head_dim)));
             let table =
                 |number: usize| tables.0[number].wrapping_add((start * head_dim / 2) as usize);
             let (held, cosine, sine) = (held.0.as_ptr(), table(0), table(1));
-            *raw = raw::Sequence {
-                rows,
-                start,
-                positions,
-                key_stride,
-                value_stride,
-                held,
-                cosine,
-                sine,
-            };
-        }
-        (all, rows)
+            raw::Sequence { rows, start, positions, key_stride, value_stride, held, cosine, sine }
+        }));
+        let rows: i64 = sequences.iter().map(|sequence| sequence.rows).sum();
+        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
+        rows
     }
 }
 

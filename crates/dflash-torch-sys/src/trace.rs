@@ -147,7 +147,10 @@ impl Drop for Part {
 ///
 /// # Panics
 /// Inside itself or a pretence: a bug of the caller.
-pub fn timed<R>(index: usize, f: impl FnOnce() -> R) -> Result<(R, Vec<(&'static str, f64)>), Error> {
+pub fn timed<R>(
+    index: usize,
+    f: impl FnOnce() -> R,
+) -> Result<(R, Vec<(&'static str, f64)>), Error> {
     assert!(!is_pretended() && !TIMED.get(), "one account of the parts at a time");
     PARTS.replace(vec![NO_PART]);
     PART.set(0);

@@ -26,6 +26,8 @@ const WARM_UP: usize = 2;
 pub struct TargetReport {
     /// Precision, and threads.
     pub device: String,
+    /// The level of the processor's instructions that was in force.
+    pub cpu_level: String,
     /// Seconds from nothing to a target that decodes.
     pub load_s: f64,
     /// Resident memory of the process then, what it was before, and the most in between, MiB.
@@ -79,7 +81,6 @@ pub fn bench_target(
     let before_mib = resident_mib().unwrap_or_default();
     let begun = Instant::now();
     let target = Target::load(dir, &TargetOptions { device, dtype })?;
-    let target = if std::env::var_os("DFLASH_PLAIN").is_some() { use dflash_model::Kernels; target.with_kernels(Kernels::Portable).with_kernels(Kernels::Fast) } else { target };
     let few = target.few_rows().ok_or_else(|| Error::NotPacked { path: dir.into() })?;
     let load_s = begun.elapsed().as_secs_f64();
     let (resident, peak) = (resident_mib(), peak_resident_mib());
@@ -96,6 +97,7 @@ pub fn bench_target(
     let step = |(context, ms, cache)| StepReport { context, ms, floor_ms: floor(cache) };
     Ok(TargetReport {
         device: format!("{}, {} threads", kind_name(dtype), tch::get_num_threads()),
+        cpu_level: dflash_torch_sys::cpu_level().to_string(),
         load_s,
         resident_mib: resident.unwrap_or_default(),
         before_mib,

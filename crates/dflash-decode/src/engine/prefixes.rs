@@ -10,6 +10,8 @@ use super::LEAST_REUSE;
 pub(super) struct Prefixes {
     /// Longest unused first.
     entries: Vec<Entry>,
+    /// Of all entries.
+    bytes: usize,
     most_bytes: usize,
 }
 
@@ -19,15 +21,12 @@ pub(super) struct Entry {
     tokens: Vec<i64>,
     cache: KvCache,
     context: Option<ContextCache>,
+    bytes: usize,
 }
 
 impl Entry {
     pub(super) fn caches(&self) -> (&KvCache, Option<&ContextCache>) {
         (&self.cache, self.context.as_ref())
-    }
-
-    fn bytes(&self) -> usize {
-        self.cache.bytes() + self.context.as_ref().map_or(0, ContextCache::bytes)
     }
 
     /// Whether `other` can stand in for it.
@@ -49,16 +48,17 @@ impl Entry {
 
 impl Prefixes {
     pub(super) fn new(most_bytes: usize) -> Self {
-        Self { entries: Vec::new(), most_bytes }
+        Self { entries: Vec::new(), bytes: 0, most_bytes }
     }
 
     /// Keeps nothing any more.
     pub(super) fn clear(&mut self) {
         self.entries.clear();
+        self.bytes = 0;
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.entries.iter().map(Entry::bytes).sum()
+        self.bytes
     }
 
     /// How much of the beginning of `prompt` an entry has, whether or not its caches can be copied there.
@@ -95,14 +95,16 @@ impl Prefixes {
         let context = context.zip(draft).map(|(context, draft)| {
             draft.copy_cache(context, context.len().min(rows as i64), rows as i64)
         });
-        let entry = Entry { tokens: tokens.to_vec(), cache, context };
-        if entry.bytes() > self.most_bytes || self.entries.iter().any(|old| entry.is_within(old)) {
+        let bytes = cache.bytes() + context.as_ref().map_or(0, ContextCache::bytes);
+        let entry = Entry { tokens: tokens.to_vec(), cache, context, bytes };
+        if bytes > self.most_bytes || self.entries.iter().any(|old| entry.is_within(old)) {
             return;
         }
         self.entries.retain(|old| !old.is_within(&entry));
         self.entries.push(entry);
-        while self.bytes() > self.most_bytes {
-            self.entries.remove(0);
+        self.bytes = self.entries.iter().map(|entry| entry.bytes).sum();
+        while self.bytes > self.most_bytes {
+            self.bytes -= self.entries.remove(0).bytes;
         }
     }
 }

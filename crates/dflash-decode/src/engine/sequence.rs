@@ -6,8 +6,10 @@ use dflash_model::draft::{ContextCache, Draft};
 use dflash_model::target::{KvCache, Target};
 use tch::{Kind, Tensor};
 
+use super::lengths::Acceptance;
 use super::{Block, Finish, Logprob, NewToken, Output, Request, SequenceId};
-use crate::plain::roomy;
+use crate::drafter::to_host;
+use crate::limits::roomy;
 use crate::sampling::Sampler;
 
 /// Tokens of an answer that a first cache has room for; it doubles as the answer grows.
@@ -27,6 +29,14 @@ pub(super) struct Sequence {
     pub(super) cache: KvCache,
     /// Of a sequence that drafts.
     pub(super) context: Option<ContextCache>,
+    /// What the draft looks at of accepted tokens that are not in its context yet: they wait for the next
+    /// block, so that steps without one do without the pass.
+    pub(super) pending: Vec<f32>,
+    /// Whether tokens may be proposed, and how many were accepted lately.
+    pub(super) speculative: bool,
+    pub(super) acceptance: Acceptance,
+    /// Of the last step the proposals and how many were accepted.
+    pub(super) verified: (usize, usize),
     /// Whether its prompt is being read.
     pub(super) begun: bool,
     /// Whether its prompt is read in one pass and shares no rows: by its length it has other rotary
@@ -43,18 +53,23 @@ impl Sequence {
         id: SequenceId,
         mut request: Request,
         target: &Target,
-        draft: Option<&Draft>,
+        (cache, context): (KvCache, Option<ContextCache>),
     ) -> Self {
         let tokens = std::mem::take(&mut request.prompt);
+
         let is_whole = target.longest_in_pieces().is_some_and(|longest| tokens.len() > longest);
         Self {
             id,
             sampler: Sampler::new(request.sampling, request.seed),
             prompt: tokens.len(),
             tokens,
+            cache,
+            context,
+            pending: Vec::new(),
+            speculative: request.speculative,
             request,
-            cache: target.new_cache(0),
-            context: draft.map(|draft| draft.new_cache(0)),
+            acceptance: Acceptance::default(),
+            verified: (0, 0),
             begun: false,
             is_whole,
             stops: BTreeSet::new(),
@@ -88,6 +103,10 @@ impl Sequence {
         (&self.cache, self.context.as_ref())
     }
 
+    pub(super) fn into_caches(self) -> (KvCache, Option<ContextCache>) {
+        (self.cache, self.context)
+    }
+
     /// The tokens that the target's cache holds.
     pub(super) fn held(&self) -> &[i64] {
         &self.tokens[..self.cache.len().min(self.tokens.len())]
@@ -119,7 +138,17 @@ impl Sequence {
 
     /// Room that the sequence begins with.
     pub(super) fn first_capacity(&self) -> usize {
-        roomy(self.prompt + self.request.max_new_tokens.min(FIRST_ANSWER))
+        first_capacity(&self.request, self.prompt)
+    }
+
+    /// Tokens that the answer may still have.
+    pub(super) fn room(&self) -> usize {
+        self.request.max_new_tokens - (self.tokens.len() - self.prompt)
+    }
+
+    /// Whether more is asked than its most likely tokens.
+    pub(super) fn wants_logits(&self) -> bool {
+        !self.sampler.is_greedy() || self.request.logprobs.is_some()
     }
 
     /// Begins with the rows of another sequence that began alike.
@@ -141,14 +170,19 @@ impl Sequence {
         }
     }
 
-    /// Appends what a step made; `logits_bv` has a row for each of `tokens`, and more behind them.
+    /// Takes the proposed tokens while they are the target's `own`, of which there is one more, and the
+    /// next one of these. Also returns how many tokens that are; `logits_bv`, needed where more is asked
+    /// than the most likely tokens, has a row for each of `own`.
     pub(super) fn take(
         &mut self,
-        tokens: Vec<i64>,
-        block: Option<Block>,
-        logits_bv: &Tensor,
-    ) -> Output {
-        let room = self.request.max_new_tokens - (self.tokens.len() - self.prompt);
+        proposed: &[i64],
+        own: &[i64],
+        logits_bv: Option<&Tensor>,
+    ) -> (Output, usize) {
+        let accepted = proposed.iter().zip(own).take_while(|(proposal, own)| proposal == own);
+        let accepted = accepted.count();
+        let tokens = &own[..=accepted];
+        let room = self.room();
         let ends = |id: &i64| self.request.stop_ids.contains(id);
         let stop = tokens.iter().take(room).position(ends);
         let said = stop.map_or(tokens.len().min(room), |at| at + 1);
@@ -156,24 +190,35 @@ impl Sequence {
             Some(_) => Some(Finish::Stop),
             None => (said == room).then_some(Finish::Length),
         };
-        let logprobs = self.request.logprobs.map(|top| logprobs(&tokens[..said], top, logits_bv));
+        let logprobs = self.request.logprobs.zip(logits_bv);
+        let logprobs =
+            logprobs.map(|(top, logits_bv)| logprobs_of(&tokens[..said], top, logits_bv));
         let logprob = |at: usize| logprobs.as_ref().map(|logprobs| logprobs[at].clone());
         let new = tokens[..said].iter().enumerate();
         let new = new.map(|(at, &id)| NewToken { id, logprob: logprob(at) }).collect();
         self.tokens.extend(tokens);
-        Output { id: self.id, tokens: new, block, finish, cached_tokens: self.cached_tokens }
+        self.verified = (proposed.len(), accepted);
+        let proposed = proposed.to_vec();
+        let block = (!proposed.is_empty()).then_some(Block { proposed, accepted });
+        let (id, cached_tokens) = (self.id, self.cached_tokens);
+        (Output { id, tokens: new, block, finish, cached_tokens }, tokens.len())
     }
 }
 
+/// Room that a sequence begins with.
+pub(super) fn first_capacity(request: &Request, prompt: usize) -> usize {
+    roomy(prompt + request.max_new_tokens.min(FIRST_ANSWER))
+}
+
 /// The logarithms of the probabilities of `tokens`, one for each of the first rows of logits [B, V].
-fn logprobs(tokens: &[i64], top: usize, logits_bv: &Tensor) -> Vec<Logprob> {
+fn logprobs_of(tokens: &[i64], top: usize, logits_bv: &Tensor) -> Vec<Logprob> {
     let rows = tokens.len() as i64;
     let log_bv = logits_bv.narrow(0, 0, rows).log_softmax(-1, Kind::Double);
     let ids_b1 = Tensor::from_slice(tokens).to_device(log_bv.device()).unsqueeze(1);
     let chosen = floats(&log_bv.gather(1, &ids_b1, false));
     let top = (top as i64).min(log_bv.size()[1]);
     let (values_bt, ids_bt) = log_bv.topk(top, -1, true, true);
-    let (values, ids) = (floats(&values_bt), super::to_host(&ids_bt.flatten(0, -1)));
+    let (values, ids) = (floats(&values_bt), to_host(&ids_bt.flatten(0, -1)));
     let best = |row: usize| {
         let range = row * top as usize..(row + 1) * top as usize;
         ids[range.clone()].iter().copied().zip(values[range].iter().copied()).collect()

@@ -1,68 +1,47 @@
-//! The drafts that are measured side by side.
+//! The drafts that are measured side by side, each at the lengths that were asked for.
 
 use std::path::{Path, PathBuf};
 
 use dflash_console::say;
-use dflash_evaluation::DraftFacts;
+use dflash_evaluation::{AUTO_SUFFIX, DraftFacts};
 use dflash_identity::{TargetIdentity, file_digest};
 use dflash_model::draft::Draft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
 use dflash_run::{Checkpoint, Evaluation};
-use dflash_settings::{EvalSettings, NGRAM_DRAFT};
+use dflash_settings::{EvalSettings, NGRAM_DRAFT, Speculate};
 
 use crate::Error;
-use crate::drafter::check_block;
 use crate::engine::{Engine, EngineOptions};
-use crate::models::check_target;
-use crate::ngram::NgramDecoder;
-use crate::plain::Limits;
-use crate::sampling::Sampler;
-use crate::speculative::{Speculation, Speculator};
-
-/// Where proposals come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DraftSource {
-    /// Nowhere: plain decoding, which is measured in any case.
-    None,
-    /// The text so far.
-    Ngram,
-    /// A trained draft.
-    Trained {
-        /// What the user calls it.
-        name: String,
-        /// Its directory.
-        dir: PathBuf,
-    },
-}
+use crate::models::{DraftSource, LoadedProposer, check_target};
 
 /// All drafts, loaded.
 #[derive(Debug)]
 pub(super) struct Drafts {
     drafts: Vec<Loaded>,
+    /// The lengths that each is measured at.
+    lengths: Vec<Speculate>,
 }
 
+/// What proposes.
 #[derive(Debug)]
-enum Loaded {
-    Ngram { size: usize, proposals: usize },
-    Trained(Box<Trained>),
-}
-
-#[derive(Debug)]
-pub(super) struct Trained {
+struct Loaded {
     label: String,
-    dir: PathBuf,
-    draft: Draft,
-    vocabulary: Option<DraftVocabulary>,
-    /// Digest of its file of weights.
+    proposer: LoadedProposer,
+    /// Proposals at a time at most.
+    proposals: usize,
+    /// Directory of a trained draft, and digest of its file of weights.
+    dir: Option<PathBuf>,
     weights: Option<String>,
 }
 
-/// One way to decode with proposals.
-#[derive(Debug)]
-pub(super) enum Drafter<'a> {
-    Ngram(Box<NgramDecoder<'a>>),
-    Trained(Box<Speculator<'a>>),
+/// A draft at a length.
+#[derive(Debug, Clone)]
+pub(super) struct DraftWay<'a> {
+    draft: &'a Loaded,
+    speculate: Speculate,
+    /// Its name in tables.
+    pub(super) label: String,
 }
 
 impl Drafts {
@@ -80,155 +59,126 @@ impl Drafts {
             drafts.push(match source {
                 DraftSource::None => continue,
                 DraftSource::Ngram => {
-                    check_block(target, settings.ngram_tokens + 1)?;
-                    Loaded::Ngram { size: settings.ngram_size, proposals: settings.ngram_tokens }
+                    let (size, tokens) = (settings.ngram_size, settings.ngram_tokens);
+                    Loaded {
+                        label: NGRAM_DRAFT.to_owned(),
+                        proposer: LoadedProposer::Ngram { size, tokens },
+                        proposals: tokens,
+                        dir: None,
+                        weights: None,
+                    }
                 }
                 DraftSource::Trained { name, dir } => {
-                    let trained = Trained::load(label(name, sources), dir, target)?;
+                    let trained = Loaded::trained(label(name, sources), dir, target)?;
                     check_target(identity, dir, settings.allow_other_target)?;
-                    Loaded::Trained(Box::new(trained))
+                    trained
                 }
             });
         }
-        Ok(Self { drafts })
+        Ok(Self { drafts, lengths: settings.speculate.clone() })
     }
 
     /// Keeps each draft's part of the report beside the checkpoint of a run that it is, where that can
     /// be written to: the figures are printed all the same.
     pub(super) fn keep_beside(&self, evaluations: &[Evaluation]) {
-        for trained in self.trained() {
-            if let Err(error) = trained.keep_beside(evaluations) {
-                let dir = trained.dir.display();
+        for draft in &self.drafts {
+            let Some(dir) = &draft.dir else { continue };
+            if let Err(error) = draft.keep_beside(dir, evaluations) {
+                let dir = dir.display();
                 say(format!("the report is not kept beside the checkpoint {dir}: {error}"));
             }
         }
     }
 
-    /// Their names in tables, in order.
-    pub(super) fn labels(&self) -> impl Iterator<Item = &str> {
-        self.drafts.iter().map(Loaded::label)
+    /// Each draft at each length, in order.
+    pub(super) fn ways(&self) -> Vec<DraftWay<'_>> {
+        let way = |draft: &'_ Loaded, speculate| {
+            let label = match speculate {
+                Speculate::Tokens(tokens) if tokens >= draft.proposals => draft.label.clone(),
+                Speculate::Auto => format!("{}{AUTO_SUFFIX}", draft.label),
+                other => format!("{} {other}", draft.label),
+            };
+            (label, speculate)
+        };
+        let mut ways: Vec<DraftWay<'_>> = Vec::new();
+        for draft in &self.drafts {
+            let all = [Speculate::Tokens(draft.proposals), Speculate::Auto];
+            let lengths = if self.lengths.is_empty() { &all[..] } else { &self.lengths };
+            for &speculate in lengths {
+                let (label, speculate) = way(draft, speculate);
+                if !ways.iter().any(|way| way.label == label) {
+                    ways.push(DraftWay { draft, speculate, label });
+                }
+            }
+        }
+        ways
     }
 
     pub(super) fn facts(&self) -> Vec<DraftFacts> {
-        self.drafts.iter().map(Loaded::facts).collect()
+        self.ways().iter().map(DraftWay::facts).collect()
     }
+}
 
-    /// Engines of `target`, one for each trained draft, with its name in tables.
+impl<'a> DraftWay<'a> {
+    /// An engine of `target` with it.
     ///
     /// # Errors
     /// A draft that does not fit the target.
-    pub(super) fn engines<'a>(
-        &'a self,
+    pub(super) fn engine(
+        &self,
         target: &'a Target,
         options: EngineOptions,
-    ) -> Result<Vec<(&'a str, Engine<'a>)>, Error> {
-        let engine = |trained: &'a Trained| {
-            let draft = (&trained.draft, trained.vocabulary.as_ref());
-            Ok((trained.label.as_str(), Engine::speculative(target, draft, options)?))
-        };
-        self.trained().map(engine).collect()
+    ) -> Result<Engine<'a>, Error> {
+        let options = EngineOptions { speculate: self.speculate, ..options };
+        Engine::new(target, self.draft.proposer.proposals(), options)
     }
 
-    /// Those that have weights.
-    pub(super) fn trained(&self) -> impl Iterator<Item = &Trained> {
-        self.drafts.iter().filter_map(|loaded| match loaded {
-            Loaded::Trained(trained) => Some(&**trained),
-            Loaded::Ngram { .. } => None,
-        })
-    }
-
-    /// Decoders of `target`, one for each draft, that choose tokens by `sampler`.
-    ///
-    /// # Errors
-    /// A draft that does not fit the target.
-    pub(super) fn drafters<'a>(
-        &'a self,
-        target: &'a Target,
-        sampler: &Sampler,
-    ) -> Result<Vec<Drafter<'a>>, Error> {
-        let drafter = |loaded: &'a Loaded| {
-            Ok(match loaded {
-                Loaded::Ngram { size, proposals } => Drafter::Ngram(Box::new(NgramDecoder::new(
-                    target,
-                    (*size, *proposals),
-                    sampler.clone(),
-                ))),
-                Loaded::Trained(trained) => {
-                    let (draft, vocabulary) = (&trained.draft, trained.vocabulary.as_ref());
-                    let speculator = Speculator::new(target, draft, vocabulary, sampler.clone())?;
-                    Drafter::Trained(Box::new(speculator))
-                }
-            })
+    fn facts(&self) -> DraftFacts {
+        let draft = self.draft;
+        let most = match self.speculate {
+            Speculate::Tokens(tokens) => tokens.min(draft.proposals),
+            _ => draft.proposals,
         };
-        self.drafts.iter().map(drafter).collect()
+        let (name, vocabulary) = match &draft.proposer {
+            LoadedProposer::Draft(_, vocabulary) => {
+                let dir = draft.dir.as_deref().unwrap_or(Path::new(""));
+                let vocabulary = vocabulary.as_ref();
+                (dir.display().to_string(), vocabulary.map(|tokens| tokens.selected().len()))
+            }
+            LoadedProposer::Ngram { size, .. } => {
+                (format!("{}: last {size} tokens or fewer, {most} proposals", draft.label), None)
+            }
+            LoadedProposer::None => (draft.label.clone(), None),
+        };
+        // A draft's own figures are those of whole blocks: they alone are kept with its weights.
+        let is_whole = self.label == draft.label;
+        DraftFacts {
+            name,
+            label: self.label.clone(),
+            block_size: Some(most + 1),
+            vocabulary,
+            weights: draft.weights.clone().filter(|_| is_whole),
+        }
     }
 }
 
 impl Loaded {
-    fn label(&self) -> &str {
-        match self {
-            Self::Ngram { .. } => NGRAM_DRAFT,
-            Self::Trained(trained) => &trained.label,
-        }
-    }
-
-    fn facts(&self) -> DraftFacts {
-        let label = self.label().to_owned();
-        match self {
-            Self::Ngram { size, proposals } => DraftFacts {
-                name: format!("{label}: last {size} tokens or fewer, {proposals} proposals"),
-                label,
-                block_size: Some(proposals + 1),
-                ..DraftFacts::default()
-            },
-            Self::Trained(trained) => DraftFacts {
-                name: trained.dir.display().to_string(),
-                label,
-                block_size: Some(trained.draft.config().block_size),
-                vocabulary: trained.vocabulary.as_ref().map(|tokens| tokens.selected().len()),
-                weights: trained.weights.clone(),
-            },
-        }
-    }
-}
-
-impl Trained {
-    fn load(label: String, dir: &Path, target: &Target) -> Result<Self, Error> {
+    fn trained(label: String, dir: &Path, target: &Target) -> Result<Self, Error> {
         let weights = dir.join("model.safetensors");
+        let draft = Draft::load(dir, target.device(), target.dtype())?;
         Ok(Self {
             label,
-            dir: dir.to_owned(),
-            draft: Draft::load(dir, target.device(), target.dtype())?,
-            vocabulary: DraftVocabulary::load(dir)?,
+            proposals: draft.config().block_size - 1,
+            proposer: LoadedProposer::Draft(Box::new(draft), DraftVocabulary::load(dir)?),
+            dir: Some(dir.to_owned()),
             weights: weights.is_file().then(|| file_digest(&weights)).transpose()?,
         })
     }
 
-    fn keep_beside(&self, evaluations: &[Evaluation]) -> Result<(), dflash_run::Error> {
-        let Some(checkpoint) = Checkpoint::of_run(&self.dir)? else { return Ok(()) };
+    fn keep_beside(&self, dir: &Path, evaluations: &[Evaluation]) -> Result<(), dflash_run::Error> {
+        let Some(checkpoint) = Checkpoint::of_run(dir)? else { return Ok(()) };
         let own = |it: &&Evaluation| it.draft_weights == self.weights;
         evaluations.iter().filter(own).try_for_each(|it| checkpoint.keep_evaluation(it))
-    }
-}
-
-impl Drafter<'_> {
-    pub(super) fn block_size(&self) -> usize {
-        match self {
-            Self::Ngram(decoder) => decoder.block_size(),
-            Self::Trained(speculator) => speculator.block_size(),
-        }
-    }
-
-    pub(super) fn generate(
-        &mut self,
-        prompt: &[i64],
-        limits: &Limits,
-        stop: &std::sync::atomic::AtomicBool,
-    ) -> Result<Speculation, Error> {
-        match self {
-            Self::Ngram(decoder) => decoder.generate(prompt, limits, stop),
-            Self::Trained(speculator) => speculator.generate(prompt, limits, stop),
-        }
     }
 }
 

@@ -5,15 +5,17 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_evaluation::{Answer, Lossless, Measured, Verification, Way, Whole};
 use dflash_model::target::Target;
-use dflash_settings::{EvalSettings, NO_DRAFT};
+use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_text::ChatTokenizer;
 
-use super::drafts::{Drafter, Drafts};
+use super::drafts::{DraftWay, Drafts};
 use crate::Error;
+use crate::answer::{Generation, answer};
+use crate::engine::{Engine, EngineOptions, Proposals, Request};
+use crate::limits::Limits;
 use crate::lossless::compare;
-use crate::plain::{Generation, Limits, PlainDecoder};
 use crate::prompts::Prompt;
-use crate::sampling::Sampler;
+use crate::sampling::Sampling;
 
 /// Tokens that the untimed first answer makes, each way.
 const WARM_UP_TOKENS: usize = 32;
@@ -23,8 +25,10 @@ const WARM_UP_TOKENS: usize = 32;
 pub(super) struct Measurement<'a> {
     target: &'a Target,
     limits: Limits,
+    sampling: Sampling,
+    seed: u64,
     tie_tolerance: Option<f64>,
-    plain: PlainDecoder<'a>,
+    plain: Engine<'a>,
     plain_answers: Vec<Answer>,
     drafted: Vec<Drafted<'a>>,
 }
@@ -32,7 +36,8 @@ pub(super) struct Measurement<'a> {
 /// A draft, and its answers.
 #[derive(Debug)]
 struct Drafted<'a> {
-    drafter: Drafter<'a>,
+    way: DraftWay<'a>,
+    engine: Engine<'a>,
     answers: Vec<Answer>,
     lossless: Option<Lossless>,
 }
@@ -41,18 +46,23 @@ impl<'a> Measurement<'a> {
     pub(super) fn new(
         settings: &EvalSettings,
         (target, drafts): (&'a Target, &'a Drafts),
-        (sampler, limits): (Sampler, Limits),
+        (sampling, limits): (Sampling, Limits),
     ) -> Result<Self, Error> {
-        let proof = sampler.is_greedy().then(|| Lossless::new(settings.tie_tolerance));
-        let drafted = |drafter| Drafted { drafter, answers: Vec::new(), lossless: proof.clone() };
-        let drafters = drafts.drafters(target, &sampler)?;
+        let proof = sampling.is_greedy().then(|| Lossless::new(settings.tie_tolerance));
+        let options = EngineOptions::one_by_one(target, Speculate::Off);
+        let drafted = |way: DraftWay<'a>| {
+            let engine = way.engine(target, options)?;
+            Ok(Drafted { way, engine, answers: Vec::new(), lossless: proof.clone() })
+        };
         Ok(Self {
             target,
             limits,
+            sampling,
+            seed: settings.seed,
             tie_tolerance: settings.tie_tolerance,
-            plain: PlainDecoder::new(target, sampler),
+            plain: Engine::new(target, Proposals::None, options)?,
             plain_answers: Vec::new(),
-            drafted: drafters.into_iter().map(drafted).collect(),
+            drafted: drafts.ways().into_iter().map(drafted).collect::<Result<_, Error>>()?,
         })
     }
 
@@ -60,9 +70,10 @@ impl<'a> Measurement<'a> {
     pub(super) fn warm_up(&mut self, prompt: &Prompt, stop: &AtomicBool) -> Result<(), Error> {
         let max_new_tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
         let limits = Limits { max_new_tokens, ..self.limits.clone() };
-        self.plain.generate(&prompt.ids, &limits, stop)?;
-        for drafted in &mut self.drafted {
-            drafted.drafter.generate(&prompt.ids, &limits, stop)?;
+        let request = Request::new(&prompt.ids, &limits, self.sampling, self.seed);
+        let drafted = self.drafted.iter_mut().map(|drafted| &mut drafted.engine);
+        for engine in std::iter::once(&mut self.plain).chain(drafted) {
+            answer(engine, request.clone(), stop, |_| Ok(true))?;
         }
         Ok(())
     }
@@ -78,14 +89,14 @@ impl<'a> Measurement<'a> {
         let room = (self.target.config(), self.limits.max_new_tokens);
         let mut turn = 0;
         prompt.dialogue(tokenizer, room, |ids| {
-            let tokens = self.answer((row, turn), ids, stop)?;
+            let tokens = self.answer_all((row, turn), ids, stop)?;
             turn += 1;
             Ok(tokens)
         })
     }
 
     /// Answers one prompt each way; returns the plain answer's tokens.
-    fn answer(
+    fn answer_all(
         &mut self,
         place: (usize, usize),
         ids: &[i64],
@@ -93,22 +104,24 @@ impl<'a> Measurement<'a> {
     ) -> Result<Vec<i64>, Error> {
         let ways = self.drafted.len() + 1;
         let first = self.plain_answers.len() % ways;
+        // Each answer draws numbers of its own, the same every way.
+        let seed = super::seed_of(self.seed, place);
+        let request = Request::new(ids, &self.limits, self.sampling, seed);
         let mut plain: Option<Generation> = None;
         let mut texts: Vec<Vec<i64>> = vec![Vec::new(); self.drafted.len()];
         for way in (first..ways).chain(0..first) {
             let Some(index) = way.checked_sub(1) else {
-                let generation = self.plain.generate(ids, &self.limits, stop)?;
-                self.plain_answers.push(answer_of(place, ids, &generation, None));
-                plain = Some(generation);
+                let made = answer(&mut self.plain, request.clone(), stop, |_| Ok(true))?;
+                self.plain_answers.push(answer_of(place, ids, &made, None));
+                plain = Some(made);
                 continue;
             };
             let drafted = &mut self.drafted[index];
-            let speculation = drafted.drafter.generate(ids, &self.limits, stop)?;
-            let block_size = drafted.drafter.block_size();
-            let verification = Verification::of(&speculation.accepted, block_size);
-            let generation = speculation.generation;
-            drafted.answers.push(answer_of(place, ids, &generation, Some(verification)));
-            texts[index] = generation.tokens;
+            let made = answer(&mut drafted.engine, request.clone(), stop, |_| Ok(true))?;
+            let block_size = drafted.engine.proposals() + 1;
+            let verification = Verification::of(&made.accepted(), block_size);
+            drafted.answers.push(answer_of(place, ids, &made, Some(verification)));
+            texts[index] = made.tokens;
         }
         let plain = plain.expect("plain decoding is one of the ways").tokens;
         for (drafted, text) in self.drafted.iter_mut().zip(&texts) {
@@ -121,12 +134,15 @@ impl<'a> Measurement<'a> {
     }
 
     /// What was measured of `set`: plain decoding first, then every draft.
-    pub(super) fn finish(self, set: &str, way: Way, drafts: &Drafts) -> Vec<Measured> {
+    pub(super) fn finish(self, set: &str, way: Way) -> Vec<Measured> {
         let whole = Whole::default;
         let plain = Measured::new((set, way, NO_DRAFT), (self.plain_answers, whole()), None, None);
-        let drafted = self.drafted.into_iter().zip(drafts.labels()).map(|(one, label)| {
+        let drafted = self.drafted.into_iter().map(|one| {
+            let label = one.way.label.as_str();
             let answers = (one.answers, whole());
-            Measured::new((set, way, label), answers, one.lossless, Some(&plain))
+            let step_seconds = one.engine.step_seconds(1);
+            let measured = Measured::new((set, way, label), answers, one.lossless, Some(&plain));
+            Measured { step_seconds, ..measured }
         });
         let drafted: Vec<Measured> = drafted.collect();
         std::iter::once(plain).chain(drafted).collect()

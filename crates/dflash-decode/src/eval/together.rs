@@ -6,14 +6,14 @@ use std::time::Instant;
 
 use dflash_evaluation::{Answer, Lossless, Measured, Verification, Way, Whole};
 use dflash_model::target::Target;
-use dflash_settings::{EvalSettings, NO_DRAFT};
+use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_text::ChatTokenizer;
 
 use super::Asked;
 use super::drafts::Drafts;
-use crate::engine::{Engine, EngineOptions, Output, Request};
+use crate::engine::{Engine, EngineOptions, Output, Proposals, Request};
+use crate::limits::{Limits, check};
 use crate::lossless::compare;
-use crate::plain::{Limits, check};
 use crate::prompts::Prompt;
 use crate::sampling::Sampling;
 use crate::{Error, SequenceId};
@@ -62,7 +62,7 @@ struct Active {
 }
 
 impl Together<'_> {
-    /// Plain decoding first, then every draft that the engine knows. `done` is called after each answer.
+    /// Plain decoding first, then every draft at every length. `done` is called after each answer.
     ///
     /// # Errors
     /// A draft that does not fit the target; [`Error::Interrupted`].
@@ -71,17 +71,21 @@ impl Together<'_> {
         stop: &AtomicBool,
         mut done: impl FnMut(),
     ) -> Result<Vec<Measured>, Error> {
-        let name = |draft| (self.asked.set, self.way, draft);
-        let mut plain_engine = Engine::plain(self.target, self.options());
+        let (set, way) = (self.asked.set, self.way);
+        let mut plain_engine = Engine::new(self.target, Proposals::None, self.options())?;
         let plain = self.round(&mut plain_engine, None, (stop, &mut done))?;
         let whole = |seconds| Whole { seconds: Some(seconds), verification: None };
         let plain_answers = (plain.answers.clone(), whole(plain.seconds));
-        let mut results = vec![Measured::new(name(NO_DRAFT), plain_answers, None, None)];
-        for (label, mut engine) in self.drafts.engines(self.target, self.options())? {
+        let mut results = vec![Measured::new((set, way, NO_DRAFT), plain_answers, None, None)];
+        for draft in self.drafts.ways() {
+            let mut engine = draft.engine(self.target, self.options())?;
             let round = self.round(&mut engine, Some(&plain.said), (stop, &mut done))?;
             let lossless = (self.way.temperature == 0.0).then(|| self.lossless(&plain, &round));
             let answers = (round.answers, whole(round.seconds));
-            results.push(Measured::new(name(label), answers, lossless, Some(&results[0])));
+            let name = (set, way, draft.label.as_str());
+            let measured = Measured::new(name, answers, lossless, Some(&results[0]));
+            let step_seconds = engine.step_seconds(way.concurrency);
+            results.push(Measured { step_seconds, ..measured });
         }
         Ok(results)
     }
@@ -92,6 +96,7 @@ impl Together<'_> {
             max_model_len: self.target.config().max_position_embeddings as usize,
             prefill_tokens: PREFILL_TOKENS,
             prefix_bytes: 0,
+            speculate: Speculate::Off,
         }
     }
 
@@ -147,17 +152,10 @@ impl Together<'_> {
         Ok(())
     }
 
-    fn request(&self, (row, turn): Place, prompt: &Prompt, max_new_tokens: usize) -> Request {
-        Request {
-            prompt: prompt.ids.clone(),
-            max_new_tokens,
-            stop_ids: self.limits.stop_ids.clone(),
-            sampling: Sampling::at(self.way.temperature),
-            // Each answer draws numbers of its own.
-            seed: self.settings.seed.wrapping_add(((row as u64) << 16) + turn as u64),
-            logprobs: None,
-            speculative: true,
-        }
+    fn request(&self, place: Place, prompt: &Prompt, max_new_tokens: usize) -> Request {
+        let limits = Limits { max_new_tokens, ..self.limits.clone() };
+        let seed = super::seed_of(self.settings.seed, place);
+        Request::new(&prompt.ids, &limits, Sampling::at(self.way.temperature), seed)
     }
 
     /// What is asked after an answer, if anything.
@@ -195,9 +193,12 @@ impl Active {
     }
 
     fn take(&mut self, output: &Output) {
+        // The first token is the prompt's, no step's.
+        if !self.tokens.is_empty() {
+            self.accepted.push(output.block.as_ref().map_or(0, |block| block.accepted));
+        }
         self.first_token_s.get_or_insert_with(|| self.began.elapsed().as_secs_f64());
         self.tokens.extend(output.tokens.iter().map(|token| token.id));
-        self.accepted.extend(output.block.as_ref().map(|block| block.accepted));
     }
 }
 
@@ -214,7 +215,7 @@ impl Round {
             first_token_s: one.first_token_s.unwrap_or(total_s),
             total_s,
             // An answer of one token has no step, and plain decoding has none.
-            verification: Some(verification).filter(|counts| counts.steps > 0),
+            verification: Some(verification).filter(|counts| counts.steps > 0 && proposals > 0),
         });
         self.said.insert(one.place, Said { prompt: one.prompt.ids, tokens: one.tokens });
     }

@@ -4,16 +4,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use crate::models::{draft_config, random_draft, save_target};
+use crate::models::{Decoder, draft_config, random_draft, save_target};
 use dflash_decode::{
-    DraftSource, Error, EvalReport, Limits, PlainDecoder, RegenerateSummary, Sampler, Sampling,
-    evaluate, regenerate,
+    DraftSource, Error, EvalReport, Limits, RegenerateSummary, Sampling, evaluate, regenerate,
 };
 use dflash_identity::file_digest;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_run::{Checkpoint, RunDir};
-use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings};
+use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings, Speculate};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -60,6 +59,7 @@ impl Place {
             json: Some(self.path("report.json")),
             device: Asked::Cpu,
             dtype: Dtype::Float32,
+            speculate: vec![Speculate::Tokens(1024)],
             ..EvalSettings::default()
         }
     }
@@ -85,6 +85,9 @@ impl Place {
     fn regeneration(&self, data: &Path, output: &str) -> RegenerateSettings {
         RegenerateSettings {
             target: "target".into(),
+            draft: None,
+            speculate: Speculate::Auto,
+            allow_other_target: false,
             data: data.into(),
             output: self.path(output),
             max_new_tokens: 15,
@@ -98,12 +101,13 @@ impl Place {
     }
 
     fn run(&self, settings: &RegenerateSettings) -> Result<RegenerateSummary, Error> {
-        regenerate(settings, &self.path("target"), &GO)
+        regenerate(settings, (&self.path("target"), DraftSource::None), &GO)
     }
 
     fn regenerate(&self, data: &Path, output: &str, stop: &AtomicBool) -> Result<usize, Error> {
         let settings = self.regeneration(data, output);
-        regenerate(&settings, &self.path("target"), stop).map(|summary| summary.resumed)
+        regenerate(&settings, (&self.path("target"), DraftSource::None), stop)
+            .map(|summary| summary.resumed)
     }
 
     /// The rows of a regenerated file.
@@ -116,7 +120,7 @@ impl Place {
     fn answer(&self, prompt: &[i64]) -> Vec<i64> {
         let target = Target::load(&self.path("target"), &F32).unwrap();
         let limits = Limits { max_new_tokens: 15, stop_ids: vec![1] };
-        let mut plain = PlainDecoder::new(&target, Sampler::new(Sampling::GREEDY, 0));
+        let mut plain = Decoder::plain(&target, Sampling::GREEDY);
         plain.generate(prompt, &limits, &GO).unwrap().tokens
     }
 }

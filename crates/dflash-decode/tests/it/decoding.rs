@@ -2,10 +2,10 @@
 
 use std::sync::atomic::AtomicBool;
 
-use crate::models::{draft_config, draft_in, random_draft, random_target, random_target_in};
-use dflash_decode::{
-    BatchDecoder, Difference, Error, Limits, PlainDecoder, Sampler, Sampling, Speculator, compare,
+use crate::models::{
+    Decoder, draft_config, draft_in, random_draft, random_target, random_target_in,
 };
+use dflash_decode::{Difference, Error, Limits, Sampling, compare};
 use dflash_model::Kernels;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
@@ -13,8 +13,8 @@ use tch::{Kind, Tensor};
 
 static GO: AtomicBool = AtomicBool::new(false);
 
-fn greedy() -> Sampler {
-    Sampler::new(Sampling::GREEDY, 0)
+fn greedy() -> Sampling {
+    Sampling::GREEDY
 }
 
 fn same_or_tied(difference: &Option<Difference>) -> bool {
@@ -33,8 +33,8 @@ fn speculative_text_is_plain_text() {
         let (vocab, block_size) = (3 + case as i64 % 4, 2 + case % 6);
         let target = random_target(vocab, case as i64);
         let draft = random_draft(draft_config(&target, block_size), case as i64);
-        let mut plain = PlainDecoder::new(&target, greedy());
-        let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
+        let mut plain = Decoder::plain(&target, greedy());
+        let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
         for (length, max_new_tokens, stop_ids) in [
             (1, 40, vec![]),
             (9, 1, vec![]),
@@ -46,15 +46,15 @@ fn speculative_text_is_plain_text() {
             let limits = Limits { max_new_tokens, stop_ids };
             let expected = plain.generate(&ids, &limits, &GO).unwrap();
             let made = speculator.generate(&ids, &limits, &GO).unwrap();
-            let texts = [expected.tokens.as_slice(), &made.generation.tokens];
+            let texts = [expected.tokens.as_slice(), &made.tokens];
             let difference = compare(&target, &ids, texts, None);
             assert!(same_or_tied(&difference), "case {case}: {difference:?}");
-            check_steps(&made.accepted, made.generation.tokens.len(), block_size);
+            check_steps(&made.accepted(), made.tokens.len(), block_size);
             if difference.is_none() {
-                assert_eq!(expected.finished, made.generation.finished);
+                assert_eq!(expected.finished, made.finished);
             }
             let some = |&count: &usize| count > 0 && count < block_size - 1;
-            partly_accepted += made.accepted.iter().filter(|count| some(count)).count();
+            partly_accepted += made.accepted().iter().filter(|count| some(count)).count();
         }
     }
     assert!(partly_accepted > 40, "only {partly_accepted} steps accepted a part of their block");
@@ -73,17 +73,17 @@ fn as_much_is_accepted_as_with_libtorchs_operations() {
                 let draft = random_draft(draft_config(&target, 6), seed).with_kernels(kernels);
                 let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
                 let mut speculator =
-                    Speculator::new(&target, &draft, vocabulary, greedy()).unwrap();
+                    Decoder::speculative(&target, (&draft, vocabulary), greedy()).unwrap();
                 // The first prompt is few rows itself, the second is not.
                 let prompts = [prompt(9, seed as usize, 4), prompt(45, seed as usize, 4)];
                 prompts.map(|ids| speculator.generate(&ids, &limits, &GO).unwrap())
             };
             let pairs = run(Kernels::Fast).into_iter().zip(run(Kernels::Portable));
             for (fast, portable) in pairs {
-                assert_eq!(fast.generation.tokens, portable.generation.tokens, "seed {seed}");
-                assert_eq!(fast.accepted, portable.accepted, "seed {seed}, {vocabulary:?}");
-                steps += fast.accepted.len();
-                some += fast.accepted.iter().filter(|&&count| count > 0).count();
+                assert_eq!(fast.tokens, portable.tokens, "seed {seed}");
+                assert_eq!(fast.accepted(), portable.accepted(), "seed {seed}, {vocabulary:?}");
+                steps += fast.accepted().len();
+                some += fast.accepted().iter().filter(|&&count| count > 0).count();
             }
         }
     }
@@ -109,23 +109,24 @@ fn a_pruned_draft_proposes_only_what_it_can_say() {
         let draft = random_draft(draft_config(&target, 5), case);
         let selected = vec![1, 2];
         let vocabulary = DraftVocabulary::new(selected.clone(), vocab as usize);
-        let mut pruned = Speculator::new(&target, &draft, Some(&vocabulary), greedy()).unwrap();
+        let mut pruned =
+            Decoder::speculative(&target, (&draft, Some(&vocabulary)), greedy()).unwrap();
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
         let ids = prompt(7, case as usize, vocab);
         let made = pruned.generate(&ids, &limits, &GO).unwrap();
-        let plain = PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
-        let texts = [plain.tokens.as_slice(), &made.generation.tokens];
+        let plain = Decoder::plain(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
+        let texts = [plain.tokens.as_slice(), &made.tokens];
         let difference = compare(&target, &ids, texts, None);
         assert!(same_or_tied(&difference), "case {case}: {difference:?}");
         let mut next = 1;
-        for &count in &made.accepted {
-            let text = &made.generation.tokens;
+        for &count in &made.accepted() {
+            let text = &made.tokens;
             let proposed = text.get(next..text.len().min(next + count)).unwrap_or_default();
             assert!(proposed.iter().all(|id| selected.contains(id)), "case {case}: {proposed:?}");
             accepted += proposed.len();
             next += count + 1;
         }
-        misses += made.generation.tokens.iter().filter(|id| !selected.contains(id)).count();
+        misses += made.tokens.iter().filter(|id| !selected.contains(id)).count();
     }
     assert!(accepted > 40, "only {accepted} proposals were accepted");
     assert!(misses > 40, "the target said only {misses} tokens that the draft cannot");
@@ -139,13 +140,14 @@ fn a_vocabulary_of_all_tokens_changes_nothing() {
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
     for temperature in [0.0, 0.9] {
         let generate = |vocabulary| {
-            let sampler = Sampler::new(Sampling::at(temperature), 3);
-            let mut speculator = Speculator::new(&target, &draft, vocabulary, sampler).unwrap();
+            let sampler = Sampling::at(temperature);
+            let mut speculator =
+                Decoder::speculative(&target, (&draft, vocabulary), sampler).unwrap();
             speculator.generate(&[1, 5], &limits, &GO).unwrap()
         };
         let (plain, pruned) = (generate(None), generate(Some(&all)));
-        assert_eq!(pruned.accepted, plain.accepted);
-        assert_eq!(pruned.generation.tokens, plain.generation.tokens);
+        assert_eq!(pruned.accepted(), plain.accepted());
+        assert_eq!(pruned.tokens, plain.tokens);
     }
 }
 
@@ -155,8 +157,7 @@ fn a_text_with_another_token_is_told_from_a_tie() {
         let target = random_target_in(5, 3, dtype);
         let limits = Limits { max_new_tokens: 12, stop_ids: vec![] };
         let ids = prompt(6, 0, 5);
-        let text =
-            PlainDecoder::new(&target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens;
+        let text = Decoder::plain(&target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens;
         let mut other = text.clone();
         other[7] = (other[7] + 1) % 5;
         let differ = |tolerance| compare(&target, &ids, [&text, &other], tolerance).unwrap();
@@ -200,12 +201,12 @@ fn texts_in_bf16_part_at_ties_only_and_speculation_has_none() {
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
         let ids = prompt(9, seed as usize, 400);
         let plain = |target: &Target| {
-            PlainDecoder::new(target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens
+            Decoder::plain(target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens
         };
-        let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
+        let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
         let made = speculator.generate(&ids, &limits, &GO).unwrap();
         let fast = plain(&target);
-        assert_eq!(made.generation.tokens, fast, "seed {seed}");
+        assert_eq!(made.tokens, fast, "seed {seed}");
         drop(speculator);
         let target = target.with_kernels(Kernels::Portable);
         let texts = [plain(&target), fast];
@@ -218,29 +219,6 @@ fn texts_in_bf16_part_at_ties_only_and_speculation_has_none() {
         }
     }
     assert!(ties > 0 && beyond > 0, "{ties} ties, {beyond} of them beyond float32's tolerance");
-}
-
-#[test]
-fn batched_answers_are_those_of_each_prompt_alone() {
-    let target = random_target(6, 8);
-    let prompts: Vec<Vec<i64>> = (0..11).map(|n| prompt(1 + n * 3, n, 6)).collect();
-    let prompts: Vec<&[i64]> = prompts.iter().map(Vec::as_slice).collect();
-    let limits = Limits { max_new_tokens: 17, stop_ids: vec![4] };
-    let mut plain = PlainDecoder::new(&target, greedy());
-    for batch in [1, 3, 64] {
-        let mut decoder = BatchDecoder::new(&target, &prompts, &limits, batch);
-        let mut answers = vec![None; prompts.len()];
-        while let Some(ended) = decoder.step(&GO).unwrap() {
-            for answer in ended {
-                assert!(answers[answer.number].replace(answer.tokens).is_none());
-            }
-        }
-        for (ids, answer) in prompts.iter().zip(answers) {
-            let expected = plain.generate(ids, &limits, &GO).unwrap().tokens;
-            let difference = compare(&target, ids, [&expected, &answer.unwrap()], None);
-            assert!(same_or_tied(&difference), "batch {batch}: {difference:?}");
-        }
-    }
 }
 
 #[test]
@@ -259,15 +237,15 @@ fn check_distribution(vocabulary: Option<&DraftVocabulary>) {
     let draft = random_draft(draft_config(&target, 4), 5);
     let limits = Limits { max_new_tokens: 3, stop_ids: vec![] };
     let ids = prompt(5, 2, 4);
-    let sampler = Sampler::new(Sampling::at(1.3), 11);
-    let mut speculator = Speculator::new(&target, &draft, vocabulary, sampler).unwrap();
+    let sampler = Sampling::at(1.3);
+    let mut speculator = Decoder::speculative(&target, (&draft, vocabulary), sampler).unwrap();
     let samples = 4000;
     let mut counts = [0.0; 64];
     let mut accepted = 0;
     for _ in 0..samples {
         let made = speculator.generate(&ids, &limits, &GO).unwrap();
-        accepted += made.accepted.iter().sum::<usize>();
-        let text = made.generation.tokens;
+        accepted += made.accepted().iter().sum::<usize>();
+        let text = made.tokens;
         counts[(text[0] * 16 + text[1] * 4 + text[2]) as usize] += 1.0;
     }
     assert!(accepted > samples / 10, "the draft must be accepted now and then");
@@ -304,7 +282,7 @@ fn models_that_do_not_fit_are_refused() {
         let mut config = draft_config(&target, 4);
         change(&mut config);
         let draft = random_draft(config, 1);
-        Speculator::new(&target, &draft, None, greedy()).unwrap_err().to_string()
+        Decoder::speculative(&target, (&draft, None), greedy()).unwrap_err().to_string()
     };
     assert!(refuse(&|config| config.vocab_size = 7).contains("vocab_size is 7 in the draft and 6"));
     assert!(refuse(&|config| config.hidden_size = 24).contains("hidden_size"));
@@ -313,7 +291,7 @@ fn models_that_do_not_fit_are_refused() {
     let draft = random_draft(draft_config(&target, 4), 1);
     let foreign = DraftVocabulary::new(vec![0, 3], 7);
     let message =
-        Speculator::new(&target, &draft, Some(&foreign), greedy()).unwrap_err().to_string();
+        Decoder::speculative(&target, (&draft, Some(&foreign)), greedy()).unwrap_err().to_string();
     assert!(message.contains("selected from is 7 in the draft and 6 in the target"), "{message}");
 }
 
@@ -323,8 +301,8 @@ fn a_set_stop_flag_ends_a_generation() {
     let draft = random_draft(draft_config(&target, 4), 1);
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
     let stop = AtomicBool::new(true);
-    let plain = PlainDecoder::new(&target, greedy()).generate(&[1], &limits, &stop);
-    let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
+    let plain = Decoder::plain(&target, greedy()).generate(&[1], &limits, &stop);
+    let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
     let speculative = speculator.generate(&[1], &limits, &stop);
     assert!(matches!(plain, Err(Error::Interrupted)));
     assert!(matches!(speculative, Err(Error::Interrupted)));

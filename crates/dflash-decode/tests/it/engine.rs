@@ -5,19 +5,21 @@ use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{
-    Engine, EngineOptions, Finish, Limits, NewToken, Output, PlainDecoder, Request, Sampler,
-    Sampling, SequenceId, compare,
+    Engine, EngineOptions, Finish, Limits, NewToken, Output, Proposals, Request, Sampling,
+    SequenceId, compare,
 };
 use dflash_model::draft::Draft;
 use dflash_model::target::Target;
+use dflash_settings::Speculate;
 
-use crate::models::{draft_config, random_draft, random_target};
+use crate::models::{Decoder, draft_config, random_draft, random_target};
 
 const OPTIONS: EngineOptions = EngineOptions {
     max_sequences: 8,
     max_model_len: 400,
     prefill_tokens: 24,
     prefix_bytes: 1 << 20,
+    speculate: Speculate::Tokens(1024),
 };
 
 fn prompt(length: usize, seed: usize, vocab: i64) -> Vec<i64> {
@@ -43,7 +45,7 @@ fn models(vocab: i64, seed: i64) -> (Target, Draft) {
 }
 
 fn engine<'a>((target, draft): &'a (Target, Draft), options: EngineOptions) -> Engine<'a> {
-    Engine::speculative(target, (draft, None), options).unwrap()
+    Engine::new(target, Proposals::Draft(draft, None), options).unwrap()
 }
 
 /// What became of a request.
@@ -108,7 +110,7 @@ fn every_text_is_that_of_plain_decoding() {
                 ..request(prompt(1 + n * 5 % 67, n, 5), 1 + n * 7 % 40)
             })
             .collect();
-        let mut plain = PlainDecoder::new(&models.0, Sampler::new(Sampling::GREEDY, 0));
+        let mut plain = Decoder::plain(&models.0, Sampling::GREEDY);
         let answers = answers(&mut engine, &requests, stagger);
         for (request, answer) in requests.iter().zip(&answers) {
             let limits = Limits {
@@ -151,6 +153,37 @@ fn a_request_is_answered_alike_alone_and_in_company() {
     for (request, text) in requests.iter().zip(&texts) {
         let alone = answers(&mut engine(&models, OPTIONS), std::slice::from_ref(request), 0);
         assert_eq!(alone[0].ids(), *text);
+    }
+}
+
+/// Whatever proposes, however much of it, and however that is chosen: greedy and sampled texts are the same.
+#[test]
+fn what_is_proposed_changes_no_text() {
+    let models = models(30, 5);
+    let (target, draft) = &models;
+    let requests: Vec<Request> = (0..10)
+        .map(|n| Request {
+            sampling: if n % 2 == 0 { Sampling::GREEDY } else { Sampling::at(0.7) },
+            seed: n as u64,
+            ..request(prompt(3 + n * 9, n, 30), 40)
+        })
+        .collect();
+    let texts = |proposals, speculate, max_sequences| -> Vec<Vec<i64>> {
+        let options = EngineOptions { speculate, max_sequences, ..OPTIONS };
+        let mut engine = Engine::new(target, proposals, options).unwrap();
+        answers(&mut engine, &requests, 1).iter().map(Answer::ids).collect()
+    };
+    let plain = texts(Proposals::None, Speculate::Auto, 1);
+    assert!(plain.windows(2).all(|pair| pair[0] != pair[1]), "seeds and prompts differ");
+    for proposals in [Proposals::Draft(draft, None), Proposals::Ngram { size: 2, tokens: 5 }] {
+        for speculate in
+            [Speculate::Auto, Speculate::Off, Speculate::Tokens(1), Speculate::Tokens(9)]
+        {
+            for max_sequences in [1, 8] {
+                let found = texts(proposals, speculate, max_sequences);
+                assert_eq!(found, plain, "{proposals:?} {speculate} {max_sequences}");
+            }
+        }
     }
 }
 

@@ -4,17 +4,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use dflash_decode::{
-    Engine, EngineOptions, Limits, NgramDecoder, PlainDecoder, Request, Sampler, Sampling,
-    Speculator, compare,
-};
+use dflash_decode::{Engine, EngineOptions, Limits, Proposals, Request, Sampling, compare};
 use dflash_golden::entries;
 use dflash_model::draft::{Draft, DraftConfig, LayerKind};
 use dflash_model::target::{Target, TargetOptions};
+use dflash_settings::Speculate;
 use tch::{Device, Kind};
 
 use crate::engine::{Answer, answers, request};
-use crate::models::random_draft;
+use crate::models::{Decoder, random_draft};
 
 const NAMES: [&str; 13] = [
     "qwen3_5",
@@ -36,6 +34,7 @@ const OPTIONS: EngineOptions = EngineOptions {
     max_model_len: 400,
     prefill_tokens: 24,
     prefix_bytes: 1 << 22,
+    speculate: Speculate::Tokens(1024),
 };
 
 fn dir(name: &str) -> PathBuf {
@@ -81,7 +80,7 @@ fn prompt(length: usize, seed: usize) -> Vec<i64> {
 
 /// The answers are those of plain decoding, but for ties.
 fn check(target: &Target, requests: &[Request], answers: &[Answer]) {
-    let mut plain = PlainDecoder::new(target, Sampler::new(Sampling::GREEDY, 0));
+    let mut plain = Decoder::plain(target, Sampling::GREEDY);
     for (request, answer) in requests.iter().zip(answers) {
         let limits = Limits { max_new_tokens: request.max_new_tokens, stop_ids: vec![] };
         let expected = plain.generate(&request.prompt, &limits, &AtomicBool::new(false)).unwrap();
@@ -96,7 +95,7 @@ fn every_text_is_that_of_plain_decoding() {
     for name in NAMES {
         let target = load(&dir(name));
         let draft = draft_for(&target, 5);
-        let mut engine = Engine::speculative(&target, (&draft, None), OPTIONS).unwrap();
+        let mut engine = Engine::new(&target, Proposals::Draft(&draft, None), OPTIONS).unwrap();
         let requests: Vec<Request> = (0..8)
             .map(|n| Request {
                 speculative: n % 4 != 1,
@@ -115,17 +114,17 @@ fn one_sequence_at_a_time_by_draft_and_by_look_up() {
     for name in NAMES {
         let target = load(&dir(name));
         let draft = draft_for(&target, 6);
-        let greedy = || Sampler::new(Sampling::GREEDY, 0);
-        let mut speculator = Speculator::new(&target, &draft, None, greedy()).unwrap();
-        let mut ngram = NgramDecoder::new(&target, (2, 8), greedy());
-        let mut plain = PlainDecoder::new(&target, greedy());
+        let greedy = || Sampling::GREEDY;
+        let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
+        let mut ngram = Decoder::ngram(&target, (2, 8), greedy());
+        let mut plain = Decoder::plain(&target, greedy());
         let (limits, go) =
             (Limits { max_new_tokens: 40, stop_ids: vec![] }, AtomicBool::new(false));
         for (length, seed) in [(1, 3), (17, 1), (90, 2)] {
             let prompt = prompt(length, seed);
             let expected = plain.generate(&prompt, &limits, &go).unwrap().tokens;
-            let drafted = speculator.generate(&prompt, &limits, &go).unwrap().generation.tokens;
-            let looked_up = ngram.generate(&prompt, &limits, &go).unwrap().generation.tokens;
+            let drafted = speculator.generate(&prompt, &limits, &go).unwrap().tokens;
+            let looked_up = ngram.generate(&prompt, &limits, &go).unwrap().tokens;
             for tokens in [drafted, looked_up] {
                 let difference = compare(&target, &prompt, [&expected, &tokens], None);
                 assert!(difference.as_ref().is_none_or(|d| d.is_tie()), "{name}: {difference:?}");
@@ -141,7 +140,7 @@ fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
     for name in NAMES {
         let target = load(&dir(name));
         let draft = draft_for(&target, 4);
-        let start = || Engine::speculative(&target, (&draft, None), OPTIONS).unwrap();
+        let start = || Engine::new(&target, Proposals::Draft(&draft, None), OPTIONS).unwrap();
         let behind = |n: usize| [prompt(50, 5), prompt(9 + n, 6 + n)].concat();
         let ask = |n: usize| request(behind(n), 12);
         // At once: the first one stops where they part, and the others begin there, or at the end of a
@@ -187,7 +186,7 @@ fn a_prompt_with_frequencies_of_its_own_is_read_whole_and_shares_nothing() {
     let requests: Vec<Request> =
         lengths.iter().map(|&length| request(prompt(length, 1), 8)).collect();
     for at_once in [true, false] {
-        let mut engine = Engine::speculative(&target, (&draft, None), OPTIONS).unwrap();
+        let mut engine = Engine::new(&target, Proposals::Draft(&draft, None), OPTIONS).unwrap();
         let found: Vec<Answer> = match at_once {
             true => answers(&mut engine, &requests, 0),
             false => requests
@@ -206,11 +205,11 @@ fn a_prompt_with_frequencies_of_its_own_is_read_whole_and_shares_nothing() {
 fn a_block_too_long_to_take_back_is_refused() {
     let hybrid = load(&dir("qwen3_5"));
     let draft = draft_for(&hybrid, 129);
-    let refused = Speculator::new(&hybrid, &draft, None, Sampler::new(Sampling::GREEDY, 0));
+    let refused = Decoder::speculative(&hybrid, (&draft, None), Sampling::GREEDY);
     let Err(error) = refused else { panic!("it is taken") };
     let message = error.to_string();
     assert!(message.contains("129 tokens") && message.contains("128"), "{message}");
     let latent = load(&dir("deepseek_v3"));
     let draft = draft_for(&latent, 129);
-    assert!(Speculator::new(&latent, &draft, None, Sampler::new(Sampling::GREEDY, 0)).is_ok());
+    assert!(Decoder::speculative(&latent, (&draft, None), Sampling::GREEDY).is_ok());
 }

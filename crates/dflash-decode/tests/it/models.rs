@@ -1,7 +1,14 @@
 //! Random models for the tests: small, and with weights large enough that texts vary.
 
+use std::sync::atomic::AtomicBool;
+
+use dflash_decode::{
+    Engine, EngineOptions, Error, Generation, Limits, Proposals, Request, Sampling, answer,
+};
 use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_settings::Speculate;
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -73,4 +80,54 @@ pub(crate) fn draft_in(config: DraftConfig, seed: i64, dtype: Kind) -> Draft {
     let dir = tempfile::tempdir().unwrap();
     random_draft(config, seed).save(dir.path()).unwrap();
     Draft::load(dir.path(), Device::Cpu, dtype).unwrap()
+}
+
+/// One answer at a time; each draws by a seed of its own.
+#[derive(Debug)]
+pub(crate) struct Decoder<'a> {
+    engine: Engine<'a>,
+    sampling: Sampling,
+    seed: u64,
+}
+
+impl<'a> Decoder<'a> {
+    fn new(
+        target: &'a Target,
+        proposals: Proposals<'a>,
+        sampling: Sampling,
+    ) -> Result<Self, Error> {
+        let options = EngineOptions::one_by_one(target, Speculate::Tokens(1024));
+        Ok(Self { engine: Engine::new(target, proposals, options)?, sampling, seed: 0 })
+    }
+
+    pub(crate) fn plain(target: &'a Target, sampling: Sampling) -> Self {
+        Self::new(target, Proposals::None, sampling).unwrap()
+    }
+
+    pub(crate) fn speculative(
+        target: &'a Target,
+        (draft, vocabulary): (&'a Draft, Option<&'a DraftVocabulary>),
+        sampling: Sampling,
+    ) -> Result<Self, Error> {
+        Self::new(target, Proposals::Draft(draft, vocabulary), sampling)
+    }
+
+    pub(crate) fn ngram(
+        target: &'a Target,
+        (size, tokens): (usize, usize),
+        sampling: Sampling,
+    ) -> Self {
+        Self::new(target, Proposals::Ngram { size, tokens }, sampling).unwrap()
+    }
+
+    pub(crate) fn generate(
+        &mut self,
+        prompt: &[i64],
+        limits: &Limits,
+        stop: &AtomicBool,
+    ) -> Result<Generation, Error> {
+        self.seed += 1;
+        let request = Request::new(prompt, limits, self.sampling, self.seed);
+        answer(&mut self.engine, request, stop, |_| Ok(true))
+    }
 }

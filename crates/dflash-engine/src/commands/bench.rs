@@ -59,6 +59,7 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     let (plain_ms, step_ms) = (report.plain_token_ms, report.step_ms);
     println!("plain        {:.0} tokens/s, {plain_ms:.3} ms a token", report.plain);
     println!("speculative  {:.0} tokens/s, {step_ms:.3} ms a step", report.speculative);
+    println!("auto         {:.0} tokens/s, its length chosen step by step", report.auto);
     println!("tau          {:.3} tokens a step", report.acceptance_length);
     println!("step cost    {:.2} plain tokens", report.step_cost);
     println!("efficiency   {:.2} of tau x plain", report.efficiency);
@@ -88,12 +89,15 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     for step in &report.steps {
         let (ms, share) = (step.ms, step.ms / step.floor_ms);
         let (rows, context) = (report.rows, step.context);
-        println!("step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read");
+        println!(
+            "step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read"
+        );
     }
     for prompt in &report.prompts {
         let (tokens, ms) = (prompt.tokens, prompt.ms);
         println!("prompt       {tokens} tokens: {ms:.2} ms, {:.3} each", ms / tokens as f64);
     }
     println!("device       {}", report.device);
+    println!("level        {} of the processor's instructions", report.cpu_level);
     Ok(())
 }

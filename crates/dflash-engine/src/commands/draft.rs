@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_decode::DraftSource;
 use dflash_hub::{Hub, Part};
 use dflash_model::draft::DraftConfig;
 use dflash_model::target::{
     MaskSource, TargetFacts, TokenizerFacts, default_layer_ids, resolve_mask_token,
 };
 use dflash_settings::{
-    DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid,
+    DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid, NGRAM_DRAFT,
+    NO_DRAFT,
 };
 use dflash_text::ChatTokenizer;
 use dflash_train::config::DraftShape;
@@ -31,6 +33,20 @@ pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf
         return Ok(found);
     }
     Ok(Hub::from_env().model(name, Part::Draft, stop)?)
+}
+
+/// What proposes tokens, by its name on the command line.
+pub(super) fn source(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
+    Ok(match name {
+        NO_DRAFT => DraftSource::None,
+        NGRAM_DRAFT => DraftSource::Ngram,
+        name => DraftSource::Trained { name: name.into(), dir: find(name, stop)? },
+    })
+}
+
+/// The same of a setting that may be left out.
+pub(super) fn optional(name: Option<&str>, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
+    name.map_or(Ok(DraftSource::None), |name| source(name, stop))
 }
 
 impl Draft {

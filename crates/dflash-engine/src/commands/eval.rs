@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::Context;
-use dflash_decode::{DraftSource, evaluate};
+use dflash_decode::evaluate;
 use dflash_hub::{Hub, Part};
-use dflash_settings::{EvalSettings, NGRAM_DRAFT, NO_DRAFT};
+use dflash_settings::EvalSettings;
 
 use super::draft;
 
@@ -15,17 +15,9 @@ use super::draft;
 pub(crate) fn run(settings: &EvalSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target = settings.target.as_deref().context("eval without --endpoint has a --target")?;
     let target_dir = Hub::from_env().model(target, Part::Target, stop)?;
-    let sources = settings.draft.iter().map(|name| source(name, stop));
+    let sources = settings.draft.iter().map(|name| draft::source(name, stop));
     let sources = sources.collect::<anyhow::Result<Vec<_>>>()?;
     let report = evaluate(settings, (&target_dir, &sources), stop)?;
     write!(std::io::stdout(), "{report}").context("cannot write to standard output")?;
     Ok(report.check()?)
-}
-
-fn source(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
-    Ok(match name {
-        NO_DRAFT => DraftSource::None,
-        NGRAM_DRAFT => DraftSource::Ngram,
-        name => DraftSource::Trained { name: name.into(), dir: draft::find(name, stop)? },
-    })
 }

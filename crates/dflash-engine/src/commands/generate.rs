@@ -21,11 +21,11 @@ const STOP_POLL: Duration = Duration::from_millis(50);
 pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let prompt = prompt(settings)?;
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
-    let draft_dir = settings.draft.as_deref().map(|name| draft::find(name, stop)).transpose()?;
+    let draft = draft::optional(settings.draft.as_deref(), stop)?;
     let models = Models::load(ModelsConfig {
         target_dir,
         target_name: settings.target.clone(),
-        draft_dir,
+        draft,
         allow_other_target: settings.allow_other_target,
         device: settings.device,
         dtype: settings.dtype,

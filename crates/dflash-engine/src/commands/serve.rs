@@ -14,12 +14,12 @@ use super::draft;
 /// Runs the command.
 pub(crate) fn run(settings: &ServeSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
-    let draft_dir = settings.draft.as_deref().map(|name| draft::find(name, stop)).transpose()?;
+    let draft = draft::optional(settings.draft.as_deref(), stop)?;
     tracing::info!("loading {}", target_dir.display());
     let config = ModelsConfig {
         target_dir: target_dir.clone(),
         target_name: settings.target.clone(),
-        draft_dir,
+        draft,
         allow_other_target: settings.allow_other_target,
         device: settings.device,
         dtype: settings.dtype,

@@ -3,7 +3,7 @@
 mod blocks;
 
 use dflash_torch_sys::decode::{
-    Cache, LayerWeights, MAX_ROWS, Matrix, Outputs, Products, Projection, Sequence, Shape, Stack,
+    Cache, LayerWeights, MAX_ROWS, Matrix, Products, Projection, Sequence, Shape, Stack,
     Weight, floats, floats_mut, takes,
 };
 use dflash_torch_sys::flash::Window;
@@ -97,34 +97,8 @@ impl FewRows {
         })
     }
 
-    /// Appends the features [R, K, H] of accepted tokens that follow the cache's.
-    ///
-    /// # Panics
-    /// When the cache is full or is not of packed layers, or the rows are more than the packed layers
-    /// take in a call: bugs of the caller.
-    pub fn extend(&self, cache: &mut ContextCache, features: &[f32]) {
-        let rows = features.len() as i64 / self.fc.depth();
-        assert!(cache.length + rows <= cache.capacity, "the context cache is full");
-        self.stack.extend(features, (&self.fc, &self.norms.0), &[cache.rows(rows)]);
-        cache.length += rows;
-    }
-
-    /// Runs one block behind its context: `x` [B', H], the embeddings of [bonus token, MASK, ...],
-    /// becomes `norm(x)`, but for the first `unread` rows, whose output nobody reads.
-    ///
-    /// # Panics
-    /// As [`Self::extend`].
-    pub fn forward_block(&self, cache: &ContextCache, x: &mut [f32], unread: usize) {
-        let rows = x.len() as i64 / self.hidden() as i64;
-        self.stack.forward(x, &[cache.rows(rows)], self.outputs(unread));
-    }
-
     fn hidden(&self) -> usize {
         self.norms.1.len()
-    }
-
-    fn outputs(&self, unread: usize) -> Outputs<'_> {
-        Outputs { final_norm: Some(&self.norms.1), unread, ..Outputs::default() }
     }
 }
 
@@ -134,8 +108,9 @@ fn layer_weights<'a>(
     window: Option<i64>,
 ) -> LayerWeights<'a> {
     let biases = layer.biases.as_ref();
-    let [qkv, output, gate_up, down] =
-        turned.each_ref().map(|weight_io| Projection { weight: Weight::Plain(weight_io), bias_o: None });
+    let [qkv, output, gate_up, down] = turned
+        .each_ref()
+        .map(|weight_io| Projection { weight: Weight::Plain(weight_io), bias_o: None });
     let qkv = Projection { bias_o: biases.map(|bias| &bias.qkv), ..qkv };
     let output = Projection { bias_o: biases.map(|bias| &bias.o), ..output };
     LayerWeights {
@@ -245,7 +220,9 @@ impl Draft {
         assert_eq!(first_position, cache.length, "context positions must be contiguous");
         assert!(cache.length + rows <= cache.capacity, "the context cache is full");
         if let Some(few) = self.few_for(cache, rows) {
-            return few.extend(cache, floats(&float_rows(features_tk)));
+            let rows = rows as usize;
+            return few
+                .extend(&mut [ContextPart { cache, rows }], floats(&float_rows(features_tk)));
         }
         let rope = cache.rope.narrow(first_position, rows);
         let context = self.context(&features_tk.to_kind(self.flat.kind()));
@@ -286,7 +263,7 @@ impl Draft {
         if let Some(few) = self.few_for(cache, slots) {
             assert_eq!(anchor_position, cache.length, "a block follows its context");
             let mut x = float_copy(block_bh);
-            few.forward_block(cache, floats_mut(&mut x), 0);
+            few.forward_blocks(&[cache], floats_mut(&mut x), 0);
             return x.to_kind(self.flat.kind());
         }
         let rope = cache.rope.narrow(anchor_position, slots);

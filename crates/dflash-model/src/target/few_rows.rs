@@ -5,19 +5,23 @@
 //! in another way and never packs; one that has plain weights packs a copy when the first cache is made.
 
 use dflash_torch_sys::decode::{
-    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight, floats,
-    floats_mut,
+    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
+    floats, floats_mut,
 };
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
+use super::packed_weight::FEW;
 use super::{CachedOutput, KvCache, LmHead, Target};
 
-/// Tokens of a prompt that are read in pieces at most.
-const MOST_TOKENS: i64 = 4 * MAX_ROWS;
+/// Tokens of a prompt that are read in pieces at most, where the matrices of a layer have up to
+/// [`SMALL_LAYER`] elements: what libtorch's calls cost beside products so small is more than many rows at
+/// once save. Of larger layers one piece: LOG.md has both sides.
+const MOST_TOKENS: i64 = 256;
+const SMALL_LAYER: i64 = 4 << 20;
 
 /// Rows whose logits are made by the packed lm_head at most; more take libtorch's products.
-const MAX_HEAD_ROWS: i64 = 8 * MAX_ROWS;
+const MAX_HEAD_ROWS: i64 = 256;
 
 /// What a target keeps for few rows. Its calls take and fill slices, so that a step of decoding makes no
 /// tensor.
@@ -29,6 +33,8 @@ pub struct FewRows {
     products: Products,
     /// Weight of the final norm `[H]`, and its epsilon.
     norm: (Vec<f32>, f64),
+    /// Tokens of one sequence that are read in pieces at most.
+    most_tokens: i64,
 }
 
 impl FewRows {
@@ -36,9 +42,9 @@ impl FewRows {
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
     /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
-    /// libtorch's products.
+    /// all at once.
     pub(super) fn takes(&self, tokens: i64) -> bool {
-        (1..=std::env::var("DFLASH_MOST").map_or(MOST_TOKENS, |x| x.parse().unwrap())).contains(&tokens)
+        (1..=self.most_tokens).contains(&tokens)
     }
 
     pub(super) fn stack(&self) -> &Stack {
@@ -67,22 +73,12 @@ impl FewRows {
         self.embedding.rows(ids, x);
     }
 
-    /// Appends `ids` to the cached sequence. `x` [R, H] becomes the residual stream before the final norm,
-    /// `states` [R, K, H] the states of the ids of `captures`.
+    /// Appends `ids` to cached sequences, so many to each, one after the other. `x` [R, H] becomes the
+    /// residual stream before the final norm, `states` [R, K, H] the states of the ids of `captures`.
     ///
     /// # Panics
-    /// When the cache is too small, or an id of `captures` exceeds the number of layers.
+    /// When a cache is too small, or an id of `captures` exceeds the number of layers.
     pub fn forward(
-        &self,
-        (ids, cache): (&[i64], &mut KvCache),
-        x: &mut [f32],
-        (captures, states): (&[u32], &mut [f32]),
-    ) {
-        self.run((ids, &mut [(cache, ids.len())]), x, (captures, states));
-    }
-
-    /// As [`Self::forward`], of several sequences with so many ids each, one after the other.
-    pub(super) fn run(
         &self,
         (ids, parts): (&[i64], &mut [(&mut KvCache, usize)]),
         x: &mut [f32],
@@ -196,7 +192,10 @@ impl Target {
             causal: true,
         };
         let norm_h = self.norm.weight.to_kind(Kind::Float);
+        let layer = self.config.family.architecture().layer_elements(&self.config, 0);
+        let is_small = layer <= SMALL_LAYER as f64;
         Some(FewRows {
+            most_tokens: if is_small { MOST_TOKENS } else { FEW },
             stack: Stack::new(shape, &layers, products),
             embedding,
             head: Head::of(head.packed(products, Layout::Plain)),
@@ -219,7 +218,7 @@ impl Target {
         let empty = |width: i64| Tensor::empty([rows, width], (Kind::Float, self.device()));
         let (mut hidden_td, mut states) = (empty(hidden), empty(captures.len() as i64 * hidden));
         let into = (captures, floats_mut(&mut states));
-        few.run((&ids, parts), floats_mut(&mut hidden_td), into);
+        few.forward((&ids, parts), floats_mut(&mut hidden_td), into);
         let state = |place: usize| states.narrow(1, place as i64 * hidden, hidden);
         CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
     }

@@ -165,16 +165,6 @@ pub(crate) trait Recurrence {
 
     /// The outputs [T, O] of tokens whose inputs are [T, C], after `state`; and the state after them.
     fn run(&self, inputs_tc: &Tensor, state: &State) -> (Tensor, State);
-
-    /// One token of each of several sequences: inputs [B, C], outputs [B, O]. Their states go on.
-    fn step(&self, inputs_bc: &Tensor, states: &mut [State]) -> Tensor {
-        let step = |(row, state): (usize, &mut State)| {
-            let (output, after) = self.run(&inputs_bc.narrow(0, row as i64, 1), state);
-            *state = after;
-            output
-        };
-        Tensor::cat(&states.iter_mut().enumerate().map(step).collect::<Vec<_>>(), 0)
-    }
 }
 
 /// A state: never written into, so that handles may be kept.

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use dflash_torch_sys::decode::{Layout, MAX_ROWS, Matrix, Products, Weight};
+use dflash_torch_sys::decode::{Layout, Matrix, Products, Weight};
 use tch::{Device, Kind, Tensor};
 
 use super::config::TargetConfig;
@@ -15,6 +15,9 @@ use super::embedding::Embedding;
 use super::head::EMBEDDING;
 use super::weights::Weights;
 use crate::Result;
+
+/// Rows that the packed passes multiply faster than tiles of many rows do.
+pub(super) const FEW: i64 = 32;
 
 /// Elements that are read from a file at a time: few against a model's, many against what a call costs.
 const PIECE: i64 = 2 << 20;
@@ -56,8 +59,7 @@ impl Packing {
             return Ok(None);
         }
         // The embedding is multiplied where there is no other output projection.
-        let is_multiplied =
-            |name: &str| config.tie_word_embeddings || !name.ends_with(EMBEDDING);
+        let is_multiplied = |name: &str| config.tie_word_embeddings || !name.ends_with(EMBEDDING);
         let products = match kind {
             Kind::BFloat16 => Products::Bfloat16,
             _ if weights.fit_bfloat16(|name| wanted(name) && is_multiplied(name))? => {
@@ -114,10 +116,7 @@ impl PackedWeight {
 
     /// The columns [I, o] of the outputs `ids_o`.
     pub(crate) fn columns(&self, ids_o: &Tensor) -> Tensor {
-        Embedding::shared(Arc::clone(&self.matrix), self.kind)
-            .rows(ids_o)
-            .tr()
-            .contiguous()
+        Embedding::shared(Arc::clone(&self.matrix), self.kind).rows(ids_o).tr().contiguous()
     }
 
     /// `x_ti W + b` [T, O].
@@ -187,5 +186,5 @@ fn float_rows(x_ti: &Tensor) -> Tensor {
 }
 
 fn is_few(x_ti: &Tensor) -> bool {
-    (1..=MAX_ROWS).contains(&x_ti.size()[0])
+    (1..=FEW).contains(&x_ti.size()[0])
 }

@@ -457,8 +457,13 @@ mod tests {
         let tensors = stored.each_ref().map(|(name, x)| ((*name).to_owned(), x.copy()));
         write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
-        let init =
-            Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard: Shard::WHOLE, packing: None };
+        let init = Init {
+            weights: Some(&weights),
+            options: OPTIONS,
+            prefix: "",
+            shard: Shard::WHOLE,
+            packing: None,
+        };
         let linear = init.linear(&spec(true)).unwrap();
         let (x, residual) = (random(&[5, 4]), random(&[5, 5]));
         let apart = |number: usize| x.linear(&stored[number].1, Some(&stored[number + 1].1));
@@ -487,7 +492,13 @@ mod tests {
         write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
         let of_rank = |shard| {
-            let init = Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard, packing: None };
+            let init = Init {
+                weights: Some(&weights),
+                options: OPTIONS,
+                prefix: "",
+                shard,
+                packing: None,
+            };
             let parts = &[("ab", Even(4)), ("ab", Even(2)), ("c", Even(2))];
             init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) }).unwrap()
         };
@@ -537,7 +548,13 @@ mod tests {
 
     #[test]
     fn fresh_parameters_are_trainable_leaves_named_once() {
-        let init = Init { weights: None, options: OPTIONS, prefix: "", shard: Shard::WHOLE, packing: None };
+        let init = Init {
+            weights: None,
+            options: OPTIONS,
+            prefix: "",
+            shard: Shard::WHOLE,
+            packing: None,
+        };
         let linear = init.linear(&spec(true)).unwrap();
         let names: Vec<_> = linear.parameters().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["m.fused.weight", "m.fused.bias"]);

@@ -17,8 +17,8 @@ const LAYERS: usize = 2;
 
 /// Qwen3's layers, 64 wide, in bfloat16; the second one sliding.
 fn target() -> Target {
-    let config = TargetConfig::qwen3(64, LAYERS, 50)
-        .with_dense(|dense| dense.windows = vec![None, Some(5)]);
+    let config =
+        TargetConfig::qwen3(64, LAYERS, 50).with_dense(|dense| dense.windows = vec![None, Some(5)]);
     let options = (Kind::BFloat16, GPU);
     let init = Init { weights: None, options, prefix: DEFAULT_PREFIX, shard: Shard::WHOLE };
     Target::build(config, &init).unwrap()

@@ -271,28 +271,9 @@ fn check(dir: &Path, kernels: Kernels) {
         };
         let decoded = decode(&target, &ids, prefill);
         assert_close("decoded logits", &decoded, &expected, TOLERANCE);
-        let decoded = decode_in_company(&target, &ids, prefill);
-        assert_close("logits decoded in a batch", &decoded, &expected, TOLERANCE);
         let last = states.get(states.size()[0] - 1);
         side_by_side(&target, &ids, (prefill, &last));
     });
-}
-
-/// The same logits from a batch, behind a shorter sequence and before one that ends early.
-fn decode_in_company(target: &Target, ids: &Tensor, prefill: i64) -> Tensor {
-    let ids = Vec::<i64>::try_from(ids).unwrap();
-    let (prompt, rest) = ids.split_at(prefill as usize);
-    let mut cache = target.new_batch_cache(3, ids.len() + 1);
-    let _ = target.prefill_batch(&[&ids[3..8], prompt, &ids[1..20]], &mut cache);
-    let mut rows = Vec::new();
-    for (step, &id) in rest.iter().enumerate() {
-        if step == 2 {
-            cache.swap_remove(2);
-        }
-        let ids: Vec<i64> = (0..cache.len()).map(|slot| if slot == 1 { id } else { 5 }).collect();
-        rows.push(target.decode_batch(&ids, &mut cache).narrow(0, 1, 1));
-    }
-    Tensor::cat(&rows, 0)
 }
 
 /// The tokens as the second of two packed documents, and, a block behind their prefill, as the second of

@@ -7,9 +7,9 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dflash_decode::{Models, ModelsConfig};
+use dflash_decode::{DraftSource, Models, ModelsConfig};
 use dflash_serve::{Error, Loader, Ready, serve};
-use dflash_settings::{Device, Dtype, ServeSettings};
+use dflash_settings::{Device, Dtype, ServeSettings, Speculate};
 use reqwest::{RequestBuilder, Response};
 use serde_json::{Value, json};
 
@@ -19,6 +19,7 @@ pub(crate) fn settings() -> ServeSettings {
     ServeSettings {
         target: "target".into(),
         draft: Some("draft".into()),
+        speculate: Speculate::Tokens(1024),
         served_model_name: Some("tiny".into()),
         host: "127.0.0.1".into(),
         port: 0,
@@ -57,7 +58,10 @@ impl Running {
         let config = ModelsConfig {
             target_dir: dir.path().join("target"),
             target_name: "target".into(),
-            draft_dir: settings.draft.as_ref().map(|_| dir.path().join("draft")),
+            draft: settings.draft.as_ref().map_or(DraftSource::None, |name| DraftSource::Trained {
+                name: name.clone(),
+                dir: dir.path().join("draft"),
+            }),
             allow_other_target: true,
             device: settings.device,
             dtype: settings.dtype,

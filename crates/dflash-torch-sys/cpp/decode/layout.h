@@ -77,6 +77,13 @@ inline bool divides_heads(const DflashPass& pass, int64_t threads) {
   return threads > 1 && all >= 4 * threads && 8 * most > 9 * all;
 }
 
+// As `divides_heads`, with so many threads or fewer, which is what a team may turn out to have.
+inline bool may_divide_heads(const DflashPass& pass, int64_t threads) {
+  for (int64_t t = 2; t <= threads; ++t)
+    if (divides_heads(pass, t)) return true;
+  return false;
+}
+
 // A thread's view of a pass's scratch memory.
 struct Scratch {
   float *qkv, *attended, *activated;
@@ -87,7 +94,7 @@ struct Scratch {
   // The thread's own: queries, scores, a part and what it is added to.
   float *queries = nullptr, *scores = nullptr, *part = nullptr, *joined = nullptr;
   int64_t size;
-  Scratch(const DflashPass& pass, int64_t thread, int64_t threads) {
+  Scratch(const DflashPass& pass, int64_t thread, bool has_parts) {
     const DflashShape& shape = *pass.shape;
     const Sizes sizes(shape);
     int64_t most_rows = 0, value_stride = 0, parts_size = 0;
@@ -102,7 +109,7 @@ struct Scratch {
     qkv = pieces.take(pass.rows * sizes.qkv);
     attended = pieces.take(pass.rows * sizes.query_width);
     activated = pieces.take(pass.rows * sizes.inner);
-    parts = pieces.take(divides_heads(pass, threads) ? parts_size : 0);
+    parts = pieces.take(has_parts ? parts_size : 0);
     const int64_t queries_count = most_rows * sizes.group;
     const int64_t normed_size = pass.rows * round_up(shape.hidden, 2);
     if (pass.rows > kFewRows) normed = pieces.take(normed_size);

@@ -163,7 +163,10 @@ impl Matrix {
         let runs = self.layout.runs(self.outputs, first..first + rows);
         // SAFETY: a contiguous tensor of float32, or of bfloat16 with an even number in each row.
         let words = unsafe {
-            std::slice::from_raw_parts(rows_oi.data_ptr().cast::<u32>(), self.words() * rows as usize)
+            std::slice::from_raw_parts(
+                rows_oi.data_ptr().cast::<u32>(),
+                self.words() * rows as usize,
+            )
         };
         self.panels.put(&runs, words, threads() as usize);
     }

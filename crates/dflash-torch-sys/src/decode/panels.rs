@@ -87,7 +87,8 @@ impl Panels {
         for tile in &mut tiles {
             sums.iter_mut().zip(tile).for_each(|(sum, &word)| *sum += u64::from(word));
         }
-        sums.iter().sum::<u64>() + tiles.remainder().iter().map(|&word| u64::from(word)).sum::<u64>()
+        sums.iter().sum::<u64>()
+            + tiles.remainder().iter().map(|&word| u64::from(word)).sum::<u64>()
     }
 
     /// Writes `rows` [columns, depth] to the columns of `runs`.

@@ -1,7 +1,6 @@
 //! What `cpp/decode.h` declares, field by field.
 
 use std::ffi::c_void;
-use std::ptr::null;
 
 use super::Products;
 
@@ -43,7 +42,7 @@ pub(super) struct KeysValues {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
     pub(super) rows: i64,
     pub(super) start: i64,
@@ -53,19 +52,6 @@ pub(super) struct Sequence {
     pub(super) held: *const KeysValues,
     pub(super) cosine: *const f32,
     pub(super) sine: *const f32,
-}
-
-impl Sequence {
-    pub(super) const NONE: Self = Self {
-        rows: 0,
-        start: 0,
-        positions: 0,
-        key_stride: 0,
-        value_stride: 0,
-        held: null(),
-        cosine: null(),
-        sine: null(),
-    };
 }
 
 #[repr(C)]

@@ -3,7 +3,7 @@
 //! Products run over the slots of all blocks; attention is that of each block alone. Shapes as in
 //! [`super`]; `n` counts the slots of all blocks, laid end to end.
 
-use dflash_torch_sys::decode::{Sequence, floats, floats_mut};
+use dflash_torch_sys::decode::{Outputs, Sequence, floats, floats_mut};
 use tch::{Tensor, no_grad};
 
 use super::{ContextCache, Draft, FewRows, float_copy, float_rows};
@@ -102,7 +102,7 @@ impl Draft {
         }
         let slots = blocks_nh.size()[0] / caches.len() as i64;
         if let Some(few) = self.few_rows().filter(|_| slots as usize <= FewRows::MAX_ROWS) {
-            return few.forward_blocks(caches, blocks_nh).to_kind(self.flat.kind());
+            return few.forward_groups(caches, blocks_nh).to_kind(self.flat.kind());
         }
         let rope = self.tables_of(caches.iter().map(|cache| (*cache, cache.length, slots)));
         let mut x = blocks_nh.shallow_clone();
@@ -128,7 +128,7 @@ impl Draft {
                     let first = cache.length;
                     self.extend_context(cache, &features_gk, first);
                 }
-                group => few.extend_group(group, floats(&float_rows(&features_gk))),
+                group => few.extend(group, floats(&float_rows(&features_gk))),
             }
         }
     }
@@ -181,27 +181,55 @@ fn group_length(parts: &[ContextPart<'_>]) -> usize {
 }
 
 impl FewRows {
-    fn extend_group(&self, group: &mut [ContextPart<'_>], features: &[f32]) {
-        for ContextPart { cache, rows } in &*group {
+    /// Appends the features [R, K, H] of accepted tokens to contexts, so many rows to each, one after the
+    /// other.
+    ///
+    /// # Panics
+    /// When a cache is full or is not of packed layers, or the rows are more than [`Self::MAX_ROWS`]:
+    /// bugs of the caller.
+    pub fn extend(&self, parts: &mut [ContextPart<'_>], features: &[f32]) {
+        for ContextPart { cache, rows } in &*parts {
             let room = cache.capacity - cache.length;
             assert!(*rows as i64 <= room, "the context cache is full");
         }
-        let sequences: Vec<Sequence<'_>> =
-            group.iter().map(|part| part.cache.rows(part.rows as i64)).collect();
-        self.stack.extend(features, (&self.fc, &self.norms.0), &sequences);
-        group.iter_mut().for_each(|part| part.cache.length += part.rows as i64);
+        let norm = (&self.fc, self.norms.0.as_slice());
+        match &*parts {
+            [part] => self.stack.extend(features, norm, &[part.cache.rows(part.rows as i64)]),
+            parts => {
+                let sequences: Vec<Sequence<'_>> =
+                    parts.iter().map(|part| part.cache.rows(part.rows as i64)).collect();
+                self.stack.extend(features, norm, &sequences);
+            }
+        }
+        parts.iter_mut().for_each(|part| part.cache.length += part.rows as i64);
+    }
+
+    /// Runs one block behind each context: `x` [S * B', H], the embeddings of [bonus token, MASK, ...]
+    /// each, becomes `norm(x)`, but for the first `unread` rows, whose output nobody reads.
+    ///
+    /// # Panics
+    /// As [`Self::extend`].
+    pub fn forward_blocks(&self, caches: &[&ContextCache], x: &mut [f32], unread: usize) {
+        let outputs = Outputs { final_norm: Some(&self.norms.1), unread, ..Outputs::default() };
+        let slots = (x.len() / self.hidden() / caches.len()) as i64;
+        match caches {
+            [cache] => self.stack.forward(x, &[cache.rows(slots)], outputs),
+            caches => {
+                let sequences: Vec<Sequence<'_>> =
+                    caches.iter().map(|cache| cache.rows(slots)).collect();
+                self.stack.forward(x, &sequences, outputs);
+            }
+        }
     }
 
     /// [`Draft::forward_blocks`], as many blocks in a pass as are few rows together; float32.
-    fn forward_blocks(&self, caches: &[&ContextCache], blocks_nh: &Tensor) -> Tensor {
+    fn forward_groups(&self, caches: &[&ContextCache], blocks_nh: &Tensor) -> Tensor {
         let slots = blocks_nh.size()[0] as usize / caches.len();
         let together = Self::MAX_ROWS / slots;
         let mut x_nh = float_copy(blocks_nh);
         let groups = floats_mut(&mut x_nh).chunks_mut(together * slots * self.hidden());
         for (x, caches) in groups.zip(caches.chunks(together)) {
-            let sequences: Vec<Sequence<'_>> =
-                caches.iter().map(|cache| cache.rows(slots as i64)).collect();
-            self.stack.forward(x, &sequences, self.outputs(0));
+            self.forward_blocks(caches, x, 0);
         }
         x_nh
     }

@@ -189,19 +189,6 @@ impl Recurrence for DeltaRule {
         let (out_bto, after) = self.advance(&inputs_ti.unsqueeze(0), &DeltaState::of(state));
         (out_bto.squeeze_dim(0), after.into())
     }
-
-    fn step(&self, inputs_bi: &Tensor, states: &mut [State]) -> Tensor {
-        let together = |part: usize| {
-            Tensor::cat(&states.iter().map(|state| &state.0[part]).collect::<Vec<_>>(), 0)
-        };
-        let state = DeltaState { recent_bwc: together(0), memory_bhkv: together(1) };
-        let (out_bto, after) = self.advance(&inputs_bi.unsqueeze(1), &state);
-        for (row, state) in states.iter_mut().enumerate() {
-            let own = |x: &Tensor| x.narrow(0, row as i64, 1);
-            *state = State(vec![own(&after.recent_bwc), own(&after.memory_bhkv)]);
-        }
-        out_bto.squeeze_dim(1)
-    }
 }
 
 impl DeltaState {
