@@ -3,8 +3,8 @@
 mod blocks;
 
 use dflash_torch_sys::decode::{
-    Cache, LayerWeights, MAX_ROWS, Matrix, Products, Projection, Sequence, Shape, Stack,
-    Weight, floats, floats_mut, takes,
+    Cache, LayerWeights, MAX_ROWS, Matrix, Products, Projection, Sequence, Shape, Stack, Weight,
+    floats, floats_mut, takes,
 };
 use dflash_torch_sys::flash::Window;
 use dflash_torch_sys::kernels::Kernels;
