@@ -285,6 +285,9 @@ impl<'a> Engine<'a> {
         );
         let id = SequenceId(self.next_id);
         self.next_id += 1;
+        // Whether it drafts changes no text.
+        let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);
+        let request = Request { speculative: drafts, ..request };
         let caches = self.new_caches(&request);
         self.sequences.push(Sequence::new(id, request, self.target, caches));
         id

@@ -159,26 +159,11 @@ impl Sampler {
         let (rows, tokens) = (size[0], size[1]);
         let members = (tokens + GROUPS - 1) / GROUPS;
         let groups = (tokens + members - 1) / members;
-        let (waits, uniform) = self.random(first, (rows, groups));
-        let device = weights_rv.device();
-        let of_group_rmg = weights_rv
-            .constant_pad_nd([0, members * groups - tokens])
-            .view([rows, members, groups]);
-        let shares_rg = of_group_rmg.sum_dim_intlist([1i64].as_slice(), false, Kind::Double);
-        let waits_rg = Tensor::from_slice(&waits).view([rows, groups]).to_device(device);
-        let first_r = (waits_rg / shares_rg).argmin(-1, false);
-        if members == 1 {
-            return to_host(&first_r);
+        let random = self.random(first, (rows, groups));
+        match weights_rv.device() {
+            Device::Cpu => draw_on_host(weights_rv, groups as usize, random),
+            _ => draw_by_tensors(weights_rv, (members, groups), random),
         }
-        let at_r11 = first_r.view([rows, 1, 1]).expand([-1, members, 1], false);
-        let cumulative_rm =
-            of_group_rmg.gather(2, &at_r11, false).squeeze_dim(2).cumsum(-1, Kind::Double);
-        let total_r1 = cumulative_rm.narrow(1, members - 1, 1);
-        let drawn_r1 = Tensor::from_slice(&uniform).to_device(device).unsqueeze(1) * total_r1;
-        // The first whose cumulative weight exceeds the draw; one of weight 0 never does.
-        let member = drawn_r1.searchsorted(&cumulative_rm, false, true, "right", None::<&Tensor>);
-        let member_r = member.flatten(0, -1).clamp_max(members - 1);
-        to_host(&(member_r * groups + first_r))
     }
 
     /// Waiting times [R, G] of the groups at the positions from `first` on, and a number in (0, 1) `[R]`
@@ -195,6 +180,61 @@ impl Sampler {
         }
         (waits, uniform)
     }
+}
+
+/// [`Sampler::draw`] without a dozen operations on tensors, which take longer than a small target's pass.
+fn draw_on_host(
+    weights_rv: &Tensor,
+    groups: usize,
+    (waits, uniform): (Vec<f64>, Vec<f64>),
+) -> Vec<i64> {
+    let weights = Vec::<f64>::try_from(weights_rv.to_kind(Kind::Double).flatten(0, -1));
+    let weights = weights.expect("weights are float64");
+    let rows = weights.chunks(weights_rv.size()[1] as usize);
+    let mut shares = vec![0.0; groups];
+    let draw = |(row, (waits, uniform)): (&[f64], (&[f64], f64))| {
+        shares.fill(0.0);
+        for each in row.chunks(groups) {
+            shares.iter_mut().zip(each).for_each(|(share, weight)| *share += weight);
+        }
+        let wait = |group: &usize| waits[*group] / shares[*group];
+        let first = (0..groups).min_by(|a, b| wait(a).total_cmp(&wait(b))).unwrap_or(0);
+        let drawn = uniform * shares[first];
+        let mut cumulative = 0.0;
+        let of_group = (first..row.len()).step_by(groups);
+        let chosen = of_group.clone().find(|&id| {
+            cumulative += row[id];
+            cumulative > drawn
+        });
+        // Where rounding leaves the sum below the draw, the last that can be said.
+        let last = || of_group.rev().find(|&id| row[id] > 0.0).unwrap_or(first);
+        chosen.unwrap_or_else(last) as i64
+    };
+    rows.zip(waits.chunks(groups).zip(uniform)).map(draw).collect()
+}
+
+/// The same where weights lie on a GPU: only what was drawn travels.
+fn draw_by_tensors(
+    weights_rv: &Tensor,
+    (members, groups): (i64, i64),
+    (waits, uniform): (Vec<f64>, Vec<f64>),
+) -> Vec<i64> {
+    let (rows, device) = (weights_rv.size()[0], weights_rv.device());
+    let of_group_rmg = weights_rv
+        .constant_pad_nd([0, members * groups - weights_rv.size()[1]])
+        .view([rows, members, groups]);
+    let shares_rg = of_group_rmg.sum_dim_intlist([1i64].as_slice(), false, Kind::Double);
+    let waits_rg = Tensor::from_slice(&waits).view([rows, groups]).to_device(device);
+    let first_r = (waits_rg / shares_rg).argmin(-1, false);
+    let at_r11 = first_r.view([rows, 1, 1]).expand([-1, members, 1], false);
+    let cumulative_rm =
+        of_group_rmg.gather(2, &at_r11, false).squeeze_dim(2).cumsum(-1, Kind::Double);
+    let total_r1 = cumulative_rm.narrow(1, members - 1, 1);
+    let drawn_r1 = Tensor::from_slice(&uniform).to_device(device).unsqueeze(1) * total_r1;
+    // The first whose cumulative weight exceeds the draw; one of weight 0 never does.
+    let member = drawn_r1.searchsorted(&cumulative_rm, false, true, "right", None::<&Tensor>);
+    let member_r = member.flatten(0, -1).clamp_max(members - 1);
+    to_host(&(member_r * groups + first_r))
 }
 
 #[cfg(test)]
@@ -240,6 +280,22 @@ mod tests {
             // Three standard deviations of 20,000 draws are below 0.01.
             assert!((share(one) - 0.25).abs() < 0.01, "{tokens} {one}: {}", share(one));
             assert_eq!(share(one) + share(other), 1.0);
+        }
+    }
+
+    #[test]
+    fn draws_on_the_host_are_those_by_tensors() {
+        let _alone = dflash_test_support::alone();
+        tch::manual_seed(6);
+        let sampler = Sampler::new(Sampling::at(1.0), 9);
+        for tokens in [3, 255, 256, 257, 1000, 5000] {
+            let logits = Tensor::randn([30, tokens], (Kind::Double, Device::Cpu)) * 3.0;
+            let weights = logits.softmax(-1, Kind::Double);
+            let members = (tokens + GROUPS - 1) / GROUPS;
+            let groups = (tokens + members - 1) / members;
+            let random = || sampler.random(4, (30, groups));
+            let host = draw_on_host(&weights, groups as usize, random());
+            assert_eq!(host, draw_by_tensors(&weights, (members, groups), random()), "{tokens}");
         }
     }
 

@@ -11,6 +11,9 @@ use dflash_settings::Speculate;
 const KNOTS: [usize; 16] = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024];
 /// Of a time that was measured a step before, how much remains beside the next measurement.
 const KEPT_TIME: f64 = 0.95;
+/// After so many steps without a measurement a time counts half, after twice as many a third: what was
+/// slow once is tried again.
+const OLD: f64 = 2000.0;
 /// A measurement says no more than so many times what was known: a thread may have waited.
 const LONGEST: f64 = 2.0;
 /// What is thought of a slot before it was tried, and with the weight of how many tries.
@@ -24,6 +27,10 @@ const KEPT_IDLE: f64 = 0.995;
 const OWN_WEIGHT: f64 = 1.5;
 /// Share of the time that blocks may cost which are tried because none was for long.
 const TRIALS: f64 = 0.01;
+/// By how much proposals must pay for a sequence to begin with a draft's context, whose prompt costs time;
+/// and of those that begin without, one in so many has it all the same, so that it is known when they pay.
+const WORTH: f64 = 1.03;
+const TRIED: usize = 8;
 /// Chances below which slots are left out, tried one after the other where many sequences share a step.
 const CUTS: [f64; 12] = [0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9];
 
@@ -74,13 +81,15 @@ pub(super) struct Lengths {
     slots: Vec<(f64, f64)>,
     /// Seconds that trials may still cost.
     credit: f64,
+    /// Sequences that did not seem worth a draft's context.
+    unworthy: usize,
 }
 
 impl Lengths {
     pub(super) fn new(speculate: Speculate, most: usize, drafts: bool) -> Self {
         let slots = vec![(0.0, 0.0); most];
         let (verify, draft) = (Times::default(), Times::default());
-        Self { speculate, drafts, verify, draft, slots, credit: 0.0 }
+        Self { speculate, drafts, verify, draft, slots, credit: 0.0, unworthy: 0 }
     }
 
     pub(super) fn is_auto(&self) -> bool {
@@ -94,6 +103,24 @@ impl Lengths {
             Speculate::Off => 0,
             Speculate::Tokens(tokens) => tokens.min(self.slots.len()),
         }
+    }
+
+    /// Whether a sequence that begins as one of so many is to have a draft's context.
+    pub(super) fn is_worth_context(&mut self, sequences: usize) -> bool {
+        if !(self.is_auto() && self.drafts) {
+            return true;
+        }
+        let shares: Vec<f64> = self.shares().collect();
+        let most = shares.len();
+        let any =
+            Choice { at: 0, acceptance: Acceptance::default(), most, proposals: 0, saving: 0.0 };
+        let all: Vec<Chances> = (0..sequences).map(|_| Chances::of(&any, &shares)).collect();
+        let without = self.value(&all, |_| 0);
+        if (1..=most).any(|length| self.value(&all, |_| length) > WORTH * without) {
+            return true;
+        }
+        self.unworthy += 1;
+        self.unworthy % TRIED == 1
     }
 
     /// Keeps what a step took.
@@ -190,7 +217,8 @@ impl Lengths {
 
     fn seconds(&self, rows: usize, drafting: usize) -> f64 {
         let drafting = if self.drafts { drafting } else { 0 };
-        self.verify.of(rows) + self.draft.of(drafting)
+        // However old its time, no pass is faster than that of one row.
+        self.verify.of(rows).max(self.verify.of(1)) + self.draft.of(drafting)
     }
 
     /// Lets the sequence that has gone without a block for longest try one, where the time for that has
@@ -264,7 +292,11 @@ impl Times {
         }
         let known = || {
             let times = KNOTS.iter().zip(&self.known);
-            times.filter_map(|(&knot, time)| Some((knot as f64, time.as_ref()?.0)))
+            times.filter_map(|(&knot, time)| {
+                let (time, last) = (*time)?;
+                let age = (self.step - last) as f64;
+                Some((knot as f64, time / (1.0 + age / OLD)))
+            })
         };
         let size = size as f64;
         let below = known().take_while(|(knot, _)| *knot <= size).last();
@@ -424,6 +456,16 @@ mod tests {
             chosen[steps.clone()].iter().sum::<usize>() as f64 / steps.len() as f64
         };
         assert!(mean(50..100) > 6.0 && mean(200..300) < 0.5 && mean(500..600) > 5.0, "{chosen:?}");
+    }
+
+    #[test]
+    fn a_context_is_made_where_proposals_pay_and_now_and_then_where_not() {
+        let made = |machine: &Machine| {
+            let mut lengths = machine.lengths(Speculate::Auto);
+            (0..32).filter(|_| lengths.is_worth_context(4)).count()
+        };
+        assert_eq!(made(&Machine { first: 50.0, more: 0.3, draft: 1.0 }), 32);
+        assert_eq!(made(&Machine { first: 1.0, more: 0.9, draft: 2.0 }), 32 / TRIED);
     }
 
     #[test]
