@@ -197,7 +197,7 @@ impl Target {
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
         if kernels != Kernels::Fast {
-            self.embedding = Embedding::table(self.embedding.whole());
+            self.embedding = Embedding::table(self.embedding.whole().contiguous());
             if let LmHead::Own(linear) = &mut self.lm_head {
                 linear.unpack();
             }
