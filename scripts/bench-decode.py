@@ -95,12 +95,13 @@ def transformers(target, prompts, count, tokens, dtype):
 def table(path):
     found, taus = {}, {}
     for line in rows(path):
-        key, run = (line["engine"], line["dtype"]), line["run"]
+        level = line.get("level", "best")
+        key, run = (line["engine"], line["dtype"] + ("" if level == "best" else f", {level}")), line["run"]
         speeds = found.setdefault(key, {"plain": [], "speculative": []})
         if run is None:
             continue
         if line["way"] == "both":
-            taus[line["dtype"]] = run["acceptance_length"]
+            taus[key[1]] = run["acceptance_length"]
             for way in speeds:
                 speeds[way].append(run[way])
         else:

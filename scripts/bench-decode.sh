@@ -7,7 +7,9 @@
 #                                          engines: ours llama.cpp vllm transformers (default: all)
 #
 # COUNT (100) prompts, TOKENS (220) new tokens at most, ROUNDS (1) turns, DTYPES ("float32 bfloat16"),
-# THREADS (2). LLAMA_CPP and VLLM_CPU are scripts with `install` and `serve` (llama.cpp's with
+# THREADS (2), LEVELS of the processor's instructions, such as "avx2 avx512" (default: all that it has; `dflash
+# cpu-levels` lists them), at which ours run, llama.cpp is built and Transformers' libtorch computes; vLLM chooses
+# for itself, and llama.cpp knows baseline, avx2 and avx512: others are left out at a level. LLAMA_CPP and VLLM_CPU are scripts with `install` and `serve` (llama.cpp's with
 # `convert` too), PEER_PYTHON an interpreter with transformers, which decodes plainly only. An engine
 # whose script or interpreter is absent is left out, and the table says so.
 set -euo pipefail
@@ -17,6 +19,7 @@ readonly target=$(realpath "${TARGET:?a directory of the target model}")
 readonly draft=$(realpath "${DRAFT:?a directory of the drafter}")
 readonly prompts=${PROMPTS:?a file of prompts}
 readonly count=${COUNT:-100} tokens=${TOKENS:-220} rounds=${ROUNDS:-1} threads=${THREADS:-2}
+readonly levels=${LEVELS:-best}
 readonly dtypes=${DTYPES:-float32 bfloat16}
 readonly llama_cpp=${LLAMA_CPP:-../shared/tools/llama_cpp.sh}
 readonly vllm=${VLLM_CPU:-../shared/tools/vllm_cpu.sh}
@@ -31,10 +34,12 @@ main() {
   mkdir -p "$out" && : >"$lines"
   trap stop EXIT
   for round in $(seq "$rounds"); do
-    for dtype in $dtypes; do
-      for engine in "${engines[@]}"; do
-        echo "bench-decode: round $round of $rounds, $engine, $dtype" >&2
-        "run_${engine//./_}" "$dtype"
+    for level in $levels; do
+      for dtype in $dtypes; do
+        for engine in "${engines[@]}"; do
+          echo "bench-decode: round $round of $rounds, $engine, $dtype, level $level" >&2
+          "run_${engine//./_}" "$dtype"
+        done
       done
     done
   done
@@ -42,18 +47,30 @@ main() {
 }
 
 # One line of results: engine, dtype, way, what was measured.
-record() { printf '{"engine": "%s", "dtype": "%s", "way": "%s", "run": %s}\n' "$1" "$2" "$3" "$4" >>"$lines"; }
+record() {
+  printf '{"engine": "%s", "level": "%s", "dtype": "%s", "way": "%s", "run": %s}\n' "$1" "$level" "$2" "$3" "$4" >>"$lines"
+}
+
+# The variables of the level, for what is not ours.
+variables() { target/release/dflash cpu-levels | sed -n "s/^$level //p"; }
 
 run_ours() {
   record ours "$1" both "$(OMP_NUM_THREADS=$threads target/release/dflash bench decode --json --device cpu \
     --target "$target" --draft "$draft" --prompts "$prompts" --limit "$count" --max-new-tokens "$tokens" \
-    --dtype "$1" 2>"$out/ours.log")"
+    --dtype "$1" $([ "$level" = best ] || echo "--cpu-level $level") 2>"$out/ours.log")"
 }
 
 run_llama_cpp() {
   [ -f "$llama_cpp" ] || { record llama.cpp "$1" plain null; return; }
   local files=$out/gguf-$1 type=f32
   [ "$1" = bfloat16 ] && type=bf16
+  # One built for the level.
+  local -x LEVEL=$level
+  case $level in
+    best) LEVEL= ;;
+    baseline | avx2 | avx512) ;;
+    *) record llama.cpp "$1" plain null; return ;;
+  esac
   [ -f "$files/draft.gguf" ] || OUTTYPE=$type bash "$llama_cpp" convert "$target" "$draft" "$files" >&2
   PLAIN=1 THREADS=$threads serve "$out/llama.log" "$llama_cpp" serve "$files"
   record llama.cpp "$1" plain "$(ask)"
@@ -64,7 +81,7 @@ run_llama_cpp() {
 }
 
 run_vllm() {
-  [ -f "$vllm" ] || { record vllm "$1" plain null; return; }
+  [ -f "$vllm" ] && [ "$level" = best ] || { record vllm "$1" plain null; return; }
   local block
   block=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["block_size"])' "$draft/config.json")
   local flags=(--dtype "$1" --max-model-len "${MAX_MODEL_LEN:-1024}")
@@ -79,7 +96,7 @@ run_vllm() {
 
 run_transformers() {
   [ -x "$peer_python" ] || { record transformers "$1" plain null; return; }
-  record transformers "$1" plain "$(OMP_NUM_THREADS=$threads "$peer_python" scripts/bench-decode.py \
+  record transformers "$1" plain "$(env OMP_NUM_THREADS=$threads $(variables) "$peer_python" scripts/bench-decode.py \
     transformers "$target" "$prompts" "$count" "$tokens" "$1" 2>"$out/transformers.log" | tail -n 1)"
 }
 

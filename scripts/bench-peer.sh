@@ -6,6 +6,7 @@
 #
 # PEER_PYTHON is an interpreter with speculators; PEER_SCRIPT prints its JSON line (same keys as
 # `dflash bench train-step --json`). ROUNDS (3) runs of each side, STEPS (5) steps a run.
+# LEVEL (avx2, avx512, ...) limits both sides to a level of the processor's instructions.
 # p and q are for a GPU and a target of 8 billion weights, such as scripts/random_target.py makes up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +17,9 @@ readonly peer_script=${PEER_SCRIPT:-../shared/tools/bench_speculators_step.py}
 readonly rounds=${ROUNDS:-3} steps=${STEPS:-5}
 readonly device=${DEVICE:-cpu}
 readonly out=${OUT:-target/bench-peer.jsonl}
+
+# The peer's libtorch takes the level's variables too.
+[ -z "${LEVEL:-}" ] || export $(target/release/dflash cpu-levels | sed -n "s/^$LEVEL //p")
 
 # tokens, anchors, documents; 5 layers, 5 captures, blocks of 16 in each
 declare -A shapes=([a]="2048 128 8" [b]="4096 512 4" [c]="8192 1024 8" [p]="768 256 1" [q]="3072 512 4")

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Times what a user waits for: the start of the front program and of the engine, a training step,
-# and a save of 1.3 GB of state, whose memory it measures too. TARGET names the target whose dimensions the step takes; by default the demo's shape.
+# the products of decoding, and a save of 1.3 GB of state, whose memory it measures too. TARGET names the target whose dimensions the step takes; by default the demo's shape.
+# LEVELS, such as "avx2 avx512" or all, are the levels of the processor's instructions that the step takes, one after
+# the other; by default all instructions that the processor has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,8 +29,15 @@ row "engine to its first check (a missing model directory)" \
 target=${TARGET:-target/bench/target}
 [ -n "${TARGET:-}" ] ||
   "$dflash" demo-target --output target/bench --rows 20 --held-out 1 --steps 1 >/dev/null 2>&1
+[ "${LEVELS:-}" != all ] || LEVELS=$("$dflash" cpu-levels | cut -d ' ' -f 1)
+for level in ${LEVELS:-best}; do
+  echo
+  "$dflash" bench train-step --target "$target" $([ "$level" = best ] || echo "--cpu-level $level")
+done
+
+# The products of decoding at every level, beside what bounds them.
 echo
-"$dflash" bench train-step --target "$target"
+env -u LIBTORCH cargo run --release --quiet -p dflash-torch-sys --example kernels
 
 # Seven layers make 1.3 GB. The build is that of `make test`.
 echo

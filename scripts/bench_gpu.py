@@ -2,22 +2,24 @@
 """Measure what can only be measured on a GPU, from a bundle that needs no toolchain and no network.
 
 usage: bench_gpu.py pack BUNDLE                   in the source tree, after `make build`
-       bench_gpu.py run BUNDLE [STAGE...] [--device cuda] [--out FILE] [--small]
+       bench_gpu.py run BUNDLE [STAGE...] [--device cuda] [--out FILE] [--scratch DIR] [--small]
 
 A bundle holds the programs, the tests that run on any device, the reference vectors and these scripts. With
 PEER_PYTHON=PYTHON, an interpreter that has speculators, also its versions of that and of what it needs beside torch, made
 for the Python of the GPU's machine (PEER_VERSION, 3.12) by pip. Stages, all by default:
 
   machine   what the doctor finds, and the driver
-  parity    every reference vector, random attention and the leak test, in float32 and bfloat16
-  tiny      300 steps on a tiny target: losses on the device against the CPU's, and the rate in bfloat16
   step      `dflash bench train-step` at the shapes of three targets, beside `dflash plan`'s budget and the peer's step
-  line      a target of Qwen3-8B's shape with random weights: server, trainer and eval on one device
+  tiny      300 steps on a tiny target: losses on the device against the CPU's, the rate in bfloat16, and decoding with that draft
+  line      a target of Qwen3-8B's shape with random weights: server, trainer, trainer and target in one process, and eval
+  parity    every reference vector, random attention and the leak test, in float32 and bfloat16
 
-Each stage adds its figures to the JSON of results (--out), also when it fails; the exit status says whether one did.
-Stages write to a scratch directory (TMPDIR), `line` about 20 GB. --small takes small shapes: the rehearsal on a CPU.
+Figures go to the JSON of results (--out) as they come, also when a stage fails or is killed, and stay there when other stages
+run later; the exit status says whether one failed. Stages write to a scratch directory, `line` about 35 GB: one of TMPDIR that
+goes in the end, or --scratch, which stays and spares the next call what the last one made. --small takes small shapes: the
+rehearsal on a CPU.
 """
-import argparse, contextlib, json, os, pathlib, re, shutil, signal, statistics, subprocess, sys, tempfile, time
+import argparse, contextlib, json, os, pathlib, re, shutil, signal, statistics, subprocess, sys, tempfile, time, zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 PROGRAMS = ["dflash", "dflash-engine"]
@@ -55,6 +57,8 @@ SMALL_SHAPES = {"small": (SMALL, 256, 32, 2), "small-dense": (SMALL, 256, 96, 2)
 # Relative difference of two losses: of one of the first 20 steps, and of the mean of the last 50. Later single steps part,
 # since each rounding is carried on.
 FIRST_STEPS, FIRST_BOUND, LAST_STEPS, LAST_BOUND = 20, 1e-3, 50, 2e-2
+# What a test binary may take on a device; on a CPU, which rehearses, it is slower.
+PARITY_SECONDS = int(os.environ.get("PARITY_SECONDS", 300))
 
 
 class Failed(Exception):
@@ -123,7 +127,7 @@ class Bench:
     def __init__(self, bundle, device, small, scratch):
         self.bundle, self.device, self.small, self.scratch = bundle.resolve(), device, small, scratch
         self.dflash = self.bundle / "bin" / "dflash"
-        self.known_targets = {}
+        self.note = lambda figures: None
 
     # What stages share.
 
@@ -146,20 +150,23 @@ class Bench:
 
     def target(self, shape, full=False):
         "A directory with a target of random weights."
-        key = json.dumps([shape, full])
-        if key not in self.known_targets:
-            where = self.scratch / f"target-{len(self.known_targets)}"
-            pairs = [f"{name}={json.dumps(value)}" for name, value in shape.items()]
-            self.say([sys.executable, self.bundle / "scripts" / "random_target.py", where, *(["--full"] if full else []), *pairs])
-            self.known_targets[key] = where
-        return self.known_targets[key]
+        pairs = [f"{name}={json.dumps(value)}" for name, value in shape.items()]
+        where = self.scratch / f"target-{zlib.crc32(' '.join([*pairs, str(full)]).encode()):08x}"
+        if not where.exists():
+            aside = where.with_suffix(".part")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.say([sys.executable, self.bundle / "scripts" / "random_target.py", aside, *(["--full"] if full else []), *pairs])
+            aside.rename(where)
+        return where
 
     def demo(self):
         "The demo's corpus, prompts and tiny trained target, and a dataset of it."
-        where = self.scratch / "demo"
+        where, aside = self.scratch / "demo", self.scratch / "demo.part"
         if not where.exists():
+            shutil.rmtree(aside, ignore_errors=True)
             rows = ["--rows", 300, "--held-out", 8, "--steps", 20] if self.small else ["--rows", 3000, "--held-out", 32]
-            self.ours("demo-target", "--output", where, *rows)
+            self.ours("demo-target", "--output", aside, *rows)
+            aside.rename(where)
         return where
 
     def prepare(self, target, length):
@@ -192,8 +199,10 @@ class Bench:
     def train(self, name, target, endpoint, device, *flags):
         "A run; its metric lines."
         out = self.scratch / name
-        self.ours("train", "--target", target, "--data-path", self.prepare(target, 2048), "--vllm-endpoint", endpoint, "--save-path", out,
-                  "--device", device, "--log-every", 1, "--no-epoch-checkpoints", *flags)
+        shutil.rmtree(out, ignore_errors=True)
+        source = ["--vllm-endpoint", endpoint] if endpoint else ["--colocate"]
+        self.ours("train", "--target", target, "--data-path", self.prepare(target, 2048), *source, "--save-path", out,
+                  "--device", device, "--no-epoch-checkpoints", *flags)
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     # The stages: each returns its figures, and raises Failed with those that show why.
@@ -216,11 +225,20 @@ class Bench:
                     continue
                 place = dict(DFLASH_TEST_DEVICE=self.device, DFLASH_TEST_DTYPE=kind, DFLASH_GOLDEN_OWN=str(self.bundle / "golden"),
                              LD_LIBRARY_PATH=f"{libtorch[1]}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}")
-                done = subprocess.run([self.bundle / "tests" / name], capture_output=True, text=True, env=os.environ | place, cwd=self.scratch)
+                try:
+                    done = subprocess.run([self.bundle / "tests" / name], capture_output=True, text=True, env=os.environ | place, cwd=self.scratch,
+                                          timeout=PARITY_SECONDS)
+                except subprocess.TimeoutExpired as error:
+                    figures[f"{name} {kind}"] = dict(seconds=PARITY_SECONDS, finished=False)
+                    failures.append(f"{name} in {kind}: not done after {PARITY_SECONDS} s:\n" + (error.stdout or b"").decode(errors="replace")[-2000:])
+                    self.note(figures)
+                    continue
                 counts = re.search(r"(\d+) passed; (\d+) failed", done.stdout)
                 figures[f"{name} {kind}"] = dict(passed=int(counts[1]), failed=int(counts[2])) if counts else dict(status=done.returncode)
                 if done.returncode != 0 or not counts:
-                    failures.append(f"{name} in {kind}:\n" + (done.stdout + done.stderr)[-3000:])
+                    failed = "\n".join(re.findall(r"^test .* FAILED$|^.*panicked at.*\n.*", done.stdout + done.stderr, re.M))
+                    failures.append(f"{name} in {kind}:\n" + (failed + "\n" + (done.stdout + done.stderr)[-1000:])[:6000])
+                self.note(figures)
         if failures:
             raise Failed("\n".join(failures), figures)
         return figures
@@ -231,15 +249,22 @@ class Bench:
         shape = ["--num-layers", 4, "--block-size", 8, "--target-layer-ids", 2, 3, 5, 6, "--total-seq-len", 2048, "--max-anchors", 64 if self.small else 256,
                  "--anchors-per-sequence", 256, "--max-steps", steps, "--seed", 1]
         with self.server(target, "--dtype", "float32", "--wire-dtype", "f32", "--target-layer-ids", 2, 3, 5, 6) as endpoint:
-            runs = {name: self.train(name, target, endpoint, device, "--compute-dtype", kind, *shape)
+            runs = {name: self.train(name, target, endpoint, device, "--compute-dtype", kind, "--log-every", 1, *shape)
                     for name, device, kind in (("cpu", "cpu", "float32"), ("device", self.device, "float32"), ("device-bf16", self.device, "bfloat16"))}
+            # What a line of the log costs: it waits for the device.
+            runs["device-bf16-few-lines"] = self.train("few-lines", target, endpoint, self.device, "--compute-dtype", "bfloat16", "--log-every", steps // 4, *shape)
+        rates = {name: statistics.median(line["slots_per_s"] for line in lines[1:]) for name, lines in runs.items()}
+        del runs["device-bf16-few-lines"]
         losses = {name: [line["loss"] for line in lines] for name, lines in runs.items()}
         mean = lambda name: statistics.fmean(losses[name][-LAST_STEPS:])
         apart = lambda a, b: abs(a - b) / abs(b)
         figures = dict(
             steps=steps, first_steps_apart=max(map(apart, losses["device"][:FIRST_STEPS], losses["cpu"][:FIRST_STEPS])),
             last_steps_apart=apart(mean("device"), mean("cpu")), last_steps_apart_bf16=apart(mean("device-bf16"), mean("cpu")),
-            loss={name: mean(name) for name in losses}, slots_per_s={name: statistics.median(line["slots_per_s"] for line in lines[5:]) for name, lines in runs.items()})
+            loss={name: mean(name) for name in losses}, slots_per_s=rates)
+        self.note(figures)
+        figures["decode"] = json.loads(self.ours("bench", "decode", "--target", target, "--draft", self.scratch / "device-bf16", "--prompts", self.demo() / "prompts.jsonl",
+                                                 "--limit", 2 if self.small else 16, "--max-new-tokens", 128, "--device", self.device, "--json").strip().splitlines()[-1])
         if any(len(found) != steps for found in losses.values()):
             raise Failed(f"{ {name: len(found) for name, found in losses.items()} } lines of {steps} steps", figures)
         if not (figures["first_steps_apart"] <= FIRST_BOUND and figures["last_steps_apart"] <= LAST_BOUND and figures["last_steps_apart_bf16"] <= LAST_BOUND):
@@ -267,6 +292,7 @@ class Bench:
                 figures[name]["times_as_long_as_computed"] = figures[name]["ours"]["step_ms"] / figures[name]["computed"]["step_ms"]
             if all(isinstance(figures[name].get(side), dict) for side in ("ours", "peer")):
                 figures[name]["times_as_fast"] = figures[name]["peer"]["step_ms"] / figures[name]["ours"]["step_ms"]
+            self.note(figures)
         if failures:
             raise Failed("\n".join(failures), figures)
         return figures
@@ -296,26 +322,40 @@ class Bench:
                 shutil.copy(demo / "target" / name, target / name)
         ids = ["2", "3", "4"] if self.small else ["2", "10", "18", "26", "34"]
         figures, steps = {}, 4 if self.small else 20
+        flags = ["--target-layer-ids", *ids, "--total-seq-len", 512 if self.small else 8192, "--max-anchors", 32 if self.small else 512, "--max-steps", steps,
+                 "--num-layers", 2 if self.small else 5, "--mask-token-id", 1000, "--log-every", 2 if self.small else 5]
+        told = ("loss", "slots_per_s", "tokens_per_s", "tflops", "mfu", "peak_memory_mib", "data_wait_share")
         with self.server(target, "--target-layer-ids", *ids) as endpoint:
-            flags = ["--target-layer-ids", *ids, "--total-seq-len", 512 if self.small else 8192, "--max-anchors", 32 if self.small else 512, "--max-steps", steps,
-                     "--num-layers", 2 if self.small else 5, "--mask-token-id", 1000]
             lines = self.train("line", target, endpoint, self.device, *flags)
-        last = lines[-1]
-        figures["train"] = {key: last[key] for key in ("loss", "slots_per_s", "tokens_per_s", "tflops", "mfu", "peak_memory_mib", "data_wait_share")}
+        figures["train"] = {key: lines[-1][key] for key in told}
+        self.note(figures)
+        together = self.train("line-together", target, None, self.device, *flags)
+        figures["train_colocated"] = {key: together[-1][key] for key in told}
+        self.note(figures)
         report = self.scratch / "eval.json"
         self.ours("eval", "--target", target, "--draft", self.scratch / "line", "--prompts", demo / "prompts.jsonl", "--limit", 2 if self.small else 8,
                   "--max-new-tokens", 32, "--device", self.device, "--json", report)
         found = json.loads(report.read_text())
         figures["eval"] = {key: found[key] for key in ("responses", "tokens", "acceptance_length", "tokens_per_second", "lossless", "memory", "device")}
-        if len(lines) != steps:
-            raise Failed(f"{len(lines)} metric lines of {steps} steps", figures)
+        if lines[-1]["step"] != steps:
+            raise Failed(f"the last metric line is of step {lines[-1]['step']}, not of {steps}", figures)
         return figures
 
 
-STAGES = [Bench.machine, Bench.parity, Bench.tiny, Bench.step, Bench.line]
+STAGES = [Bench.machine, Bench.step, Bench.tiny, Bench.line, Bench.parity]
 
 
-def run(bundle, names, device, out, small):
+@contextlib.contextmanager
+def scratch_directory(named):
+    if named:
+        named.mkdir(parents=True, exist_ok=True)
+        yield named.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="dflash-bench-gpu-") as scratch:
+            yield pathlib.Path(scratch)
+
+
+def run(bundle, names, device, out, small, scratch):
     known = {stage.__name__: stage for stage in STAGES}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -326,21 +366,26 @@ def run(bundle, names, device, out, small):
     if out.exists():
         results["stages"] = json.loads(out.read_text())["stages"]
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="dflash-bench-gpu-") as scratch:
-        bench = Bench(bundle, device, small, pathlib.Path(scratch))
+
+    def keep(name, result, begun):
+        result["seconds"] = round(time.monotonic() - begun, 1)
+        results["stages"][name] = result
+        whole = out.with_suffix(".part")
+        whole.write_text(json.dumps(results, indent=1))
+        whole.replace(out)
+
+    with scratch_directory(scratch) as scratch:
+        bench = Bench(bundle, device, small, scratch)
         for name in names or known:
             begun, result = time.monotonic(), {}
+            bench.note = lambda figures: keep(name, dict(ok=False, error="it did not come to its end", figures=figures), begun)
             try:
                 result = dict(ok=True, figures=known[name](bench))
             except (Failed, subprocess.TimeoutExpired, OSError, KeyError, ValueError) as error:
                 message, *figures = error.args if isinstance(error, Failed) else [f"{type(error).__name__}: {error}"]
                 result = dict(ok=False, error=message, figures=figures[0] if figures else {})
                 failed += 1
-            result["seconds"] = round(time.monotonic() - begun, 1)
-            results["stages"][name] = result
-            whole = out.with_suffix(".part")
-            whole.write_text(json.dumps(results, indent=1))
-            whole.replace(out)
+            keep(name, result, begun)
             print(f"{name:<8} {'ok' if result['ok'] else 'FAILED'}  {result['seconds']} s")
             print(json.dumps(result.get("error") or result["figures"], indent=1)[:4000].replace("\\n", "\n"), flush=True)
     print(out)
@@ -356,9 +401,10 @@ def main():
     parser.add_argument("stages", nargs="*")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-gpu.json"))
+    parser.add_argument("--scratch", type=pathlib.Path)
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
-    return run(arguments.bundle, arguments.stages, arguments.device, arguments.out, arguments.small)
+    return run(arguments.bundle, arguments.stages, arguments.device, arguments.out, arguments.small, arguments.scratch)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Write a target of random weights in bfloat16, for benchmarks at the shape of a model that is not at hand: what a training
+"""Write a target of random weights, for benchmarks at the shape of a model that is not at hand: what a training
 step needs of it (config.json, the embedding, the output projection and the last norm), or with --full the whole model.
 
-usage: random_target.py DIR [--full] [KEY=VALUE ...]      KEYs of config.json; the defaults are Qwen3-8B's
+usage: random_target.py DIR [--full] [KEY=VALUE ...]      KEYs of config.json; the defaults are Qwen3-8B's,
+dtype is "bfloat16" or "float32"
 
 Needs nothing but Python. The same arguments give the same bytes.
 """
@@ -12,11 +13,13 @@ CONFIG = dict(
     intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
     rms_norm_eps=1e-6, rope_theta=1e6, initializer_range=0.02, attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
     bos_token_id=151643, eos_token_id=151645, sliding_window=None, use_sliding_window=False)
-PIECE = 32 << 20  # bytes
-# The upper byte of a bfloat16: a sign and most of an exponent. With any lower byte that is a number of either sign between
+# Bytes. No multiple of a row's, so that no row is like another.
+PIECE = (32 << 20) - 122
+# The upper byte of a bfloat16 or float32: a sign and most of an exponent. With any lower bytes that is a number of either sign between
 # 0.008 and 0.031, whose root mean square is about the usual 0.02.
 SIGNED = bytes(0x3C if byte % 2 else 0xBC for byte in range(256))
 ONE = b"\x80\x3f"
+STORED = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
 
 
 def layer(c):
@@ -39,14 +42,19 @@ def shapes(c, full):
     return found
 
 
-def numbers(generator, count):
-    "Random weights, two bytes each, a piece at a time."
+def random_piece(width):
+    "Random weights of so many bytes each: all tensors are made of this one piece, since drawing 16 GB takes minutes."
+    drawn = random.Random(0).randbytes(PIECE // width * width)
+    piece = bytearray(drawn)
+    piece[width - 1::width] = drawn[width - 1::width].translate(SIGNED)
+    return memoryview(piece)
+
+
+def numbers(piece, count, width):
+    "So many weights, from the piece's beginning, again and again."
     while count:
-        part = min(count, PIECE // 2)
-        drawn = generator.randbytes(2 * part)
-        piece = bytearray(drawn)
-        piece[1::2] = drawn[1::2].translate(SIGNED)
-        yield piece
+        part = min(count, PIECE // width)
+        yield piece[:width * part]
         count -= part
 
 
@@ -54,20 +62,21 @@ def main(out, *arguments):
     full = "--full" in arguments
     pairs = (argument.split("=", 1) for argument in arguments if argument != "--full")
     config = CONFIG | {key: json.loads(value) for key, value in pairs}
+    stored, width = STORED[config["dtype"]]
     tensors, header, end = shapes(config, full), {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors.items():
         count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = dict(dtype="BF16", shape=shape, data_offsets=[end, end := end + 2 * count])
+        header[name] = dict(dtype=stored, shape=shape, data_offsets=[end, end := end + width * count])
     out = pathlib.Path(out)
     out.mkdir(parents=True)
-    generator, text = random.Random(0), json.dumps(header).encode()
+    piece, text = random_piece(width), json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(out / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in tensors.items():
             begin, end = header[name]["data_offsets"]
-            for piece in numbers(generator, (end - begin) // 2) if len(shape) > 1 else [ONE * shape[0]]:
-                file.write(piece)
+            for part in numbers(piece, (end - begin) // width, width) if len(shape) > 1 else [ONE.rjust(width, b"\0") * shape[0]]:
+                file.write(part)
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 

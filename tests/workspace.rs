@@ -18,6 +18,8 @@ mod http;
 #[allow(dead_code, reason = "the tests of `dflash push` need more of it")]
 #[path = "../crates/dflash/tests/push/hub_server.rs"]
 mod hub_server;
+#[path = "workspace/levels.rs"]
+mod levels;
 #[path = "workspace/newcomer.rs"]
 mod newcomer;
 #[path = "workspace/pipeline.rs"]

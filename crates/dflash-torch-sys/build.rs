@@ -42,8 +42,7 @@ fn compile_decode() {
             .flag("-fopenmp-simd")
             .flag("-fno-math-errno")
             .flag("-fno-trapping-math")
-            // Vectors of one size everywhere; where registers are smaller the compiler splits them,
-            // and notes that functions compiled otherwise could not take them.
+            // Functions that take vectors are inlined: none is called from code compiled otherwise.
             .flag("-Wno-psabi");
         build
     };
@@ -55,13 +54,21 @@ fn compile_decode() {
         build
             .define("LEVEL", name)
             .file("cpp/decode.cpp")
+            .file("cpp/product.cpp")
             .compile(&format!("dflash_decode_{name}"));
     };
-    loops().file("cpp/decode_team.cpp").compile("dflash_decode_team");
-    if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
-        level("v4bf16", &["-march=x86-64-v4", "-mavx512bf16"]);
-        level("v4", &["-march=x86-64-v4"]);
-        level("v3", &["-march=x86-64-v3"]);
+    loops()
+        .file("cpp/decode_team.cpp")
+        .file("cpp/decode_scratch.cpp")
+        .compile("dflash_decode_team");
+    match std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
+        Ok("x86_64") => {
+            level("avx512bf16", &["-march=x86-64-v4", "-mavx512bf16"]);
+            level("avx512", &["-march=x86-64-v4"]);
+            level("avx2", &["-march=x86-64-v3"]);
+        }
+        Ok("aarch64") => level("neon", &[]),
+        _ => {}
     }
     level("baseline", &[]);
 }
@@ -76,7 +83,20 @@ fn compile_kernels() {
         .flag("-fno-math-errno")
         .flag("-fno-trapping-math")
         .file("cpp/kernels.cpp")
+        .file("cpp/unpack.cpp")
         .compile("dflash_kernels");
+    let rows = |name: &str, flags: &[&str]| {
+        let mut build = cc::Build::new();
+        build.cpp(true).std("c++17").opt_level(3).flag("-fopenmp-simd");
+        build.flag("-fno-math-errno").flag("-fno-trapping-math").flags(flags);
+        build.define("LEVEL", name).file("cpp/kernel_rows.cpp");
+        build.compile(&format!("dflash_kernel_rows_{name}"));
+    };
+    if std::env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
+        rows("avx512", &["-march=x86-64-v4"]);
+        rows("avx2", &["-march=x86-64-v3"]);
+    }
+    rows("baseline", &[]);
     // The same libgomp that libtorch loads, and so one pool of threads.
     println!("cargo:rustc-link-lib=gomp");
 }
@@ -117,10 +137,7 @@ fn compile(libtorch: &std::path::Path) {
         .include("cpp/gloo_declarations")
         .file("cpp/c10d.cpp")
         .compile("dflash_c10d");
-    calls().file("cpp/flash.cpp").file("cpp/device.cpp").compile("dflash_flash");
-    calls().file("cpp/optimizer.cpp").compile("dflash_optimizer");
-    calls().file("cpp/staging.cpp").compile("dflash_staging");
-    calls().file("cpp/interval.cpp").compile("dflash_interval");
+    calls().file("cpp/calls.cpp").compile("dflash_calls");
     calls()
         // GCC 12 follows libtorch's values into branches that they never take.
         .flag_if_supported("-Wno-stringop-overflow")

@@ -23,6 +23,17 @@ fn the_demo_goes_the_whole_way_and_keeps_what_is_done() {
     let eval = fs::read_to_string(format!("{dir}/demo/eval.json")).unwrap();
     let eval: Value = serde_json::from_str(&eval).unwrap();
     assert_eq!(eval["lossless"]["holds"], true, "{eval}");
+    // What speculation is worth, from what ran: with the target as it is, and from memory.
+    let wide = fs::read_to_string(format!("{dir}/demo/wide.json")).unwrap();
+    let wide: Value = serde_json::from_str(&wide).unwrap();
+    assert_eq!(wide["lossless"]["holds"], true, "{wide}");
+    for (begins, report) in [("the target as it is, ", &eval), ("widened by zeros, ", &wide)] {
+        let line = first.stdout.lines().find(|line| line.starts_with(begins)).unwrap();
+        let rates = &report["decode_tokens_per_second"];
+        let rate = |of: &str| format!("{:.1}", rates[of].as_f64().unwrap());
+        assert!(line.contains(&rate("plain")) && line.contains(&rate("speculative")), "{line}");
+    }
+    assert!(!fs::exists(format!("{dir}/demo/wide")).unwrap());
 
     let again = dflash(&demo).ok();
     assert_eq!(again.stderr.matches("kept from an earlier run").count(), 3, "{}", again.stderr);

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use arrow::error::ArrowError;
+use arrow_schema::ArrowError;
 
 /// A fault of a dataset directory, naming the file, column or row. Rows count from 0 over the
 /// whole dataset.

@@ -11,10 +11,10 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow::array::{ArrayRef, Int32Builder, Int64Builder, ListBuilder, RecordBatch};
-use arrow::datatypes::Schema;
-use arrow::error::ArrowError;
-use arrow::ipc::writer::StreamWriter;
+use arrow_array::builder::{Int32Builder, Int64Builder, ListBuilder};
+use arrow_array::{ArrayRef, RecordBatch};
+use arrow_ipc::writer::StreamWriter;
+use arrow_schema::{ArrowError, Schema};
 use dflash_files::PendingDir;
 
 use crate::Sample;

@@ -3,9 +3,10 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use arrow::array::{Array, AsArray};
-use arrow::datatypes::{Int32Type, Int64Type};
-use arrow::ipc::reader::StreamReader;
+use arrow_array::Array;
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Int32Type, Int64Type};
+use arrow_ipc::reader::StreamReader;
 use dflash_data::{Dataset, DatasetWriter, Error, Sample, WriterOptions};
 
 fn folder(name: &str) -> PathBuf {

@@ -4,12 +4,12 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
 
-use arrow::array::{
-    ArrayRef, BooleanBuilder, Float32Builder, Int8Builder, Int64Builder, ListBuilder, NullArray,
-    RecordBatch, StructArray, UInt16Builder,
+use arrow_array::builder::{
+    BooleanBuilder, Float32Builder, Int8Builder, Int64Builder, ListBuilder, UInt16Builder,
 };
-use arrow::datatypes::{DataType, Field};
-use arrow::ipc::writer::StreamWriter;
+use arrow_array::{ArrayRef, NullArray, RecordBatch, StructArray};
+use arrow_ipc::writer::StreamWriter;
+use arrow_schema::{DataType, Field};
 use dflash_data::{
     AnchorOptions, Dataset, DatasetWriter, Error, PackedRow, Sample, WriterOptions, epoch_order,
     pack_rows, sample_anchors,
@@ -204,7 +204,7 @@ fn an_epoch_from_disk_to_anchors() {
 fn nested_lists_are_refused() {
     let inner = DataType::List(Arc::new(Field::new("item", DataType::Int64, true)));
     let outer =
-        arrow::array::new_empty_array(&DataType::List(Arc::new(Field::new("item", inner, true))));
+        arrow_array::new_empty_array(&DataType::List(Arc::new(Field::new("item", inner, true))));
     let mask = list!(Int8Builder, Vec::<Vec<i8>>::new());
     check_fault(vec![("input_ids", outer), ("loss_mask", mask)], "column input_ids must be a list");
 }

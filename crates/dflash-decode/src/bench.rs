@@ -3,12 +3,15 @@
 //! The answers are those of an evaluation, which makes them in turns; here only their speed after the
 //! first token is looked at, since the prompt costs both ways the same.
 
+mod target;
+
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use dflash_settings::{BenchDecodeSettings, EvalSettings};
 use serde::Serialize;
 
+pub use self::target::{TargetReport, bench_target};
 use crate::{DraftSource, Error, EvalReport, evaluate};
 
 /// Speeds are medians over answers, after each answer's first token.
@@ -16,6 +19,8 @@ use crate::{DraftSource, Error, EvalReport, evaluate};
 pub struct DecodeReport {
     /// Device and precision, and CPU threads.
     pub device: String,
+    /// The level of the processor's instructions that was in force; `None` on a GPU.
+    pub cpu_level: Option<String>,
     /// Answers made, each way.
     pub answers: usize,
     /// Tokens of all speculative answers.
@@ -81,6 +86,7 @@ impl DecodeReport {
         let step_cost = acceptance_length * plain / speculative;
         Self {
             device: report.device.clone(),
+            cpu_level: report.cpu_level.clone(),
             answers: report.responses,
             tokens: report.tokens,
             plain,

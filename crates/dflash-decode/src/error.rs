@@ -54,6 +54,11 @@ pub enum Error {
     )]
     Mismatch { what: &'static str, draft: i64, target: i64 },
     #[error(
+        "few rows of {path} go through no packed layers, which is what is timed here; name a dense \
+         target (Llama, Mistral, Qwen2, Qwen3)"
+    )]
+    NotPacked { path: PathBuf },
+    #[error(
         "blocks of {tokens} tokens are verified, but the target has layers that carry a state, which \
          can be taken back over {most} tokens at most; draft fewer at a time"
     )]

@@ -20,7 +20,8 @@ use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_model::{device_name, kind_name, peak_resident_mib, place};
 use dflash_settings::{EvalSettings, Thinking};
 use dflash_text::ChatTokenizer;
-use tch::Device;
+use dflash_torch_sys::CpuLevel;
+use tch::{Device, Kind};
 
 use crate::Error;
 use crate::limits::Limits;
@@ -53,6 +54,7 @@ pub fn evaluate(
     let drafts = Drafts::load(settings, (&target, &identity), sources)?;
     let asked = ask(settings, (target_dir, target.config()), &sets)?;
     let results = measure(settings, (&target, &drafts), &asked, stop)?;
+    let cpu_level = (device == Device::Cpu).then(dflash_torch_sys::cpu_level);
     let facts = Facts {
         target: target_dir.display().to_string(),
         target_identity: Some(identity),
@@ -60,12 +62,8 @@ pub fn evaluate(
         sets: sets.iter().map(|(set, rows)| set_facts(set, rows, &asked)).collect(),
         max_new_tokens: settings.max_new_tokens,
         seed: settings.seed,
-        device: format!(
-            "{}, {}, {} threads",
-            device_name(device),
-            kind_name(dtype),
-            tch::get_num_threads()
-        ),
+        device: described(device, dtype, cpu_level),
+        cpu_level: cpu_level.map(|level| level.to_string()),
         memory: peak_memory(device),
         ..Facts::default()
     };
@@ -76,6 +74,13 @@ pub fn evaluate(
     write(&report, settings)?;
     drafts.keep_beside(&report.evaluations);
     Ok(report)
+}
+
+/// Device and precision, and CPU threads: `cpu (avx2), float32, 2 threads`.
+fn described(device: Device, dtype: Kind, cpu_level: Option<CpuLevel>) -> String {
+    let level = cpu_level.map_or_else(String::new, |level| format!(" ({level})"));
+    let (device, dtype) = (device_name(device), kind_name(dtype));
+    format!("{device}{level}, {dtype}, {} threads", tch::get_num_threads())
 }
 
 /// The sets that the settings name, with their rows.

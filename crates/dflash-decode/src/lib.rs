@@ -28,7 +28,7 @@ mod stamp;
 mod text;
 
 pub use answer::{Generation, answer};
-pub use bench::{DecodeReport, bench_decode};
+pub use bench::{DecodeReport, TargetReport, bench_decode, bench_target};
 pub use dflash_evaluation::{Difference, EvalReport, Lossless, Speed};
 pub use engine::{
     Block, Engine, EngineOptions, Finish, Logprob, NewToken, Output, Proposals, Request, SequenceId,

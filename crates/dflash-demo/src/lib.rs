@@ -10,6 +10,7 @@ mod error;
 mod run;
 mod tokenizer;
 mod training;
+mod widen;
 
 pub use error::Error;
 pub use run::{Event, Summary, run};

@@ -15,6 +15,7 @@ use crate::corpus::{Exchange, conversations, messages};
 use crate::error::Error;
 use crate::tokenizer::{self, END_ID, PAD_ID};
 use crate::training::{self, Plan};
+use crate::widen::widen;
 
 /// Entries of the tokenizer: what the corpus's words need, with some to spare.
 const VOCAB_SIZE: usize = 1024;
@@ -57,6 +58,8 @@ pub struct Summary {
     pub target: PathBuf,
     /// Whether everything was there already.
     pub kept: bool,
+    /// The widened target's directory and the bytes of its weights, where one was wanted.
+    pub wide: Option<(PathBuf, u64)>,
 }
 
 /// Conversations to train on, one a line, as `messages`.
@@ -76,16 +79,38 @@ pub fn run(
 ) -> Result<Summary, Error> {
     config.check()?;
     let target = config.output.join("target");
-    if is_made(config, &target)? {
-        return Ok(Summary { target, kept: true });
+    let kept = is_made(config, &target)?;
+    if !kept {
+        make(config, &target, stop, observe)?;
     }
+    let wide = config.widen_to.map(|megabytes| widened(config, &target, megabytes)).transpose()?;
+    Ok(Summary { target, kept, wide })
+}
+
+/// The target with so many megabytes of weights.
+fn widened(
+    config: &DemoTargetSettings,
+    target: &Path,
+    megabytes: u64,
+) -> Result<(PathBuf, u64), Error> {
+    let dir = config.output.join("wide");
+    let bytes = widen(target, &dir, megabytes * 1_000_000)?;
+    Ok((dir, bytes))
+}
+
+/// Corpus, tokenizer and target.
+fn make(
+    config: &DemoTargetSettings,
+    target: &Path,
+    stop: &AtomicBool,
+    observe: &mut dyn FnMut(Event),
+) -> Result<(), Error> {
     let corpus = conversations(config.rows + config.held_out, config.seed);
     let (rows, held_out) = corpus.split_at(config.rows);
     write_settings(config)?;
     write_rows(&config.output.join(CONVERSATIONS), rows)?;
     write_rows(&config.output.join(PROMPTS), held_out)?;
-    make_target(config, &target, rows, stop, observe)?;
-    Ok(Summary { target, kept: false })
+    make_target(config, target, rows, stop, observe)
 }
 
 /// Whether the target is there, made with the same settings.
@@ -100,7 +125,7 @@ fn is_made(config: &DemoTargetSettings, target: &Path) -> Result<bool, Error> {
 
 /// The settings that the corpus and the target follow from.
 fn decisive(config: &DemoTargetSettings) -> Value {
-    let DemoTargetSettings { output: _, rows, held_out, steps, seed } = config;
+    let DemoTargetSettings { output: _, rows, held_out, steps, seed, widen_to: _ } = config;
     json!({ "rows": rows, "held_out": held_out, "steps": steps, "seed": seed })
 }
 
@@ -159,18 +184,25 @@ mod tests {
     use super::*;
 
     fn config(dir: &Path) -> DemoTargetSettings {
-        DemoTargetSettings { output: dir.join("demo"), rows: 40, held_out: 3, steps: 2, seed: 1 }
+        let output = dir.join("demo");
+        DemoTargetSettings { output, rows: 40, held_out: 3, steps: 2, seed: 1, widen_to: None }
     }
 
-    fn make(config: &DemoTargetSettings) -> Result<Summary, Error> {
+    fn run_it(config: &DemoTargetSettings) -> Result<Summary, Error> {
         run(config, &AtomicBool::new(false), &mut |_| ())
     }
 
     #[test]
     fn the_target_loads_and_a_second_run_keeps_it() {
         let dir = tempfile::tempdir().unwrap();
-        let made = make(&config(dir.path())).unwrap();
-        assert!(!made.kept && make(&config(dir.path())).unwrap().kept);
+        let made = run_it(&config(dir.path())).unwrap();
+        let wider = DemoTargetSettings { widen_to: Some(20), ..config(dir.path()) };
+        let again = run_it(&wider).unwrap();
+        assert!(!made.kept && made.wide.is_none() && again.kept);
+        let (wide, bytes) = again.wide.unwrap();
+        assert!(
+            wide.join("tokenizer.json").is_file() && (19_000_000..=20_000_000).contains(&bytes)
+        );
         let options =
             dflash_model::target::TargetOptions { device: Device::Cpu, dtype: Kind::Float };
         let target = Target::load(&made.target, &options).unwrap();
@@ -181,7 +213,7 @@ mod tests {
     #[test]
     fn rows_and_prompts_are_apart() {
         let dir = tempfile::tempdir().unwrap();
-        make(&config(dir.path())).unwrap();
+        run_it(&config(dir.path())).unwrap();
         let lines =
             |name| fs::read_to_string(dir.path().join("demo").join(name)).unwrap().lines().count();
         assert_eq!((lines(CONVERSATIONS), lines(PROMPTS)), (40, 3));
@@ -190,9 +222,9 @@ mod tests {
     #[test]
     fn other_settings_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        make(&config(dir.path())).unwrap();
+        run_it(&config(dir.path())).unwrap();
         let other = DemoTargetSettings { rows: 41, ..config(dir.path()) };
-        assert!(matches!(make(&other), Err(Error::OtherSettings { .. })));
+        assert!(matches!(run_it(&other), Err(Error::OtherSettings { .. })));
     }
 
     #[test]
@@ -202,13 +234,13 @@ mod tests {
         let stopped = run(&config, &AtomicBool::new(true), &mut |_| ());
         assert!(matches!(stopped, Err(Error::Interrupted { step: 0, steps: 2 })));
         assert!(!config.output.join("target").exists());
-        assert!(!make(&config).unwrap().kept);
+        assert!(!run_it(&config).unwrap().kept);
     }
 
     #[test]
     fn nothing_to_do_is_an_error_that_names_the_flag() {
         let dir = tempfile::tempdir().unwrap();
-        let error = make(&DemoTargetSettings { held_out: 0, ..config(dir.path()) }).unwrap_err();
+        let error = run_it(&DemoTargetSettings { held_out: 0, ..config(dir.path()) }).unwrap_err();
         assert_eq!(
             error.to_string(),
             "--held-out is 0, but it must be at least 1 and at most 1000000"

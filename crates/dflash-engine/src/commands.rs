@@ -42,7 +42,8 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         | Command::Demo(_)
         | Command::Doctor(_)
         | Command::Completions(_)
-        | Command::Man(_) => {
+        | Command::Man(_)
+        | Command::CpuLevels => {
             anyhow::bail!("start `dflash`; its engine does not run this command")
         }
     };

@@ -4,13 +4,14 @@ mod commands;
 mod loading;
 
 use dflash::command_line;
-use dflash::{Command, Signals, exit, libtorch, logging};
+use dflash::{Command, Signals, engine, exit, libtorch, logging};
 use dflash_torch_sys::CudaLibrary;
 
 fn main() {
     exit::install_panic_hook(dflash_model::want_of_memory_in);
     let line = command_line::read();
     let (cli, places) = (line.cli, line.places);
+    engine::check_level(&cli.command).unwrap_or_else(|error| exit::fault(error));
     let signals = Signals::install(cli.command.on_signal());
     let signals = signals.unwrap_or_else(|error| exit::fault(error));
     logging::init(cli.global);

@@ -243,3 +243,34 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     // Nor letter by letter, as the tokenizer's own lines have it.
     assert!(!log.contains("'w'"), "{log}");
 }
+
+#[test]
+fn a_target_is_timed_beside_a_plain_read_of_its_weights() {
+    let saved = Saved::new();
+    let bench = |arguments: &[&str]| {
+        let mut engine = Command::new(env!("CARGO_BIN_EXE_dflash-engine"));
+        engine.args(["bench", "target", "--target"]).arg(saved.path("target")).args(arguments);
+        engine.env("OMP_NUM_THREADS", "1").output().unwrap()
+    };
+    let few = ["--contexts", "0,40", "--prompts", "1,50", "--steps", "2"];
+    let json = bench(&[&few[..], &["--rows", "3", "--json"]].concat());
+    let report: serde_json::Value = serde_json::from_str(stdout(&json)).unwrap();
+    let numbers = |list: &str, key: &str| -> Vec<f64> {
+        let all = report[list].as_array().unwrap();
+        all.iter().map(|one| one[key].as_f64().unwrap()).collect()
+    };
+    assert_eq!(numbers("steps", "context"), [0.0, 40.0]);
+    assert_eq!(numbers("prompts", "tokens"), [1.0, 50.0]);
+    let times = [numbers("steps", "ms"), numbers("steps", "floor_ms"), numbers("prompts", "ms")];
+    assert!(times.concat().iter().all(|&ms| ms > 0.0), "{report}");
+    // What is cached is read too.
+    assert!(times[1][1] > times[1][0], "{report}");
+    assert!(report["resident_mib"].as_f64().unwrap() > report["before_mib"].as_f64().unwrap());
+    let table = bench(&few);
+    for line in ["load ", "memory ", "plain read ", "step         1 rows behind 40", "prompt "] {
+        assert!(stdout(&table).contains(line), "{line}: {}", stdout(&table));
+    }
+    let none = bench(&["--prompts", "0"]);
+    assert_eq!(none.status.code(), Some(1), "{}", stderr(&none));
+    assert!(stderr(&none).contains("prompts"), "{}", stderr(&none));
+}

@@ -109,6 +109,8 @@ pub struct Facts {
     pub seed: u64,
     /// Device and precision, and CPU threads; empty of servers.
     pub device: String,
+    /// The level of the processor's instructions in force; `None` on a GPU and of servers.
+    pub cpu_level: Option<String>,
     /// Peak memory.
     pub memory: Memory,
 }
@@ -137,6 +139,8 @@ pub struct EvalReport {
     pub draft_vocabulary: Option<usize>,
     /// Device and precision, and CPU threads.
     pub device: String,
+    /// The level of the processor's instructions in force; `None` on a GPU and of servers.
+    pub cpu_level: Option<String>,
     /// Verify steps.
     pub steps: u64,
     /// What the target accepted: the figures of a validation.
@@ -318,6 +322,7 @@ impl EvalReport {
             evaluations,
             max_new_tokens: facts.max_new_tokens,
             device: facts.device,
+            cpu_level: facts.cpu_level,
             seed: facts.seed,
             endpoint: facts.endpoint,
             memory: facts.memory,

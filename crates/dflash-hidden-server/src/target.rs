@@ -405,6 +405,7 @@ mod tests {
             port_file: None,
             device: dflash_settings::Device::Cpu,
             dtype: Dtype::Float32,
+            processor: dflash_settings::ProcessorSettings::default(),
             wire_dtype: WireDtype::F32,
             max_queue: 16,
             max_wait: 0.0,

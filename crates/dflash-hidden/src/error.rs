@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use arrow::error::ArrowError;
+use arrow_schema::ArrowError;
 
 use crate::record::Dtype;
 use crate::text::clean;

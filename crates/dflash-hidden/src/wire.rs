@@ -7,10 +7,9 @@
 
 use std::collections::HashMap;
 
-use arrow::datatypes::{DataType, Field, Schema};
-use arrow::error::ArrowError;
-use arrow::ipc;
-use arrow::ipc::writer::StreamWriter;
+use arrow_ipc as ipc;
+use arrow_ipc::writer::StreamWriter;
+use arrow_schema::{ArrowError, DataType, Field, Schema};
 use bytes::{BufMut, Bytes};
 use flatbuffers::FlatBufferBuilder;
 
@@ -267,8 +266,9 @@ fn joined(batches: &[Vec<Bytes>], column: usize) -> Bytes {
 mod tests {
     use std::sync::Arc;
 
-    use arrow::array::{AsArray, FixedSizeBinaryArray, RecordBatch};
-    use arrow::buffer::Buffer;
+    use arrow_array::cast::AsArray;
+    use arrow_array::{FixedSizeBinaryArray, RecordBatch};
+    use arrow_buffer::Buffer;
     use dflash_test_support::random;
 
     use super::*;

@@ -29,10 +29,11 @@ pub mod target;
 mod contain;
 mod error;
 mod fields;
+mod flash;
 mod fused;
 
 pub use contain::{is_want_of_memory, want_of_memory, want_of_memory_in};
 pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
-pub use placement::{device_name, kind_name, peak_resident_mib, place, upload};
+pub use placement::{device_name, kind_name, peak_resident_mib, place, resident_mib, upload};
 pub use rope::RopeScaling;

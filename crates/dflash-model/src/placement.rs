@@ -64,8 +64,17 @@ pub fn upload<T: Element>(values: &[T], device: Device) -> Tensor {
 
 /// The kernel's high-water mark of this process's resident memory, MiB.
 pub fn peak_resident_mib() -> Option<f64> {
+    status_mib("VmHWM:")
+}
+
+/// This process's resident memory, MiB.
+pub fn resident_mib() -> Option<f64> {
+    status_mib("VmRSS:")
+}
+
+fn status_mib(key: &str) -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let line = status.lines().find(|line| line.starts_with(key))?;
     let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib / 1024.0)
 }

@@ -10,33 +10,41 @@ pub(crate) mod blocks;
 mod cache;
 mod config;
 pub mod divided;
+mod embedding;
 mod facts;
 mod families;
 mod few_rows;
 mod head;
-mod layer;
+pub(crate) mod layer;
 mod layer_ids;
 mod loading;
 mod mask_token;
 mod packed;
+mod packed_weight;
 mod parameters;
 mod prefill;
 mod rotary;
 mod weights;
 
+#[cfg(test)]
+mod pretended;
+
 use std::cell::OnceCell;
 use std::ops::Range;
 use std::path::Path;
 
+use dflash_torch_sys::decode::Layout;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use self::cache::CachedAttention;
 use self::divided::Shard;
+use self::embedding::Embedding;
 use self::families::Prepare;
 use self::head::{DEFAULT_PREFIX, EMBEDDING, FINAL_NORM, LM_HEAD};
 use self::layer::{Layer, Memory, Pass, RmsNorm};
 use self::packed::PackedAttention;
+use self::packed_weight::{PackedWeight, Packing};
 use self::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use self::rotary::HeadTables;
 use crate::checkpoint::write_safetensors_as;
@@ -73,7 +81,7 @@ pub struct TargetOptions {
 #[derive(Debug)]
 pub struct Target {
     config: TargetConfig,
-    embedding_vh: Tensor,
+    embedding: Embedding,
     body: Body,
     norm: RmsNorm,
     lm_head: LmHead,
@@ -106,7 +114,8 @@ pub struct CachedOutput {
 const TRANSPOSED_HEAD_ELEMENTS: usize = 64 << 20;
 
 impl Target {
-    /// Loads a Hugging Face directory.
+    /// Loads a Hugging Face directory to decode with it. Where few rows go through packed layers, the
+    /// weights are packed as they are read, and held in no other way.
     ///
     /// # Errors
     /// No config.json, an unsupported architecture, a missing or damaged shard, a tensor that is
@@ -116,11 +125,14 @@ impl Target {
         let weights = Weights::open(dir)?;
         let prefix = weights.prefix();
         let options = (options.dtype, options.device);
-        let init = Init { weights: Some(&weights), options, prefix, shard: Shard::WHOLE };
-        weights.begin_load(|name| {
+        let wanted = |name: &str| {
             name.starts_with(weights.lm_head())
                 || is_of_layers(name, prefix, &(0..config.num_hidden_layers))
-        })?;
+        };
+        weights.begin_load(wanted)?;
+        let packing = Packing::of(&config, &weights, options, wanted)?;
+        let (weights, shard) = (Some(&weights), Shard::WHOLE);
+        let init = Init { weights, options, prefix, shard, packing };
         no_grad(|| {
             let mut target = Self::build(config, &init)?;
             target.transpose_tied_head();
@@ -132,34 +144,65 @@ impl Target {
     pub fn random(config: TargetConfig, seed: i64, device: Device) -> Self {
         tch::manual_seed(seed);
         let (options, prefix) = ((Kind::Float, device), DEFAULT_PREFIX);
-        let init = Init { weights: None, options, prefix, shard: Shard::WHOLE };
+        let (weights, shard, packing) = (None, Shard::WHOLE, None);
+        let init = Init { weights, options, prefix, shard, packing };
         Self::build(config, &init).expect("fresh weights come from no file")
     }
 
     fn build(config: TargetConfig, init: &Init) -> Result<Self> {
         let (rows, hidden) = (config.vocab_size, config.hidden_size);
-        let embedding_vh = init.matrix(&init.path(EMBEDDING), &[rows, hidden])?;
+        let embedding = Self::embedding(&config, init)?;
         let lm_head = match config.tie_word_embeddings {
             true => LmHead::Tied { transposed_hv: None },
-            false => LmHead::Own(init.linear(&LinearSpec {
-                module: "",
-                name: LM_HEAD,
-                parts: &[(init.weights.map_or(LM_HEAD, Weights::lm_head), Outputs::Even(rows))],
-                input: hidden,
-                bias: false,
-                split: Split::Whole,
-            })?),
+            false => {
+                let part = init.weights.map_or(LM_HEAD, Weights::lm_head);
+                let spec = LinearSpec {
+                    module: "",
+                    name: LM_HEAD,
+                    parts: &[(part, Outputs::Even(rows))],
+                    input: hidden,
+                    bias: false,
+                    split: Split::Whole,
+                };
+                LmHead::Own(init.packable(&spec, Layout::Plain)?)
+            }
         };
         let body = Body::build(&config, 0..config.num_hidden_layers, init)?;
         let norm = init.rms_norm(&init.path(FINAL_NORM), hidden, &config)?;
         let kernels = Kernels::Fast;
         let few_rows = OnceCell::new();
-        Ok(Self { config, embedding_vh, body, norm, lm_head, kernels, few_rows })
+        Ok(Self { config, embedding, body, norm, lm_head, kernels, few_rows })
     }
 
-    /// The same target, computed by `kernels`.
+    /// The embedding: of a packed target the output projection, where they are tied.
+    fn embedding(config: &TargetConfig, init: &Init) -> Result<Embedding> {
+        let (name, rows) = (init.path(EMBEDDING), config.vocab_size);
+        let shape = [rows, config.hidden_size];
+        let (kind, device) = init.options;
+        match (init.weights, init.packing) {
+            (Some(weights), Some(packing)) if config.tie_word_embeddings => {
+                let stored = (&[(name, rows)][..], config.hidden_size);
+                let weight = PackedWeight::read(weights, stored, packing, Layout::Plain)?;
+                Ok(Embedding::shared(weight.into_matrix(), kind))
+            }
+            (Some(weights), Some(_)) if weights.is_bfloat16(&name)? => {
+                let table_vh = weights.read(&name, &shape, (Kind::BFloat16, device))?;
+                Ok(Embedding::stored_as(table_vh, kind))
+            }
+            _ => Ok(Embedding::table(init.matrix(&name, &shape)?)),
+        }
+    }
+
+    /// The same target, computed by `kernels`: others than the fast ones do not read packed weights.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
+        if kernels != Kernels::Fast {
+            self.embedding = Embedding::table(self.embedding.whole());
+            if let LmHead::Own(linear) = &mut self.lm_head {
+                linear.unpack();
+            }
+            self.transpose_tied_head();
+        }
         self.few_rows = OnceCell::new();
         self.norm.kernels = kernels;
         self.body.layers.iter_mut().for_each(|layer| layer.set_kernels(kernels));
@@ -167,10 +210,11 @@ impl Target {
     }
 
     fn transpose_tied_head(&mut self) {
-        let embedding_vh = &self.embedding_vh;
-        let small = embedding_vh.numel() <= TRANSPOSED_HEAD_ELEMENTS;
+        let embedding = &self.embedding;
+        // A packed one is multiplied as it is.
+        let copied = embedding.matrix().is_none() && embedding.numel() <= TRANSPOSED_HEAD_ELEMENTS;
         if let LmHead::Tied { transposed_hv } = &mut self.lm_head {
-            *transposed_hv = small.then(|| embedding_vh.tr().contiguous());
+            *transposed_hv = copied.then(|| embedding.whole().tr().contiguous());
         }
     }
 
@@ -196,12 +240,12 @@ impl Target {
 
     /// The device the target runs on.
     pub fn device(&self) -> Device {
-        self.embedding_vh.device()
+        self.embedding.device()
     }
 
     /// Kind of its activations.
     pub fn dtype(&self) -> Kind {
-        self.embedding_vh.kind()
+        self.embedding.kind()
     }
 
     /// Embeddings [T, H] of `ids_t` `[T]` (int64, on the target's device): the state of layer id 0.
@@ -211,7 +255,7 @@ impl Target {
 
     /// The embedding's rows [T, H] of `ids_t` `[T]` as they are stored: what a draft takes.
     pub fn rows(&self, ids_t: &Tensor) -> Tensor {
-        self.embedding_vh.index_select(0, ids_t)
+        self.embedding.rows(ids_t)
     }
 
     /// The final norm of `hidden_td` [T, H], of the target's kind.
@@ -246,7 +290,7 @@ impl Target {
         let logits_tv = match &self.lm_head {
             LmHead::Own(linear) => linear.apply(normed_td),
             LmHead::Tied { transposed_hv: Some(lm_head_hv) } => normed_td.mm(lm_head_hv),
-            LmHead::Tied { transposed_hv: None } => normed_td.mm(&self.embedding_vh.tr()),
+            LmHead::Tied { transposed_hv: None } => normed_td.mm(&self.embedding.whole().tr()),
         };
         self.config.outer.capped(logits_tv)
     }
@@ -257,7 +301,7 @@ impl Target {
     pub fn lm_head_columns(&self, ids_v: &Tensor) -> Tensor {
         match &self.lm_head {
             LmHead::Own(linear) => linear.columns(ids_v),
-            LmHead::Tied { .. } => self.embedding_vh.index_select(0, ids_v).tr().contiguous(),
+            LmHead::Tied { .. } => self.embedding.rows(ids_v).tr().contiguous(),
         }
     }
 
@@ -287,7 +331,7 @@ impl Target {
     }
 
     fn stack(&self) -> Stack<'_> {
-        Stack { embedding_vh: &self.embedding_vh, body: &self.body }
+        Stack { embedding: &self.embedding, body: &self.body }
     }
 
     /// Whether layers carry a state from token to token, so that a cache can be cut back, and copied, at
@@ -306,7 +350,7 @@ impl Target {
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
         let few = self.few_rows().map(FewRows::stack);
-        KvCache::new(&self.body, (&self.embedding_vh, few), max_tokens)
+        KvCache::new(&self.body, ((self.dtype(), self.device()), few), max_tokens)
     }
 
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
@@ -321,7 +365,9 @@ impl Target {
     ) -> CachedOutput {
         let tokens = ids_t.size()[0];
         no_grad(|| {
-            if let Some(few) = self.few_rows().filter(|_| cache.few_rows(tokens).is_some()) {
+            let few =
+                self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
+            if let Some(few) = few {
                 return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], captures);
             }
             let mut attention = CachedAttention::new(cache, tokens);
@@ -370,7 +416,7 @@ impl Target {
 
     fn outer_tensors(&self) -> Vec<(String, Tensor)> {
         vec![
-            (format!("{DEFAULT_PREFIX}{EMBEDDING}"), self.embedding_vh.shallow_clone()),
+            (format!("{DEFAULT_PREFIX}{EMBEDDING}"), self.embedding.whole()),
             (format!("{DEFAULT_PREFIX}{FINAL_NORM}"), self.norm.weight.shallow_clone()),
         ]
     }
@@ -379,7 +425,7 @@ impl Target {
 /// What prompts go through up to the last layer.
 #[derive(Clone, Copy)]
 struct Stack<'a> {
-    embedding_vh: &'a Tensor,
+    embedding: &'a Embedding,
     body: &'a Body,
 }
 
@@ -421,18 +467,18 @@ impl Stack<'_> {
         document_starts: &[i64],
         captures: &[u32],
     ) -> Vec<Tensor> {
-        let positions = document_positions(document_starts, self.embedding_vh.device());
-        let tables = self.body.tables(&positions, self.embedding_vh.kind());
+        let positions = document_positions(document_starts, self.embedding.device());
+        let tables = self.body.tables(&positions, self.embedding.kind());
         let tables = of_documents(tables, document_starts);
         let until = captures.iter().copied().max().unwrap_or(0) as usize;
-        let mut attention = PackedAttention { document_starts };
+        let mut attention = PackedAttention::new(document_starts);
         let pass = Pass::new(&tables, &positions, &mut attention);
         self.run(ids_t, pass, captures, until).captures
     }
 
     /// The state of layer id 0 [T, H].
     fn embed(self, ids_t: &Tensor) -> Tensor {
-        let x_th = self.embedding_vh.index_select(0, ids_t);
+        let x_th = self.embedding.rows(ids_t);
         if self.body.embedding_scale == 1.0 {
             return x_th;
         }

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use arrow::array::{RecordBatch, StringArray};
 use dflash_data::Dataset;
 use dflash_prepare::{Error, Summary, prepare};
 use dflash_settings::PrepareSettings;
 use dflash_test_support::byte_tokenizer;
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
 use serde_json::{Value, json};
 
 #[path = "prepare/faults.rs"]
@@ -271,16 +273,19 @@ fn limits_shuffles_and_several_sources() {
 #[test]
 fn parquet_files_are_rows_too() {
     let bench = Bench::new(CHATML);
-    let column = |texts: [&str; 2]| Arc::new(StringArray::from(texts.to_vec())) as _;
-    let batch = RecordBatch::try_from_iter([
-        ("question", column(["q", "r"])),
-        ("answer", column(["a", "b"])),
-    ])
-    .unwrap();
+    let schema = "message rows { required binary question (UTF8); required binary answer (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
     let path = bench.path("rows.parquet");
     let file = fs::File::create(&path).unwrap();
-    let mut writer = parquet::arrow::ArrowWriter::try_new(file, batch.schema(), None).unwrap();
-    writer.write(&batch).unwrap();
+    let mut writer = SerializedFileWriter::new(file, schema, Arc::default()).unwrap();
+    let mut rows = writer.next_row_group().unwrap();
+    for texts in [["q", "r"], ["a", "b"]] {
+        let mut column = rows.next_column().unwrap().unwrap();
+        let texts = texts.map(ByteArray::from);
+        column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+        column.close().unwrap();
+    }
+    rows.close().unwrap();
     writer.close().unwrap();
     let config = bench.config(&[path.to_str().unwrap()]);
     prepare(&config, &AtomicBool::new(false)).unwrap();

@@ -57,6 +57,7 @@ const FREE: &[&str] = &[
     "eval_every",
     "from_pretrained", // what the run began with; train looks at it
     "device",          // auto is not yet one; train records which it is
+    "cpu_level",       // without it all that the processor has; train records which it is
     "compute_dtype",
 ];
 
@@ -82,6 +83,7 @@ const SAID: &[&str] = &[
     "threads",
     "ranks",
     "processor",
+    "cpu_level",
     "dflash",
     "libtorch",
     "loss_chunk_mib",

@@ -8,9 +8,13 @@ use crate::check::{Invalid, MOST_LAYERS, MOST_ROWS, MOST_TOKENS, block_size, wit
 use crate::choices::{Device, Dtype};
 use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DRAFT_LAYERS};
 use crate::objective::check_loss_chunk;
+use crate::processor::ProcessorSettings;
 
 /// Nobody waits for more.
 const MOST_STEPS: u64 = 1_000_000;
+
+/// Blocks are shorter.
+const MOST_ROWS_OF_A_STEP: u64 = 1024;
 
 /// What can be timed.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -21,6 +25,9 @@ pub enum BenchSubject {
     TrainStep(TrainStepSettings),
     /// Decoding: plain and speculative greedy answers to real prompts, in turns.
     Decode(BenchDecodeSettings),
+    /// A target alone on a CPU, without a tokenizer: its load, and how near steps come to a plain read of
+    /// the bytes that they need.
+    Target(BenchTargetSettings),
 }
 
 /// Time parts of the work.
@@ -70,6 +77,10 @@ pub struct TrainStepSettings {
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Seed of weights, tokens and anchors.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
@@ -106,9 +117,44 @@ pub struct BenchDecodeSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Time the draft although it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,
+    /// Print one JSON line instead of a table.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub json: bool,
+}
+
+/// Which target is timed, and at what.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct BenchTargetSettings {
+    /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
+    #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
+    pub target: String,
+    /// Tokens before the steps that are timed, one number after the other.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "0,2048,16384"))]
+    pub contexts: Vec<usize>,
+    /// Steps that are timed behind each of these.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 16))]
+    pub steps: usize,
+    /// Rows of a step: one is plain decoding, more are blocks to verify.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    pub rows: usize,
+    /// Tokens of the prompts whose reading is timed, one number after the other.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "8,35,128,512"))]
+    pub prompts: Vec<usize>,
+    /// Type of weights and activations. auto: float32.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Print one JSON line instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,
@@ -121,6 +167,16 @@ impl BenchSettings {
         match &self.subject {
             BenchSubject::TrainStep(settings) => settings.check(),
             BenchSubject::Decode(settings) => settings.check(),
+            BenchSubject::Target(settings) => settings.check(),
+        }
+    }
+
+    /// The processor's instructions.
+    pub fn processor(&self) -> ProcessorSettings {
+        match &self.subject {
+            BenchSubject::TrainStep(settings) => settings.processor,
+            BenchSubject::Decode(settings) => settings.processor,
+            BenchSubject::Target(settings) => settings.processor,
         }
     }
 }
@@ -130,7 +186,23 @@ impl BenchDecodeSettings {
         within([
             ("limit", self.limit as u64, 1..=MOST_ROWS),
             ("max_new_tokens", self.max_new_tokens as u64, 2..=MOST_TOKENS),
-        ])
+        ])?;
+        self.processor.check()
+    }
+}
+
+impl BenchTargetSettings {
+    fn check(&self) -> Result<(), Invalid> {
+        let most = |all: &[usize]| all.iter().copied().max().unwrap_or(1) as u64;
+        let least = self.prompts.iter().copied().min().unwrap_or(1) as u64;
+        within([
+            ("contexts", most(&self.contexts), 0..=MOST_TOKENS),
+            ("steps", self.steps as u64, 1..=MOST_STEPS),
+            ("rows", self.rows as u64, 1..=MOST_ROWS_OF_A_STEP),
+            ("prompts", most(&self.prompts), 1..=MOST_TOKENS),
+            ("prompts", least, 1..=MOST_TOKENS),
+        ])?;
+        self.processor.check()
     }
 }
 
@@ -145,6 +217,7 @@ impl TrainStepSettings {
             ("warmup", self.warmup as u64, 0..=MOST_STEPS),
             ("captures", self.captures as u64, 1..=MOST_LAYERS),
         ])?;
+        self.processor.check()?;
         check_loss_chunk(self.loss_chunk_mib)?;
         block_size("block", self.block)
     }

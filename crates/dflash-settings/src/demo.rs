@@ -4,6 +4,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::check::Invalid;
+use crate::processor::ProcessorSettings;
+
 /// Run the whole line on a made-up corpus: target, answers, dataset, drafter, figures.
 ///
 /// Needs no model, no data and no network. Every finished stage is kept in the directory, so an
@@ -21,4 +24,16 @@ pub struct DemoSettings {
     /// Take a few steps of everything: shows that all parts work, not what a drafter is worth.
     #[cfg_attr(feature = "clap", arg(long))]
     pub quick: bool,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
+}
+
+impl DemoSettings {
+    /// # Errors
+    /// A level of instructions that this machine's processor lacks.
+    pub fn check(&self) -> Result<(), Invalid> {
+        self.processor.check()
+    }
 }

@@ -8,6 +8,8 @@ use crate::check::{Invalid, within};
 
 /// The corpus is made in memory, of a language of a few thousand words.
 const MOST: u64 = 1_000_000;
+/// Far beyond any cache.
+const MOST_MEGABYTES: u64 = 100_000;
 
 /// Make the demo's corpus and train its tiny target.
 ///
@@ -32,12 +34,21 @@ pub struct DemoTargetSettings {
     /// Seed of the corpus, the initial weights and the order of training.
     #[cfg_attr(feature = "clap", arg(long, default_value_t = 0))]
     pub seed: u64,
+    /// Also write DIR/wide: the same target with its MLPs widened by zeros until its weights take MB
+    /// megabytes. It says the same, and reads its weights from memory and not from a cache, as real
+    /// models do.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "MB"))]
+    #[serde(default)]
+    pub widen_to: Option<u64>,
 }
 
 impl DemoTargetSettings {
     /// # Errors
     /// A number out of its range.
     pub fn check(&self) -> Result<(), Invalid> {
+        if let Some(megabytes) = self.widen_to {
+            within([("widen_to", megabytes, 1..=MOST_MEGABYTES)])?;
+        }
         within([
             ("rows", self.rows as u64, 1..=MOST),
             ("held_out", self.held_out as u64, 1..=MOST),

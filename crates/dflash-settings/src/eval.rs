@@ -8,6 +8,7 @@ use crate::check::{
     Invalid, MOST_ROWS, MOST_SECONDS, MOST_TEMPERATURE, MOST_TOKENS, from_zero, needs, within,
 };
 use crate::choices::{Device, Dtype, Speculate, Thinking};
+use crate::processor::ProcessorSettings;
 
 /// Beyond the difference of any two logits.
 const MOST_TOLERANCE: f64 = 1e6;
@@ -126,6 +127,10 @@ pub struct EvalSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
 }
 
 impl Default for EvalSettings {
@@ -159,6 +164,7 @@ impl Default for EvalSettings {
             allow_other_target: false,
             device: Device::Auto,
             dtype: Dtype::Auto,
+            processor: ProcessorSettings::default(),
         }
     }
 }
@@ -185,6 +191,7 @@ impl EvalSettings {
             return Err(Invalid::new("speculate", Speculate::Off, expected));
         }
         from_zero([("tie_tolerance", self.tie_tolerance.unwrap_or_default(), MOST_TOLERANCE)])?;
+        self.processor.check()?;
         match self.endpoint {
             Some(_) => self.check_with_endpoint(),
             None => self.check_in_process(),

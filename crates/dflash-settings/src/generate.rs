@@ -11,6 +11,7 @@ use crate::check::{
 use crate::choices::{ColorChoice, Device, Dtype, Speculate};
 #[cfg(feature = "clap")]
 use crate::prepare::json_object;
+use crate::processor::ProcessorSettings;
 
 /// Answer a prompt, or chat, in the terminal.
 ///
@@ -83,6 +84,10 @@ pub struct GenerateSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
 }
 
 impl GenerateSettings {
@@ -102,6 +107,6 @@ impl GenerateSettings {
                 "every answer has that; it must be some text",
             ));
         }
-        Ok(())
+        self.processor.check()
     }
 }

@@ -9,6 +9,7 @@ use crate::check::{
     port_file, seconds, within,
 };
 use crate::choices::{Device, Dtype, WireDtype};
+use crate::processor::ProcessorSettings;
 
 /// Run the target and serve hidden states of chosen layers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -38,6 +39,10 @@ pub struct HiddenServerSettings {
     /// bfloat16 checkpoint's products are multiplied in bfloat16 if the CPU can.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Type of the rows that are sent.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = WireDtype::Bf16))]
     pub wire_dtype: WireDtype,
@@ -134,6 +139,7 @@ impl HiddenServerSettings {
             ("max_wait", self.max_wait, 0.0..=LONGEST_WAIT),
             ("client_timeout", self.client_timeout, SHORTEST_TIMEOUT..=LONGEST_WAIT),
         ])?;
+        self.processor.check()?;
         self.division.check(self.device)?;
         if self.target_layer_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Invalid::new("target_layer_ids", "empty", "it must name a layer"));
@@ -164,6 +170,7 @@ mod tests {
             port_file: None,
             device: Device::Auto,
             dtype: Dtype::Auto,
+            processor: ProcessorSettings::default(),
             wire_dtype: WireDtype::Bf16,
             max_queue: 256,
             max_wait: 30.0,

@@ -24,6 +24,7 @@ mod objective;
 mod optimizer;
 mod plan;
 mod prepare;
+mod processor;
 mod push;
 mod regenerate;
 mod report;
@@ -34,7 +35,9 @@ mod shell_support;
 mod train;
 mod validation;
 
-pub use bench::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSettings};
+pub use bench::{
+    BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
+};
 pub use check::Invalid;
 pub use choices::{
     Backend, ColorChoice, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind,
@@ -43,6 +46,7 @@ pub use choices::{
 pub use compute::ComputeSettings;
 pub use demo::DemoSettings;
 pub use demo_target::DemoTargetSettings;
+pub use dflash_cpu::CpuLevel;
 pub use doctor::DoctorSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
 pub use eval::{EvalSettings, NGRAM_DRAFT, NGRAM_SIZE, NGRAM_TOKENS, NO_DRAFT};
@@ -56,6 +60,7 @@ pub use objective::{ObjectiveSettings, loss_chunk_bytes};
 pub use optimizer::OptimizerSettings;
 pub use plan::{PlanDevice, PlanSettings};
 pub use prepare::{DATA_PRESETS, DEFAULT_TARGET, PrepareSettings};
+pub use processor::ProcessorSettings;
 pub use push::PushSettings;
 pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;

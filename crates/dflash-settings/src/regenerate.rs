@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_ROWS, MOST_TOKENS, within};
 use crate::choices::{Device, Dtype, Speculate};
+use crate::processor::ProcessorSettings;
 
 /// Each sequence has a cache of its own.
 const MOST_BATCH: u64 = 65536;
@@ -61,6 +62,10 @@ pub struct RegenerateSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
 }
 
 impl RegenerateSettings {
@@ -71,6 +76,7 @@ impl RegenerateSettings {
             ("max_new_tokens", self.max_new_tokens as u64, 1..=MOST_TOKENS),
             ("limit", self.limit.unwrap_or(1) as u64, 1..=MOST_ROWS),
             ("batch", self.batch as u64, 1..=MOST_BATCH),
-        ])
+        ])?;
+        self.processor.check()
     }
 }

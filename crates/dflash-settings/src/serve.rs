@@ -12,6 +12,7 @@ use crate::check::{
 use crate::choices::{Device, Dtype, Speculate};
 #[cfg(feature = "clap")]
 use crate::prepare::json_object;
+use crate::processor::ProcessorSettings;
 
 /// More sequences than any machine decodes together.
 const MOST_SEQUENCES: u64 = 4096;
@@ -62,6 +63,10 @@ pub struct ServeSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    pub processor: ProcessorSettings,
     /// Longest prompt and answer together, in tokens. Default: the target's max_position_embeddings.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub max_model_len: Option<usize>,
@@ -130,6 +135,7 @@ impl ServeSettings {
             let reason = "must be one or more printable ASCII characters without blanks".into();
             return Err(Invalid { key: "api_key", reason, missing: None });
         }
+        self.processor.check()?;
         self.check_port_file()
     }
 

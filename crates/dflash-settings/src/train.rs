@@ -12,6 +12,7 @@ use crate::hidden_states::HiddenStatesSettings;
 use crate::launch::{CheckpointSettings, LaunchSettings};
 use crate::objective::ObjectiveSettings;
 use crate::optimizer::OptimizerSettings;
+use crate::processor::ProcessorSettings;
 use crate::rows::RowSettings;
 use crate::validation::ValidationSettings;
 
@@ -78,6 +79,10 @@ pub struct TrainSettings {
     /// Where to compute: auto, cpu or cuda, which is the GPU of the local rank.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto, help_heading = "Device"))]
     pub device: Device,
+    /// The processor's instructions.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Device"))]
+    pub processor: ProcessorSettings,
     /// Precision and memory.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Device"))]
@@ -172,6 +177,7 @@ impl TrainSettings {
             return Err(needs("allow_changed", "resume"));
         }
         self.check_device()?;
+        self.processor.check()?;
         self.compute.check()?;
         self.launch.check()?;
         self.checkpoints.check()?;

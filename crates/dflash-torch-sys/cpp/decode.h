@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #if defined(__x86_64__)
-#define DFLASH_DECODE_LEVELS(X) X(v4bf16) X(v4) X(v3) X(baseline)
+#define DFLASH_DECODE_LEVELS(X) X(avx512bf16) X(avx512) X(avx2) X(baseline)
+#elif defined(__aarch64__)
+#define DFLASH_DECODE_LEVELS(X) X(neon) X(baseline)
 #else
 #define DFLASH_DECODE_LEVELS(X) X(baseline)
 #endif
@@ -106,6 +108,25 @@ struct DflashHead {
   float* scratch;
 };
 
+// Many rows, and what they are added to.
+struct DflashProduct {
+  const void* matrix;
+  // Inputs, outputs and panels of the matrix, and whether gate and up share the panels.
+  int64_t depth, outputs, panels, gated, rows;
+  // [rows][depth]
+  const float* x;
+  DflashProducts products;
+  // [rows][outputs], to which the products are added.
+  float* out;
+  // [rows filled up to 32][depth filled up to 2]
+  float* scratch;
+};
+
+// Floats of scratch memory that a call takes with so many threads, or fewer.
+int64_t dflash_decode_pass_scratch(const DflashPass* pass, int64_t threads);
+int64_t dflash_decode_context_scratch(const DflashContext* context, int64_t threads);
+int64_t dflash_decode_head_scratch(const DflashHead* head, int64_t threads);
+
 // Where the threads of a team wait for each other. Where one of them was kept from running, the team
 // is dissolved there, and the first thread goes on alone.
 struct DflashBarrier {
@@ -123,7 +144,9 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier);
 #define DFLASH_DECLARE(level)                                                                    \
   void dflash_decode_pass_##level(const DflashPass*, int64_t, int64_t, DflashBarrier*);          \
   void dflash_decode_context_##level(const DflashContext*, int64_t, int64_t, DflashBarrier*);    \
-  void dflash_decode_head_##level(const DflashHead*, int64_t, int64_t, DflashBarrier*);
+  void dflash_decode_head_##level(const DflashHead*, int64_t, int64_t, DflashBarrier*);          \
+  int64_t dflash_product_takes_##level(const DflashProduct*);                                    \
+  void dflash_decode_product_##level(const DflashProduct*, int64_t, int64_t, DflashBarrier*);
 DFLASH_DECODE_LEVELS(DFLASH_DECLARE)
 #undef DFLASH_DECLARE
 }

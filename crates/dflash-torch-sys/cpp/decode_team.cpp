@@ -1,4 +1,4 @@
-// The threads that run `decode.cpp` together, and the choice of its instruction set.
+// The threads that run `decode.cpp` together, and the choice among its copies.
 //
 // A pass over a small model takes under a millisecond and its threads meet forty times, so they wait
 // by spinning, which libgomp's threads here must not (they share the machine with servers). Spinning
@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "decode.h"
+#include "level.h"
 
 namespace {
 
@@ -130,24 +131,6 @@ Team& team() {
   return *team;
 }
 
-#if defined(__x86_64__)
-enum class Level { kBaseline, kV3, kV4, kV4Bf16 };
-
-Level level() {
-  static const Level found = [] {
-    __builtin_cpu_init();
-    const auto v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2");
-    const auto v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                    __builtin_cpu_supports("avx512vl");
-    if (v3 && v4) return __builtin_cpu_supports("avx512bf16") ? Level::kV4Bf16 : Level::kV4;
-    return v3 ? Level::kV3 : Level::kBaseline;
-  }();
-  return found;
-}
-#endif
-
 template <typename Work>
 using Function = void (*)(const Work*, int64_t, int64_t, DflashBarrier*);
 
@@ -183,24 +166,47 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
 }
 
 #if defined(__x86_64__)
-#define DFLASH_CHOOSE(work, name)                                                          \
-  level() == Level::kV4Bf16 ? erased<work, dflash_decode_##name##_v4bf16>                  \
-  : level() == Level::kV4   ? erased<work, dflash_decode_##name##_v4>                      \
-  : level() == Level::kV3   ? erased<work, dflash_decode_##name##_v3>                      \
-                            : erased<work, dflash_decode_##name##_baseline>
+#define DFLASH_CHOOSE(level, work, name)                                                    \
+  level == DflashLevel::kAvx512bf16 ? erased<work, dflash_decode_##name##_avx512bf16>       \
+  : level == DflashLevel::kAvx512   ? erased<work, dflash_decode_##name##_avx512>           \
+  : level == DflashLevel::kAvx2     ? erased<work, dflash_decode_##name##_avx2>             \
+                                    : erased<work, dflash_decode_##name##_baseline>
+#elif defined(__aarch64__)
+#define DFLASH_CHOOSE(level, work, name)                                                    \
+  level == DflashLevel::kNeon ? erased<work, dflash_decode_##name##_neon>                   \
+                              : erased<work, dflash_decode_##name##_baseline>
 #else
-#define DFLASH_CHOOSE(work, name) erased<work, dflash_decode_##name##_baseline>
+#define DFLASH_CHOOSE(level, work, name) erased<work, dflash_decode_##name##_baseline>
 #endif
 
-void dflash_decode_pass(const DflashPass* pass, int64_t threads) {
-  team().run(DFLASH_CHOOSE(DflashPass, pass), pass, threads);
+#if defined(__x86_64__)
+#define DFLASH_CALL(level, name)                         \
+  (level == DflashLevel::kAvx512bf16 ? name##_avx512bf16 \
+   : level == DflashLevel::kAvx512   ? name##_avx512     \
+   : level == DflashLevel::kAvx2     ? name##_avx2       \
+                                     : name##_baseline)
+#elif defined(__aarch64__)
+#define DFLASH_CALL(level, name) (level == DflashLevel::kNeon ? name##_neon : name##_baseline)
+#else
+#define DFLASH_CALL(level, name) name##_baseline
+#endif
+
+void dflash_decode_pass(DflashLevel level, const DflashPass* pass, int64_t threads) {
+  team().run(DFLASH_CHOOSE(level, DflashPass, pass), pass, threads);
 }
 
-void dflash_decode_context(const DflashContext* context, int64_t threads) {
-  team().run(DFLASH_CHOOSE(DflashContext, context), context, threads);
+void dflash_decode_context(DflashLevel level, const DflashContext* context, int64_t threads) {
+  team().run(DFLASH_CHOOSE(level, DflashContext, context), context, threads);
 }
 
-void dflash_decode_head(const DflashHead* head, int64_t threads) {
-  team().run(DFLASH_CHOOSE(DflashHead, head), head, threads);
+void dflash_decode_head(DflashLevel level, const DflashHead* head, int64_t threads) {
+  team().run(DFLASH_CHOOSE(level, DflashHead, head), head, threads);
+}
+
+// 0 where libtorch multiplies faster, and nothing is done.
+int64_t dflash_decode_product(DflashLevel level, const DflashProduct* product, int64_t threads) {
+  if (DFLASH_CALL(level, dflash_product_takes)(product) == 0) return 0;
+  team().run(DFLASH_CHOOSE(level, DflashProduct, product), product, threads);
+  return 1;
 }
 }

@@ -1,6 +1,7 @@
 // What our own kernels and products on a GPU need of libtorch beside tensors, dispatched by name, so
 // that nothing of its CUDA half is linked. `src/gpu/image.rs` and `src/gpu/product.rs` declare the same
 // functions; failures are those of guarded.h.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -8,6 +9,9 @@
 #include "guarded.h"
 
 extern "C" {
+
+// cuDNN's attention builds a plan for each new length, which decoding has at every step: 0.4 s each.
+void dflash_leave_out_cudnn_attention() { at::globalContext().setSDPUseCuDNN(false); }
 
 // *stream is a CUstream.
 char* dflash_current_stream(int32_t index, void** stream) {

@@ -26,7 +26,8 @@ pub enum CudaLibrary {
 /// Opens the `libtorch_cuda.so` that lies beside the libtorch in use, if there is one.
 ///
 /// Call it first thing: libtorch asks once whether CUDA is there and remembers the answer.
-/// The library stays open to the end of the process. Takes about a second where it loads.
+/// The library stays open to the end of the process. Takes about a second where it loads. Attention is
+/// left to libtorch's own kernels from then on: cuDNN's plans a call anew for each new length.
 pub fn load_cuda() -> CudaLibrary {
     match libtorch_dir().map(|dir| dir.join(LIBRARY)) {
         Some(path) if path.is_file() => open(&path),
@@ -39,7 +40,11 @@ fn open(path: &Path) -> CudaLibrary {
         return CudaLibrary::Absent;
     };
     match open_library(&name, libc::RTLD_NOW | libc::RTLD_GLOBAL) {
-        Ok(_) => CudaLibrary::Loaded,
+        Ok(_) => {
+            // SAFETY: sets a flag of the process.
+            unsafe { ffi::dflash_leave_out_cudnn_attention() };
+            CudaLibrary::Loaded
+        }
         Err(reason) => CudaLibrary::Failed(reason),
     }
 }

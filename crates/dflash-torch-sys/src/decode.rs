@@ -10,31 +10,27 @@
 mod embedding;
 mod head;
 mod matrix;
+mod panels;
 mod raw;
 mod scratch;
 
 use std::cell::RefCell;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use self::matrix::{LANES, PANEL, gated};
+use self::matrix::{LANES, PANEL, bias_panels};
 use self::scratch::Scratch;
 use crate::kernels::Kernels;
+use crate::level;
 
 pub use self::embedding::Embedding;
 pub use self::head::Head;
-pub use self::matrix::{Matrix, Products};
+pub use self::matrix::{Layout, Matrix, Products, fits_bfloat16};
 
-/// Rows of a call at most. More are better served by libtorch's products.
-pub const MAX_ROWS: i64 = 32;
-
-/// Elements that layers keep packed at most, beside the weights that libtorch's products take.
-/// Larger models wait for their memory in any case, and a copy of them is too much to hold.
-pub const MAX_PACKED_ELEMENTS: i64 = 256 << 20;
-
-/// Rows that the kernels sum at a time at most.
-const TILE: i64 = 8;
+/// Rows of a call at most. Scratch memory grows with them; weights are read once for 64 of them.
+pub const MAX_ROWS: i64 = 512;
 
 /// Whether weights like `x` can be packed for this module.
 pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
@@ -66,13 +62,70 @@ pub struct Shape {
 /// A product with its bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Projection<'a> {
-    /// [I, O], any strides.
-    pub weight_io: &'a Tensor,
+    /// Its matrix.
+    pub weight: Weight<'a>,
     /// `[O]`.
     pub bias_o: Option<&'a Tensor>,
 }
 
-/// The weights of a layer, from which [`Stack::new`] packs its own.
+/// A matrix from which [`Stack::new`] packs its own, or that it shares.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// [I, O], any strides.
+    Plain(&'a Tensor),
+    /// Packed already, for the same products; gate and up as [`Layout::Gated`].
+    Packed(&'a Arc<Matrix>),
+}
+
+impl Weight<'_> {
+    /// Whether this module takes it: packed, or a plain one of a kind that it packs.
+    pub fn is_taken(&self) -> bool {
+        match self {
+            Self::Plain(weight_io) => takes(Kernels::Fast, weight_io),
+            Self::Packed(_) => true,
+        }
+    }
+
+    /// What the products of a model with these weights multiply: what they are packed for, or else
+    /// [`Products::of`] them.
+    pub fn products(weights: &[Self]) -> Products {
+        let packed = weights.iter().find_map(|weight| match weight {
+            Self::Packed(matrix) => Some(matrix.products()),
+            Self::Plain(_) => None,
+        });
+        let plain = weights.iter().filter_map(|weight| match weight {
+            Self::Plain(weight_io) => Some(*weight_io),
+            Self::Packed(_) => None,
+        });
+        packed.unwrap_or_else(|| Products::of(plain))
+    }
+
+    fn size(&self) -> [i64; 2] {
+        match self {
+            Self::Plain(weight_io) => [weight_io.size()[0], weight_io.size()[1]],
+            Self::Packed(matrix) => [matrix.depth(), matrix.outputs()],
+        }
+    }
+
+    /// The packed matrix for these products.
+    ///
+    /// # Panics
+    /// When it is packed for others.
+    pub fn packed(&self, products: Products, layout: Layout) -> Arc<Matrix> {
+        match (self, layout) {
+            (Self::Plain(weight_io), Layout::Plain) => Matrix::pack(weight_io, products).into(),
+            (Self::Plain(weight_io), Layout::Gated) => {
+                Matrix::pack_gated(weight_io, products).into()
+            }
+            (Self::Packed(matrix), _) => {
+                assert_eq!((matrix.products(), matrix.layout()), (products, layout));
+                Arc::clone(matrix)
+            }
+        }
+    }
+}
+
+/// The weights of a layer.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerWeights<'a> {
     /// Queries, keys and values side by side.
@@ -102,6 +155,8 @@ pub struct Stack {
     raw: Pointers<raw::Layer>,
     products: Products,
     scratch: RefCell<Scratch>,
+    /// The sequences of a call as the kernels take them, kept for the next call's.
+    sequences: RefCell<Pointers<raw::Sequence>>,
 }
 
 /// Addresses in tensors that are held beside them.
@@ -125,7 +180,7 @@ struct Layer {
 
 #[derive(Debug)]
 struct Product {
-    matrix: Matrix,
+    matrix: Arc<Matrix>,
     /// As wide as the matrix with what fills its last panel.
     bias: Option<Tensor>,
 }
@@ -161,7 +216,13 @@ impl Stack {
         let layers: Vec<Layer> =
             layers.iter().map(|weights| Layer::new(&shape, weights, products)).collect();
         let raw = Pointers(layers.iter().map(Layer::raw).collect());
-        Self { shape, layers, raw, products, scratch: RefCell::default() }
+        let sequences = RefCell::new(Pointers(Vec::new()));
+        Self { shape, layers, raw, products, scratch: RefCell::default(), sequences }
+    }
+
+    /// All matrices.
+    pub fn matrices(&self) -> impl Iterator<Item = &Matrix> {
+        self.layers.iter().flat_map(Layer::matrices)
     }
 
     /// An empty cache for as many tokens as `rope`, cosines and sines [positions, D/2], has positions.
@@ -201,17 +262,18 @@ impl Stack {
     /// Above [`MAX_ROWS`] rows, and where a cache has no room for its own.
     pub fn forward(&self, x: &mut [f32], sequences: &[Sequence<'_>], outputs: Outputs<'_>) {
         let (shape, hidden) = (self.raw_shape(), self.shape.hidden as usize);
-        let (raw, rows) = self.raw_sequences(sequences);
+        let mut raw = self.sequences.borrow_mut();
+        let rows = self.write_sequences(sequences, &mut raw.0);
         let Outputs { captures, states, final_norm, unread } = outputs;
         assert_eq!(x.len(), rows as usize * hidden, "the rows of all sequences");
         assert_eq!(states.len(), x.len() * captures.len(), "room for the states");
         assert!(captures.iter().all(|&id| id as usize <= self.layers.len()), "{captures:?}");
         assert!(final_norm.is_none_or(|norm| norm.len() == hidden) && unread < rows as usize);
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
-        let pass = raw::Pass {
+        let mut pass = raw::Pass {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
-            sequences: raw.as_ptr(),
+            sequences: raw.0.as_ptr(),
             layer_count: self.layers.len() as i64,
             sequence_count: sequences.len() as i64,
             rows,
@@ -221,11 +283,13 @@ impl Stack {
             capture_count: captures.len() as i64,
             captures: states.as_mut_ptr(),
             final_norm: final_norm.map_or(null(), <[f32]>::as_ptr),
-            scratch: scratch.floats(self.pass_scratch(sequences, rows, threads)),
+            scratch: null_mut(),
         };
-        // SAFETY: sizes are checked here and in the helpers; the positions fit the caches, and the
-        // scratch memory this many rows and threads.
-        unsafe { raw::dflash_decode_pass(&raw const pass, threads) };
+        // SAFETY: sizes are checked here and in the helpers, and the positions fit the caches.
+        let floats = unsafe { raw::dflash_decode_pass_scratch(&raw const pass, threads) };
+        pass.scratch = scratch.floats(floats);
+        // SAFETY: as above; the scratch memory is made for this call.
+        unsafe { raw::dflash_decode_pass(level::raw(), &raw const pass, threads) };
     }
 
     /// Writes keys and values of `features` [R, F], the rows of each sequence one after the other:
@@ -240,42 +304,30 @@ impl Stack {
         sequences: &[Sequence<'_>],
     ) {
         let shape = self.raw_shape();
-        let (raw, rows) = self.raw_sequences(sequences);
-        assert_eq!(features.len() as i64, rows * fc.depth, "the rows of all sequences");
-        assert!(fc.outputs == self.shape.hidden && fc.products == self.products);
+        let mut raw = self.sequences.borrow_mut();
+        let rows = self.write_sequences(sequences, &mut raw.0);
+        assert_eq!(features.len() as i64, rows * fc.depth(), "the rows of all sequences");
+        assert!(fc.outputs() == self.shape.hidden && fc.products() == self.products);
         assert_eq!(norm.len() as i64, self.shape.hidden, "a norm's weight");
         let (threads, mut scratch) = (threads(), self.scratch.borrow_mut());
-        let context = raw::Context {
+        let mut context = raw::Context {
             shape: &raw const shape,
             layers: self.raw.0.as_ptr(),
-            sequences: raw.as_ptr(),
+            sequences: raw.0.as_ptr(),
             layer_count: self.layers.len() as i64,
             sequence_count: sequences.len() as i64,
             rows,
-            features: fc.depth,
+            features: fc.depth(),
             x: features.as_ptr(),
-            fc: fc.packed.data_ptr(),
+            fc: fc.pointer(),
             norm: norm.as_ptr(),
-            scratch: scratch.floats(self.context_scratch(fc.depth, rows, threads)),
+            scratch: null_mut(),
         };
         // SAFETY: as in `forward`.
-        unsafe { raw::dflash_decode_context(&raw const context, threads) };
-    }
-
-    fn pass_scratch(&self, sequences: &[Sequence<'_>], rows: i64, threads: i64) -> i64 {
-        let Shape { hidden, inner, query_heads, kv_heads, head_dim, .. } = self.shape;
-        let (query, spare) = (query_heads * head_dim, 2 * PANEL);
-        let shared = 2 * query + 2 * kv_heads * head_dim + inner + 3 * spare;
-        let own = hidden + query / kv_heads + spare;
-        let longest = sequences.iter().map(|sequence| sequence.cache.key_stride).max();
-        rows * (shared + threads * own) + threads * (TILE * longest.unwrap_or(0) + spare) + spare
-    }
-
-    fn context_scratch(&self, features: i64, rows: i64, threads: i64) -> i64 {
-        let Shape { hidden, kv_heads, head_dim, .. } = self.shape;
-        let kv = 2 * kv_heads * head_dim + 2 * PANEL;
-        let shared = hidden + PANEL + self.layers.len() as i64 * kv;
-        rows * shared + threads * (rows * (features + hidden + 1) + head_dim + LANES)
+        let floats = unsafe { raw::dflash_decode_context_scratch(&raw const context, threads) };
+        context.scratch = scratch.floats(floats);
+        // SAFETY: as in `forward`.
+        unsafe { raw::dflash_decode_context(level::raw(), &raw const context, threads) };
     }
 
     fn raw_shape(&self) -> raw::Shape {
@@ -292,34 +344,22 @@ impl Stack {
         }
     }
 
-    /// Sequences as the kernels take them, and the rows of all.
-    fn raw_sequences(
-        &self,
-        sequences: &[Sequence<'_>],
-    ) -> ([raw::Sequence; MAX_ROWS as usize], i64) {
+    /// Writes sequences as the kernels take them; returns the rows of all.
+    fn write_sequences(&self, sequences: &[Sequence<'_>], raw: &mut Vec<raw::Sequence>) -> i64 {
         let Shape { kv_heads, head_dim, .. } = self.shape;
-        let rows: i64 = sequences.iter().map(|sequence| sequence.rows).sum();
-        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
-        let mut all = [raw::Sequence::NONE; MAX_ROWS as usize];
-        for (raw, &Sequence { cache, start, rows }) in all.iter_mut().zip(sequences) {
+        raw.clear();
+        raw.extend(sequences.iter().map(|&Sequence { cache, start, rows }| {
             let &Cache { positions, key_stride, value_stride, ref held, ref tables, .. } = cache;
             assert!(rows >= 1 && start >= 0 && start + rows <= positions, "{start} + {rows} rows");
             assert_eq!((held.0.len(), cache.heads), (self.layers.len(), (kv_heads, head_dim)));
             let table =
                 |number: usize| tables.0[number].wrapping_add((start * head_dim / 2) as usize);
             let (held, cosine, sine) = (held.0.as_ptr(), table(0), table(1));
-            *raw = raw::Sequence {
-                rows,
-                start,
-                positions,
-                key_stride,
-                value_stride,
-                held,
-                cosine,
-                sine,
-            };
-        }
-        (all, rows)
+            raw::Sequence { rows, start, positions, key_stride, value_stride, held, cosine, sine }
+        }));
+        let rows: i64 = sequences.iter().map(|sequence| sequence.rows).sum();
+        assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows in one call");
+        rows
     }
 }
 
@@ -327,30 +367,17 @@ impl Layer {
     fn new(shape: &Shape, weights: &LayerWeights<'_>, products: Products) -> Self {
         let &Shape { hidden, inner, query_heads, kv_heads, head_dim, .. } = shape;
         let (query, kv) = (query_heads * head_dim, kv_heads * head_dim);
-        let sized = |projection: &Projection<'_>, size: [i64; 2]| {
-            assert_eq!(projection.weight_io.size(), size, "a projection of this shape");
+        let product = |projection: &Projection<'_>, size: [i64; 2], layout: Layout| {
+            assert_eq!(projection.weight.size(), size, "a projection of this shape");
+            let matrix = projection.weight.packed(products, layout);
+            Product { matrix, bias: projection.bias_o.map(|bias| bias_panels(bias, layout)) }
         };
-        sized(&weights.qkv, [hidden, query + 2 * kv]);
-        sized(&weights.output, [query, hidden]);
-        sized(&weights.gate_up, [hidden, 2 * inner]);
-        sized(&weights.down, [inner, hidden]);
-        let plain = |projection: &Projection<'_>| {
-            let bias = |bias: &Tensor| blocks_of_bias(bias, PANEL);
-            let matrix = Matrix::pack(projection.weight_io, products);
-            Product { matrix, bias: projection.bias_o.map(bias) }
-        };
-        let gate_up = Product {
-            matrix: Matrix::pack_gated(weights.gate_up.weight_io, products),
-            bias: weights
-                .gate_up
-                .bias_o
-                .map(|bias| gated(&bias.unsqueeze(0), Kind::Float).flatten(0, -1).contiguous()),
-        };
+        let plain = |projection: &Projection<'_>, size| product(projection, size, Layout::Plain);
         Self {
-            qkv: plain(&weights.qkv),
-            output: plain(&weights.output),
-            gate_up,
-            down: plain(&weights.down),
+            qkv: plain(&weights.qkv, [hidden, query + 2 * kv]),
+            output: plain(&weights.output, [query, hidden]),
+            gate_up: product(&weights.gate_up, [hidden, 2 * inner], Layout::Gated),
+            down: plain(&weights.down, [inner, hidden]),
             input_norm: float(weights.input_norm, hidden),
             post_norm: float(weights.post_norm, hidden),
             head_norms: weights
@@ -360,14 +387,19 @@ impl Layer {
         }
     }
 
+    fn matrices(&self) -> [&Matrix; 4] {
+        let Self { qkv, output, gate_up, down, .. } = self;
+        [qkv, output, gate_up, down].map(|product| &*product.matrix)
+    }
+
     fn raw(&self) -> raw::Layer {
         let bias = |product: &Product| product.bias.as_ref().map_or(null(), |bias| data(bias));
         let norms = self.head_norms.as_ref();
         raw::Layer {
-            qkv: self.qkv.matrix.packed.data_ptr(),
-            output: self.output.matrix.packed.data_ptr(),
-            gate_up: self.gate_up.matrix.packed.data_ptr(),
-            down: self.down.matrix.packed.data_ptr(),
+            qkv: self.qkv.matrix.pointer(),
+            output: self.output.matrix.pointer(),
+            gate_up: self.gate_up.matrix.pointer(),
+            down: self.down.matrix.pointer(),
             qkv_bias: bias(&self.qkv),
             output_bias: bias(&self.output),
             gate_up_bias: bias(&self.gate_up),
@@ -421,12 +453,6 @@ fn threads() -> i64 {
 fn float(x: &Tensor, size: i64) -> Tensor {
     assert_eq!(x.size(), [size]);
     x.to_kind(Kind::Float).contiguous()
-}
-
-/// A bias, filled up with zeros to whole panels.
-fn blocks_of_bias(bias: &Tensor, unit: i64) -> Tensor {
-    let missing = (unit - bias.size()[0] % unit) % unit;
-    bias.to_kind(Kind::Float).constant_pad_nd([0, missing]).contiguous()
 }
 
 /// A contiguous float32 tensor's elements.

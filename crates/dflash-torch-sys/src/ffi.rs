@@ -1,4 +1,4 @@
-//! The declarations of `cpp/c10d.cpp` and `cpp/device.cpp`, and the reading of what it allocates.
+//! The declarations of `cpp/c10d.cpp`, `cpp/device.cpp` and `cpp/level.cpp`, and the reading of what it allocates.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::time::Duration;
@@ -35,7 +35,10 @@ pub(crate) type Failure = *mut c_char;
 unsafe extern "C" {
     pub(crate) fn dflash_quiet_logs();
 
+    pub(crate) fn dflash_libtorch_level(level: *mut *mut c_char) -> Failure;
+    pub(crate) fn dflash_mkl_branch() -> i32;
     pub(crate) fn dflash_multiply_in_bf16(rounded: bool) -> Failure;
+    pub(crate) fn dflash_leave_out_cudnn_attention();
     pub(crate) fn dflash_peak_device_bytes(index: i32, bytes: *mut i64) -> Failure;
     pub(crate) fn dflash_current_stream(index: i32, stream: *mut *mut c_void) -> Failure;
     pub(crate) fn dflash_add_product(

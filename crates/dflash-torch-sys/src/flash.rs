@@ -4,7 +4,9 @@
 //! The kernels take float16 and bfloat16, heads whose width is a multiple of 8 up to 256, and GPUs
 //! from compute capability 8.0 on. Query heads share key/value heads in groups of neighbours.
 
+use std::collections::BTreeMap;
 use std::ptr::null_mut;
+use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::CudaContext;
 use tch::{Kind, Tensor};
@@ -116,8 +118,15 @@ pub fn takes_flash(index: usize, kind: Kind, head_dim: i64) -> Result<bool, Erro
     if !fits || trace::is_pretended() {
         return Ok(fits);
     }
+    // Asked in every layer of a pass, and the answer stays the same.
+    static HAS_KERNELS: Mutex<BTreeMap<usize, bool>> = Mutex::new(BTreeMap::new());
+    let mut known = HAS_KERNELS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&has_kernels) = known.get(&index) {
+        return Ok(has_kernels);
+    }
     let context = CudaContext::new(index).map_err(|error| refused(&error))?;
     let (major, _) = context.compute_capability().map_err(|error| refused(&error))?;
+    known.insert(index, major >= 8);
     Ok(major >= 8)
 }
 

@@ -21,7 +21,7 @@ pub use launch::Runner;
 use launch::{Kernel, Launch, Moves};
 pub use product::add_product;
 
-pub(crate) use image::usable;
+pub(crate) use image::{current_stream, usable};
 
 /// Blocks that share out the rows of a gradient, each with a partial sum for the weight: four for each
 /// multiprocessor of an H100.

@@ -1,4 +1,5 @@
-//! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.cpp`.
+//! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.cpp`. Their loops are
+//! compiled for each level of the processor's instructions, and run at the one in force.
 //!
 //! Each function is one sweep over memory where libtorch's operations would make several. Shapes
 //! and layouts are checked: a wrong one is a bug of the caller and panics. [`Kernels`] says whether
@@ -9,14 +10,16 @@ use std::ptr::null_mut;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu::{self, Runner};
+use crate::level;
 use crate::trace::is_pretended;
 
 type In = *const f32;
 type Out = *mut f32;
 
 unsafe extern "C" {
-    fn dflash_rms_norm(x: In, weight: In, y: Out, rows: i64, dim: i64, eps: f32);
+    fn dflash_rms_norm(level: i32, x: In, weight: In, y: Out, rows: i64, dim: i64, eps: f32);
     fn dflash_rms_norm_backward(
+        level: i32,
         dy: Out,
         x: In,
         weight: In,
@@ -28,6 +31,7 @@ unsafe extern "C" {
         eps: f32,
     );
     fn dflash_head_norm_rope(
+        level: i32,
         x: In,
         x_stride: i64,
         weight: In,
@@ -41,6 +45,7 @@ unsafe extern "C" {
         eps: f32,
     );
     fn dflash_head_norm_rope_backward(
+        level: i32,
         dy: In,
         x: Out,
         x_stride: i64,
@@ -54,9 +59,10 @@ unsafe extern "C" {
         dim: i64,
         eps: f32,
     );
-    fn dflash_swiglu(gate_up: In, y: Out, rows: i64, dim: i64);
-    fn dflash_swiglu_backward(dy: Out, gate_up: Out, rows: i64, dim: i64);
+    fn dflash_swiglu(level: i32, gate_up: In, y: Out, rows: i64, dim: i64);
+    fn dflash_swiglu_backward(level: i32, dy: Out, gate_up: Out, rows: i64, dim: i64);
     fn dflash_softmax_cross_entropy(
+        level: i32,
         logits: Out,
         labels: *const i64,
         ce: Out,
@@ -66,6 +72,7 @@ unsafe extern "C" {
         dim: i64,
     );
     fn dflash_cross_entropy_gradient(
+        level: i32,
         exponentials: Out,
         labels: *const i64,
         weight: In,
@@ -73,8 +80,17 @@ unsafe extern "C" {
         rows: i64,
         dim: i64,
     );
-    fn dflash_merge_attention(out: Out, lse: Out, part_out: In, part_lse: In, rows: i64, dim: i64);
+    fn dflash_merge_attention(
+        level: i32,
+        out: Out,
+        lse: Out,
+        part_out: In,
+        part_lse: In,
+        rows: i64,
+        dim: i64,
+    );
     fn dflash_adamw(
+        level: i32,
         parameter: Out,
         gradient: In,
         mean: Out,
@@ -171,7 +187,9 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     let (rows, dim) = flat_rows(x);
     assert_eq!(weight.numel() as i64, dim);
     // SAFETY: all three hold rows * dim (the weight dim) contiguous float32 elements.
-    unsafe { dflash_rms_norm(data(x), data(weight), data(&y), rows, dim, eps as f32) };
+    unsafe {
+        dflash_rms_norm(level::raw(), data(x), data(weight), data(&y), rows, dim, eps as f32)
+    };
     y
 }
 
@@ -193,7 +211,18 @@ pub fn rms_norm_backward(
     // read to its end before its gradient is written.
     unsafe {
         let eps = eps as f32;
-        dflash_rms_norm_backward(dy, x, weight, residual, again, dweight, rows, dim, eps);
+        dflash_rms_norm_backward(
+            level::raw(),
+            dy,
+            x,
+            weight,
+            residual,
+            again,
+            dweight,
+            rows,
+            dim,
+            eps,
+        );
     }
 }
 
@@ -217,6 +246,7 @@ pub fn head_norm_rope(
     // SAFETY: the shapes are checked above; rows of `x` lie `stride` elements apart.
     unsafe {
         dflash_head_norm_rope(
+            level::raw(),
             start(x),
             stride,
             data(weight),
@@ -252,6 +282,7 @@ pub fn head_norm_rope_backward(
     // to its end before its gradient is written.
     unsafe {
         dflash_head_norm_rope_backward(
+            level::raw(),
             data(dy),
             start(x),
             x_stride,
@@ -273,7 +304,7 @@ pub fn swiglu(gate_up: &Tensor) -> Tensor {
     let (rows, width) = flat_rows(gate_up);
     let y = Tensor::empty([rows, width / 2], (Kind::Float, Device::Cpu));
     // SAFETY: `gate_up` has rows * width contiguous elements, `y` half of them.
-    unsafe { dflash_swiglu(data(gate_up), data(&y), rows, width / 2) };
+    unsafe { dflash_swiglu(level::raw(), data(gate_up), data(&y), rows, width / 2) };
     y
 }
 
@@ -284,7 +315,7 @@ pub fn swiglu_backward(dy: &mut Tensor, gate_up: &mut Tensor) {
     assert_eq!(dy.size(), [rows, width / 2]);
     // SAFETY: the shapes are checked above, and `data` checks type and contiguity. Each element is
     // read before its place is written.
-    unsafe { dflash_swiglu_backward(data(dy), data(gate_up), rows, width / 2) };
+    unsafe { dflash_swiglu_backward(level::raw(), data(dy), data(gate_up), rows, width / 2) };
 }
 
 /// Cross-entropies of rows of logits.
@@ -308,6 +339,7 @@ pub fn softmax_cross_entropy(logits: &mut Tensor, tokens: &Tensor) -> CrossEntro
     // SAFETY: shapes and labels are checked above.
     unsafe {
         dflash_softmax_cross_entropy(
+            level::raw(),
             data(logits),
             labels(tokens),
             data(&result.ce_m),
@@ -332,6 +364,7 @@ impl CrossEntropy {
         // SAFETY: the shapes are checked above, the labels by `softmax_cross_entropy`.
         unsafe {
             dflash_cross_entropy_gradient(
+                level::raw(),
                 data(exponentials),
                 labels(tokens),
                 data(weight_m),
@@ -351,7 +384,15 @@ pub fn merge_attention(out: &Tensor, lse: &Tensor, part_out: &Tensor, part_lse: 
     assert!(lse.numel() as i64 == n && part_lse.numel() as i64 == n);
     // SAFETY: the shapes are checked above, and `data` checks type and contiguity.
     unsafe {
-        dflash_merge_attention(data(out), data(lse), data(part_out), data(part_lse), n, dim);
+        dflash_merge_attention(
+            level::raw(),
+            data(out),
+            data(lse),
+            data(part_out),
+            data(part_lse),
+            n,
+            dim,
+        );
     }
 }
 
@@ -383,6 +424,7 @@ pub fn adamw(
     // SAFETY: all four hold `elements` contiguous float32 elements.
     unsafe {
         dflash_adamw(
+            level::raw(),
             data(parameter),
             data(gradient),
             data(mean),

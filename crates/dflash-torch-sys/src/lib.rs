@@ -23,6 +23,7 @@ pub mod gpu;
 mod group;
 mod interval;
 pub mod kernels;
+mod level;
 pub mod mapped;
 mod nccl;
 pub mod optimizer;
@@ -30,13 +31,16 @@ mod precision;
 mod pretend;
 pub mod staging;
 mod store;
+mod timed;
 pub mod trace;
 mod version;
 
 pub use cuda::{CudaLibrary, free_device_bytes, load_cuda, peak_device_bytes};
+pub use dflash_cpu::CpuLevel;
 pub use error::Error;
 pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
 pub use interval::{Begun, Interval};
+pub use level::{LibraryLevels, at_cpu_level, cpu_level, library_levels};
 pub use nccl::{
     ID_BYTES, NcclGroup, NcclWatch, NcclWork, find_nccl, nccl_id, nccl_takes_host_memory,
 };

@@ -2,17 +2,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::{Error, ffi};
+use crate::{Error, cpu_level, ffi};
 
 /// Whether products are rounded at present. libtorch has one setting for the whole process.
 static ROUNDED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this processor multiplies bfloat16 in hardware; elsewhere it is emulated and slow.
+/// Whether the processor multiplies bfloat16 at the level in force; elsewhere it is emulated and slow.
 pub fn cpu_multiplies_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx512bf16");
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
+    cpu_level().multiplies_bf16()
 }
 
 /// From now on products of float32 matrices round their factors to bfloat16; sums stay float32, and

@@ -11,10 +11,11 @@ use std::cell::{Cell, RefCell};
 use serde::Serialize;
 use tch::Tensor;
 
-use crate::{Error, pretend as shim};
+use crate::{Error, pretend as shim, timed as clock};
 
 thread_local! {
     static PRETENDED: Cell<bool> = const { Cell::new(false) };
+    static TIMED: Cell<bool> = const { Cell::new(false) };
     static PART: Cell<u32> = const { Cell::new(0) };
     static PARTS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
 }
@@ -104,14 +105,18 @@ pub struct Part {
 
 /// What follows belongs to the part `name`, until the result is dropped. Parts nest; the inner counts.
 pub fn part(name: &'static str) -> Part {
-    if !is_pretended() {
+    if !is_pretended() && !TIMED.get() {
         return Part { before: None };
     }
     Part { before: Some(enter(number(name))) }
 }
 
 fn enter(number: u32) -> u32 {
-    shim::part(number);
+    if TIMED.get() {
+        clock::mark(number);
+    } else {
+        shim::part(number);
+    }
     PART.replace(number)
 }
 
@@ -131,6 +136,42 @@ impl Drop for Part {
         if let Some(before) = self.before {
             enter(before);
         }
+    }
+}
+
+/// Runs `f`, and says for each part how many milliseconds the GPU `index` took for what `f` asked of it there,
+/// gaps in which it waited for the host included; parts in the order in which they first came.
+///
+/// # Errors
+/// No such GPU, or what its driver says.
+///
+/// # Panics
+/// Inside itself or a pretence: a bug of the caller.
+pub fn timed<R>(
+    index: usize,
+    f: impl FnOnce() -> R,
+) -> Result<(R, Vec<(&'static str, f64)>), Error> {
+    assert!(!is_pretended() && !TIMED.get(), "one account of the parts at a time");
+    PARTS.replace(vec![NO_PART]);
+    PART.set(0);
+    clock::begin(index)?;
+    let timing = Timing;
+    TIMED.set(true);
+    let result = f();
+    drop(timing);
+    let stretches = clock::end(0)?;
+    let parts = PARTS.take();
+    let mut sums: Vec<(&'static str, f64)> = parts.into_iter().map(|part| (part, 0.0)).collect();
+    stretches.into_iter().for_each(|(part, ms)| sums[part as usize].1 += ms);
+    Ok((result, sums))
+}
+
+/// Ends the account, by a panic too.
+struct Timing;
+
+impl Drop for Timing {
+    fn drop(&mut self) {
+        TIMED.set(false);
     }
 }
 

@@ -3,6 +3,7 @@
 //! A step is everything that training does with a row once its hidden states are there: planning
 //! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not included.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -13,6 +14,7 @@ use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, 
 use dflash_model::target::{TargetFacts, TargetHead, default_layer_ids};
 use dflash_model::{Kernels, device_name, place, upload};
 use dflash_settings::{Dtype, Invalid, TrainStepSettings};
+use dflash_torch_sys::trace;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -23,6 +25,7 @@ use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::plan::cpu;
 use crate::plan::step::StepShape;
+use crate::readback::Finished;
 use crate::shards::Shards;
 use crate::trainer::{StepSums, Trainer};
 use crate::vote::Vote;
@@ -51,6 +54,10 @@ pub struct StepReport {
     pub loss_chunk_mib: usize,
     /// Where it ran.
     pub device: String,
+    /// The level of the processor's instructions that it ran at; `None` on a GPU.
+    pub cpu_level: Option<String>,
+    /// On a GPU, milliseconds of one more step by part, as `dflash plan` names them, by the GPU's own clock.
+    pub parts_ms: Option<BTreeMap<&'static str, f64>>,
 }
 
 /// Learning rate and slot decay of their benchmarks.
@@ -84,28 +91,39 @@ pub fn train_step(
         let features_tk = Tensor::randn(shape, (kind, device));
         let mut times = Vec::with_capacity(settings.steps);
         let (mut loss, mut slots, mut flops) = (f64::NAN, 0, 0.0);
-        for step in 0..settings.warmup + settings.steps {
-            synchronize(device);
-            let begun = Instant::now();
+        let mut step = || -> Result<Finished, Error> {
             let batch = row.batch(&trainer, &features_tk);
             (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
             let mut open = trainer.begin(&Single);
             open.add(Some(batch), true)?.map_err(|reason| no_memory(settings, reason))?;
-            let finished = open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?;
+            Ok(open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?)
+        };
+        for number in 0..settings.warmup + settings.steps {
             synchronize(device);
-            if step >= settings.warmup {
+            let begun = Instant::now();
+            let finished = step()?;
+            synchronize(device);
+            if number >= settings.warmup {
                 times.push(begun.elapsed().as_secs_f64());
             }
             let outcome = readback::read(vec![finished.outcome]).remove(0);
             loss = outcome.statistics.report(0.0).loss;
         }
+        let parts_ms = match device {
+            Device::Cuda(index) => {
+                let (finished, parts) = trace::timed(index, step)?;
+                finished?;
+                Some(parts.into_iter().collect())
+            }
+            _ => None,
+        };
         let report = report(&trainer, (loss, slots, flops), median(times));
         // afterwards, since the probe's memory would be counted as the step's
         let predicted_ms = match device {
             Device::Cpu => Some(cpu::predict(&shape_of(&trainer, &row.row))? * 1e3),
             _ => None,
         };
-        Ok(StepReport { predicted_ms, ..report })
+        Ok(StepReport { predicted_ms, parts_ms, ..report })
     })
 }
 
@@ -216,6 +234,8 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
         tflops: flops / median / 1e12,
         loss_chunk_mib: trainer.objective.chunk_bytes >> 20,
         device: device_name(draft.device()),
+        cpu_level: machine::cpu_level(draft.device()),
+        parts_ms: None,
     }
 }
 

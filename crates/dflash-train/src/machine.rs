@@ -81,6 +81,11 @@ pub(crate) fn processor(device: Device) -> Option<String> {
     Some(model.trim_start_matches([' ', '\t', ':']).trim().to_owned())
 }
 
+/// The level of the processor's instructions in force, which changes last bits as well; none on a GPU.
+pub(crate) fn cpu_level(device: Device) -> Option<String> {
+    (device == Device::Cpu).then(|| dflash_torch_sys::cpu_level().to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

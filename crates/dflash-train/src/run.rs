@@ -247,6 +247,7 @@ impl Prepared<'_> {
             ("rows_per_step", Some(rows.to_string())),
             ("threads", Some(tch::get_num_threads().to_string())),
             ("processor", machine::processor(device)),
+            ("cpu_level", machine::cpu_level(device)),
             ("dflash", Some(env!("CARGO_PKG_VERSION").to_owned())),
             ("libtorch", dflash_torch_sys::libtorch_version().ok()),
             ("from_pretrained", settings.draft.from_pretrained.clone()),

@@ -3,7 +3,7 @@
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
-    BenchSettings, CompletionsSettings, DemoSettings, DemoTargetSettings, DoctorSettings,
+    BenchSettings, CompletionsSettings, CpuLevel, DemoSettings, DemoTargetSettings, DoctorSettings,
     EvalSettings, ExportSettings, GenerateSettings, HiddenServerSettings, Invalid, ManSettings,
     PlanSettings, PrepareSettings, PushSettings, RegenerateSettings, ReportSettings, ServeSettings,
     TrainSettings,
@@ -92,6 +92,10 @@ pub enum Command {
     Completions(CompletionsSettings),
     /// Write the man pages.
     Man(ManSettings),
+    /// Print the levels of instructions that this processor has, each with the variables that make
+    /// libtorch and its libraries compute at it; scripts ask.
+    #[command(hide = true)]
+    CpuLevels,
     /// Print what libtorch, CUDA and NCCL say of themselves, as JSON; `dflash doctor` asks.
     #[command(hide = true)]
     EngineInfo,
@@ -118,12 +122,29 @@ impl Command {
             Self::Bench(settings) => settings.check(),
             Self::DemoTarget(settings) => settings.check(),
             Self::Doctor(settings) => settings.check(),
+            Self::Demo(settings) => settings.check(),
             Self::Report(_)
-            | Self::Demo(_)
             | Self::Completions(_)
             | Self::Man(_)
+            | Self::CpuLevels
             | Self::EngineInfo => Ok(()),
         }
+    }
+
+    /// The level of the processor's instructions that the settings ask for.
+    pub fn cpu_level(&self) -> Option<CpuLevel> {
+        let processor = match self {
+            Self::HiddenServer(settings) => settings.processor,
+            Self::Train(settings) => settings.processor,
+            Self::Eval(settings) => settings.processor,
+            Self::Regenerate(settings) => settings.processor,
+            Self::Generate(settings) => settings.processor,
+            Self::Serve(settings) => settings.processor,
+            Self::Demo(settings) => settings.processor,
+            Self::Bench(settings) => settings.processor(),
+            _ => return None,
+        };
+        processor.cpu_level
     }
 
     /// What signals mean to the command.

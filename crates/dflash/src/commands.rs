@@ -1,5 +1,6 @@
 //! What the front program runs itself.
 
+pub(crate) mod cpu_levels;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod eval;

@@ -5,6 +5,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use dflash_cpu::CpuLevel;
+
 use crate::cli;
 use crate::command_line::CommandLine;
 use crate::error::Error;
@@ -58,7 +60,7 @@ fn kept_shapes(command: &cli::Command) -> Option<&'static str> {
 ///
 /// The process id stays, so signals and the exit code are the engine's. Returns only on failure.
 pub fn exec(line: &CommandLine) -> Error {
-    match command(line.arguments.clone()) {
+    match command_at(line.cli.command.cpu_level(), line.arguments.clone()) {
         Ok(mut command) => {
             command.envs(run_file::handover(line));
             let is_free = |name: &&str| std::env::var_os(name).is_none();
@@ -74,11 +76,20 @@ pub fn exec(line: &CommandLine) -> Error {
     }
 }
 
-/// The engine with `args`, ready to start: libtorch found, the environment set.
+/// The engine with `args`, ready to start: libtorch found, the environment set. The level of the
+/// processor's instructions is that of the environment.
 ///
 /// # Errors
-/// No engine beside this program, or no libtorch.
+/// No engine beside this program, no libtorch, or a level that this machine lacks.
 pub fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Error> {
+    command_at(None, args)
+}
+
+/// As [`command`], at a level that the settings ask for, if they do.
+fn command_at(
+    level: Option<CpuLevel>,
+    args: impl IntoIterator<Item = OsString>,
+) -> Result<Command, Error> {
     let front = std::env::current_exe().map_err(|source| Error::CurrentExe { source })?;
     let engine = beside(&front)?;
     let libtorch = libtorch::Search::from_env(&front).find()?.root;
@@ -90,12 +101,29 @@ pub fn command(args: impl IntoIterator<Item = OsString>) -> Result<Command, Erro
         "LD_LIBRARY_PATH",
         library_path(&libtorch.join("lib"), std::env::var_os("LD_LIBRARY_PATH")),
     );
+    let level = level.map_or_else(CpuLevel::from_env, |level| Ok(Some(level)))?;
+    if let Some(level) = level {
+        command.envs(level.environment(|name| std::env::var_os(name))?);
+    }
     for group in LIBRARY_SETTINGS {
         if group.iter().all(|(name, _)| std::env::var_os(name).is_none()) {
             command.envs(group.iter().copied());
         }
     }
     Ok(command)
+}
+
+/// For the engine: refuses a level of the processor's instructions that the environment does not name. The
+/// front sets it there, with the variables that libtorch and its libraries have read by now.
+///
+/// # Errors
+/// [`Error::StartedAlone`], and a variable that names no level of this machine.
+pub fn check_level(command: &cli::Command) -> Result<(), Error> {
+    let in_force = CpuLevel::from_env()?;
+    match command.cpu_level() {
+        Some(level) if in_force != Some(level) => Err(Error::StartedAlone { level }),
+        _ => Ok(()),
+    }
 }
 
 /// The engine beside the front program.

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use dflash_settings::Invalid;
+use dflash_settings::{CpuLevel, Invalid};
 
 use crate::libtorch::{Flaw, Report, VERSION};
 
@@ -33,6 +33,15 @@ pub enum Error {
     NoLibtorch {
         /// Every place, with what was found there.
         report: Report,
+    },
+    /// The processor's instructions cannot be limited as asked for.
+    #[error(transparent)]
+    CpuLevel(#[from] dflash_cpu::Error),
+    /// The engine was started without the front, and at a level that only the front can set.
+    #[error("--cpu-level {level} takes effect where `dflash` starts its engine; start `dflash`")]
+    StartedAlone {
+        /// The level that was asked for.
+        level: CpuLevel,
     },
     /// The engine is not beside the front program.
     #[error("{path} is missing; install dflash and dflash-engine side by side (`make build`)")]

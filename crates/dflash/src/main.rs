@@ -28,6 +28,7 @@ fn main() {
             run_here(&line, |_| commands::shell_support::completions(settings))
         }
         Command::Man(settings) => run_here(&line, |_| commands::shell_support::man(settings)),
+        Command::CpuLevels => run_here(&line, |_| commands::cpu_levels::run()),
         // Nothing is installed yet that the engine would have to undo.
         _ => exit::fault(engine::exec(&line)),
     }

@@ -1,8 +1,8 @@
 //! A list column inside one record batch, read row by row.
 
-use arrow::array::layout;
-use arrow::datatypes::{DataType, Schema};
-use arrow::ipc;
+use arrow_data::layout;
+use arrow_ipc as ipc;
+use arrow_schema::{DataType, Schema};
 
 use super::Shard;
 use crate::error::Error;

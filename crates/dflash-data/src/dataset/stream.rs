@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 
-use arrow::ipc::{self, MessageHeader};
+use arrow_ipc::{self as ipc, MessageHeader};
 
 use super::Shard;
 use super::column::{Column, ColumnSlice};

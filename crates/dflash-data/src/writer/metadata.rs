@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use arrow::datatypes::{DataType, Field, Schema};
+use arrow_schema::{DataType, Field, Schema};
 use serde_json::{Value, json};
 
 /// The features as `datasets` 2 to 5 read them. `Sequence` is the older name of `List`, which

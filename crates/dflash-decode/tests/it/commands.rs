@@ -96,6 +96,7 @@ impl Place {
             overwrite: false,
             device: Asked::Cpu,
             dtype: Dtype::Float32,
+            processor: dflash_settings::ProcessorSettings::default(),
         }
     }
 

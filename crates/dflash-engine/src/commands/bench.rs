@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash_decode::bench_decode;
+use dflash_decode::{bench_decode, bench_target};
 use dflash_hub::{Hub, Part};
 use dflash_model::target::TargetFacts;
-use dflash_settings::{BenchDecodeSettings, BenchSettings, BenchSubject, TrainStepSettings};
+use dflash_settings::{
+    BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
+};
 use dflash_train::bench;
 
 use super::{described, draft};
@@ -16,6 +18,7 @@ pub(crate) fn run(settings: &BenchSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     match &settings.subject {
         BenchSubject::TrainStep(settings) => train_step(settings, stop),
         BenchSubject::Decode(settings) => decode(settings, stop),
+        BenchSubject::Target(settings) => target(settings, stop),
     }
 }
 
@@ -35,7 +38,13 @@ fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     println!("peak memory  {:.0} MiB", report.peak_mib);
     println!("loss         {:.4} nats after {} steps", report.loss, warmup + steps);
     println!("logits       at most {} MiB at a time", report.loss_chunk_mib);
+    for (part, ms) in report.parts_ms.iter().flatten() {
+        println!("  {part:<11}{ms:.1} ms of one more step, by the GPU's clock");
+    }
     println!("parameters   {:.2} M on {}", report.params_m, report.device);
+    if let Some(level) = &report.cpu_level {
+        println!("level        {level} of the processor's instructions");
+    }
     Ok(())
 }
 
@@ -59,5 +68,36 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
         report.identical, report.answers, report.tokens
     );
     println!("device       {}", report.device);
+    if let Some(level) = &report.cpu_level {
+        println!("level        {level} of the processor's instructions");
+    }
+    Ok(())
+}
+
+fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
+    let report = bench_target(settings, &dir, stop)?;
+    if settings.json {
+        println!("{}", serde_json::to_string(&report)?);
+        return Ok(());
+    }
+    let (resident, peak, before) = (report.resident_mib, report.peak_mib, report.before_mib);
+    println!("load         {:.1} s", report.load_s);
+    println!("memory       {resident:.0} MiB, {before:.0} before the load, {peak:.0} at most");
+    println!("weights      {:.0} MiB read by a step", report.weights_mib);
+    println!("plain read   {:.1} GB/s", report.read_gb_per_s);
+    for step in &report.steps {
+        let (ms, share) = (step.ms, step.ms / step.floor_ms);
+        let (rows, context) = (report.rows, step.context);
+        println!(
+            "step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read"
+        );
+    }
+    for prompt in &report.prompts {
+        let (tokens, ms) = (prompt.tokens, prompt.ms);
+        println!("prompt       {tokens} tokens: {ms:.2} ms, {:.3} each", ms / tokens as f64);
+    }
+    println!("device       {}", report.device);
+    println!("level        {} of the processor's instructions", report.cpu_level);
     Ok(())
 }

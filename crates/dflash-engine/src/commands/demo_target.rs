@@ -15,6 +15,10 @@ pub(crate) fn run(settings: &DemoTargetSettings, stop: &Arc<AtomicBool>) -> anyh
         say(format!("{} is complete; kept", made.target.display()));
     }
     println!("{}", made.target.display());
+    if let Some((wide, bytes)) = made.wide {
+        let megabytes = bytes / 1_000_000;
+        say(format!("widened by zeros to {megabytes} MB of weights: {}", wide.display()));
+    }
     Ok(())
 }
 

@@ -1,6 +1,8 @@
 //! `dflash engine-info`: what the loaded libraries say of themselves, for `dflash doctor`.
 
-use dflash_torch_sys::{CudaLibrary, find_nccl, libtorch_version, load_cuda};
+use dflash_torch_sys::{
+    CudaLibrary, LibraryLevels, cpu_level, find_nccl, library_levels, libtorch_version, load_cuda,
+};
 use serde_json::{Value, json};
 
 /// Prints one JSON object. CUDA's library is opened even where no driver is, so that the answer says
@@ -12,7 +14,11 @@ pub(crate) fn run() -> anyhow::Result<()> {
         CudaLibrary::Failed(reason) => ("failed", Some(reason)),
     };
     let nccl = find_nccl().err().map_or(Value::Null, |error| json!(error.to_string()));
+    let LibraryLevels { libtorch, mkl } = library_levels()?;
     let info = json!({
+        "cpu_level": cpu_level(),
+        "libtorch_level": libtorch,
+        "mkl_level": mkl,
         "version": env!("CARGO_PKG_VERSION"),
         "libtorch": libtorch_version()?,
         "threads": tch::get_num_threads(),

@@ -204,6 +204,7 @@ pub(crate) fn config() -> HiddenServerSettings {
         port_file: None,
         device: Device::Cpu,
         dtype: ComputeDtype::Auto,
+        processor: dflash_settings::ProcessorSettings::default(),
         wire_dtype: Dtype::Bf16,
         max_queue: 16,
         // Those beyond the queue are told at once, except where a test is about the line.

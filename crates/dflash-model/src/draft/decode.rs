@@ -3,12 +3,15 @@
 mod blocks;
 
 use dflash_torch_sys::decode::{
-    Cache, LayerWeights, MAX_PACKED_ELEMENTS, MAX_ROWS, Matrix, Products, Projection, Sequence,
-    Shape, Stack, floats, floats_mut, takes,
+    Cache, LayerWeights, MAX_ROWS, Matrix, Products, Projection, Sequence, Shape, Stack, Weight,
+    floats, floats_mut, takes,
 };
+use dflash_torch_sys::flash::Window;
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::{Draft, LayerKind, LayerViews, plus, projection};
+use crate::flash::{self, Calls};
 use crate::fused;
 use crate::ops::{RotaryTables, attention, dense};
 
@@ -66,7 +69,7 @@ impl FewRows {
 
     fn new(draft: &Draft) -> Option<Self> {
         let (c, views) = (&draft.config, &draft.views);
-        if !takes(draft.kernels, &draft.flat) || draft.layout.elements() > MAX_PACKED_ELEMENTS {
+        if !takes(draft.kernels, &draft.flat) {
             return None;
         }
         let shape = Shape {
@@ -105,8 +108,9 @@ fn layer_weights<'a>(
     window: Option<i64>,
 ) -> LayerWeights<'a> {
     let biases = layer.biases.as_ref();
-    let [qkv, output, gate_up, down] =
-        turned.each_ref().map(|weight_io| Projection { weight_io, bias_o: None });
+    let [qkv, output, gate_up, down] = turned
+        .each_ref()
+        .map(|weight_io| Projection { weight: Weight::Plain(weight_io), bias_o: None });
     let qkv = Projection { bias_o: biases.map(|bias| &bias.qkv), ..qkv };
     let output = Projection { bias_o: biases.map(|bias| &bias.o), ..output };
     LayerWeights {
@@ -170,8 +174,8 @@ impl Draft {
         self.decode.get_or_init(|| DecodeWeights::new(&self.views.layers))
     }
 
-    /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16, unless the
-    /// draft is large. Made with the first cache; the weights must not change after it.
+    /// The packed layers, where few rows go through them: on a CPU, in float32 or bfloat16. Made with the
+    /// first cache; the weights must not change after it.
     pub fn few_rows(&self) -> Option<&FewRows> {
         self.few_rows.get_or_init(|| FewRows::new(self)).as_ref()
     }
@@ -264,9 +268,9 @@ impl Draft {
         }
         let rope = cache.rope.narrow(anchor_position, slots);
         let mut x = block_bh.shallow_clone();
+        let mut calls = Calls::default();
         for (index, layer) in self.views.layers.iter().enumerate() {
-            let mask = self.decode_mask(index, cache.length, slots);
-            x = self.decode_layer(layer, (cache, index), &x, (&rope, mask.as_ref()));
+            x = self.decode_layer(layer, (cache, index), &x, (&rope, &mut calls));
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -276,7 +280,7 @@ impl Draft {
         layer: &LayerViews,
         (cache, index): (&ContextCache, usize),
         x: &Tensor,
-        (rope, mask): (&RotaryTables, Option<&Tensor>),
+        (rope, calls): (&RotaryTables, &mut Calls),
     ) -> Tensor {
         let slots = x.size()[0];
         let weights = &self.decode_weights().layers[index];
@@ -285,12 +289,37 @@ impl Draft {
         let (k, v) = &cache.layers[index];
         k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
         v.narrow(1, cache.length, slots).copy_(&own.v_jtd);
-        let (total, x_kind) = (cache.length + slots, x.kind());
-        let folded = q_jngd.flatten(1, 2).unsqueeze(0);
-        let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), x_kind);
-        let out = attention(&folded, &seen(k), &seen(v), (mask, false), self.kernels);
-        let out = self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()));
+        let out = self.attend_cached((cache, index), &q_jngd, calls);
         self.decode_output(layer, weights, x, &out)
+    }
+
+    /// What the queries [kv heads, B', group, D] of a block make of the context and of the block, whose
+    /// keys and values lie behind it in the cache: [B', heads * D].
+    fn attend_cached(
+        &self,
+        (cache, index): (&ContextCache, usize),
+        q_jngd: &Tensor,
+        calls: &mut Calls,
+    ) -> Tensor {
+        let slots = q_jngd.size()[1];
+        let total = cache.length + slots;
+        let (k, v) = &cache.layers[index];
+        let [k_sjd, v_sjd] = [k, v].map(|x| x.narrow(1, 0, total).transpose(0, 1));
+        if self.kernels == Kernels::Fast && flash::takes(q_jngd, (&k_sjd, &v_sjd)) {
+            let window = match self.window(index) {
+                None => Window::ALL,
+                Some(window) => Window { left: Some(window - 1), right: Some(0) },
+            };
+            let make = || flash::one(slots, total, window, q_jngd.device());
+            let q_nhd = q_jngd.transpose(0, 1).flatten(1, 2);
+            return flash::attend(&q_nhd, (&k_sjd, &v_sjd), calls.of(window, make), None)
+                .flatten(1, 2);
+        }
+        let mask = self.decode_mask(index, cache.length, slots);
+        let folded = q_jngd.flatten(1, 2).unsqueeze(0);
+        let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), q_jngd.kind());
+        let out = attention(&folded, &seen(k), &seen(v), (mask.as_ref(), false), self.kernels);
+        self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()))
     }
 
     /// Queries, keys and values of a layer's input `x` [N, H].

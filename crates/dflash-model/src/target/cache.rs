@@ -6,7 +6,7 @@
 
 mod sequences;
 
-use dflash_torch_sys::decode::{Cache, MAX_ROWS, Stack};
+use dflash_torch_sys::decode::{Cache, Stack};
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
@@ -15,6 +15,7 @@ use super::blocks::latent::Latent;
 use super::layer::{Attend, Memory, Place, Projected, Recurrence, Scores, State};
 use super::packed::{Masks, Span, causal, heads_first, side_by_side};
 use super::rotary::HeadTables;
+use crate::flash::{self, Calls};
 use crate::ops::{dense, scored_attention};
 
 pub use sequences::SequencePart;
@@ -121,15 +122,14 @@ impl KvCache {
 
     pub(crate) fn new(
         body: &Body,
-        (like, few): (&Tensor, Option<&Stack>),
+        (options, few): ((Kind, Device), Option<&Stack>),
         capacity: usize,
     ) -> Self {
-        let options = (like.kind(), like.device());
         let capacity = capacity as i64;
         // The operating system hands out pages as rows are written: spare capacity costs nothing.
         let empty = |heads: i64, dim: i64| Tensor::empty([1, heads, capacity, dim], options);
-        let positions = Tensor::arange(capacity, (Kind::Int64, like.device()));
-        let tables = body.tables(&positions, like.kind());
+        let positions = Tensor::arange(capacity, (Kind::Int64, options.1));
+        let tables = body.tables(&positions, options.0);
         let few_rows = few.map(|stack| {
             let half = &tables[0].half;
             stack.new_cache((&half.cos_td, &half.sin_td))
@@ -177,6 +177,34 @@ impl KvCache {
         self.capacity as usize
     }
 
+    /// Bytes of what a step over the tokens held reads, where every layer looks back to the first.
+    pub fn bytes_held(&self) -> usize {
+        let of = |x: &Tensor| x.narrow(2, 0, self.len).numel() * x.kind().elt_size_in_bytes();
+        let held = |held: &Held| match held {
+            Held::Keys(layer) => of(&layer.k_1msd) + of(&layer.v_1mse),
+            Held::Latent(layer) => of(&layer.k_1msd),
+            Held::State(_) | Held::Nothing => 0,
+        };
+        self.layers.iter().map(held).sum()
+    }
+
+    /// Holds `tokens` of which nobody knows, for the time that steps behind so many take.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub fn pretend(&mut self, tokens: usize) {
+        let tokens = tokens as i64;
+        assert!(tokens <= self.capacity, "{tokens} tokens exceed {}", self.capacity);
+        for held in &self.layers {
+            if let Held::Keys(layer) | Held::Latent(layer) = held {
+                for x in [&layer.k_1msd, &layer.v_1mse] {
+                    let _ = x.narrow(2, 0, tokens).uniform_(-1.0, 1.0);
+                }
+            }
+        }
+        self.len = tokens;
+    }
+
     /// Forgets every token from `len` on. A longer `len` changes nothing.
     ///
     /// # Panics
@@ -195,13 +223,13 @@ impl KvCache {
         self.layers.iter().map(earliest).max().unwrap_or(0).min(self.len) as usize
     }
 
-    /// The memory for `tokens` more of them, if they are few enough for the compiled passes.
+    /// The memory for `tokens` more of them, if it is that of the packed passes.
     ///
     /// # Panics
     /// When they do not fit.
     pub(crate) fn few_rows(&self, tokens: i64) -> Option<&Cache> {
         self.check_room(tokens);
-        self.few_rows.as_ref().filter(|_| (1..=MAX_ROWS).contains(&tokens))
+        self.few_rows.as_ref()
     }
 
     /// A caller that grows a sequence past its plan is a bug.
@@ -221,6 +249,7 @@ impl KvCache {
 pub(crate) struct CachedAttention<'a> {
     cache: &'a mut KvCache,
     masks: Masks,
+    calls: Calls,
 }
 
 impl<'a> CachedAttention<'a> {
@@ -230,7 +259,7 @@ impl<'a> CachedAttention<'a> {
     /// When they do not fit.
     pub(crate) fn new(cache: &'a mut KvCache, tokens: i64) -> Self {
         cache.check_room(tokens);
-        Self { cache, masks: Masks::default() }
+        Self { cache, masks: Masks::default(), calls: Calls::default() }
     }
 
     /// Rotary tables of the next `tokens` positions.
@@ -282,6 +311,9 @@ impl CachedAttention<'_> {
         (k, v, first_key): (Tensor, Tensor, i64),
     ) -> Tensor {
         let (start, tokens) = (self.cache.len, q_tnd.size()[0]);
+        if let Some(attended) = self.flash(place, (q_tnd, kernels), (&k, &v)) {
+            return attended;
+        }
         if tokens == 1 {
             return one_token((q_tnd, kernels), (&k, &v), place.scores);
         }
@@ -289,6 +321,24 @@ impl CachedAttention<'_> {
         let mask = self.masks.of(place.reach, || span.mask(&k));
         let q = heads_first(q_tnd);
         side_by_side(&scored_attention(&q, &k, &v, (Some(&mask), false), place.scores, kernels))
+    }
+
+    /// The same by the kernels of a GPU, where these take it.
+    fn flash(
+        &mut self,
+        place: Place<'_>,
+        (q_tnd, kernels): (&Tensor, Kernels),
+        (k_1msd, v_1mse): (&Tensor, &Tensor),
+    ) -> Option<Tensor> {
+        let [k_smd, v_sme] = [k_1msd, v_1mse].map(|x| x.squeeze_dim(0).transpose(0, 1));
+        let kv = (&k_smd, &v_sme);
+        if kernels != Kernels::Fast || !flash::takes(q_tnd, kv) {
+            return None;
+        }
+        let (window, tokens, keys) = (flash::window(place)?, q_tnd.size()[0], k_smd.size()[0]);
+        let make = || flash::one(tokens, keys, window, q_tnd.device());
+        let sequence = self.calls.of(window, make);
+        Some(flash::attend(q_tnd, kv, sequence, place.scores.scale).flatten(1, 2))
     }
 }
 

@@ -1,19 +1,27 @@
 //! The target on a CPU for a few rows: the packed layers and lm_head of [`dflash_torch_sys::decode`].
 //!
-//! Made when the first cache is, so that a target that only answers for packed documents (training,
-//! the hidden-state server) holds its weights once. Decoding holds them twice: as libtorch multiplies
-//! them, for prompts, and packed, in bfloat16 where that says the same.
+//! A target that is loaded to decode holds its weights in this form alone, in bfloat16 where that says
+//! the same. One that answers for packed documents only (training, the hidden-state server) is loaded
+//! in another way and never packs; one that has plain weights packs a copy when the first cache is made.
 
 use dflash_torch_sys::decode::{
-    self, Embedding, Head, MAX_PACKED_ELEMENTS, MAX_ROWS, Outputs, Products, Sequence, Shape,
-    Stack, floats, floats_mut,
+    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
+    floats, floats_mut,
 };
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
+use super::packed_weight::FEW;
 use super::{CachedOutput, KvCache, LmHead, Target};
 
+/// Tokens of a prompt that are read in pieces at most, where the matrices of a layer have up to
+/// [`SMALL_LAYER`] elements: what libtorch's calls cost beside products so small is more than many rows at
+/// once save. Of larger layers one piece: LOG.md has both sides.
+const MOST_TOKENS: i64 = 256;
+const SMALL_LAYER: i64 = 4 << 20;
+
 /// Rows whose logits are made by the packed lm_head at most; more take libtorch's products.
-const MAX_HEAD_ROWS: i64 = 8 * MAX_ROWS;
+const MAX_HEAD_ROWS: i64 = 256;
 
 /// What a target keeps for few rows. Its calls take and fill slices, so that a step of decoding makes no
 /// tensor.
@@ -25,14 +33,36 @@ pub struct FewRows {
     products: Products,
     /// Weight of the final norm `[H]`, and its epsilon.
     norm: (Vec<f32>, f64),
+    /// Tokens of one sequence that are read in pieces at most.
+    most_tokens: i64,
 }
 
 impl FewRows {
     /// Rows of a call at most.
     pub const MAX_ROWS: usize = MAX_ROWS as usize;
 
+    /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
+    /// all at once.
+    pub(super) fn takes(&self, tokens: i64) -> bool {
+        (1..=self.most_tokens).contains(&tokens)
+    }
+
     pub(super) fn stack(&self) -> &Stack {
         &self.stack
+    }
+
+    /// Bytes of the weights that a step reads: of the layers and the output projection.
+    pub fn weight_bytes(&self) -> usize {
+        self.matrices().map(Matrix::bytes).sum()
+    }
+
+    /// Reads these bytes as plainly as a program can, with the threads of a step. Returns a sum of them.
+    pub fn read_weights(&self) -> u64 {
+        Matrix::read_all(&self.matrices().collect::<Vec<_>>())
+    }
+
+    fn matrices(&self) -> impl Iterator<Item = &Matrix> {
+        self.stack.matrices().chain([self.head.matrix()])
     }
 
     /// Writes the embeddings [R, H] of `ids`.
@@ -47,8 +77,7 @@ impl FewRows {
     /// residual stream before the final norm, `states` [R, K, H] the states of the ids of `captures`.
     ///
     /// # Panics
-    /// When a cache is too small, the rows are more than [`Self::MAX_ROWS`], or an id of `captures`
-    /// exceeds the number of layers.
+    /// When a cache is too small, or an id of `captures` exceeds the number of layers.
     pub fn forward(
         &self,
         (ids, parts): (&[i64], &mut [(&mut KvCache, usize)]),
@@ -56,16 +85,31 @@ impl FewRows {
         (captures, states): (&[u32], &mut [f32]),
     ) {
         self.embed(ids, x);
-        let outputs = Outputs { captures, states, ..Outputs::default() };
-        match &mut *parts {
-            [(cache, rows)] => self.stack.forward(x, &[sequence(cache, *rows)], outputs),
-            parts => {
-                let sequences: Vec<Sequence<'_>> =
-                    parts.iter().map(|(cache, rows)| sequence(cache, *rows)).collect();
-                self.stack.forward(x, &sequences, outputs);
-            }
+        if let [(cache, _)] = parts {
+            return self.run_one(cache, x, (captures, states));
         }
+        let outputs = Outputs { captures, states, ..Outputs::default() };
+        let sequences: Vec<Sequence<'_>> =
+            parts.iter().map(|(cache, rows)| sequence(cache, *rows)).collect();
+        self.stack.forward(x, &sequences, outputs);
         parts.iter_mut().for_each(|(cache, rows)| cache.advance(*rows as i64));
+    }
+
+    /// Runs the embeddings `x` [R, H] of tokens of one sequence, as many at a time as a call takes.
+    fn run_one(
+        &self,
+        cache: &mut KvCache,
+        x: &mut [f32],
+        (captures, states): (&[u32], &mut [f32]),
+    ) {
+        let hidden = self.norm.0.len();
+        let mut states = states.chunks_mut((Self::MAX_ROWS * hidden * captures.len()).max(1));
+        for x in x.chunks_mut(Self::MAX_ROWS * hidden) {
+            let (rows, states) = (x.len() / hidden, states.next().unwrap_or_default());
+            let outputs = Outputs { captures, states, ..Outputs::default() };
+            self.stack.forward(x, &[sequence(cache, rows)], outputs);
+            cache.advance(rows as i64);
+        }
     }
 
     /// Writes the most likely token `[R]` after each row of `x` [R, H], the residual stream before the
@@ -102,7 +146,7 @@ impl PrunedRows {
 
 impl Target {
     /// The packed weights, where this target's few rows go through them: on a CPU, in float32 or
-    /// bfloat16, unless it is large.
+    /// bfloat16.
     pub fn few_rows(&self) -> Option<&FewRows> {
         self.few_rows.get_or_init(|| self.pack()).as_ref()
     }
@@ -114,24 +158,29 @@ impl Target {
     }
 
     fn pack(&self) -> Option<FewRows> {
-        let head_io = match &self.lm_head {
-            LmHead::Own(linear) => linear.weight_io(),
-            LmHead::Tied { .. } => self.embedding_vh.tr(),
-        };
         let dense = self.config.family.dense()?;
         let layers = self.body.layers.iter().map(|layer| layer.packed());
         let layers: Vec<_> = layers.collect::<Option<_>>()?;
-        let matrices: Vec<&Tensor> = layers
+        let embedding = self.embedding.for_few_rows();
+        let head_io = match &self.lm_head {
+            LmHead::Tied { .. } if self.embedding.matrix().is_none() => self.embedding.whole().tr(),
+            LmHead::Tied { .. } | LmHead::Own(_) => Tensor::new(),
+        };
+        let head = match (&self.lm_head, self.embedding.matrix()) {
+            (LmHead::Own(linear), _) => linear.projection().weight,
+            (LmHead::Tied { .. }, Some(matrix)) => Weight::Packed(matrix),
+            (LmHead::Tied { .. }, None) => Weight::Plain(&head_io),
+        };
+        let weights = layers
             .iter()
             .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
-            .map(|projection| projection.weight_io)
-            .chain([&head_io])
-            .collect();
-        let elements: i64 = matrices.iter().map(|matrix| matrix.numel() as i64).sum();
-        if !decode::takes(self.kernels, &self.embedding_vh) || elements > MAX_PACKED_ELEMENTS {
+            .map(|projection| projection.weight)
+            .chain([head]);
+        let weights: Vec<Weight<'_>> = weights.collect();
+        if self.kernels != Kernels::Fast || !weights.iter().all(Weight::is_taken) {
             return None;
         }
-        let products = Products::of(matrices.iter().copied());
+        let products = Weight::products(&weights);
         let c = &self.config;
         let shape = Shape {
             hidden: c.hidden_size,
@@ -143,16 +192,20 @@ impl Target {
             causal: true,
         };
         let norm_h = self.norm.weight.to_kind(Kind::Float);
+        let layer = self.config.family.architecture().layer_elements(&self.config, 0);
+        let is_small = layer <= SMALL_LAYER as f64;
         Some(FewRows {
+            most_tokens: if is_small { MOST_TOKENS } else { FEW },
             stack: Stack::new(shape, &layers, products),
-            embedding: Embedding::new(&self.embedding_vh),
-            head: Head::new(&head_io, products),
+            embedding,
+            head: Head::of(head.packed(products, Layout::Plain)),
             products,
             norm: (floats(&norm_h).to_vec(), c.rms_norm_eps),
         })
     }
 
-    /// [`Target::forward_cached`] of the tokens `ids_t` of sequences, up to [`MAX_ROWS`] together.
+    /// [`Target::forward_cached`] of the tokens `ids_t` of one sequence, or of several with up to
+    /// [`MAX_ROWS`] together.
     pub(super) fn forward_few(
         &self,
         few: &FewRows,
@@ -170,9 +223,19 @@ impl Target {
         CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
     }
 
-    /// The packed weights, if `x_th` is few rows and the target has such.
+    /// The packed weights, if `x_th` is few rows and the target has such, or it has no others.
     fn few_for(&self, x_th: &Tensor) -> Option<&FewRows> {
-        if (1..=MAX_HEAD_ROWS).contains(&x_th.size()[0]) { self.few_rows() } else { None }
+        let rows = x_th.size()[0];
+        let most = if self.is_packed() { i64::MAX } else { MAX_HEAD_ROWS };
+        if (1..=most).contains(&rows) { self.few_rows() } else { None }
+    }
+
+    /// Whether its output projection is held packed alone.
+    fn is_packed(&self) -> bool {
+        match &self.lm_head {
+            LmHead::Own(linear) => linear.is_packed(),
+            LmHead::Tied { .. } => self.embedding.matrix().is_some(),
+        }
     }
 
     /// Logits [T, V] of `x_th` [T, H] through the packed lm_head, behind the final norm if wanted.

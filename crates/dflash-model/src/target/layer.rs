@@ -208,6 +208,7 @@ pub(crate) fn norm(x: &Tensor, Norm { weight, eps, kernels }: Norm<'_>) -> Tenso
     match () {
         () if kernels.take(x) => kernels::rms_norm(&x.contiguous(), weight, eps),
         () if weight.requires_grad() => rms_norm(x, weight, eps),
+        () if kernels.gpu(x).is_some() => Norm { weight, eps, kernels }.of(&x.contiguous()),
         () => x.internal_fused_rms_norm(weight.size(), Some(weight), eps).0,
     }
 }

@@ -1,20 +1,41 @@
 //! Attention of a packed row: every document sees itself only, and no padding exists.
 
+use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::blocks::latent::Latent;
 use super::layer::{Attend, Place, Projected, Reach, Recurrence};
+use crate::flash::{self, Calls};
 use crate::ops::scored_attention;
 
 /// Documents laid end to end; keys and values are those of the call itself.
 #[derive(Debug)]
 pub(crate) struct PackedAttention<'a> {
     /// First token of each document, and the number of tokens.
-    pub(crate) document_starts: &'a [i64],
+    document_starts: &'a [i64],
+    calls: Calls,
+}
+
+impl<'a> PackedAttention<'a> {
+    pub(crate) fn new(document_starts: &'a [i64]) -> Self {
+        Self { document_starts, calls: Calls::default() }
+    }
+
+    /// All documents in one call, where the kernels of a GPU take them.
+    fn flash(&mut self, place: Place<'_>, projected: &Projected) -> Option<Tensor> {
+        let (q, kv) = projected.flash()?;
+        let window = flash::window(place)?;
+        let starts = self.document_starts;
+        let sequences = self.calls.of(window, || flash::documents(starts, window, q.device()));
+        Some(flash::attend(q, kv, sequences, place.scores.scale).flatten(1, 2))
+    }
 }
 
 impl Attend for PackedAttention<'_> {
     fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
+        if let Some(attended) = self.flash(place, projected) {
+            return attended;
+        }
         let documents: Vec<Tensor> = self
             .document_starts
             .windows(2)
@@ -59,13 +80,23 @@ impl Projected {
             kernels: self.kernels,
         }
     }
+
+    /// Queries, keys and values, where the kernels of a GPU take them.
+    pub(crate) fn flash(&self) -> Option<(&Tensor, (&Tensor, &Tensor))> {
+        let (q, kv) = (&self.q_tnd, (&self.k_tmd, &self.v_tme));
+        (self.kernels == Kernels::Fast && flash::takes(q, kv)).then_some((q, kv))
+    }
 }
 
 /// Causal attention of one document over itself [T, N*E].
 pub(crate) fn causal(document: &Projected, place: Place<'_>) -> Tensor {
     let tokens = document.q_tnd.size()[0];
-    let [q, k, v] = [&document.q_tnd, &document.k_tmd, &document.v_tme].map(heads_first);
     let Place { reach, scores, .. } = place;
+    if let Some(((q, kv), window)) = document.flash().zip(flash::window(place)) {
+        let sequence = flash::one(tokens, tokens, window, q.device());
+        return flash::attend(q, kv, &sequence, scores.scale).flatten(1, 2);
+    }
+    let [q, k, v] = [&document.q_tnd, &document.k_tmd, &document.v_tme].map(heads_first);
     let out = if reach.is_all_of(tokens) {
         scored_attention(&q, &k, &v, (None, true), scores, document.kernels)
     } else {

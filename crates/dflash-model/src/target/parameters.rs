@@ -7,13 +7,14 @@
 
 use std::ops::Range;
 
-use dflash_torch_sys::decode::Projection;
+use dflash_torch_sys::decode::{Layout, Projection, Weight};
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::config::{INITIALIZER_RANGE, TargetConfig};
 use super::divided::Shard;
 use super::layer::RmsNorm;
+use super::packed_weight::{PackedWeight, Packing};
 use super::weights::{Rows, Weights};
 use crate::Result;
 
@@ -28,6 +29,9 @@ pub(crate) struct Init<'a> {
     pub(crate) prefix: &'a str,
     /// What this rank has of layers that are divided.
     pub(crate) shard: Shard,
+    /// How the matrices that the packed passes take are packed as they are read; `None` where they are
+    /// kept as libtorch multiplies them.
+    pub(crate) packing: Option<Packing>,
 }
 
 /// How a projection is divided among the ranks of a tensor-parallel target.
@@ -78,10 +82,18 @@ pub(crate) struct Linear {
     name: String,
     /// What is fused, in order.
     parts: Vec<Part>,
-    weight_io: Tensor,
+    weight: Held,
     bias_o: Option<Tensor>,
     split: Split,
     shard: Shard,
+}
+
+/// Its weight [I, O].
+#[derive(Debug)]
+enum Held {
+    /// As libtorch multiplies it.
+    Plain(Tensor),
+    Packed(PackedWeight),
 }
 
 /// A part of a fused projection.
@@ -169,22 +181,41 @@ impl Init<'_> {
             Split::Inputs => self.share(spec.input),
             Split::Outputs | Split::Whole => spec.input,
         };
-        let mut linear = Linear {
+        let weight_io = match self.weights {
+            Some(_) => self.room(&[input, output]),
+            None => self.trainable(&[spec.input, output]),
+        };
+        let linear = self.unread(spec, parts, Held::Plain(weight_io));
+        self.weights.map_or(Ok(()), |weights| linear.read(weights))?;
+        Ok(linear)
+    }
+
+    /// A fused projection that the packed passes take, packed as `layout` where that is wanted.
+    pub(crate) fn packable(&self, spec: &LinearSpec, layout: Layout) -> Result<Linear> {
+        let (Some(weights), Some(packing)) = (self.weights, self.packing) else {
+            return self.linear(spec);
+        };
+        let parts = spec.parts(&self.shard);
+        let rows = |part: &Part| (format!("{}.weight", part.name), part.whole);
+        let rows: Vec<(String, i64)> = parts.iter().map(rows).collect();
+        let weight = PackedWeight::read(weights, (&rows, spec.input), packing, layout)?;
+        let linear = self.unread(spec, parts, Held::Packed(weight));
+        linear.read_biases(weights)?;
+        Ok(linear)
+    }
+
+    /// A fused projection with room for its biases.
+    fn unread(&self, spec: &LinearSpec, parts: Vec<Part>, weight: Held) -> Linear {
+        let bias_o = spec.bias.then(|| self.room(&[parts_size(&parts)]));
+        let is_fresh = self.weights.is_none();
+        Linear {
             name: spec.path(spec.name),
             parts,
-            weight_io: self.room(&[input, output]),
-            bias_o: spec.bias.then(|| self.room(&[output])),
+            weight,
+            bias_o: bias_o.map(|bias| if is_fresh { bias.set_requires_grad(true) } else { bias }),
             split: spec.split,
             shard: self.shard.clone(),
-        };
-        match self.weights {
-            Some(weights) => linear.read(weights)?,
-            None => {
-                linear.weight_io = self.trainable(&[spec.input, output]);
-                linear.bias_o = linear.bias_o.map(|bias| bias.set_requires_grad(true));
-            }
         }
-        Ok(linear)
     }
 
     /// The weight of a norm.
@@ -250,13 +281,17 @@ impl Init<'_> {
 impl Linear {
     /// `x_ti W + b` [T, O].
     pub(crate) fn apply(&self, x_ti: &Tensor) -> Tensor {
+        let weight_io = match &self.weight {
+            Held::Packed(weight) => return weight.apply(x_ti, self.bias_o.as_ref()),
+            Held::Plain(weight_io) => weight_io,
+        };
         if self.is_summed() {
-            let sum = self.shard.summed(x_ti.mm(&self.weight_io));
+            let sum = self.shard.summed(x_ti.mm(weight_io));
             return self.bias_o.iter().fold(sum, |sum, bias_o| sum + bias_o);
         }
         match &self.bias_o {
-            Some(bias_o) => bias_o.addmm(x_ti, &self.weight_io),
-            None => x_ti.mm(&self.weight_io),
+            Some(bias_o) => bias_o.addmm(x_ti, weight_io),
+            None => x_ti.mm(weight_io),
         }
     }
 
@@ -265,7 +300,10 @@ impl Linear {
         if self.is_summed() {
             return residual_to + self.apply(x_ti);
         }
-        let sum = residual_to.addmm(x_ti, &self.weight_io);
+        let sum = match &self.weight {
+            Held::Packed(weight) => weight.add_to(residual_to, x_ti),
+            Held::Plain(weight_io) => residual_to.addmm(x_ti, weight_io),
+        };
         match &self.bias_o {
             Some(bias_o) => sum + bias_o,
             None => sum,
@@ -277,19 +315,39 @@ impl Linear {
         self.split == Split::Inputs && self.shard.is_divided()
     }
 
-    /// The weight [I, O] and its bias.
+    /// The weight and its bias.
     pub(crate) fn projection(&self) -> Projection<'_> {
-        Projection { weight_io: &self.weight_io, bias_o: self.bias_o.as_ref() }
+        let weight = match &self.weight {
+            Held::Plain(weight_io) => Weight::Plain(weight_io),
+            Held::Packed(weight) => weight.weight(),
+        };
+        Projection { weight, bias_o: self.bias_o.as_ref() }
     }
 
-    /// The weight [I, O].
+    /// The weight [I, O]; a copy where it is packed.
     pub(crate) fn weight_io(&self) -> Tensor {
-        self.weight_io.shallow_clone()
+        match &self.weight {
+            Held::Plain(weight_io) => weight_io.shallow_clone(),
+            Held::Packed(weight) => weight.unpacked(),
+        }
+    }
+
+    /// Whether its weight is held packed alone.
+    pub(crate) fn is_packed(&self) -> bool {
+        matches!(self.weight, Held::Packed(_))
+    }
+
+    /// Holds the weight as libtorch multiplies it from now on.
+    pub(crate) fn unpack(&mut self) {
+        self.weight = Held::Plain(self.weight_io());
     }
 
     /// The weight's columns [I, o] of the outputs `ids_o`, in one piece.
     pub(crate) fn columns(&self, ids_o: &Tensor) -> Tensor {
-        self.weight_io.index_select(1, ids_o)
+        match &self.weight {
+            Held::Plain(weight_io) => weight_io.index_select(1, ids_o),
+            Held::Packed(weight) => weight.columns(ids_o),
+        }
     }
 
     /// The fused parameters as they are trained.
@@ -297,7 +355,7 @@ impl Linear {
         let named = |suffix: &str, tensor: &Tensor| {
             (format!("{}.{suffix}", self.name), tensor.shallow_clone())
         };
-        let mut parameters = vec![named("weight", &self.weight_io)];
+        let mut parameters = vec![named("weight", &self.weight_io())];
         parameters.extend(self.bias_o.iter().map(|bias_o| named("bias", bias_o)));
         parameters
     }
@@ -315,19 +373,27 @@ impl Linear {
 
     /// By stored tensor: the parts that it is, and this rank's weight [O, I] and bias of them, as views.
     fn stored(&self) -> Vec<(&[Part], Tensor, Option<Tensor>)> {
-        let mut start = 0;
-        let view = |parts| {
-            let size = parts_size(parts);
-            let weight_oi = self.weight_io.narrow(1, start, size).transpose(0, 1);
+        let weight_io = self.weight_io();
+        let view = |(parts, start, size)| {
+            let weight_oi = weight_io.narrow(1, start, size).transpose(0, 1);
             let bias_o = self.bias_o.as_ref().map(|bias_o| bias_o.narrow(0, start, size));
-            start += size;
             (parts, weight_oi, bias_o)
         };
-        self.parts.chunk_by(|one, next| one.name == next.name).map(view).collect()
+        self.stored_parts().map(view).collect()
+    }
+
+    /// By stored tensor: the parts that it is, the first of their outputs, and how many they are.
+    fn stored_parts(&self) -> impl Iterator<Item = (&[Part], i64, i64)> {
+        let mut start = 0;
+        self.parts.chunk_by(|one, next| one.name == next.name).map(move |parts| {
+            let size = parts_size(parts);
+            start += size;
+            (parts, start - size, size)
+        })
     }
 
     fn read(&self, weights: &Weights) -> Result<()> {
-        for (parts, weight_oi, bias_o) in self.stored() {
+        for (parts, weight_oi, _) in self.stored() {
             let (name, rows) = (&parts[0].name, Part::rows(parts));
             let weight = format!("{name}.weight");
             match self.is_summed() {
@@ -338,9 +404,15 @@ impl Linear {
                 }
                 false => weights.read_rows_into(&weight, &rows, &weight_oi)?,
             }
-            if let Some(bias_o) = bias_o {
-                weights.read_rows_into(&format!("{name}.bias"), &rows, &bias_o)?;
-            }
+        }
+        self.read_biases(weights)
+    }
+
+    fn read_biases(&self, weights: &Weights) -> Result<()> {
+        let Some(bias_o) = &self.bias_o else { return Ok(()) };
+        for (parts, start, size) in self.stored_parts() {
+            let (name, rows) = (format!("{}.bias", parts[0].name), Part::rows(parts));
+            weights.read_rows_into(&name, &rows, &bias_o.narrow(0, start, size))?;
         }
         Ok(())
     }
@@ -385,8 +457,13 @@ mod tests {
         let tensors = stored.each_ref().map(|(name, x)| ((*name).to_owned(), x.copy()));
         write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
-        let init =
-            Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard: Shard::WHOLE };
+        let init = Init {
+            weights: Some(&weights),
+            options: OPTIONS,
+            prefix: "",
+            shard: Shard::WHOLE,
+            packing: None,
+        };
         let linear = init.linear(&spec(true)).unwrap();
         let (x, residual) = (random(&[5, 4]), random(&[5, 5]));
         let apart = |number: usize| x.linear(&stored[number].1, Some(&stored[number + 1].1));
@@ -415,7 +492,13 @@ mod tests {
         write_safetensors(&dir.path().join("model.safetensors"), &tensors).unwrap();
         let weights = Weights::open(dir.path()).unwrap();
         let of_rank = |shard| {
-            let init = Init { weights: Some(&weights), options: OPTIONS, prefix: "", shard };
+            let init = Init {
+                weights: Some(&weights),
+                options: OPTIONS,
+                prefix: "",
+                shard,
+                packing: None,
+            };
             let parts = &[("ab", Even(4)), ("ab", Even(2)), ("c", Even(2))];
             init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) }).unwrap()
         };
@@ -437,6 +520,7 @@ mod tests {
             options: OPTIONS,
             prefix: "",
             shard: Shard::new((0, 2), None),
+            packing: None,
         };
         let parts = &[("ab", Even(2)), ("ab", Even(2))];
         let short = init.linear(&LinearSpec { parts, split: Split::Outputs, ..spec(true) });
@@ -464,7 +548,13 @@ mod tests {
 
     #[test]
     fn fresh_parameters_are_trainable_leaves_named_once() {
-        let init = Init { weights: None, options: OPTIONS, prefix: "", shard: Shard::WHOLE };
+        let init = Init {
+            weights: None,
+            options: OPTIONS,
+            prefix: "",
+            shard: Shard::WHOLE,
+            packing: None,
+        };
         let linear = init.linear(&spec(true)).unwrap();
         let names: Vec<_> = linear.parameters().into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["m.fused.weight", "m.fused.bias"]);

@@ -11,6 +11,7 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::divided::Shard;
+use super::embedding::Embedding;
 use super::head::EMBEDDING;
 use super::parameters::Init;
 use super::weights::Weights;
@@ -54,7 +55,7 @@ pub struct PrefillOptions<'a> {
 #[derive(Debug)]
 pub struct Prefill {
     config: TargetConfig,
-    embedding_vh: Tensor,
+    embedding: Embedding,
     body: Body,
     /// Whether float32 matrices are multiplied in bf16.
     in_bf16: bool,
@@ -102,9 +103,9 @@ impl Prefill {
         let config = TargetConfig::load(dir)?;
         let weights = Weights::open(dir)?;
         let (device, kind) = options.place;
-        let (options_of, prefix) = ((kind, device), weights.prefix());
+        let (options_of, prefix, shard) = ((kind, device), weights.prefix(), Shard::WHOLE);
         let init =
-            Init { weights: Some(&weights), options: options_of, prefix, shard: Shard::WHOLE };
+            Init { weights: Some(&weights), options: options_of, prefix, shard, packing: None };
         let all = config.num_hidden_layers;
         let highest = options.highest.map_or(all, |highest| all.min(highest as usize));
         let given = options.embedding_vh.is_some();
@@ -118,7 +119,8 @@ impl Prefill {
             };
             let body = Body::build(&config, 0..highest, &init)?;
             let in_bf16 = multiplies_in_bf16(device, options.asked, dir);
-            Ok(Self { config, embedding_vh, body, in_bf16 })
+            let embedding = Embedding::table(embedding_vh);
+            Ok(Self { config, embedding, body, in_bf16 })
         })
     }
 
@@ -129,7 +131,7 @@ impl Prefill {
 
     /// The device it runs on.
     pub fn device(&self) -> Device {
-        self.embedding_vh.device()
+        self.embedding.device()
     }
 
     /// Where it runs and in what, for people.
@@ -139,7 +141,7 @@ impl Prefill {
             other => placement::device_name(other),
         };
         let products = if self.in_bf16 { " with bfloat16 products" } else { "" };
-        format!("{device} in {}{products}", placement::kind_name(self.embedding_vh.kind()))
+        format!("{device} in {}{products}", placement::kind_name(self.embedding.kind()))
     }
 
     /// The states of all tokens of `prompts`, [T, H] for each of `layer_ids` in their order, on the
@@ -154,7 +156,7 @@ impl Prefill {
     pub fn states(&self, prompts: &PackedPrompts, layer_ids: &[u32]) -> Result<Vec<Tensor>> {
         let filled = fill_up(prompts, self.device(), self.in_bf16);
         let PackedPrompts { input_ids, document_starts } = filled;
-        let stack = Stack { embedding_vh: &self.embedding_vh, body: &self.body };
+        let stack = Stack { embedding: &self.embedding, body: &self.body };
         let states = no_grad(|| {
             let ids_t = Tensor::from_slice(&input_ids).to_device(self.device());
             let run = || stack.packed_states(&ids_t, &document_starts, layer_ids);

@@ -11,11 +11,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use dflash_torch_sys::decode::fits_bfloat16;
 use tch::{Device, Kind, Tensor};
 
 use super::head::{DEFAULT_PREFIX, EMBEDDING, LM_HEAD};
 use super::loading::Progress;
-use crate::checkpoint::TensorFile;
+use crate::checkpoint::{TensorFile, pieces};
 use crate::fields::read_json;
 use crate::{Error, Result};
 
@@ -201,6 +202,37 @@ impl Weights {
         let part = self.shard(name)?.part(name, elements)?;
         self.count(name, (part.numel() * part.kind().elt_size_in_bytes()) as u64)?;
         Ok(part)
+    }
+
+    /// Whether tensor `name` is stored in bfloat16.
+    ///
+    /// # Errors
+    /// The tensor is missing, or holds no numbers that a weight could be.
+    pub(crate) fn is_bfloat16(&self, name: &str) -> Result<bool> {
+        Ok(!self.is_fp8(name)? && self.shard(name)?.readable_kind(name)? == Kind::BFloat16)
+    }
+
+    /// Whether bfloat16 holds all numbers of the matrices that `wanted` picks without a loss, which is so
+    /// where they are stored in it. Others are looked at up to the first number for which it is not so.
+    ///
+    /// # Errors
+    /// As [`Self::read_into`].
+    pub(crate) fn fit_bfloat16(&self, wanted: impl Fn(&str) -> bool) -> Result<bool> {
+        for name in self.shard_of.keys().filter(|name| wanted(name)) {
+            let shard = self.shard(name)?;
+            if shard.shape(name)?.len() != 2 || self.is_bfloat16(name)? {
+                continue;
+            }
+            if self.is_fp8(name)? {
+                return Ok(false);
+            }
+            for piece in pieces(0..shard.elements_of(name)? as i64) {
+                if !fits_bfloat16(&shard.part(name, piece)?) {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
     }
 
     /// The name of the lm_head, without `.weight`.

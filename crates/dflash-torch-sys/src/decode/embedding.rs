@@ -1,58 +1,67 @@
 //! Rows of an embedding as float32.
 
+use std::sync::Arc;
+
 use tch::{Device, Kind, Tensor};
 
-/// A table of token embeddings, float32 or bfloat16 on the CPU.
+use super::matrix::Matrix;
+
+/// Token embeddings on the CPU.
 #[derive(Debug)]
-pub struct Embedding {
-    table_vh: Tensor,
-    tokens: usize,
-    width: usize,
+pub enum Embedding {
+    /// A table [V, H] in float32 or bfloat16, contiguous.
+    Table(Tensor),
+    /// The output projection, where it shares its numbers.
+    Shared(Arc<Matrix>),
 }
 
 impl Embedding {
-    /// Reads from `table_vh` [V, H], contiguous.
-    pub fn new(table_vh: &Tensor) -> Self {
-        assert!(table_vh.device() == Device::Cpu && table_vh.is_contiguous());
-        assert!(matches!(table_vh.kind(), Kind::Float | Kind::BFloat16));
-        let size = table_vh.size();
-        let (tokens, width) = (size[0] as usize, size[1] as usize);
-        Self { table_vh: table_vh.shallow_clone(), tokens, width }
-    }
-
     /// Writes the embeddings of `ids` to `x` [R, H].
     ///
     /// # Panics
     /// When an id is not in the table: a bug of the caller.
     pub fn rows(&self, ids: &[i64], x: &mut [f32]) {
-        assert_eq!(x.len(), ids.len() * self.width, "a row for each token");
-        let (elements, data) = (self.tokens * self.width, self.table_vh.data_ptr());
-        let row = |id: i64| {
-            assert!((0..self.tokens as i64).contains(&id), "token {id} of {}", self.tokens);
-            id as usize * self.width..(id as usize + 1) * self.width
-        };
-        let out = x.chunks_exact_mut(self.width).zip(ids);
-        match self.table_vh.kind() {
-            Kind::Float => {
-                // SAFETY: a contiguous float32 tensor that this struct holds has so many elements.
-                let table = unsafe { std::slice::from_raw_parts(data.cast::<f32>(), elements) };
-                out.for_each(|(out, &id)| out.copy_from_slice(&table[row(id)]));
-            }
-            _ => {
-                // SAFETY: as above, of two bytes each: `new` takes float32 and bfloat16 alone.
-                let table = unsafe { std::slice::from_raw_parts(data.cast::<u16>(), elements) };
-                for (out, &id) in out {
-                    let halves = out.iter_mut().zip(&table[row(id)]);
-                    halves.for_each(|(out, &half)| *out = f32::from_bits(u32::from(half) << 16));
-                }
+        match self {
+            Self::Table(table_vh) => rows_of_table(table_vh, ids, x),
+            Self::Shared(matrix) => matrix.rows(ids, x),
+        }
+    }
+}
+
+fn rows_of_table(table_vh: &Tensor, ids: &[i64], x: &mut [f32]) {
+    assert!(table_vh.device() == Device::Cpu && table_vh.is_contiguous());
+    let size = table_vh.size();
+    let (tokens, width) = (size[0] as usize, size[1] as usize);
+    assert_eq!(x.len(), ids.len() * width, "a row for each token");
+    let (elements, data) = (tokens * width, table_vh.data_ptr());
+    let row = |id: i64| {
+        assert!((0..tokens as i64).contains(&id), "token {id} of {tokens}");
+        id as usize * width..(id as usize + 1) * width
+    };
+    let out = x.chunks_exact_mut(width).zip(ids);
+    match table_vh.kind() {
+        Kind::Float => {
+            // SAFETY: a contiguous float32 tensor that is borrowed has so many elements.
+            let table = unsafe { std::slice::from_raw_parts(data.cast::<f32>(), elements) };
+            out.for_each(|(out, &id)| out.copy_from_slice(&table[row(id)]));
+        }
+        Kind::BFloat16 => {
+            // SAFETY: as above, of two bytes each.
+            let table = unsafe { std::slice::from_raw_parts(data.cast::<u16>(), elements) };
+            for (out, &id) in out {
+                let halves = out.iter_mut().zip(&table[row(id)]);
+                halves.for_each(|(out, &half)| *out = f32::from_bits(u32::from(half) << 16));
             }
         }
+        kind => panic!("a table of embeddings in {kind:?}"),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    use crate::decode::Products;
 
     #[test]
     fn rows_are_those_of_the_table() {
@@ -61,9 +70,13 @@ mod tests {
                 (Tensor::arange(15, (Kind::Float, Device::Cpu)).view([5, 3]) / 3).to_kind(kind);
             let ids = [4i64, 0, 4, 2];
             let mut x = [0.0; 12];
-            Embedding::new(&table).rows(&ids, &mut x);
+            let products = Products::of([&table]);
+            let shared = Embedding::Shared(Matrix::pack(&table.tr(), products).into());
             let expected = table.index_select(0, &Tensor::from_slice(&ids)).to_kind(Kind::Float);
-            assert_eq!(Tensor::from_slice(&x).view([4, 3]), expected, "{kind:?}");
+            for embedding in [Embedding::Table(table), shared] {
+                embedding.rows(&ids, &mut x);
+                assert_eq!(Tensor::from_slice(&x).view([4, 3]), expected, "{embedding:?}");
+            }
         }
     }
 }

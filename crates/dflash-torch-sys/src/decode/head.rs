@@ -1,30 +1,41 @@
 //! The projection to tokens of a few rows: logits, or the most likely token alone.
 
 use std::cell::RefCell;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
+use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::matrix::{LANES, Matrix, Products};
+use super::MAX_ROWS;
+use super::matrix::{Matrix, Products, Sums};
 use super::scratch::Scratch;
-use super::{MAX_ROWS, raw, threads};
 
 /// A projection to tokens, packed.
 #[derive(Debug)]
 pub struct Head {
-    matrix: Matrix,
+    matrix: Arc<Matrix>,
     scratch: RefCell<Scratch>,
 }
 
 impl Head {
     /// Packs `weight_io` [H, V].
     pub fn new(weight_io: &Tensor, products: Products) -> Self {
-        Self { matrix: Matrix::pack(weight_io, products), scratch: RefCell::default() }
+        Self::of(Matrix::pack(weight_io, products).into())
+    }
+
+    /// A projection by a packed matrix, which others may use too.
+    pub fn of(matrix: Arc<Matrix>) -> Self {
+        Self { matrix, scratch: RefCell::default() }
+    }
+
+    /// The matrix.
+    pub fn matrix(&self) -> &Matrix {
+        &self.matrix
     }
 
     /// Tokens V that it projects to.
     pub fn outputs(&self) -> usize {
-        self.matrix.outputs as usize
+        self.matrix.outputs() as usize
     }
 
     /// Writes the logits [R, V] of `x` [R, H], behind a norm (weight `[H]`, epsilon) where there is one.
@@ -46,7 +57,7 @@ impl Head {
     }
 
     fn depth(&self) -> usize {
-        self.matrix.depth as usize
+        self.matrix.depth() as usize
     }
 
     fn rows(&self, x: &[f32]) -> usize {
@@ -54,30 +65,9 @@ impl Head {
         x.len() / self.depth()
     }
 
-    /// At most [`MAX_ROWS`] rows, whose results have room.
     fn run(&self, x: &[f32], norm: Option<(&[f32], f64)>, (logits, best): (*mut f32, *mut i64)) {
-        let &Matrix { ref packed, depth, outputs, products } = &self.matrix;
-        let (rows, threads) = (self.rows(x) as i64, threads());
-        assert!(norm.is_none_or(|(weight, _)| weight.len() == self.depth()), "a norm's weight");
-        // The best of each lane, value and token, and rows as the product takes them.
-        let elements = threads * rows * (2 * LANES + depth + depth % 2);
-        let mut scratch = self.scratch.borrow_mut();
-        let head = raw::Head {
-            matrix: packed.data_ptr(),
-            hidden: depth,
-            outputs,
-            rows,
-            x: x.as_ptr(),
-            norm: norm.map_or(null(), |(weight, _)| weight.as_ptr()),
-            eps: norm.map_or(0.0, |(_, eps)| eps as f32),
-            products,
-            logits,
-            best,
-            scratch: scratch.floats(elements),
-        };
-        // SAFETY: sizes are checked here and by the callers; the scratch memory is made for these rows
-        // and threads.
-        unsafe { raw::dflash_decode_head(&raw const head, threads) };
+        let to = Sums { logits, best, columns: self.matrix.outputs() };
+        self.matrix.run(x, norm, to, &mut self.scratch.borrow_mut());
     }
 }
 

@@ -1,7 +1,6 @@
 //! What `cpp/decode.h` declares, field by field.
 
 use std::ffi::c_void;
-use std::ptr::null;
 
 use super::Products;
 
@@ -43,7 +42,7 @@ pub(super) struct KeysValues {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Sequence {
     pub(super) rows: i64,
     pub(super) start: i64,
@@ -53,19 +52,6 @@ pub(super) struct Sequence {
     pub(super) held: *const KeysValues,
     pub(super) cosine: *const f32,
     pub(super) sine: *const f32,
-}
-
-impl Sequence {
-    pub(super) const NONE: Self = Self {
-        rows: 0,
-        start: 0,
-        positions: 0,
-        key_stride: 0,
-        value_stride: 0,
-        held: null(),
-        cosine: null(),
-        sine: null(),
-    };
 }
 
 #[repr(C)]
@@ -115,8 +101,52 @@ pub(super) struct Head {
     pub(super) scratch: *mut f32,
 }
 
+#[repr(C)]
+pub(super) struct Product {
+    pub(super) matrix: *const c_void,
+    pub(super) depth: i64,
+    pub(super) outputs: i64,
+    pub(super) panels: i64,
+    pub(super) gated: i64,
+    pub(super) rows: i64,
+    pub(super) x: *const f32,
+    pub(super) products: Products,
+    pub(super) out: *mut f32,
+    pub(super) scratch: *mut f32,
+}
+
+/// What `cpp/unpack.cpp` declares.
+#[repr(C)]
+pub(super) struct Columns {
+    pub(super) panel: i64,
+    pub(super) lane: i64,
+    pub(super) count: i64,
+}
+
+/// What becomes of a row of words.
+#[repr(i32)]
+pub(super) enum Unpack {
+    Floats = 0,
+    Widened = 1,
+    Halves = 2,
+}
+
 unsafe extern "C" {
-    pub(super) fn dflash_decode_pass(pass: *const Pass, threads: i64);
-    pub(super) fn dflash_decode_context(context: *const Context, threads: i64);
-    pub(super) fn dflash_decode_head(head: *const Head, threads: i64);
+    pub(super) fn dflash_unpack(
+        panels: *const u32,
+        depth: i64,
+        runs: *const Columns,
+        run_count: i64,
+        width: i64,
+        way: Unpack,
+        out: *mut c_void,
+        threads: i64,
+    );
+    pub(super) fn dflash_decode_pass_scratch(pass: *const Pass, threads: i64) -> i64;
+    pub(super) fn dflash_decode_context_scratch(context: *const Context, threads: i64) -> i64;
+    pub(super) fn dflash_decode_head_scratch(head: *const Head, threads: i64) -> i64;
+    pub(super) fn dflash_decode_pass(level: i32, pass: *const Pass, threads: i64);
+    pub(super) fn dflash_decode_context(level: i32, context: *const Context, threads: i64);
+    pub(super) fn dflash_decode_product(level: i32, product: *const Product, threads: i64) -> i64;
+    pub(super) fn dflash_decode_head(level: i32, head: *const Head, threads: i64);
 }

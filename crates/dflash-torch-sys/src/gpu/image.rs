@@ -150,7 +150,7 @@ fn load_module(image: &[u8]) -> Result<CUmodule, Error> {
 }
 
 /// libtorch's current stream on the GPU `index`, as the driver knows it.
-fn current_stream(index: usize) -> Result<*mut c_void, Error> {
+pub(crate) fn current_stream(index: usize) -> Result<*mut c_void, Error> {
     let index = i32::try_from(index).unwrap_or(i32::MAX);
     let mut stream = std::ptr::null_mut();
     // SAFETY: the out pointer is a local.

@@ -5,6 +5,7 @@
 //! is kept, so an interrupted demo goes on where it stopped.
 
 mod stage;
+mod worth;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,6 +18,7 @@ use dflash_console::say;
 use dflash_settings::DemoSettings;
 
 use stage::{Programs, Running, path_text};
+use worth::{Worth, shown};
 
 /// Of the target's 8 layers; 0 would be the embedding's output.
 const LAYERS: [&str; 4] = ["2", "3", "5", "6"];
@@ -30,14 +32,22 @@ struct Sizes {
     answers: &'static str,
     training: &'static str,
     new_tokens: &'static str,
+    /// Prompts for the widened target, whose tokens take as long as a real model's.
+    wide_prompts: &'static str,
+    /// Of its weights, as files have them. The caches of a core are passed by a hundred times; a last level
+    /// that is said to hold more is shared by all of a large machine's cores, and serves two of them no
+    /// faster than memory does.
+    wide_megabytes: u64,
 }
 
 /// A few minutes on two cores.
 const WHOLE: Sizes = Sizes {
-    target: "--rows 6000 --held-out 64 --steps 300",
-    answers: "--limit 3000 --max-new-tokens 128",
-    training: "--max-steps 400",
+    target: "--rows 6000 --held-out 64 --steps 150",
+    answers: "--limit 2000 --max-new-tokens 128",
+    training: "--max-steps 250",
     new_tokens: "128",
+    wide_prompts: "8",
+    wide_megabytes: 400,
 };
 
 /// Half a minute on two cores.
@@ -46,6 +56,8 @@ const QUICK: Sizes = Sizes {
     answers: "--limit 24 --max-new-tokens 32",
     training: "--max-steps 4",
     new_tokens: "24",
+    wide_prompts: "2",
+    wide_megabytes: 20,
 };
 
 /// Runs the demo; table, path and time go to stdout.
@@ -56,12 +68,21 @@ pub(crate) fn run(settings: &DemoSettings, stop: &Arc<AtomicBool>) -> anyhow::Re
     }
     fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let sizes = if settings.quick { QUICK } else { WHOLE };
-    let demo = Demo { programs: Programs::new(stop)?, dir, sizes, began: Instant::now() };
+    let demo = Demo {
+        programs: Programs::new(settings.processor, stop)?,
+        dir,
+        sizes,
+        began: Instant::now(),
+    };
     demo.make_target()?;
     demo.regenerate_answers()?;
     demo.prepare_data()?;
     demo.train_drafter()?;
-    demo.measure()
+    let (table, drafter) = demo.measure()?;
+    let worth = demo.weigh(&drafter)?;
+    let seconds = demo.began.elapsed().as_secs();
+    println!("\n{table}\n{worth}\ndrafter: {}\ndone in {seconds} s", drafter.display());
+    Ok(())
 }
 
 /// Only what a demo wrote is ever removed.
@@ -98,7 +119,7 @@ impl Demo<'_> {
 
     fn heading(&self, number: usize, text: &str) {
         let seconds = self.began.elapsed().as_secs();
-        say(format!("\n[{number}/5] {text} ({seconds} s so far)"));
+        say(format!("\n[{number}/6] {text} ({seconds} s so far)"));
     }
 
     /// Whether an earlier demo has made `name`.
@@ -186,7 +207,8 @@ impl Demo<'_> {
         digits.parse().with_context(|| format!("{} holds no port", file.display()))
     }
 
-    fn measure(&self) -> anyhow::Result<()> {
+    /// The table of the target as it is, and the drafter's path.
+    fn measure(&self) -> anyhow::Result<(String, PathBuf)> {
         self.heading(5, "dflash eval: speculative against plain greedy decoding");
         let drafter = fs::canonicalize(self.file("drafts/latest")).with_context(|| {
             format!("{} has no checkpoint; --fresh starts over", self.dir.display())
@@ -199,9 +221,29 @@ impl Demo<'_> {
         let file =
             File::create(&table).with_context(|| format!("cannot write {}", table.display()))?;
         self.programs.run_into(&line, &more, file.into())?;
-        let seconds = self.began.elapsed().as_secs();
-        let shown = fs::read_to_string(&table)?;
-        println!("\n{shown}\ndrafter: {}\ndone in {seconds} s", drafter.display());
-        Ok(())
+        Ok((fs::read_to_string(&table)?, drafter))
+    }
+
+    /// What speculation is worth, with weights in a cache and with weights in memory.
+    fn weigh(&self, drafter: &Path) -> anyhow::Result<String> {
+        self.heading(6, "dflash eval: the same pair with weights that no cache holds");
+        let (wide, json) = (self.file("wide"), self.arg("wide.json"));
+        let (megabytes, output) = (self.sizes.wide_megabytes, path_text(self.dir));
+        let line = format!("demo-target {} --widen-to {megabytes} --output", self.sizes.target);
+        self.programs.run(&line, &[&output])?;
+        let (prompts, draft) = (self.arg("prompts.jsonl"), path_text(drafter));
+        // Its weights are other bytes than those that the drafter was trained for.
+        let line = format!(
+            "eval --allow-other-target --max-new-tokens {} --limit {}",
+            self.sizes.new_tokens, self.sizes.wide_prompts
+        );
+        let more = ["--target", &path_text(&wide), "--draft", &draft, "--prompts", &prompts];
+        self.programs.run(&line, &[&more[..], &["--json", &json]].concat())?;
+        let rows = [
+            Worth::read("the target as it is", &self.file("target"), &self.file("eval.json"))?,
+            Worth::read("widened by zeros", &wide, &self.file("wide.json"))?,
+        ];
+        dflash_files::remove_dir(&wide)?;
+        Ok(shown(&rows))
     }
 }

@@ -9,7 +9,8 @@ use tch::{Tensor, no_grad};
 use super::{ContextCache, Draft, FewRows, float_copy, float_rows};
 use crate::attention::KeyValue;
 use crate::draft::plus;
-use crate::ops::{RotaryTables, attention, dense};
+use crate::flash::Calls;
+use crate::ops::RotaryTables;
 
 /// A sequence's context and how many of the pass's rows are its own.
 #[derive(Debug)]
@@ -105,8 +106,9 @@ impl Draft {
         }
         let rope = self.tables_of(caches.iter().map(|cache| (*cache, cache.length, slots)));
         let mut x = blocks_nh.shallow_clone();
+        let mut calls: Vec<Calls> = caches.iter().map(|_| Calls::default()).collect();
         for index in 0..self.views.layers.len() {
-            x = self.blocks_layer(index, caches, &x, &rope);
+            x = self.blocks_layer(index, caches, &x, (&rope, &mut calls));
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -136,25 +138,17 @@ impl Draft {
         index: usize,
         caches: &[&ContextCache],
         x: &Tensor,
-        rope: &RotaryTables,
+        (rope, calls): (&RotaryTables, &mut [Calls]),
     ) -> Tensor {
         let layer = &self.views.layers[index];
         let weights = &self.decode_weights().layers[index];
         let slots = x.size()[0] / caches.len() as i64;
         let qkv = self.decode_qkv(layer, weights, x);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
-        let attended = caches.iter().enumerate().map(|(number, cache)| {
+        let attended = caches.iter().zip(calls).enumerate().map(|(number, (cache, calls))| {
             let start = number as i64 * slots;
             cache.write(index, &own, (start, slots));
-            let (k, v) = &cache.layers[index];
-            let seen = |keys: &Tensor| {
-                dense(&keys.narrow(1, 0, cache.length + slots).unsqueeze(0), x.kind())
-            };
-            let q = q_jngd.narrow(1, start, slots);
-            let mask = self.decode_mask(index, cache.length, slots);
-            let folded = q.flatten(1, 2).unsqueeze(0);
-            let out = attention(&folded, &seen(k), &seen(v), (mask.as_ref(), false), self.kernels);
-            self.ungroup_queries(&out.squeeze_dim(0).view(q.size().as_slice()))
+            self.attend_cached((cache, index), &q_jngd.narrow(1, start, slots), calls)
         });
         let out = Tensor::cat(&attended.collect::<Vec<_>>(), 0);
         self.decode_output(layer, weights, x, &out)

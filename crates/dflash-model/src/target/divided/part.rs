@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use super::Grid;
 use super::shard::{Shard, Sum};
+use crate::target::embedding::Embedding;
 use crate::target::head::EMBEDDING;
 use crate::target::layer::Pass;
 use crate::target::packed::PackedAttention;
@@ -31,7 +32,7 @@ pub struct Part {
     stages: Vec<Range<usize>>,
     stage: usize,
     /// On the first stage.
-    embedding_vh: Option<Tensor>,
+    embedding: Option<Embedding>,
     body: Body,
     sums: Option<Arc<dyn Sum>>,
 }
@@ -71,16 +72,17 @@ impl Part {
         weights.begin_load(|name| is_of_part(name, prefix, (&config, &layers, first)))?;
         let shard = Shard::new((grid.part(rank), grid.tensor), sums.clone());
         let (device, kind) = options.place;
-        let init = Init { weights: Some(&weights), options: (kind, device), prefix, shard };
-        let (embedding_vh, body) = no_grad(|| -> Result<_> {
+        let (weights, place) = (Some(&weights), (kind, device));
+        let init = Init { weights, options: place, prefix, shard, packing: None };
+        let (embedding, body) = no_grad(|| -> Result<_> {
             let shape = [config.vocab_size, config.hidden_size];
             let embedding = || init.matrix(&init.path(EMBEDDING), &shape);
-            let embedding_vh = first.then(embedding).transpose()?;
-            Ok((embedding_vh, Body::build(&config, layers, &init)?))
+            let embedding = first.then(embedding).transpose()?.map(Embedding::table);
+            Ok((embedding, Body::build(&config, layers, &init)?))
         })?;
         let in_bf16 = multiplies_in_bf16(device, options.asked, dir);
         let place = options.place;
-        Ok(Self { config, place, in_bf16, stages, stage, embedding_vh, body, sums })
+        Ok(Self { config, place, in_bf16, stages, stage, embedding, body, sums })
     }
 
     /// The whole target's configuration.
@@ -149,18 +151,18 @@ impl Part {
         let starts = &prompts.document_starts;
         let positions = document_positions(starts, device);
         let tables = of_documents(self.body.tables(&positions, kind), starts);
-        let mut attention = PackedAttention { document_starts: starts };
+        let mut attention = PackedAttention::new(starts);
         let mut pass = Pass::new(&tables, &positions, &mut attention);
         let mut captured = Vec::new();
-        let mut x_th = match (arrived, &self.embedding_vh) {
+        let mut x_th = match (arrived, &self.embedding) {
             (Some(Passing { x_th, prepared, shared }), _) => {
                 (pass.prepared, pass.shared) = (prepared, shared);
                 x_th
             }
             (None, None) => panic!("stages without the embedding have one before them"),
-            (None, Some(embedding_vh)) => {
+            (None, Some(embedding)) => {
                 let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(device);
-                let x_th = Stack { embedding_vh, body: &self.body }.embed(&ids_t);
+                let x_th = Stack { embedding, body: &self.body }.embed(&ids_t);
                 let prepare = self.body.prepare.as_ref();
                 pass.prepared = prepare.map(|prepare| prepare.of(&ids_t, &x_th));
                 captured.extend(layer_ids.contains(&0).then(|| (0, x_th.shallow_clone())));

@@ -5,7 +5,8 @@
 //! [`DenseConfig`]; the layer reads those choices and never asks for a name. Shapes: `t` tokens, `h`
 //! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
-use dflash_torch_sys::decode::LayerWeights;
+use dflash_torch_sys::decode::{LayerWeights, Layout};
+use dflash_torch_sys::gpu::{self, HeadNorms};
 use dflash_torch_sys::kernels::{self, Kernels};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
@@ -13,7 +14,7 @@ use tch::{Device, Tensor};
 use super::Architecture;
 use crate::fields::Fields;
 use crate::fused::Norm;
-use crate::ops::{Pairs, Rotary, rms_norm};
+use crate::ops::{Pairs, Rotary, RotaryTables, rms_norm};
 use crate::target::TargetConfig;
 use crate::target::blocks::attention::Heads;
 use crate::target::blocks::feed_forward::mlp_elements;
@@ -258,7 +259,8 @@ impl DenseLayer {
         let (heads, own) = (config.heads(), config.heads().own(&init.shard));
         let linear = |(part, name): (&str, &str), parts: &[(&str, Outputs)], input, bias, split| {
             let module = &format!("{module}.{part}");
-            init.linear(&LinearSpec { module, name, parts, input, bias, split })
+            let layout = if name == "gate_up_proj" { Layout::Gated } else { Layout::Plain };
+            init.packable(&LinearSpec { module, name, parts, input, bias, split }, layout)
         };
         let norm = |name: &str| init.norm(&format!("{module}.{name}.weight"), hidden);
         let (queries, keys) = (heads.queries(), heads.keys());
@@ -298,6 +300,15 @@ impl DenseLayer {
             |start: i64, count: i64| qkv_to.narrow(1, start * self.head_dim, count * self.head_dim);
         let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
         let v_tme = heads(part(queries + keys, keys), keys);
+        if let Some((norms, runner)) = self.qk_norm.as_ref().zip(kernels.gpu(&qkv_to)) {
+            // On a GPU one launch for the queries' heads and the keys'.
+            let RotaryTables { cos_td, sin_td } = &tables.half;
+            let (query, key) = (Some(&norms.query_d), &norms.key_d);
+            let norms = HeadNorms { query, key, eps: self.eps, cosine: cos_td, sine: sin_td };
+            let (q_tnd, k_tmd) = gpu::heads(runner, &qkv_to, &norms, keys);
+            let q_tnd = q_tnd.expect("queries are asked for");
+            return Projected { q_tnd, k_tmd, v_tme, kernels };
+        }
         if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
             // One sweep each; a single group keeps the heads of a token together.
             let half = (&tables.half.cos_td, &tables.half.sin_td);
@@ -353,6 +364,10 @@ impl Layer for DenseLayer {
 
     fn set_kernels(&mut self, kernels: Kernels) {
         self.kernels = kernels;
+        if kernels != Kernels::Fast {
+            let linears = [&mut self.qkv, &mut self.output, &mut self.gate_up, &mut self.down];
+            linears.into_iter().for_each(Linear::unpack);
+        }
     }
 
     fn packed(&self) -> Option<LayerWeights<'_>> {

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use dflash_cpu::VARIABLE;
+use dflash_settings::ProcessorSettings;
 use sysinfo::{Pid, ProcessesToUpdate, Signal, System};
 
 /// How often a running program and the stop flag are looked at.
@@ -17,13 +19,17 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Starts this program with other command lines.
 pub(super) struct Programs {
     program: PathBuf,
+    processor: ProcessorSettings,
     stop: Arc<AtomicBool>,
 }
 
 impl Programs {
-    pub(super) fn new(stop: &Arc<AtomicBool>) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        processor: ProcessorSettings,
+        stop: &Arc<AtomicBool>,
+    ) -> anyhow::Result<Self> {
         let program = std::env::current_exe().context("cannot find this program's own path")?;
-        Ok(Self { program, stop: Arc::clone(stop) })
+        Ok(Self { program, processor, stop: Arc::clone(stop) })
     }
 
     /// Starts `dflash` with `line`, split at blanks, and `more`.
@@ -37,6 +43,7 @@ impl Programs {
         let mut command = Command::new(&self.program);
         command.args(line.split_whitespace()).args(more);
         command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
+        command.envs(self.processor.cpu_level.map(|level| (VARIABLE, level.name())));
         let child =
             command.spawn().with_context(|| format!("cannot start {}", self.program.display()))?;
         Ok(Running(child))

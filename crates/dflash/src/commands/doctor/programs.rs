@@ -4,6 +4,7 @@ use std::process::Stdio;
 
 use dflash::engine;
 use dflash::libtorch::{Found, Search, VERSION, has_cuda, has_driver};
+use dflash_cpu::CpuLevel;
 use serde::Deserialize;
 
 use super::finding::Finding;
@@ -16,6 +17,9 @@ struct EngineInfo {
     version: String,
     libtorch: String,
     threads: usize,
+    cpu_level: CpuLevel,
+    libtorch_level: String,
+    mkl_level: Option<String>,
     cuda_library: String,
     cuda_failure: Option<String>,
     cuda_devices: i64,
@@ -50,6 +54,7 @@ fn look_at_engine(findings: &mut Vec<Finding>, libtorch: &Found) {
     match ask_engine() {
         Ok(info) => {
             findings.push(engine_finding(&info));
+            findings.push(level_finding(&info));
             findings.extend(gpu_findings(&info, libtorch));
         }
         Err(reason) => findings.push(Finding::missing(
@@ -87,6 +92,23 @@ fn engine_finding(info: &EngineInfo) -> Finding {
         return Finding::missing("engine", text, PIP);
     }
     Finding::ok("engine", text)
+}
+
+/// The level of the processor's instructions in force, with those that there are.
+fn level_finding(info: &EngineInfo) -> Finding {
+    let EngineInfo { cpu_level, libtorch_level, mkl_level, .. } = info;
+    let here: Vec<&str> = CpuLevel::here().into_iter().map(CpuLevel::name).collect();
+    let mkl = mkl_level.as_ref().map_or_else(String::new, |level| format!(", MKL {level}"));
+    let found =
+        format!("{cpu_level} computes, of {}; libtorch {libtorch_level}{mkl}", here.join(", "));
+    if *cpu_level != CpuLevel::best() {
+        return Finding::warning(
+            "level",
+            found,
+            "unset DFLASH_CPU_LEVEL to use all of the processor",
+        );
+    }
+    Finding::ok("level", found)
 }
 
 fn gpu_findings(info: &EngineInfo, libtorch: &Found) -> Vec<Finding> {
@@ -138,6 +160,7 @@ mod tests {
     fn info(libtorch: &str, version: &str) -> EngineInfo {
         let text = format!(
             r#"{{"version": "{version}", "libtorch": "{libtorch}", "threads": 2, "cuda_devices": 0,
+                 "cpu_level": "baseline", "libtorch_level": "default", "mkl_level": null,
                  "cuda_library": "absent", "cuda_failure": null, "nccl_failure": "no file"}}"#
         );
         serde_json::from_str(&text).unwrap()

@@ -163,7 +163,13 @@ fn read(tensors: &[(&str, Tensor)], stored: Stored, bias: bool) -> Result<Expert
         weighed: Weighed::Outputs,
     };
     Experts::new(
-        &Init { weights: Some(&weights), options: CPU, prefix: "", shard: Shard::WHOLE },
+        &Init {
+            weights: Some(&weights),
+            options: CPU,
+            prefix: "",
+            shard: Shard::WHOLE,
+            packing: None,
+        },
         &spec,
     )
 }

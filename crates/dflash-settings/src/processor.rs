@@ -1,0 +1,56 @@
+//! How much of the processor is used.
+
+use dflash_cpu::{CpuLevel, VARIABLE};
+use serde::{Deserialize, Serialize};
+
+use crate::check::Invalid;
+
+/// The processor's instructions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::Args))]
+pub struct ProcessorSettings {
+    /// Compute on a CPU with its instructions up to this level, in our kernels and in libtorch, oneDNN
+    /// and MKL, to see what another machine would do. Default: all that it has.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "LEVEL", env = VARIABLE, value_parser = levels()))]
+    pub cpu_level: Option<CpuLevel>,
+}
+
+impl ProcessorSettings {
+    /// # Errors
+    /// A level that this machine's processor lacks.
+    pub fn check(&self) -> Result<(), Invalid> {
+        match self.cpu_level.filter(|level| !level.is_here()) {
+            Some(level) => {
+                let reason = format!("or {VARIABLE} is {level}, but {}", level.reason_against());
+                Err(Invalid { key: "cpu_level", reason, missing: None })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// The levels as clap lists them; `dflash-cpu` knows no command line.
+#[cfg(feature = "clap")]
+fn levels() -> impl clap::builder::TypedValueParser<Value = CpuLevel> {
+    use clap::builder::TypedValueParser;
+    let names = clap::builder::PossibleValuesParser::new(CpuLevel::ALL.map(CpuLevel::name));
+    names.try_map(|name| name.parse::<CpuLevel>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_level_that_is_not_here_is_refused_by_name() {
+        let check = |cpu_level| ProcessorSettings { cpu_level }.check();
+        assert_eq!(check(None), Ok(()));
+        for level in CpuLevel::here() {
+            assert_eq!(check(Some(level)), Ok(()));
+        }
+        let missing = CpuLevel::ALL.into_iter().find(|level| !level.is_here());
+        let error = check(missing).unwrap_err().to_string();
+        let begins = format!("--cpu-level or DFLASH_CPU_LEVEL is {}, but", missing.unwrap());
+        assert!(error.starts_with(&begins) && error.contains("has baseline"), "{error}");
+    }
+}

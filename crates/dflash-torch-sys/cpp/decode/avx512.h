@@ -1,0 +1,31 @@
+// Level avx512: AVX-512 (F, BW, CD, DQ, VL), 32 registers of 16 floats, one or two multiply-adds a cycle
+// with a latency of four. `product.h` says what a level provides.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+typedef __m512 Vec;
+typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
+constexpr int kRegisters = 32;
+constexpr int64_t kLanes = 16;
+
+// Eight to sixteen sums in flight: more rows would only save loads, which have room. One row waits for
+// memory, which four panels at a time would slow down.
+constexpr int kMostRows = 8;
+constexpr int tile_vectors(int rows) { return rows <= 4 ? 4 : 2; }
+
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec broadcast(const float* p) { return _mm512_set1_ps(*p); }
+// a * b + c
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+
+// Of pairs of bfloat16, the first of each as float32, and the second.
+inline Vec first_of_pairs(const float* p) { return (Vec)((Words)load(p) << 16); }
+inline Vec second_of_pairs(const float* p) { return (Vec)((Words)load(p) & 0xffff0000u); }
+
+}  // namespace

@@ -1,0 +1,35 @@
+// Level baseline: what every processor of an architecture has, in the compiler's own vectors: on x86-64
+// SSE2, 16 registers of 4 floats, and sums that take a multiplication and an addition. `product.h` says
+// what a level provides.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+constexpr int kRegisters = 16;
+constexpr int64_t kLanes = 4;
+
+// Six sums, or eight of one row: weights, factors and products take the other registers, since what is
+// added to is overwritten.
+constexpr int kMostRows = 3;
+constexpr int tile_vectors(int rows) { return rows == 1 ? 8 : 2; }
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline Vec broadcast(const float* p) { return Vec{*p, *p, *p, *p}; }
+// a * b + c
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+
+// Of pairs of bfloat16, the first of each as float32, and the second.
+inline Vec first_of_pairs(const float* p) { return (Vec)((Words)load(p) << 16); }
+inline Vec second_of_pairs(const float* p) { return (Vec)((Words)load(p) & 0xffff0000u); }
+
+}  // namespace

@@ -1,0 +1,286 @@
+// Rows of activations times panels of 32 columns of weights.
+//
+// A tile holds the sums of some rows and columns in registers from the first weight to the last. How
+// many of each, its level says (`avx2.h` and so on), which provides
+//
+//   Vec, kLanes, kRegisters  a vector register of floats, how many it holds, and how many there are
+//   load, store, broadcast   of floats in memory
+//   multiply_add             a * b + c
+//   first_of_pairs,          the halves of pairs of bfloat16 as float32
+//   second_of_pairs
+//   kMostRows                rows of a tile at most
+//   tile_vectors(rows)       vectors of columns that a tile of so many rows is wide
+//
+// and, where it defines DFLASH_BFLOAT16_PAIRS, products of such pairs. Every sum is made in the order of
+// the depth, so neither the shape of a tile nor the number of rows changes a bit of it.
+#pragma once
+
+#include "layout.h"
+
+namespace {
+
+constexpr int64_t kPanel = kPanelColumns;
+constexpr int64_t kPanelVectors = kPanel / kLanes;
+
+// Steps of a panel that several tiles read one after the other: 32 KB, which stay in the first cache.
+constexpr int64_t kSteps = 256;
+// Rows whose activations stay in the second cache while all panels of a thread pass by.
+constexpr int64_t kRowBlock = 64;
+
+// Rows of activations: floats, or pairs of bfloat16 of the same size.
+struct Rows {
+  const float* x;
+  int64_t stride, count;
+};
+
+// Weights of some panels, in words of four bytes: a float, or a pair of bfloat16 that belong to two
+// steps of the depth. A step's 32 words lie side by side.
+struct Panels {
+  const float* words;
+  // From one step to the next, and from one panel to the next.
+  int64_t step, panel;
+};
+
+// The kinds of products: the type of a row's elements, how many of a row's words a word of weights is
+// multiplied with, and how.
+struct Float32 {
+  typedef float Element;
+  static constexpr int kFactors = 1;
+  // Words of a column, and of a row.
+  static int64_t steps(int64_t depth) { return depth; }
+  static int64_t row_words(int64_t depth) { return depth; }
+  template <int>
+  static Vec weight(const float* p) {
+    return load(p);
+  }
+  static Vec add(Vec factor, Vec weight, Vec sum) { return multiply_add(factor, weight, sum); }
+};
+
+// bfloat16 is the upper half of a float32.
+struct Bfloat16Weights {
+  typedef float Element;
+  static constexpr int kFactors = 2;
+  static int64_t steps(int64_t depth) { return (depth + 1) / 2; }
+  static int64_t row_words(int64_t depth) { return depth; }
+  template <int factor>
+  static Vec weight(const float* p) {
+    return factor == 0 ? first_of_pairs(p) : second_of_pairs(p);
+  }
+  static Vec add(Vec factor, Vec weight, Vec sum) { return multiply_add(factor, weight, sum); }
+};
+
+#if defined(DFLASH_BFLOAT16_PAIRS)
+struct Bfloat16 {
+  typedef uint16_t Element;
+  static constexpr int kFactors = 1;
+  static int64_t steps(int64_t depth) { return (depth + 1) / 2; }
+  static int64_t row_words(int64_t depth) { return (depth + 1) / 2; }
+  template <int>
+  static Vec weight(const float* p) {
+    return load(p);
+  }
+  static Vec add(Vec factor, Vec weight, Vec sum) { return multiply_add_pairs(factor, weight, sum); }
+};
+#endif
+
+// What a tile multiplies, and where its sums go.
+struct Tile {
+  Panels weights;
+  int64_t steps;
+  const float* x;
+  int64_t stride;
+  float* out;
+  int64_t out_stride;
+  // Whether `out` holds the sums of the steps before, to be continued.
+  bool continues;
+  // Whether the depth ends in the middle of the last word.
+  bool odd;
+  // Weights that come next, and how many bytes further a step's share of them begins.
+  const char* ahead;
+  int64_t ahead_step;
+};
+
+template <typename Kind, int factor>
+inline Vec weights_of(const float* const* w, int vector) {
+  return Kind::template weight<factor>(w[vector / kPanelVectors] + vector % kPanelVectors * kLanes);
+}
+
+// Adds the products of one step, of whose words the `factor`th halves (or the whole) are taken.
+template <typename Kind, int factor, int rows, int vectors>
+inline __attribute__((always_inline)) void add_step(const float* const* w, const float* const* x,
+                                                    int64_t at, Vec (&sum)[rows][vectors]) {
+  // The fewer of factors and weights wait in registers for the others.
+  if constexpr (rows <= vectors) {
+    Vec factors[rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) factors[r] = broadcast(x[r] + at + factor);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) {
+      const Vec weights = weights_of<Kind, factor>(w, v);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) sum[r][v] = Kind::add(factors[r], weights, sum[r][v]);
+    }
+  } else {
+    Vec weights[vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) weights[v] = weights_of<Kind, factor>(w, v);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+      const Vec one = broadcast(x[r] + at + factor);
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) sum[r][v] = Kind::add(one, weights[v], sum[r][v]);
+    }
+  }
+}
+
+// One function for each shape, so that each has all registers.
+template <typename Kind, int rows, int vectors>
+__attribute__((noinline)) void run_tile(const Tile& tile) {
+  constexpr int panels = (vectors + kPanelVectors - 1) / kPanelVectors;
+  constexpr bool asks_ahead = vectors <= kPanelVectors;
+  Vec sum[rows][vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v)
+      sum[r][v] = tile.continues ? load(tile.out + r * tile.out_stride + v * kLanes) : Vec{};
+  const float *w[panels], *x[rows];
+#pragma GCC unroll 8
+  for (int p = 0; p < panels; ++p) w[p] = tile.weights.words + p * tile.weights.panel;
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; ++r) x[r] = tile.x + r * tile.stride;
+  [[maybe_unused]] const char* ahead = tile.ahead;
+  const int64_t end = (tile.steps - tile.odd) * Kind::kFactors, step = tile.weights.step;
+  for (int64_t at = 0; at < end; at += Kind::kFactors) {
+    add_step<Kind, 0>(w, x, at, sum);
+    if constexpr (Kind::kFactors == 2) {
+      // Where registers do not hold the words as well, they are loaded twice.
+      if constexpr ((rows + 2) * vectors + 2 > kRegisters) asm volatile("" ::: "memory");
+      add_step<Kind, 1>(w, x, at, sum);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < panels; ++p) w[p] += step;
+    if constexpr (asks_ahead) {
+      __builtin_prefetch(ahead, 0, 2);
+      if constexpr (vectors == kPanelVectors) __builtin_prefetch(ahead + 64, 0, 2);
+      ahead += tile.ahead_step;
+    }
+  }
+  if (tile.odd) add_step<Kind, 0>(w, x, end, sum);
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) store(tile.out + r * tile.out_stride + v * kLanes, sum[r][v]);
+}
+
+typedef void (*TileFunction)(const Tile&);
+
+// The tile of so many rows that is as wide as its level has it, or within one panel.
+template <typename Kind, bool within>
+TileFunction tile_function(int64_t rows) {
+  switch (rows) {
+#define CASE(count)                                                                          \
+  case count:                                                                                \
+    if constexpr (count <= kMostRows) {                                                      \
+      constexpr int wide = tile_vectors(count);                                              \
+      constexpr int most = within ? kPanelVectors : wide;                                    \
+      return run_tile<Kind, count, (wide < most ? wide : most)>;                             \
+    }                                                                                        \
+    break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#undef CASE
+    default:
+      break;
+  }
+  return nullptr;
+}
+
+inline int64_t tile_width(int64_t rows) { return tile_vectors(static_cast<int>(rows)) * kLanes; }
+
+// Panels that are multiplied together: more than one where a tile of all rows is so wide.
+inline int64_t panels_together(int64_t rows) {
+  if (rows > kMostRows) return 1;
+  const int64_t width = tile_width(rows);
+  return width > kPanel ? width / kPanel : 1;
+}
+
+// The weights that are read next. The processor sees them coming where one tile reads on and on, and not
+// where several read the same or steps lie apart, so tiles ask for them.
+inline void ask_ahead(Tile& tile, const Panels& next, int64_t number, int64_t tiles) {
+  constexpr int64_t size = sizeof(float), line = 64;
+  tile.ahead = reinterpret_cast<const char*>(next.words);
+  if (next.step == kPanel) {
+    // Each its part of what lies behind.
+    tile.ahead_step = kPanel * size / tiles;
+    tile.ahead += number * tile.steps * tile.ahead_step;
+  } else {
+    // Each a line of every step, of two.
+    tile.ahead_step = number < 2 ? next.step * size : 0;
+    tile.ahead += number % 2 * line;
+  }
+}
+
+// Writes the sums of all rows and of `panels` panels, 1 or `panels_together`, to `out` [rows][out_stride].
+template <typename Kind>
+inline void sums(const Panels& weights, int64_t panels, int64_t depth, const Rows& rows, float* out,
+                 int64_t out_stride, const Panels& next) {
+  const int64_t steps = Kind::steps(depth), columns = panels * kPanel;
+  const int64_t tiles = (rows.count + kMostRows - 1) / kMostRows;
+  // One tile reads each weight once, in one go.
+  const bool once = tiles == 1 && tile_width(rows.count) >= columns;
+  const int64_t each_time = once ? steps : kSteps;
+  for (int64_t step = 0; step < steps; step += each_time) {
+    const int64_t count = steps - step < each_time ? steps - step : each_time;
+    const bool odd = Kind::kFactors == 2 && depth % 2 == 1 && step + count == steps;
+    const float* const words = weights.words + step * weights.step;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Share mine = share(rows.count, t, tiles);
+      const int64_t height = mine.end - mine.begin, wide = tile_width(height);
+      const int64_t width = wide < columns ? wide : columns, across = columns / width;
+      const TileFunction run = panels > 1 ? tile_function<Kind, false>(height)
+                                          : tile_function<Kind, true>(height);
+      for (int64_t place = 0; place < across; ++place) {
+        Tile tile{{words + place * width, weights.step, weights.panel},
+                  count,
+                  rows.x + mine.begin * rows.stride + step * Kind::kFactors,
+                  rows.stride,
+                  out + mine.begin * out_stride + place * width,
+                  out_stride,
+                  step > 0,
+                  odd,
+                  nullptr,
+                  0};
+        ask_ahead(tile, {next.words + step * next.step, next.step, 0}, t * across + place,
+                  tiles * across);
+        run(tile);
+      }
+    }
+  }
+}
+
+// Gives `take` the panel, the row and its 32 sums, of a thread's share of the panels of a packed matrix.
+template <typename Kind, typename Take>
+inline void matrix(const void* packed, int64_t depth, Share panels, const Rows& rows,
+                   const Take& take) {
+  const int64_t size = Kind::steps(depth) * kPanel;
+  const float* const words = static_cast<const float*>(packed);
+  const int64_t ahead = size < kSteps * kPanel ? size : kSteps * kPanel;
+  alignas(64) float out[kRowBlock * kPanel];
+  for (int64_t first = 0; first < rows.count; first += kRowBlock) {
+    const int64_t rest = rows.count - first, count = rest < kRowBlock ? rest : kRowBlock;
+    const Rows block{rows.x + first * rows.stride, rows.stride, count};
+    const int64_t most = panels_together(count);
+    int64_t together = most;
+    for (int64_t panel = panels.begin; panel < panels.end; panel += together) {
+      together = panels.end - panel < most ? 1 : most;
+      const int64_t stride = together * kPanel;
+      sums<Kind>({words + panel * size, kPanel, size}, together, depth, block, out, stride,
+                 {words + panel * size + ahead, kPanel, size});
+      for (int64_t p = 0; p < together; ++p)
+        for (int64_t row = 0; row < count; ++row)
+          take(panel + p, first + row, out + row * stride + p * kPanel);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,273 @@
+// Many rows, those of a prompt, times a packed matrix: what libtorch would multiply if the matrix were
+// unpacked for it. Compiled once for each instruction set of DFLASH_DECODE_LEVELS, as `decode.cpp` is.
+//
+// Rows are laid side by side in tiles, so that a step of the depth reads them in order, and the sums of a
+// tile and some columns stay in registers. The depth goes in blocks of which a tile's rows lie in the first
+// cache; a block of a panel is read once from memory and then for every tile from the second.
+#include "decode.h"
+
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define AT_LEVEL(name) JOIN(name, LEVEL)
+
+namespace {
+
+constexpr int64_t kPanel = 32, kHalf = kPanel / 2;
+// Words of a block of the depth.
+constexpr int64_t kBlock = 256;
+
+// Lanes of a vector, and rows whose sums of two vectors fit into the registers beside two of weights.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 14;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 6;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRows = 12;
+#else
+constexpr int kLanes = 4, kRows = 6;
+#endif
+constexpr int kWide = 2 * kLanes;
+
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+
+inline Words words(const uint32_t* p) {
+  Words v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Numbers of a column in a word.
+struct Float32 {
+  static constexpr int kNumbers = 1;
+};
+struct Bfloat16Weights {
+  static constexpr int kNumbers = 2;
+};
+
+// Columns of the result that a vector's lanes are.
+struct Place {
+  int64_t column, count;
+};
+
+// Where the lanes of a panel from `lane` on go.
+inline Place place(const DflashProduct& p, int64_t panel, int64_t lane, int64_t lanes) {
+  int64_t column = panel * kPanel + lane, end = p.outputs;
+  if (p.gated != 0) {
+    const int64_t inner = p.outputs / 2;
+    const bool is_up = lane >= kHalf;
+    column = panel * kHalf + lane % kHalf + (is_up ? inner : 0);
+    end = is_up ? p.outputs : inner;
+  }
+  const int64_t rest = end - column;
+  return {column, rest < 0 ? 0 : least(rest, lanes)};
+}
+
+inline __attribute__((always_inline)) void add(Vec low, Vec high, const float* x,
+                                               Vec (&sum)[kRows][2]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const float factor = x[r];
+    sum[r][0] += factor * low;
+    sum[r][1] += factor * high;
+  }
+}
+
+// `x` is a tile [depth][kRows].
+template <typename Kind>
+inline __attribute__((always_inline)) void sums(const uint32_t* w, int64_t depth, const float* x,
+                                                Vec (&sum)[kRows][2]) {
+  for (int64_t k = 0; k < depth; ++k) {
+    const Words low = words(w + k * kPanel), high = words(w + k * kPanel + kLanes);
+    if (Kind::kNumbers == 1) {
+      add((Vec)low, (Vec)high, x + k * kRows, sum);
+      continue;
+    }
+    add((Vec)(low << 16), (Vec)(high << 16), x + 2 * k * kRows, sum);
+    add((Vec)(low & 0xffff0000u), (Vec)(high & 0xffff0000u), x + (2 * k + 1) * kRows, sum);
+  }
+}
+
+// Adds to `rows` rows of the result.
+template <typename Kind>
+void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t stride,
+          int64_t rows, const Place (&places)[2]) {
+  Vec sum[kRows][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) sum[r][v] = Vec{};
+  sums<Kind>(w, depth, x, sum);
+  // Copied by constant numbers, so that the sums themselves need no address and stay in registers.
+  alignas(64) float found[kRows][2][kLanes];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) std::memcpy(found[r][v], &sum[r][v], sizeof(Vec));
+  for (int v = 0; v < 2; ++v)
+    for (int64_t r = 0; r < rows; ++r) {
+      float* const at = out + r * stride + places[v].column;
+      if (places[v].count == kLanes) {
+#pragma omp simd
+        for (int i = 0; i < kLanes; ++i) at[i] += found[r][v][i];
+      } else {
+        for (int64_t i = 0; i < places[v].count; ++i) at[i] += found[r][v][i];
+      }
+    }
+}
+
+// Lays tile number `t` of the rows side by side: [depth][kRows], filled up with zeros.
+void lay(const DflashProduct& p, int64_t t, int64_t depth, float* y) {
+  const int64_t first = t * kRows, rows = least(kRows, p.rows - first);
+  if (rows < kRows || depth > p.depth) std::memset(y, 0, depth * kRows * sizeof(float));
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* const x = p.x + (first + r) * p.depth;
+    for (int64_t k = 0; k < p.depth; ++k) y[k * kRows + r] = x[k];
+  }
+}
+
+template <typename Kind>
+void multiply(const DflashProduct& p, int64_t thread, int64_t threads, DflashBarrier* barrier) {
+  const int64_t deep = (p.depth + Kind::kNumbers - 1) / Kind::kNumbers;
+  const int64_t depth = deep * Kind::kNumbers, tiles = (p.rows + kRows - 1) / kRows;
+  for (int64_t t = thread; t < tiles; t += threads)
+    lay(p, t, depth, p.scratch + t * depth * kRows);
+  threads = dflash_barrier_wait(barrier);
+  if (thread >= threads) return;
+  const auto* const w = static_cast<const uint32_t*>(p.matrix);
+  const int64_t begin = p.panels * thread / threads, end = p.panels * (thread + 1) / threads;
+  for (int64_t k = 0; k < deep; k += kBlock)
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t lane = 0; lane < kPanel; lane += kWide) {
+        const Place places[2] = {place(p, panel, lane, kLanes),
+                                 place(p, panel, lane + kLanes, kLanes)};
+        for (int64_t t = 0; t < tiles; ++t)
+          tile<Kind>(w + (panel * deep + k) * kPanel + lane, least(kBlock, deep - k),
+                     p.scratch + (t * depth + k * Kind::kNumbers) * kRows,
+                     p.out + t * kRows * p.outputs, p.outputs, least(kRows, p.rows - t * kRows),
+                     places);
+      }
+}
+
+#if defined(__AVX512BF16__)
+// Tiles of AMX: 16 rows of 64 bytes. A panel's words are what the second factor has to be: pairs of the
+// depth, side by side.
+constexpr int64_t kTileRows = 16, kTileWords = 16, kTilesBlock = 512;
+
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Rows as bfloat16, [rows filled up to 32][depth].
+void round_rows(const DflashProduct& p, int64_t thread, int64_t threads, uint16_t* y) {
+  const int64_t all = (p.rows + 2 * kTileRows - 1) / (2 * kTileRows) * (2 * kTileRows);
+  for (int64_t row = thread; row < all; row += threads) {
+    uint16_t* const to = y + row * p.depth;
+    if (row >= p.rows) {
+      std::memset(to, 0, p.depth * sizeof(uint16_t));
+      continue;
+    }
+    for (int64_t k = 0; k < p.depth; k += 16) {
+      const __m256bh halves = _mm512_cvtneps_pbh(_mm512_loadu_ps(p.x + row * p.depth + k));
+      std::memcpy(to + k, &halves, sizeof halves);
+    }
+  }
+}
+
+void add_tiles(const DflashProduct& p, int64_t panel, int64_t first, const float (*sums)[kPanel]) {
+  for (int64_t lane = 0; lane < kPanel; lane += kHalf) {
+    const Place to = place(p, panel, lane, kHalf);
+    for (int64_t r = 0; r < least(2 * kTileRows, p.rows - first); ++r) {
+      float* const at = p.out + (first + r) * p.outputs + to.column;
+      for (int64_t i = 0; i < to.count; ++i) at[i] += sums[r][lane + i];
+    }
+  }
+}
+
+void multiply_tiles(const DflashProduct& p, int64_t thread, int64_t threads,
+                    DflashBarrier* barrier) {
+  auto* const rows = reinterpret_cast<uint16_t*>(p.scratch);
+  round_rows(p, thread, threads, rows);
+  threads = dflash_barrier_wait(barrier);
+  if (thread >= threads) return;
+  const TileShapes shapes;
+  __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+  const int64_t deep = p.depth / 2, x_stride = p.depth * 2, w_stride = kPanel * 4;
+  const auto* const w = static_cast<const uint32_t*>(p.matrix);
+  const int64_t begin = p.panels * thread / threads, end = p.panels * (thread + 1) / threads;
+  alignas(64) float sums[2 * kTileRows][kPanel];
+  for (int64_t block = 0; block < deep; block += kTilesBlock)
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t first = 0; first < p.rows; first += 2 * kTileRows) {
+        const uint16_t* const x = rows + first * p.depth;
+        const uint32_t* const columns = w + panel * deep * kPanel;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = block; k < least(block + kTilesBlock, deep); k += kTileWords) {
+          _tile_loadd(4, x + 2 * k, x_stride);
+          _tile_loadd(5, x + kTileRows * p.depth + 2 * k, x_stride);
+          _tile_loadd(6, columns + k * kPanel, w_stride);
+          _tile_loadd(7, columns + k * kPanel + kHalf, w_stride);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, sums[0], sizeof sums[0]);
+        _tile_stored(1, sums[0] + kHalf, sizeof sums[0]);
+        _tile_stored(2, sums[kTileRows], sizeof sums[0]);
+        _tile_stored(3, sums[kTileRows] + kHalf, sizeof sums[0]);
+        add_tiles(p, panel, first, sums);
+      }
+  __asm__ volatile("tilerelease");
+}
+
+// Whether the processor has such tiles and the system lets this process use them.
+bool has_tiles() {
+  static const bool has = [] {
+    uint32_t a = 7, b = 0, c = 0, d = 0;
+    __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    constexpr uint32_t kBf16 = 1u << 22, kTile = 1u << 24;
+    constexpr int kAskForState = 0x1023, kTileData = 18;
+    return (d & kBf16) != 0 && (d & kTile) != 0 &&
+           syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+  }();
+  return has;
+}
+#endif
+
+}  // namespace
+
+extern "C" {
+
+int64_t AT_LEVEL(dflash_product_takes_)(const DflashProduct* p) {
+#if defined(__AVX512BF16__)
+  // oneDNN's products are faster than those of the loops for float32.
+  if (p->products == kBfloat16) return p->depth % (2 * kTileWords) == 0 && has_tiles();
+#endif
+  return p != nullptr;
+}
+
+void AT_LEVEL(dflash_decode_product_)(const DflashProduct* p, int64_t thread, int64_t threads,
+                                      DflashBarrier* barrier) {
+#if defined(__AVX512BF16__)
+  if (p->products == kBfloat16) return multiply_tiles(*p, thread, threads, barrier);
+#endif
+  if (p->products == kFloat32) return multiply<Float32>(*p, thread, threads, barrier);
+  multiply<Bfloat16Weights>(*p, thread, threads, barrier);
+}
+}
