@@ -28,12 +28,13 @@ status=$?
 if [ $# -eq 0 ]; then
   DFLASH_TEST_DTYPE=bfloat16 run --workspace --test parity || status=$?
   # What has kernels for each level of the processor's instructions once more at the lower ones, with libtorch
-  # at the same level: reference vectors, gradients, packed passes against libtorch's, decoding.
+  # at the same level: reference vectors, packed weights, gradients, decoding. Under half a minute a level; the kernels
+  # one by one are compared at all levels within one process (tests/levels.rs of dflash-torch-sys).
   best=$(target/release/dflash cpu-levels | tail -n 1)
   while read -r -u 3 level variables; do
     [ "$level" = "${best%% *}" ] && continue
     echo "at the level $level:"
-    for tests in "--test parity --test passes --test gradients --test golden" "--test it decoding::"; do
+    for tests in "--test parity --test packed --test gradients --test golden" "--tests decoding::"; do
       (export $variables; run --workspace $tests) || status=$?
     done
   done 3< <(target/release/dflash cpu-levels)

@@ -7,9 +7,15 @@ const COMPILER: &str = "aarch64-linux-gnu-g++";
 
 #[test]
 fn the_kernels_compile_for_aarch64() {
-    for file in
-        ["kernels.cpp", "kernel_rows.cpp", "decode.cpp", "decode_team.cpp", "decode_scratch.cpp"]
-    {
+    for file in [
+        "kernels.cpp",
+        "kernel_rows.cpp",
+        "decode.cpp",
+        "decode_team.cpp",
+        "decode_scratch.cpp",
+        "product.cpp",
+        "unpack.cpp",
+    ] {
         let source = format!("{}/cpp/{file}", env!("CARGO_MANIFEST_DIR"));
         let mut command = Command::new(COMPILER);
         // As far as an object: checking the syntax alone does not look at attributes.

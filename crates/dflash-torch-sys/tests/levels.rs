@@ -2,7 +2,7 @@
 //! operations, and each level against the others.
 
 use dflash_test_support::seeded;
-use dflash_torch_sys::decode::{Head, Products};
+use dflash_torch_sys::decode::{Head, Products, floats, floats_mut};
 use dflash_torch_sys::kernels::{self, AdamWStep};
 use dflash_torch_sys::{CpuLevel, at_cpu_level};
 use tch::{Device, Kind, Tensor};
@@ -56,11 +56,10 @@ fn every_level_projects_to_the_same_logits() {
     let x = Tensor::randn([rows, hidden], FLOAT).to_kind(Kind::BFloat16).to_kind(Kind::Float);
     let exact = x.matmul(&weight.to_kind(Kind::Float));
     for products in [Products::Bfloat16Weights, Products::Bfloat16] {
-        let head = Head::new(&weight, products);
-        let rows = dflash_torch_sys::decode::floats(&x).to_vec();
         check("logits", &exact, || {
             let mut logits = exact.zeros_like();
-            head.logits(&rows, None, dflash_torch_sys::decode::floats_mut(&mut logits));
+            // Packed at the level, which may want it otherwise than the best.
+            Head::new(&weight, products).logits(floats(&x), None, floats_mut(&mut logits));
             logits
         });
     }

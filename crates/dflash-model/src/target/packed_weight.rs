@@ -1,8 +1,9 @@
 //! Weights that are held packed alone, as the passes for few rows read them.
 //!
-//! They come from the file some rows at a time, and nothing else of them is kept. A product with many
-//! rows, of a prompt, is libtorch's: the weight is unpacked for it a part at a time, which stays in the
-//! processor's cache until it has been multiplied.
+//! They come from the file some rows at a time, and nothing else of them is kept. Many rows, those of a
+//! prompt, are multiplied by the same memory. Where libtorch is faster at that (bfloat16 without AMX), it
+//! gets the weight unpacked, a part at a time that stays in the processor's cache until it has been
+//! multiplied.
 
 use std::cell::RefCell;
 use std::sync::Arc;

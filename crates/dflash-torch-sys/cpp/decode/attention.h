@@ -148,21 +148,21 @@ inline void attend_chunk(const Head& head, Share rows, int64_t chunk, const Scra
       *Part(parts + query * size, sequence.value_stride).sum = 0.0f;
     return;
   }
-  const Rows queries{scratch.queries, dim, count};
+  const Plan<Float32> plan(count, 1);
   const float* const keys = head.keys + chunk * kChunk;
   for (int64_t at = all.begin / kPanel * kPanel; at < all.end; at += kPanel)
-    sums<Float32>({keys + at, sequence.key_stride, 0}, 1, dim, queries, scratch.scores + at, kChunk,
-                  {keys + at + kChunk, sequence.key_stride, 0});
+    sums(plan, {keys + at, sequence.key_stride, 0}, dim, scratch.queries, dim, scratch.scores + at,
+         kChunk, {keys + at + kChunk, sequence.key_stride, 0});
   for (int64_t query = 0; query < count; ++query)
     exponentials(scratch.scores + query * kChunk,
                  in_chunk(visible(head, rows.begin + query / head.group)), all.end,
                  Part(parts + query * size, sequence.value_stride));
   const int64_t stride = sequence.value_stride;
-  const Rows shares{scratch.scores + all.begin, kChunk, count};
+  const float* const shares = scratch.scores + all.begin;
   const float* const values = head.values + (chunk * kChunk + all.begin) * stride;
   for (int64_t d = 0; d < stride; d += kPanel)
-    sums<Float32>({values + d, stride, 0}, 1, all.end - all.begin, shares, parts + d, size,
-                  {values + d + kChunk * stride, stride, 0});
+    sums(plan, {values + d, stride, 0}, all.end - all.begin, shares, kChunk, parts + d, size,
+         {values + d + kChunk * stride, stride, 0});
 }
 
 // Adds the part over a later chunk.

@@ -15,7 +15,7 @@ constexpr int64_t kPanelColumns = 32, kLine = 16;
 constexpr int64_t kFewRows = 32;
 // Keys whose part of an attention is summed by itself. Parts are joined in the order of the positions, so
 // that any threads may compute them. They begin at multiples of this position.
-constexpr int64_t kChunk = 128;
+constexpr int64_t kChunk = 256;
 // Rows of a sequence that attend together.
 constexpr int64_t kAttentionRows = 16;
 

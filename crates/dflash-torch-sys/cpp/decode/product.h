@@ -206,12 +206,12 @@ inline int64_t panels_together(int64_t rows) {
 
 // The weights that are read next. The processor sees them coming where one tile reads on and on, and not
 // where several read the same or steps lie apart, so tiles ask for them.
-inline void ask_ahead(Tile& tile, const Panels& next, int64_t number, int64_t tiles) {
+inline void ask_ahead(Tile& tile, const Panels& next, int64_t number, int64_t part) {
   constexpr int64_t size = sizeof(float), line = 64;
   tile.ahead = reinterpret_cast<const char*>(next.words);
   if (next.step == kPanel) {
     // Each its part of what lies behind.
-    tile.ahead_step = kPanel * size / tiles;
+    tile.ahead_step = part;
     tile.ahead += number * tile.steps * tile.ahead_step;
   } else {
     // Each a line of every step, of two.
@@ -220,40 +220,66 @@ inline void ask_ahead(Tile& tile, const Panels& next, int64_t number, int64_t ti
   }
 }
 
-// Writes the sums of all rows and of `panels` panels, 1 or `panels_together`, to `out` [rows][out_stride].
+// How so many rows and panels, 1 or `panels_together`, are cut into tiles.
 template <typename Kind>
-inline void sums(const Panels& weights, int64_t panels, int64_t depth, const Rows& rows, float* out,
-                 int64_t out_stride, const Panels& next) {
-  const int64_t steps = Kind::steps(depth), columns = panels * kPanel;
-  const int64_t tiles = (rows.count + kMostRows - 1) / kMostRows;
+struct Plan {
+  int64_t columns, tiles, tall, lines;
+  // Rows, width and function of the first `tall` tiles, and of the others, which have a row less.
+  int64_t heights[2], widths[2];
+  TileFunction runs[2];
+  Plan(int64_t rows, int64_t panels)
+      : columns(panels * kPanel), tiles((rows + kMostRows - 1) / kMostRows), tall(rows % tiles) {
+    lines = 0;
+    for (int64_t other = 0; other < 2; ++other) {
+      const int64_t height = rows / tiles + 1 - other, count = other == 0 ? tall : tiles - tall;
+      heights[other] = height;
+      if (count == 0) continue;
+      const int64_t wide = tile_width(height);
+      widths[other] = wide < columns ? wide : columns;
+      runs[other] =
+          panels > 1 ? tile_function<Kind, false>(height) : tile_function<Kind, true>(height);
+      lines += count * (columns / widths[other]);
+    }
+    ahead_step = kPanel * static_cast<int64_t>(sizeof(float)) / lines;
+  }
+  // Bytes of what comes next that a tile asks for in a step.
+  int64_t ahead_step;
+};
+
+// Writes the sums of all rows of a plan and of its panels to `out` [rows][out_stride]. What is read next
+// begins at `next`.
+template <typename Kind>
+inline void sums(const Plan<Kind>& plan, const Panels& weights, int64_t depth, const float* x,
+                 int64_t stride, float* out, int64_t out_stride, const Panels& next) {
+  const int64_t steps = Kind::steps(depth);
   // One tile reads each weight once, in one go.
-  const bool once = tiles == 1 && tile_width(rows.count) >= columns;
-  const int64_t each_time = once ? steps : kSteps;
+  const int64_t each_time = plan.lines == 1 ? steps : kSteps;
   for (int64_t step = 0; step < steps; step += each_time) {
     const int64_t count = steps - step < each_time ? steps - step : each_time;
     const bool odd = Kind::kFactors == 2 && depth % 2 == 1 && step + count == steps;
-    const float* const words = weights.words + step * weights.step;
-    for (int64_t t = 0; t < tiles; ++t) {
-      const Share mine = share(rows.count, t, tiles);
-      const int64_t height = mine.end - mine.begin, wide = tile_width(height);
-      const int64_t width = wide < columns ? wide : columns, across = columns / width;
-      const TileFunction run = panels > 1 ? tile_function<Kind, false>(height)
-                                          : tile_function<Kind, true>(height);
-      for (int64_t place = 0; place < across; ++place) {
-        Tile tile{{words + place * width, weights.step, weights.panel},
-                  count,
-                  rows.x + mine.begin * rows.stride + step * Kind::kFactors,
-                  rows.stride,
-                  out + mine.begin * out_stride + place * width,
-                  out_stride,
-                  step > 0,
-                  odd,
-                  nullptr,
-                  0};
-        ask_ahead(tile, {next.words + step * next.step, next.step, 0}, t * across + place,
-                  tiles * across);
-        run(tile);
+    const Panels ahead{next.words + step * next.step, next.step, 0};
+    Tile tile{{weights.words + step * weights.step, weights.step, weights.panel},
+              count,
+              x + step * Kind::kFactors,
+              stride,
+              out,
+              out_stride,
+              step > 0,
+              odd,
+              nullptr,
+              0};
+    int64_t number = 0;
+    for (int64_t t = 0; t < plan.tiles; ++t) {
+      const int64_t other = t < plan.tall ? 0 : 1, width = plan.widths[other];
+      for (int64_t column = 0; column < plan.columns; column += width) {
+        ask_ahead(tile, ahead, number++, plan.ahead_step);
+        plan.runs[other](tile);
+        tile.weights.words += width;
+        tile.out += width;
       }
+      tile.weights.words -= plan.columns;
+      tile.out += plan.heights[other] * out_stride - plan.columns;
+      tile.x += plan.heights[other] * stride;
     }
   }
 }
@@ -268,14 +294,16 @@ inline void matrix(const void* packed, int64_t depth, Share panels, const Rows& 
   alignas(64) float out[kRowBlock * kPanel];
   for (int64_t first = 0; first < rows.count; first += kRowBlock) {
     const int64_t rest = rows.count - first, count = rest < kRowBlock ? rest : kRowBlock;
-    const Rows block{rows.x + first * rows.stride, rows.stride, count};
     const int64_t most = panels_together(count);
+    const Plan<Kind> wide(count, most), narrow(count, 1);
     int64_t together = most;
     for (int64_t panel = panels.begin; panel < panels.end; panel += together) {
       together = panels.end - panel < most ? 1 : most;
       const int64_t stride = together * kPanel;
-      sums<Kind>({words + panel * size, kPanel, size}, together, depth, block, out, stride,
-                 {words + panel * size + ahead, kPanel, size});
+      const float* const at = words + panel * size;
+      sums<Kind>(together == most ? wide : narrow, {at, kPanel, size}, depth,
+                 rows.x + first * rows.stride, rows.stride, out, stride,
+                 {at + ahead, kPanel, size});
       for (int64_t p = 0; p < together; ++p)
         for (int64_t row = 0; row < count; ++row)
           take(panel + p, first + row, out + row * stride + p * kPanel);

@@ -2,7 +2,7 @@
 //!
 //! Both ways lead through here: rows as a checkpoint stores them, some at a time, into a matrix
 //! ([`Matrix::put`]), so that nobody ever holds it twice; and back, whole, in part or as rows
-//! ([`Matrix::unpacked`], [`Matrix::rows`]), for products with many rows and for embeddings.
+//! ([`Matrix::unpacked`], [`Matrix::rows`]), for libtorch's products and for embeddings.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -272,7 +272,8 @@ impl Matrix {
     }
 
     /// Adds to `out_to` [T, O] the products of many rows `x_ti` [T, I], both float32 in one piece. False where
-    /// libtorch multiplies such a matrix faster once it is unpacked: nothing is done then.
+    /// libtorch multiplies such a matrix faster once it is unpacked: nothing is done then. A row's sums go
+    /// in another order than those of few rows.
     ///
     /// # Panics
     /// For other sizes.

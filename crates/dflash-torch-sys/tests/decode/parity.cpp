@@ -546,9 +546,10 @@ int main(int count, char** arguments) {
     }
     const int before = failures;
     for (DflashProducts products : {kFloat32, kBfloat16Weights, kBfloat16}) {
+      if (is_short && products == kBfloat16) continue;
       for (const Case& c : cases) {
-        if (!is_short) check_pass(level, c, products, c.causal && products == kFloat32 ? 300 : 0);
-        check_pass(level, c, products, is_short ? c.window > 0 ? 130 : 3 : 40);
+        if (!is_short) check_pass(level, c, products, c.causal && products == kFloat32 ? 520 : 0);
+        check_pass(level, c, products, is_short ? c.window > 0 && products == kFloat32 ? 260 : 3 : 40);
         check_context(level, c, products);
       }
       check_head(level, products, is_short);
