@@ -27,6 +27,7 @@ pub(crate) fn settings() -> ServeSettings {
         api_key: None,
         device: Device::Cpu,
         dtype: Dtype::Float32,
+        processor: dflash_settings::ProcessorSettings::default(),
         max_model_len: None,
         max_num_seqs: 4,
         max_prefill_tokens: 64,
