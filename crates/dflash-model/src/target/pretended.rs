@@ -19,9 +19,12 @@ const LAYERS: usize = 2;
 fn target() -> Target {
     let config =
         TargetConfig::qwen3(64, LAYERS, 50).with_dense(|dense| dense.windows = vec![None, Some(5)]);
-    let options = (Kind::BFloat16, GPU);
-    let init = Init { weights: None, options, prefix: DEFAULT_PREFIX, shard: Shard::WHOLE };
-    Target::build(config, &init).unwrap()
+    built(config)
+}
+
+fn built(config: TargetConfig) -> Target {
+    let (options, prefix, shard) = ((Kind::BFloat16, GPU), DEFAULT_PREFIX, Shard::WHOLE);
+    Target::build(config, &Init { weights: None, options, prefix, shard, packing: None }).unwrap()
 }
 
 fn draft() -> Draft {
@@ -129,9 +132,7 @@ fn a_decoded_token_is_few_launches() {
     let of_layers = |layers: usize| {
         launches(&asked(|begun| {
             let config = TargetConfig::qwen3(64, layers, 50);
-            let options = (Kind::BFloat16, GPU);
-            let init = Init { weights: None, options, prefix: DEFAULT_PREFIX, shard: Shard::WHOLE };
-            let target = Target::build(config, &init).unwrap();
+            let target = built(config);
             let mut cache = target.new_cache(40);
             target.forward_cached(&ids(20), &mut cache, &[]);
             begun();

@@ -412,28 +412,6 @@ mod tests {
         }
     }
 
-    /// Sequences that have come unequally far.
-    #[test]
-    fn a_step_of_several_is_that_of_each() {
-        let _draws = seeded(tch::manual_seed);
-        let (weights, inputs_bti) = problem(3, 9);
-        let rule = rule(&weights, Kind::Float);
-        let inputs = inputs_bti.to_kind(Kind::Float);
-        let zero = rule.zero(&inputs);
-        let after = |b: i64, tokens: i64| rule.run(&inputs.get(b).narrow(0, 0, tokens), &zero).1;
-        let mut states = vec![after(0, 2), after(1, 8), after(2, 5)];
-        let next_bi = inputs.select(1, 8);
-        let alone: Vec<Tensor> = states
-            .iter()
-            .enumerate()
-            .map(|(row, state)| rule.run(&next_bi.narrow(0, row as i64, 1), state).0)
-            .collect();
-        let together = rule.step(&next_bi, &mut states);
-        assert!(largest_difference(&together, &Tensor::cat(&alone, 0)) < 1e-6);
-        let moved = rule.run(&next_bi.narrow(0, 1, 1), &after(1, 8)).1;
-        assert!(largest_difference(&states[1].0[1], &moved.0[1]) < 1e-6);
-    }
-
     #[test]
     fn half_precision_inputs_are_computed_in_float32() {
         let _draws = seeded(tch::manual_seed);
