@@ -4,6 +4,8 @@
 //! A line for each level, type of products, shape and number of rows: GFLOP/s and their share of the
 //! multiply-adds, GB/s of weights and their share of the plain read. `kernels avx2 avx512` takes some levels.
 
+#![allow(unsafe_code, reason = "loops of one level, called where the processor has it")]
+
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
