@@ -150,7 +150,8 @@ fn conversations_become_a_measured_drafter() {
 
 /// A server of the same drafter is measured to accept what was accepted here.
 fn check_served(dir: &str, drafts: &str, here: &Value) {
-    let line = format!("serve --target {} --draft {drafts}", target());
+    // Whole blocks, as here, whether they pay or not.
+    let line = format!("serve --target {} --draft {drafts} --speculate 3", target());
     let server = Server::running(&line, &format!("{dir}/serve-port"), Stdio::null());
     let (endpoint, prompts) = (server.endpoint(), demo().join("prompts.jsonl"));
     let prompts = prompts.display();

@@ -288,7 +288,9 @@ impl<'a> Engine<'a> {
         // Whether it drafts changes no text.
         let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);
         let request = Request { speculative: drafts, ..request };
-        let caches = self.new_caches(&request);
+        // Where there is no memory, the pass that needs the rows says so: it can drop its sequences.
+        let caches = want_of_memory(|| self.new_caches(&request))
+            .unwrap_or_else(|_| self.no_caches(&request));
         self.sequences.push(Sequence::new(id, request, self.target, caches));
         id
     }
@@ -315,6 +317,12 @@ impl<'a> Engine<'a> {
                 (self.target.new_cache(capacity), context)
             }
         }
+    }
+
+    /// Caches without room.
+    fn no_caches(&self, request: &Request) -> (KvCache, Option<ContextCache>) {
+        let draft = self.proposer.draft().filter(|_| request.speculative);
+        (self.target.new_cache(0), draft.map(|draft| draft.new_cache(0)))
     }
 
     /// Keeps the caches of a sequence that has ended: for prompts that begin as it does, and emptied.

@@ -93,7 +93,8 @@ fn samples_follow_their_seed() {
 fn blocks_are_shown_with_what_was_measured() {
     let saved = Saved::new();
     let text = stdout(&saved.drafted(&["hello"])).to_owned();
-    let shown = saved.drafted(&["--show-blocks", "hello"]);
+    // As many as there are, whether they pay or not.
+    let shown = saved.drafted(&["--speculate", "2", "--show-blocks", "hello"]);
     // Without what was rejected, and without the marks, it is the answer.
     let mut rest = stdout(&shown).to_owned();
     assert!(rest.contains("[-") && !rest.contains('\x1b'), "{rest}");
@@ -107,7 +108,7 @@ fn blocks_are_shown_with_what_was_measured() {
     {
         assert!(said.contains(words) || text.len() < 31, "{words:?} is not in {said}");
     }
-    let colored = saved.drafted(&["--show-blocks", "--color", "always", "hello"]);
+    let colored = saved.drafted(&["--speculate=2", "--show-blocks", "--color=always", "hello"]);
     assert!(stdout(&colored).contains("\x1b[31;9m"), "{}", stdout(&colored));
 }
 
@@ -195,7 +196,7 @@ fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
     let kib: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
     let limit = |current| prlimit(pid, Resource::As, Rlimit { current, maximum: None }).unwrap();
     limit(Some((kib << 10) + (16 << 20)));
-    let ids = vec!["97"; 60_000].join(",");
+    let ids = vec!["97"; 120_000].join(",");
     let refused =
         server.ask("/v1/completions", &format!("{{\"prompt\": [{ids}], \"max_tokens\": 5}}"));
     let log = || std::fs::read_to_string(saved.path("log")).unwrap();

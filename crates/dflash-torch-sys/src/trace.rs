@@ -139,6 +139,9 @@ impl Drop for Part {
     }
 }
 
+/// Parts and the milliseconds that each took.
+pub type PartTimes = Vec<(&'static str, f64)>;
+
 /// Runs `f`, and says for each part how many milliseconds the GPU `index` took for what `f` asked of it there,
 /// gaps in which it waited for the host included; parts in the order in which they first came.
 ///
@@ -147,10 +150,7 @@ impl Drop for Part {
 ///
 /// # Panics
 /// Inside itself or a pretence: a bug of the caller.
-pub fn timed<R>(
-    index: usize,
-    f: impl FnOnce() -> R,
-) -> Result<(R, Vec<(&'static str, f64)>), Error> {
+pub fn timed<R>(index: usize, f: impl FnOnce() -> R) -> Result<(R, PartTimes), Error> {
     assert!(!is_pretended() && !TIMED.get(), "one account of the parts at a time");
     PARTS.replace(vec![NO_PART]);
     PART.set(0);
@@ -161,7 +161,7 @@ pub fn timed<R>(
     drop(timing);
     let stretches = clock::end(0)?;
     let parts = PARTS.take();
-    let mut sums: Vec<(&'static str, f64)> = parts.into_iter().map(|part| (part, 0.0)).collect();
+    let mut sums: PartTimes = parts.into_iter().map(|part| (part, 0.0)).collect();
     stretches.into_iter().for_each(|(part, ms)| sums[part as usize].1 += ms);
     Ok((result, sums))
 }

@@ -96,7 +96,7 @@ pub fn train_step(
             (slots, flops) = (batch.labels.slots().len() as u64, batch.flops);
             let mut open = trainer.begin(&Single);
             open.add(Some(batch), true)?.map_err(|reason| no_memory(settings, reason))?;
-            Ok(open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))?)
+            open.finish((StepSums::default(), Vote::Continue), (RATE, 1.0))
         };
         for number in 0..settings.warmup + settings.steps {
             synchronize(device);

@@ -16,9 +16,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NOWHERE: &str = "/proc/none/x";
 
 /// Flags that may be 0.
-const MAY_BE_ZERO: [&str; 26] = [
+const MAY_BE_ZERO: [&str; 27] = [
     "adam-beta1",
     "adam-beta2",
+    "contexts",
     "decay-ratio",
     "dpace-alpha",
     "drain-timeout",

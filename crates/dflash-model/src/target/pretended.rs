@@ -24,7 +24,13 @@ fn target() -> Target {
 
 fn built(config: TargetConfig) -> Target {
     let (options, prefix, shard) = ((Kind::BFloat16, GPU), DEFAULT_PREFIX, Shard::WHOLE);
-    Target::build(config, &Init { weights: None, options, prefix, shard, packing: None }).unwrap()
+    let init = Init { weights: None, options, prefix, shard, packing: None };
+    let target = Target::build(config, &init).unwrap();
+    // As weights of a file are; fresh ones are to be trained.
+    for (_, weight) in target.parameters() {
+        let _ = weight.set_requires_grad(false);
+    }
+    target
 }
 
 fn draft() -> Draft {

@@ -366,10 +366,14 @@ fn check_alike(found: &Value, expected: &Value, path: &str) {
         }
         (Value::Number(found), Value::Number(expected)) if found.is_f64() => {
             let (found, expected) = (found.as_f64().unwrap(), expected.as_f64().unwrap());
-            assert!(
-                (found - expected).abs() <= 1e-3 * expected.abs(),
-                "{path}: {found} {expected}"
-            );
+            // Shares of some 50 to 200 slots, one of which may be so near a tie that rounding decides it: on
+            // which processors it does, nobody chooses.
+            let bound = match () {
+                () if path.contains("accuracy") => 0.02,
+                () if path == "expected_acceptance_length" => 0.05,
+                () => 1e-3 * expected.abs(),
+            };
+            assert!((found - expected).abs() <= bound, "{path}: {found} {expected}");
         }
         _ => assert_eq!(found, expected, "{path}"),
     }
