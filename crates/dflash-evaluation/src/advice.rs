@@ -93,7 +93,8 @@ impl Best {
         match tokens {
             0 => format!("{label}, {at}: no proposals; here each length costs time"),
             _ => format!(
-                "{label}, {at}: {tokens} proposals, about {speed_up:.2} times plain decoding"
+                "{label}, {at}: {tokens} proposals; by the times of single steps {speed_up:.2} times \
+                 plain decoding"
             ),
         }
     }
