@@ -30,7 +30,7 @@ use self::lengths::{Choice, Lengths};
 use self::packed::Packed;
 use self::prefixes::{Prefixes, common, usable};
 use self::proposer::{Proposer, look_up};
-use self::sequence::{Sequence, first_capacity};
+use self::sequence::{Sequence, empty_caches, first_capacity};
 use self::tensors::Turn;
 use crate::Error;
 use crate::limits::Limits;
@@ -289,8 +289,9 @@ impl<'a> Engine<'a> {
         let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);
         let request = Request { speculative: drafts, ..request };
         // Where there is no memory, the pass that needs the rows says so: it can drop its sequences.
-        let caches = want_of_memory(|| self.new_caches(&request))
-            .unwrap_or_else(|_| self.no_caches(&request));
+        let caches = want_of_memory(|| self.new_caches(&request));
+        let draft = self.proposer.draft().filter(|_| request.speculative);
+        let caches = caches.unwrap_or_else(|_| empty_caches(self.target, draft, 0));
         self.sequences.push(Sequence::new(id, request, self.target, caches));
         id
     }
@@ -312,17 +313,8 @@ impl<'a> Engine<'a> {
         };
         match self.spare.iter().position(fits) {
             Some(at) => self.spare.swap_remove(at),
-            None => {
-                let context = draft.map(|draft| draft.new_cache(capacity as i64));
-                (self.target.new_cache(capacity), context)
-            }
+            None => empty_caches(self.target, draft, capacity),
         }
-    }
-
-    /// Caches without room.
-    fn no_caches(&self, request: &Request) -> (KvCache, Option<ContextCache>) {
-        let draft = self.proposer.draft().filter(|_| request.speculative);
-        (self.target.new_cache(0), draft.map(|draft| draft.new_cache(0)))
     }
 
     /// Keeps the caches of a sequence that has ended: for prompts that begin as it does, and emptied.

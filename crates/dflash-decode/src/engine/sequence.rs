@@ -205,6 +205,15 @@ impl Sequence {
     }
 }
 
+/// Caches with room for so many tokens; the draft's where it proposes.
+pub(super) fn empty_caches(
+    target: &Target,
+    draft: Option<&Draft>,
+    capacity: usize,
+) -> (KvCache, Option<ContextCache>) {
+    (target.new_cache(capacity), draft.map(|draft| draft.new_cache(capacity as i64)))
+}
+
 /// Room that a sequence begins with.
 pub(super) fn first_capacity(request: &Request, prompt: usize) -> usize {
     roomy(prompt + request.max_new_tokens.min(FIRST_ANSWER))
