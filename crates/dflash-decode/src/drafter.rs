@@ -7,7 +7,7 @@ use dflash_model::target::{KvCache, PrunedRows, Target, check_layer_ids};
 use tch::{Kind, Tensor, no_grad};
 
 use crate::Error;
-use crate::sampling::Sampler;
+use crate::sampling::{Proposed, Sampler};
 
 /// A draft on its target.
 #[derive(Debug)]
@@ -90,15 +90,18 @@ impl<'a> Drafter<'a> {
     }
 
     /// Tokens by rows [N, H] of normed states, chosen by `sampler` at the positions from `first` on.
-    pub(crate) fn choose(&self, normed_nh: &Tensor, sampler: &Sampler, first: usize) -> Vec<i64> {
+    pub(crate) fn choose(&self, normed_nh: &Tensor, sampler: &Sampler, first: usize) -> Proposed {
         if sampler.is_greedy() {
-            return to_host(&self.most_likely(normed_nh));
+            return Proposed { ids: to_host(&self.most_likely(normed_nh)), shares: None };
         }
-        let Some(head) = &self.head else {
-            return sampler.choose(&self.target.lm_head(normed_nh), first);
+        let shares_nv = match &self.head {
+            None => sampler.distributions(&self.target.lm_head(normed_nh)),
+            Some(head) => {
+                let own_nv = sampler.distributions(&normed_nh.mm(&head.lm_head_hv));
+                head.widen(&own_nv, self.target)
+            }
         };
-        let distributions_nv = sampler.distributions(&normed_nh.mm(&head.lm_head_hv));
-        sampler.draw(&head.widen(&distributions_nv, self.target), first)
+        sampler.propose(shares_nv, first)
     }
 }
 

@@ -5,8 +5,8 @@
 //! tokens each sequence that has its prompt behind it has proposed (`lengths`), looks them up or drafts
 //! them, takes the next piece of the prompts before it, keeps of each sequence's proposals those that the
 //! target says itself, and cuts its caches back to these. Attention and sampling are per sequence, so what
-//! one says does not depend on the others beyond the rounding of larger products; and since its random
-//! numbers follow from seed and position, nor does it depend on what is proposed. On a CPU steps go
+//! one says does not depend on the others beyond the rounding of larger products; and where lengths are
+//! chosen, its random numbers follow from seed and position, so it does not depend on what is proposed. On a CPU steps go
 //! through packed layers where there are such (`packed`), which round nothing otherwise; all else through
 //! libtorch (`tensors`). Prompts that begin as another sequence does, one that is held or one whose caches
 //! are kept (`prefixes`), start from a copy of its rows.
@@ -24,7 +24,7 @@ use dflash_model::draft::{ContextCache, Draft};
 use dflash_model::target::{KvCache, Target};
 use dflash_model::want_of_memory;
 use dflash_settings::Speculate;
-use tch::no_grad;
+use tch::{Tensor, no_grad};
 
 use self::lengths::{Choice, Lengths};
 use self::packed::Packed;
@@ -34,7 +34,7 @@ use self::sequence::{Sequence, empty_caches, first_capacity};
 use self::tensors::Turn;
 use crate::Error;
 use crate::limits::Limits;
-use crate::sampling::Sampling;
+use crate::sampling::{Sampling, Verification};
 
 pub use self::proposer::Proposals;
 
@@ -192,6 +192,8 @@ struct Plan {
     ids: Vec<i64>,
     /// How many tokens a draft is to propose.
     drafted: usize,
+    /// The distributions [drafted, V] that these were drawn from, where their verification asks for them.
+    shares: Option<Tensor>,
 }
 
 impl Plan {
@@ -292,7 +294,14 @@ impl<'a> Engine<'a> {
         let caches = want_of_memory(|| self.new_caches(&request));
         let draft = self.proposer.draft().filter(|_| request.speculative);
         let caches = caches.unwrap_or_else(|_| empty_caches(self.target, draft, 0));
-        self.sequences.push(Sequence::new(id, request, self.target, caches));
+        let verification = match draft.is_some() && !self.lengths.is_auto() {
+            true => Verification::Rejection,
+            // Lengths that are chosen by a clock must not change the text.
+            false => Verification::SameNumbers,
+        };
+        let mut sequence = Sequence::new(id, request, self.target, caches);
+        sequence.sampler = sequence.sampler.verifying(verification);
+        self.sequences.push(sequence);
         id
     }
 
@@ -403,7 +412,7 @@ impl<'a> Engine<'a> {
             Proposer::Ngram { size, .. } => ids.extend(look_up(tokens, *size, proposals)),
             Proposer::Draft(_) => drafted = proposals,
         }
-        Plan { at, ids, drafted }
+        Plan { at, ids, drafted, shares: None }
     }
 
     /// Carries `plans` out and reads pieces of prompts.
@@ -473,13 +482,14 @@ impl<'a> Engine<'a> {
                             ids.resize(1 + size, 0);
                             drafted = 0;
                         }
-                        self.run(vec![Plan { at: 0, ids, drafted }], Vec::new());
+                        self.run(vec![Plan { at: 0, ids, drafted, shares: None }], Vec::new());
                     }
                 }
             })
         });
         let sequences = self.len();
         self.sequences.clear();
+        self.lengths.started();
         timed.map_err(|reason| Error::OutOfMemory { sequences, reason })
     }
 

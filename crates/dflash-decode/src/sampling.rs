@@ -113,25 +113,52 @@ const GROUPS: i64 = 256;
 /// filled up to whole blocks of the generator.
 const WORDS: u128 = 528;
 
+/// How a proposal that was drawn becomes a token of the text. Both keep the target's distribution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verification {
+    /// Proposal and own token of a position are drawn with the same numbers, in a way that lets alike
+    /// distributions mostly choose the same token: groups of tokens race, each with an exponential waiting
+    /// time divided by its share, and within the winner the cumulative share decides. So the text is what
+    /// it is without a draft, whatever is proposed and however many at a time.
+    SameNumbers,
+    /// Rejection sampling: kept with the quotient of the two shares, else drawn from what the target's
+    /// have above the draft's. It keeps the most, 1 - d where the distributions are d apart and
+    /// [`Self::SameNumbers`] may keep as few as (1 - d) / (1 + d), but every draft and every length of
+    /// proposals makes a text of its own.
+    Rejection,
+}
+
+/// Streams of random numbers: of the target's own tokens, of proposals, and of whether they are kept.
+const OWN: u64 = 0;
+const PROPOSED: u64 = 1;
+const KEPT: u64 = 2;
+
 /// Chooses tokens of a text, each with random numbers that follow from the seed and the token's position
 /// alone.
-///
-/// A draft's proposal and the target's own token at a position are drawn with the same numbers, in a way
-/// that lets alike distributions mostly choose the same token: groups of tokens race, each with an
-/// exponential waiting time divided by its share, and within the winner the cumulative share decides. So
-/// the target's text is what it is without a draft, whatever is proposed and however many at a time; what
-/// that costs in acceptance against rejection sampling, which draws another text for every draft, is at
-/// most the step from 1 - d to (1 - d) / (1 + d) where the distributions are d apart.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
+    verification: Verification,
+}
+
+/// What was proposed by drawing: tokens `[n]`, and the distributions [n, V] that they were drawn from
+/// where the verification asks for them.
+#[derive(Debug)]
+pub(crate) struct Proposed {
+    pub(crate) ids: Vec<i64>,
+    pub(crate) shares: Option<Tensor>,
 }
 
 impl Sampler {
     /// Random by `seed`, where `sampling` is not greedy.
     pub fn new(sampling: Sampling, seed: u64) -> Self {
-        Self { sampling, seed }
+        Self { sampling, seed, verification: Verification::SameNumbers }
+    }
+
+    /// The same for a text whose proposals are verified otherwise.
+    pub(crate) fn verifying(self, verification: Verification) -> Self {
+        Self { verification, ..self }
     }
 
     /// Whether tokens are the most likely ones.
@@ -143,8 +170,53 @@ impl Sampler {
     pub fn choose(&self, logits_rv: &Tensor, first: usize) -> Vec<i64> {
         match self.is_greedy() {
             true => to_host(&most_likely(logits_rv)),
-            false => self.draw(&self.distributions(logits_rv), first),
+            false => self.draw(&self.distributions(logits_rv), first, OWN),
         }
+    }
+
+    /// Draws proposals from weights [n, V], for the positions from `first` on.
+    pub(crate) fn propose(&self, weights_nv: Tensor, first: usize) -> Proposed {
+        match self.verification {
+            Verification::SameNumbers => {
+                Proposed { ids: self.draw(&weights_nv, first, OWN), shares: None }
+            }
+            Verification::Rejection => {
+                Proposed { ids: self.draw(&weights_nv, first, PROPOSED), shares: Some(weights_nv) }
+            }
+        }
+    }
+
+    /// The target's tokens by its logits [n + 1, V] of the positions from `first` on, as many as are
+    /// certain: the proposals that are kept, and one more.
+    pub(crate) fn verify(
+        &self,
+        proposed: &[i64],
+        draft_nv: Option<&Tensor>,
+        logits_bv: &Tensor,
+        first: usize,
+    ) -> Vec<i64> {
+        let Some(draft_nv) = draft_nv.filter(|_| !self.is_greedy()) else {
+            return self.choose(logits_bv, first);
+        };
+        let target_bv = self.distributions(logits_bv);
+        let rows = proposed.len() as i64;
+        let ids_n1 = Tensor::from_slice(proposed).to_device(logits_bv.device()).unsqueeze(1);
+        let of_proposed = |distributions: &Tensor| -> Vec<f64> {
+            let chosen = distributions.narrow(0, 0, rows).gather(1, &ids_n1, false);
+            Vec::try_from(chosen.flatten(0, -1)).expect("shares are float64")
+        };
+        let (p, q) = (of_proposed(&target_bv), of_proposed(draft_nv));
+        let (_, uniform) = self.random(first, (rows, 0), KEPT);
+        let kept = (0..proposed.len()).take_while(|&slot| uniform[slot] * q[slot] < p[slot]);
+        let kept = kept.count();
+        let row = |distributions: &Tensor| distributions.narrow(0, kept as i64, 1);
+        let weights_1v = match kept < proposed.len() {
+            true => (row(&target_bv) - row(draft_nv)).clamp_min(0.0),
+            false => row(&target_bv),
+        };
+        let mut own = proposed[..kept].to_vec();
+        own.extend(self.draw(&weights_1v, first + kept, OWN));
+        own
     }
 
     /// As [`Sampling::distributions`].
@@ -153,13 +225,18 @@ impl Sampler {
     }
 
     /// One token for each row of non-negative weights [R, V], drawn in proportion to them, at the
-    /// positions from `first` on. Shapes: `m` tokens of a group, `g` groups.
-    pub(crate) fn draw(&self, weights_rv: &Tensor, first: usize) -> Vec<i64> {
+    /// positions from `first` on with the numbers of a stream. Shapes: `m` tokens of a group, `g` groups.
+    fn draw(&self, weights_rv: &Tensor, first: usize, stream: u64) -> Vec<i64> {
         let size = weights_rv.size();
         let (rows, tokens) = (size[0], size[1]);
-        let members = (tokens + GROUPS - 1) / GROUPS;
+        let groups = match self.verification {
+            Verification::SameNumbers => GROUPS,
+            // Numbers that nobody shares need no race.
+            Verification::Rejection => 1,
+        };
+        let members = (tokens + groups - 1) / groups;
         let groups = (tokens + members - 1) / members;
-        let random = self.random(first, (rows, groups));
+        let random = self.random(first, (rows, groups), stream);
         match weights_rv.device() {
             Device::Cpu => draw_on_host(weights_rv, groups as usize, random),
             _ => draw_by_tensors(weights_rv, (members, groups), random),
@@ -168,8 +245,14 @@ impl Sampler {
 
     /// Waiting times [R, G] of the groups at the positions from `first` on, and a number in (0, 1) `[R]`
     /// for the draw in the first group.
-    fn random(&self, first: usize, (rows, groups): (i64, i64)) -> (Vec<f64>, Vec<f64>) {
+    fn random(
+        &self,
+        first: usize,
+        (rows, groups): (i64, i64),
+        stream: u64,
+    ) -> (Vec<f64>, Vec<f64>) {
         let mut random = ChaCha8Rng::seed_from_u64(self.seed);
+        random.set_stream(stream);
         let (mut waits, mut uniform) = (Vec::new(), Vec::new());
         for position in first..first + rows as usize {
             random.set_word_pos(position as u128 * WORDS);
@@ -275,7 +358,7 @@ mod tests {
             let weights = Tensor::zeros([1, tokens], (Kind::Double, Device::Cpu));
             let _ = weights.narrow(1, one, 1).fill_(0.2);
             let _ = weights.narrow(1, other, 1).fill_(0.6);
-            let draws = sampler.draw(&weights.expand([20_000, tokens], false), 3);
+            let draws = sampler.draw(&weights.expand([20_000, tokens], false), 3, OWN);
             let share = |id| draws.iter().filter(|&&draw| draw == id).count() as f64 / 20_000.0;
             // Three standard deviations of 20,000 draws are below 0.01.
             assert!((share(one) - 0.25).abs() < 0.01, "{tokens} {one}: {}", share(one));
@@ -293,7 +376,7 @@ mod tests {
             let weights = logits.softmax(-1, Kind::Double);
             let members = (tokens + GROUPS - 1) / GROUPS;
             let groups = (tokens + members - 1) / members;
-            let random = || sampler.random(4, (30, groups));
+            let random = || sampler.random(4, (30, groups), OWN);
             let host = draw_on_host(&weights, groups as usize, random());
             assert_eq!(host, draw_by_tensors(&weights, (members, groups), random()), "{tokens}");
         }
@@ -326,11 +409,35 @@ mod tests {
         let target = Tensor::from_slice(&[0.1, 0.4, 0.2, 0.3]).unsqueeze(0);
         let draft = Tensor::from_slice(&[0.2, 0.3, 0.3, 0.2]).unsqueeze(0);
         let sampler = Sampler::new(Sampling::at(1.0), 7);
-        let draws = |weights: &Tensor| sampler.draw(&weights.expand([20_000, 4], false), 0);
+        let draws = |weights: &Tensor| sampler.draw(&weights.expand([20_000, 4], false), 0, OWN);
         let (own, proposed) = (draws(&target), draws(&draft));
         let agree = own.iter().zip(&proposed).filter(|(own, proposed)| own == proposed).count();
         let share = agree as f64 / 20_000.0;
         assert!((0.66..0.81).contains(&share), "{share}");
+    }
+
+    /// The same two: 1 - 0.2 of the proposals are kept, and texts have the target's shares.
+    #[test]
+    fn rejection_keeps_what_two_distributions_share() {
+        let shares = [0.1, 0.4, 0.2, 0.3];
+        let target = Tensor::from_slice(&shares).unsqueeze(0);
+        let draft = Tensor::from_slice(&[0.2, 0.3, 0.3, 0.2]).unsqueeze(0);
+        let sampler = Sampler::new(Sampling::at(1.0), 7).verifying(Verification::Rejection);
+        let logits_bv = target.log().expand([2, 4], false);
+        let (mut kept, mut counts) = (0, [0; 4]);
+        let texts = 20_000;
+        for position in 0..texts {
+            let proposed = sampler.propose(draft.shallow_clone(), position);
+            let own = sampler.verify(&proposed.ids, proposed.shares.as_ref(), &logits_bv, position);
+            kept += own.len() - 1;
+            assert!(own.len() == 1 || own[0] == proposed.ids[0], "{own:?} {proposed:?}");
+            counts[own[0] as usize] += 1;
+        }
+        let share = |count: usize| count as f64 / texts as f64;
+        assert!((share(kept) - 0.8).abs() < 0.01, "{}", share(kept));
+        for (count, expected) in counts.into_iter().zip(shares) {
+            assert!((share(count) - expected).abs() < 0.01, "{counts:?}");
+        }
     }
 
     #[test]

@@ -199,7 +199,9 @@ impl<'a> Packed<'a> {
                 let normed_nh = rows.view([-1, hidden as i64]).to_kind(drafter.target.dtype());
                 let sequence = &sequences[plan.at];
                 let first = sequence.tokens().len();
-                plan.ids.extend(drafter.choose(&normed_nh, &sequence.sampler, first));
+                let proposed = drafter.choose(&normed_nh, &sequence.sampler, first);
+                plan.ids.extend(proposed.ids);
+                plan.shares = proposed.shares;
             }
             return;
         }
@@ -266,7 +268,12 @@ impl<'a> Packed<'a> {
             let logits_bv =
                 logits_rv.as_ref().map(|logits_rv| logits_rv.narrow(0, start as i64, rows as i64));
             let chosen = logits_bv.as_ref().filter(|_| !sequence.sampler.is_greedy());
-            let chosen = chosen.map(|bv| sequence.sampler.choose(bv, sequence.tokens().len()));
+            let first = sequence.tokens().len();
+            let verify = |logits_bv: &Tensor| {
+                let proposed = &plan.ids[1..];
+                sequence.sampler.verify(proposed, plan.shares.as_ref(), logits_bv, first)
+            };
+            let chosen = chosen.map(verify);
             let own = chosen.as_deref().unwrap_or(&own[start..start + rows]);
             let (output, kept) = sequence.take(&plan.ids[1..], own, logits_bv.as_ref());
             sequence.cache.truncate(before + kept);

@@ -24,12 +24,14 @@ pub(super) struct Turn {
     ids_t: Tensor,
     /// How many of the last of these have logits that are wanted: one more than were proposed, or none.
     rows: usize,
+    /// The distributions that proposals were drawn from, where their verification asks for them.
+    shares: Option<Tensor>,
 }
 
 impl Turn {
     /// The next piece of a prompt; its last one gives a token.
     pub(super) fn of_prompt(at: usize, piece: &[i64], is_last: bool, target: &Target) -> Self {
-        Self { at, ids_t: to_device(piece, target), rows: usize::from(is_last) }
+        Self { at, ids_t: to_device(piece, target), rows: usize::from(is_last), shares: None }
     }
 
     fn tokens(&self) -> usize {
@@ -84,18 +86,23 @@ fn drafted(
     }
     .into_iter();
     let turn = |plan: &Plan| {
-        let mut ids_t = to_device(&plan.ids, target);
+        let (mut ids_t, mut shares) = (to_device(&plan.ids, target), None);
         if plan.drafted > 0 {
-            let proposed = proposals.next().expect("one for each that drafts");
+            let proposed;
+            (proposed, shares) = proposals.next().expect("one for each that drafts");
             ids_t = Tensor::cat(&[ids_t, proposed], 0);
         }
-        Turn { at: plan.at, ids_t, rows: plan.rows() }
+        Turn { at: plan.at, ids_t, rows: plan.rows(), shares }
     };
     plans.iter().map(turn).collect()
 }
 
-/// The draft's proposals behind the bonus tokens of sequences.
-fn propose(sequences: &[Sequence], plans: &[&Plan], drafter: &Drafter<'_>) -> Vec<Tensor> {
+/// The draft's proposals behind the bonus tokens of sequences, and what [`Turn::shares`] keeps of them.
+fn propose(
+    sequences: &[Sequence],
+    plans: &[&Plan],
+    drafter: &Drafter<'_>,
+) -> Vec<(Tensor, Option<Tensor>)> {
     let bonus: Vec<i64> = plans.iter().map(|plan| plan.ids[0]).collect();
     let caches: Vec<_> =
         plans.iter().map(|plan| sequences[plan.at].context.as_ref().expect("it drafts")).collect();
@@ -109,11 +116,11 @@ fn propose(sequences: &[Sequence], plans: &[&Plan], drafter: &Drafter<'_>) -> Ve
         let rows = |x: &Tensor| x.narrow(0, (number * each) as i64, plan.drafted as i64);
         let sequence = &sequences[plan.at];
         match greedy_n.as_ref().filter(|_| is_greedy(plan)) {
-            Some(greedy_n) => rows(greedy_n),
+            Some(greedy_n) => (rows(greedy_n), None),
             None => {
                 let first = sequence.tokens().len();
-                let ids = drafter.choose(&rows(&normed_nh), &sequence.sampler, first);
-                to_device(&ids, drafter.target)
+                let proposed = drafter.choose(&rows(&normed_nh), &sequence.sampler, first);
+                (to_device(&proposed.ids, drafter.target), proposed.shares)
             }
         }
     };
@@ -169,9 +176,9 @@ fn verify(
         let (greedy, proposals);
         (greedy, most_likely) = most_likely.split_at(turn.rows);
         (proposals, proposed) = proposed.split_at(turn.rows - 1);
-        let sampler = &sequence.sampler;
-        let chosen =
-            (!sampler.is_greedy()).then(|| sampler.choose(&logits_bv, sequence.tokens().len()));
+        let (sampler, first) = (&sequence.sampler, sequence.tokens().len());
+        let verify = || sampler.verify(proposals, turn.shares.as_ref(), &logits_bv, first);
+        let chosen = (!sampler.is_greedy()).then(verify);
         let own = chosen.as_deref().unwrap_or(greedy);
         let (output, rows) = sequence.take(proposals, own, Some(&logits_bv));
         kept.push(turn.tokens() - turn.rows + rows);

@@ -13,10 +13,10 @@ typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 constexpr int kRegisters = 32;
 constexpr int64_t kLanes = 16;
 
-// Eight to sixteen sums in flight: more rows would only save loads, which have room. One row waits for
-// memory, which four panels at a time would slow down.
+// Up to twenty sums in flight: more rows would only save loads, which have room, and six rows of four
+// vectors would spill. One row waits for memory, which four panels at a time would slow down.
 constexpr int kMostRows = 8;
-constexpr int tile_vectors(int rows) { return rows <= 4 ? 4 : 2; }
+constexpr int tile_vectors(int rows) { return rows <= 5 ? 4 : 2; }
 
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
