@@ -13,7 +13,7 @@ use std::thread;
 
 use dflash_data::Sample;
 use dflash_settings::PrepareSettings;
-use dflash_text::{Conversation, Role, Row, SegmentCache, parse_row};
+use dflash_text::{Conversation, Role, Row, SegmentCache, parse_row, unread_columns};
 
 use crate::boundary::{Refusal, conversation_rows};
 use crate::error::Error;
@@ -145,12 +145,11 @@ impl Job<'_> {
         out: &mut Prepared,
     ) -> Result<(), Error> {
         let row = match record.take_parsed() {
-            Ok(value) => parse_row(&value),
-            Err(error) if self.settings.skip_bad_rows => {
-                out.tally.drop(DropReason::BadRow, || error.to_string());
-                return Ok(());
+            Ok(value) => {
+                unread_columns(&value).iter().for_each(|name| out.tally.unread_column(name, 1));
+                parse_row(&value)
             }
-            Err(error) => return Err(error.into()),
+            Err(reason) => return self.bad_row(record, reason, out),
         };
         let samples = match row {
             Ok(Row::Conversation(conversation)) => {

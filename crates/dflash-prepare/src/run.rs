@@ -108,6 +108,9 @@ impl fmt::Display for Summary {
         if !tally.unknown_keys.is_empty() {
             writeln!(f, "unknown keys       {}", tally.keys())?;
         }
+        if !tally.unread_columns.is_empty() {
+            writeln!(f, "unread columns     {}", tally.columns())?;
+        }
         writeln!(f, "shards             {}", written.shards)?;
         writeln!(f, "fingerprint        {}", written.fingerprint)?;
         write!(f, "time               {:.1} s ({rate:.0} rows/s)", elapsed.as_secs_f64())

@@ -40,6 +40,8 @@ pub(crate) struct Record {
 pub(crate) enum Content {
     Json(RawRow),
     Value(Value),
+    /// A row that is no row of text, and why.
+    Refused(String),
 }
 
 impl Record {
@@ -48,10 +50,17 @@ impl Record {
     }
 
     /// The row, which the record then holds no more: rows can be large.
-    pub(crate) fn take_parsed(&mut self) -> Result<Value, dflash_text::Error> {
+    ///
+    /// # Errors
+    /// What is wrong with it, without its place.
+    pub(crate) fn take_parsed(&mut self) -> Result<Value, String> {
         match std::mem::replace(&mut self.content, Content::Value(Value::Null)) {
-            Content::Json(row) => row.parse(&self.path),
+            Content::Json(row) => row.parse(&self.path).map_err(|error| match error {
+                dflash_text::Error::Json { reason, .. } => format!("not valid JSON: {reason}"),
+                other => other.to_string(),
+            }),
             Content::Value(value) => Ok(value),
+            Content::Refused(reason) => Err(reason),
         }
     }
 }

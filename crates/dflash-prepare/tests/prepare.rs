@@ -270,23 +270,114 @@ fn limits_shuffles_and_several_sources() {
     assert!(drawn.iter().all(|row| all.contains(row)));
 }
 
-#[test]
-fn parquet_files_are_rows_too() {
-    let bench = Bench::new(CHATML);
-    let schema = "message rows { required binary question (UTF8); required binary answer (UTF8); }";
+/// Writes a Parquet file of two rows.
+fn write_parquet(path: &Path, schema: &str, columns: &[[&[u8]; 2]]) {
     let schema = Arc::new(parse_message_type(schema).unwrap());
-    let path = bench.path("rows.parquet");
-    let file = fs::File::create(&path).unwrap();
+    let file = fs::File::create(path).unwrap();
     let mut writer = SerializedFileWriter::new(file, schema, Arc::default()).unwrap();
     let mut rows = writer.next_row_group().unwrap();
-    for texts in [["q", "r"], ["a", "b"]] {
+    for values in columns {
         let mut column = rows.next_column().unwrap().unwrap();
-        let texts = texts.map(ByteArray::from);
-        column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+        let values = values.map(|value| ByteArray::from(value.to_vec()));
+        column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
         column.close().unwrap();
     }
     rows.close().unwrap();
     writer.close().unwrap();
+}
+
+#[test]
+fn text_of_parquet_files_may_be_bytes_without_a_type() {
+    let bench = Bench::new(CHATML);
+    let schema = "message rows {
+        required binary question; required binary answer; required binary image; }";
+    let path = bench.path("rows.parquet");
+    let mut config = bench.config(&[path.to_str().unwrap()]);
+    let image: [&[u8]; 2] = [b"\xff\xd8", b"\xff\xd9"];
+    write_parquet(&path, schema, &[[b"q", "\u{e9}".as_bytes()], [b"a", b"b"], image]);
+    let summary = prepare(&config, &AtomicBool::new(false)).unwrap().to_string();
+    let rows = ["<user/q>/<assistant/[a>/]", "<user/\u{e9}>/<assistant/[b>/]"];
+    // Each byte is a token, and shown as a character.
+    let shown = |row: &str| row.replace('\u{e9}', "\u{c3}\u{a9}");
+    let found: Vec<String> = bench.rows();
+    assert!(found == rows || found == rows.map(shown), "{found:?}");
+    assert!(summary.contains("unread columns     image (2 rows)"), "{summary}");
+
+    write_parquet(&path, schema, &[[b"q", b"\xff\xfe"], [b"a", b"b"], image]);
+    let error = prepare(&config, &AtomicBool::new(false)).unwrap_err().to_string();
+    let told = "rows.parquet:2: column question holds bytes that are not UTF-8 text; fix";
+    assert!(error.contains(told), "{error}");
+    config.skip_bad_rows = true;
+    prepare(&config, &AtomicBool::new(false)).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]"]);
+}
+
+#[test]
+fn bytes_inside_lists_and_structs_are_text_too() {
+    let bench = Bench::new(CHATML);
+    let schema = "message rows { required group messages (LIST) { repeated group list {
+        required group element { required binary role; required binary content; } } } }";
+    let path = bench.path("rows.parquet");
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let file = fs::File::create(&path).unwrap();
+    let mut writer = SerializedFileWriter::new(file, schema, Arc::default()).unwrap();
+    let mut rows = writer.next_row_group().unwrap();
+    for values in [["user", "assistant"], ["q", "a"]] {
+        let mut column = rows.next_column().unwrap().unwrap();
+        let values = values.map(ByteArray::from);
+        let typed = column.typed::<ByteArrayType>();
+        typed.write_batch(&values, Some(&[1, 1]), Some(&[0, 1])).unwrap();
+        column.close().unwrap();
+    }
+    rows.close().unwrap();
+    writer.close().unwrap();
+    prepare(&bench.config(&[path.to_str().unwrap()]), &AtomicBool::new(false)).unwrap();
+    assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]"]);
+}
+
+#[test]
+fn columns_of_the_prompt_are_taken_and_others_are_counted() {
+    let bench = Bench::new(CHATML);
+    let rows = [
+        json!({"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"}),
+        json!({"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}),
+        json!({"question": "q", "context": "c", "answer": "a"}),
+    ];
+    let text: Vec<String> = rows.iter().map(Value::to_string).collect();
+    let summary = bench.prepare(&text.join("\n")).unwrap().to_string();
+    assert_eq!(
+        bench.rows(),
+        [
+            "<system/s>/<user/q>/<assistant/[a>/]",
+            "<user/q/c>/<assistant/[a>/]",
+            "<user/q>/<assistant/[a>/]"
+        ]
+    );
+    let told = "unread columns     category (1 row), context (1 row), id (1 row)\n";
+    assert!(summary.contains(told), "{summary}");
+    let text = fs::read(bench.path("out/dflash_prepare.json")).unwrap();
+    let provenance: Value = serde_json::from_slice(&text).unwrap();
+    assert_eq!(provenance["unread_columns"], json!({"category": 1, "context": 1, "id": 1}));
+}
+
+#[test]
+fn a_template_for_tools_in_a_file_of_its_own_is_taken() {
+    let bench = Bench::new(CHATML);
+    let more = bench.path("model/additional_chat_templates");
+    fs::create_dir(&more).unwrap();
+    fs::write(more.join("tool_use.jinja"), format!("TOOLS {CHATML}")).unwrap();
+    let with = json!({"question": "q", "answer": "a", "tools": [{"name": "f"}]});
+    let without = json!({"question": "q", "answer": "a"});
+    bench.prepare(&format!("{with}\n{without}")).unwrap();
+    assert_eq!(bench.rows(), ["TOOLS <user/q>/<assistant/[a>/]", "<user/q>/<assistant/[a>/]"]);
+}
+
+#[test]
+fn parquet_files_are_rows_too() {
+    let bench = Bench::new(CHATML);
+    let schema = "message rows { required binary question (UTF8); required binary answer (UTF8); }";
+    let path = bench.path("rows.parquet");
+    write_parquet(&path, schema, &[[b"q", b"r"], [b"a", b"b"]]);
     let config = bench.config(&[path.to_str().unwrap()]);
     prepare(&config, &AtomicBool::new(false)).unwrap();
     assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]", "<user/r>/<assistant/[b>/]"]);
