@@ -27,6 +27,9 @@ pub struct Position {
     #[serde(default)]
     pub anchors: u64,
     pub dataset: String,
+    /// `None` in runs of releases that did not read the tokens.
+    #[serde(default)]
+    pub dataset_content: Option<String>,
     /// `None` in runs of releases that did not compare targets.
     #[serde(default)]
     pub target: Option<TargetIdentity>,

@@ -53,6 +53,7 @@ impl Prepared<'_> {
         add("the version of dflash", env!("CARGO_PKG_VERSION").to_owned());
         add("the version of libtorch", dflash_torch_sys::libtorch_version()?);
         add("the fingerprint of the data (--data-path)", self.dataset.fingerprint());
+        add("the digest of the data's tokens (--data-path)", self.dataset.content()?.to_owned());
         add("the identity of the target (--target)", self.identity.digests());
         let draft = draft.map(|dir| TargetIdentity::read(dir, "")).transpose()?;
         add(
@@ -81,7 +82,7 @@ fn settings(config: &TrainConfig) -> Vec<(String, String)> {
 }
 
 fn keys_of(config: &TrainConfig) -> Map<String, Value> {
-    match serde_json::to_value(config).expect("settings print") {
+    match config.shown() {
         Value::Object(values) => values,
         _ => unreachable!("a struct"),
     }

@@ -147,7 +147,10 @@ fn restore(
     let found = lasting(stored, &DraftConfig::load(dir)?, vocabulary.as_ref());
     // runs from before there was validation do not say how many samples they train on
     let trained_samples = stored.trained_samples.and(current.trained_samples);
-    let current = Position { trained_samples, ..current.clone() };
+    // and those from before there was a digest of the tokens do not say which
+    let dataset_content = current.dataset_content.clone();
+    let content = stored.dataset_content.as_ref().and(dataset_content.clone());
+    let current = Position { trained_samples, dataset_content: content, ..current.clone() };
     let vocabulary = trainer.batches.blocks.vocabulary.as_ref();
     let expected = lasting(&current, trainer.draft.config(), vocabulary);
     for ((key, found), (_, expected)) in found.into_iter().zip(expected) {
@@ -165,7 +168,7 @@ fn restore(
     }
     trainer.masters.restore(&trainer.draft, &file, stored.optimizer_steps())?;
     // A run of an earlier release does not say which target it is for.
-    Ok((Position { target: current.target, ..state.position }, changes))
+    Ok((Position { target: current.target, dataset_content, ..state.position }, changes))
 }
 
 /// Refuses changes that nobody asked for by name, and names that no setting has.
@@ -199,11 +202,13 @@ fn lasting(
     position: &Position,
     draft: &DraftConfig,
     vocabulary: Option<&DraftVocabulary>,
-) -> [(&'static str, String); 13] {
+) -> [(&'static str, String); 14] {
     let trained_samples = position.trained_samples.unwrap_or_default();
+    let content = position.dataset_content.clone().unwrap_or_default();
     let vocabulary_size = vocabulary.map(|vocabulary| vocabulary.selected().len());
     [
         ("a dataset (--data-path) of fingerprint", position.dataset.clone()),
+        ("a dataset (--data-path) whose tokens have the digest", content),
         ("--seed", position.seed.to_string()),
         ("--total-seq-len", position.total_seq_len.to_string()),
         ("--validation-ratio leaving so many samples:", trained_samples.to_string()),

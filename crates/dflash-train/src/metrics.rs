@@ -240,8 +240,7 @@ pub(crate) fn trackers(config: &TrainConfig, step: u64) -> Result<Trackers, Erro
     let path = path.unwrap_or_else(|_| settings.save_path.clone());
     let last = path.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = settings.run_name.clone().or(last).unwrap_or_else(|| "dflash".to_owned());
-    let about =
-        RunAbout { name, config: serde_json::to_value(config).expect("settings print"), step };
+    let about = RunAbout { name, config: config.shown(), step };
     Ok(Trackers::open(&RunDir::at(path), &settings.log_to, &about)?)
 }
 

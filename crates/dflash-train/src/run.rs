@@ -10,11 +10,13 @@ mod worker;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
 use dflash_model::place;
-use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights, recorded};
+use dflash_run::{
+    Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights, State, recorded,
+};
 use dflash_settings::{Invalid, MatmulPrecision};
 use tch::{Device, Kind};
 
@@ -31,12 +33,16 @@ use crate::{Error, checkpoint, machine, schedule, setup};
 use health::Health;
 use worker::Worker;
 
+/// How long a file of another node is waited for. NFS looks again after three seconds or more, but only
+/// where it has looked before.
+const FILE_SYSTEM_PATIENCE: Duration = Duration::from_secs(4);
+
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The last checkpoint.
-    pub checkpoint: PathBuf,
-    /// Its optimizer steps.
+    /// The last checkpoint; `None` where the run was stopped before anything was trained.
+    pub checkpoint: Option<PathBuf>,
+    /// Optimizer steps taken.
     pub step: u64,
     /// Whether the schedule was completed; false when the run was told to stop.
     pub completed: bool,
@@ -125,7 +131,7 @@ impl Prepared<'_> {
             let mut trainer =
                 asking.contain(setting_up, || setup::trainer(self, head, (device, place)))?;
             trainer.control = control;
-            let mut position = self.start(self.facts(communicator, device));
+            let mut position = self.start(self.facts(communicator, device))?;
             let mut notes = preflight.notes;
             if let Some(checkpoint) = &self.resume {
                 let allowed = config.allow_changed.as_deref().unwrap_or_default();
@@ -166,6 +172,7 @@ impl Prepared<'_> {
                 let provenance = Provenance { source_checks, ..provenance };
                 RunDir::at(&config.save_path).record(provenance)?;
             }
+            notes.extend(self.directory_note(communicator, save_path.as_ref())?);
             let at = (communicator, position.step);
             let validation = Validation::new(self, source, probe, at)?;
             let worker = Worker {
@@ -193,15 +200,44 @@ impl Prepared<'_> {
     }
 
     /// Refuses ranks that would resume different checkpoints, as on nodes without a shared file system:
-    /// they would train different drafts.
+    /// they would train different drafts. Those of one step of two runs differ in their checksums.
     fn check_agreement(&self, communicator: &dyn Communicator) -> Result<(), Error> {
-        let step = self.resume.as_ref().map(|checkpoint| format!("step {}", checkpoint.step));
-        let own = step.unwrap_or_else(|| "no checkpoint".to_owned());
+        let own = self.resume.as_ref().map_or_else(|| "no checkpoint".to_owned(), described);
         let all = communicator.all_gather_bytes(own.as_bytes())?;
         let Some(rank) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
         let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
         let (path, found, expected) = (self.config.settings.save_path.clone(), text(rank), text(0));
         Err(Error::RanksDisagree { rank, path, found, expected })
+    }
+
+    /// What to say where ranks do not see what rank 0 writes: it shows in no other way until the run is
+    /// to be resumed.
+    fn directory_note(
+        &self,
+        communicator: &dyn Communicator,
+        claimed: Option<&SavePath>,
+    ) -> Result<Option<String>, Error> {
+        if communicator.world_size() == 1 {
+            return Ok(None);
+        }
+        let path = &self.config.settings.save_path;
+        let marks = communicator.all_gather_bytes(claimed.map_or(&[], SavePath::mark))?;
+        let sees = marks[0].is_empty() || sees_in_time(&RunDir::at(path), &marks[0]);
+        let all = communicator.all_gather_bytes(&[u8::from(sees)])?;
+        let blind = (0..all.len()).filter(|&rank| all[rank] != [1]);
+        let blind: Vec<String> = blind.map(|rank| rank.to_string()).collect();
+        let (ranks, do_not) = match blind.as_slice() {
+            [] => return Ok(None),
+            [_] => ("rank", "does not"),
+            _ => ("ranks", "do not"),
+        };
+        Ok(Some(format!(
+            "{ranks} {} {do_not} see what rank 0 writes to {}: where nodes have no directory in \
+             common, --resume will find nothing on theirs; name a --save-path that all nodes share, or \
+             copy the last checkpoint to each before you resume",
+            blind.join(", "),
+            path.display()
+        )))
     }
 
     fn provenance(&self, position: &Position, world_size: usize) -> Result<Provenance, Error> {
@@ -214,17 +250,9 @@ impl Prepared<'_> {
             data: self.dataset.preparation()?,
             target: Some(self.identity.clone()),
             settings: position.settings.clone(),
-            config: self.shown_config(),
+            config: self.config.shown(),
             ..Provenance::default()
         })
-    }
-
-    /// The settings and the command as they are recorded: without the passwords of endpoints.
-    fn shown_config(&self) -> serde_json::Value {
-        let endpoints = &self.config.settings.hidden_states.vllm_endpoint;
-        let mut config = serde_json::to_value(self.config).expect("settings print");
-        dflash_settings::hide_passwords_in(&mut config, endpoints);
-        config
     }
 
     /// What decides what the run computes: the settings, and what they come to here.
@@ -286,11 +314,12 @@ impl Prepared<'_> {
     }
 
     /// Where a fresh run begins.
-    fn start(&self, settings: BTreeMap<String, String>) -> Position {
+    fn start(&self, settings: BTreeMap<String, String>) -> Result<Position, Error> {
         let config = &self.config.settings;
         let optimizer = OptimizerConfig::from(&config.optimizer);
-        Position {
+        Ok(Position {
             dataset: self.dataset.fingerprint(),
+            dataset_content: Some(self.dataset.content()?.to_owned()),
             target: Some(self.identity.clone()),
             seed: config.rows.seed,
             total_seq_len: config.rows.total_seq_len,
@@ -300,7 +329,7 @@ impl Prepared<'_> {
             served_weights: ServedWeights::of(optimizer.ema_decay),
             settings,
             ..Position::default()
-        }
+        })
     }
 
     /// All epochs; with a bound on steps alone, as many as it needs.
@@ -322,6 +351,26 @@ impl Prepared<'_> {
             position.step + remaining.div_ceil(ranks * rows.gradient_accumulation_steps as u64);
         rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
+}
+
+/// A checkpoint as ranks compare it: its step, and which tensors it holds. One whose state cannot be
+/// read is refused when it is restored.
+fn described(checkpoint: &Checkpoint) -> String {
+    let checksum = State::load(&checkpoint.dir).ok().and_then(|state| state.tensors_crc32);
+    let checksum = checksum.map_or_else(String::new, |sum| format!(" (checksum {sum:08x})"));
+    format!("step {}{checksum}", checkpoint.step)
+}
+
+/// Whether rank 0's `mark` is seen in `run`, for which a network file system gets a moment.
+fn sees_in_time(run: &RunDir, mark: &[u8]) -> bool {
+    let begun = Instant::now();
+    while !run.is_claimed_as(mark) {
+        if begun.elapsed() > FILE_SYSTEM_PATIENCE {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    true
 }
 
 /// `outcome`, of which the launcher hears where a restart would ask for as much memory.

@@ -23,11 +23,14 @@ use super::{described, launch};
 /// Schedulers' default time from SIGTERM to SIGKILL: Slurm's KillWait, Kubernetes' grace period.
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
+/// What is said of a run that a signal ended too early.
+const UNTRAINED: &str = "stopped before anything was trained; there was nothing to save";
+
 /// Runs the command.
 pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
     start(settings, signals).or_else(|error| match is_interruption(&error) {
         true => {
-            tracing::warn!("stopped before the first step; there was nothing to save");
+            tracing::warn!("{UNTRAINED}");
             Ok(Ending::Stopped)
         }
         false => Err(error),
@@ -130,12 +133,16 @@ fn train(
     if env.rank > 0 {
         return Ok(ending);
     }
+    let Some(checkpoint) = outcome.checkpoint else {
+        tracing::warn!("{UNTRAINED}");
+        return Ok(ending);
+    };
+    let checkpoint = checkpoint.display();
     if !outcome.completed {
         // An orderly end: what there was is saved. The exit code tells which signal asked for it.
-        let (step, checkpoint) = (outcome.step, outcome.checkpoint.display());
-        tracing::warn!("stopped at step {step}; --resume continues {checkpoint}");
+        tracing::warn!("stopped at step {}; --resume continues {checkpoint}", outcome.step);
     }
-    let written = writeln!(std::io::stdout(), "{}", outcome.checkpoint.display());
+    let written = writeln!(std::io::stdout(), "{checkpoint}");
     match (written, ending) {
         // The terminal that hung up, or a reader that was stopped too.
         (Err(error), Ending::Stopped) => {

@@ -200,6 +200,38 @@ fn trackers_get_every_line_and_the_run_s_name() {
     }
 }
 
+/// What `text` any file below `dir` holds.
+fn files_with(dir: &Path, text: &str) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries
+        .flat_map(|path| match path.is_dir() {
+            true => files_with(&path, text),
+            false => {
+                let bytes = std::fs::read(&path).unwrap();
+                let has = bytes.windows(text.len()).any(|window| window == text.as_bytes());
+                has.then_some(path).into_iter().collect()
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn no_file_of_a_run_holds_an_endpoint_s_password() {
+    let world = World::new();
+    for (save, endpoint) in
+        [("url", "http://me:s3cr3tpw@127.0.0.1:9/v1"), ("bare", "me:s3cr3tpw@h:9")]
+    {
+        let more = ["--endpoint", endpoint, "--log-to", "tensorboard,mlflow,wandb"];
+        let run = world.train(save, &[&SHORT[..], &more].concat());
+        assert!(run.success(), "{}", run.stderr);
+        assert_eq!(files_with(&world.path(save), "s3cr3tpw"), Vec::<std::path::PathBuf>::new());
+        assert!(!run.stderr.contains("s3cr3tpw"), "{}", run.stderr);
+        let named = files_with(&world.path(save), "***@");
+        assert!(named.iter().any(|path| path.ends_with("run.json")), "{named:?}");
+        assert!(named.iter().any(|path| path.ends_with("params/vllm_endpoint")), "{named:?}");
+    }
+}
+
 /// MLflow's own client finds the run, where Python has it.
 fn read_by_mlflow(experiment: &Path) {
     let reader = concat!(env!("CARGO_MANIFEST_DIR"), "/../dflash-run/tests/trackers/mlflow_run.py");

@@ -277,9 +277,9 @@ impl<'a> Worker<'a, '_> {
 
     /// Ends a run whose first epoch had no slot to learn from.
     fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
-        let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
+        let Outcome { step: steps, .. } = self.finish(meter, false)?;
         self.communicator.announce_permanent_failure();
-        Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
+        Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples })
     }
 
     /// Validates if it is time and has not been done.
@@ -351,9 +351,20 @@ impl<'a> Worker<'a, '_> {
         Ok(())
     }
 
+    /// Whether the weights are those that the run began with, fresh or another draft's: nobody is to
+    /// take them for what it trained.
+    fn is_untrained(&self) -> bool {
+        let Position { step, empty_steps, .. } = self.position;
+        self.prepared.resume.is_none() && step == empty_steps
+    }
+
     fn write(&mut self, meter: &Meter) -> Result<(), Error> {
         let step = self.position.step;
         if self.saved.replace(step) == Some(step) {
+            return Ok(());
+        }
+        if self.is_untrained() {
+            meter.say(&format!("step {step} is not saved: nothing has been trained yet"));
             return Ok(());
         }
         if self.health.is_unmoved() && self.position.bad_in_a_row > 0 {
@@ -483,7 +494,8 @@ impl<'a> Worker<'a, '_> {
         meter.log(self.line(f64::NAN))?;
         self.save(meter)?;
         self.sum_up_bad_steps(meter);
-        let (how, end) = match (self.health.ruin.is_some() || self.kept().is_none(), completed) {
+        let is_lost = self.kept().is_none() && !self.is_untrained();
+        let (how, end) = match (self.health.ruin.is_some() || is_lost, completed) {
             (true, _) => ("diverged", End::Failed),
             (false, true) => ("done", End::Finished),
             (false, false) => ("stopped", End::Stopped),
@@ -495,7 +507,10 @@ impl<'a> Worker<'a, '_> {
         match (self.health.ruin.take(), self.kept()) {
             (None, Some(kept)) => {
                 self.prune(meter, None);
-                Ok(Outcome { checkpoint: Checkpoint::at(dir, kept).dir, step, completed })
+                Ok(Outcome { checkpoint: Some(Checkpoint::at(dir, kept).dir), step, completed })
+            }
+            (None, None) if self.is_untrained() => {
+                Ok(Outcome { checkpoint: None, step, completed })
             }
             (ruin, _) => {
                 self.communicator.announce_permanent_failure();
