@@ -21,6 +21,9 @@ use sample::sampled;
 pub(crate) struct Source {
     pub(crate) data: String,
     pub(crate) files: Vec<PathBuf>,
+    /// Samples that come of it, where those of a source stay together: not where rows are shuffled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rows: Option<u64>,
 }
 
 pub(crate) type Records<'a> = Box<dyn Iterator<Item = Result<Record, Error>> + 'a>;
@@ -102,7 +105,7 @@ pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<V
             Place::Local(files) => files,
             Place::Hub(split) => Hub::from_env().split(&split, stop)?,
         };
-        Ok(Source { data, files })
+        Ok(Source { data, files, rows: None })
     };
     places.into_iter().map(fetched).collect()
 }

@@ -361,6 +361,55 @@ fn columns_of_the_prompt_are_taken_and_others_are_counted() {
 }
 
 #[test]
+fn a_run_finds_at_its_start_that_another_writes_to_its_output() {
+    let bench = Bench::new(CHATML);
+    let file = bench.write("rows.jsonl", "{\"question\": \"q\", \"answer\": \"a\"}\n");
+    let output = bench.path("ds.v1");
+    let config = |overwrite| PrepareSettings {
+        output: Some(output.clone()),
+        overwrite,
+        // It is not looked for any more.
+        target: Some("/nonexistent".to_owned()),
+        ..bench.config(&[&file])
+    };
+    let other = dflash_data::DatasetWriter::create(&output, dflash_data::WriterOptions::default());
+    for overwrite in [false, true] {
+        let refused = prepare(&config(overwrite), &AtomicBool::new(false)).unwrap_err().to_string();
+        assert!(refused.contains("ds.v1 is being written by another process"), "{refused}");
+    }
+    drop(other);
+    // What a killed run left goes, and its neighbour's stays.
+    let left = bench.path(&format!(".ds.v1.{}-0.tmp", u32::MAX));
+    let neighbour = bench.path(&format!(".ds.{}-0.tmp", u32::MAX));
+    for dir in [&left, &neighbour] {
+        fs::create_dir(dir).unwrap();
+        fs::write(dir.join("data-00000.arrow"), "x").unwrap();
+    }
+    let config = PrepareSettings { target: bench.config(&[]).target, ..config(true) };
+    for _ in 0..2 {
+        prepare(&config, &AtomicBool::new(false)).unwrap();
+    }
+    assert!(!left.exists() && neighbour.exists());
+    assert_eq!(marked(&output).len(), 1);
+}
+
+#[test]
+fn the_rows_of_each_source_are_recorded_where_they_stay_together() {
+    let bench = Bench::new(CHATML);
+    let rows = |count: usize| "{\"question\": \"q\", \"answer\": \"a\"}\n".repeat(count);
+    let (first, second) = (bench.write("a.jsonl", &rows(70)), bench.write("b.jsonl", &rows(5)));
+    let recorded = |shuffle_seed: Option<u64>| {
+        let config = PrepareSettings { shuffle_seed, ..bench.config(&[&first, &second]) };
+        prepare(&config, &AtomicBool::new(false)).unwrap();
+        let text = fs::read(bench.path("out/dflash_prepare.json")).unwrap();
+        let provenance: Value = serde_json::from_slice(&text).unwrap();
+        [0, 1].map(|source| provenance["sources"][source]["rows"].clone())
+    };
+    assert_eq!(recorded(None), [json!(70), json!(5)]);
+    assert_eq!(recorded(Some(1)), [Value::Null, Value::Null]);
+}
+
+#[test]
 fn a_template_for_tools_in_a_file_of_its_own_is_taken() {
     let bench = Bench::new(CHATML);
     let more = bench.path("model/additional_chat_templates");

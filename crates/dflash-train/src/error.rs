@@ -110,6 +110,12 @@ pub enum Error {
         "--from-pretrained {path}: its {key} is {found}, this target's draft has {expected}; it was made for another target"
     )]
     ForeignDraft { path: PathBuf, key: &'static str, found: String, expected: String },
+    /// Weights to start from are not those that were written.
+    #[error(
+        "--from-pretrained: {} is not what its state.json describes, so a disk or a copy damaged it; take another checkpoint, or remove its trainer folder to start from model.safetensors",
+        .path.display()
+    )]
+    DamagedDraft { path: PathBuf },
     /// Weights to start from are not finite.
     #[error("--from-pretrained {}: {name} holds values that are not finite; take another checkpoint", .path.display())]
     BadWeights { path: PathBuf, name: String },

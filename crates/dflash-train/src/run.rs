@@ -13,13 +13,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
+use dflash_identity::TargetIdentity;
 use dflash_model::place;
 use dflash_run::{
     Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights, State, recorded,
 };
-use dflash_settings::{Invalid, MatmulPrecision};
+use dflash_settings::MatmulPrecision;
 use tch::{Device, Kind};
 
+use crate::checkpoint::{ORIGIN, ORIGIN_DIGESTS};
 use crate::colocated::ColocatedRows;
 use crate::no_memory::Asking;
 use crate::optimizer::OptimizerConfig;
@@ -28,6 +30,7 @@ use crate::prepared::Prepared;
 use crate::readback::Control;
 use crate::ready::ReadyRows;
 use crate::rows::RowSource;
+use crate::split::{EACH_SOURCE, HELD_OUT};
 use crate::validation::{AcceptanceProbe, Validation};
 use crate::{Error, checkpoint, machine, schedule, setup};
 use health::Health;
@@ -123,6 +126,12 @@ impl Prepared<'_> {
                 Some(head) => Ok(head),
                 None => Ok(self.head(device)?),
             };
+            let start = self.start(self.facts(communicator, device)?)?;
+            let allowed = config.allow_changed.as_deref().unwrap_or_default();
+            if let Some(checkpoint) = &self.resume {
+                let draft = (&self.draft, self.config.draft.vocab_size);
+                checkpoint::check(checkpoint, (&start, allowed), draft)?;
+            }
             let head = asking.contain(setting_up, head)?;
             let checking = || "while checking the source of the hidden states".to_owned();
             let preflight =
@@ -131,10 +140,9 @@ impl Prepared<'_> {
             let mut trainer =
                 asking.contain(setting_up, || setup::trainer(self, head, (device, place)))?;
             trainer.control = control;
-            let mut position = self.start(self.facts(communicator, device))?;
+            let mut position = start;
             let mut notes = preflight.notes;
             if let Some(checkpoint) = &self.resume {
-                let allowed = config.allow_changed.as_deref().unwrap_or_default();
                 let current = std::mem::take(&mut position);
                 let (stored, changes) =
                     checkpoint::resume(&mut trainer, checkpoint, (&current, allowed))?;
@@ -142,12 +150,13 @@ impl Prepared<'_> {
                     let note = "an earlier release saved this run: its settings are not compared";
                     notes.push(note.to_owned());
                 }
-                position = self.go_on(stored, current)?;
+                position = go_on(stored, current);
                 notes.extend(changes.iter().map(|change| format!("changed: {change}")));
             }
             let share = Stride { first: position.rows + rank, stride: ranks };
             let length = self.length(&position, ranks);
             let (order, mut planned) = RowOrder::plan(self.packing(), length, share)?;
+            self.split.number(&mut planned);
             let total = self.total_steps(&order, &position, ranks);
             let before = position.schedule;
             position.schedule = Some(match before {
@@ -260,13 +269,15 @@ impl Prepared<'_> {
         &self,
         communicator: &dyn Communicator,
         (device, kind): (Device, Kind),
-    ) -> BTreeMap<String, String> {
+    ) -> Result<BTreeMap<String, String>, Error> {
         let settings = &self.config.settings;
         let ranks = communicator.world_size();
         let rows = ranks * settings.rows.gradient_accumulation_steps;
         let device_name = if let Device::Cuda(_) = device { "cuda" } else { "cpu" };
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
+        let by_source = self.split.is_by_source().then(|| EACH_SOURCE.to_owned());
         let known = [
+            (HELD_OUT, by_source),
             ("target", Some(self.identity.digests())),
             ("described_target", self.described_target()),
             ("device", Some(device_name.to_owned())),
@@ -278,39 +289,23 @@ impl Prepared<'_> {
             ("cpu_level", machine::cpu_level(device)),
             ("dflash", Some(env!("CARGO_PKG_VERSION").to_owned())),
             ("libtorch", dflash_torch_sys::libtorch_version().ok()),
-            ("from_pretrained", settings.draft.from_pretrained.clone()),
+            (ORIGIN, settings.draft.from_pretrained.clone()),
+            (ORIGIN_DIGESTS, self.origin_digests()?),
         ];
         let known = known.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
-        recorded(settings).into_iter().chain(known).collect()
+        Ok(recorded(settings).into_iter().chain(known).collect())
+    }
+
+    /// What the draft to start from is, whatever its path.
+    pub(crate) fn origin_digests(&self) -> Result<Option<String>, Error> {
+        let dir = self.config.pretrained_dir.as_deref();
+        Ok(dir.map(|dir| TargetIdentity::read(dir, "")).transpose()?.map(|draft| draft.digests()))
     }
 
     /// What the user says of the target, on one line.
     fn described_target(&self) -> Option<String> {
         let described = self.config.described_target.as_ref()?;
         Some(serde_json::to_string(described).expect("names and numbers print"))
-    }
-
-    /// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one.
-    fn go_on(&self, mut stored: Position, current: Position) -> Result<Position, Error> {
-        let began_with = stored.settings.remove("from_pretrained");
-        let mut settings = current.settings;
-        if let Some(asked) = settings.remove("from_pretrained")
-            && !stored.settings.is_empty()
-            && began_with.as_ref() != Some(&asked)
-        {
-            let began =
-                began_with.map_or_else(|| "fresh".to_owned(), |draft| format!("from {draft}"));
-            let expected = format!("the run to be resumed began {began}; leave out the flag");
-            return Err(Invalid::new("from_pretrained", asked, expected).into());
-        }
-        settings.extend(began_with.map(|draft| ("from_pretrained".to_owned(), draft)));
-        if stored.settings.get("loss") != settings.get("loss") {
-            stored.first_loss = None;
-        }
-        if std::mem::take(&mut stored.diverged) {
-            stored.bad_in_a_row = 0;
-        }
-        Ok(Position { settings, ..stored })
     }
 
     /// Where a fresh run begins.
@@ -351,6 +346,23 @@ impl Prepared<'_> {
             position.step + remaining.div_ceil(ranks * rows.gradient_accumulation_steps as u64);
         rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
+}
+
+/// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one, and with
+/// what the run began from.
+fn go_on(mut stored: Position, current: Position) -> Position {
+    let mut settings = current.settings;
+    for key in [ORIGIN, ORIGIN_DIGESTS] {
+        settings.remove(key);
+        settings.extend(stored.settings.remove_entry(key));
+    }
+    if stored.settings.get("loss") != settings.get("loss") {
+        (stored.first_loss, stored.highest_loss) = (None, None);
+    }
+    if std::mem::take(&mut stored.diverged) {
+        stored.bad_in_a_row = 0;
+    }
+    Position { settings, ..stored }
 }
 
 /// A checkpoint as ranks compare it: its step, and which tensors it holds. One whose state cannot be

@@ -12,7 +12,7 @@ use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hub::{Hub, Part};
 use dflash_model::target::{TargetConfig, TargetFacts};
-use dflash_run::RunDir;
+use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Begin, Invalid, TrainSettings, ValidationSettings};
 use dflash_train::config::TrainConfig;
 use dflash_train::{Acceptance, Prepared, ProbeError, Served, Share};
@@ -161,7 +161,10 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
     let resumed = (settings.begin() != Begin::Fresh).then_some(settings.save_path.as_path());
     let described_target = described::described(settings.target_spec.as_deref(), resumed)?;
     let target = TargetFacts::load(&target_dir, described_target.as_ref())?;
-    let draft = Draft::locate(&settings.draft, stop)?;
+    let mut draft = Draft::locate(&settings.draft, stop)?;
+    if let Some(checkpoint) = goes_on_from(&settings)? {
+        draft = draft.resuming(&checkpoint.dir);
+    }
     Ok(TrainConfig {
         draft: draft.shape_with_mask(&settings.draft, (&target_dir, &target))?,
         described_target,
@@ -174,6 +177,14 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
         target_dir,
         settings,
     })
+}
+
+/// The checkpoint that the run goes on from, if it does.
+fn goes_on_from(settings: &TrainSettings) -> anyhow::Result<Option<Checkpoint>> {
+    if settings.dry_run || settings.begin() == Begin::Fresh {
+        return Ok(None);
+    }
+    Ok(RunDir::at(&settings.save_path).start(settings.begin())?)
 }
 
 /// Whether the target itself runs in this process, and not its head alone.

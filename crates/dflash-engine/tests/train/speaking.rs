@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use serde_json::Value;
 
 use crate::world::{World, sorted_checkpoints};
@@ -149,6 +150,40 @@ fn without_prompts_the_best_is_told_by_held_out_rows() {
     let words = format!("  best expected acceptance length {highest:.3} at step {}", best["step"]);
     assert!(run.stderr.contains(&words), "{}", run.stderr);
     assert!(run.stderr.contains("  validation at step 5: loss "), "{}", run.stderr);
+}
+
+#[test]
+fn a_validation_set_of_its_own_takes_nothing_from_the_data() {
+    let world = World::new();
+    let rows = |count: usize| {
+        let path = world.path(&format!("set-{count}"));
+        let mut writer = DatasetWriter::create(&path, WriterOptions::default()).unwrap();
+        for row in 0..count as i64 {
+            let input_ids = (0..20).map(|t| (row * 13 + t) % 60).collect();
+            writer.push(&Sample { input_ids, loss_mask: vec![true; 20] }).unwrap();
+        }
+        writer.finish().unwrap();
+        path.display().to_string()
+    };
+    let set = rows(5);
+    let steps = ["--colocate", "--max-steps", "7"];
+    let own = [&steps[..], &["--eval-every", "3", "--validation-data", &set]].concat();
+    let run = world.train("own", &own);
+    assert!(run.success(), "{}", run.stderr);
+    assert!(run.stderr.contains("step 3: validating on 2 held-out rows"), "{}", run.stderr);
+    let plain = world.train("plain", &steps);
+    assert!(plain.success(), "{}", plain.stderr);
+    let losses = |save: &str| crate::losses(&world.path(save));
+    assert_eq!(losses("own"), losses("plain"), "all of the data is trained on");
+    assert_eq!(world.lines("own", "validation.jsonl").len(), 3);
+    // Another set measures something else, which is said, and trains the same.
+    let other = rows(3);
+    let changed = [&own[..5], &["--validation-data", &other, "--resume"]].concat();
+    let resumed = world.train("own", &changed);
+    assert!(resumed.success(), "{}", resumed.stderr);
+    let both = [&own[..], &["--validation-ratio", "0.2"]].concat();
+    let refused = world.train("both", &both);
+    assert!(refused.stderr.contains("--validation-data is a set of its own"), "{}", refused.stderr);
 }
 
 #[test]

@@ -200,6 +200,15 @@ fn starts_that_do_not_fit_are_refused() {
     assert!(error.contains("rope_theta is 500"), "{error}");
     assert!(!world.path("foreign").exists());
     std::fs::write(&path, text).unwrap();
+    let masters = dir.join("trainer/state.safetensors");
+    let whole = std::fs::read(&masters).unwrap();
+    let mut flipped = whole.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    std::fs::write(&masters, flipped).unwrap();
+    let error = refused(start("damaged"));
+    assert!(error.contains("state.safetensors is not what its state.json describes"), "{error}");
+    assert!(!world.path("damaged").join("metrics.jsonl").exists());
+    std::fs::write(&masters, whole).unwrap();
     let draft = load(dir);
     let _ = draft.flat().narrow(0, 7, 1).fill_(f64::NAN);
     draft.save(dir).unwrap();
