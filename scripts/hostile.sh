@@ -26,11 +26,12 @@ suite() { # WHAT TARGET FILTER...
   fi
 }
 
-suite "ranks agree on everything" "--test train" alike:: nodes::
+suite "ranks agree on everything" "--test train" alike:: nodes:: places::
 suite "targets have an identity" "--test train" identity::
 suite "resume says what it does" "--test train" resume::
 suite "diverged runs end well" "--test train" divergence::
-suite "runs speak, signals, trackers" "--test train" speaking:: ending::
+suite "runs speak, signals, trackers" "--test train" speaking:: ending:: first_step::
+suite "a source is proved before the first step" "--test train" preflight::
 suite "a wrong or hostile server does no harm" "--test train" servers::
 suite "clients of hostile servers, the wire, the server pressed" "--test it" hostile:: pressure:: https:: vllm_server:: own_server::
 suite "damaged replies, streams and files" "--lib" damaged

@@ -11,6 +11,7 @@ mod stream;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use serde_json::Value;
 
@@ -29,7 +30,13 @@ pub struct Dataset {
     batches: Vec<Batch>,
     lengths: Vec<u32>,
     fingerprint: String,
+    /// What [`Self::content`] found.
+    content: OnceLock<String>,
 }
+
+/// Tokens that a digest of the content reads at most, which takes about a second. Of larger datasets
+/// it reads as many rows, spread evenly.
+const DIGESTED_TOKENS: u64 = 1 << 26;
 
 #[derive(Debug)]
 struct Shard {
@@ -61,6 +68,7 @@ impl Dataset {
             batches: Vec::new(),
             lengths: Vec::new(),
             fingerprint: String::new(),
+            content: OnceLock::new(),
         };
         for path in shard_paths(dir, &state)? {
             dataset.open_shard(path)?;
@@ -123,10 +131,40 @@ impl Dataset {
         })
     }
 
-    /// 16 hexadecimal digits that change when the content does: a hash of the samples' lengths and
-    /// of the content hash that the writer recorded.
+    /// 16 hexadecimal digits of what the writer says: a hash of the samples' lengths and of the content
+    /// hash that the writer recorded. It takes no reading, and does not see what was changed since.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.clone()
+    }
+
+    /// 16 hexadecimal digits of what the files hold now: a hash of the samples' tokens and masks, the
+    /// same whatever shards they lie in. Datasets of more than 67 million tokens are sampled: as many
+    /// tokens, in rows spread evenly. Read once, when it is first asked for.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub fn content(&self) -> Result<&str, Error> {
+        if let Some(content) = self.content.get() {
+            return Ok(content);
+        }
+        let content = self.digest_of_rows(DIGESTED_TOKENS)?;
+        Ok(self.content.get_or_init(|| content))
+    }
+
+    /// Of every row, or of as many as have about so many tokens.
+    fn digest_of_rows(&self, most_tokens: u64) -> Result<String, Error> {
+        let tokens: u64 = self.lengths.iter().map(|&length| u64::from(length)).sum();
+        let stride = tokens.div_ceil(most_tokens).max(1) as usize;
+        let mut digest = Digest::default();
+        digest.word(self.len() as u64);
+        for row in (0..self.len()).step_by(stride) {
+            let Sample { input_ids, loss_mask } = self.get(row)?;
+            digest.word(input_ids.len() as u64);
+            for (id, supervised) in input_ids.into_iter().zip(loss_mask) {
+                digest.word((id as u64) << 1 | u64::from(supervised));
+            }
+        }
+        Ok(digest.hex())
     }
 
     /// The target that the samples were made for, where that is recorded.
@@ -218,4 +256,41 @@ fn shard_paths(dir: &Path, state: &Value) -> Result<Vec<PathBuf>, Error> {
         return Err(Error::NoShards { path: dir.join("state.json") });
     }
     Ok(paths)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DatasetWriter, WriterOptions};
+
+    #[test]
+    fn the_digest_sees_tokens_and_masks_and_not_shards() {
+        let dir = tempfile::tempdir().unwrap();
+        let written = |name: &str, shard_bytes: u64, changed: Option<(usize, i64, bool)>| {
+            let path = dir.path().join(name);
+            let options = WriterOptions { shard_bytes, ..WriterOptions::default() };
+            let mut writer = DatasetWriter::create(&path, options).unwrap();
+            for row in 0..9 {
+                let mut sample = Sample { input_ids: vec![row; 4], loss_mask: vec![true; 4] };
+                if let Some((_, id, mask)) = changed.filter(|(at, ..)| *at == row as usize) {
+                    (sample.input_ids[3], sample.loss_mask[3]) = (id, mask);
+                }
+                writer.push(&sample).unwrap();
+            }
+            writer.finish().unwrap();
+            Dataset::open(&path).unwrap()
+        };
+        let whole = written("whole", 1 << 30, None);
+        let content = whole.content().unwrap();
+        assert_eq!(written("shards", 1, None).content().unwrap(), content);
+        assert_ne!(written("token", 1 << 30, Some((7, 6, true))).content().unwrap(), content);
+        assert_ne!(written("mask", 1 << 30, Some((7, 7, false))).content().unwrap(), content);
+        // A bound of a third of the tokens takes each third row, the first included.
+        let sampled = whole.digest_of_rows(12).unwrap();
+        let of = |name: &str, row| {
+            written(name, 1 << 30, Some((row, 60, true))).digest_of_rows(12).unwrap()
+        };
+        assert_eq!(of("between", 7), sampled);
+        assert_ne!(of("taken", 6), sampled);
+    }
 }

@@ -76,6 +76,24 @@ fn planned_memory_is_near_what_a_step_takes() {
 }
 
 #[test]
+fn a_plan_says_what_checkpoints_take_on_the_disk() {
+    let target = target();
+    let flags = "plan --device cpu --rows 40 --mean-length 100 --total-seq-len 256 --epochs 3";
+    let plan = json(&format!("{flags} --json"), target.path());
+    // Master weights and two moments in float32, and the model in bfloat16.
+    let bytes = 14 * plan["parameters"].as_u64().unwrap();
+    let found = plan["checkpoint_bytes"].as_u64().unwrap();
+    assert!(found >= bytes && found < bytes + bytes / 50, "{found} and {bytes}");
+    assert_eq!(plan["checkpoints"], 3);
+    let (_, table, _) = engine(flags, target.path());
+    let gb = found as f64 / 1e9;
+    let line = format!("disk        {gb:.2} GB a checkpoint, {:.2} GB by the end", 3.0 * gb);
+    assert!(table.contains(&line), "{table}");
+    let muon = json(&format!("{flags} --json --optimizer muon"), target.path());
+    assert!(muon["checkpoint_bytes"].as_u64() < plan["checkpoint_bytes"].as_u64());
+}
+
+#[test]
 fn a_plan_counts_steps_arithmetic_and_hidden_states() {
     let dir = target();
     let line = "plan --device cpu --rows 10 --mean-length 100 --total-seq-len 256 --epochs 2 \

@@ -17,6 +17,8 @@ mod ending;
 mod export;
 #[path = "train/families.rs"]
 mod families;
+#[path = "train/first_step.rs"]
+mod first_step;
 #[path = "train/identity.rs"]
 mod identity;
 #[path = "train/limits.rs"]
@@ -29,6 +31,8 @@ mod nccl;
 mod no_memory;
 #[path = "train/nodes.rs"]
 mod nodes;
+#[path = "train/places.rs"]
+mod places;
 #[path = "train/preflight.rs"]
 mod preflight;
 #[path = "train/resume.rs"]

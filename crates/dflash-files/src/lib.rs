@@ -4,11 +4,12 @@
 //! temporary name in the same directory, fsynced, and renamed. A crash or a full disk leaves the
 //! old content or none, never half of the new.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+mod leftovers;
 mod pending;
 
 use pending::Pending;
@@ -27,6 +28,12 @@ pub enum Error {
         /// The operating system's answer.
         #[source]
         source: io::Error,
+    },
+    /// Another process is making the same directory.
+    #[error("{path} is being written by another process; wait until it has ended, or name another")]
+    InUse {
+        /// The destination.
+        path: PathBuf,
     },
     /// The destination of a new directory holds something already.
     #[error("{path} exists and is not empty; name another directory or remove it")]
@@ -137,9 +144,13 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 }
 
 /// A directory under construction: removed when dropped, renamed into place by [`Self::commit`].
+///
+/// One process makes a directory at a time, and what processes that were killed left of it is removed when
+/// the next one begins: whoever makes it holds a lock on it, which the kernel lets go.
 #[derive(Debug)]
 pub struct PendingDir {
     aside: PathBuf,
+    _lock: File,
     destination: PathBuf,
     replaces: bool,
     /// Parents that did not exist before, outermost first.
@@ -152,8 +163,10 @@ impl PendingDir {
     /// Starts a directory that will become `destination`, which must be absent or empty.
     ///
     /// # Errors
-    /// [`Error::Occupied`] when `destination` holds something; otherwise I/O.
+    /// [`Error::Occupied`] when `destination` holds something, [`Error::InUse`] while another process makes
+    /// it; otherwise I/O.
     pub fn create(destination: &Path) -> Result<Self, Error> {
+        leftovers::restore(destination)?;
         if !is_absent_or_empty(destination)? {
             return Err(Error::Occupied { path: destination.into() });
         }
@@ -164,27 +177,36 @@ impl PendingDir {
     /// stays as it is until then. Whether that may be deleted is for the caller to decide.
     ///
     /// # Errors
-    /// I/O.
+    /// [`Error::InUse`], I/O.
     pub fn create_replacing(destination: &Path) -> Result<Self, Error> {
         Self::start(destination, true)
     }
 
     fn start(destination: &Path, replaces: bool) -> Result<Self, Error> {
+        leftovers::restore(destination)?;
+        leftovers::sweep(destination)?;
         let aside = aside_name(destination);
         if aside.exists() {
             // Left by a process that had our id and was killed.
             fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))?;
         }
-        let pending = Self {
-            new_parents: missing_parents(&aside),
-            _pending: Pending::note(&aside),
+        let (new_parents, pending) = (missing_parents(&aside), Pending::note(&aside));
+        fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
+        let lock = File::open(&aside).map_err(Error::io("open", &aside))?;
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: destination.into() }),
+            // Some network file systems have no locks; there nothing is swept either.
+            Ok(()) | Err(TryLockError::Error(_)) => (),
+        }
+        Ok(Self {
+            new_parents,
+            _pending: pending,
+            _lock: lock,
             aside,
             destination: destination.into(),
             replaces,
             committed: false,
-        };
-        let created = fs::create_dir_all(&pending.aside);
-        created.map_err(Error::io("create", &pending.aside)).map(|()| pending)
+        })
     }
 
     /// Where to write until the commit.
@@ -197,26 +219,49 @@ impl PendingDir {
         &self.destination
     }
 
-    /// Fsyncs every file, then renames the directory into place.
+    /// Fsyncs every file, then renames the directory into place. What it replaces is under the name until
+    /// that moment, and afterwards under a temporary one until it is removed.
     ///
     /// # Errors
     /// I/O; the directory is then removed.
     pub fn commit(mut self) -> Result<(), Error> {
         sync_tree(&self.aside)?;
-        let replaced = self.destination.with_extension(format!("{}.old.tmp", std::process::id()));
-        match self.destination.is_dir() {
-            true if self.replaces => fs::rename(&self.destination, &replaced),
-            true => fs::remove_dir(&self.destination),
-            false => Ok(()),
-        }
-        .map_err(Error::io("replace", &self.destination))?;
-        fs::rename(&self.aside, &self.destination)
-            .map_err(Error::io("rename into place", &self.destination))?;
+        let there = self.destination.is_dir();
+        let old = match there && self.replaces {
+            true => Some(self.exchange()?),
+            false => {
+                if there {
+                    let removed = fs::remove_dir(&self.destination);
+                    removed.map_err(Error::io("replace", &self.destination))?;
+                }
+                fs::rename(&self.aside, &self.destination)
+                    .map_err(Error::io("rename into place", &self.destination))?;
+                None
+            }
+        };
         self.committed = true;
-        if self.replaces && replaced.is_dir() {
-            fs::remove_dir_all(&replaced).map_err(Error::io("remove", &replaced))?;
+        sync_parent(&self.destination)?;
+        match old {
+            Some(old) => fs::remove_dir_all(&old).map_err(Error::io("remove", &old)),
+            None => Ok(()),
         }
-        sync_parent(&self.destination)
+    }
+
+    /// Puts the directory in the place of another; where that is now.
+    fn exchange(&self) -> Result<PathBuf, Error> {
+        use rustix::fs::{CWD, RenameFlags, renameat_with};
+        let (aside, destination) = (&self.aside, &self.destination);
+        match renameat_with(CWD, aside, CWD, destination, RenameFlags::EXCHANGE) {
+            Ok(()) => return Ok(aside.clone()),
+            // A file system that cannot, as NFS: then there is a moment with nothing under the name, and
+            // the next process that makes it puts back what it finds.
+            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {}
+            Err(error) => return Err(Error::io("replace", destination)(error.into())),
+        }
+        let old = leftovers::old_name(aside);
+        fs::rename(destination, &old).map_err(Error::io("replace", destination))?;
+        fs::rename(aside, destination).map_err(Error::io("rename into place", destination))?;
+        Ok(old)
     }
 }
 
@@ -390,5 +435,56 @@ mod tests {
         pending.commit().unwrap();
         assert_eq!(names(&destination), ["b"]);
         assert_eq!(names(dir.path()), ["step"]);
+    }
+
+    #[test]
+    fn one_process_makes_a_directory_at_a_time_and_the_next_sweeps() {
+        let dir = tempfile::tempdir().unwrap();
+        // A name with a dot, whose neighbours are of other names.
+        let destination = dir.path().join("ds.v1");
+        let first = PendingDir::create(&destination).unwrap();
+        for second in [PendingDir::create(&destination), PendingDir::create_replacing(&destination)]
+        {
+            let refused = second.unwrap_err().to_string();
+            assert!(refused.contains("ds.v1 is being written by another process"), "{refused}");
+        }
+        PendingDir::create(&dir.path().join("ds.v2")).unwrap();
+        fs::write(first.path().join("a"), b"1").unwrap();
+        first.commit().unwrap();
+        // No process has such a number.
+        let dead = u32::MAX;
+        let left = [format!(".ds.v1.{dead}-0.tmp"), format!(".ds.v1.{dead}-17.tmp")];
+        let others =
+            [format!(".ds.{dead}-0.tmp"), ".ds.v1.tmp".to_owned(), format!("ds.v1.{dead}-0.tmp")];
+        for name in left.iter().chain(&others) {
+            fs::create_dir(dir.path().join(name)).unwrap();
+            fs::write(dir.path().join(name).join("shard"), b"1").unwrap();
+        }
+        let replacing = PendingDir::create_replacing(&destination).unwrap();
+        fs::write(replacing.path().join("b"), b"2").unwrap();
+        replacing.commit().unwrap();
+        assert_eq!(names(&destination), ["b"]);
+        let mut expected: Vec<String> = others.to_vec();
+        expected.push("ds.v1".to_owned());
+        expected.sort();
+        assert_eq!(names(dir.path()), expected);
+    }
+
+    #[test]
+    fn what_a_process_that_was_killed_took_out_of_its_name_comes_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let destination = dir.path().join("ds.v1");
+        let old = dir.path().join(format!(".ds.v1.{}-0.tmp.old", u32::MAX));
+        fs::create_dir(&old).unwrap();
+        fs::write(old.join("a"), b"1").unwrap();
+        assert!(matches!(PendingDir::create(&destination), Err(Error::Occupied { .. })));
+        assert_eq!(names(&destination), ["a"]);
+        fs::create_dir(&old).unwrap();
+        let pending = PendingDir::create_replacing(&destination).unwrap();
+        drop(pending);
+        assert_eq!(
+            (names(&destination), names(dir.path())),
+            (vec!["a".into()], vec!["ds.v1".into()])
+        );
     }
 }

@@ -13,7 +13,9 @@ use tokio::time::Instant;
 use crate::body::{self, BodyFault};
 use crate::digest::{DIGEST_HEADER, Digest};
 use crate::error::Error;
-use crate::protocol::{Metadata, ModelCard, ModelList, OWNER, PROTOCOL_VERSION, error_message};
+use crate::protocol::{
+    Metadata, ModelCard, ModelList, OWNER, PROTOCOL_VERSION, error_message, is_error,
+};
 use crate::record::Dtype;
 use crate::retry::{Failure, RetryPolicy, retry_after};
 use crate::stream::StreamConfig;
@@ -393,7 +395,9 @@ impl Endpoint {
         let after = after.map(Duration::from_millis).or_else(|| {
             header(RETRY_AFTER.as_str()).and_then(|text| retry_after(text, SystemTime::now()))
         });
-        let message = error_message(&body::read_reason(reply).await);
+        let reason = body::read_reason(reply).await;
+        let is_bare = !is_error(&reason);
+        let message = error_message(&reason);
         let error = Error::Status { url: self.url(path), status: status.as_u16(), message };
         match status {
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
@@ -406,6 +410,7 @@ impl Endpoint {
             | StatusCode::FORBIDDEN
             | StatusCode::NOT_FOUND
             | StatusCode::METHOD_NOT_ALLOWED => Failure::Doubtful(error),
+            StatusCode::BAD_REQUEST if is_bare => Failure::Garbled(error),
             status if status.is_client_error() => Failure::Rejected(error),
             _ => Failure::Transient(error),
         }

@@ -71,12 +71,13 @@ pub(crate) struct Attempts {
     made: u32,
     invalid: u32,
     refused: u32,
+    garbled: u32,
     doubted: u32,
 }
 
 impl Attempts {
     pub(crate) fn from(start: Instant) -> Self {
-        Self { start, made: 0, invalid: 0, refused: 0, doubted: 0 }
+        Self { start, made: 0, invalid: 0, refused: 0, garbled: 0, doubted: 0 }
     }
 
     pub(crate) fn count(&mut self) {
@@ -382,6 +383,15 @@ impl Fetcher {
                     return Ok(Next::LeaveOut(error));
                 }
                 same = true;
+                error
+            }
+            Failure::Garbled(error) => {
+                attempts.garbled += 1;
+                self.counters().damaged += 1;
+                if attempts.garbled >= policy.bare_refusals {
+                    self.counters().rejected += 1;
+                    return Ok(Next::LeaveOut(error));
+                }
                 error
             }
             Failure::Invalid(error) => {

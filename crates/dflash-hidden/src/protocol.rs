@@ -123,6 +123,13 @@ pub(crate) fn error_message(body: &[u8]) -> String {
     }
 }
 
+/// Whether an error reply is one of a server that read the request: OpenAI-compatible ones answer with an
+/// object that has an `error`, older vLLMs with one whose `object` is "error".
+pub(crate) fn is_error(body: &[u8]) -> bool {
+    let reply: Value = serde_json::from_slice(body).unwrap_or_default();
+    !reply["error"].is_null() || reply["object"] == "error" || !reply["detail"].is_null()
+}
+
 /// Ids the way the command line takes them.
 pub(crate) fn spaced(ids: &[u32]) -> String {
     ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
@@ -140,6 +147,17 @@ mod tests {
         let list: ModelList = serde_json::from_str(text).unwrap();
         assert_eq!(list.data[0].max_model_len, Some(4096));
         assert_eq!(list.data[0].metadata, None);
+    }
+
+    #[test]
+    fn errors_of_servers_are_told_from_bare_ones() {
+        let check = |body: &str, expect| assert_eq!(is_error(body.as_bytes()), expect, "{body}");
+        check(r#"{"error":{"message":"too long","code":400}}"#, true);
+        check(r#"{"object":"error","message":"too long","code":400}"#, true);
+        check(r#"{"detail":[{"loc":["body"]}]}"#, true);
+        check("", false);
+        check("<html>Bad Request</html>", false);
+        check("{}", false);
     }
 
     #[test]

@@ -25,6 +25,9 @@ pub struct RetryPolicy {
     pub invalid_attempts: u32,
     /// Times that a server must refuse a sample before it is left out.
     pub refusals: u32,
+    /// The same of a bare 400, which says nothing of the sample: what comes of a request that was garbled
+    /// on its way.
+    pub bare_refusals: u32,
     /// Answers that speak against a server before it is taken for the wrong one.
     pub doubts: u32,
     /// Samples in a row that may be left out as refused or unusable before the stream fails.
@@ -43,6 +46,7 @@ impl Default for RetryPolicy {
             longest_wait: Duration::from_secs(30),
             invalid_attempts: 3,
             refusals: 2,
+            bare_refusals: 8,
             doubts: 3,
             failures_in_a_row: 8,
         }
@@ -101,6 +105,8 @@ pub(crate) enum Failure {
     Transient(Error),
     /// The server does not take this prompt. It is left out once it has been refused again.
     Rejected(Error),
+    /// A refusal without a word that a server of ours or vLLM says: the request may have been garbled.
+    Garbled(Error),
     /// What came back is unusable; it may be better next time.
     Invalid(Error),
     /// What came back, or what was sent, was damaged on the way: ask again.
@@ -117,6 +123,7 @@ impl Failure {
             Self::Busy { error, .. }
             | Self::Transient(error)
             | Self::Rejected(error)
+            | Self::Garbled(error)
             | Self::Invalid(error)
             | Self::Damaged(error)
             | Self::Doubtful(error)

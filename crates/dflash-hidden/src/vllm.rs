@@ -76,7 +76,7 @@ pub(crate) async fn fetch(
     let mut check = Check::due(call, model);
     let reply = match post(call, model, check.as_ref().map(|_| Extra::AFTER)).await {
         // It may take the prompt and refuse what the check asks for.
-        Err(Failure::Rejected(_)) if check.is_some() => {
+        Err(Failure::Rejected(_) | Failure::Garbled(_)) if check.is_some() => {
             let reply = post(call, model, None).await?;
             let refused = Finding::Unknown("it refuses to send log-probabilities");
             check.take().inspect(|check| check.note(call.endpoint.check(), &refused));
@@ -120,7 +120,7 @@ pub(crate) async fn probe(
     let mut requests = 1;
     let mut reply = post(call, model, Some(Extra::OF_PROMPT)).await;
     for less in [Some(Extra::AFTER), None] {
-        if matches!(reply, Err(Failure::Rejected(_))) {
+        if matches!(reply, Err(Failure::Rejected(_) | Failure::Garbled(_))) {
             requests += 1;
             reply = post(call, model, less).await;
         }

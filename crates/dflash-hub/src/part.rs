@@ -12,11 +12,12 @@ const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 /// A tokenizer with its chat template; config.json bounds its ids.
-const TOKENIZER_FILES: [&str; 6] = [
+const TOKENIZER_FILES: [&str; 7] = [
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.json",
     CONFIG,
 ];

@@ -174,5 +174,9 @@ fn a_tokenizer_is_its_file_and_its_template() {
     write("chat_template.jinja", "{{ a }}");
     assert_eq!(digest(), with_template, "the same template in a file of its own");
     write("chat_template.jinja", "{{ b }}");
-    assert_ne!(digest(), with_template);
+    let other = digest();
+    assert_ne!(other, with_template);
+    fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+    write("additional_chat_templates/tool_use.jinja", "{{ tools }}");
+    assert_ne!(digest(), other, "what conversations with tools are rendered with");
 }

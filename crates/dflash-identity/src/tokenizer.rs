@@ -1,7 +1,7 @@
 //! A digest of what turns conversations into tokens, which is all that prepared data takes of a
 //! target.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
@@ -31,11 +31,24 @@ pub fn tokenizer_digest(dir: &Path) -> Result<Option<String>, Error> {
     Ok(Some(digest.hex()))
 }
 
+/// The template in the file `path`, with the one for tools where the model has one beside it.
+fn with_tools(dir: &Path, path: PathBuf) -> Result<String, Error> {
+    let read = |path: PathBuf| {
+        std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source })
+    };
+    let mut template = read(path)?;
+    let tool_use = dir.join("additional_chat_templates/tool_use.jinja");
+    if tool_use.is_file() {
+        template += &read(tool_use)?;
+    }
+    Ok(template)
+}
+
 /// The chat template, from where the tokenizer takes it.
 fn template(dir: &Path) -> Result<String, Error> {
     let path = dir.join("chat_template.jinja");
     if path.is_file() {
-        return std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source });
+        return with_tools(dir, path);
     }
     for name in ["chat_template.json", "tokenizer_config.json"] {
         let path = dir.join(name);

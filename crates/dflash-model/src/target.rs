@@ -32,6 +32,7 @@ mod pretended;
 use std::cell::OnceCell;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_torch_sys::decode::Layout;
 use dflash_torch_sys::kernels::Kernels;
@@ -331,7 +332,7 @@ impl Target {
     }
 
     fn stack(&self) -> Stack<'_> {
-        Stack { embedding: &self.embedding, body: &self.body }
+        Stack { embedding: &self.embedding, body: &self.body, stop: None }
     }
 
     /// Whether layers carry a state from token to token, so that a cache can be cut back, and copied, at
@@ -427,6 +428,8 @@ impl Target {
 struct Stack<'a> {
     embedding: &'a Embedding,
     body: &'a Body,
+    /// Once it is set, nobody looks at what comes of a pass.
+    stop: Option<&'a AtomicBool>,
 }
 
 /// The layers, and what they share.
@@ -498,7 +501,10 @@ impl Stack<'_> {
         pass.prepared = self.body.prepare.as_ref().map(|prepare| prepare.of(ids_t, &x_th));
         let mut states = vec![wanted(0).then(|| x_th.shallow_clone())];
         for layer in &self.body.layers[..until] {
-            x_th = layer.forward(&x_th, &mut pass);
+            // Whoever asked for the end does not look at what comes of it.
+            if !self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+                x_th = layer.forward(&x_th, &mut pass);
+            }
             states.push(wanted(states.len()).then(|| x_th.shallow_clone()));
         }
         let state =

@@ -42,6 +42,27 @@ fn states(prefill: &Prefill, prompts: &[Vec<i64>]) -> Vec<Vec<Tensor>> {
     packed.document_starts.windows(2).map(own).collect()
 }
 
+#[test]
+fn a_pass_that_nobody_waits_for_ends_before_its_next_layer() {
+    use std::sync::atomic::AtomicBool;
+    use std::time::Instant;
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    saved(dir.path(), Kind::Float);
+    let prefill = load(dir.path(), Dtype::Float32, Kind::Float);
+    let long = prompt(4000, 3);
+    let packed = PackedPrompts::new(std::iter::once(long.as_slice()));
+    let timed = |stop: bool| {
+        let begun = Instant::now();
+        let states = prefill.states_unless(&AtomicBool::new(stop), &packed, &LAYER_IDS).unwrap();
+        (states.is_some(), begun.elapsed())
+    };
+    let (whole, took) = timed(false);
+    let (stopped, after) = timed(true);
+    assert!(whole && !stopped);
+    assert!(after < took / 4, "{after:?} of {took:?}");
+}
+
 /// What a server sends must not follow from who else asks at that moment.
 #[test]
 fn a_prompt_has_the_same_states_in_every_batch() {

@@ -61,6 +61,8 @@ pub struct Tally {
     pub turns_dropped: BTreeMap<DropReason, Dropped>,
     /// Keys of messages that nothing reads, and how many messages have them.
     pub unknown_keys: BTreeMap<String, u64>,
+    /// Columns of rows of conversation that nothing reads, and how many rows hold something there.
+    pub unread_columns: BTreeMap<String, u64>,
 }
 
 /// Names of unknown keys that are told apart; more come from data whose keys are values.
@@ -84,12 +86,12 @@ impl Tally {
 
     /// Counts messages that have a key that nothing reads.
     pub(crate) fn unknown_key(&mut self, key: &str, messages: u64) {
-        let name: String = key.chars().take(KEY_LENGTH).collect();
-        let shown =
-            self.unknown_keys.len() - usize::from(self.unknown_keys.contains_key(OTHER_KEYS));
-        let has_room = shown < KEYS_SHOWN || self.unknown_keys.contains_key(&name);
-        let name = if has_room { name } else { OTHER_KEYS.to_owned() };
-        *self.unknown_keys.entry(name).or_default() += messages;
+        count(&mut self.unknown_keys, key, messages);
+    }
+
+    /// Counts rows that have a column that nothing reads.
+    pub(crate) fn unread_column(&mut self, name: &str, rows: u64) {
+        count(&mut self.unread_columns, name, rows);
     }
 
     /// Adds the counts of a later part.
@@ -104,6 +106,9 @@ impl Tally {
         }
         for (key, messages) in later.unknown_keys {
             self.unknown_key(&key, messages);
+        }
+        for (name, rows) in later.unread_columns {
+            self.unread_column(&name, rows);
         }
     }
 
@@ -122,12 +127,31 @@ impl Tally {
 
     /// `contnt (3 messages), weight (1 message)`
     pub(crate) fn keys(&self) -> String {
-        let part = |(key, count): (&String, &u64)| {
-            let plural = if *count == 1 { "" } else { "s" };
-            format!("{} ({count} message{plural})", key.escape_debug())
-        };
-        self.unknown_keys.iter().map(part).collect::<Vec<_>>().join(", ")
+        listed(&self.unknown_keys, "message")
     }
+
+    /// `category (12 rows), id (12 rows)`
+    pub(crate) fn columns(&self) -> String {
+        listed(&self.unread_columns, "row")
+    }
+}
+
+/// Counts under `name`, or under [`OTHER_KEYS`] where there are too many names already.
+fn count(names: &mut BTreeMap<String, u64>, name: &str, times: u64) {
+    let name: String = name.chars().take(KEY_LENGTH).collect();
+    let shown = names.len() - usize::from(names.contains_key(OTHER_KEYS));
+    let has_room = shown < KEYS_SHOWN || names.contains_key(&name);
+    let name = if has_room { name } else { OTHER_KEYS.to_owned() };
+    *names.entry(name).or_default() += times;
+}
+
+/// `a (3 messages), b (1 message)`
+fn listed(names: &BTreeMap<String, u64>, noun: &str) -> String {
+    let part = |(name, count): (&String, &u64)| {
+        let plural = if *count == 1 { "" } else { "s" };
+        format!("{} ({count} {noun}{plural})", name.escape_debug())
+    };
+    names.iter().map(part).collect::<Vec<_>>().join(", ")
 }
 
 /// Cuts `sample` to `seq_length`; says whether it was cut, or why it is dropped.

@@ -5,15 +5,15 @@
 //! order of reading. So the order is fixed and the number of chunks in flight is bounded, whatever
 //! the workers' speed.
 
-use std::path::PathBuf;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use dflash_data::Sample;
 use dflash_settings::PrepareSettings;
-use dflash_text::{Conversation, Role, Row, SegmentCache, parse_row};
+use dflash_text::{Conversation, Role, Row, SegmentCache, parse_row, unread_columns};
 
 use crate::boundary::{Refusal, conversation_rows};
 use crate::error::Error;
@@ -40,6 +40,8 @@ pub(crate) struct Job<'a> {
 pub(crate) struct Prepared {
     pub(crate) samples: Vec<Sample>,
     pub(crate) tally: Tally,
+    /// Samples of each file, in the order of reading.
+    pub(crate) by_file: Vec<(Arc<Path>, u64)>,
     /// Input bytes that went into it.
     pub(crate) bytes: u64,
 }
@@ -133,7 +135,13 @@ impl Job<'_> {
             let mut record = record?;
             prepared.tally.rows_in += 1;
             prepared.bytes += record.bytes;
+            let before = prepared.samples.len();
             self.record(&mut record, cache, &mut prepared)?;
+            let made = (prepared.samples.len() - before) as u64;
+            match prepared.by_file.last_mut() {
+                Some((path, samples)) if *path == record.path => *samples += made,
+                _ => prepared.by_file.push((record.path, made)),
+            }
         }
         Ok(prepared)
     }
@@ -145,12 +153,11 @@ impl Job<'_> {
         out: &mut Prepared,
     ) -> Result<(), Error> {
         let row = match record.take_parsed() {
-            Ok(value) => parse_row(&value),
-            Err(error) if self.settings.skip_bad_rows => {
-                out.tally.drop(DropReason::BadRow, || error.to_string());
-                return Ok(());
+            Ok(value) => {
+                unread_columns(&value).iter().for_each(|name| out.tally.unread_column(name, 1));
+                parse_row(&value)
             }
-            Err(error) => return Err(error.into()),
+            Err(reason) => return self.bad_row(record, reason, out),
         };
         let samples = match row {
             Ok(Row::Conversation(conversation)) => {

@@ -49,5 +49,8 @@ pub(crate) fn document(
     if !tally.unknown_keys.is_empty() {
         document["unknown_keys"] = json!(tally.unknown_keys);
     }
+    if !tally.unread_columns.is_empty() {
+        document["unread_columns"] = json!(tally.unread_columns);
+    }
     format!("{document:#}\n").into_bytes()
 }

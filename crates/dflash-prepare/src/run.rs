@@ -1,7 +1,9 @@
 //! The whole command.
 
+use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -46,9 +48,9 @@ pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary,
         other => other.into(),
     })?;
     let model = Model::load(settings, stop)?;
-    let sources = source::fetch(places, stop)?;
+    let mut sources = source::fetch(places, stop)?;
     let started = Instant::now();
-    let tally = fill(settings, &model, &sources, &mut writer, stop)?;
+    let tally = fill(settings, &model, &mut sources, &mut writer, stop)?;
     if writer.so_far().rows == 0 {
         return Err(match tally.rows_in {
             0 => Error::Empty { data: settings.data.join(", ") },
@@ -66,7 +68,7 @@ pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary,
 fn fill(
     settings: &PrepareSettings,
     model: &Model,
-    sources: &[Source],
+    sources: &mut [Source],
     writer: &mut DatasetWriter,
     stop: &AtomicBool,
 ) -> Result<Tally, Error> {
@@ -75,17 +77,38 @@ fn fill(
     let mut progress = Progress::new("preparing", Unit::Bytes, total);
     let mut read = 0;
     let mut tally = Tally::default();
+    let mut by_file: BTreeMap<Arc<Path>, u64> = BTreeMap::new();
     process(&files, Job { model, settings }, stop, |prepared| {
         for sample in &prepared.samples {
             writer.push(sample)?;
         }
         tally.absorb(prepared.tally);
+        for (path, samples) in prepared.by_file {
+            *by_file.entry(path).or_insert(0) += samples;
+        }
         let written = writer.so_far();
         read += prepared.bytes;
         progress.update(read, format!("{} rows, {} tokens", written.rows, written.tokens));
         Ok(())
     })?;
+    if settings.shuffle_seed.is_none() {
+        count_samples(sources, by_file);
+    }
     Ok(tally)
+}
+
+/// Notes how many samples came of each source. A file that two sources name is not told apart, and then
+/// nothing is noted.
+fn count_samples(sources: &mut [Source], by_file: BTreeMap<Arc<Path>, u64>) {
+    let mut files: Vec<&PathBuf> = sources.iter().flat_map(|source| &source.files).collect();
+    files.sort();
+    if files.windows(2).any(|pair| pair[0] == pair[1]) {
+        return;
+    }
+    for source in sources {
+        let of_file = |path: &PathBuf| by_file.get(path.as_path()).copied().unwrap_or_default();
+        source.rows = Some(source.files.iter().map(of_file).sum());
+    }
 }
 
 impl fmt::Display for Summary {
@@ -107,6 +130,9 @@ impl fmt::Display for Summary {
         }
         if !tally.unknown_keys.is_empty() {
             writeln!(f, "unknown keys       {}", tally.keys())?;
+        }
+        if !tally.unread_columns.is_empty() {
+            writeln!(f, "unread columns     {}", tally.columns())?;
         }
         writeln!(f, "shards             {}", written.shards)?;
         writeln!(f, "fingerprint        {}", written.fingerprint)?;

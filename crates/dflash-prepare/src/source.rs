@@ -21,6 +21,9 @@ use sample::sampled;
 pub(crate) struct Source {
     pub(crate) data: String,
     pub(crate) files: Vec<PathBuf>,
+    /// Samples that come of it, where those of a source stay together: not where rows are shuffled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rows: Option<u64>,
 }
 
 pub(crate) type Records<'a> = Box<dyn Iterator<Item = Result<Record, Error>> + 'a>;
@@ -40,6 +43,8 @@ pub(crate) struct Record {
 pub(crate) enum Content {
     Json(RawRow),
     Value(Value),
+    /// A row that is no row of text, and why.
+    Refused(String),
 }
 
 impl Record {
@@ -48,10 +53,17 @@ impl Record {
     }
 
     /// The row, which the record then holds no more: rows can be large.
-    pub(crate) fn take_parsed(&mut self) -> Result<Value, dflash_text::Error> {
+    ///
+    /// # Errors
+    /// What is wrong with it, without its place.
+    pub(crate) fn take_parsed(&mut self) -> Result<Value, String> {
         match std::mem::replace(&mut self.content, Content::Value(Value::Null)) {
-            Content::Json(row) => row.parse(&self.path),
+            Content::Json(row) => row.parse(&self.path).map_err(|error| match error {
+                dflash_text::Error::Json { reason, .. } => format!("not valid JSON: {reason}"),
+                other => other.to_string(),
+            }),
             Content::Value(value) => Ok(value),
+            Content::Refused(reason) => Err(reason),
         }
     }
 }
@@ -93,7 +105,7 @@ pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<V
             Place::Local(files) => files,
             Place::Hub(split) => Hub::from_env().split(&split, stop)?,
         };
-        Ok(Source { data, files })
+        Ok(Source { data, files, rows: None })
     };
     places.into_iter().map(fetched).collect()
 }

@@ -2,20 +2,20 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_data::Dataset;
 use dflash_prepare::{Error, Summary, prepare};
 use dflash_settings::PrepareSettings;
 use dflash_test_support::byte_tokenizer;
-use parquet::data_type::{ByteArray, ByteArrayType};
-use parquet::file::writer::SerializedFileWriter;
-use parquet::schema::parser::parse_message_type;
 use serde_json::{Value, json};
 
 #[path = "prepare/faults.rs"]
 mod faults;
+#[path = "prepare/rows.rs"]
+mod rows;
+
+use rows::write_parquet;
 
 /// A plain ChatML template.
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
@@ -274,19 +274,8 @@ fn limits_shuffles_and_several_sources() {
 fn parquet_files_are_rows_too() {
     let bench = Bench::new(CHATML);
     let schema = "message rows { required binary question (UTF8); required binary answer (UTF8); }";
-    let schema = Arc::new(parse_message_type(schema).unwrap());
     let path = bench.path("rows.parquet");
-    let file = fs::File::create(&path).unwrap();
-    let mut writer = SerializedFileWriter::new(file, schema, Arc::default()).unwrap();
-    let mut rows = writer.next_row_group().unwrap();
-    for texts in [["q", "r"], ["a", "b"]] {
-        let mut column = rows.next_column().unwrap().unwrap();
-        let texts = texts.map(ByteArray::from);
-        column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
-        column.close().unwrap();
-    }
-    rows.close().unwrap();
-    writer.close().unwrap();
+    write_parquet(&path, schema, &[[b"q", b"r"], [b"a", b"b"]]);
     let config = bench.config(&[path.to_str().unwrap()]);
     prepare(&config, &AtomicBool::new(false)).unwrap();
     assert_eq!(bench.rows(), ["<user/q>/<assistant/[a>/]", "<user/r>/<assistant/[b>/]"]);

@@ -92,6 +92,7 @@ const SAID: &[&str] = &[
     "target_dtype", // a server has types of its own, which are not compared
     "states_dtype",
     "eval_prompts",
+    "validation_data",
     "eval_limit",
     "eval_max_new_tokens",
 ];

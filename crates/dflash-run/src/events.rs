@@ -34,7 +34,19 @@ struct Event {
     file_version: Option<String>,
     #[prost(message, optional, tag = "5")]
     summary: Option<Summary>,
+    #[prost(message, optional, tag = "7")]
+    session_log: Option<SessionLog>,
 }
+
+/// That a run began, or went on: what was recorded of this step and later ones is void.
+#[derive(Clone, PartialEq, Message)]
+struct SessionLog {
+    #[prost(int32, tag = "1")]
+    status: i32,
+}
+
+/// `SessionLog.SessionStatus.START`.
+const START: i32 = 1;
 
 #[derive(Clone, PartialEq, Message)]
 struct Summary {
@@ -52,8 +64,9 @@ struct Scalar {
 }
 
 impl Events {
-    /// Begins a file in the run's directory. Each start of a run has its own.
-    pub(crate) fn create(run: &RunDir) -> Result<Self, Error> {
+    /// Begins a file in the run's directory. Each start of a run has its own; that of one that goes on after
+    /// `step` tells readers to drop what earlier files hold of later steps.
+    pub(crate) fn create(run: &RunDir, step: u64) -> Result<Self, Error> {
         let dir = run.path().join(RunDir::EVENTS);
         std::fs::create_dir_all(&dir).map_err(dflash_files::Error::io("create", &dir))?;
         // TensorBoard reads what has "tfevents" in its name, in the order of the names.
@@ -65,6 +78,11 @@ impl Events {
         let file_version = Some(FILE_VERSION.to_owned());
         let wall_time = seconds_since_1970();
         events.write(&Event { wall_time, file_version, ..Event::default() })?;
+        if step > 0 {
+            let session_log = Some(SessionLog { status: START });
+            let step = step as i64 + 1;
+            events.write(&Event { wall_time, step, session_log, ..Event::default() })?;
+        }
         Ok(events)
     }
 
@@ -163,7 +181,7 @@ mod tests {
     #[test]
     fn a_line_becomes_an_event() {
         let dir = tempfile::tempdir().unwrap();
-        let mut events = Events::create(&RunDir::at(dir.path())).unwrap();
+        let mut events = Events::create(&RunDir::at(dir.path()), 0).unwrap();
         let figures = TeacherForced { loss: Some(1.5), ..TeacherForced::default() };
         let line = MetricLine { step: 7, figures, ..MetricLine::default() };
         events.add(&Entry::of(&line, 1.7e9)).unwrap();
@@ -176,6 +194,18 @@ mod tests {
         let zeros: Vec<(&str, f32)> = zeros.iter().map(|tag| (tag.as_str(), 0.0)).collect();
         assert_eq!((event.step, event.wall_time), (7, 1.7e9));
         assert_eq!(scalars(&event), [&[("train/loss", 1.5)][..], &zeros].concat());
+    }
+
+    #[test]
+    fn a_run_that_goes_on_drops_what_came_after() {
+        let dir = tempfile::tempdir().unwrap();
+        let events = Events::create(&RunDir::at(dir.path()), 20).unwrap();
+        let bytes = std::fs::read(&events.path).unwrap();
+        let written = messages(&bytes);
+        let event = Event::decode(written[1]).unwrap();
+        assert_eq!((event.step, event.session_log), (21, Some(SessionLog { status: START })));
+        // Field 7, of two bytes: field 1 is 1. As TensorBoard's event.proto has it.
+        assert!(written[1].ends_with(&[0x3a, 2, 0x08, 1]), "{:?}", written[1]);
     }
 
     #[test]

@@ -59,6 +59,8 @@ pub struct TeacherForced {
 pub struct MetricLine {
     pub step: u64,
     #[serde(default)]
+    pub steps: Option<u64>,
+    #[serde(default)]
     pub time: Option<f64>,
     #[serde(default)]
     pub elapsed_s: Option<f64>,

@@ -1,7 +1,9 @@
 //! The lock on a run's directory: one process writes, sweeps and prunes.
 
 use std::fs::{File, TryLockError};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use dflash_settings::CheckpointSettings;
 
@@ -18,10 +20,29 @@ pub(crate) fn is_in_use(path: &Path) -> bool {
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
+impl RunDir {
+    /// Whether this directory is the one that was claimed with this [`SavePath::mark`], and not another
+    /// of its name on another machine.
+    pub fn is_claimed_as(&self, mark: &[u8]) -> bool {
+        std::fs::read(self.path().join(LOCK)).is_ok_and(|found| found == mark)
+    }
+}
+
+/// Writes into the lock's file who holds it since when, which no other claim has.
+fn leave_mark(mut lock: &File) -> std::io::Result<Vec<u8>> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mark = format!("{} {}\n", std::process::id(), since.as_nanos()).into_bytes();
+    lock.set_len(0)?;
+    lock.write_all(&mark)?;
+    Ok(mark)
+}
+
 /// A run's directory that this process alone may write to, until this is dropped.
 #[derive(Debug)]
 pub struct SavePath {
     run: RunDir,
+    /// What the lock's file holds: which claim it is.
+    mark: Vec<u8>,
     _lock: File,
 }
 
@@ -33,17 +54,25 @@ impl SavePath {
     pub fn claim(path: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(path).map_err(dflash_files::Error::io("create", path))?;
         let lock_path = path.join(LOCK);
-        let lock =
-            File::create(&lock_path).map_err(dflash_files::Error::io("create", &lock_path))?;
+        // What another run has written there is its own.
+        let options = File::options().create(true).truncate(false).write(true).open(&lock_path);
+        let lock = options.map_err(dflash_files::Error::io("create", &lock_path))?;
         match lock.try_lock() {
             Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
             // Some network file systems have no locks; there the user must see to it.
             Ok(()) | Err(TryLockError::Error(_)) => (),
         }
-        let claimed = Self { run: RunDir::at(path), _lock: lock };
+        let mark = leave_mark(&lock).unwrap_or_default();
+        let claimed = Self { run: RunDir::at(path), mark, _lock: lock };
         claimed.sweep()?;
         served::withdraw(&claimed.run)?;
         Ok(claimed)
+    }
+
+    /// What [`RunDir::is_claimed_as`] finds wherever this directory is seen; empty where the disk had no
+    /// room for it.
+    pub fn mark(&self) -> &[u8] {
+        &self.mark
     }
 
     /// Removes files and directories under temporary names of ours.
@@ -373,7 +402,11 @@ mod tests {
         let first = SavePath::claim(dir.path()).unwrap();
         let refused = SavePath::claim(dir.path()).unwrap_err().to_string();
         assert!(refused.contains("another run"), "{refused}");
+        let (run, mark) = (RunDir::at(dir.path()), first.mark().to_vec());
+        assert!(run.is_claimed_as(&mark), "who is refused changes nothing");
+        assert!(!RunDir::at(dir.path().join("elsewhere")).is_claimed_as(&mark));
         drop(first);
         SavePath::claim(dir.path()).unwrap();
+        assert!(!run.is_claimed_as(&mark), "another claim has a mark of its own");
     }
 }

@@ -27,6 +27,9 @@ pub struct Position {
     #[serde(default)]
     pub anchors: u64,
     pub dataset: String,
+    /// `None` in runs of releases that did not read the tokens.
+    #[serde(default)]
+    pub dataset_content: Option<String>,
     /// `None` in runs of releases that did not compare targets.
     #[serde(default)]
     pub target: Option<TargetIdentity>,
@@ -45,6 +48,9 @@ pub struct Position {
     pub schedule: Option<SchedulePosition>,
     #[serde(default)]
     pub first_loss: Option<f64>,
+    /// `None` in runs of releases that did not keep it.
+    #[serde(default)]
+    pub highest_loss: Option<f64>,
     /// Such a state is never resumed unless it is asked for by its step.
     #[serde(default)]
     pub diverged: bool,

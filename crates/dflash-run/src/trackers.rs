@@ -74,7 +74,7 @@ impl Trackers {
         for (index, tracker) in trackers.iter().enumerate() {
             match tracker {
                 again if trackers[..index].contains(again) => {}
-                Tracker::Tensorboard => open.push(Box::new(Events::create(run)?)),
+                Tracker::Tensorboard => open.push(Box::new(Events::create(run, about.step)?)),
                 Tracker::Mlflow => open.push(Box::new(MlflowRun::open(run, about)?)),
                 Tracker::Wandb => open.push(Box::new(WandbRun::create(run, about)?)),
                 // The settings' check refuses the first.

@@ -65,7 +65,7 @@ pub use push::PushSettings;
 pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
 pub use rows::RowSettings;
-pub use secrets::{hide_passwords, hide_passwords_in, shown_endpoint};
+pub use secrets::{hide_passwords, shown_endpoint, shown_settings};
 pub use serve::ServeSettings;
 pub use shell_support::{CompletionsSettings, ManSettings};
 pub use train::{Begin, TrainSettings};

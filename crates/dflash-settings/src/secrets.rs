@@ -1,5 +1,6 @@
 //! Passwords in the addresses of servers: used, and never shown or recorded.
 
+use serde::Serialize;
 use serde_json::Value;
 
 /// What stands in place of a user's name and password.
@@ -34,8 +35,32 @@ pub fn hide_passwords(text: &str, endpoints: &[String]) -> String {
     shown + rest
 }
 
-/// The same for every text in `value`, the keys left as they are.
-pub fn hide_passwords_in(value: &mut Value, endpoints: &[String]) {
+/// Settings as they may be printed, recorded and handed to other programs: a table in which no text
+/// holds a password. Whatever shows settings takes them from here.
+///
+/// # Panics
+/// When `settings` are not a table that prints: a bug.
+pub fn shown_settings(settings: &impl Serialize) -> Value {
+    let mut shown = serde_json::to_value(settings).expect("settings print");
+    let endpoints = endpoints_in(&shown);
+    hide_passwords_in(&mut shown, &endpoints);
+    shown
+}
+
+/// The addresses that a table of settings names, under whatever setting that ends in `endpoint`: those
+/// without a scheme are known as addresses by nothing else.
+fn endpoints_in(settings: &Value) -> Vec<String> {
+    let named = settings.as_object().into_iter().flatten();
+    let named = named.filter(|(key, _)| key.ends_with("endpoint")).map(|(_, value)| value);
+    let texts = named.flat_map(|value| match value {
+        Value::Array(values) => values.as_slice(),
+        one => std::slice::from_ref(one),
+    });
+    texts.filter_map(Value::as_str).map(str::to_owned).collect()
+}
+
+/// Hides the passwords in every text of `value`; the keys are left as they are.
+fn hide_passwords_in(value: &mut Value, endpoints: &[String]) {
     match value {
         Value::String(text) => *text = hide_passwords(text, endpoints),
         Value::Array(values) => {
@@ -59,6 +84,25 @@ mod tests {
         check("https://me:pass@host:8000/v1", "https://***@host:8000/v1");
         check("me:p@ss/w@host:8000", "***@host:8000");
         check("localhost:8000", "localhost:8000");
+    }
+
+    #[test]
+    fn shown_settings_hold_no_password_under_any_key() {
+        let settings = serde_json::json!({
+            "vllm_endpoint": ["http://u:p@h:1/v1", "u:q@h:2"],
+            "plain_endpoint": "u:r@h:3",
+            "command": ["train", "--endpoint=u:q@h:2", "u:r@h:3", "--lr", "1"],
+            "draft": {"from": "https://u:s@h/x"},
+            "lr": 0.5,
+        });
+        let shown = serde_json::json!({
+            "vllm_endpoint": ["http://***@h:1/v1", "***@h:2"],
+            "plain_endpoint": "***@h:3",
+            "command": ["train", "--endpoint=***@h:2", "***@h:3", "--lr", "1"],
+            "draft": {"from": "https://***@h/x"},
+            "lr": 0.5,
+        });
+        assert_eq!(shown_settings(&settings), shown);
     }
 
     #[test]

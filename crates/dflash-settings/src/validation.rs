@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Invalid, MOST_ROWS, MOST_STEPS, MOST_TOKENS, needs, within};
+use crate::check::{Invalid, MOST_ROWS, MOST_STEPS, MOST_TOKENS, at_odds, needs, within};
 
 /// Held-out samples and prompts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -13,10 +13,14 @@ pub struct ValidationSettings {
     /// Steps between validations; the last step has one too.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub eval_every: Option<u64>,
-    /// Hold out this share of the samples, from the dataset's end: loss, accuracy and expected
-    /// acceptance length are measured on them, with the same anchors every time.
+    /// Hold out this share of the samples, from the end of each source that the data were prepared from:
+    /// loss, accuracy and expected acceptance length are measured on them, with the same anchors every
+    /// time.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
     pub validation_ratio: f64,
+    /// Measure the same on this prepared dataset, of which nothing is trained on, instead of a share.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    pub validation_data: Option<PathBuf>,
     /// Prompts (JSON or JSONL) to decode with the target and the draft: their measured acceptance
     /// length names the best checkpoint.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
@@ -39,14 +43,21 @@ impl ValidationSettings {
     /// A number out of its range, something to validate on that is never used, or nothing.
     pub fn check(&self) -> Result<(), Invalid> {
         self.check_ranges()?;
+        if self.validation_data.is_some() && self.validation_ratio > 0.0 {
+            let reason =
+                "is a set of its own; leave --validation-ratio out, which holds out of the data";
+            return Err(at_odds("validation_data", reason));
+        }
+        let has_set = self.validation_data.is_some();
         match (self.eval_every, &self.eval_prompts) {
             (None, Some(_)) => Err(needs("eval_prompts", "eval_every")),
+            (None, None) if has_set => Err(needs("validation_data", "eval_every")),
             (None, None) if self.validation_ratio > 0.0 => {
                 Err(needs("validation_ratio", "eval_every"))
             }
-            (Some(every), None) if self.validation_ratio == 0.0 => {
-                let expected =
-                    "there is nothing to validate on: add --validation-ratio or --eval-prompts";
+            (Some(every), None) if self.validation_ratio == 0.0 && !has_set => {
+                let expected = "there is nothing to validate on: add --validation-ratio, \
+                                --validation-data or --eval-prompts";
                 Err(Invalid::new("eval_every", every, expected))
             }
             _ => Ok(()),

@@ -16,6 +16,6 @@ mod tokenizer;
 pub use error::Error;
 pub use message::{Conversation, Message, Role};
 pub use reader::{RawRow, RawRows, raw_rows};
-pub use row::{Row, parse_prompt_row, parse_row};
+pub use row::{Row, is_row_column, parse_prompt_row, parse_row, unread_columns};
 pub use template::panics_are_caught;
 pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds, Start, TokenUse, added_tokens};

@@ -34,6 +34,67 @@ const PAIRS: [(&str, &[&str]); 6] = [
     ("input", &["output"]),
 ];
 
+/// Columns that hold a list of turns, the first that is there counts.
+const TURN_LISTS: [&str; 3] = ["conversations", "conversation", "messages"];
+
+/// Columns that hold the system prompt: OpenOrca and Nemotron have the second.
+const SYSTEM: [&str; 2] = ["system", "system_prompt"];
+
+/// Columns of a single turn that belong to its instruction: Alpaca's and Dolly's. Beside other questions
+/// they are other things.
+const INPUTS: [&str; 2] = ["input", "context"];
+
+/// Where a row has its turns.
+enum Layout<'a> {
+    /// Its list of turns.
+    Turns(&'static str, &'a Value),
+    /// A question and an answer.
+    Pair((&'static str, &'a Value), (&'static str, &'a Value)),
+    /// What the user says, turn by turn.
+    Benchmark(&'a Value),
+    /// A question alone.
+    Question(&'static str, &'a Value),
+}
+
+/// Whether rows may have a column of this `name` that is read, in one layout or another.
+pub fn is_row_column(name: &str) -> bool {
+    let fixed = ["turns", "tools", "input_ids", "loss_mask"];
+    let lists = [&TURN_LISTS[..], &SYSTEM, &INPUTS, &fixed];
+    let is_in_pair = |(asked, answers): &(&str, &[&str])| *asked == name || answers.contains(&name);
+    lists.concat().contains(&name) || PAIRS.iter().any(is_in_pair)
+}
+
+/// Columns of a row of conversation that [`parse_row`] does not read, though they hold something: what
+/// they say is not in the prompt. None for pre-tokenized rows, which have their prompt, and for rows that
+/// are not understood.
+pub fn unread_columns(value: &Value) -> Vec<&str> {
+    let Some(row) = value.as_object() else { return Vec::new() };
+    if tokens_of(row).is_some() {
+        return Vec::new();
+    }
+    let Some(layout) = layout(row, Answer::Needed) else { return Vec::new() };
+    let mut read = vec!["tools"];
+    read.extend(system_of(row).map(|(name, _)| name));
+    match layout {
+        Layout::Turns(field, _) => read.push(field),
+        Layout::Benchmark(_) => read.push("turns"),
+        Layout::Question(asked, _) => read.push(asked),
+        Layout::Pair((asked, question), (answered, _)) => {
+            read.extend([asked, answered]);
+            read.extend(inputs_of(row, (asked, question)).map(|(name, _)| name));
+        }
+    }
+    let is_empty = |value: &Value| match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        _ => false,
+    };
+    let unread =
+        row.iter().filter(|(name, value)| !read.contains(&name.as_str()) && !is_empty(value));
+    unread.map(|(name, _)| name.as_str()).collect()
+}
+
 /// Recognises a row: pre-tokenized, ShareGPT (`conversations`), OpenAI (`messages`), a
 /// prompt/response pair, or a benchmark's `turns` (user turns only).
 ///
@@ -62,12 +123,11 @@ enum Answer {
 
 fn parse(value: &Value, answer: Answer) -> Result<Row, Error> {
     let row = value.as_object().ok_or(Error::RowNotObject { found: json_type(value) })?;
-    if let (Some(ids), Some(mask)) = (present(row, "input_ids"), present(row, "loss_mask")) {
+    if let Some((ids, mask)) = tokens_of(row) {
         return tokenized(ids, mask);
     }
     let mut messages = messages_of(row, answer)?;
-    if let Some(system) = present(row, "system").and_then(Value::as_str)
-        && !system.is_empty()
+    if let Some((_, system)) = system_of(row)
         && messages.first().is_none_or(|first| first.role != Role::System)
     {
         messages.insert(0, Message::text(Role::System, system));
@@ -79,29 +139,47 @@ fn present<'a>(row: &'a Map<String, Value>, field: &str) -> Option<&'a Value> {
     row.get(field).filter(|value| !value.is_null())
 }
 
+/// The columns of a pre-tokenized row.
+fn tokens_of(row: &Map<String, Value>) -> Option<(&Value, &Value)> {
+    Some((present(row, "input_ids")?, present(row, "loss_mask")?))
+}
+
+/// The system prompt that stands beside the turns, and its column.
+fn system_of(row: &Map<String, Value>) -> Option<(&'static str, &str)> {
+    let texts = SYSTEM.iter().filter_map(|&name| Some((name, present(row, name)?.as_str()?)));
+    texts.into_iter().find(|(_, text)| !text.is_empty())
+}
+
+fn layout(row: &Map<String, Value>, needed: Answer) -> Option<Layout<'_>> {
+    let named = |name: &'static str| Some((name, present(row, name)?));
+    if let Some((field, turns)) = TURN_LISTS.iter().find_map(|field| named(field)) {
+        return Some(Layout::Turns(field, turns));
+    }
+    let pair = |(asked, answers): &(&'static str, &'static [&'static str])| {
+        Some((named(asked)?, answers.iter().find_map(|answer| named(answer))?))
+    };
+    if let Some((question, answer)) = PAIRS.iter().find_map(pair) {
+        return Some(Layout::Pair(question, answer));
+    }
+    if let Some((_, turns)) = named("turns") {
+        return Some(Layout::Benchmark(turns));
+    }
+    let question = || PAIRS.iter().find_map(|(asked, _)| named(asked));
+    let (asked, question) = (needed == Answer::Optional).then(question)??;
+    Some(Layout::Question(asked, question))
+}
+
 fn messages_of(row: &Map<String, Value>, needed: Answer) -> Result<Vec<Message>, Error> {
-    for field in ["conversations", "conversation", "messages"] {
-        if let Some(turns) = present(row, field) {
-            return turn_list(turns, field);
+    match layout(row, needed) {
+        Some(Layout::Turns(field, turns)) => turn_list(turns, field),
+        Some(Layout::Pair(question, answer)) => pair(row, question, answer),
+        Some(Layout::Benchmark(turns)) => benchmark_turns(turns),
+        Some(Layout::Question(asked, question)) => question_turns(row, (asked, question)),
+        None => {
+            let fields = row.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            Err(Error::UnknownLayout { fields })
         }
     }
-    for (asked, answers) in PAIRS {
-        let Some(question) = present(row, asked) else { continue };
-        if let Some((field, answer)) = answers.iter().find_map(|f| Some((f, present(row, f)?))) {
-            return pair(row, (asked, question), (field, answer));
-        }
-    }
-    if let Some(turns) = present(row, "turns") {
-        return benchmark_turns(turns);
-    }
-    let asked = || PAIRS.iter().find_map(|(asked, _)| Some((*asked, present(row, asked)?)));
-    if needed == Answer::Optional
-        && let Some((asked, question)) = asked()
-    {
-        return question_turns(row, (asked, question));
-    }
-    let fields = row.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-    Err(Error::UnknownLayout { fields })
 }
 
 /// A prompt/response pair. Either side may itself be a list of turns, as TRL writes them.
@@ -126,20 +204,23 @@ fn question_turns(
     match question {
         Value::Array(_) => turn_list(question, asked),
         _ => {
-            let text = with_input(row, asked, string(question, asked)?);
+            let mut text = string(question, asked)?.to_owned();
+            for (_, input) in inputs_of(row, (asked, question)) {
+                text = format!("{text}\n{input}");
+            }
             Ok(vec![Message::text(Role::User, text)])
         }
     }
 }
 
-/// Alpaca's optional `input` goes on the line after its instruction.
-fn with_input(row: &Map<String, Value>, asked: &str, question: &str) -> String {
-    match present(row, "input").and_then(Value::as_str) {
-        Some(input) if asked == "instruction" && !input.is_empty() => {
-            format!("{question}\n{input}")
-        }
-        _ => question.to_owned(),
-    }
+/// What belongs to an instruction and goes on the lines after it, with its columns.
+fn inputs_of<'a>(
+    row: &'a Map<String, Value>,
+    (asked, question): (&str, &Value),
+) -> impl Iterator<Item = (&'static str, &'a str)> {
+    let takes = asked == "instruction" && question.is_string();
+    let texts = INPUTS.iter().filter_map(|&name| Some((name, present(row, name)?.as_str()?)));
+    texts.filter(move |(_, text)| takes && !text.is_empty())
 }
 
 /// `turns` of MT-Bench and similar: what the user says, in order, without answers.
@@ -317,6 +398,43 @@ mod tests {
         check(json!({"turns": ["one", "two"], "question_id": 1}), "User: one | User: two");
         let with_system = json!({"system": "s", "question": "q", "answer": "a"});
         check(with_system, "System: s | User: q | Assistant: a");
+        // OpenOrca, Nemotron and Dolly.
+        let orca = json!({"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"});
+        check(orca, "System: s | User: q | Assistant: a");
+        let user = json!([{"role": "user", "content": "q"}]);
+        let nemotron = json!({"input": user, "output": "a", "system_prompt": "s", "category": "c"});
+        check(nemotron, "System: s | User: q | Assistant: a");
+        let dolly = json!({"instruction": "q", "context": "c", "response": "a", "category": "qa"});
+        check(dolly, "User: q\nc | Assistant: a");
+        check(json!({"instruction": "q", "context": "", "response": "a"}), expect);
+        check(json!({"question": "q", "context": "c", "answer": "a"}), expect);
+    }
+
+    #[test]
+    fn columns_that_nothing_reads_are_named() {
+        let check = |row: Value, expect: &[&str]| {
+            let mut found = unread_columns(&row);
+            found.sort_unstable();
+            assert_eq!(found, expect, "{row}");
+            let is_known =
+                |name: &&String| !expect.contains(&name.as_str()) && !row[*name].is_null();
+            let read = row.as_object().unwrap().keys().filter(is_known);
+            read.for_each(|name| assert!(is_row_column(name), "{name}"));
+        };
+        let turns = json!([{"role": "user", "content": "q"}]);
+        check(json!({"messages": turns, "tools": "[]", "system": "s"}), &[]);
+        check(json!({"messages": turns, "prompt": "q", "id": 1, "note": null}), &["id", "prompt"]);
+        check(json!({"question": "q", "context": "c", "answer": "a"}), &["context"]);
+        check(json!({"instruction": "q", "context": "c", "response": "a", "input": "i"}), &[]);
+        check(
+            json!({"system": "s", "system_prompt": "t", "query": "q", "response": "a"}),
+            &["system_prompt"],
+        );
+        check(json!({"problem": "q", "solution": "a", "answer": "4"}), &["answer"]);
+        check(json!({"turns": ["a"], "reference": ["b"]}), &["reference"]);
+        check(json!({"input_ids": [1], "loss_mask": [1], "messages": turns}), &[]);
+        assert!(unread_columns(&json!({"text": "x"})).is_empty());
+        assert!(unread_columns(&json!([1])).is_empty());
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub use caught::panics_are_caught;
 const DEFAULT: &str = "default";
 /// The named template that Transformers prefers when the conversation offers tools.
 const TOOL_USE: &str = "tool_use";
+/// Where models have named templates as files, beside `chat_template.jinja`.
+const MORE_TEMPLATES: &str = "additional_chat_templates";
 
 /// A compiled chat template with the variables that it always sees.
 #[derive(Debug)]
@@ -36,8 +38,8 @@ pub(crate) struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Finds and compiles the template of a model directory: `chat_template.jinja`, else
-    /// `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list
+    /// Finds and compiles the template of a model directory: `chat_template.jinja`, with
+    /// `additional_chat_templates/tool_use.jinja` beside it, else `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list
     /// of named templates of which `default` and `tool_use` count). `variables` are the special
     /// tokens (`bos_token`, ...) that the template may name.
     pub(crate) fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
@@ -67,11 +69,13 @@ impl ChatTemplate {
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let mut variables = self.variables.clone();
         variables.extend(more.clone());
+        // Transformers' arguments of the same name; without any, templates test for none.
+        variables.entry("documents".to_owned()).or_insert(Value::Null);
         let tool_use = tools.and_then(|_| self.environment.get_template(TOOL_USE).ok());
         let render = || {
             let default = || self.environment.get_template(DEFAULT);
             tool_use.map_or_else(default, Ok)?.render(context! {
-                messages, tools, add_generation_prompt, documents => (),
+                messages, tools, add_generation_prompt,
                 ..minijinja::Value::from_serialize(&variables)
             })
         };
@@ -114,7 +118,9 @@ fn explain(error: &minijinja::Error) -> String {
 fn find_sources(dir: &Path) -> Result<(PathBuf, Vec<(String, String)>), Error> {
     let path = dir.join("chat_template.jinja");
     if let Some(source) = read_optional(&path)? {
-        return Ok((path, vec![(DEFAULT.to_owned(), source)]));
+        let tool_use = read_optional(&dir.join(MORE_TEMPLATES).join(format!("{TOOL_USE}.jinja")))?;
+        let tool_use = tool_use.map(|source| (TOOL_USE.to_owned(), source));
+        return Ok((path, [(DEFAULT.to_owned(), source)].into_iter().chain(tool_use).collect()));
     }
     for file in ["chat_template.json", "tokenizer_config.json"] {
         let path = dir.join(file);
@@ -275,6 +281,13 @@ mod tests {
         );
         fs::write(dir.path().join("chat_template.jinja"), "file").unwrap();
         assert_eq!(render(), "file");
+        let with_tools =
+            || load().unwrap().render(&[], Some(&tools), (false, &Map::new())).unwrap();
+        assert_eq!(with_tools(), "file");
+        let more = dir.path().join("additional_chat_templates");
+        fs::create_dir(&more).unwrap();
+        fs::write(more.join("tool_use.jinja"), "tools of a file").unwrap();
+        assert_eq!((render(), with_tools()), ("file".to_owned(), "tools of a file".to_owned()));
     }
 
     #[test]
@@ -287,5 +300,11 @@ mod tests {
         let usual = render(json!({}));
         assert_eq!(render(json!({"mode": "x"})), format!("x{usual}"));
         assert_eq!(render(json!({"bos_token": "other"})), "other");
+        let documents = "{{ documents is none }}{{ documents[0].text if documents }}";
+        let template = self::template(documents).unwrap();
+        let render =
+            |more: Value| template.render(&[], None, (false, more.as_object().unwrap())).unwrap();
+        assert_eq!(render(json!({})), "True");
+        assert_eq!(render(json!({"documents": [{"text": "d"}]})), "Falsed");
     }
 }

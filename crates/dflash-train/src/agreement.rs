@@ -1,7 +1,7 @@
 //! What every rank of a run must have in common with the others: the settings, the data, the target,
 //! the program. The ranks compare it before they connect.
 
-use dflash_identity::{TargetIdentity, file_digest};
+use dflash_identity::file_digest;
 use dflash_model::{device_name, kind_name};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
@@ -11,7 +11,7 @@ use crate::config::TrainConfig;
 use crate::prepared::Prepared;
 
 /// Keys in which ranks may differ. All others are compared, those of new settings too.
-const MAY_DIFFER: [&str; 23] = [
+const MAY_DIFFER: [&str; 24] = [
     // Paths, which nodes may have mounted elsewhere. What is behind them is compared.
     "target",
     "target_dir",
@@ -21,6 +21,7 @@ const MAY_DIFFER: [&str; 23] = [
     "pretrained_dir",
     "hidden_states_path",
     "eval_prompts",
+    "validation_data",
     // Places in the network: a node may have a server of its own, and a number it must have.
     "vllm_endpoint",
     "shared_storage_path",
@@ -46,18 +47,23 @@ impl Prepared<'_> {
     /// values. To compare one thing more is one line more.
     pub(crate) fn common(&self, place: (Device, Kind)) -> Result<Vec<(String, String)>, Error> {
         let config = self.config;
-        let draft = config.pretrained_dir.as_deref();
         let prompts = config.settings.validation.eval_prompts.as_deref();
         let mut common = settings(config);
         let mut add = |name: &str, value: String| common.push((name.to_owned(), value));
         add("the version of dflash", env!("CARGO_PKG_VERSION").to_owned());
         add("the version of libtorch", dflash_torch_sys::libtorch_version()?);
         add("the fingerprint of the data (--data-path)", self.dataset.fingerprint());
+        add("the digest of the data's tokens (--data-path)", self.dataset.content()?.to_owned());
+        let set = self.validation_data.as_deref();
+        let set = set.map(|set| set.content().map(str::to_owned)).transpose()?;
+        add(
+            "the digest of the validation set's tokens (--validation-data)",
+            set.unwrap_or_else(none),
+        );
         add("the identity of the target (--target)", self.identity.digests());
-        let draft = draft.map(|dir| TargetIdentity::read(dir, "")).transpose()?;
         add(
             "the digest of the draft to start from (--from-pretrained)",
-            draft.map_or_else(none, |draft| draft.digests()),
+            self.origin_digests()?.unwrap_or_else(none),
         );
         let prompts = prompts.map(file_digest).transpose()?;
         add("the digest of the prompts (--eval-prompts)", prompts.unwrap_or_else(none));
@@ -81,7 +87,7 @@ fn settings(config: &TrainConfig) -> Vec<(String, String)> {
 }
 
 fn keys_of(config: &TrainConfig) -> Map<String, Value> {
-    match serde_json::to_value(config).expect("settings print") {
+    match config.shown() {
         Value::Object(values) => values,
         _ => unreachable!("a struct"),
     }

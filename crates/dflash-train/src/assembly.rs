@@ -144,7 +144,9 @@ impl Assembler {
     ) {
         let (stride, dtype) = (features.stride(), features.dtype());
         let width = self.draft.hidden_size as usize * dtype.size();
-        for span in blocks.plan.spans() {
+        // A document whose only anchor is its first token has no context: its place would be behind the
+        // last row, where nothing has to be left.
+        for span in blocks.plan.spans().iter().filter(|span| !span.context.is_empty()) {
             let starts = &row.document_starts;
             let document = starts.partition_point(|&start| start <= span.row_start) - 1;
             let first = features.start + span.context_row * stride;
@@ -314,6 +316,23 @@ pub(crate) mod tests {
         check([bf16; 3], None, (half, half));
         check([f32; 3], None, (float, float));
         check([bf16, f32, bf16], None, (float, float));
+    }
+
+    #[test]
+    fn a_document_without_context_needs_no_place() {
+        let mut loaded = loaded(0, [Dtype::F32; 3]);
+        // The only supervised tokens are the first two of the last document.
+        let mask = loaded.row.loss_mask.iter_mut().enumerate();
+        mask.for_each(|(token, supervised)| *supervised = [13, 14].contains(&token));
+        let mut assembler = assembler(Some(Dtype::F32), None);
+        // Blocks so small that the second capture's place would be behind the buffer.
+        assembler.draft.block_size = 2;
+        let (blocks, layout) = assembler.plan(&loaded).unwrap();
+        assert_eq!((blocks.plan.anchors(), blocks.plan.context_rows()), (&[13][..], 0));
+        let mut out = vec![0; layout.bytes()];
+        assembler.write(&loaded, (&blocks, &layout), &mut out);
+        let ids = Vec::<i64>::try_from(layout.slot_ids.of(&Tensor::from_slice(&out)).flatten(0, 1));
+        assert_eq!(ids.unwrap(), [13, 95]);
     }
 
     #[test]

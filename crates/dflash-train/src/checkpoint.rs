@@ -20,6 +20,11 @@ use crate::trainer::Trainer;
 /// The flat parameters in a checkpoint's float32 state.
 pub(crate) const MASTERS: &str = "masters";
 
+/// The draft that a run began from, as it was named.
+pub(crate) const ORIGIN: &str = "from_pretrained";
+/// What that draft is, whatever its path.
+pub(crate) const ORIGIN_DIGESTS: &str = "from_pretrained_digests";
+
 /// Bytes a second that a slow disk takes. A network file system over gigabit Ethernet brings 118
 /// million, Amazon's gp3 volumes 125 and the inner tracks of a spinning disk some 100.
 const SLOW_DISK: f64 = 100e6;
@@ -34,7 +39,7 @@ impl Prepared<'_> {
 }
 
 /// Bytes of a checkpoint: the state in float32, the model in bfloat16.
-fn bytes(draft: &DraftConfig, optimizer: &OptimizerConfig) -> i64 {
+pub(crate) fn bytes(draft: &DraftConfig, optimizer: &OptimizerConfig) -> i64 {
     DraftLayout::new(draft).elements() * (4 * state(optimizer) + 2)
 }
 
@@ -128,12 +133,89 @@ pub(crate) fn resume(
     checkpoint: &Checkpoint,
     (current, allowed): (&Position, &[String]),
 ) -> Result<(Position, Vec<Change>), Error> {
-    restore(trainer, checkpoint, (current, allowed)).map_err(|error| match error {
+    restore(trainer, checkpoint, (current, allowed)).map_err(|error| judged(checkpoint, error))
+}
+
+/// An error of going on from `checkpoint`: it is refused, or else damaged.
+fn judged(checkpoint: &Checkpoint, error: Error) -> Error {
+    match error {
         refused @ (Error::ResumeMismatch { .. }
         | Error::SettingsChanged { .. }
         | Error::Setting(_)) => refused,
         error => checkpoint.clone().damaged(error).into(),
-    })
+    }
+}
+
+/// Refuses to go on from `checkpoint` with other settings than it was trained with, those that `allowed` names
+/// excepted: before a server is asked for what this run would need. Of the vocabulary the size that is
+/// `asked` for is compared, where one is.
+pub(crate) fn check(
+    checkpoint: &Checkpoint,
+    (current, allowed): (&Position, &[String]),
+    (draft, asked): (&DraftConfig, Option<usize>),
+) -> Result<(), Error> {
+    let compared = || {
+        let state = State::load(&checkpoint.dir)?;
+        let vocabulary = DraftVocabulary::load(&checkpoint.dir)?;
+        let size = vocabulary.map(|vocabulary| vocabulary.selected().len());
+        let sizes = (size, asked.or(size));
+        compare(&checkpoint.dir, &state.position, (current, allowed), (draft, sizes))?;
+        check_origin(&state.position, current)
+    };
+    compared().map_err(|error| judged(checkpoint, error))
+}
+
+/// Refuses another draft to start from than the run that goes on began with. It is the same by the digests of
+/// its files, however its path is spelt.
+fn check_origin(stored: &Position, current: &Position) -> Result<(), Error> {
+    let of = |position: &Position, key: &str| position.settings.get(key).cloned();
+    let Some(asked) = of(current, ORIGIN) else { return Ok(()) };
+    if stored.settings.is_empty() {
+        return Ok(());
+    }
+    let began = of(stored, ORIGIN);
+    let same = match (of(stored, ORIGIN_DIGESTS), of(current, ORIGIN_DIGESTS)) {
+        (Some(theirs), Some(own)) => theirs == own,
+        // A run of an earlier release recorded the path alone.
+        _ => began.as_ref().is_some_and(|began| is_same_path(began, &asked)),
+    };
+    if same {
+        return Ok(());
+    }
+    let began = began.map_or_else(|| "fresh".to_owned(), |draft| format!("from {draft}"));
+    let expected = format!("the run to be resumed began {began}; leave out the flag");
+    Err(Invalid::new("from_pretrained", asked, expected).into())
+}
+
+fn is_same_path(a: &str, b: &str) -> bool {
+    let real = |path: &str| std::fs::canonicalize(path).ok();
+    a == b || real(a).is_some_and(|real_a| real(b) == Some(real_a))
+}
+
+/// What this run changes of the settings that `stored` records, if it may.
+fn compare(
+    dir: &Path,
+    stored: &Position,
+    (current, allowed): (&Position, &[String]),
+    (draft, (stored_size, size)): (&DraftConfig, (Option<usize>, Option<usize>)),
+) -> Result<Vec<Change>, Error> {
+    let found = lasting(stored, &DraftConfig::load(dir)?, stored_size);
+    // runs from before there was validation do not say how many samples they train on
+    let trained_samples = stored.trained_samples.and(current.trained_samples);
+    // and those from before there was a digest of the tokens do not say which
+    let content = stored.dataset_content.as_ref().and(current.dataset_content.clone());
+    // what the run began from is compared by what it is
+    let mut current = Position { trained_samples, dataset_content: content, ..current.clone() };
+    current.settings.retain(|key, _| ![ORIGIN, ORIGIN_DIGESTS].contains(&key.as_str()));
+    let expected = lasting(&current, draft, size);
+    for ((key, found), (_, expected)) in found.into_iter().zip(expected) {
+        if found != expected {
+            return Err(Error::ResumeMismatch { path: dir.into(), key, found, expected });
+        }
+    }
+    let changes = changes(&stored.settings, &current.settings);
+    check_allowed(dir, (&changes, allowed), &current)?;
+    Ok(changes)
 }
 
 fn restore(
@@ -143,20 +225,12 @@ fn restore(
 ) -> Result<(Position, Vec<Change>), Error> {
     let state = State::load(dir)?;
     let stored = &state.position;
-    let vocabulary = DraftVocabulary::load(dir)?;
-    let found = lasting(stored, &DraftConfig::load(dir)?, vocabulary.as_ref());
-    // runs from before there was validation do not say how many samples they train on
-    let trained_samples = stored.trained_samples.and(current.trained_samples);
-    let current = Position { trained_samples, ..current.clone() };
-    let vocabulary = trainer.batches.blocks.vocabulary.as_ref();
-    let expected = lasting(&current, trainer.draft.config(), vocabulary);
-    for ((key, found), (_, expected)) in found.into_iter().zip(expected) {
-        if found != expected {
-            return Err(Error::ResumeMismatch { path: dir.clone(), key, found, expected });
-        }
-    }
-    let changes = changes(&stored.settings, &current.settings);
-    check_allowed(dir, (&changes, allowed), &current)?;
+    let size = |vocabulary: Option<&DraftVocabulary>| vocabulary.map(|it| it.selected().len());
+    let sizes = (
+        size(DraftVocabulary::load(dir)?.as_ref()),
+        size(trainer.batches.blocks.vocabulary.as_ref()),
+    );
+    let changes = compare(dir, stored, (current, allowed), (trainer.draft.config(), sizes))?;
     let path = dir.join(Checkpoint::TENSORS);
     let file = TensorFile::open(&path)?;
     let differs = |expected: u32| file.crc32().map(|found| found != expected);
@@ -165,7 +239,8 @@ fn restore(
     }
     trainer.masters.restore(&trainer.draft, &file, stored.optimizer_steps())?;
     // A run of an earlier release does not say which target it is for.
-    Ok((Position { target: current.target, ..state.position }, changes))
+    let Position { target, dataset_content, .. } = current.clone();
+    Ok((Position { target, dataset_content, ..state.position }, changes))
 }
 
 /// Refuses changes that nobody asked for by name, and names that no setting has.
@@ -198,12 +273,13 @@ fn check_allowed(
 fn lasting(
     position: &Position,
     draft: &DraftConfig,
-    vocabulary: Option<&DraftVocabulary>,
-) -> [(&'static str, String); 13] {
+    vocabulary_size: Option<usize>,
+) -> [(&'static str, String); 14] {
     let trained_samples = position.trained_samples.unwrap_or_default();
-    let vocabulary_size = vocabulary.map(|vocabulary| vocabulary.selected().len());
+    let content = position.dataset_content.clone().unwrap_or_default();
     [
         ("a dataset (--data-path) of fingerprint", position.dataset.clone()),
+        ("a dataset (--data-path) whose tokens have the digest", content),
         ("--seed", position.seed.to_string()),
         ("--total-seq-len", position.total_seq_len.to_string()),
         ("--validation-ratio leaving so many samples:", trained_samples.to_string()),

@@ -24,7 +24,8 @@ use crate::no_memory::Asking;
 use crate::order::PlannedRow;
 use crate::prepared::Prepared;
 use crate::rows::{
-    ComputedRow, ComputedRows, Loading, PROBE_TOKENS, RowSource, Samples, TargetTime, pack,
+    ComputedRow, ComputedRows, Loading, PROBE_TOKENS, RowSource, Samples, TargetTime, by_variety,
+    pack,
 };
 use crate::states::ComputedStates;
 
@@ -32,6 +33,8 @@ use crate::states::ComputedStates;
 pub(crate) struct ColocatedRows {
     samples: Arc<dyn Samples>,
     total_seq_len: usize,
+    /// The samples, from the first on, of which one may be a probe.
+    candidates: u32,
     /// What the draft borrows; the target has the same embedding where it is of the same kind.
     head: TargetHead,
     /// Shared by the rows of training and of validation, of which one asks at a time.
@@ -129,6 +132,7 @@ impl ColocatedRows {
         Ok(Self {
             samples: prepared.samples(),
             total_seq_len: settings.rows.total_seq_len,
+            candidates: prepared.probe_candidates(),
             head,
             target: Arc::new(Mutex::new(target)),
         })
@@ -148,7 +152,24 @@ impl RowSource for ColocatedRows {
     }
 
     fn probes(&self) -> Result<Vec<Probe>, Error> {
-        let row = pack(&*self.samples, &[0], PROBE_TOKENS.min(self.total_seq_len))?;
+        self.probes_of(&[0])
+    }
+
+    fn second_probes(&self) -> Result<Vec<Probe>, Error> {
+        let length = PROBE_TOKENS.min(self.total_seq_len);
+        let samples = by_variety(&*self.samples, self.candidates, length)?;
+        self.probes_of(&samples[..samples.len().min(1)])
+    }
+
+    fn head(&self) -> Option<TargetHead> {
+        Some(self.head.shared())
+    }
+}
+
+impl ColocatedRows {
+    /// The target's states of a row of `samples`.
+    fn probes_of(&self, samples: &[u32]) -> Result<Vec<Probe>, Error> {
+        let row = pack(&*self.samples, samples, PROBE_TOKENS.min(self.total_seq_len))?;
         let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
         if row.input_ids.len() < 2 || target.check_length(row.input_ids.len()).is_some() {
             return Ok(Vec::new());
@@ -167,10 +188,6 @@ impl RowSource for ColocatedRows {
             log_probabilities: Vec::new(),
             requests: 0,
         }])
-    }
-
-    fn head(&self) -> Option<TargetHead> {
-        Some(self.head.shared())
     }
 }
 
@@ -282,7 +299,8 @@ impl Colocated {
         let prompts = bounds.windows(2).map(|bounds| &row.input_ids[bounds[0]..bounds[1]]);
         let prompts = PackedPrompts::new(prompts);
         let ran = want_of_memory(|| -> Result<(), Error> {
-            let states = self.prefill.states(&prompts, &self.layer_ids)?;
+            let states = self.prefill.states_unless(&self.stop, &prompts, &self.layer_ids)?;
+            let states = states.ok_or(dflash_hidden::Error::Interrupted)?;
             for (layer_th, state_th) in layers.iter().zip(states) {
                 layer_th.narrow(0, start as i64, tokens as i64).copy_(&state_th);
             }

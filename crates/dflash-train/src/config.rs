@@ -6,14 +6,15 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_model::draft::DraftConfig;
 use dflash_model::target::TargetSpec;
-use dflash_settings::TrainSettings;
+use dflash_settings::{TrainSettings, shown_settings};
 use serde::Serialize;
+use serde_json::{Value, json};
 
-/// Everything that decides what a run computes. It is written beside the run's checkpoints.
-#[derive(Clone, Debug, Serialize)]
+/// Everything that decides what a run computes. It is written beside the run's checkpoints, as
+/// [`Self::shown`] has it: it does not print in any other way, because endpoints may hold passwords.
+#[derive(Clone, Debug)]
 pub struct TrainConfig {
     /// What the user asks for.
-    #[serde(flatten)]
     pub settings: TrainSettings,
     /// Directory of the target model.
     pub target_dir: PathBuf,
@@ -29,14 +30,26 @@ pub struct TrainConfig {
     /// restart ranks go on with what their own job saved.
     pub job: Option<String>,
     /// Set when the run is to end early.
-    #[serde(skip)]
     pub stop: Arc<AtomicBool>,
     /// Set when the run is to save and go on; lowered when it does.
-    #[serde(skip)]
     pub save: Arc<AtomicBool>,
     /// Whether to show progress: rank 0 does, unless it is told not to.
-    #[serde(skip)]
     pub progress: bool,
+}
+
+impl TrainConfig {
+    /// The settings and what they mean as run.json, trackers and ranks take them, by the settings' keys:
+    /// without the passwords of endpoints.
+    pub(crate) fn shown(&self) -> Value {
+        let mut all = serde_json::to_value(&self.settings).expect("settings print");
+        all["target_dir"] = json!(self.target_dir);
+        all["described_target"] = json!(self.described_target);
+        all["draft"] = json!(self.draft);
+        all["pretrained_dir"] = json!(self.pretrained_dir);
+        all["command"] = json!(self.command);
+        all["job"] = json!(self.job);
+        shown_settings(&all)
+    }
 }
 
 /// Shape of the draft with nothing left to choose; the rest is copied from the target.

@@ -102,15 +102,20 @@ pub enum Error {
     Altered { path: PathBuf },
     /// Not one step had a slot to learn from.
     #[error(
-        "{steps} steps had nothing to learn from: {skipped} samples were left out, and the rest have no two supervised tokens in a row within --total-seq-len; the weights in {} are untrained",
-        .checkpoint.display()
+        "{steps} steps had nothing to learn from: {skipped} samples were left out, and the rest have no two supervised tokens in a row within --total-seq-len; nothing is saved"
     )]
-    NothingLearned { steps: u64, skipped: u64, checkpoint: PathBuf },
+    NothingLearned { steps: u64, skipped: u64 },
     /// The draft to start from belongs to another target.
     #[error(
         "--from-pretrained {path}: its {key} is {found}, this target's draft has {expected}; it was made for another target"
     )]
     ForeignDraft { path: PathBuf, key: &'static str, found: String, expected: String },
+    /// Weights to start from are not those that were written.
+    #[error(
+        "--from-pretrained: {} is not what its state.json describes, so a disk or a copy damaged it; take another checkpoint, or remove its trainer folder to start from model.safetensors",
+        .path.display()
+    )]
+    DamagedDraft { path: PathBuf },
     /// Weights to start from are not finite.
     #[error("--from-pretrained {}: {name} holds values that are not finite; take another checkpoint", .path.display())]
     BadWeights { path: PathBuf, name: String },

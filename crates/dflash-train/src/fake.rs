@@ -194,7 +194,7 @@ impl Rows for MemoryStream {
 impl World {
     pub(crate) fn samples(&self) -> TargetSamples {
         let dataset = Arc::new(Dataset::open(&self.path("data")).unwrap());
-        TargetSamples { dataset, embedding_rows: Self::VOCABULARY }
+        TargetSamples { dataset, behind: None, embedding_rows: Self::VOCABULARY }
     }
 
     pub(crate) fn rows(&self) -> MemoryRows {

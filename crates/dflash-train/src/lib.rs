@@ -54,6 +54,7 @@ mod same_target;
 pub mod schedule;
 mod setup;
 mod shards;
+mod split;
 mod states;
 mod trainer;
 mod validation;

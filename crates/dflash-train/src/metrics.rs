@@ -1,5 +1,7 @@
 //! What a run shows: a progress bar, JSON lines and trackers' files.
 
+mod pulse;
+
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dflash_console::say;
@@ -11,6 +13,7 @@ use dflash_run::{
 };
 use dflash_torch_sys::Interval;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use pulse::Pulse;
 use tch::Device;
 
 use crate::config::TrainConfig;
@@ -28,7 +31,56 @@ pub(crate) struct Meter {
     epsilon: f64,
     begun: Instant,
     interval: SinceLast,
+    pace: Pace,
     outputs: Option<Outputs>,
+}
+
+/// What is still to come of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Left {
+    pub(crate) steps: u64,
+    pub(crate) validations: u64,
+    pub(crate) saves: u64,
+}
+
+/// How long a run's parts have taken in this process.
+#[derive(Debug, Default)]
+struct Pace {
+    steps: u64,
+    validations: Aside,
+    saves: Aside,
+    left: Left,
+}
+
+/// What a run does between steps.
+#[derive(Clone, Copy, Debug, Default)]
+struct Aside {
+    times: u32,
+    took: Duration,
+}
+
+impl Aside {
+    fn add(&mut self, took: Duration) {
+        self.times += 1;
+        self.took += took;
+    }
+
+    /// Seconds of `times` more, by the mean so far; nothing is known before the first.
+    fn seconds_of(self, times: u64) -> f64 {
+        self.took.as_secs_f64() / f64::from(self.times.max(1)) * times as f64
+    }
+}
+
+impl Pace {
+    /// Seconds to the end after `elapsed`: steps at the mean pace of this process, and the validations and
+    /// saves to come. `None` before the first step.
+    fn seconds_left(&self, elapsed: Duration) -> Option<f64> {
+        let steps = elapsed.saturating_sub(self.validations.took + self.saves.took);
+        let per_step = (self.steps > 0).then(|| steps.as_secs_f64() / self.steps as f64)?;
+        let Left { steps, validations, saves } = self.left;
+        let asides = self.validations.seconds_of(validations) + self.saves.seconds_of(saves);
+        Some(per_step * steps as f64 + asides)
+    }
 }
 
 /// Where the time before a step's passes goes.
@@ -73,6 +125,8 @@ struct Outputs {
     trackers: Trackers,
     /// Hidden where there is no terminal, or where it was not asked for: then lines are written.
     bar: ProgressBar,
+    /// Shows what goes on between lines; ends before the bar does.
+    pulse: Option<Pulse>,
 }
 
 impl SinceLast {
@@ -86,7 +140,8 @@ impl Meter {
     /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
     pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
         let interval = SinceLast::begin(StreamCounters::default());
-        Self { device, peak_tflops, epsilon, begun: Instant::now(), interval, outputs: None }
+        let (begun, pace) = (Instant::now(), Pace::default());
+        Self { device, peak_tflops, epsilon, begun, interval, pace, outputs: None }
     }
 
     /// Makes the meter write into `run`, where lines after `step` are dropped.
@@ -102,7 +157,8 @@ impl Meter {
             if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
         bar.set_style(bar_style());
-        self.outputs = Some(Outputs { run, trackers, bar });
+        let pulse = Some(Pulse::start(bar.clone()));
+        self.outputs = Some(Outputs { run, trackers, bar, pulse });
         Ok(())
     }
 
@@ -126,11 +182,24 @@ impl Meter {
         }
     }
 
-    /// Shows that a step is done, though what became of it may not be known yet.
-    pub(crate) fn tick(&self) {
+    /// Shows that a step is done, though what became of it may not be known yet, and what is `left`.
+    pub(crate) fn tick(&mut self, left: Left) {
+        self.pace.steps += 1;
+        self.pace.left = left;
+        let seconds = self.pace.seconds_left(self.begun.elapsed());
         if let Some(outputs) = &self.outputs {
             outputs.bar.inc(1);
+            outputs.tell(|doing| doing.left = seconds.map(|seconds| (Instant::now(), seconds)));
         }
+    }
+
+    /// Shows how long `wait` takes, of which `what` says what for.
+    pub(crate) fn waiting<T>(&self, what: &'static str, wait: impl FnOnce() -> T) -> T {
+        let Some(outputs) = &self.outputs else { return wait() };
+        outputs.tell(|doing| doing.waits = Some((Instant::now(), what)));
+        let found = wait();
+        outputs.tell(|doing| doing.waits = None);
+        found
     }
 
     /// Closes the interval and writes `line`, to which the interval's figures are added.
@@ -142,10 +211,10 @@ impl Meter {
         let Some(outputs) = &mut self.outputs else { return Ok(()) };
         let seconds = since.elapsed().as_secs_f64().max(1e-9);
         let report = statistics.report(self.epsilon);
-        let left = outputs.bar.length().unwrap_or_default().saturating_sub(line.step);
         let (wait, tflops) = (times.wait.as_secs_f64(), flops / seconds / 1e12);
         let target = times.target_seconds()?;
         outputs.write(&MetricLine {
+            steps: Some(steps),
             time: Some(seconds_since_1970()),
             elapsed_s: Some(self.begun.elapsed().as_secs_f64()),
             slots_per_s: Some(report.supervised as f64 / seconds),
@@ -157,7 +226,7 @@ impl Meter {
             target_s: target,
             target_share: target.map(|target| target / seconds),
             interval_s: Some(seconds),
-            eta_s: Some(seconds / steps.max(1) as f64 * left as f64),
+            eta_s: self.pace.seconds_left(self.begun.elapsed()),
             peak_memory_mib: machine::peak_memory_mib(self.device),
             stream: Some(stream),
             figures: figures(report),
@@ -165,9 +234,16 @@ impl Meter {
         })
     }
 
-    /// Leaves `time`, that of a save or a validation, out of the interval's speed.
-    pub(crate) fn exclude(&mut self, time: Duration) {
+    /// Leaves `time`, that of a save, out of the interval's speed.
+    pub(crate) fn saved(&mut self, time: Duration) {
         self.interval.since += time;
+        self.pace.saves.add(time);
+    }
+
+    /// Leaves `time`, that of a validation, out of the interval's speed.
+    pub(crate) fn validated_for(&mut self, time: Duration) {
+        self.interval.since += time;
+        self.pace.validations.add(time);
     }
 
     /// Shows a validation.
@@ -180,7 +256,12 @@ impl Meter {
     /// Does `work`, which may draw a bar of its own.
     pub(crate) fn aside<T>(&self, work: impl FnOnce() -> T) -> T {
         match &self.outputs {
-            Some(outputs) => outputs.bar.suspend(work),
+            Some(outputs) => {
+                outputs.tell(|doing| doing.is_aside = true);
+                let done = outputs.bar.suspend(work);
+                outputs.tell(|doing| doing.is_aside = false);
+                done
+            }
             None => work(),
         }
     }
@@ -201,6 +282,7 @@ impl Meter {
     /// ended.
     pub(crate) fn close(&mut self, end: End) -> Result<(), Error> {
         let Some(outputs) = &mut self.outputs else { return Ok(()) };
+        outputs.pulse = None;
         if !outputs.bar.is_finished() {
             outputs.bar.abandon();
             if !outputs.bar.is_hidden() {
@@ -215,16 +297,27 @@ impl Outputs {
     fn write(&mut self, line: &MetricLine) -> Result<(), Error> {
         self.run.append(line)?;
         self.trackers.add(&Entry::of(line, line.time.unwrap_or_default()))?;
-        let message = message(line);
+        self.tell(|doing| doing.message = compact(line));
         if self.bar.is_hidden() {
+            self.pulse.iter().for_each(Pulse::wrote);
+            let message = message(line);
             let (total, left) = (self.bar.length().unwrap_or(line.step), shown(line.eta_s));
             say(format!("step {}/{total}  {message}  {left:.0} s left", line.step));
+        } else {
+            self.bar.set_message(compact(line));
         }
-        self.bar.set_message(message);
         Ok(())
     }
 
+    /// Lets the pulse know what goes on.
+    fn tell(&self, change: impl FnOnce(&mut pulse::Doing)) {
+        if let Some(pulse) = &self.pulse {
+            pulse.tell(change);
+        }
+    }
+
     fn say(&self, message: &str) {
+        self.pulse.iter().for_each(Pulse::wrote);
         match self.bar.is_hidden() {
             true => say(message),
             false => self.bar.println(message),
@@ -240,13 +333,27 @@ pub(crate) fn trackers(config: &TrainConfig, step: u64) -> Result<Trackers, Erro
     let path = path.unwrap_or_else(|_| settings.save_path.clone());
     let last = path.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = settings.run_name.clone().or(last).unwrap_or_else(|| "dflash".to_owned());
-    let about =
-        RunAbout { name, config: serde_json::to_value(config).expect("settings print"), step };
+    let about = RunAbout { name, config: config.shown(), step };
     Ok(Trackers::open(&RunDir::at(path), &settings.log_to, &about)?)
 }
 
 fn seconds_since_1970() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// What a terminal's line has room for: the rest is in the file.
+fn compact(line: &MetricLine) -> String {
+    let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
+    format!(
+        "loss {:.4}  length {:.2}  epoch {:.2}  lr {:.1e}  gradient {}  {:.0} tokens/s  waiting {:.0}%{memory}",
+        shown(line.figures.loss),
+        shown(line.figures.expected_acceptance_length),
+        shown(line.epoch),
+        shown(line.lr),
+        three_digits(shown(line.gradient_norm)),
+        shown(line.tokens_per_s),
+        100.0 * shown(line.data_wait_share),
+    )
 }
 
 /// What the progress says of a line.
@@ -257,9 +364,12 @@ fn message(line: &MetricLine) -> String {
         .map_or_else(String::new, |share| format!("  target {:.0}%", 100.0 * share));
     let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
     format!(
-        "loss {:.4}  expected acceptance length {:.2}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{target}{memory}",
+        "loss {:.4}  expected acceptance length {:.2}  epoch {:.2}  lr {:.1e}  gradient norm {}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{target}{memory}",
         shown(line.figures.loss),
         shown(line.figures.expected_acceptance_length),
+        shown(line.epoch),
+        shown(line.lr),
+        three_digits(shown(line.gradient_norm)),
         shown(line.slots_per_s),
         shown(line.tokens_per_s),
         three_digits(shown(line.tflops)),
@@ -331,13 +441,51 @@ fn three_digits(value: f64) -> String {
 }
 
 fn bar_style() -> ProgressStyle {
-    ProgressStyle::with_template("{bar:24} {pos}/{len} steps  {msg}  {elapsed} elapsed, {eta} left")
-        .expect("the template is well formed")
+    // Two lines, none wider than the terminal: what does not fit is cut.
+    let template = "{bar:24} {pos}/{len} steps  {elapsed} elapsed{prefix}\n{wide_msg}";
+    ProgressStyle::with_template(template).expect("the template is well formed")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn time_left_counts_validations_and_saves_to_come() {
+        let seconds = Duration::from_secs;
+        let mut pace = Pace::default();
+        assert_eq!(pace.seconds_left(seconds(9)), None, "before the first step");
+        pace.steps = 100;
+        pace.left = Left { steps: 50, validations: 2, saves: 3 };
+        assert_eq!(pace.seconds_left(seconds(100)), Some(50.0));
+        // Two validations of 15 s and a save of 10 s were in the time; the mean counts.
+        [10, 20].into_iter().for_each(|took| pace.validations.add(seconds(took)));
+        pace.saves.add(seconds(10));
+        assert_eq!(pace.seconds_left(seconds(140)), Some(50.0 + 30.0 + 30.0));
+    }
+
+    #[test]
+    fn a_terminal_s_line_begins_with_what_is_looked_at_most() {
+        let figures = TeacherForced {
+            loss: Some(3.25),
+            expected_acceptance_length: Some(2.5),
+            ..TeacherForced::default()
+        };
+        let line = MetricLine {
+            figures,
+            epoch: Some(0.5),
+            lr: Some(6e-4),
+            gradient_norm: Some(1.25),
+            tokens_per_s: Some(900.0),
+            data_wait_share: Some(0.1),
+            ..MetricLine::default()
+        };
+        let begins = "loss 3.2500  length 2.50  epoch 0.50  lr 6.0e-4  gradient 1.25  900 tokens/s";
+        assert!(compact(&line).starts_with(begins), "{}", compact(&line));
+        assert!(begins.len() < 80);
+        let told = message(&line);
+        assert!(told.contains("epoch 0.50  lr 6.0e-4  gradient norm 1.25  "), "{told}");
+    }
 
     #[test]
     fn speeds_keep_three_digits() {

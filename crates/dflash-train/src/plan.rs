@@ -28,7 +28,7 @@ pub use rows::RowShape;
 use crate::config::DraftShape;
 use crate::gpus::Gpu;
 use crate::optimizer::OptimizerConfig;
-use crate::{Error, machine, setup};
+use crate::{Error, checkpoint, machine, setup};
 use step::StepShape;
 
 /// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
@@ -108,6 +108,10 @@ pub struct Plan {
     pub steps_per_epoch: u64,
     /// Optimizer steps of the run.
     pub steps: u64,
+    /// Bytes of a checkpoint on the disk.
+    pub checkpoint_bytes: i64,
+    /// Checkpoints that the run leaves by default: one an epoch, the last included.
+    pub checkpoints: u64,
     /// Useful arithmetic of a step, all ranks.
     pub flops_per_step: f64,
     /// With --colocate the target's arithmetic of a step, all ranks.
@@ -207,6 +211,11 @@ impl Planned<'_> {
             rows_per_epoch: epoch.rows,
             steps_per_epoch,
             steps,
+            checkpoint_bytes: checkpoint::bytes(
+                draft,
+                &OptimizerConfig::from(&self.settings.optimizer),
+            ),
+            checkpoints: steps.div_ceil(steps_per_epoch.max(1)),
             flops_per_step,
             target_flops_per_step,
             device: self.device(),

@@ -83,7 +83,20 @@ impl Prepared<'_> {
         };
         let mut found = Preflight::default();
         for probe in &probes {
-            let check = self.check_probe(probe, head)?;
+            let second = || {
+                let others = source.second_probes()?;
+                // Of files there is one source; a server is known by its address.
+                let same = others.iter().find(|other| {
+                    other.origin == probe.origin || other.requests == 0 && probe.requests == 0
+                });
+                same.map(|probe| self.check_probe(probe, head)).transpose()
+            };
+            self.check_embedding(probe, head)?;
+            let check = match self.check_probe(probe, head) {
+                // What the source itself reports of its states is no matter of chance.
+                first if !probe.log_probabilities.is_empty() => first?,
+                first => confirmed(first, second)?,
+            };
             found.notes.extend(notes(&check, head));
             found.notes.extend(self.target.no_last_state.map(str::to_owned));
             found.checks.push(check);
@@ -99,22 +112,27 @@ impl Prepared<'_> {
         }
     }
 
-    fn check_probe(&self, probe: &Probe, head: &TargetHead) -> Result<SourceCheck, Error> {
-        let refused = |cause: &Cause| Error::OtherStates {
-            origin: probe.origin.clone(),
-            cause: cause.to_string(),
-        };
+    /// Layer 0 of any sample is the embedding's output, and no other is.
+    fn check_embedding(&self, probe: &Probe, head: &TargetHead) -> Result<(), Error> {
+        let sample = Sample::new(probe, self.last_layer(), head);
+        sample.check_embedding().map_err(|cause| refused(probe, &cause))
+    }
+
+    /// The layer whose states give the target's logits, where those of any do.
+    fn last_layer(&self) -> Option<u32> {
         let last = self.target.num_hidden_layers as u32;
-        let last = Some(last).filter(|_| self.target.no_last_state.is_none());
-        let sample = Sample::new(probe, last, head);
-        sample.check_embedding().map_err(|cause| refused(&cause))?;
+        Some(last).filter(|_| self.target.no_last_state.is_none())
+    }
+
+    fn check_probe(&self, probe: &Probe, head: &TargetHead) -> Result<SourceCheck, Error> {
+        let sample = Sample::new(probe, self.last_layer(), head);
         let found = match sample.read() {
             Err(Cause::Unknown(how)) => {
                 Err(self.other_tokenizer(probe).unwrap_or(Cause::Unknown(how)))
             }
             found => found,
         };
-        let found = found.map_err(|cause| refused(&cause))?;
+        let found = found.map_err(|cause| refused(probe, &cause))?;
         let mut check = SourceCheck {
             origin: probe.origin.clone(),
             requests: probe.requests,
@@ -173,6 +191,24 @@ impl Prepared<'_> {
         let differ = 2 * other.clone().count() > words.len();
         let (token, theirs, ours) = other.clone().next().filter(|_| differ)?.clone();
         Some(Cause::Tokenizer { token, theirs, ours })
+    }
+}
+
+fn refused(probe: &Probe, cause: &Cause) -> Error {
+    Error::OtherStates { origin: probe.origin.clone(), cause: cause.to_string() }
+}
+
+/// What is known of a source of which the first sample says `first`: the loss on one text may speak against
+/// states that are right, so a second sample must say so too.
+fn confirmed(
+    first: Result<SourceCheck, Error>,
+    second: impl FnOnce() -> Result<Option<SourceCheck>, Error>,
+) -> Result<SourceCheck, Error> {
+    let Err(refusal @ Error::OtherStates { .. }) = first else { return first };
+    match second() {
+        Ok(Some(check)) => Ok(check),
+        Ok(None) | Err(Error::OtherStates { .. }) => Err(refusal),
+        Err(other) => Err(other),
     }
 }
 

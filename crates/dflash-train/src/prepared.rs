@@ -17,8 +17,9 @@ use tch::{Device, Kind};
 use crate::config::TrainConfig;
 use crate::order::Packing;
 use crate::rows::{Samples, StreamedRows, TargetSamples};
+use crate::split::Split;
 use crate::warm_start::WarmStart;
-use crate::{Error, checkpoint, machine, plan, same_target, setup, validation};
+use crate::{Error, checkpoint, machine, plan, same_target, setup};
 
 /// Samples among which a stored one is looked for, to check what is stored.
 const PROBE_CANDIDATES: usize = 64;
@@ -31,6 +32,9 @@ pub struct Prepared<'a> {
     pub(crate) identity: TargetIdentity,
     pub(crate) draft: DraftConfig,
     pub(crate) dataset: Arc<Dataset>,
+    /// What is held out of no training.
+    pub(crate) validation_data: Option<Arc<Dataset>>,
+    pub(crate) split: Split,
     /// The checkpoint to go on from.
     pub(crate) resume: Option<Checkpoint>,
     /// The checkpoint whose weights a fresh run starts from.
@@ -60,15 +64,21 @@ impl<'a> Prepared<'a> {
         }
         let data_path = settings.data_path()?;
         let dataset = Arc::new(Dataset::open(data_path)?);
-        validation::check(config, dataset.lengths())?;
+        let set = settings.validation.validation_data.as_deref();
+        let validation_data = set.map(|path| Dataset::open(path).map(Arc::new)).transpose()?;
         // a slot to learn from has an anchor before it
         if dataset.lengths().iter().all(|&length| length < 2) {
             return Err(Error::NothingToTrain { path: data_path.into() });
         }
         let identity = TargetIdentity::read(&config.target_dir, &settings.target)?;
         let mut remarks = Vec::new();
-        remarks.extend(same_target::check_dataset(&dataset, &config.target_dir, &identity)?);
+        for data in [Some(&dataset), validation_data.as_ref()].into_iter().flatten() {
+            remarks.extend(same_target::check_dataset(data, &config.target_dir, &identity)?);
+        }
         let resume = RunDir::at(&settings.save_path).start(settings.begin())?;
+        let how = (&settings.validation, resume.as_ref());
+        let split = Split::new(&dataset, validation_data.as_deref(), how)?;
+        remarks.extend(split.note());
         match (&resume, pretrained) {
             (Some(_), _) if settings.allows_changed("target") => {}
             (Some(checkpoint), _) => same_target::check_resumed(checkpoint, &identity)?,
@@ -81,6 +91,8 @@ impl<'a> Prepared<'a> {
             identity,
             draft,
             dataset,
+            validation_data,
+            split,
             resume,
             warm_start,
             remarks,
@@ -96,17 +108,15 @@ impl<'a> Prepared<'a> {
 
     /// What the order of the rows follows from; the samples that are held out take no part.
     pub(crate) fn packing(&self) -> Packing<'_> {
-        let config = self.config;
-        let trained = validation::trained_samples(config, self.dataset.len());
-        let lengths = &self.dataset.lengths()[..trained];
-        let rows = &config.settings.rows;
+        let rows = &self.config.settings.rows;
+        let lengths = self.split.trained_lengths();
         Packing { lengths, total_seq_len: rows.total_seq_len, seed: rows.seed }
     }
 
     /// Rows of the dataset, with the hidden states that the settings ask for.
     pub(crate) fn streamed_rows(&self) -> StreamedRows {
         let total_seq_len = self.config.settings.rows.total_seq_len;
-        let candidates = self.dataset.len().min(PROBE_CANDIDATES) as u32;
+        let candidates = self.probe_candidates();
         StreamedRows {
             samples: self.samples(),
             total_seq_len,
@@ -115,10 +125,16 @@ impl<'a> Prepared<'a> {
         }
     }
 
+    /// Of how many samples, from the first on, one may be a probe.
+    pub(crate) fn probe_candidates(&self) -> u32 {
+        self.dataset.len().min(PROBE_CANDIDATES) as u32
+    }
+
     /// The dataset's samples, for this target.
     pub(crate) fn samples(&self) -> Arc<dyn Samples> {
         let embedding_rows = self.target.vocab_size;
-        Arc::new(TargetSamples { dataset: Arc::clone(&self.dataset), embedding_rows })
+        let (dataset, behind) = (Arc::clone(&self.dataset), self.validation_data.clone());
+        Arc::new(TargetSamples { dataset, behind, embedding_rows })
     }
 
     /// The target's layers that the run needs, ascending.

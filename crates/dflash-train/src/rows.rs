@@ -3,6 +3,8 @@
 //! The feeding thread of the stream reads each sample once and packs each row once; the packed row
 //! travels with the requests for its hidden states and comes out beside them.
 
+use std::cmp::Reverse;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -41,6 +43,12 @@ pub(crate) trait RowSource {
     /// Samples for a check of the source before the first step: of every server one, or one that is
     /// stored; none where rows do not come from elsewhere.
     fn probes(&self) -> Result<Vec<Probe>, Error> {
+        Ok(Vec::new())
+    }
+
+    /// The same of another sample, the most varied of the first ones: what [`Self::probes`] seem to say of the
+    /// source, a text of one word over and over may say of itself.
+    fn second_probes(&self) -> Result<Vec<Probe>, Error> {
         Ok(Vec::new())
     }
 
@@ -113,6 +121,8 @@ pub(crate) struct TargetTime {
 #[derive(Debug)]
 pub(crate) struct TargetSamples {
     pub(crate) dataset: Arc<Dataset>,
+    /// Whose samples are numbered behind the dataset's.
+    pub(crate) behind: Option<Arc<Dataset>>,
     /// Rows of the target's embedding.
     pub(crate) embedding_rows: i64,
 }
@@ -155,8 +165,13 @@ impl LoadedRow {
 
 impl Samples for TargetSamples {
     fn sample(&self, index: u32) -> Result<Sample, Error> {
-        let path = || self.dataset.dir().to_path_buf();
-        let sample = self.dataset.get(index as usize);
+        let own = index as usize;
+        let (dataset, row) = match &self.behind {
+            Some(behind) if own >= self.dataset.len() => (behind, own - self.dataset.len()),
+            _ => (&self.dataset, own),
+        };
+        let path = || dataset.dir().to_path_buf();
+        let sample = dataset.get(row);
         let sample =
             sample.map_err(|source| Error::Sample { path: path(), sample: index, source })?;
         let known = 0..self.embedding_rows;
@@ -188,20 +203,50 @@ impl RowSource for StreamedRows {
     fn probes(&self) -> Result<Vec<Probe>, Error> {
         // Most sources have the first.
         for candidates in [self.candidates.min(1), self.candidates] {
-            let requests = (0..candidates).map(|sample| {
-                let mut input_ids = self.samples.sample(sample)?.input_ids;
-                input_ids.truncate(PROBE_TOKENS.min(self.total_seq_len));
-                Ok(Request { sample: sample.into(), input_ids })
-            });
-            let mut requests = requests.collect::<Result<Vec<_>, Error>>()?;
-            requests.retain(|request| request.input_ids.len() > 1);
-            let probes = probe(self.stream.clone(), &requests)?;
+            let samples: Vec<u32> = (0..candidates).collect();
+            let probes = self.probes_of(&samples)?;
             if !probes.is_empty() {
                 return Ok(probes);
             }
         }
         Ok(Vec::new())
     }
+
+    fn second_probes(&self) -> Result<Vec<Probe>, Error> {
+        let length = PROBE_TOKENS.min(self.total_seq_len);
+        self.probes_of(&by_variety(&*self.samples, self.candidates, length)?)
+    }
+}
+
+impl StreamedRows {
+    /// Probes of the first of `samples` that a source has.
+    fn probes_of(&self, samples: &[u32]) -> Result<Vec<Probe>, Error> {
+        let requests = samples.iter().map(|&sample| {
+            let mut input_ids = self.samples.sample(sample)?.input_ids;
+            input_ids.truncate(PROBE_TOKENS.min(self.total_seq_len));
+            Ok(Request { sample: sample.into(), input_ids })
+        });
+        let mut requests = requests.collect::<Result<Vec<_>, Error>>()?;
+        requests.retain(|request| request.input_ids.len() > 1);
+        Ok(probe(self.stream.clone(), &requests)?)
+    }
+}
+
+/// The samples after the first and below `candidates`, those with the most different tokens among the first
+/// `length` before the others.
+pub(crate) fn by_variety(
+    samples: &dyn Samples,
+    candidates: u32,
+    length: usize,
+) -> Result<Vec<u32>, Error> {
+    let different = |index: u32| -> Result<usize, Error> {
+        let input_ids = samples.sample(index)?.input_ids;
+        Ok(input_ids.into_iter().take(length).collect::<HashSet<i64>>().len())
+    };
+    let counted = (1..candidates).map(|index| Ok((different(index)?, index)));
+    let mut counted = counted.collect::<Result<Vec<_>, Error>>()?;
+    counted.sort_by_key(|&(different, index)| (Reverse(different), index));
+    Ok(counted.into_iter().map(|(_, index)| index).collect())
 }
 
 /// What the server is asked for: the documents of a row as it was packed.

@@ -10,14 +10,18 @@ mod worker;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
+use dflash_identity::TargetIdentity;
 use dflash_model::place;
-use dflash_run::{Position, Provenance, RunDir, SavePath, ServedWeights, recorded};
-use dflash_settings::{Invalid, MatmulPrecision};
+use dflash_run::{
+    Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights, State, recorded,
+};
+use dflash_settings::MatmulPrecision;
 use tch::{Device, Kind};
 
+use crate::checkpoint::{ORIGIN, ORIGIN_DIGESTS};
 use crate::colocated::ColocatedRows;
 use crate::no_memory::Asking;
 use crate::optimizer::OptimizerConfig;
@@ -26,17 +30,22 @@ use crate::prepared::Prepared;
 use crate::readback::Control;
 use crate::ready::ReadyRows;
 use crate::rows::RowSource;
+use crate::split::{EACH_SOURCE, HELD_OUT};
 use crate::validation::{AcceptanceProbe, Validation};
 use crate::{Error, checkpoint, machine, schedule, setup};
 use health::Health;
 use worker::Worker;
 
+/// How long a file of another node is waited for. NFS looks again after three seconds or more, but only
+/// where it has looked before.
+const FILE_SYSTEM_PATIENCE: Duration = Duration::from_secs(4);
+
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The last checkpoint.
-    pub checkpoint: PathBuf,
-    /// Its optimizer steps.
+    /// The last checkpoint; `None` where the run was stopped before anything was trained.
+    pub checkpoint: Option<PathBuf>,
+    /// Optimizer steps taken.
     pub step: u64,
     /// Whether the schedule was completed; false when the run was told to stop.
     pub completed: bool,
@@ -117,6 +126,12 @@ impl Prepared<'_> {
                 Some(head) => Ok(head),
                 None => Ok(self.head(device)?),
             };
+            let start = self.start(self.facts(communicator, device)?)?;
+            let allowed = config.allow_changed.as_deref().unwrap_or_default();
+            if let Some(checkpoint) = &self.resume {
+                let draft = (&self.draft, self.config.draft.vocab_size);
+                checkpoint::check(checkpoint, (&start, allowed), draft)?;
+            }
             let head = asking.contain(setting_up, head)?;
             let checking = || "while checking the source of the hidden states".to_owned();
             let preflight =
@@ -125,10 +140,9 @@ impl Prepared<'_> {
             let mut trainer =
                 asking.contain(setting_up, || setup::trainer(self, head, (device, place)))?;
             trainer.control = control;
-            let mut position = self.start(self.facts(communicator, device));
+            let mut position = start;
             let mut notes = preflight.notes;
             if let Some(checkpoint) = &self.resume {
-                let allowed = config.allow_changed.as_deref().unwrap_or_default();
                 let current = std::mem::take(&mut position);
                 let (stored, changes) =
                     checkpoint::resume(&mut trainer, checkpoint, (&current, allowed))?;
@@ -136,12 +150,13 @@ impl Prepared<'_> {
                     let note = "an earlier release saved this run: its settings are not compared";
                     notes.push(note.to_owned());
                 }
-                position = self.go_on(stored, current)?;
+                position = go_on(stored, current);
                 notes.extend(changes.iter().map(|change| format!("changed: {change}")));
             }
             let share = Stride { first: position.rows + rank, stride: ranks };
             let length = self.length(&position, ranks);
             let (order, mut planned) = RowOrder::plan(self.packing(), length, share)?;
+            self.split.number(&mut planned);
             let total = self.total_steps(&order, &position, ranks);
             let before = position.schedule;
             position.schedule = Some(match before {
@@ -166,6 +181,7 @@ impl Prepared<'_> {
                 let provenance = Provenance { source_checks, ..provenance };
                 RunDir::at(&config.save_path).record(provenance)?;
             }
+            notes.extend(self.directory_note(communicator, save_path.as_ref())?);
             let at = (communicator, position.step);
             let validation = Validation::new(self, source, probe, at)?;
             let worker = Worker {
@@ -193,15 +209,44 @@ impl Prepared<'_> {
     }
 
     /// Refuses ranks that would resume different checkpoints, as on nodes without a shared file system:
-    /// they would train different drafts.
+    /// they would train different drafts. Those of one step of two runs differ in their checksums.
     fn check_agreement(&self, communicator: &dyn Communicator) -> Result<(), Error> {
-        let step = self.resume.as_ref().map(|checkpoint| format!("step {}", checkpoint.step));
-        let own = step.unwrap_or_else(|| "no checkpoint".to_owned());
+        let own = self.resume.as_ref().map_or_else(|| "no checkpoint".to_owned(), described);
         let all = communicator.all_gather_bytes(own.as_bytes())?;
         let Some(rank) = all.iter().position(|found| *found != all[0]) else { return Ok(()) };
         let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
         let (path, found, expected) = (self.config.settings.save_path.clone(), text(rank), text(0));
         Err(Error::RanksDisagree { rank, path, found, expected })
+    }
+
+    /// What to say where ranks do not see what rank 0 writes: it shows in no other way until the run is
+    /// to be resumed.
+    fn directory_note(
+        &self,
+        communicator: &dyn Communicator,
+        claimed: Option<&SavePath>,
+    ) -> Result<Option<String>, Error> {
+        if communicator.world_size() == 1 {
+            return Ok(None);
+        }
+        let path = &self.config.settings.save_path;
+        let marks = communicator.all_gather_bytes(claimed.map_or(&[], SavePath::mark))?;
+        let sees = marks[0].is_empty() || sees_in_time(&RunDir::at(path), &marks[0]);
+        let all = communicator.all_gather_bytes(&[u8::from(sees)])?;
+        let blind = (0..all.len()).filter(|&rank| all[rank] != [1]);
+        let blind: Vec<String> = blind.map(|rank| rank.to_string()).collect();
+        let (ranks, do_not) = match blind.as_slice() {
+            [] => return Ok(None),
+            [_] => ("rank", "does not"),
+            _ => ("ranks", "do not"),
+        };
+        Ok(Some(format!(
+            "{ranks} {} {do_not} see what rank 0 writes to {}: where nodes have no directory in \
+             common, --resume will find nothing on theirs; name a --save-path that all nodes share, or \
+             copy the last checkpoint to each before you resume",
+            blind.join(", "),
+            path.display()
+        )))
     }
 
     fn provenance(&self, position: &Position, world_size: usize) -> Result<Provenance, Error> {
@@ -214,17 +259,9 @@ impl Prepared<'_> {
             data: self.dataset.preparation()?,
             target: Some(self.identity.clone()),
             settings: position.settings.clone(),
-            config: self.shown_config(),
+            config: self.config.shown(),
             ..Provenance::default()
         })
-    }
-
-    /// The settings and the command as they are recorded: without the passwords of endpoints.
-    fn shown_config(&self) -> serde_json::Value {
-        let endpoints = &self.config.settings.hidden_states.vllm_endpoint;
-        let mut config = serde_json::to_value(self.config).expect("settings print");
-        dflash_settings::hide_passwords_in(&mut config, endpoints);
-        config
     }
 
     /// What decides what the run computes: the settings, and what they come to here.
@@ -232,13 +269,15 @@ impl Prepared<'_> {
         &self,
         communicator: &dyn Communicator,
         (device, kind): (Device, Kind),
-    ) -> BTreeMap<String, String> {
+    ) -> Result<BTreeMap<String, String>, Error> {
         let settings = &self.config.settings;
         let ranks = communicator.world_size();
         let rows = ranks * settings.rows.gradient_accumulation_steps;
         let device_name = if let Device::Cuda(_) = device { "cuda" } else { "cpu" };
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
+        let by_source = self.split.is_by_source().then(|| EACH_SOURCE.to_owned());
         let known = [
+            (HELD_OUT, by_source),
             ("target", Some(self.identity.digests())),
             ("described_target", self.described_target()),
             ("device", Some(device_name.to_owned())),
@@ -250,10 +289,17 @@ impl Prepared<'_> {
             ("cpu_level", machine::cpu_level(device)),
             ("dflash", Some(env!("CARGO_PKG_VERSION").to_owned())),
             ("libtorch", dflash_torch_sys::libtorch_version().ok()),
-            ("from_pretrained", settings.draft.from_pretrained.clone()),
+            (ORIGIN, settings.draft.from_pretrained.clone()),
+            (ORIGIN_DIGESTS, self.origin_digests()?),
         ];
         let known = known.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
-        recorded(settings).into_iter().chain(known).collect()
+        Ok(recorded(settings).into_iter().chain(known).collect())
+    }
+
+    /// What the draft to start from is, whatever its path.
+    pub(crate) fn origin_digests(&self) -> Result<Option<String>, Error> {
+        let dir = self.config.pretrained_dir.as_deref();
+        Ok(dir.map(|dir| TargetIdentity::read(dir, "")).transpose()?.map(|draft| draft.digests()))
     }
 
     /// What the user says of the target, on one line.
@@ -262,35 +308,13 @@ impl Prepared<'_> {
         Some(serde_json::to_string(described).expect("names and numbers print"))
     }
 
-    /// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one.
-    fn go_on(&self, mut stored: Position, current: Position) -> Result<Position, Error> {
-        let began_with = stored.settings.remove("from_pretrained");
-        let mut settings = current.settings;
-        if let Some(asked) = settings.remove("from_pretrained")
-            && !stored.settings.is_empty()
-            && began_with.as_ref() != Some(&asked)
-        {
-            let began =
-                began_with.map_or_else(|| "fresh".to_owned(), |draft| format!("from {draft}"));
-            let expected = format!("the run to be resumed began {began}; leave out the flag");
-            return Err(Invalid::new("from_pretrained", asked, expected).into());
-        }
-        settings.extend(began_with.map(|draft| ("from_pretrained".to_owned(), draft)));
-        if stored.settings.get("loss") != settings.get("loss") {
-            stored.first_loss = None;
-        }
-        if std::mem::take(&mut stored.diverged) {
-            stored.bad_in_a_row = 0;
-        }
-        Ok(Position { settings, ..stored })
-    }
-
     /// Where a fresh run begins.
-    fn start(&self, settings: BTreeMap<String, String>) -> Position {
+    fn start(&self, settings: BTreeMap<String, String>) -> Result<Position, Error> {
         let config = &self.config.settings;
         let optimizer = OptimizerConfig::from(&config.optimizer);
-        Position {
+        Ok(Position {
             dataset: self.dataset.fingerprint(),
+            dataset_content: Some(self.dataset.content()?.to_owned()),
             target: Some(self.identity.clone()),
             seed: config.rows.seed,
             total_seq_len: config.rows.total_seq_len,
@@ -300,7 +324,7 @@ impl Prepared<'_> {
             served_weights: ServedWeights::of(optimizer.ema_decay),
             settings,
             ..Position::default()
-        }
+        })
     }
 
     /// All epochs; with a bound on steps alone, as many as it needs.
@@ -322,6 +346,43 @@ impl Prepared<'_> {
             position.step + remaining.div_ceil(ranks * rows.gradient_accumulation_steps as u64);
         rows.max_steps.map_or(all, |bound| bound.min(all)).max(position.step)
     }
+}
+
+/// Where a resumed run goes on: at the `stored` position, with the settings of the `current` one, and with
+/// what the run began from.
+fn go_on(mut stored: Position, current: Position) -> Position {
+    let mut settings = current.settings;
+    for key in [ORIGIN, ORIGIN_DIGESTS] {
+        settings.remove(key);
+        settings.extend(stored.settings.remove_entry(key));
+    }
+    if stored.settings.get("loss") != settings.get("loss") {
+        (stored.first_loss, stored.highest_loss) = (None, None);
+    }
+    if std::mem::take(&mut stored.diverged) {
+        stored.bad_in_a_row = 0;
+    }
+    Position { settings, ..stored }
+}
+
+/// A checkpoint as ranks compare it: its step, and which tensors it holds. One whose state cannot be
+/// read is refused when it is restored.
+fn described(checkpoint: &Checkpoint) -> String {
+    let checksum = State::load(&checkpoint.dir).ok().and_then(|state| state.tensors_crc32);
+    let checksum = checksum.map_or_else(String::new, |sum| format!(" (checksum {sum:08x})"));
+    format!("step {}{checksum}", checkpoint.step)
+}
+
+/// Whether rank 0's `mark` is seen in `run`, for which a network file system gets a moment.
+fn sees_in_time(run: &RunDir, mark: &[u8]) -> bool {
+    let begun = Instant::now();
+    while !run.is_claimed_as(mark) {
+        if begun.elapsed() > FILE_SYSTEM_PATIENCE {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    true
 }
 
 /// `outcome`, of which the launcher hears where a restart would ask for as much memory.

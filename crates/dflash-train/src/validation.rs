@@ -7,15 +7,13 @@
 use std::time::Instant;
 
 use dflash_console::{Progress, Show, Unit};
-use dflash_data::{pack_rows, split_index};
+use dflash_data::pack_rows;
 use dflash_dist::Communicator;
 use dflash_model::draft::Draft;
 use dflash_model::objective::{DraftVocabulary, Statistics};
 use dflash_run::{Acceptance, HeldOutPrompts, HeldOutRows, RunDir, ValidationLine};
-use dflash_settings::Invalid;
 
 use crate::Error;
-use crate::config::TrainConfig;
 use crate::metrics::figures;
 use crate::no_memory::Asking;
 use crate::order::PlannedRow;
@@ -67,22 +65,6 @@ pub(crate) struct Validation<'a, 'p> {
     last: Option<u64>,
 }
 
-/// Samples that are trained on; the rest is held out.
-pub(crate) fn trained_samples(config: &TrainConfig, samples: usize) -> usize {
-    split_index(samples, 1.0 - config.settings.validation.held_out())
-}
-
-/// Finds mistakes that only the data shows.
-pub(crate) fn check(config: &TrainConfig, lengths: &[u32]) -> Result<(), Error> {
-    let ratio = config.settings.validation.held_out();
-    let trained = trained_samples(config, lengths.len());
-    if ratio > 0.0 && (trained == lengths.len() || trained == 0) {
-        let expected = format!("of {} samples it must leave some on both sides", lengths.len());
-        return Err(Invalid::new("validation_ratio", ratio, expected).into());
-    }
-    Ok(())
-}
-
 impl<'a, 'p> Validation<'a, 'p> {
     /// Plans the validations of a run, if it has any; lines of steps after `step` are dropped.
     pub(crate) fn new(
@@ -93,10 +75,8 @@ impl<'a, 'p> Validation<'a, 'p> {
     ) -> Result<Option<Self>, Error> {
         let settings = &prepared.config.settings;
         let Some(every) = settings.validation.eval_every else { return Ok(None) };
-        let lengths = prepared.dataset.lengths();
-        let held_out = prepared.packing().lengths.len()..lengths.len();
-        let order: Vec<u32> = held_out.map(|sample| sample as u32).collect();
-        let packed = pack_rows(&order, lengths, settings.rows.total_seq_len);
+        let split = &prepared.split;
+        let packed = pack_rows(split.held_out(), split.lengths(), settings.rows.total_seq_len);
         let all_rows = packed.len();
         let show = match communicator.rank() {
             0 if prepared.config.progress => Show::Bar,

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use dflash_model::checkpoint::{TensorFile, pieces};
 use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind, Parameter};
 use dflash_model::target::Weights;
-use dflash_run::Checkpoint;
+use dflash_run::{Checkpoint, State};
 use tch::Tensor;
 
 use crate::Error;
@@ -135,6 +135,17 @@ impl WarmStart {
         Ok(())
     }
 
+    /// Refuses float32 weights that are not what was written, as a resumed run does. Checkpoints of earlier
+    /// releases have no checksum.
+    fn check_sum(&self, file: &TensorFile) -> Result<(), Error> {
+        let state = State::load(&self.dir).ok();
+        let Some(expected) = state.and_then(|state| state.tensors_crc32) else { return Ok(()) };
+        match file.crc32()? == expected {
+            true => Ok(()),
+            false => Err(Error::DamagedDraft { path: self.masters() }),
+        }
+    }
+
     /// What reads a stored parameter into a tensor of the same shape.
     fn reader(&self, elements: i64) -> Result<Reader, Error> {
         let path = self.masters();
@@ -143,6 +154,7 @@ impl WarmStart {
             return Ok(Box::new(move |stored, to| weights.read_into(&stored.name, to)));
         }
         let file = TensorFile::open(&path)?;
+        self.check_sum(&file)?;
         // a checkpoint is what it serves: its averaged weights, where it has them
         let averaged = file.names().iter().any(|name| name == AVERAGE);
         let name = if averaged { AVERAGE } else { MASTERS };

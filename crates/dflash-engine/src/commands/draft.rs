@@ -57,6 +57,13 @@ impl Draft {
         Ok(Self { dir, config })
     }
 
+    /// The same draft with the shape of the run that goes on from the checkpoint in `resumed`, which has it
+    /// whatever that run began with; what the flags say is compared with it later.
+    pub(super) fn resuming(self, resumed: &Path) -> Self {
+        // A checkpoint that is damaged is refused as one.
+        Self { config: DraftConfig::load(resumed).ok().or(self.config), ..self }
+    }
+
     /// The draft's shape but for its mask token, which needs the tokenizer: 0 where it is not given.
     pub(super) fn shape(&self, settings: &DraftSettings, target: &TargetFacts) -> DraftShape {
         let depth = target.num_hidden_layers;

@@ -12,7 +12,7 @@ use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hub::{Hub, Part};
 use dflash_model::target::{TargetConfig, TargetFacts};
-use dflash_run::RunDir;
+use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Begin, Invalid, TrainSettings, ValidationSettings};
 use dflash_train::config::TrainConfig;
 use dflash_train::{Acceptance, Prepared, ProbeError, Served, Share};
@@ -23,11 +23,14 @@ use super::{described, launch};
 /// Schedulers' default time from SIGTERM to SIGKILL: Slurm's KillWait, Kubernetes' grace period.
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
+/// What is said of a run that a signal ended too early.
+const UNTRAINED: &str = "stopped before anything was trained; there was nothing to save";
+
 /// Runs the command.
 pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
     start(settings, signals).or_else(|error| match is_interruption(&error) {
         true => {
-            tracing::warn!("stopped before the first step; there was nothing to save");
+            tracing::warn!("{UNTRAINED}");
             Ok(Ending::Stopped)
         }
         false => Err(error),
@@ -130,12 +133,16 @@ fn train(
     if env.rank > 0 {
         return Ok(ending);
     }
+    let Some(checkpoint) = outcome.checkpoint else {
+        tracing::warn!("{UNTRAINED}");
+        return Ok(ending);
+    };
+    let checkpoint = checkpoint.display();
     if !outcome.completed {
         // An orderly end: what there was is saved. The exit code tells which signal asked for it.
-        let (step, checkpoint) = (outcome.step, outcome.checkpoint.display());
-        tracing::warn!("stopped at step {step}; --resume continues {checkpoint}");
+        tracing::warn!("stopped at step {}; --resume continues {checkpoint}", outcome.step);
     }
-    let written = writeln!(std::io::stdout(), "{}", outcome.checkpoint.display());
+    let written = writeln!(std::io::stdout(), "{checkpoint}");
     match (written, ending) {
         // The terminal that hung up, or a reader that was stopped too.
         (Err(error), Ending::Stopped) => {
@@ -154,7 +161,10 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
     let resumed = (settings.begin() != Begin::Fresh).then_some(settings.save_path.as_path());
     let described_target = described::described(settings.target_spec.as_deref(), resumed)?;
     let target = TargetFacts::load(&target_dir, described_target.as_ref())?;
-    let draft = Draft::locate(&settings.draft, stop)?;
+    let mut draft = Draft::locate(&settings.draft, stop)?;
+    if let Some(checkpoint) = goes_on_from(&settings)? {
+        draft = draft.resuming(&checkpoint.dir);
+    }
     Ok(TrainConfig {
         draft: draft.shape_with_mask(&settings.draft, (&target_dir, &target))?,
         described_target,
@@ -167,6 +177,14 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
         target_dir,
         settings,
     })
+}
+
+/// The checkpoint that the run goes on from, if it does.
+fn goes_on_from(settings: &TrainSettings) -> anyhow::Result<Option<Checkpoint>> {
+    if settings.dry_run || settings.begin() == Begin::Fresh {
+        return Ok(None);
+    }
+    Ok(RunDir::at(&settings.save_path).start(settings.begin())?)
 }
 
 /// Whether the target itself runs in this process, and not its head alone.

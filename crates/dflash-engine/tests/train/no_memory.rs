@@ -1,4 +1,9 @@
 //! Runs that get no memory: whose fault it is, what they say, what they leave.
+//!
+//! Limits are of address space, and follow from what the processes of the test take themselves. What else the
+//! machine does must not show in them: sizes are watched for a time of the process's own work and not of the
+//! clock, the allocator has one arena, because threads that meet in it get another of 64 MiB each, and stored states
+//! are read one at a time.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,7 +14,7 @@ use crate::running::Running;
 use crate::world::{Run, World, losses, sorted_checkpoints};
 
 /// Rows of more than a hundred MB of logits, if they may be taken at once.
-const HUNGRY: [&str; 10] = [
+const HUNGRY: [&str; 12] = [
     "--total-seq-len",
     "128",
     "--anchors-per-sequence",
@@ -20,22 +25,62 @@ const HUNGRY: [&str; 10] = [
     "12",
     "--loss-chunk-mib",
     "512",
+    // Each read that waits for another has a thread, and each thread a stack.
+    "--max-in-flight",
+    "1",
 ];
 
 /// What a process may take beyond its least: less than the logits of a row.
 const SPARE: u64 = 48 << 20;
 
+/// What a process must work for until its least size is known, and how long that may take.
+const WATCHED: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// A size of the process that the kernel knows by `name`, bytes; `None` once it has ended.
+fn size(process: u32, name: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// The processor's time that the process has had.
+fn worked(process: u32) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+    // The name, which may hold anything, is in brackets; the times are the 12th and 13th fields after it,
+    // in hundredths of a second.
+    let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let ticks = [11, 12].map(|field| fields[field].parse::<u64>().unwrap());
+    Duration::from_millis(10 * (ticks[0] + ticks[1]))
+}
+
 /// The least address space that the process has within a second of its work, bytes.
 fn least_size(process: u32) -> u64 {
-    let (begun, mut least) = (Instant::now(), u64::MAX);
-    while begun.elapsed() < Duration::from_secs(1) {
-        let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
-        let kib: u64 = line.split_whitespace().next().unwrap().parse().unwrap();
-        least = least.min(kib << 10);
+    let (begun, before, mut least) = (Instant::now(), worked(process), u64::MAX);
+    while worked(process) < before + WATCHED.0 && begun.elapsed() < WATCHED.1 {
+        least = least.min(size(process, "VmSize").unwrap());
         std::thread::sleep(Duration::from_millis(1));
     }
     least
+}
+
+/// `command` with an allocator whose size follows from what it is asked for.
+fn steady(mut command: Command) -> Command {
+    command.env("MALLOC_ARENA_MAX", "1");
+    command
+}
+
+/// The most address space that a run takes, bytes.
+fn most_size(command: Command) -> u64 {
+    let mut run = Running::start(&mut steady(command));
+    let mut most = 0;
+    while !run.has_ended() {
+        most = size(run.id(), "VmPeak").unwrap_or(0).max(most);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let run = run.end();
+    assert!(run.success(), "{}", run.stderr);
+    most
 }
 
 /// From now on the process has no more than its least and [`SPARE`]; the limit.
@@ -68,9 +113,10 @@ fn check_ended(run: &Run, rank: usize) -> u64 {
 #[test]
 fn a_run_without_memory_says_what_to_lower_and_goes_on_with_that() {
     let world = World::of_many_tokens();
-    let mut run = Running::start(&mut world.command("out", &HUNGRY));
+    let mut run = Running::start(&mut steady(world.command("out", &HUNGRY)));
     run.await_step(&world.path("out"), 2);
-    let limit = starve(run.id());
+    let hungry = size(run.id(), "VmPeak").unwrap();
+    starve(run.id());
     let step = check_ended(&run.end(), 0);
     // The step is void, and what was trained before it is saved.
     assert_eq!(
@@ -80,10 +126,19 @@ fn a_run_without_memory_says_what_to_lower_and_goes_on_with_that() {
     let mut less = HUNGRY;
     less[9] = "8";
     let more = [&less[..], &["--resume"]].concat();
+    let copied =
+        Command::new("cp").arg("-r").args([world.path("out"), world.path("copy")]).status();
+    assert!(copied.unwrap().success());
+    // Between what it takes to go on and what the rows took at once: how memory is cut up differs from run to
+    // run by some dozens of MiB, with the moments at which rows come.
+    let enough = most_size(world.command("copy", &more));
+    assert!(enough + SPARE < hungry, "{enough} and {hungry}");
+    let limit = enough.midpoint(hungry);
+    println!("{} MiB, {} at once", enough >> 20, hungry >> 20);
     let command = world.command("out", &more);
     let mut limited = Command::new("prlimit");
     limited.arg(format!("--as={limit}")).arg(command.get_program()).args(command.get_args());
-    let resumed = Run::of(limited.env("OMP_NUM_THREADS", "1"));
+    let resumed = Run::of(steady(limited).env("OMP_NUM_THREADS", "1"));
     assert!(resumed.success(), "{}", resumed.stderr);
 }
 
@@ -91,7 +146,7 @@ fn a_run_without_memory_says_what_to_lower_and_goes_on_with_that() {
 fn a_rank_without_memory_ends_all_without_a_restart_and_nothing_is_lost() {
     let world = World::of_many_tokens();
     let ranks = [&HUNGRY[..], &["--nproc", "2", "--max-restarts", "2"]].concat();
-    let mut run = Running::start(&mut world.command("out", &ranks));
+    let mut run = Running::start(&mut steady(world.command("out", &ranks)));
     run.await_step(&world.path("out"), 2);
     starve(run.ranks()[1]);
     let run = run.end();
@@ -133,15 +188,20 @@ fn any_command_without_memory_ends_as_one_that_was_asked_for_too_much() {
         command.args(shape).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
         command
     };
-    let mut small = Running::start(&mut bench(["--tokens", "64", "--anchors", "2"], "100000"));
-    std::thread::sleep(Duration::from_secs(2));
+    let mut small =
+        Running::start(&mut steady(bench(["--tokens", "64", "--anchors", "2"], "100000")));
+    // It has loaded what it loads, however slowly it goes here.
+    while worked(small.id()) < Duration::from_secs(2) {
+        assert!(!small.has_ended(), "{}", small.said());
+        std::thread::sleep(Duration::from_millis(10));
+    }
     let limit = least_size(small.id()) + SPARE;
     assert!(!small.has_ended(), "{}", small.said());
     drop(small);
     let large = bench(["--tokens", "16384", "--anchors", "2048"], "1");
     let mut limited = Command::new("prlimit");
     limited.arg(format!("--as={limit}")).arg(large.get_program()).args(large.get_args());
-    let run = Run::of(limited.env("OMP_NUM_THREADS", "1"));
+    let run = Run::of(steady(limited).env("OMP_NUM_THREADS", "1"));
     assert_eq!(run.code, Some(1), "{}", run.stderr);
     let told = "error: there is not enough memory: [enforce fail at alloc_cpu.cpp";
     assert!(run.stderr.contains(told), "{}", run.stderr);

@@ -94,6 +94,53 @@ fn a_change_of_settings_is_listed_and_refused_unless_it_is_named() {
 }
 
 #[test]
+fn a_resumed_run_takes_its_shape_from_its_checkpoint() {
+    let world = World::new();
+    let base = succeed(&world, "base", &["--max-steps", "1", "--num-layers", "3"]).stdout;
+    let base = Path::new(base.trim());
+    // The world's flags say a shape, which these leave out.
+    let train = |save: &str, more: &[&str]| {
+        let mut arguments = world.arguments(save, &[]);
+        for flag in ["--num-layers", "--block-size", "--target-layer-ids"] {
+            let at = arguments.iter().position(|argument| argument == flag).unwrap();
+            arguments.drain(at..at + 2);
+        }
+        arguments.extend(more.iter().map(ToString::to_string));
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        world.engine(&arguments)
+    };
+    let from = ["--from-pretrained", base.to_str().unwrap()];
+    let begun = train("out", &[&["--max-steps", "3"], &from[..]].concat());
+    assert!(begun.success(), "{}", begun.stderr);
+    assert!(begun.stderr.contains("training 3 layers "), "{}", begun.stderr);
+    // Without the flag, and with it in another spelling.
+    let link = world.path("link");
+    std::os::unix::fs::symlink(base, &link).unwrap();
+    let spelt = ["--from-pretrained", link.to_str().unwrap()];
+    for more in [&[][..], &from, &spelt] {
+        let resumed = train("out", &[&["--max-steps", "3", "--resume"], more].concat());
+        assert!(resumed.success(), "{more:?}: {}", resumed.stderr);
+        assert!(resumed.stderr.contains("resuming step 3 of 3"), "{}", resumed.stderr);
+    }
+    let other = succeed(&world, "other", &["--max-steps", "2", "--num-layers", "3"]).stdout;
+    let other = ["--max-steps", "3", "--resume", "--from-pretrained", other.trim()];
+    let refused = train("out", &other);
+    let told = format!("began from {}; leave out the flag", base.display());
+    assert!(refused.stderr.contains(&told), "{}", refused.stderr);
+    let refused = train("out", &["--max-steps", "3", "--resume", "--num-layers", "2"]);
+    let told = "it was trained with --num-layers 3, this run asks for 2";
+    assert!(refused.stderr.contains(told), "{}", refused.stderr);
+    // Settings are compared before a server is asked, and here there is none.
+    let nobody = format!("http://127.0.0.1:{}", crate::running::free_port());
+    let nowhere = world.path("nowhere").display().to_string();
+    let asks = ["--endpoint", &nobody, "--hidden-states-path", &nowhere];
+    let asks = [&asks[..], &["--on-missing", "generate", "--max-steps", "4", "--resume"]].concat();
+    let refused = train("out", &asks);
+    assert!(refused.stderr.contains("with other settings: max-steps 3 -> 4"), "{}", refused.stderr);
+    assert!(!refused.stderr.contains("waiting"), "{}", refused.stderr);
+}
+
+#[test]
 fn what_changes_last_bits_is_recorded_and_said() {
     let world = World::new();
     succeed(&world, "out", &["--max-steps", "2"]);

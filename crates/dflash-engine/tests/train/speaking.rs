@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use serde_json::Value;
 
 use crate::world::{World, sorted_checkpoints};
@@ -152,6 +153,40 @@ fn without_prompts_the_best_is_told_by_held_out_rows() {
 }
 
 #[test]
+fn a_validation_set_of_its_own_takes_nothing_from_the_data() {
+    let world = World::new();
+    let rows = |count: usize| {
+        let path = world.path(&format!("set-{count}"));
+        let mut writer = DatasetWriter::create(&path, WriterOptions::default()).unwrap();
+        for row in 0..count as i64 {
+            let input_ids = (0..20).map(|t| (row * 13 + t) % 60).collect();
+            writer.push(&Sample { input_ids, loss_mask: vec![true; 20] }).unwrap();
+        }
+        writer.finish().unwrap();
+        path.display().to_string()
+    };
+    let set = rows(5);
+    let steps = ["--colocate", "--max-steps", "7"];
+    let own = [&steps[..], &["--eval-every", "3", "--validation-data", &set]].concat();
+    let run = world.train("own", &own);
+    assert!(run.success(), "{}", run.stderr);
+    assert!(run.stderr.contains("step 3: validating on 2 held-out rows"), "{}", run.stderr);
+    let plain = world.train("plain", &steps);
+    assert!(plain.success(), "{}", plain.stderr);
+    let losses = |save: &str| crate::losses(&world.path(save));
+    assert_eq!(losses("own"), losses("plain"), "all of the data is trained on");
+    assert_eq!(world.lines("own", "validation.jsonl").len(), 3);
+    // Another set measures something else, which is said, and trains the same.
+    let other = rows(3);
+    let changed = [&own[..5], &["--validation-data", &other, "--resume"]].concat();
+    let resumed = world.train("own", &changed);
+    assert!(resumed.success(), "{}", resumed.stderr);
+    let both = [&own[..], &["--validation-ratio", "0.2"]].concat();
+    let refused = world.train("both", &both);
+    assert!(refused.stderr.contains("--validation-data is a set of its own"), "{}", refused.stderr);
+}
+
+#[test]
 fn epochs_are_not_saved_where_that_is_not_wanted() {
     let world = World::new();
     let run = world.train("out", &["--no-epoch-checkpoints", "--epochs", "3"]);
@@ -197,6 +232,38 @@ fn trackers_get_every_line_and_the_run_s_name() {
     assert!(none.success(), "{}", none.stderr);
     for name in ["tensorboard", "mlruns", "wandb"] {
         assert!(!world.path("none").join(name).exists(), "{name}");
+    }
+}
+
+/// What `text` any file below `dir` holds.
+fn files_with(dir: &Path, text: &str) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries
+        .flat_map(|path| match path.is_dir() {
+            true => files_with(&path, text),
+            false => {
+                let bytes = std::fs::read(&path).unwrap();
+                let has = bytes.windows(text.len()).any(|window| window == text.as_bytes());
+                has.then_some(path).into_iter().collect()
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn no_file_of_a_run_holds_an_endpoint_s_password() {
+    let world = World::new();
+    for (save, endpoint) in
+        [("url", "http://me:s3cr3tpw@127.0.0.1:9/v1"), ("bare", "me:s3cr3tpw@h:9")]
+    {
+        let more = ["--endpoint", endpoint, "--log-to", "tensorboard,mlflow,wandb"];
+        let run = world.train(save, &[&SHORT[..], &more].concat());
+        assert!(run.success(), "{}", run.stderr);
+        assert_eq!(files_with(&world.path(save), "s3cr3tpw"), Vec::<std::path::PathBuf>::new());
+        assert!(!run.stderr.contains("s3cr3tpw"), "{}", run.stderr);
+        let named = files_with(&world.path(save), "***@");
+        assert!(named.iter().any(|path| path.ends_with("run.json")), "{named:?}");
+        assert!(named.iter().any(|path| path.ends_with("params/vllm_endpoint")), "{named:?}");
     }
 }
 

@@ -18,7 +18,7 @@ use dflash_test_support::{ChaCha8Rng, Rng, random};
 
 use crate::fake::{
     LAYERS, Server, arrow, assert_right, config, drain, full_text, good, list, models, own_server,
-    single_rows, start, states_of, status,
+    prompt, single_rows, start, states_of, status,
 };
 
 const SOON: Duration = Duration::from_secs(5);
@@ -137,6 +137,37 @@ fn a_sample_refused_once_is_not_lost() {
     let mut stream = start(config(&[&server.url]), single_rows(0..3)).unwrap();
     drain(&mut stream).iter().flatten().for_each(assert_right);
     assert_eq!((stream.counters().rejected, requests.load(Ordering::SeqCst)), (0, 4));
+}
+
+/// What the HTTP library answers to a request whose head was garbled on its way: no word.
+fn bare() -> axum::response::Response {
+    axum::http::StatusCode::BAD_REQUEST.into_response()
+}
+
+#[test]
+fn a_bare_400_is_asked_again_before_the_sample_counts_as_refused() {
+    let (server, requests) = own_server(async |number, request: StatesRequest| match number {
+        0..4 => bare(),
+        _ => good(&request),
+    });
+    let mut stream = start(config(&[&server.url]), single_rows(0..1)).unwrap();
+    drain(&mut stream).iter().flatten().for_each(assert_right);
+    let counters = stream.counters();
+    assert_eq!((counters.rejected, counters.damaged), (0, 4));
+    assert_eq!(requests.load(Ordering::SeqCst), 5);
+    // One that never gets anything else is left out in the end.
+    let (server, requests) = own_server(async |_, request: StatesRequest| {
+        if request.input_ids.as_ref().unwrap() == &prompt(0).input_ids {
+            bare()
+        } else {
+            good(&request)
+        }
+    });
+    let mut stream = start(config(&[&server.url]), single_rows(0..2)).unwrap();
+    let rows = drain(&mut stream);
+    let have: Vec<bool> = rows.iter().flatten().map(|fetched| fetched.states.is_some()).collect();
+    assert_eq!((have, stream.counters().rejected), (vec![false, true], 1));
+    assert_eq!(requests.load(Ordering::SeqCst), 9);
 }
 
 /// A server that after some samples lists `second`, and refuses prompts or answers them.

@@ -4,6 +4,7 @@
 //! they come to is the same, bit for bit. Shapes: `t` tokens, `h` hidden, `v` vocabulary.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_settings::Dtype;
 use dflash_torch_sys::{cpu_multiplies_bf16, with_products};
@@ -154,9 +155,27 @@ impl Prefill {
     /// # Panics
     /// When an id is beyond the loaded layers; for want of memory.
     pub fn states(&self, prompts: &PackedPrompts, layer_ids: &[u32]) -> Result<Vec<Tensor>> {
+        let states = self.states_unless(&AtomicBool::new(false), prompts, layer_ids)?;
+        Ok(states.expect("nobody stops it"))
+    }
+
+    /// As [`Self::states`], but `None` where `stop` is set before the end, which is looked at before each
+    /// layer: long prompts take long on a CPU.
+    ///
+    /// # Errors
+    /// As [`Self::states`].
+    ///
+    /// # Panics
+    /// As [`Self::states`].
+    pub fn states_unless(
+        &self,
+        stop: &AtomicBool,
+        prompts: &PackedPrompts,
+        layer_ids: &[u32],
+    ) -> Result<Option<Vec<Tensor>>> {
         let filled = fill_up(prompts, self.device(), self.in_bf16);
         let PackedPrompts { input_ids, document_starts } = filled;
-        let stack = Stack { embedding: &self.embedding, body: &self.body };
+        let stack = Stack { embedding: &self.embedding, body: &self.body, stop: Some(stop) };
         let states = no_grad(|| {
             let ids_t = Tensor::from_slice(&input_ids).to_device(self.device());
             let run = || stack.packed_states(&ids_t, &document_starts, layer_ids);
@@ -164,8 +183,11 @@ impl Prefill {
             if self.device() == Device::Cpu { with_products(self.in_bf16, run) } else { Ok(run()) }
         })
         .map_err(Error::Products)?;
+        if stop.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
         let tokens = prompts.input_ids.len() as i64;
-        Ok(states.into_iter().map(|state_th| state_th.narrow(0, 0, tokens)).collect())
+        Ok(Some(states.into_iter().map(|state_th| state_th.narrow(0, 0, tokens)).collect()))
     }
 }
 

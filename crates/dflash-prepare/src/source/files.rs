@@ -4,10 +4,12 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dflash_text::raw_rows;
+use dflash_text::{is_row_column, raw_rows};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use serde_json::{Map, Value};
 
 use super::{Content, Record, Records};
 use crate::error::Error;
@@ -73,9 +75,61 @@ fn parquet_records(path: &Path) -> Result<Records<'static>, Error> {
     let bytes = size / count.max(1);
     let rows = RowIter::from_file_into(Box::new(reader));
     Ok(Box::new((1..).zip(rows).map(move |(line, row)| {
-        let content = Content::Value(row.map_err(parquet_error(&path))?.to_json_value());
+        let row = row.map_err(parquet_error(&path))?;
+        let content = columns(row).map_or_else(Content::Refused, Content::Value);
         Ok(Record { path: Arc::clone(&path), line, content, bytes })
     })))
+}
+
+/// The row as JSON. Text may come as bytes without an annotation, as old Spark and Impala write it; the
+/// library's own JSON would have it in base64, which looks like text. Bytes that are none in a column
+/// that no layout reads, such as an image, are in nobody's way.
+///
+/// # Errors
+/// The name of a column that is read and holds other bytes than text.
+fn columns(row: Row) -> Result<Value, String> {
+    let mut columns = Map::new();
+    for (name, field) in row.into_columns() {
+        let value = match json(&name, &field) {
+            Err(reason) if is_row_column(&name) => return Err(reason),
+            value => value.unwrap_or_else(|_| "(bytes)".into()),
+        };
+        columns.insert(name, value);
+    }
+    Ok(Value::Object(columns))
+}
+
+/// A field's value; `name` is its path.
+fn json(name: &str, field: &Field) -> Result<Value, String> {
+    match field {
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => Ok(text.into()),
+            Err(_) => Err(format!("column {name} holds bytes that are not UTF-8 text")),
+        },
+        Field::Group(row) => {
+            let members = row.get_column_iter();
+            let member = |(key, field): (&String, &Field)| {
+                Ok((key.clone(), json(&format!("{name}.{key}"), field)?))
+            };
+            members.map(member).collect()
+        }
+        Field::ListInternal(list) => {
+            let item = format!("{name}[]");
+            list.elements().iter().map(|field| json(&item, field)).collect()
+        }
+        Field::MapInternal(map) => {
+            let entry = |(key, field): &(Field, Field)| {
+                let key = match json(name, key)? {
+                    Value::String(key) => key,
+                    key => key.to_string(),
+                };
+                let value = json(&format!("{name}.{key}"), field)?;
+                Ok((key, value))
+            };
+            map.entries().iter().map(entry).collect()
+        }
+        plain => Ok(plain.to_json_value()),
+    }
 }
 
 fn parquet_error(path: &Path) -> impl FnOnce(ParquetError) -> Error {

@@ -126,7 +126,7 @@ fn open(
         return Err(Error::NothingToTrain { path });
     }
     let lengths = dataset.lengths().to_vec();
-    Ok((Box::new(TargetSamples { dataset, embedding_rows }), lengths))
+    Ok((Box::new(TargetSamples { dataset, behind: None, embedding_rows }), lengths))
 }
 
 fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape {

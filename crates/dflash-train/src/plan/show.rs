@@ -53,6 +53,13 @@ impl Display for Plan {
             Some(rate) => writeln!(f, ", {:.1} MB/s from the servers", rate / 1e6)?,
             None => writeln!(f)?,
         }
+        let (gb, count) = (self.checkpoint_bytes as f64 / 1e9, self.checkpoints);
+        let all = gb * count as f64;
+        writeln!(
+            f,
+            "disk        {gb:.2} GB a checkpoint, {all:.2} GB by the end with one an epoch ({count}); \
+             --keep-last N leaves N"
+        )?;
         if let Some(server) = self.server() {
             writeln!(f, "server      {server}")?;
         }

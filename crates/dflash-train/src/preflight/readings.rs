@@ -152,6 +152,11 @@ impl<'a> Sample<'a> {
         let guess = (self.head.lm_head_vh.size()[0] as f64).ln();
         let own = loss(own_tv, input_ids);
         let others = self.readings(last, own_tv).into_iter();
+        // Who says which layers its states are of has not mixed them up: a text may be such that an earlier
+        // layer guesses it better.
+        let is_ruled_out =
+            |cause: &Cause| self.probe.says_layers && matches!(cause, Cause::LastIs(_));
+        let others = others.filter(|(cause, _)| !is_ruled_out(cause));
         let others = others.map(|(cause, logits)| (loss(&logits(), input_ids), cause));
         let best =
             others.filter(|(other, _)| other.is_finite()).min_by(|(a, _), (b, _)| a.total_cmp(b));

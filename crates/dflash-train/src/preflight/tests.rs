@@ -227,3 +227,60 @@ fn a_sample_without_last_states_or_with_infinite_ones_says_nothing() {
     source.states[2] = Tensor::full([TOKENS, HIDDEN], f64::INFINITY, (Kind::Float, Device::Cpu));
     assert!(matches!(source.read().unwrap(), Found::Nothing));
 }
+
+/// The states taken for layer 3 guess the sample, and the last ones do not: as of a text of one word, which
+/// every earlier layer guesses better.
+fn guessed_by_an_earlier_layer(says_layers: bool) -> Result<Found, Cause> {
+    let mut source = Source::learnt();
+    source.states.swap(1, 2);
+    source.says_layers = says_layers;
+    source.read()
+}
+
+#[test]
+fn a_source_that_says_its_layers_is_believed() {
+    let found = guessed_by_an_earlier_layer(false).unwrap_err();
+    assert_eq!(found, Cause::LastIs(3));
+    let found = guessed_by_an_earlier_layer(true).unwrap();
+    assert!(matches!(found, Found::Loss(_)), "{found:?}");
+}
+
+#[test]
+fn a_loss_that_speaks_against_a_source_needs_a_second_sample() {
+    use crate::Error;
+    use dflash_run::SourceCheck;
+    let refusal = |cause: &str| Error::OtherStates { origin: "s".into(), cause: cause.into() };
+    let good = || SourceCheck { tokens: 7, ..SourceCheck::default() };
+    let asked = std::cell::Cell::new(0);
+    let second = |found: Result<Option<SourceCheck>, Error>| {
+        asked.set(asked.get() + 1);
+        found
+    };
+    assert_eq!(super::confirmed(Ok(good()), || second(Ok(None))).unwrap(), good());
+    assert_eq!(asked.get(), 0, "a sample that is right needs no other");
+    assert_eq!(super::confirmed(Err(refusal("a")), || second(Ok(Some(good())))).unwrap(), good());
+    let refused = super::confirmed(Err(refusal("a")), || second(Err(refusal("b")))).unwrap_err();
+    assert!(refused.to_string().ends_with(": a"), "{refused}");
+    let refused = super::confirmed(Err(refusal("a")), || second(Ok(None))).unwrap_err();
+    assert!(refused.to_string().ends_with(": a"), "{refused}");
+    assert_eq!(asked.get(), 3);
+}
+
+/// Samples of so many different tokens, by their numbers.
+struct Varied([i64; 4]);
+
+impl crate::rows::Samples for Varied {
+    fn sample(&self, index: u32) -> Result<dflash_data::Sample, crate::Error> {
+        let different = self.0[index as usize];
+        let input_ids = (0..9).map(|t| t % different).collect();
+        Ok(dflash_data::Sample { input_ids, loss_mask: vec![true; 9] })
+    }
+}
+
+#[test]
+fn the_second_sample_is_the_most_varied_of_the_others() {
+    let order = |samples, length| crate::rows::by_variety(&Varied(samples), 4, length).unwrap();
+    assert_eq!(order([9, 2, 5, 5], 9), [2, 3, 1]);
+    assert_eq!(order([9, 2, 5, 7], 3), [2, 3, 1], "as many as a probe takes");
+    assert!(crate::rows::by_variety(&Varied([1; 4]), 1, 9).unwrap().is_empty());
+}

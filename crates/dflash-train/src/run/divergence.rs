@@ -25,6 +25,11 @@ impl Worker<'_, '_> {
                 let epsilon = self.trainer.objective.denominator.epsilon();
                 let loss = outcome.statistics.report(epsilon).loss;
                 let unproven = self.health.unproven.is_some();
+                if step == 1
+                    && let Some(note) = self.health.opening_note(loss)
+                {
+                    meter.say(&note);
+                }
                 match self.health.add(loss, &mut self.position) {
                     Some(saved) => self.condemn(saved, loss, meter),
                     None if unproven => self.prune(meter, self.health.good),

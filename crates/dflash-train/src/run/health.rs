@@ -3,6 +3,11 @@
 //! A state is ruined when a number in it is not finite, when a weight is far beyond what any draft's
 //! weights are, or when the loss is far above that of guesses and above that of the run's beginning.
 //! The last shows only in the step after: a checkpoint is held to be good once the step after it was.
+//!
+//! A run that rose above its beginning and has not come down to what guesses have is ruined too, however
+//! high it began: fresh weights start far above guesses, and the first steps bring them down.
+
+use std::collections::VecDeque;
 
 use dflash_run::Position;
 
@@ -18,10 +23,23 @@ const ABOVE_GUESSES: f64 = 3.0;
 /// guesses have 8): a run that has gone wrong is above its own beginning too.
 const ABOVE_FIRST: f64 = 1.5;
 
+/// Steps over which a loss that has not come down is looked at: fewer say nothing, and a checkpoint saved in
+/// the first steps is not judged so.
+const RECENT: usize = 8;
+
+/// A run that rose so far above its first loss was thrown off, not slow to begin: the losses of fresh weights
+/// differ by a few percent from row to row.
+const THROWN_OFF: f64 = 1.2;
+
+/// Times the loss of guesses that the recent ones of a run that was thrown off may have.
+const STILL_ABOVE: f64 = 1.5;
+
 /// What the losses say of the run so far, the same on all ranks.
 pub(super) struct Health {
     /// The loss of a draft that gives every token the same probability, nats.
     ignorance: f64,
+    /// The last losses, up to [`RECENT`] of them.
+    recent: VecDeque<f64>,
     /// Over the steps since the last checkpoint that moved something.
     sum: f64,
     moved: u64,
@@ -61,6 +79,7 @@ impl Health {
         debug_assert!(unproven.is_none_or(|step| step == position.step));
         Self {
             ignorance: coefficients * tokens.ln(),
+            recent: VecDeque::new(),
             sum: 0.0,
             moved: 0,
             unproven,
@@ -77,6 +96,12 @@ impl Health {
     /// ruined, if it does.
     pub(super) fn add(&mut self, loss: f64, position: &mut Position) -> Option<u64> {
         position.first_loss.get_or_insert(loss);
+        let highest = position.highest_loss.get_or_insert(loss);
+        *highest = highest.max(loss);
+        self.recent.push_back(loss);
+        if self.recent.len() > RECENT {
+            self.recent.pop_front();
+        }
         self.sum += loss;
         self.moved += 1;
         self.has_moved = true;
@@ -113,8 +138,49 @@ impl Health {
                      {ignorance:.4} for guesses"
                 ))
             }
+            Weights::Sound if self.moved > 0 && self.is_thrown_off(position) => {
+                let (recent, ignorance) = (self.recent_loss(), self.ignorance);
+                let highest = position.highest_loss.unwrap_or(f64::NAN);
+                Some(format!(
+                    "the loss of the last {RECENT} steps is {recent:.4}, which rose to {highest:.4} and is \
+                     {ignorance:.4} for guesses"
+                ))
+            }
             Weights::Sound => None,
         }
+    }
+
+    /// What to say of a first `loss` far above that of guesses.
+    pub(super) fn opening_note(&self, loss: f64) -> Option<String> {
+        let ignorance = self.ignorance;
+        (loss > STILL_ABOVE * ignorance).then(|| {
+            format!(
+                "the loss of step 1, {loss:.2}, is above that of guesses ({ignorance:.2}), as is usual: \
+                 weights begin sure of themselves and wrong, which some dozens of steps mend"
+            )
+        })
+    }
+
+    /// What to say at the end of a run that was not thrown off and has still not come down to guesses.
+    pub(super) fn closing_note(&self) -> Option<String> {
+        let (recent, ignorance) = (self.recent_loss(), self.ignorance);
+        (self.has_moved && recent > ignorance).then(|| {
+            format!(
+                "the loss, {recent:.2} at the end, is above that of guesses ({ignorance:.2}): the draft \
+                 proposes no better than chance; train longer, or at another --lr"
+            )
+        })
+    }
+
+    /// The mean of the last losses.
+    fn recent_loss(&self) -> f64 {
+        self.recent.iter().sum::<f64>() / self.recent.len() as f64
+    }
+
+    fn is_thrown_off(&self, position: &Position) -> bool {
+        let highest = position.highest_loss.unwrap_or_default();
+        let rose = highest > THROWN_OFF * position.first_loss.unwrap_or(f64::INFINITY);
+        rose && self.recent.len() == RECENT && self.recent_loss() > STILL_ABOVE * self.ignorance
     }
 
     /// Notes a checkpoint of `step`, good by what is known, or ruined.
@@ -168,6 +234,7 @@ mod tests {
     fn health(ignorance: f64) -> Health {
         Health {
             ignorance,
+            recent: VecDeque::new(),
             sum: 0.0,
             moved: 0,
             unproven: None,
@@ -222,6 +289,37 @@ mod tests {
         assert_eq!(health.add(60.0, &mut position), None);
         health.saved(2, None);
         assert_eq!(health.add(100.0, &mut position), Some(2));
+    }
+
+    #[test]
+    fn a_run_that_rose_and_stays_above_guesses_is_ruined_however_high_it_began() {
+        let judged = |losses: &[f64]| {
+            let (mut health, mut position) = (health(8.3), Position::default());
+            losses.iter().for_each(|&loss| _ = health.add(loss, &mut position));
+            (health.judge(Weights::Sound, &position), health.closing_note().is_some())
+        };
+        let thrown_off = [41.0, 54.9, 47.7, 40.0, 35.0, 30.0, 27.0, 25.0, 24.0, 23.0, 23.0, 23.0];
+        let (sign, _) = judged(&thrown_off);
+        let told = "the loss of the last 8 steps is 26.2500, which rose to 54.9000 and is 8.3000 for guesses";
+        assert_eq!(sign.as_deref(), Some(told));
+        assert_eq!(judged(&thrown_off[..7]).0, None, "too early to tell");
+        // It only goes down: a short run, or one whose rate is low.
+        let slow = [41.0, 42.0, 38.0, 35.0, 33.0, 31.0, 30.0, 29.0, 28.0, 27.0, 26.0];
+        assert_eq!(judged(&slow), (None, true));
+        // It rose, and has come down.
+        let bump = [41.0, 55.0, 30.0, 12.0, 9.0, 8.0, 7.0, 7.0, 6.0, 6.0, 6.0, 6.0, 6.0];
+        assert_eq!(judged(&bump), (None, false));
+    }
+
+    #[test]
+    fn a_first_loss_far_above_guesses_is_explained() {
+        let note = |loss| health(8.3).opening_note(loss);
+        assert!(
+            note(41.0)
+                .unwrap()
+                .starts_with("the loss of step 1, 41.00, is above that of guesses (8.30)")
+        );
+        assert_eq!(note(9.0), None);
     }
 
     #[test]

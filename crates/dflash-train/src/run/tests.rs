@@ -20,7 +20,7 @@ use crate::fake::{Beside, MemoryRows};
 use crate::order::PlannedRow;
 use crate::readback::{self, Control};
 use crate::rows::{Loading, RowSource, Samples, StreamedRows, TargetSamples};
-use crate::world::{World, refused, resumed, with};
+use crate::world::{Saved, World, refused, resumed, with};
 use crate::{Error, Outcome, Prepared};
 
 /// What the stream of a run brings.
@@ -34,9 +34,9 @@ fn equal_seeds_give_equal_bytes_from_memory_and_from_files() {
     let memory = |save: &str| world.train_on(&world.config(save), &world.rows(), &Single).unwrap();
     let (first, second) = (memory("first"), memory("second"));
     assert!(first.completed);
-    assert_eq!(World::state(&first.checkpoint), World::state(&second.checkpoint));
+    assert_eq!(World::state(&first.saved()), World::state(&second.saved()));
     let third = world.train(&world.config("third")).unwrap();
-    assert_eq!(World::state(&first.checkpoint), World::state(&third.checkpoint));
+    assert_eq!(World::state(&first.saved()), World::state(&third.saved()));
     let losses = world.losses("first");
     assert_eq!(losses, world.losses("third"));
     assert!(losses.last().unwrap().1 < losses[0].1, "the loss falls: {losses:?}");
@@ -81,7 +81,7 @@ fn a_sample_that_cannot_be_read_once_ends_the_run_by_its_name() {
     let kept = world.saved("out");
     assert_eq!(kept, [world.losses("out").last().unwrap().0]);
     let on = world.train(&resumed(&config)).unwrap();
-    assert_eq!(World::state(&on.checkpoint), World::state(&whole.unwrap().checkpoint));
+    assert_eq!(World::state(&on.saved()), World::state(&whole.unwrap().saved()));
     assert_eq!(world.losses("out"), world.losses("whole"));
 }
 
@@ -216,7 +216,7 @@ fn a_stop_while_waiting_for_rows_keeps_the_steps_before_it() {
     assert_eq!((outcome.step, outcome.completed), (3, false));
     let on = world.train(&resumed(&config)).unwrap();
     let whole = world.train(&world.config("whole")).unwrap();
-    assert_eq!(World::state(&on.checkpoint), World::state(&whole.checkpoint));
+    assert_eq!(World::state(&on.saved()), World::state(&whole.saved()));
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn a_run_whose_rows_are_copied_beside_it_has_the_same_bits() {
     let source = Copied { rows: world.rows(), copies: copies.clone() };
     let copied = world.train_on(&config("copied"), &source, &Single).unwrap();
     let plain = world.train_on(&config("plain"), &world.rows(), &Single).unwrap();
-    assert_eq!(World::state(&copied.checkpoint), World::state(&plain.checkpoint));
+    assert_eq!(World::state(&copied.saved()), World::state(&plain.saved()));
     assert_eq!(world.losses("copied"), world.losses("plain"));
     let validated = |save| world.lines(save, "validation.jsonl");
     let losses =
@@ -323,16 +323,16 @@ fn all_ranks_clip_by_the_norm_of_rank_0() {
     let norm = world.lines("own", "metrics.jsonl")[0]["gradient_norm"].as_f64().unwrap();
     let told = |save: &str, norm: f64| {
         let rank_0 = Beside { broadcast_value: Some(norm), ..Beside::default() };
-        world.train_on(&one(save), &world.rows(), &rank_0).unwrap().checkpoint
+        world.train_on(&one(save), &world.rows(), &rank_0).unwrap().saved()
     };
-    assert_eq!(World::state(&told("same", norm)), World::state(&own.checkpoint));
+    assert_eq!(World::state(&told("same", norm)), World::state(&own.saved()));
     let other = told("other", 100.0 * norm);
     assert_eq!(world.lines("other", "metrics.jsonl")[0]["gradient_norm"], 100.0 * norm);
     let mean = |checkpoint: &Path| {
         let file = TensorFile::open(&checkpoint.join("trainer/state.safetensors")).unwrap();
         file.any_tensor("mean").unwrap().abs().max().double_value(&[])
     };
-    assert!(mean(&other) < 0.02 * mean(&own.checkpoint), "clipped by the other norm");
+    assert!(mean(&other) < 0.02 * mean(&own.saved()), "clipped by the other norm");
     let rank_0 = Beside { broadcast_value: Some(f64::NAN), ..Beside::default() };
     let none = refused(world.train_on(&one("none"), &world.rows(), &rank_0));
     assert!(none.contains("no step has been finite"), "{none}");
@@ -350,7 +350,7 @@ fn left(world: &World, save: &str, outcome: &Outcome) -> ([Vec<u8>; 2], Vec<Valu
         }
         line
     });
-    (World::state(&outcome.checkpoint), lines.collect())
+    (World::state(&outcome.saved()), lines.collect())
 }
 
 /// A line with the same counts, and figures that differ by rounding alone.
@@ -460,7 +460,7 @@ fn a_run_whose_steps_are_read_late_resumes_behind_a_bad_one() {
         ["bad_steps", "samples", "tokens", "anchors"].map(|key| line[key].as_u64().unwrap())
     };
     assert_eq!(counts("out"), counts("whole"));
-    assert_eq!(World::state(&on.checkpoint), World::state(&whole.checkpoint));
+    assert_eq!(World::state(&on.saved()), World::state(&whole.saved()));
 }
 
 #[test]
@@ -489,8 +489,9 @@ fn nothing_to_learn_is_known_without_the_device() {
     let device = (&Single as &dyn dflash_dist::Communicator, Control::Device);
     let error = refused(world.train_with(&world.config("out"), &world.rows(), device));
     assert!(error.contains("had nothing to learn from"), "{error}");
-    // the state's three parts, which the checkpoint looks at
-    assert_eq!(readback::count() - before, 3);
+    // Nothing is saved, so the state is not looked at either.
+    assert_eq!(world.saved("out"), [0_u64; 0]);
+    assert_eq!(readback::count(), before);
 }
 
 #[test]
@@ -510,6 +511,6 @@ fn all_ranks_go_by_the_norm_of_rank_0_on_the_device_too() {
     let two = Beside { alike: 1, ..Beside::default() };
     let alone = world.train_with(&one("alone"), &world.rows(), (&Single, Control::Device));
     let together = world.train_with(&one("together"), &world.rows(), (&two, Control::Device));
-    let [alone, together] = [alone, together].map(|run| World::state(&run.unwrap().checkpoint));
+    let [alone, together] = [alone, together].map(|run| World::state(&run.unwrap().saved()));
     assert_eq!(alone, together);
 }

@@ -9,7 +9,7 @@ use dflash_run::{Checkpoint, End, MetricLine, Position, RunDir, SavePath};
 
 use super::health::{Health, Weights};
 use super::{Outcome, summary};
-use crate::metrics::{Meter, RowTimes, counted, trackers};
+use crate::metrics::{Left, Meter, RowTimes, counted, trackers};
 use crate::no_memory::Asking;
 use crate::order::RowOrder;
 use crate::prepared::Prepared;
@@ -111,11 +111,15 @@ impl<'a> Worker<'a, '_> {
         let (mut times, mut failure) = (RowTimes::default(), None);
         let (asking, number) = (self.asking(), self.position.step + 1);
         let doing = || format!("in step {number}");
+        let waits_for = match settings.hidden_states.colocate {
+            true => "computing hidden states",
+            false => "waiting for hidden states",
+        };
         let mut step = self.trainer.begin(self.communicator);
         for micro in 1..=accumulation {
             let asked = Instant::now();
             let row = match failure {
-                None => asking.contain(doing, || rows.next()),
+                None => meter.waiting(waits_for, || asking.contain(doing, || rows.next())),
                 Some(_) => Ok(None),
             };
             let waited = asked.elapsed();
@@ -156,7 +160,7 @@ impl<'a> Worker<'a, '_> {
         let vote = finished.vote;
         vote.settle(failure)?;
         self.advance(&finished.sums);
-        meter.tick();
+        meter.tick(self.left());
         self.unread.push(Unread { step: self.position.step, finished, times });
         if self.trainer.control == Control::Host || self.unread.len() == MOST_UNREAD {
             self.settle(meter)?;
@@ -200,6 +204,28 @@ impl<'a> Worker<'a, '_> {
     fn validates(&self) -> bool {
         let (step, total) = (self.position.step, self.total);
         self.validation.as_ref().is_some_and(|it| it.is_due(step, total))
+    }
+
+    /// What is to come after this step.
+    fn left(&self) -> Left {
+        let settings = &self.prepared.config.settings;
+        let (step, total) = (self.position.step, self.total);
+        let steps = total - step;
+        let multiples = |every: u64| total / every - step / every;
+        let last = u64::from(steps > 0);
+        let validations = |every: u64| {
+            let own = if total.is_multiple_of(every) { 0 } else { last };
+            self.validation.as_ref().map_or(0, |_| multiples(every) + own)
+        };
+        let validations = settings.validation.eval_every.map_or(0, validations);
+        let per_step = self.communicator.world_size() * settings.rows.gradient_accumulation_steps;
+        let end = (self.position.rows + steps * per_step as u64).min(self.order.rows());
+        let epochs = self.order.epoch_of(end) - self.order.epoch_of(self.position.rows);
+        let checkpoints = &settings.checkpoints;
+        let epochs = if checkpoints.no_epoch_checkpoints { 0 } else { epochs };
+        // The end of the last epoch is often that of the run.
+        let saves = checkpoints.save_every.map_or(0, multiples) + epochs.max(last);
+        Left { steps, validations, saves }
     }
 
     /// Learning rate of the step after `step`.
@@ -277,9 +303,9 @@ impl<'a> Worker<'a, '_> {
 
     /// Ends a run whose first epoch had no slot to learn from.
     fn nothing_learned(&mut self, meter: &mut Meter) -> Result<Error, Error> {
-        let Outcome { checkpoint, step: steps, .. } = self.finish(meter, false)?;
+        let Outcome { step: steps, .. } = self.finish(meter, false)?;
         self.communicator.announce_permanent_failure();
-        Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples, checkpoint })
+        Ok(Error::NothingLearned { steps, skipped: self.position.skipped_samples })
     }
 
     /// Validates if it is time and has not been done.
@@ -295,7 +321,7 @@ impl<'a> Worker<'a, '_> {
         let begun = Instant::now();
         let Some(validation) = &mut self.validation else { return Ok(()) };
         let line = meter.aside(|| validation.run(step, &self.trainer, self.communicator))?;
-        meter.exclude(begun.elapsed());
+        meter.validated_for(begun.elapsed());
         meter.validated(&line)?;
         // best.json names a checkpoint that is there and worth something
         if let Some(save_path) = &self.save_path
@@ -346,14 +372,28 @@ impl<'a> Worker<'a, '_> {
     fn save(&mut self, meter: &mut Meter) -> Result<(), Error> {
         self.settle(meter)?;
         let begun = Instant::now();
+        let is_new = self.saved != Some(self.position.step);
         self.write(meter)?;
-        meter.exclude(begun.elapsed());
+        if is_new {
+            meter.saved(begun.elapsed());
+        }
         Ok(())
+    }
+
+    /// Whether the weights are those that the run began with, fresh or another draft's: nobody is to
+    /// take them for what it trained.
+    fn is_untrained(&self) -> bool {
+        let Position { step, empty_steps, .. } = self.position;
+        self.prepared.resume.is_none() && step == empty_steps
     }
 
     fn write(&mut self, meter: &Meter) -> Result<(), Error> {
         let step = self.position.step;
         if self.saved.replace(step) == Some(step) {
+            return Ok(());
+        }
+        if self.is_untrained() {
+            meter.say(&format!("step {step} is not saved: nothing has been trained yet"));
             return Ok(());
         }
         if self.health.is_unmoved() && self.position.bad_in_a_row > 0 {
@@ -483,7 +523,11 @@ impl<'a> Worker<'a, '_> {
         meter.log(self.line(f64::NAN))?;
         self.save(meter)?;
         self.sum_up_bad_steps(meter);
-        let (how, end) = match (self.health.ruin.is_some() || self.kept().is_none(), completed) {
+        if completed && let Some(note) = self.health.closing_note() {
+            meter.say(&note);
+        }
+        let is_lost = self.kept().is_none() && !self.is_untrained();
+        let (how, end) = match (self.health.ruin.is_some() || is_lost, completed) {
             (true, _) => ("diverged", End::Failed),
             (false, true) => ("done", End::Finished),
             (false, false) => ("stopped", End::Stopped),
@@ -495,7 +539,10 @@ impl<'a> Worker<'a, '_> {
         match (self.health.ruin.take(), self.kept()) {
             (None, Some(kept)) => {
                 self.prune(meter, None);
-                Ok(Outcome { checkpoint: Checkpoint::at(dir, kept).dir, step, completed })
+                Ok(Outcome { checkpoint: Some(Checkpoint::at(dir, kept).dir), step, completed })
+            }
+            (None, None) if self.is_untrained() => {
+                Ok(Outcome { checkpoint: None, step, completed })
             }
             (ruin, _) => {
                 self.communicator.announce_permanent_failure();

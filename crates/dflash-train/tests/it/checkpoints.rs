@@ -7,7 +7,7 @@ use dflash_settings::{CheckpointSettings, Dtype, SchedulerType, TrainSettings};
 use dflash_train::config::TrainConfig;
 
 use crate::load;
-use crate::world::{World, refused, resumed, with};
+use crate::world::{Saved, World, refused, resumed, with};
 
 #[test]
 fn old_checkpoints_go_and_the_best_stays() {
@@ -43,7 +43,7 @@ fn a_save_path_that_holds_something_else_is_left_alone() {
 fn damaged_checkpoints_are_named_and_the_one_before_goes_on() {
     let world = World::new();
     let config = with(world.config("out"), |settings| settings.checkpoints.save_every = Some(3));
-    let last = world.train(&config).unwrap().checkpoint;
+    let last = world.train(&config).unwrap().saved();
     let steps = world.saved("out");
     let before = steps[steps.len() - 2];
     let expected = world.losses("out");
@@ -188,7 +188,7 @@ fn starts_that_do_not_fit_are_refused() {
     let first = world
         .train(&with(world.config("first"), |settings| settings.rows.max_steps = Some(1)))
         .unwrap();
-    let dir = &first.checkpoint;
+    let dir = &first.saved();
     let start = |save: &str| {
         let config = TrainConfig { pretrained_dir: Some(dir.clone()), ..world.config(save) };
         world.train(&config)
@@ -200,6 +200,15 @@ fn starts_that_do_not_fit_are_refused() {
     assert!(error.contains("rope_theta is 500"), "{error}");
     assert!(!world.path("foreign").exists());
     std::fs::write(&path, text).unwrap();
+    let masters = dir.join("trainer/state.safetensors");
+    let whole = std::fs::read(&masters).unwrap();
+    let mut flipped = whole.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    std::fs::write(&masters, flipped).unwrap();
+    let error = refused(start("damaged"));
+    assert!(error.contains("state.safetensors is not what its state.json describes"), "{error}");
+    assert!(!world.path("damaged").join("metrics.jsonl").exists());
+    std::fs::write(&masters, whole).unwrap();
     let draft = load(dir);
     let _ = draft.flat().narrow(0, 7, 1).fill_(f64::NAN);
     draft.save(dir).unwrap();

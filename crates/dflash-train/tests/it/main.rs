@@ -13,7 +13,7 @@ use dflash_run::Checkpoint;
 use dflash_settings::{Dtype, OnMissing};
 use tch::{Device, Kind, Tensor};
 
-use world::{World, refused, resumed, with};
+use world::{Saved, World, refused, resumed, with};
 
 fn load(checkpoint: &Path) -> Draft {
     Draft::load(checkpoint, Device::Cpu, Kind::Float).unwrap()
@@ -38,6 +38,30 @@ fn a_token_that_the_target_does_not_have_is_named() {
         error.contains("sample 0 has token 64, but the target's embedding has 64 rows"),
         "{error}"
     );
+}
+
+/// The first anchor of a document sees no context, and here there is no other: neither the place of what
+/// it does not see nor the draft's pass over nothing may fail.
+#[test]
+fn a_document_whose_only_anchor_is_its_first_token_trains() {
+    let world = World::new();
+    let data = world.path("data");
+    std::fs::remove_dir_all(&data).unwrap();
+    let mut writer = DatasetWriter::create(&data, WriterOptions::default()).unwrap();
+    let config = dflash_model::target::TargetConfig::qwen3(World::HIDDEN, 2, World::VOCABULARY);
+    let target = dflash_model::target::Target::random(config, 1, Device::Cpu);
+    let input_ids = vec![1, 2];
+    world.files.write(0, &input_ids, &World::captures(&target, &input_ids)).unwrap();
+    writer.push(&Sample { input_ids, loss_mask: vec![true; 2] }).unwrap();
+    writer.finish().unwrap();
+    for anchors in [1, 8] {
+        let config = with(world.config(&format!("out-{anchors}")), |settings| {
+            settings.rows.anchors_per_sequence = anchors;
+        });
+        let outcome = world.train(&config).unwrap();
+        assert_eq!((outcome.completed, outcome.step), (true, 2));
+        assert!(load(&outcome.saved()).flat().isfinite().all().int64_value(&[]) == 1);
+    }
 }
 
 #[test]
@@ -95,8 +119,16 @@ fn a_step_without_anything_to_learn_moves_nothing() {
     };
     let lines = world.lines("whole", "metrics.jsonl");
     let mut empty = 0;
+    // What is not trained yet is not saved.
+    let first = world.saved("whole")[0];
+    let untrained = lines.iter().take_while(|line| line["loss"].is_null()).count();
+    assert_eq!(first, untrained as u64 + 1);
     for pair in lines.windows(2) {
         let step = pair[1]["step"].as_u64().unwrap();
+        if step <= first {
+            empty += u64::from(pair[1]["loss"].is_null());
+            continue;
+        }
         let moved = !masters("whole", step - 1).equal(&masters("whole", step));
         assert_eq!(moved, !pair[1]["loss"].is_null(), "step {step}");
         empty += u64::from(!moved);
@@ -114,7 +146,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
             std::fs::copy(from.join(&name).join(file), to.join(&name).join(file)).unwrap();
         }
         let on = world.train(&resumed(&config("part"))).unwrap();
-        assert_eq!(World::state(&on.checkpoint), World::state(&whole.checkpoint), "{step}");
+        assert_eq!(World::state(&on.saved()), World::state(&whole.saved()), "{step}");
     }
 }
 
@@ -153,7 +185,7 @@ fn recomputing_activations_changes_no_bit() {
     let kept = world.train(&world.config("kept")).unwrap();
     let again = with(world.config("again"), |settings| settings.compute.recompute = true);
     let again = world.train(&again).unwrap();
-    assert_eq!(World::state(&kept.checkpoint), World::state(&again.checkpoint));
+    assert_eq!(World::state(&kept.saved()), World::state(&again.saved()));
 }
 
 #[test]
@@ -170,7 +202,7 @@ fn bfloat16_keeps_float32_masters_and_close_losses() {
         assert!((narrow - wide).abs() <= 0.02 * wide, "step {step}: {narrow} and {wide}");
     }
     assert_ne!(narrow_losses, wide_losses);
-    let masters = stored(&narrow.checkpoint, "masters");
+    let masters = stored(&narrow.saved(), "masters");
     assert_eq!(masters.kind(), Kind::Float);
     let rounded = masters.to_kind(Kind::BFloat16).to_kind(Kind::Float);
     assert!(!masters.equal(&rounded), "masters were rounded");
@@ -181,7 +213,7 @@ fn averaged_weights_are_what_is_served_and_it_is_said() {
     let world = World::new();
     let mut config = world.config("run");
     config.settings.optimizer.ema_decay = Some(0.8);
-    let checkpoint = world.train(&config).unwrap().checkpoint;
+    let checkpoint = world.train(&config).unwrap().saved();
     let (average, masters) = (stored(&checkpoint, "average"), stored(&checkpoint, "masters"));
     let rounded = average.to_kind(Kind::BFloat16).to_kind(Kind::Float);
     assert!(load(&checkpoint).flat().equal(&rounded));

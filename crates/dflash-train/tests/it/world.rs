@@ -47,6 +47,17 @@ pub(crate) fn resumed(config: &TrainConfig) -> TrainConfig {
     with(config.clone(), |settings| settings.resume = true)
 }
 
+/// What a run that trained something has left.
+pub(crate) trait Saved {
+    fn saved(&self) -> PathBuf;
+}
+
+impl Saved for Outcome {
+    fn saved(&self) -> PathBuf {
+        self.checkpoint.clone().expect("the run saved a checkpoint")
+    }
+}
+
 /// The message of a run that fails, with its cause.
 pub(crate) fn refused(result: Result<Outcome, Error>) -> String {
     let error = result.expect_err("the run fails");

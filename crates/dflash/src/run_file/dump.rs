@@ -1,8 +1,7 @@
 //! `--dump-config`: the resolved settings as a run file.
 
 use clap::{Arg, Command};
-use dflash_settings::hide_passwords_in;
-use serde::Deserialize;
+use dflash_settings::shown_settings;
 use serde_json::{Map, Value};
 
 use super::values_of;
@@ -21,7 +20,8 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     let (Some(command), Some(table)) = (definition.find_subcommand(&name), table_of(&name)) else {
         unreachable!("only commands with run files are asked for them");
     };
-    let values = without_passwords(values_of(&cli.command)?);
+    let shown = shown_settings(&values_of(&cli.command)?);
+    let Value::Object(values) = shown else { unreachable!("it was a map") };
     let mut text = format!("# Settings of `dflash {name}`, defaults included.\n[{table}]\n");
     let mut absent = Vec::new();
     let mut heading = None;
@@ -40,15 +40,6 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     }
     text.push_str(&format!("\n# Without a value: {}\n", absent.join(", ")));
     Ok(text)
-}
-
-/// Nothing that is printed holds the password of an endpoint.
-fn without_passwords(values: Map<String, Value>) -> Map<String, Value> {
-    let endpoints = values.get("vllm_endpoint").and_then(|value| Vec::deserialize(value).ok());
-    let mut values = Value::Object(values);
-    hide_passwords_in(&mut values, &endpoints.unwrap_or_default());
-    let Value::Object(values) = values else { unreachable!("it was a map") };
-    values
 }
 
 /// Whether the setting is only a default and another one that excludes it was given.

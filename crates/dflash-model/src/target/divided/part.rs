@@ -162,7 +162,7 @@ impl Part {
             (None, None) => panic!("stages without the embedding have one before them"),
             (None, Some(embedding)) => {
                 let ids_t = Tensor::from_slice(&prompts.input_ids).to_device(device);
-                let x_th = Stack { embedding, body: &self.body }.embed(&ids_t);
+                let x_th = Stack { embedding, body: &self.body, stop: None }.embed(&ids_t);
                 let prepare = self.body.prepare.as_ref();
                 pass.prepared = prepare.map(|prepare| prepare.of(&ids_t, &x_th));
                 captured.extend(layer_ids.contains(&0).then(|| (0, x_th.shallow_clone())));
