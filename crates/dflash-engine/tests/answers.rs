@@ -156,7 +156,7 @@ impl Server {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json"
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json"
         );
         write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
         stream
@@ -214,7 +214,7 @@ fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
     limit(None);
     assert_eq!(text(&server.ask("/v1/completions", short)), text(&before));
     let mut page = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
-    write!(page, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    write!(page, "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
     let mut metrics = String::new();
     page.read_to_string(&mut metrics).unwrap();
     let errors = metrics.lines().find(|line| line.contains("finished_reason=\"error\"")).unwrap();
@@ -240,9 +240,33 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     assert!(server.child.wait().unwrap().success());
     let log = std::fs::read_to_string(saved.path("log")).unwrap();
     assert!(log.contains("ready on http://127.0.0.1:"), "{log}");
+    let line = log.lines().find(|line| line.contains("POST /v1/chat/completions 200 in "));
+    let line = line.unwrap_or_else(|| panic!("no line for the request in {log}"));
+    assert!(line.contains("INFO") && line.contains(" of answers, first token after "), "{line}");
     assert!(!log.contains("purple") && !log.contains(text), "{log}");
     // Nor letter by letter, as the tokenizer's own lines have it.
     assert!(!log.contains("'w'"), "{log}");
+}
+
+#[test]
+fn a_server_for_all_without_a_key_warns() {
+    let saved = Saved::new();
+    let said = |arguments: &[&str]| {
+        let port_file = saved.path("port");
+        let _ = std::fs::remove_file(&port_file);
+        let mut command = saved.engine("serve");
+        command.args(["--port", "0", "--port-file"]).arg(&port_file).args(arguments);
+        let log = saved.path("warned");
+        let mut child = command.stderr(std::fs::File::create(&log).unwrap()).spawn().unwrap();
+        eventually("the server tells its port", || port_in(&port_file).is_some());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        std::fs::read_to_string(log).unwrap()
+    };
+    let warning = "may use this server; pass --api-key";
+    assert!(said(&["--host", "0.0.0.0"]).contains(warning));
+    assert!(!said(&["--host", "0.0.0.0", "--api-key", "k"]).contains(warning));
+    assert!(!said(&[]).contains(warning));
 }
 
 #[test]
