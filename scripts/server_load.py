@@ -42,6 +42,8 @@ class Server:
 
     def __init__(self, arguments, directory):
         port_file = os.path.join(directory, "port")
+        if os.path.exists(port_file):
+            os.remove(port_file)
         self.log = open(os.path.join(directory, "server.log"), "wb")
         command = [PROGRAM, *arguments, "--port", "0", "--port-file", port_file]
         self.process = subprocess.Popen(command, stderr=self.log)

@@ -126,6 +126,135 @@ fn prompts_that_cannot_be_answered_say_why() {
     refuse(&["--prompt-file", "/no/such/file"], "/no/such/file");
     refuse(&["--stop", "", "hello"], "--stop is empty");
     refuse(&["--top-p", "0", "hello"], "--top-p is 0");
+    refuse(&[""], "the prompt is empty");
+    refuse(&[" \n"], "the prompt is empty");
+    // Standard input that is closed, or empty.
+    refuse(&[], "the prompt is empty");
+}
+
+/// A terminal with `dflash generate` at its other end; killed when dropped.
+struct Chat {
+    child: Child,
+    typed: std::fs::File,
+    shown: std::sync::Arc<std::sync::Mutex<String>>,
+}
+
+impl Chat {
+    fn start(saved: &Saved, arguments: &[&str]) -> Self {
+        Self::start_in(saved, arguments, "xterm")
+    }
+
+    fn start_in(saved: &Saved, arguments: &[&str], terminal: &str) -> Self {
+        let pty = nix::pty::openpty(None, None).unwrap();
+        let other = || Stdio::from(pty.slave.try_clone().unwrap());
+        let mut command = saved.engine("generate");
+        command
+            .args(arguments)
+            .env("TERM", terminal)
+            .stdin(other())
+            .stdout(other())
+            .stderr(other());
+        let child = command.spawn().unwrap();
+        drop(pty.slave);
+        let typed = std::fs::File::from(pty.master);
+        let (mut reader, shown) = (typed.try_clone().unwrap(), std::sync::Arc::default());
+        let said = std::sync::Arc::clone(&shown);
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = reader.read(&mut bytes) {
+                let text = String::from_utf8_lossy(&bytes[..count]).into_owned();
+                let said: &std::sync::Mutex<String> = &said;
+                said.lock().unwrap().push_str(&text);
+            }
+        });
+        Self { child, typed, shown }
+    }
+
+    fn shown(&self) -> String {
+        self.shown.lock().unwrap().clone()
+    }
+
+    /// Types `keys` at a prompt, and waits for the next one; returns what was shown meanwhile.
+    fn turn(&mut self, keys: &str) -> String {
+        let prompts =
+            || self.shown().matches("\x1b[6n").count() + self.shown().matches("> ").count();
+        let (before, length) = (prompts(), self.shown().len());
+        self.typed.write_all(keys.as_bytes()).unwrap();
+        eventually("another prompt", || prompts() > before && self.shown().len() > length + 4);
+        self.shown()[length..].to_owned()
+    }
+}
+
+impl Drop for Chat {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
+    let saved = Saved::new();
+    // So long that nobody waits for its end.
+    for config in ["target/config.json", "draft/config.json"] {
+        let text = std::fs::read_to_string(saved.path(config)).unwrap();
+        let mut config_json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config_json["max_position_embeddings"] = 200_000.into();
+        config_json["eos_token_id"] = 259.into();
+        std::fs::write(saved.path(config), config_json.to_string()).unwrap();
+    }
+    let mut chat = Chat::start(&saved, &["--max-new-tokens", "150000", "--temperature", "1"]);
+    eventually("the first prompt", || chat.shown().contains("> "));
+    let pid = chat.child.id().to_string();
+    for turn in ["hello\r", "again\r"] {
+        let length = chat.shown().len();
+        chat.typed.write_all(turn.as_bytes()).unwrap();
+        eventually("an answer begins", || chat.shown().len() > length + 60);
+        assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+        let prompts = chat.shown().matches("> ").count();
+        eventually("the next prompt", || chat.shown().matches("> ").count() > prompts);
+        // Longer than the deadline of a command that does not end.
+        std::thread::sleep(Duration::from_millis(4500));
+        assert!(chat.child.try_wait().unwrap().is_none(), "{}", chat.shown());
+    }
+    chat.typed.write_all(b"\x04").unwrap();
+    eventually("the end", || chat.child.try_wait().unwrap().is_some());
+    assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
+}
+
+#[test]
+fn turns_are_edited_and_called_back() {
+    let saved = Saved::new();
+    let mut chat = Chat::start(&saved, &["--max-new-tokens", "8", "--raw"]);
+    eventually("the first prompt", || chat.shown().contains("> "));
+    // "hallo", the second letter replaced: left four times, a letter deleted before it.
+    let edited = chat.turn("hallo\x1b[D\x1b[D\x1b[D\x7fe\r");
+    let answer = |text: &str| text.lines().nth(1).map(str::to_owned).unwrap_or_default();
+    let expected = saved.generate(&["--max-new-tokens", "8", "--raw", "hello"]);
+    let expected = stdout(&expected).lines().next().unwrap().to_owned();
+    assert!(edited.contains(&expected), "{expected:?} is not in {edited:?}");
+    // Up, and Enter.
+    let again = chat.turn("\x1b[A\r");
+    assert!(again.contains(&expected) && again.contains("hello"), "{again:?}");
+    assert!(!again.contains("^[[A"), "{again:?} {}", answer(&again));
+}
+
+#[test]
+fn a_dumb_terminal_gets_no_colors() {
+    let saved = Saved::new();
+    let draft = saved.path("draft");
+    let shown = |terminal: &str| {
+        let mut line = vec!["--draft", draft.to_str().unwrap(), "--speculate=2", "--show-blocks"];
+        line.extend(["--max-new-tokens", "20", "hello"]);
+        let mut chat = Chat::start_in(&saved, &line, terminal);
+        eventually("it ends", || chat.child.try_wait().unwrap().is_some());
+        // What was written last may still be on its way.
+        eventually("all is read", || chat.shown().contains("acceptance length"));
+        chat.shown()
+    };
+    assert!(shown("xterm").contains("\x1b[31;9m"));
+    let dumb = shown("dumb");
+    assert!(!dumb.contains('\x1b') && dumb.contains("[-"), "{dumb:?}");
 }
 
 fn port_in(path: &Path) -> Option<u16> {

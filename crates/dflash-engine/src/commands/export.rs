@@ -19,7 +19,12 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     let target = TargetFacts::load(&target_dir, described.as_ref())?;
     let source = Source::open(&draft_path)?;
     let tokenizer = draft::tokenizer(&target_dir)?;
-    draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config())?;
+    // Of another vocabulary the export says so: its mask token would mean nothing.
+    if source.config().vocab_size == target.vocab_size {
+        let checked =
+            draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
+        checked.map_err(|error| of_export(error, &settings.draft))?;
+    }
     let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
     let near = exported.nearness;
     tracing::info!(
@@ -33,6 +38,17 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     );
     println!("{}", exported.path.display());
     Ok(())
+}
+
+/// A mask token cannot be chosen here: the draft was trained with it.
+fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(dflash_model::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(
+            "{draft} does not fit the target: its mask token {id} {reason} there; name the target that it \
+             was trained with"
+        ),
+        _ => error,
+    }
 }
 
 /// A draft's directory, or its file.

@@ -122,6 +122,27 @@ async fn one_key_of_many_requests_does_not_keep_others_out() {
     crowd.iter().for_each(tokio::task::JoinHandle::abort);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_of_many_requests_is_as_fast_as_the_first() {
+    let server = Running::start(ServeSettings { prefix_cache_mib: 512, ..settings() });
+    let mut times = Vec::new();
+    for n in 0..600 {
+        // Nothing in common, so that all their caches are kept.
+        let prompt: Vec<u64> = (0..30).map(|at| (n * 7919 + at * at * 31 + at * n) % 250).collect();
+        let began = std::time::Instant::now();
+        server.complete(json!(prompt), json!({"max_tokens": 4, "temperature": 0})).await;
+        times.push(began.elapsed());
+    }
+    assert!(server.metric("dflash:prefix_cache_bytes").await > 1e6);
+    let median = |times: &mut [Duration]| {
+        times.sort_unstable();
+        times[times.len() / 2]
+    };
+    let (first, last) = (median(&mut times[50..150].to_vec()), median(&mut times[500..].to_vec()));
+    // Where every kept cache was summed in every step it was 20 times as slow.
+    assert!(last < 3 * first, "{first:?} at first, {last:?} at last");
+}
+
 /// Most memory that this process has had since it was last asked for, MiB.
 fn peak_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
