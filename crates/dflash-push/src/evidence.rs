@@ -56,7 +56,11 @@ pub(crate) fn choose(
     evidence: Vec<Evaluation>,
     chosen: Option<&[String]>,
 ) -> Result<Vec<Evaluation>, Error> {
-    let name = |report: &Evaluation| report.prompts.display().to_string();
+    // As the card has it: older reports hold paths.
+    let name = |report: &Evaluation| {
+        let name = report.prompts.file_name().unwrap_or(report.prompts.as_os_str());
+        name.to_string_lossy().into_owned()
+    };
     let is = |report: &Evaluation, named: &String| name(report).eq_ignore_ascii_case(named);
     let is_none = |named: &String| named == "none";
     let mut kept = evidence;

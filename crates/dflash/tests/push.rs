@@ -202,7 +202,7 @@ fn a_pull_request_whose_answer_is_lost_is_opened_once() {
     }
     assert_eq!(world.hub.repository(MODEL).unwrap().proposals().len(), 1);
     let other = world.push(&format!("{line} --message another"));
-    assert_eq!(other.stdout.trim(), page.replace("/1", "/2"));
+    assert_eq!(other.stdout.trim(), page.replace("discussions/1", "discussions/2"));
     // Where the Hub cannot be asked, nobody knows, and it is not told again.
     world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
     world.hub.mishap("GET /api/models/me/drafter/discussions", 99, What::Status(403, "no"));
