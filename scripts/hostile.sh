@@ -34,6 +34,8 @@ suite "runs speak, signals, trackers" "--test train" speaking:: ending:: first_s
 suite "a source is proved before the first step" "--test train" preflight::
 suite "a wrong or hostile server does no harm" "--test train" servers::
 suite "clients of hostile servers, the wire, the server pressed" "--test it" hostile:: pressure:: https:: vllm_server:: own_server::
+suite "pages, greedy and odd clients of serve, servers that stumble" "--test it" guests:: limits:: servers::
+suite "answers of the Hub that are lost" "--test push" lost stumbles
 suite "damaged replies, streams and files" "--lib" damaged
 suite "a lost reader is no success" "--test workspace" streams::
 suite "hostile values, on every flag" "--test hostile" ""

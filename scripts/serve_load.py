@@ -4,8 +4,10 @@
 
 Starts the server on TARGET. A crowd asks for chats of mixed lengths, streamed and whole, and one client
 in ten leaves in the middle. Checks that every other request is answered whole and that the server's
-own counts agree, and prints resident memory and waiting times; exit code 1 when a bound is missed.
-Standard library only.
+own counts agree, and prints resident memory and waiting times. Then, with the flags that a server has by
+default, as many short requests that have nothing in common: the last of them must be as fast as the first,
+and resident memory must have grown by what the server counts as kept. Then one request of 128 choices, behind
+which others must not wait. Exit code 1 when a bound is missed. Standard library only.
 """
 
 import argparse
@@ -118,6 +120,84 @@ def counts(server):
     return {reason: int(count) for reason, count in ended}, value
 
 
+def complete(connection, prompt, **more):
+    headers = {"Content-Type": "application/json"}
+    body = {"prompt": prompt, "temperature": 0, **more}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection.getresponse()
+
+
+def first_token(port, prompt):
+    """Seconds until the first token of a streamed answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    begun = time.monotonic()
+    reply = complete(connection, prompt, max_tokens=5, stream=True)
+    first = reply.readline()
+    while not first.startswith(b"data: "):
+        first = reply.readline()
+    seconds = time.monotonic() - begun
+    reply.read()
+    connection.close()
+    return seconds
+
+
+def unique(server, requests):
+    """Short requests that have nothing in common, of two clients, timed in tenths."""
+    before, lock, times, rng = resident_mib(server.process.pid), threading.Lock(), [], random.Random(0)
+    prompts = [" ".join(rng.choices(WORDS, k=24)) for _ in range(requests)]
+
+    def client():
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+        while True:
+            with lock:
+                if not prompts:
+                    return
+                prompt = prompts.pop()
+            begun = time.monotonic()
+            reply = complete(connection, prompt, max_tokens=8)
+            if reply.status != 200:
+                raise ValueError(reply.read())
+            reply.read()
+            with lock:
+                times.append(time.monotonic() - begun)
+
+    threads = [threading.Thread(target=client) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tenth = max(1, requests // 10)
+    # The first hundred warm up what is allocated once.
+    first = statistics.median(times[min(100, tenth // 2):tenth])
+    last = statistics.median(times[-tenth:])
+    check(len(times) == requests, f"{len(times)} unique requests answered, all of {requests}")
+    check(last < 1.5 * first, f"one takes {first * 1000:.1f} ms among the first {tenth}, {last * 1000:.1f} ms among the last")
+    value = counts(server)[1]
+    kept, grown = value("dflash:prefix_cache_bytes") / 2**20, resident_mib(server.process.pid) - before
+    check(grown < 1.3 * kept + 96, f"resident memory grew by {grown:.0f} MiB, of which {kept:.0f} MiB are counted as kept")
+
+
+def behind(server):
+    """The first token of a short request, alone and behind one of 128 choices."""
+    alone = statistics.median(first_token(server.port, f"one {n} two") for n in range(15))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+    reply = complete(connection, "many of them", n=128, max_tokens=400, stream=True)
+    reply.readline()
+    while counts(server)[1]("vllm:num_requests_running") < 8:
+        time.sleep(0.01)
+    value = counts(server)[1]
+    steps, tokens = time.monotonic(), value("vllm:generation_tokens_total")
+    found = [first_token(server.port, f"three {n} four") for n in range(15)]
+    value = counts(server)[1]
+    tokens = value("vllm:generation_tokens_total") - tokens
+    # Eight sequences say at least a token each in a step.
+    step = 8 * (time.monotonic() - steps) / tokens
+    waiting, median = value("vllm:num_requests_waiting"), statistics.median(found)
+    connection.close()
+    check(waiting > 20, f"{waiting:.0f} of its choices still wait")
+    check(median < 3 * alone + step, f"first token after {alone * 1000:.1f} ms alone, {median * 1000:.1f} ms (at most {max(found) * 1000:.1f}) behind 128 choices, a step {step * 1000:.1f} ms")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
@@ -157,6 +237,10 @@ def main():
             check(last < 1.1 * first, f"memory after {marks[len(marks) // 5]} requests {first:.0f} MiB, at the end {last:.0f} MiB")
         check(server.process.poll() is None, "the server lives")
         check(server.end() == 0, "and ends in order")
+        server = Server(["serve", "--target", args.target, *drafted], directory)
+        behind(server)
+        unique(server, args.requests)
+        check(server.end() == 0, "the second server ends in order")
     sys.exit(bool(FAILURES))
 
 

@@ -42,6 +42,8 @@ class Server:
 
     def __init__(self, arguments, directory):
         port_file = os.path.join(directory, "port")
+        if os.path.exists(port_file):
+            os.remove(port_file)
         self.log = open(os.path.join(directory, "server.log"), "wb")
         command = [PROGRAM, *arguments, "--port", "0", "--port-file", port_file]
         self.process = subprocess.Popen(command, stderr=self.log)
@@ -139,7 +141,7 @@ def half_heads(server, count=300):
     sockets = []
     for _ in range(count):
         client = socket.create_connection(("127.0.0.1", server.port))
-        client.sendall(b"POST /v1/hidden_states HTTP/1.1\r\nHost: x\r\nContent-Le")
+        client.sendall(b"POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Le")
         sockets.append(client)
     slowest = max(server.health_seconds() for _ in range(5))
     check(slowest < 5, f"/health beside {count} half heads: {slowest * 1000:.0f} ms at most")
@@ -153,7 +155,7 @@ def slow_uploads(server, count=40, size=30 << 20):
     for _ in range(count):
         client = socket.create_connection(("127.0.0.1", server.port))
         client.settimeout(2)
-        head = f"POST /v1/hidden_states HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+        head = f"POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
         try:
             client.sendall(head.encode() + part)
         except OSError:

@@ -12,9 +12,16 @@ impl Marks {
         self.around(text, ("\x1b[32m", "\x1b[0m"), ("{+", "+}"))
     }
 
-    /// Red and struck out, or `[-text-]`.
+    /// Red and struck out, or `[-text-]`; on one line, since it is no part of the text's own lines.
     pub(crate) fn rejected(self, text: &str) -> String {
-        self.around(text, ("\x1b[31;9m", "\x1b[0m"), ("[-", "-]"))
+        let on_one_line = |letter: char| match letter {
+            '\n' => '\u{21b5}',
+            '\t' => '\u{21e5}',
+            letter if letter.is_control() => char::REPLACEMENT_CHARACTER,
+            letter => letter,
+        };
+        let text: String = text.chars().map(on_one_line).collect();
+        self.around(&text, ("\x1b[31;9m", "\x1b[0m"), ("[-", "-]"))
     }
 
     fn around(self, text: &str, color: (&str, &str), plain: (&str, &str)) -> String {
@@ -35,6 +42,8 @@ mod tests {
             assert_eq!(shown, expect);
         };
         check(false, "{+a+}[-b-]");
+        let rejected = Marks { colored: false }.rejected("a\nb\tc\r\x1b[2J");
+        assert_eq!(rejected, "[-a\u{21b5}b\u{21e5}c\u{fffd}\u{fffd}[2J-]");
         check(true, "\x1b[32ma\x1b[0m\x1b[31;9mb\x1b[0m");
     }
 }

@@ -177,6 +177,8 @@ pub struct Engine<'a> {
     options: EngineOptions,
     /// In the order in which they came.
     sequences: Vec<Sequence>,
+    /// Sequences that rest: no step is theirs, and they take no place.
+    resting: Vec<Sequence>,
     prefixes: Prefixes,
     /// Caches of ended sequences, emptied, for the next ones.
     spare: Vec<(KvCache, Option<ContextCache>)>,
@@ -230,6 +232,7 @@ impl<'a> Engine<'a> {
             proposer,
             options,
             sequences: Vec::new(),
+            resting: Vec::new(),
             prefixes: Prefixes::new(options.prefix_bytes),
             spare: Vec::new(),
             next_id: 0,
@@ -240,12 +243,12 @@ impl<'a> Engine<'a> {
         Ok(engine)
     }
 
-    /// Sequences held.
+    /// Sequences that have a place.
     pub fn len(&self) -> usize {
         self.sequences.len()
     }
 
-    /// Whether no sequence is held.
+    /// Whether no sequence has a place.
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -268,7 +271,8 @@ impl<'a> Engine<'a> {
 
     /// Bytes of all keys and values: of the sequences, and of finished ones that are kept.
     pub fn cache_bytes(&self) -> (usize, usize) {
-        (self.sequences.iter().map(Sequence::cache_bytes).sum(), self.prefixes.bytes())
+        let held = self.sequences.iter().chain(&self.resting);
+        (held.map(Sequence::cache_bytes).sum(), self.prefixes.bytes())
     }
 
     /// Adds a sequence; [`Self::step`] tells what becomes of it.
@@ -310,6 +314,28 @@ impl<'a> Engine<'a> {
         if let Some(at) = self.sequences.iter().position(|sequence| sequence.id == id) {
             let sequence = self.sequences.remove(at);
             self.retire(sequence);
+        } else if let Some(at) = self.resting.iter().position(|sequence| sequence.id == id) {
+            let sequence = self.resting.remove(at);
+            self.retire(sequence);
+        }
+    }
+
+    /// Lets a sequence rest, which gives its place to another one. It keeps its caches, so that what it
+    /// says does not depend on how often it rests.
+    pub fn rest(&mut self, id: SequenceId) {
+        if let Some(at) = self.sequences.iter().position(|sequence| sequence.id == id) {
+            self.resting.push(self.sequences.remove(at));
+        }
+    }
+
+    /// Gives a sequence that rests a place again.
+    ///
+    /// # Panics
+    /// When there is no room: a bug of the caller.
+    pub fn wake(&mut self, id: SequenceId) {
+        assert!(self.has_room(), "{} sequences are all that fit", self.options.max_sequences);
+        if let Some(at) = self.resting.iter().position(|sequence| sequence.id == id) {
+            self.sequences.push(self.resting.remove(at));
         }
     }
 
@@ -350,12 +376,14 @@ impl<'a> Engine<'a> {
     /// sequence that has new tokens; nothing while prompts are being read.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]: every sequence is dropped then, and so are the caches that were kept.
+    /// [`Error::OutOfMemory`]: every sequence is dropped then, those that rest and the caches that were kept
+    /// included.
     pub fn step(&mut self) -> Result<Vec<Output>, Error> {
         let sequences = self.len();
         want_of_memory(|| self.pass()).map_err(|reason| {
             // The pass may have ended anywhere: what the caches hold is not known.
             self.sequences.clear();
+            self.resting.clear();
             self.prefixes.clear();
             self.spare.clear();
             Error::OutOfMemory { sequences, reason }
@@ -493,19 +521,29 @@ impl<'a> Engine<'a> {
         timed.map_err(|reason| Error::OutOfMemory { sequences, reason })
     }
 
-    /// The next pieces of prompts, in order, as far as a step goes.
+    /// The next pieces of prompts, as far as a step goes. Those that have least left come first and each
+    /// takes an equal share at most of what is left for it and those behind it, so that a short prompt does
+    /// not wait for the long ones before it.
     fn prefill_turns(&mut self) -> Vec<Turn> {
+        let left = |one: &Sequence| one.prompt_tokens().saturating_sub(one.cache.len());
+        let mut reading = Vec::new();
+        for at in 0..self.len() {
+            if self.sequences[at].bonus().is_none() && self.begin(at) {
+                reading.push((left(&self.sequences[at]), at));
+            }
+        }
+        reading.sort_unstable();
         let mut budget = self.options.prefill_tokens;
         let mut turns = Vec::new();
-        for at in 0..self.len() {
-            if budget == 0 {
+        let mut readers = reading.len();
+        for (_, at) in reading {
+            let share = budget.div_ceil(readers);
+            readers -= 1;
+            if share == 0 {
                 break;
             }
-            if self.sequences[at].bonus().is_some() || !self.begin(at) {
-                continue;
-            }
             let sequence = &self.sequences[at];
-            let piece = sequence.next_piece(budget);
+            let piece = sequence.next_piece(share);
             budget = budget.saturating_sub(piece.len());
             let end = sequence.cache.len() + piece.len();
             let is_last = end == sequence.prompt_tokens();

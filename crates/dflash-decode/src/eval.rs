@@ -2,7 +2,7 @@
 //!
 //! One answer at a time, all ways to decode alternate answer by answer, and which goes first
 //! alternates too, so that a machine that warms up or is shared slows them alike. Several at a time,
-//! each way answers the whole set before the next.
+//! they alternate by parts of a set.
 
 mod drafts;
 mod measurement;
@@ -72,7 +72,9 @@ pub fn evaluate(
         report.compare(baseline)?;
     }
     write(&report, settings)?;
-    drafts.keep_beside(&report.evaluations);
+    if !settings.no_record {
+        drafts.keep_beside(&report.evaluations);
+    }
     Ok(report)
 }
 
@@ -184,7 +186,7 @@ fn one_by_one(
     Ok(measurement.finish(asked.set, way))
 }
 
-/// Answers a set several prompts at a time, plainly and then with each draft.
+/// Answers a set several prompts at a time, plainly and with each draft.
 fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, Error> {
     let rounds = 1 + together.drafts.ways().len();
     let rows = together.asked.prompts.len() * rounds;
@@ -213,6 +215,7 @@ fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {
         revision: rows.revision.clone(),
         rows: rows.rows.len(),
         skipped: skipped.unwrap_or_default(),
+        failed: 0,
     }
 }
 

@@ -77,6 +77,8 @@ pub struct Conversation<'a> {
     messages: Vec<Message>,
     colored: bool,
     summary: GenerateSummary,
+    /// What an answer said before it was interrupted.
+    begun: String,
 }
 
 impl<'a> Conversation<'a> {
@@ -107,6 +109,7 @@ impl<'a> Conversation<'a> {
             messages: system.collect(),
             colored,
             summary: GenerateSummary::default(),
+            begun: String::new(),
         })
     }
 
@@ -119,7 +122,7 @@ impl<'a> Conversation<'a> {
     ///
     /// # Errors
     /// A prompt that leaves no room for an answer, or that the template refuses; an output that
-    /// cannot be written; [`Error::Interrupted`].
+    /// cannot be written; [`Error::Interrupted`], after which what was said stays in the conversation.
     pub fn answer(
         &mut self,
         text: &str,
@@ -130,6 +133,10 @@ impl<'a> Conversation<'a> {
         let answered = self.try_answer(text, out, stop);
         match &answered {
             Ok(answer) => self.messages.push(Message::text(Role::Assistant, answer.as_str())),
+            Err(Error::Interrupted) if !self.begun.is_empty() => {
+                let begun = std::mem::take(&mut self.begun);
+                self.messages.push(Message::text(Role::Assistant, begun));
+            }
             // The turn is taken back, so that another one can be tried.
             Err(_) => drop(self.messages.pop()),
         }
@@ -154,7 +161,12 @@ impl<'a> Conversation<'a> {
         }
         let marks = self.settings.show_blocks.then_some(Marks { colored: self.colored });
         let mut shown = Shown::new((self.models, self.settings), marks, out);
-        let made = answer(&mut self.engine, request.clone(), stop, |output| shown.add(output))?;
+        let made = answer(&mut self.engine, request.clone(), stop, |output| shown.add(output));
+        if matches!(made, Err(Error::Interrupted)) {
+            (self.begun, ..) = shown.finish()?;
+            return Err(Error::Interrupted);
+        }
+        let made = made?;
         let tokens = made.tokens.len();
         let (text, steps, accepted) = shown.finish()?;
         self.summary.tokens += tokens;

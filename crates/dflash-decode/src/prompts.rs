@@ -96,6 +96,11 @@ fn prompt_of(
 }
 
 impl Prompt {
+    /// Whether questions follow its answer.
+    pub(crate) fn has_later_turns(&self) -> bool {
+        !self.later_turns.is_empty()
+    }
+
     /// Without the turns that would follow.
     pub(crate) fn first_turn(mut self) -> Self {
         self.later_turns.clear();

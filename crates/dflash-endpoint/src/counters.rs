@@ -77,15 +77,21 @@ impl Counters {
         Some(Self { steps, accepted, by_slot, requests })
     }
 
-    /// What was counted since `before`.
-    pub(crate) fn since(&self, before: &Self) -> Verification {
+    /// What was counted since `before`; `None` where the counters have started anew in between, as those of
+    /// a server do that was restarted.
+    pub(crate) fn since(&self, before: &Self) -> Option<Verification> {
+        let fell =
+            |now: Option<f64>, before: Option<f64>| now.unwrap_or(0.0) < before.unwrap_or(0.0);
+        if self.steps < before.steps || fell(self.requests, before.requests) {
+            return None;
+        }
         let count = |now: f64, before: f64| (now - before).max(0.0).round() as u64;
         let old = before.by_slot.iter().copied().chain(std::iter::repeat(0.0));
-        Verification {
+        Some(Verification {
             steps: count(self.steps, before.steps),
             accepted: count(self.accepted, before.accepted),
             accepted_by_slot: self.by_slot.iter().zip(old).map(|(&a, b)| count(a, b)).collect(),
-        }
+        })
     }
 }
 
@@ -163,13 +169,15 @@ vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 1
     fn a_page_of_vllm_tells_every_position() {
         let counters = Counters::read(VLLM).unwrap();
         assert_eq!(counters.requests, Some(3.0));
-        let counted = counters.since(&Counters::default());
+        let counted = counters.since(&Counters::default()).unwrap();
         assert_eq!((counted.steps, counted.accepted), (10, 12));
         assert_eq!(counted.accepted_by_slot, [7, 4, 1]);
         assert_eq!(counted.acceptance_length(), Some(2.2));
         let two = VLLM.to_owned() + &VLLM.replace("engine=\"0\"", "engine=\"1\"");
-        let both = Counters::read(&two).unwrap().since(&counters);
-        assert_eq!(both, counted);
+        let both = Counters::read(&two).unwrap();
+        assert_eq!(both.since(&counters), Some(counted));
+        // The server has been restarted in between.
+        assert_eq!(counters.since(&both), None);
     }
 
     #[test]
@@ -177,7 +185,7 @@ vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 1
         let llama = "llamacpp:spec_decode_num_draft_tokens_total 30\n\
                      llamacpp:spec_decode_num_accepted_tokens_total 12\n\
                      llamacpp:spec_decode_num_drafts_total 10\n";
-        let counted = Counters::read(llama).unwrap().since(&Counters::default());
+        let counted = Counters::read(llama).unwrap().since(&Counters::default()).unwrap();
         assert_eq!((counted.steps, counted.accepted), (10, 12));
         assert!(counted.accepted_by_slot.is_empty());
         // 25 tokens of 3 requests: 3 from prompts, 10 from the steps, 12 accepted.
@@ -185,7 +193,7 @@ vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 1
                       sglang:num_requests_total{model_name=\"m\"} 3.0\n\
                       sglang:spec_verify_calls_total{model_name=\"m\"} 10.0\n\
                       sglang:spec_accept_length{tp_rank=\"0\"} 2.5\n";
-        let counted = Counters::read(sglang).unwrap().since(&Counters::default());
+        let counted = Counters::read(sglang).unwrap().since(&Counters::default()).unwrap();
         assert_eq!((counted.steps, counted.accepted), (10, 12));
     }
 

@@ -26,6 +26,12 @@ const STOP_POLL: Duration = Duration::from_millis(100);
 const WARM_UP: &str = "Count from one to ten.";
 const WARM_UP_TOKENS: usize = 32;
 
+/// How often a question is put to a server that fails, and the wait before the second time, which doubles.
+const TRIES: u32 = 3;
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+/// Questions in a row without an answer after which no more are put.
+const GIVEN_UP: usize = 8;
+
 /// A question and those that follow it.
 #[derive(Debug, Clone)]
 struct Dialogue {
@@ -39,6 +45,7 @@ struct Asked {
     rows: Rows,
     dialogues: Arc<Vec<Dialogue>>,
     skipped: usize,
+    failed: usize,
 }
 
 /// Puts every question to the server of `--endpoint` and reports. Writes the files that are asked for.
@@ -84,7 +91,7 @@ fn read(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<Asked>, Error>
         if dialogues.is_empty() {
             return Err(Error::NoRoom { set: set.name });
         }
-        asked.push(Asked { set, rows, dialogues: Arc::new(dialogues), skipped: 0 });
+        asked.push(Asked { set, rows, dialogues: Arc::new(dialogues), skipped: 0, failed: 0 });
     }
     Ok(asked)
 }
@@ -180,10 +187,14 @@ async fn answers(
         dialogues: Arc::clone(&asked.dialogues),
         next: AtomicUsize::new(0),
         skipped: AtomicUsize::new(0),
+        failed: AtomicUsize::new(0),
+        in_a_row: AtomicUsize::new(0),
+        uncounted: AtomicUsize::new(0),
+        last_fault: Mutex::default(),
         requests: AtomicUsize::new(0),
         made: Mutex::new((Vec::new(), Progress::new(title, Unit::Items, total))),
     });
-    let before = if server.counts { Some(server.settled().await?) } else { None };
+    let before = if server.counts { server.settled().await.ok() } else { None };
     let began = Instant::now();
     let mut workers = JoinSet::new();
     for _ in 0..way.concurrency.min(work.dialogues.len()) {
@@ -194,11 +205,18 @@ async fn answers(
         ended.expect("a worker does not panic")?;
     }
     let seconds = began.elapsed().as_secs_f64();
-    let mut whole = Whole { seconds: (way.concurrency > 1).then_some(seconds), verification: None };
-    if let Some(before) = before {
-        let after = server.settled().await?;
-        whole.verification =
-            (way.concurrency > 1).then(|| after.since(&before)).filter(|counted| counted.steps > 0);
+    let seconds = (way.concurrency > 1).then_some(seconds);
+    let mut whole = Whole { seconds, ..Whole::default() };
+    if let Some((before, after)) = before.zip(server.settled().await.ok()) {
+        let counted = after.since(&before);
+        if counted.is_none() || work.uncounted.load(Ordering::Relaxed) > 0 {
+            say(format!(
+                "the counters of {} started anew, or could not be read, in between: acceptance is of the \
+                 other answers",
+                server.shown()
+            ));
+        }
+        whole.verification = counted.filter(|counted| way.concurrency > 1 && counted.steps > 0);
         let served = after.requests.zip(before.requests).map(|(after, before)| after - before);
         let own = work.requests.load(Ordering::Relaxed);
         if let Some(served) = served.filter(|&served| served as usize > own) {
@@ -211,6 +229,14 @@ async fn answers(
     }
     asked.skipped = work.skipped.load(Ordering::Relaxed);
     let mut answers = std::mem::take(&mut work.made.lock().await.0);
+    let failed = work.failed.load(Ordering::Relaxed);
+    asked.failed += failed;
+    if let Some(fault) = work.last_fault.lock().await.take() {
+        if answers.is_empty() {
+            return Err(fault);
+        }
+        say(format!("{failed} rows of {} were not answered to their end: {fault}", asked.set.name));
+    }
     if answers.is_empty() {
         return Err(Error::NoRoom { set: asked.set.name.clone() });
     }
@@ -242,6 +268,13 @@ struct Work {
     dialogues: Arc<Vec<Dialogue>>,
     next: AtomicUsize,
     skipped: AtomicUsize,
+    /// Rows that were not answered to their end, those without an answer since the last one that was, and
+    /// why the last one was not.
+    failed: AtomicUsize,
+    in_a_row: AtomicUsize,
+    last_fault: Mutex<Option<Error>>,
+    /// Answers whose steps the counters do not tell.
+    uncounted: AtomicUsize,
     requests: AtomicUsize,
     made: Mutex<(Vec<Answer>, Progress)>,
 }
@@ -249,16 +282,53 @@ struct Work {
 impl Work {
     /// Takes one row after the other.
     async fn run(&self) -> Result<(), Error> {
-        let mut counters = if self.alone { Some(self.server.settled().await?) } else { None };
+        let mut counters = self.count().await;
         loop {
             let row = self.next.fetch_add(1, Ordering::Relaxed);
             let Some(dialogue) = self.dialogues.get(row) else { return Ok(()) };
-            self.answer(row, dialogue.clone(), &mut counters).await?;
+            if self.in_a_row.load(Ordering::Relaxed) >= GIVEN_UP {
+                self.failed.fetch_add(1, Ordering::Relaxed);
+                continue;
+            }
+            match self.answer(row, dialogue.clone(), &mut counters).await {
+                Err(fault) if is_the_servers(&fault) => {
+                    self.failed.fetch_add(1, Ordering::Relaxed);
+                    self.in_a_row.fetch_add(1, Ordering::Relaxed);
+                    *self.last_fault.lock().await = Some(fault);
+                    // What was counted for the answer that did not come is nobody's.
+                    counters = self.count().await;
+                }
+                outcome => outcome?,
+            }
             let mut made = self.made.lock().await;
             let done = self.next.load(Ordering::Relaxed).min(self.dialogues.len());
             let message = format!("{} answers", made.0.len());
             made.1.update(done as u64, message);
         }
+    }
+
+    /// The counters, where they are read after each answer.
+    async fn count(&self) -> Option<Counters> {
+        if self.alone { self.server.settled().await.ok() } else { None }
+    }
+
+    /// Asks, again where the server fails.
+    async fn ask(
+        &self,
+        messages: &[Message],
+        counters: &mut Option<Counters>,
+    ) -> Result<Reply, Error> {
+        let mut wait = FIRST_WAIT;
+        for _ in 1..TRIES {
+            match ask(&self.server, messages, self.manner).await {
+                Err(fault) if is_the_servers(&fault) => {}
+                outcome => return outcome,
+            }
+            tokio::time::sleep(wait).await;
+            wait *= 2;
+            *counters = self.count().await;
+        }
+        ask(&self.server, messages, self.manner).await
     }
 
     /// Answers a row, turn by turn; `counters` are those before it, and then those after it.
@@ -270,7 +340,7 @@ impl Work {
     ) -> Result<(), Error> {
         let mut turns = dialogue.later.into_iter();
         for turn in 0.. {
-            let reply = match ask(&self.server, &dialogue.messages, self.manner).await {
+            let reply = match self.ask(&dialogue.messages, counters).await {
                 Ok(reply) => reply,
                 Err(error) if is_too_long(&error) => {
                     self.skipped.fetch_add(usize::from(turn == 0), Ordering::Relaxed);
@@ -279,10 +349,12 @@ impl Work {
                 Err(error) => return Err(error),
             };
             self.requests.fetch_add(1, Ordering::Relaxed);
+            self.in_a_row.store(0, Ordering::Relaxed);
             let mut counted = None;
-            if let Some(counters) = counters {
-                let after = self.server.settled().await?;
-                counted = Some(after.since(counters));
+            if self.alone {
+                let after = self.count().await;
+                counted = after.as_ref().zip(counters.as_ref()).and_then(|(a, b)| a.since(b));
+                self.uncounted.fetch_add(usize::from(counted.is_none()), Ordering::Relaxed);
                 *counters = after;
             }
             let text = reply.text.clone();
@@ -311,6 +383,15 @@ fn verification(
     counted.or_else(|| reply.verification.clone()).filter(|counts| counts.steps > 0)
 }
 
+/// Whether asking again may help: the server, or the way to it, failed.
+fn is_the_servers(error: &Error) -> bool {
+    match error {
+        Error::Refused { status, .. } => *status == 429 || *status >= 500,
+        Error::Unreachable { .. } | Error::Strange { .. } | Error::Slow { .. } => true,
+        _ => false,
+    }
+}
+
 /// Whether a server says that prompt and answer exceed its context: vLLM, SGLang and llama.cpp do so
 /// with this code and this word.
 fn is_too_long(error: &Error) -> bool {
@@ -337,6 +418,7 @@ fn facts(settings: &EvalSettings, server: &Server, asked: &[Asked]) -> Facts {
                 revision: asked.rows.revision.clone(),
                 rows: asked.rows.rows.len(),
                 skipped: asked.skipped,
+                failed: asked.failed,
             })
             .collect(),
         max_new_tokens: settings.max_new_tokens,

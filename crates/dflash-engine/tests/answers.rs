@@ -126,6 +126,136 @@ fn prompts_that_cannot_be_answered_say_why() {
     refuse(&["--prompt-file", "/no/such/file"], "/no/such/file");
     refuse(&["--stop", "", "hello"], "--stop is empty");
     refuse(&["--top-p", "0", "hello"], "--top-p is 0");
+    refuse(&[""], "the prompt is empty");
+    refuse(&[" \n"], "the prompt is empty");
+    // Standard input that is closed, or empty.
+    refuse(&[], "the prompt is empty");
+}
+
+/// A terminal with `dflash generate` at its other end; killed when dropped.
+struct Chat {
+    child: Child,
+    typed: std::fs::File,
+    shown: std::sync::Arc<std::sync::Mutex<String>>,
+}
+
+impl Chat {
+    fn start(saved: &Saved, arguments: &[&str]) -> Self {
+        Self::start_in(saved, arguments, "xterm")
+    }
+
+    fn start_in(saved: &Saved, arguments: &[&str], terminal: &str) -> Self {
+        let pty = nix::pty::openpty(None, None).unwrap();
+        let other = || Stdio::from(pty.slave.try_clone().unwrap());
+        // In a session of its own: this terminal is its controlling one, whose Ctrl-C it gets.
+        let generate = saved.engine("generate");
+        let mut command = Command::new("setsid");
+        command.arg("-c").arg(generate.get_program()).args(generate.get_args()).args(arguments);
+        command.env_remove("NO_COLOR").env("OMP_NUM_THREADS", "1").env("TERM", terminal);
+        command.stdin(other()).stdout(other()).stderr(other());
+        let child = command.spawn().unwrap();
+        drop(pty.slave);
+        let typed = std::fs::File::from(pty.master);
+        let (mut reader, shown) = (typed.try_clone().unwrap(), std::sync::Arc::default());
+        let said = std::sync::Arc::clone(&shown);
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = reader.read(&mut bytes) {
+                let text = String::from_utf8_lossy(&bytes[..count]).into_owned();
+                let said: &std::sync::Mutex<String> = &said;
+                said.lock().unwrap().push_str(&text);
+            }
+        });
+        Self { child, typed, shown }
+    }
+
+    fn shown(&self) -> String {
+        self.shown.lock().unwrap().clone()
+    }
+
+    /// Types `keys` at a prompt and waits for the answer; returns what was shown meanwhile.
+    fn turn(&self, keys: &str, answer: &str) -> String {
+        let length = self.shown().len();
+        (&self.typed).write_all(keys.as_bytes()).unwrap();
+        eventually("the answer and another prompt", || {
+            let shown = self.shown();
+            let rest = shown[length..].split_once(answer);
+            rest.is_some_and(|(_, rest)| rest.contains("> "))
+        });
+        self.shown()[length..].to_owned()
+    }
+}
+
+impl Drop for Chat {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
+    let saved = Saved::new();
+    // So long that nobody waits for its end.
+    for config in ["target/config.json", "draft/config.json"] {
+        let text = std::fs::read_to_string(saved.path(config)).unwrap();
+        let mut config_json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config_json["max_position_embeddings"] = 200_000.into();
+        config_json["eos_token_id"] = 259.into();
+        std::fs::write(saved.path(config), config_json.to_string()).unwrap();
+    }
+    let mut chat = Chat::start(&saved, &["--max-new-tokens", "150000"]);
+    eventually("the first prompt", || chat.shown().contains("> "));
+    for turn in ["hello\r", "again\r"] {
+        let length = chat.shown().len();
+        chat.typed.write_all(turn.as_bytes()).unwrap();
+        // Behind the line's end, where the terminal is no longer the editor's: only there Ctrl-C is a signal.
+        eventually("an answer begins", || {
+            let shown = chat.shown();
+            shown[length..].split_once("\x1b[?2004l").is_some_and(|(_, text)| text.len() > 60)
+        });
+        let prompts = chat.shown().matches("> ").count();
+        chat.typed.write_all(b"\x03").unwrap();
+        eventually("the next prompt", || chat.shown().matches("> ").count() > prompts);
+        // Longer than the deadline of a command that does not end.
+        std::thread::sleep(Duration::from_millis(4500));
+        assert!(chat.child.try_wait().unwrap().is_none(), "{}", chat.shown());
+    }
+    chat.typed.write_all(b"\x04").unwrap();
+    eventually("the end", || chat.child.try_wait().unwrap().is_some());
+    assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
+}
+
+#[test]
+fn turns_are_edited_and_called_back() {
+    let saved = Saved::new();
+    let chat = Chat::start(&saved, &["--max-new-tokens", "8", "--raw"]);
+    eventually("the first prompt", || chat.shown().contains("> "));
+    let expected = saved.generate(&["--max-new-tokens", "8", "--raw", "hello"]);
+    let expected = stdout(&expected).lines().next().unwrap().to_owned();
+    // "hallo", the second letter replaced: three to the left, and the letter before it deleted.
+    chat.turn("hallo\x1b[D\x1b[D\x1b[D\x7fe\r", &expected);
+    // Up, and Enter.
+    let again = chat.turn("\x1b[A\r", &expected);
+    assert!(again.contains("hello") && !again.contains("^[[A"), "{again:?}");
+}
+
+#[test]
+fn a_dumb_terminal_gets_no_colors() {
+    let saved = Saved::new();
+    let draft = saved.path("draft");
+    let shown = |terminal: &str| {
+        let mut line = vec!["--draft", draft.to_str().unwrap(), "--speculate=2", "--show-blocks"];
+        line.extend(["--max-new-tokens", "20", "hello"]);
+        let mut chat = Chat::start_in(&saved, &line, terminal);
+        eventually("it ends", || chat.child.try_wait().unwrap().is_some());
+        // What was written last may still be on its way.
+        eventually("all is read", || chat.shown().contains("acceptance length"));
+        chat.shown()
+    };
+    assert!(shown("xterm").contains("\x1b[31;9m"));
+    let dumb = shown("dumb");
+    assert!(!dumb.contains('\x1b') && dumb.contains("[-"), "{dumb:?}");
 }
 
 fn port_in(path: &Path) -> Option<u16> {
@@ -156,7 +286,7 @@ impl Server {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json"
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json"
         );
         write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
         stream
@@ -214,7 +344,7 @@ fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
     limit(None);
     assert_eq!(text(&server.ask("/v1/completions", short)), text(&before));
     let mut page = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
-    write!(page, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    write!(page, "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
     let mut metrics = String::new();
     page.read_to_string(&mut metrics).unwrap();
     let errors = metrics.lines().find(|line| line.contains("finished_reason=\"error\"")).unwrap();
@@ -240,9 +370,33 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     assert!(server.child.wait().unwrap().success());
     let log = std::fs::read_to_string(saved.path("log")).unwrap();
     assert!(log.contains("ready on http://127.0.0.1:"), "{log}");
+    let line = log.lines().find(|line| line.contains("POST /v1/chat/completions 200 in "));
+    let line = line.unwrap_or_else(|| panic!("no line for the request in {log}"));
+    assert!(line.contains("INFO") && line.contains(" of answers, first token after "), "{line}");
     assert!(!log.contains("purple") && !log.contains(text), "{log}");
     // Nor letter by letter, as the tokenizer's own lines have it.
     assert!(!log.contains("'w'"), "{log}");
+}
+
+#[test]
+fn a_server_for_all_without_a_key_warns() {
+    let saved = Saved::new();
+    let said = |arguments: &[&str]| {
+        let port_file = saved.path("port");
+        let _ = std::fs::remove_file(&port_file);
+        let mut command = saved.engine("serve");
+        command.args(["--port", "0", "--port-file"]).arg(&port_file).args(arguments);
+        let log = saved.path("warned");
+        let mut child = command.stderr(std::fs::File::create(&log).unwrap()).spawn().unwrap();
+        eventually("the server tells its port", || port_in(&port_file).is_some());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        std::fs::read_to_string(log).unwrap()
+    };
+    let warning = "may use this server; pass --api-key";
+    assert!(said(&["--host", "0.0.0.0"]).contains(warning));
+    assert!(!said(&["--host", "0.0.0.0", "--api-key", "k"]).contains(warning));
+    assert!(!said(&[]).contains(warning));
 }
 
 #[test]

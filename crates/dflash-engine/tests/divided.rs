@@ -65,7 +65,7 @@ impl Server {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         // A reply of HTTP 1.0 comes in one piece.
-        let head = "POST /v1/hidden_states HTTP/1.0\r\nHost: x";
+        let head = "POST /v1/hidden_states HTTP/1.0\r\nHost: localhost";
         write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
         let mut reply = Vec::new();
         let _ = stream.read_to_end(&mut reply);

@@ -96,7 +96,7 @@ impl Server {
         let body = format!("{{\"input_ids\":{:?}}}", vec![7; tokens]);
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
-        let head = "POST /v1/hidden_states HTTP/1.1\r\nHost: x\r\nConnection: close";
+        let head = "POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nConnection: close";
         write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
         let mut reply = Vec::new();
         stream.read_to_end(&mut reply).unwrap();

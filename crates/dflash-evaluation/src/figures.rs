@@ -1,8 +1,11 @@
 //! The figures of one set, way and draft, from its answers.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::answer::{Answer, Verification};
+use crate::bootstrap::spread;
 use crate::speed::{DECODE, WHOLE, median, ratio, total_rate};
 
 /// What is known only of all answers together.
@@ -14,6 +17,38 @@ pub struct Whole {
     /// Verify steps of all answers, where those of each are not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification: Option<Verification>,
+    /// The parts in which a set was answered, each by all ways in turn, where several answers were made at
+    /// a time: their spread tells how far chance moves the times.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<Part>,
+}
+
+/// A part of a set.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// Tokens of its answers.
+    pub tokens: usize,
+    /// Seconds from its first request to its last answer.
+    pub seconds: f64,
+}
+
+impl Whole {
+    /// Standard errors of what is measured by the clock of the whole, by drawing parts; those of `plain`
+    /// decoding are the same parts of the set.
+    pub(crate) fn noise(&self, plain: Option<&Self>) -> BTreeMap<String, f64> {
+        let rate = |parts: &[Part], drawn: &[usize]| {
+            let sum = |of: fn(&Part) -> f64| drawn.iter().map(|&at| of(&parts[at])).sum::<f64>();
+            ratio(sum(|part| part.tokens as f64), sum(|part| part.seconds))
+        };
+        let plain = plain.filter(|plain| plain.parts.len() == self.parts.len());
+        spread(self.parts.len(), |drawn| {
+            let own = rate(&self.parts, drawn);
+            let plain = plain.and_then(|plain| rate(&plain.parts, drawn));
+            let speed_up = own.zip(plain).and_then(|(own, plain)| ratio(own, plain));
+            let named = [("tokens_per_second", own), ("speed_up", speed_up)];
+            named.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
+        })
+    }
 }
 
 /// What was measured; `None` where the way to decode, or the server, does not tell.
@@ -141,11 +176,27 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_a_set_tell_the_error_of_its_times() {
+        let whole = |seconds: &[f64]| Whole {
+            seconds: Some(seconds.iter().sum()),
+            verification: None,
+            parts: seconds.iter().map(|&seconds| Part { tokens: 100, seconds }).collect(),
+        };
+        let (fast, plain) = (whole(&[1.0, 1.2, 0.8, 1.0]), whole(&[2.0, 2.4, 1.6, 2.0]));
+        let noise = fast.noise(Some(&plain));
+        // Both are slow in the same parts: the quotient is known better than either.
+        assert!(noise["tokens_per_second"] > 3.0 && noise["speed_up"] < 1e-9, "{noise:?}");
+        assert!(fast.noise(Some(&whole(&[2.0, 1.6, 2.4, 2.0])))["speed_up"] > 0.1);
+        assert!(!fast.noise(None).contains_key("speed_up"));
+        assert!(whole(&[1.0]).noise(Some(&plain)).is_empty());
+    }
+
+    #[test]
     fn what_is_known_of_the_whole_alone_counts() {
         let answers = [answer(10, 0.5, 4.0, &[]), answer(10, 0.5, 4.0, &[])];
         let answers: Vec<_> = answers.iter().collect();
         let verification = Some(Verification { steps: 4, accepted: 12, accepted_by_slot: vec![] });
-        let whole = Whole { seconds: Some(5.0), verification };
+        let whole = Whole { seconds: Some(5.0), verification, parts: Vec::new() };
         let figures = Figures::of((&answers, &whole), None);
         assert_eq!(figures.tokens_per_second, Some(4.0));
         assert_eq!(figures.acceptance_length, Some(4.0));

@@ -23,7 +23,7 @@ pub use answer::{Answer, Verification};
 pub use baseline::{Change, Comparison};
 pub use dflash_run::Way;
 pub use error::Error;
-pub use figures::{Figures, Whole};
+pub use figures::{Figures, Part, Whole};
 pub use lossless::{Difference, Lossless};
 pub use report::{DraftFacts, EvalReport, Facts, Measured, Memory, SetFacts};
 pub use speed::Speed;

@@ -79,6 +79,8 @@ pub struct SetFacts {
     pub rows: usize,
     /// Rows left out because prompt and answer exceed the target's context.
     pub skipped: usize,
+    /// Rows that a server did not answer to their end, once for each way.
+    pub failed: usize,
 }
 
 /// High-water marks of memory, MiB; `None` where not known.
@@ -143,7 +145,8 @@ pub struct EvalReport {
     pub cpu_level: Option<String>,
     /// Verify steps.
     pub steps: u64,
-    /// What the target accepted: the figures of a validation.
+    /// What the target accepted: the figures of a validation. What was not measured is no number, which
+    /// JSON has as null.
     #[serde(flatten)]
     pub acceptance: AcceptanceFigures,
     /// Every slot after the anchor.
@@ -202,6 +205,7 @@ impl Measured {
         let draws = |drawn: &[usize]| measured.figures_of(drawn, pairs.as_ref()).named();
         measured.noise = spread(measured.responses, draws);
         measured.noise.retain(|name, _| !measured.whole.says(name));
+        measured.noise.extend(measured.whole.noise(plain.map(|plain| &plain.whole)));
         measured
     }
 
@@ -312,7 +316,7 @@ impl EvalReport {
             block_size: draft.and_then(|draft| draft.block_size),
             draft_vocabulary: draft.and_then(|draft| draft.vocabulary),
             steps: counts.steps(),
-            acceptance: counts.figures(),
+            acceptance: measured_alone(counts.figures(), counts.steps()),
             slots: counts.slots(),
             tokens_per_second: Speed::of(&pairs, WHOLE),
             decode_tokens_per_second: Speed::of(&pairs, DECODE),
@@ -360,6 +364,19 @@ impl EvalReport {
     /// The name of a set in tables.
     pub(crate) fn title<'a>(&'a self, set: &'a str) -> &'a str {
         self.sets.iter().find(|known| known.name == set).map_or(set, |known| &known.title)
+    }
+}
+
+/// Figures of so many steps: none where none was counted.
+fn measured_alone(figures: AcceptanceFigures, steps: u64) -> AcceptanceFigures {
+    let known = |value: f64, is_known: bool| if is_known { value } else { f64::NAN };
+    AcceptanceFigures {
+        acceptance_length: known(figures.acceptance_length, steps > 0),
+        acceptance_length_per_response: known(
+            figures.acceptance_length_per_response,
+            figures.acceptance_length_per_response > 0.0,
+        ),
+        ..figures
     }
 }
 
@@ -551,7 +568,7 @@ pub(crate) mod tests {
         assert!(drafted.noise["decode_speed_up"] < 1e-9, "{:?}", drafted.noise);
         assert!(drafted.noise["acceptance_length"] > 0.01);
         assert!(!plain.noise.contains_key("acceptance_length"));
-        let whole = Whole { seconds: Some(3.0), verification: None };
+        let whole = Whole { seconds: Some(3.0), ..Whole::default() };
         let way = Way { concurrency: 8, ..GREEDY };
         let many = Measured::new(("s", way, "run"), (drafted.answers, whole), None, None);
         assert!(!many.noise.contains_key("tokens_per_second"), "{:?}", many.noise);

@@ -58,8 +58,11 @@ impl EvalReport {
             let of = if title.is_empty() { "" } else { " of " };
             writeln!(
                 f,
-                "prompts   {title}{of}{}{revision}: {} rows; {} skipped",
-                set.source, set.rows, set.skipped
+                "prompts   {title}{of}{}{revision}: {} rows; {} skipped{}",
+                set.source,
+                set.rows,
+                set.skipped,
+                if set.failed == 0 { String::new() } else { format!("; {} FAILED", set.failed) }
             )?;
         }
         let ways: Vec<String> = self.ways().iter().map(ToString::to_string).collect();
@@ -81,6 +84,9 @@ impl EvalReport {
         let AcceptanceFigures { acceptance_length, acceptance_length_per_response, .. } =
             self.acceptance;
         writeln!(f, "acceptance length (tau)")?;
+        if acceptance_length.is_nan() {
+            return writeln!(f, "  per step               -   no step was counted\n");
+        }
         writeln!(f, "  per step         {acceptance_length:7.3}   {} steps", self.steps)?;
         if acceptance_length_per_response > 0.0 {
             write!(f, "  per response     {acceptance_length_per_response:7.3}")?;
@@ -167,10 +173,9 @@ impl EvalReport {
         if all().next().is_none() {
             return writeln!(f, "lossless  not compared: sampled texts differ by chance");
         }
-        let many = all().count() > 1;
         for one in all() {
             let Some(lossless) = &one.lossless else { continue };
-            let name = if many { format!(" ({}, {})", one.set, one.draft) } else { String::new() };
+            let name = format!(" ({}, {}, {})", one.set, one.draft, one.way);
             writeln!(
                 f,
                 "lossless  {}: {} of {} answers identical to plain greedy decoding, {} tied, \
@@ -250,7 +255,7 @@ mod tests {
             "prompts   GSM8K of some/gsm8k at 1111111111111111111111111111111111111111: 8 rows; 1 skipped\n",
             "Speed-up and tau, greedy\nset     baseline  run speed-up   tau\nGSM8K      1.00x         4.00x  2.83\n",
             "Acceptance by position",
-            "lossless  yes: 8 of 8 answers identical to plain greedy decoding, 0 tied, 0 differ (alpaca, run)\n",
+            "lossless  yes: 8 of 8 answers identical to plain greedy decoding, 0 tied, 0 differ (alpaca, run, greedy)\n",
         ] {
             assert!(text.contains(line), "{line}\n---\n{text}");
         }

@@ -148,7 +148,9 @@ fn write_directory(
         let sizes = source.vocabulary.as_ref().map(|vocabulary| vocabulary.selected().len());
         let says = sizes.unwrap_or(source.config().vocab_size as usize);
         let architectures = vec![target.facts.architecture.clone()];
-        let verifier = Verifier { name_or_path: settings.target.clone(), architectures };
+        // Not its path: an export is for other machines too.
+        let name_or_path = target.identity.name.clone();
+        let verifier = Verifier { name_or_path, architectures };
         source.config().save_speculators(dir, (kind, says), &verifier)?;
     }
     target.identity.write_into_draft(dir)?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
 use axum::http::{HeaderValue, Method, Uri, header};
-use axum::middleware::from_fn;
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
@@ -17,7 +17,8 @@ use dflash_hidden::{
     TARGET_HEADER, encode_stream, prompt_digest,
 };
 use dflash_http::{
-    Admission, Client, Connections, LONGEST_LINE, Slot, announced_length, drain, read_body, watch,
+    AccessLog, Admission, Client, Connections, Guard, LONGEST_LINE, Slot, announced_length, drain,
+    guard, read_body, watch,
 };
 use dflash_settings::HiddenServerSettings;
 use futures::StreamExt;
@@ -46,6 +47,7 @@ pub(crate) struct Shared {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) admission: Admission,
     pub(crate) connections: Arc<Connections>,
+    pub(crate) guard: Arc<Guard>,
     start: Instant,
     /// Bytes of bodies under way.
     bodies: Semaphore,
@@ -66,6 +68,7 @@ impl Shared {
                 Duration::from_secs_f64(settings.max_wait),
             ),
             connections: Connections::new(most, client_timeout),
+            guard: Arc::new(Guard { host: settings.host.clone(), ..Guard::default() }),
             start: Instant::now(),
             bodies: Semaphore::new(BODIES),
         }
@@ -91,7 +94,8 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/hidden_states", post(hidden_states))
         .fallback(async |uri: Uri| Refusal::NoSuchPath { path: uri.path().into() })
         .method_not_allowed_fallback(wrong_method)
-        .layer(from_fn(watch))
+        .layer(from_fn_with_state(Arc::clone(&shared.guard), guard))
+        .layer(from_fn_with_state(AccessLog::Debug, watch))
         .with_state(shared)
 }
 
@@ -137,7 +141,8 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
 
 async fn models(State(shared): State<Arc<Shared>>) -> Result<Response, Refusal> {
     let facts = shared.loaded()?;
-    let (id, root) = (facts.name.clone(), facts.root.clone());
+    // Its directory is nobody's business: the name stands for it.
+    let (id, root) = (facts.name.clone(), facts.name.clone());
     let card = ModelCard::new(id, root, facts.max_model_len, facts.metadata.clone());
     let body = Bytes::from(serde_json::to_vec(&ModelList::of(card))?);
     let digest = Digest::of(None, [&body]).to_string();

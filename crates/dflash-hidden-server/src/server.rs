@@ -70,6 +70,7 @@ pub fn serve(
     let listening = Listening::on(&settings.host, settings.port)?;
     let address = listening.address;
     let shared = Arc::new(Shared::new(settings));
+    shared.guard.listens_on.get_or_init(|| address);
     let (loaded, when_loaded) = oneshot::channel();
     let model = start_model(load, &shared, settings.max_batch_tokens, loaded)?;
     let server = Server {

@@ -69,6 +69,7 @@ impl Admission {
             Ok(permit) => {
                 let permit = permit.map_err(|_closed| NoSlot::Closed)?;
                 Ok(Slot(Arc::new(Held {
+                    kept: Mutex::default(),
                     since: Instant::now(),
                     pace: Arc::clone(&self.pace),
                     _permit: permit,
@@ -112,10 +113,19 @@ impl Admission {
 
 /// A place in the queue; free again when the last clone is dropped. A reply carries one along.
 #[derive(Debug, Clone)]
-pub struct Slot(#[allow(dead_code, reason = "it is held")] Arc<Held>);
+pub struct Slot(Arc<Held>);
+
+impl Slot {
+    /// Holds `permit` as long as itself.
+    pub fn keep(&self, permit: OwnedSemaphorePermit) {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner).push(permit);
+    }
+}
 
 #[derive(Debug)]
 struct Held {
+    /// What else goes with it.
+    kept: Mutex<Vec<OwnedSemaphorePermit>>,
     since: Instant,
     pace: Arc<Mutex<Pace>>,
     _permit: OwnedSemaphorePermit,

@@ -1,10 +1,80 @@
 //! Reading a request's body within bounds.
 
+use std::sync::Arc;
+
 use axum::body::BodyDataStream;
 use axum::extract::Request;
 use axum::http::{HeaderMap, header};
 use bytes::Bytes;
 use futures::StreamExt;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// What all bodies under way may take together, or one of the largest.
+const ALL_BODIES: usize = 64 << 20;
+
+/// The memory of all bodies under way, bounded together.
+#[derive(Debug)]
+pub struct Bodies {
+    room: Arc<Semaphore>,
+    limit: usize,
+}
+
+/// A body that has come, with the room that it takes until it is dropped.
+#[derive(Debug)]
+pub struct Received {
+    /// All of it.
+    pub bytes: Bytes,
+    _room: OwnedSemaphorePermit,
+}
+
+/// Why a body is not taken.
+#[derive(Debug)]
+pub enum BodyFault {
+    /// The client breaks off.
+    Broken(axum::Error),
+    /// It has more bytes than one may have.
+    TooLarge,
+    /// Those of others leave no room.
+    NoRoom,
+}
+
+impl Bodies {
+    /// For bodies of `limit` bytes at most.
+    pub fn new(limit: usize) -> Self {
+        Self { room: Arc::new(Semaphore::new(limit.max(ALL_BODIES))), limit }
+    }
+
+    /// The whole body. It takes room as it comes, not as it is announced, so that clients who announce
+    /// much and send little keep nobody out. The rest of one that is refused is read over.
+    ///
+    /// # Errors
+    /// [`BodyFault`].
+    pub async fn read(&self, request: Request) -> Result<Received, BodyFault> {
+        let mut chunks = request.into_body().into_data_stream();
+        let mut whole = Vec::new();
+        let mut room = self.take(0).ok_or(BodyFault::NoRoom)?;
+        while let Some(chunk) = chunks.next().await {
+            let chunk = chunk.map_err(BodyFault::Broken)?;
+            let fault = if whole.len() + chunk.len() > self.limit {
+                BodyFault::TooLarge
+            } else if let Some(more) = self.take(chunk.len()) {
+                room.merge(more);
+                whole.extend_from_slice(&chunk);
+                continue;
+            } else {
+                BodyFault::NoRoom
+            };
+            drop((whole, room));
+            read_over(chunks).await;
+            return Err(fault);
+        }
+        Ok(Received { bytes: whole.into(), _room: room })
+    }
+
+    fn take(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.room).try_acquire_many_owned(u32::try_from(bytes).ok()?).ok()
+    }
+}
 
 /// The whole body, or `None` where it has more than `limit` bytes; the rest is then read over, as
 /// [`drain`] does. It takes the memory of what has come, not of what is announced.
@@ -51,4 +121,32 @@ async fn read_over(mut chunks: BodyDataStream) {
 /// The length of the body by its headers.
 pub fn announced_length(headers: &HeaderMap) -> Option<usize> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+
+    use super::*;
+
+    fn request(bytes: usize) -> Request {
+        Request::new(Body::from(vec![b'x'; bytes]))
+    }
+
+    #[tokio::test]
+    async fn bodies_are_bounded_together_and_give_their_room_back() {
+        let bodies = Bodies::new(ALL_BODIES);
+        let half = bodies.read(request(ALL_BODIES / 2)).await.unwrap();
+        let other = bodies.read(request(ALL_BODIES / 2)).await.unwrap();
+        assert!(matches!(bodies.read(request(1)).await, Err(BodyFault::NoRoom)));
+        drop(half);
+        assert_eq!(bodies.read(request(9)).await.unwrap().bytes.len(), 9);
+        drop(other);
+        let most = bodies.read(request(ALL_BODIES)).await.unwrap();
+        assert_eq!(most.bytes.len(), ALL_BODIES);
+        drop(most);
+        let small = Bodies::new(10);
+        assert!(matches!(small.read(request(11)).await, Err(BodyFault::TooLarge)));
+        assert_eq!(small.room.available_permits(), ALL_BODIES);
+    }
 }

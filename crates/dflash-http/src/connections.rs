@@ -5,9 +5,13 @@
 //! ([`Phase`]); one that waits for its client longer than it should is cut, and when there are too
 //! many, the one that has been waiting for its client longest makes room. A connection whose
 //! request is being served, or whose next piece of a reply is being made, is never cut.
+//!
+//! A client may close its own side and wait for the reply; one that has left closes it just so. Which
+//! of the two it is shows when something is sent: a socket that nobody holds answers with a reset. So
+//! the end of what a client sends is kept from HTTP while its request is under way, and the client gets
+//! an interim response, `100 Continue`, which HTTP/1.1 lets a server send at any time.
 
 use std::io::{self, IoSlice};
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,18 +19,19 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use axum::body::{Body, HttpBody};
-use axum::extract::connect_info::Connected;
-use axum::extract::{ConnectInfo, Request};
+use axum::extract::{ConnectInfo, Request, State as Shared};
+use axum::http::Version;
 use axum::http::header::CONTENT_LENGTH;
 use axum::middleware::Next;
 use axum::response::Response;
-use axum::serve::{IncomingStream, Listener};
 use bytes::Bytes;
 use futures::task::AtomicWaker;
 use http_body::{Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
 
+use crate::access::{AccessLog, Entry, Note};
 use crate::admission::Slot;
 use crate::count::Count;
 
@@ -40,6 +45,8 @@ const LARGEST_HEAD: usize = 64 << 10;
 const SECONDS_PER_BYTE: f64 = 1.0 / (1 << 20) as f64;
 /// How often overdue connections are looked for.
 const SWEEP: Duration = Duration::from_millis(200);
+/// What tells a client that has left from one that has only closed its side.
+const INTERIM: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 /// How many connections make room at once where the process may open no more files.
 const ROOM: usize = 16;
 /// The time that they get to close.
@@ -76,6 +83,10 @@ impl Connections {
             tokio::time::sleep(SWEEP).await;
             let now = Instant::now();
             for connection in self.all() {
+                if connection.half_closed.load(Ordering::Relaxed) {
+                    // It looks whether its client is still there.
+                    connection.waker.wake();
+                }
                 let deadline = connection.state().deadline(self.client_timeout);
                 if deadline.is_some_and(|deadline| deadline < now) {
                     self.cut(&connection);
@@ -180,6 +191,11 @@ impl State {
 pub struct Connection {
     state: Mutex<State>,
     cut: AtomicBool,
+    /// Whether its client sends nothing any more, and who wants to know.
+    half_closed: AtomicBool,
+    when_half_closed: Notify,
+    /// Whether its client knows interim responses.
+    takes_interim: AtomicBool,
     /// Wakes the task that serves it.
     waker: AtomicWaker,
 }
@@ -187,7 +203,14 @@ pub struct Connection {
 impl Default for Connection {
     fn default() -> Self {
         let state = Mutex::new(State { phase: Phase::Idle, since: Instant::now() });
-        Self { state, cut: AtomicBool::new(false), waker: AtomicWaker::new() }
+        Self {
+            state,
+            cut: AtomicBool::new(false),
+            half_closed: AtomicBool::new(false),
+            when_half_closed: Notify::new(),
+            takes_interim: AtomicBool::new(false),
+            waker: AtomicWaker::new(),
+        }
     }
 }
 
@@ -200,6 +223,21 @@ impl Connection {
     /// From now on the client has nothing to do.
     pub fn served(&self) {
         self.state().enter(Phase::Served);
+    }
+
+    /// Returns once the client has closed its side, and may have left. What is sent then tells.
+    pub async fn half_closed(&self) {
+        self.when_half_closed.notified().await;
+    }
+
+    /// Whether all of a request is here and its reply is not out.
+    fn owes_a_reply(&self) -> bool {
+        !matches!(self.state().phase, Phase::Idle | Phase::Head { .. } | Phase::Body)
+    }
+
+    /// Whether nothing of the reply has gone out.
+    fn is_served(&self) -> bool {
+        matches!(self.state().phase, Phase::Served)
     }
 
     /// A reply begins to go out: of so many bytes, or piece by piece.
@@ -286,26 +324,37 @@ impl std::ops::Deref for Client {
     }
 }
 
-/// Around every request: watches its reply go out, and keeps the slot that the reply brings along
-/// until the socket has taken it all.
+/// Around every request: watches its reply go out, keeps the slot that the reply brings along until
+/// the socket has taken it all, and writes the request down.
 pub async fn watch(
+    Shared(log): Shared<AccessLog>,
     ConnectInfo(client): ConnectInfo<Client>,
     request: Request,
     next: Next,
 ) -> Response {
-    client.receiving();
+    let is_1_1 = request.version() == Version::HTTP_11;
+    client.takes_interim.store(is_1_1, Ordering::Relaxed);
+    if request.body().is_end_stream() {
+        client.served()
+    } else {
+        client.receiving()
+    }
+    let mut entry = Entry::new(log, &request);
     let mut response = next.run(request).await;
     let slot = response.extensions_mut().remove::<Slot>();
+    entry.answered(response.status(), response.extensions_mut().remove::<Note>());
     let announced = response.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
     let announced = announced.and_then(|length| length.parse().ok());
     client.sending(announced.or(response.body().size_hint().exact()), slot);
-    response.map(|body| Body::new(Outgoing { body, client }))
+    response.map(|body| Body::new(Outgoing { body, client, _entry: entry }))
 }
 
 /// A reply's body that says when HTTP has all of it.
 struct Outgoing {
     body: Body,
     client: Client,
+    /// Written when the body, before it, is gone.
+    _entry: Entry,
 }
 
 impl Drop for Outgoing {
@@ -345,18 +394,15 @@ pub(crate) struct Door {
     pub(crate) connections: Arc<Connections>,
 }
 
-impl Listener for Door {
-    type Io = Socket;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Socket, SocketAddr) {
+impl Door {
+    pub(crate) async fn accept(&self) -> Socket {
         loop {
             match self.listener.accept().await {
-                Ok((stream, address)) => {
+                Ok((stream, _)) => {
                     // Replies end in small chunks: waiting to fill a packet would cost 40 ms each.
                     let _ = stream.set_nodelay(true);
                     let client = Client(self.connections.add());
-                    return (Socket { stream, client }, address);
+                    return Socket { stream, client, has_asked: false };
                 }
                 Err(error) => {
                     tracing::debug!("cannot accept a connection: {error}");
@@ -366,16 +412,6 @@ impl Listener for Door {
             }
         }
     }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
-}
-
-impl Connected<IncomingStream<'_, Door>> for Client {
-    fn connect_info(stream: IncomingStream<'_, Door>) -> Self {
-        stream.io().client.clone()
-    }
 }
 
 /// A socket that can be cut from elsewhere.
@@ -383,9 +419,35 @@ impl Connected<IncomingStream<'_, Door>> for Client {
 pub(crate) struct Socket {
     stream: TcpStream,
     client: Client,
+    /// Whether a client that closed its side got an interim response.
+    has_asked: bool,
 }
 
 impl Socket {
+    pub(crate) fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    /// The client has closed its side. While it is owed a reply that is no end, unless it has left.
+    fn ended(&mut self) -> Poll<io::Result<()>> {
+        if !self.client.owes_a_reply() {
+            return Poll::Ready(Ok(()));
+        }
+        if let Some(error) = self.stream.take_error()? {
+            return Poll::Ready(Err(error));
+        }
+        if !self.client.half_closed.swap(true, Ordering::Relaxed) {
+            self.client.when_half_closed.notify_one();
+        }
+        let may_ask = self.client.takes_interim.load(Ordering::Relaxed) && self.client.is_served();
+        if may_ask && !std::mem::replace(&mut self.has_asked, true) {
+            // There is room for it: nothing else is unsent.
+            let _ = self.stream.try_write(INTERIM);
+        }
+        // The sweep wakes it.
+        Poll::Pending
+    }
+
     /// The stream, unless it has been cut. Then it closes without waiting for what is unsent.
     fn uncut(&mut self, context: &Context<'_>) -> io::Result<Pin<&mut TcpStream>> {
         self.client.waker.register(context.waker());
@@ -409,7 +471,11 @@ impl AsyncRead for Socket {
         }
         let before = buffer.filled().len();
         ready!(self.uncut(context)?.poll_read(context, buffer))?;
-        self.client.received(buffer.filled().len() - before);
+        let bytes = buffer.filled().len() - before;
+        if bytes == 0 && buffer.remaining() > 0 {
+            return self.ended();
+        }
+        self.client.received(bytes);
         Poll::Ready(Ok(()))
     }
 }

@@ -12,10 +12,17 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use axum::Router;
+use axum::body::Body;
+use axum::extract::ConnectInfo;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
 use tokio::runtime::Runtime;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
+use tower_service::Service;
 
-use crate::connections::{Client, Connections, Door};
+use crate::connections::{Connections, Door, Socket};
 
 /// How soon a set stop flag is noticed.
 const STOP_POLL: Duration = Duration::from_millis(25);
@@ -139,12 +146,9 @@ impl Server {
         let failed = |source| Error::Serve { address, source };
         let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
         tokio::spawn(Arc::clone(&self.connections).sweep());
-        let listener = Door { listener, connections: Arc::clone(&self.connections) };
-        let (closing, mut closed) = watch::channel(false);
-        let until_closed = async move { drop(closed.wait_for(|closed| *closed).await) };
-        let service = self.router.clone().into_make_service_with_connect_info::<Client>();
-        let server = axum::serve(listener, service).with_graceful_shutdown(until_closed);
-        let mut server = tokio::spawn(server.into_future());
+        let door = Door { listener, connections: Arc::clone(&self.connections) };
+        let (closing, closed) = watch::channel(false);
+        let mut server = tokio::spawn(answer_all(door, self.router.clone(), closed));
         let loaded = tokio::select! {
             // A loader that fails also ends its thread; its reason comes first.
             biased;
@@ -159,7 +163,7 @@ impl Server {
             tokio::select! {
                 () = self.stopped() => {}
                 ended = &mut server => {
-                    ended.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(failed)?;
+                    ended.map_err(|panic| failed(io::Error::other(panic)))?;
                 }
             }
         }
@@ -179,6 +183,53 @@ impl Server {
         while !self.stop.load(Ordering::Relaxed) && !self.model.is_finished() {
             tokio::time::sleep(STOP_POLL).await;
         }
+    }
+}
+
+/// Answers whoever comes until `closed` says so; returns when the last reply is out.
+async fn answer_all(door: Door, router: Router, mut closed: watch::Receiver<bool>) {
+    // Its receiver learns when all connections, which hold a sender each, are gone.
+    let (alive, mut all_gone) = mpsc::channel::<()>(1);
+    let closing = closed.clone();
+    let mut is_closed =
+        std::pin::pin!(async move { drop(closed.wait_for(|closed| *closed).await) });
+    loop {
+        let socket = tokio::select! {
+            () = is_closed.as_mut() => break,
+            socket = door.accept() => socket,
+        };
+        let connection = answer(socket, router.clone(), closing.clone());
+        let alive = alive.clone();
+        tokio::spawn(async move {
+            connection.await;
+            drop(alive);
+        });
+    }
+    drop((door, alive));
+    all_gone.recv().await;
+}
+
+/// Answers the requests of one connection, one after the other. HTTP/1 alone: slots and deadlines are a
+/// connection's, and under HTTP/2 many requests share one.
+async fn answer(socket: Socket, router: Router, mut closed: watch::Receiver<bool>) {
+    let client = socket.client();
+    let service = service_fn(move |request: hyper::Request<Incoming>| {
+        let mut request = request.map(Body::new);
+        request.extensions_mut().insert(ConnectInfo(client.clone()));
+        router.clone().call(request)
+    });
+    let connection = http1::Builder::new().serve_connection(TokioIo::new(socket), service);
+    let mut connection = std::pin::pin!(connection);
+    let closing = async move { drop(closed.wait_for(|closed| *closed).await) };
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = closing => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::trace!("a connection ended: {error}");
     }
 }
 

@@ -105,10 +105,16 @@ impl Hub {
         let never = AtomicBool::new(false);
         let committed = until_stopped(&never, async {
             let api = Api::open(self.address(), token)?;
-            draft.commit(&api, publication).await
+            draft.commit(&api, publication, files).await
         })?;
         let url = committed.map_err(refused)?;
         let unchanged = url.is_none();
+        if unchanged {
+            say(format!(
+                "{} holds all of it already; nothing was committed",
+                publication.repository
+            ));
+        }
         let url = url.unwrap_or_else(|| self.page(&publication.repository));
         let mut published = Published { url, sent, unchanged, collection: None };
         if let Some(collection) = &publication.collection {

@@ -70,6 +70,11 @@ pub enum Error {
         .draft.display(), .draft.display()
     )]
     Unevaluated { draft: PathBuf },
+    /// A choice of what is not there.
+    #[error(
+        "--results names {named}, but the results of this drafter are of {there}; name these, or none"
+    )]
+    NoSuchResult { named: String, there: String },
     /// A report of other weights.
     #[error(
         "{} is a report of other weights (digest {found}; these have {expected}); evaluate this \

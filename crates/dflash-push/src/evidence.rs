@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use dflash_console::say;
 use dflash_run::Evaluation;
 
 use crate::Error;
@@ -45,6 +46,42 @@ fn of_weights(reports: Vec<Evaluation>, digest: Option<&String>) -> Vec<Evaluati
         true => reports.into_iter().filter(is_own).collect(),
         false => reports,
     }
+}
+
+/// Those of the sets that `chosen` names, all without a choice; says which they are.
+///
+/// # Errors
+/// A name that no result has.
+pub(crate) fn choose(
+    evidence: Vec<Evaluation>,
+    chosen: Option<&[String]>,
+) -> Result<Vec<Evaluation>, Error> {
+    // As the card has it: older reports hold paths.
+    let name = |report: &Evaluation| {
+        let name = report.prompts.file_name().unwrap_or(report.prompts.as_os_str());
+        name.to_string_lossy().into_owned()
+    };
+    let is = |report: &Evaluation, named: &String| name(report).eq_ignore_ascii_case(named);
+    let is_none = |named: &String| named == "none";
+    let mut kept = evidence;
+    if let Some(chosen) = chosen {
+        let known = |named: &&String| is_none(named) || kept.iter().any(|it| is(it, named));
+        if let Some(named) = chosen.iter().find(|named| !known(named)) {
+            let mut there: Vec<String> = kept.iter().map(name).collect();
+            there.dedup();
+            return Err(Error::NoSuchResult { named: named.clone(), there: there.join(", ") });
+        }
+        kept.retain(|report| chosen.iter().any(|named| is(report, named)));
+    }
+    for report in &kept {
+        let Evaluation { way, responses, max_new_tokens, tokens_per_second, .. } = report;
+        let (name, speed_up) = (name(report), tokens_per_second.speed_up);
+        say(format!(
+            "the card shows {name}, {way}: {responses} answers of at most {max_new_tokens} tokens, \
+             {speed_up:.2}x"
+        ));
+    }
+    Ok(kept)
 }
 
 fn check(drafter: &Drafter, path: &Path, report: &Evaluation) -> Result<(), Error> {

@@ -11,7 +11,7 @@ use indicatif::DecimalBytes;
 use crate::Error;
 use crate::card::Card;
 use crate::drafter::Drafter;
-use crate::evidence::gather;
+use crate::evidence::{choose, gather};
 
 /// The card's name in a repository.
 const CARD: &str = "README.md";
@@ -54,6 +54,7 @@ impl Plan {
     fn make(settings: &PushSettings, stop: &AtomicBool) -> Result<Self, Error> {
         let drafter = Drafter::find(&settings.draft, &settings.gguf)?;
         let evidence = gather(&drafter, &settings.evaluation, !settings.allow_unevaluated)?;
+        let evidence = choose(evidence, settings.results.as_deref())?;
         let card = Card { settings, drafter: &drafter, evidence: &evidence };
         if card.base_model().is_none() {
             say(

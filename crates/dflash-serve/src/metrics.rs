@@ -31,6 +31,7 @@ pub(crate) struct Metrics {
     registry: Registry,
     running: Gauge,
     waiting: Gauge,
+    resting: Gauge,
     cache_bytes: Gauge,
     kept_bytes: Gauge,
     prompt_tokens: IntCounter,
@@ -112,6 +113,10 @@ impl Metrics {
         Self {
             running: make.gauge("vllm:num_requests_running", "Sequences being decoded."),
             waiting: make.gauge("vllm:num_requests_waiting", "Sequences waiting for a place."),
+            resting: make.gauge(
+                "dflash:num_sequences_resting",
+                "Sequences that gave their place to another request for a while.",
+            ),
             cache_bytes: make
                 .gauge("dflash:kv_cache_bytes", "Keys and values of sequences, bytes."),
             kept_bytes: make.gauge(
@@ -177,6 +182,10 @@ impl Metrics {
         self.running.set(running as f64);
         self.cache_bytes.set(live as f64);
         self.kept_bytes.set(kept as f64);
+    }
+
+    pub(crate) fn resting(&self, sequences: usize) {
+        self.resting.set(sequences as f64);
     }
 
     pub(crate) fn queued(&self, time: Duration) {

@@ -5,13 +5,16 @@ use dflash_text::{ChatTokenizer, Conversation, Message, Row, parse_prompt_row};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::fields::Fields;
+use crate::fields::{Fields, Prompt};
 use crate::refusal::Refusal;
 
 /// Choices of a request at most, over all of its prompts.
 const MOST_CHOICES: u64 = 128;
 /// As OpenAI's.
 const MOST_LOGPROBS: u64 = 20;
+/// Log-probabilities that a request may be told at most, over all choices, tokens and alternatives: 100 MB
+/// of a reply.
+const MOST_SHARES: usize = 1 << 20;
 /// Stop strings of a request at most.
 const MOST_STOPS: usize = 16;
 /// OpenAI's, and vLLM's, for completions.
@@ -91,14 +94,6 @@ pub(crate) struct CompletionRequest {
     prompts: Vec<Prompt>,
 }
 
-/// A prompt as text or as tokens.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Prompt {
-    Text(String),
-    Tokens(Vec<i64>),
-}
-
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum OneOrMore<T> {
@@ -115,9 +110,28 @@ impl<T> OneOrMore<T> {
     }
 }
 
+impl Asked {
+    /// Log-probabilities that `choices` of `tokens` tokens at most each are told.
+    ///
+    /// # Errors
+    /// More of them than a request may have.
+    pub(crate) fn shares(&self, choices: usize, tokens: usize) -> Result<usize, Refusal> {
+        let Some(top) = self.logprobs else { return Ok(0) };
+        let shares = choices.saturating_mul(tokens).saturating_mul(1 + top);
+        if shares > MOST_SHARES {
+            let reason = format!(
+                "of {choices} choices of {tokens} tokens with {top} alternatives are {shares} numbers, but a \
+                 request may have {MOST_SHARES}; ask for fewer, or pass a smaller max_tokens"
+            );
+            return Err(bad("logprobs", &reason));
+        }
+        Ok(shares)
+    }
+}
+
 impl ChatRequest {
     pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
-        let mut fields = Fields::parse(body)?;
+        let mut fields = Fields::parse(body, 0)?;
         let logprobs: Option<bool> = fields.take("logprobs")?;
         let top = fields.count("top_logprobs", 0..=MOST_LOGPROBS)?;
         let newer = fields.count("max_completion_tokens", 1..=u32::MAX.into())?;
@@ -149,15 +163,19 @@ impl ChatRequest {
 }
 
 impl CompletionRequest {
-    pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
-        let mut fields = Fields::parse(body)?;
+    /// Prompts have `most` tokens at most, or are too long.
+    pub(crate) fn parse(body: &[u8], most: usize) -> Result<Self, Refusal> {
+        let mut fields = Fields::parse(body, most)?;
         let logprobs = fields.count("logprobs", 0..=MOST_LOGPROBS)?;
-        let prompt: Value = fields.take("prompt")?.ok_or(Refusal::Missing { param: "prompt" })?;
+        let prompts = fields.take_prompts().ok_or(Refusal::Missing { param: "prompt" })?;
         let mut asked = common(&mut fields)?;
         fields.end()?;
         asked.logprobs = logprobs;
         asked.max_tokens = asked.max_tokens.or(Some(DEFAULT_COMPLETION_TOKENS));
-        let prompts = read_prompts(prompt)?;
+        if prompts.contains(&Prompt::Wrong) {
+            let reason = "must be a string, a list of token ids, or a list of these";
+            return Err(bad("prompt", reason));
+        }
         if prompts.len() as u64 * asked.n as u64 > MOST_CHOICES {
             let reason = format!("times n must give at most {MOST_CHOICES} choices");
             return Err(bad("prompt", &reason));
@@ -180,6 +198,7 @@ impl CompletionRequest {
                 }
                 None => Ok(ids.clone()),
             },
+            Prompt::Wrong => unreachable!("it was refused"),
         };
         let all: Vec<Vec<i64>> = self.prompts.iter().map(ids).collect::<Result<_, _>>()?;
         match all.iter().any(Vec::is_empty) {
@@ -187,16 +206,6 @@ impl CompletionRequest {
             false => Ok(all),
         }
     }
-}
-
-/// A prompt may be a text, tokens, or a list of either.
-fn read_prompts(value: Value) -> Result<Vec<Prompt>, Refusal> {
-    let is_tokens = |value: &Value| value.as_array().is_some_and(|v| v.iter().all(Value::is_i64));
-    let one = value.is_string() || is_tokens(&value);
-    let list = if one { Value::Array(vec![value]) } else { value };
-    let wrong = "must be a string, a list of token ids, or a list of these";
-    let prompts: Vec<Prompt> = serde_json::from_value(list).map_err(|_| bad("prompt", wrong))?;
-    if prompts.is_empty() { Err(bad("prompt", wrong)) } else { Ok(prompts) }
 }
 
 /// What both kinds of requests have.
@@ -259,6 +268,10 @@ fn read_messages(messages: Vec<Value>) -> Result<Vec<Message>, Refusal> {
         if let Some(key) = message.unknown_keys.iter().find(|key| !known.contains(&key.as_str())) {
             return Err(Refusal::Unknown { param: format!("{}.{key}", param()) });
         }
+        if message.content.is_null() && message.tool_calls.is_none() {
+            let reason = "has no content; send a string, or a list of parts of text".into();
+            return Err(Refusal::BadField { param: param(), reason });
+        }
         if let Value::Array(parts) = &message.content {
             let texts: Option<Vec<&str>> = parts.iter().map(text_of).collect();
             let reason = "has a content part that is not text; this server takes text only".into();
@@ -298,7 +311,7 @@ mod tests {
         let asked = chat("").unwrap().asked;
         assert_eq!((asked.n, asked.sampling, asked.max_tokens), (1, Sampling::at(1.0), None));
         assert!(asked.speculative && asked.stream.is_none() && asked.logprobs.is_none());
-        let completion = CompletionRequest::parse(br#"{"prompt": "a"}"#).unwrap();
+        let completion = CompletionRequest::parse(br#"{"prompt": "a"}"#, 9).unwrap();
         assert_eq!(completion.asked.max_tokens, Some(16));
     }
 
@@ -338,10 +351,24 @@ mod tests {
     }
 
     #[test]
+    fn a_request_is_told_a_bounded_number_of_log_probabilities() {
+        let check = |more: &str, (choices, tokens): (usize, usize), expect: Option<usize>| {
+            let asked = chat(more).unwrap().asked;
+            assert_eq!(asked.shares(choices, tokens).ok(), expect, "{more} {choices} {tokens}");
+        };
+        let top = r#", "logprobs": true, "top_logprobs": 20"#;
+        check("", (128, 1 << 20), Some(0));
+        check(top, (1, 40_960), Some(21 * 40_960));
+        check(top, (32, 1900), None);
+        check(r#", "logprobs": true"#, (32, 1900), Some(32 * 1900));
+        check(r#", "logprobs": true"#, (usize::MAX, usize::MAX), None);
+    }
+
+    #[test]
     fn prompts_come_in_four_forms() {
         let check = |prompt: &str, expect: Option<usize>| {
             let body = format!(r#"{{"prompt": {prompt}}}"#);
-            let found = CompletionRequest::parse(body.as_bytes()).ok();
+            let found = CompletionRequest::parse(body.as_bytes(), 9).ok();
             assert_eq!(found.map(|request| request.prompts.len()), expect, "{prompt}");
         };
         check(r#""text""#, Some(1));
@@ -364,5 +391,9 @@ mod tests {
         assert!(
             read_messages(vec![json!({"role": "user", "content": "a", "contents": 1})]).is_err()
         );
+        for without in [json!({"role": "user"}), json!({"role": "user", "content": null})] {
+            let refusal = read_messages(vec![without]).unwrap_err().to_string();
+            assert!(refusal.contains("no content"), "{refusal}");
+        }
     }
 }

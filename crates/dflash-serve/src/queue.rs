@@ -1,18 +1,70 @@
-//! Choices waiting for a place in the engine, first come first served, and what they get.
+//! Choices waiting for a place in the engine, and what they get.
+//!
+//! Places go round by turns: first to whom has fewest of them, by the key that a request bears; then to
+//! the request that has fewest; then to the one that came first. So a request of many choices, or a
+//! client of many requests, uses what others leave and does not keep them out.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use dflash_decode::{NewToken, Request};
 use tokio::sync::mpsc::UnboundedSender;
 
+/// Whose turn it is taken from: a request, and the client that it is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Party {
+    /// Number of the request, ascending as they come.
+    pub(crate) request: u64,
+    /// What its key, if it bears one, is told from others by.
+    pub(crate) owner: u64,
+}
+
+/// How many places a party has: all requests of its owner, and its own request. Who has less is first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Share {
+    pub(crate) of_owner: usize,
+    pub(crate) of_request: usize,
+}
+
+impl Share {
+    /// What `party` has of the places that `holders` have.
+    pub(crate) fn of(party: Party, holders: &[Party]) -> Self {
+        let count = |is_same: &dyn Fn(&Party) -> bool| {
+            holders.iter().filter(|holder| is_same(holder)).count()
+        };
+        Self {
+            of_owner: count(&|holder| holder.owner == party.owner),
+            of_request: count(&|holder| holder.request == party.request),
+        }
+    }
+}
+
+/// Which of `holders` is to give its place to `next`: one of the owner who has two more at least, or of
+/// the same owner's request that has several while `next` has none. The one with most gives, and of
+/// these the last.
+pub(crate) fn gives_way(next: Party, holders: &[Party]) -> Option<usize> {
+    let own = Share::of(next, holders);
+    let share = |at: usize| Share::of(holders[at], holders);
+    let gives = |&at: &usize| {
+        let share = share(at);
+        match holders[at].owner == next.owner {
+            true => own.of_request == 0 && share.of_request > 1,
+            false => share.of_owner >= own.of_owner + 2,
+        }
+    };
+    (0..holders.len()).filter(gives).max_by_key(|&at| (share(at), at))
+}
+
 /// One choice to be made.
 #[derive(Debug)]
 pub(crate) struct Job {
+    pub(crate) party: Party,
     /// Which of its request's choices.
     pub(crate) index: usize,
+    /// Without its prompt, which the choices of a request share until they begin.
     pub(crate) request: Request,
+    pub(crate) prompt: Arc<[i64]>,
     /// Strings that end its text.
     pub(crate) stops: Vec<String>,
     /// Closed when the client has left.
@@ -56,16 +108,6 @@ impl FinishReason {
     }
 }
 
-/// What comes next for the engine.
-#[derive(Debug)]
-pub(crate) enum Next {
-    Job(Box<Job>),
-    /// Nothing waits.
-    Nothing,
-    /// Nothing will come any more.
-    Closed,
-}
-
 /// The queue. Its callers bound its length: every request holds a slot.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
@@ -75,54 +117,150 @@ pub(crate) struct Queue {
 
 #[derive(Debug, Default)]
 struct State {
-    jobs: VecDeque<Job>,
+    /// The choices of each request that wait, in the order in which the requests came.
+    requests: VecDeque<VecDeque<Job>>,
     closed: bool,
 }
 
 impl Queue {
-    /// Appends jobs; false when the queue is closed.
+    /// Appends the jobs of a request; false when the queue is closed.
     pub(crate) fn push(&self, jobs: Vec<Job>) -> bool {
         let mut state = self.state();
         if state.closed {
             return false;
         }
-        // Clients that left hold no slot any more: without this their jobs could pile up.
-        state.jobs.retain(|job| !job.events.is_closed());
-        state.jobs.extend(jobs);
+        state.forget_those_left();
+        state.requests.push_back(jobs.into());
         self.changed.notify_one();
         true
     }
 
-    /// The next job whose client is still there; waits for one if `wait`.
-    pub(crate) fn next(&self, wait: bool) -> Next {
+    /// Who is next while `holders` have the places.
+    pub(crate) fn next(&self, holders: &[Party]) -> Option<Party> {
         let mut state = self.state();
-        loop {
-            if state.closed {
-                return Next::Closed;
-            }
-            match state.jobs.pop_front() {
-                Some(job) if job.events.is_closed() => {}
-                Some(job) => return Next::Job(Box::new(job)),
-                None if !wait => return Next::Nothing,
-                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-            }
-        }
+        state.forget_those_left();
+        let parties = state.requests.iter().filter_map(|jobs| Some(jobs.front()?.party));
+        parties.min_by_key(|&party| Share::of(party, holders))
     }
 
-    /// Drops what waits, which tells its clients, and ends [`Self::next`].
+    /// The next job of a request, unless its client has left.
+    pub(crate) fn take(&self, party: Party) -> Option<Job> {
+        let mut state = self.state();
+        let is_its = |jobs: &&mut VecDeque<Job>| jobs.front().is_some_and(|job| job.party == party);
+        let job = state.requests.iter_mut().find(is_its)?.pop_front();
+        state.requests.retain(|jobs| !jobs.is_empty());
+        job
+    }
+
+    /// Waits until something is there; false once the queue is closed.
+    pub(crate) fn wait(&self) -> bool {
+        let mut state = self.state();
+        while state.requests.is_empty() && !state.closed {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        !state.closed
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
+    /// Drops what waits, which tells its clients, and ends [`Self::wait`].
     pub(crate) fn close(&self) {
         let mut state = self.state();
         state.closed = true;
-        state.jobs.clear();
+        state.requests.clear();
         self.changed.notify_all();
     }
 
     /// Jobs not yet begun.
     pub(crate) fn waiting(&self) -> usize {
-        self.state().jobs.iter().filter(|job| !job.events.is_closed()).count()
+        let mut state = self.state();
+        state.forget_those_left();
+        state.requests.iter().map(VecDeque::len).sum()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Clients that left hold no slot any more: without this their jobs could pile up.
+    fn forget_those_left(&mut self) {
+        let is_there =
+            |jobs: &VecDeque<Job>| jobs.front().is_some_and(|job| !job.events.is_closed());
+        self.requests.retain(is_there);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn party(request: u64, owner: u64) -> Party {
+        Party { request, owner }
+    }
+
+    #[test]
+    fn a_place_is_given_by_whom_has_most() {
+        let check = |next: Party, holders: &[Party], expect: Option<usize>| {
+            assert_eq!(gives_way(next, holders), expect, "{next:?} {holders:?}");
+        };
+        let many = vec![party(1, 0); 4];
+        check(party(2, 0), &many, Some(3));
+        // A request does not drive out itself, nor one that has a single place.
+        check(party(1, 0), &many, None);
+        check(party(9, 0), &[party(1, 0), party(2, 0)], None);
+        check(party(3, 0), &[party(1, 0), party(2, 0), party(2, 0), party(2, 0)], Some(3));
+        // Between owners their places count, however many requests these are of.
+        let singles: Vec<Party> = (0..4).map(|request| party(request, 7)).collect();
+        check(party(9, 8), &singles, Some(3));
+        check(party(9, 8), &[party(1, 7)], None);
+        check(party(9, 8), &[party(1, 7), party(2, 7), party(3, 8)], None);
+        check(party(9, 8), &[party(1, 7), party(2, 7), party(4, 7), party(3, 8)], Some(2));
+        check(party(9, 8), &[], None);
+    }
+
+    #[test]
+    fn turns_go_to_whom_has_least_and_then_by_age() {
+        let queue = Queue::default();
+        let mut clients = Vec::new();
+        let mut push = |party: Party, count: usize| {
+            let (events, client) = tokio::sync::mpsc::unbounded_channel();
+            clients.push(client);
+            let job = |index| Job {
+                party,
+                index,
+                request: Request::new(
+                    &[],
+                    &dflash_decode::Limits { max_new_tokens: 1, stop_ids: Vec::new() },
+                    dflash_decode::Sampling::GREEDY,
+                    0,
+                ),
+                prompt: [1].into(),
+                stops: Vec::new(),
+                events: events.clone(),
+                since: Instant::now(),
+            };
+            assert!(queue.push((0..count).map(job).collect()));
+        };
+        push(party(1, 0), 3);
+        push(party(2, 0), 2);
+        push(party(3, 9), 1);
+        let mut holders = Vec::new();
+        let mut order = Vec::new();
+        while let Some(next) = queue.next(&holders) {
+            let job = queue.take(next).unwrap();
+            order.push((job.party.request, job.index));
+            holders.push(next);
+        }
+        assert_eq!(order, [(1, 0), (3, 0), (2, 0), (1, 1), (2, 1), (1, 2)]);
+        push(party(4, 0), 2);
+        assert_eq!(queue.waiting(), 2);
+        clients.pop();
+        assert_eq!((queue.waiting(), queue.next(&[])), (0, None));
+        queue.close();
+        assert!(!queue.wait() && queue.is_closed());
     }
 }

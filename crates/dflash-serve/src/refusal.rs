@@ -24,6 +24,10 @@ pub(crate) enum Refusal {
         "the body is larger than {limit} bytes; send less, or start the server with a larger --max-body-mib"
     )]
     BodyTooLarge { limit: usize },
+    #[error("a body of {found} is not read; send it with `Content-Type: application/json`")]
+    NotJson { found: String },
+    #[error("the requests under way leave no memory for this one; try again in {:.1} s", .after.as_secs_f64())]
+    NoRoom { after: Duration },
     #[error("{param} is missing")]
     Missing { param: &'static str },
     #[error("{param} {reason}")]
@@ -81,10 +85,11 @@ impl Refusal {
             | Self::TooLong { .. }
             | Self::TokenOutOfRange { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::NotJson { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::OtherModel { .. } | Self::NoSuchPath { .. } => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::Unauthorized => StatusCode::UNAUTHORIZED,
-            Self::Full { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::Full { .. } | Self::NoRoom { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::Loading | Self::ShuttingDown | Self::OutOfMemory => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -111,7 +116,7 @@ impl Refusal {
             Self::Unauthorized => Some("invalid_api_key"),
             Self::Unknown { .. } => Some("unknown_parameter"),
             Self::Unsupported { .. } => Some("unsupported_parameter"),
-            Self::Full { .. } => Some("rate_limit_exceeded"),
+            Self::Full { .. } | Self::NoRoom { .. } => Some("rate_limit_exceeded"),
             _ => None,
         }
     }
@@ -135,7 +140,7 @@ impl From<NoSlot> for Refusal {
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         let after = match self {
-            Self::Full { after, .. } => Some(after),
+            Self::Full { after, .. } | Self::NoRoom { after } => Some(after),
             Self::Loading => Some(WHILE_LOADING),
             _ => None,
         };

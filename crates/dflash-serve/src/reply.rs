@@ -1,5 +1,6 @@
 //! Answers in OpenAI's shapes, whole or piece by piece.
 
+use std::cell::RefCell;
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
@@ -7,6 +8,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use dflash_decode::{Logprob, NewToken};
 use dflash_text::ChatTokenizer;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
 use crate::queue::{Event, FinishReason};
@@ -26,7 +29,7 @@ pub(crate) struct Envelope {
     created: u64,
     model: String,
     tokenizer: Arc<ChatTokenizer>,
-    logprobs: bool,
+    pub(crate) logprobs: bool,
 }
 
 /// How many tokens a request took.
@@ -60,9 +63,12 @@ impl Choice {
         self.touched = true;
     }
 
-    pub(crate) fn add(&mut self, event: Event) {
+    /// Takes a piece; its tokens where their log-probabilities are told.
+    pub(crate) fn add(&mut self, event: Event, keeps_tokens: bool) {
         self.text += &event.text;
-        self.tokens.extend(event.tokens);
+        if keeps_tokens {
+            self.tokens.extend(event.tokens);
+        }
         self.finish = event.finish;
     }
 }
@@ -118,29 +124,31 @@ impl Envelope {
         reply
     }
 
-    /// The whole reply.
-    pub(crate) fn whole(&self, choices: Vec<Choice>, usage: Usage) -> Value {
-        let choices = choices.into_iter().enumerate().map(|(index, choice)| {
-            let logprobs = self.logprobs(&choice.tokens, 0);
+    /// The whole reply as JSON.
+    pub(crate) fn whole(&self, choices: &[Choice], usage: Usage) -> Vec<u8> {
+        let choices = choices.iter().enumerate().map(|(index, choice)| {
             let finish = choice.finish.map(FinishReason::name);
-            match self.kind {
+            let fields = match self.kind {
                 Kind::Chat => json!({
                     "index": index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": null},
-                    "logprobs": logprobs,
+                    "logprobs": null,
                     "finish_reason": finish,
                 }),
                 Kind::Completion => json!({
-                    "index": index, "text": choice.text, "logprobs": logprobs,
-                    "finish_reason": finish,
+                    "index": index, "text": choice.text, "logprobs": null, "finish_reason": finish,
                 }),
-            }
+            };
+            let logprobs = Logprobs { envelope: self, tokens: &choice.tokens, offset: 0 };
+            With { fields, key: "logprobs", value: logprobs }
         });
         let object = match self.kind {
             Kind::Chat => "chat.completion",
             Kind::Completion => "text_completion",
         };
-        self.object(object, choices.collect(), Some(usage.json()))
+        let fields = self.object(object, Vec::new(), Some(usage.json()));
+        let reply = With { fields, key: "choices", value: choices.collect::<Vec<_>>() };
+        serde_json::to_vec(&reply).expect("its keys are strings")
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -198,50 +206,168 @@ impl Envelope {
 
     /// Null where none were asked for.
     fn logprobs(&self, tokens: &[NewToken], offset: usize) -> Value {
-        if !self.logprobs {
-            return Value::Null;
-        }
-        let known = tokens.iter().filter_map(|token| Some((token.id, token.logprob.as_ref()?)));
-        match self.kind {
-            Kind::Chat => {
-                let content = known.map(|(id, logprob)| {
-                    let mut entry = self.entry(id, logprob.chosen);
-                    let top = logprob.top.iter().map(|&(id, share)| self.entry(id, share));
-                    entry["top_logprobs"] = top.collect();
-                    entry
-                });
-                json!({"content": content.collect::<Vec<_>>(), "refusal": null})
-            }
-            Kind::Completion => self.completion_logprobs(known, offset),
-        }
+        let logprobs = Logprobs { envelope: self, tokens, offset };
+        serde_json::to_value(logprobs).expect("its keys are strings")
     }
 
-    /// OpenAI gives a token's bytes where its text alone may not be valid UTF-8; those of such tokens
-    /// are not known here.
-    fn entry(&self, id: i64, share: f64) -> Value {
+    /// OpenAI gives a token's bytes where its text alone may not be valid UTF-8.
+    fn entry(&self, id: i64, share: f64) -> Entry {
         let text = self.text(id);
-        let bytes = (!text.contains('\u{fffd}')).then(|| text.as_bytes().to_vec());
-        json!({"token": text, "logprob": share, "bytes": bytes})
+        let bytes = match text.contains(char::REPLACEMENT_CHARACTER) {
+            true => self.bytes_of_part(id, &text),
+            false => Some(text.clone().into_bytes()),
+        };
+        Entry { token: text, logprob: share, bytes, top_logprobs: None }
     }
 
-    fn completion_logprobs<'a>(
-        &self,
-        known: impl Iterator<Item = (i64, &'a Logprob)>,
-        mut offset: usize,
-    ) -> Value {
-        let (mut texts, mut shares, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
-        for (id, logprob) in known {
-            let text = self.text(id);
-            offsets.push(offset);
-            offset += text.chars().count();
-            texts.push(text);
-            shares.push(logprob.chosen);
-            let top = logprob.top.iter().map(|&(id, share)| (self.text(id), share.into()));
-            tops.push(Value::Object(top.collect()));
+    /// The bytes of a token that is a part of a character, by the vocabulary's spelling of it.
+    fn bytes_of_part(&self, id: i64, text: &str) -> Option<Vec<u8>> {
+        let (spelling, _) = self.tokenizer.token(u32::try_from(id).ok()?)?;
+        let bytes = spelled_bytes(&spelling)?;
+        // Whatever else the spelling may be: a reader must get the same text from them.
+        (String::from_utf8_lossy(&bytes) == text).then_some(bytes)
+    }
+}
+
+/// The bytes that a spelling stands for: `<0xE2>` where a vocabulary falls back to bytes, or the letters
+/// of GPT-2's, which give each byte that is no printable one a letter above the 255th.
+fn spelled_bytes(spelling: &str) -> Option<Vec<u8>> {
+    let hex = spelling.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+    if let Some(byte) = hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+        return Some(vec![byte]);
+    }
+    spelling.chars().map(byte_of_letter).collect()
+}
+
+/// The byte of a letter of GPT-2's byte-level vocabularies.
+fn byte_of_letter(letter: char) -> Option<u8> {
+    let is_own = |byte: &u8| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    match u32::from(letter) {
+        code @ 0..256 => Some(code as u8).filter(is_own),
+        code => (0..=u8::MAX).filter(|byte| !is_own(byte)).nth((code - 256) as usize),
+    }
+}
+
+/// Fields of which one is written from elsewhere: a long list is never a tree of JSON values, which
+/// would take five times as much.
+struct With<T> {
+    fields: Value,
+    key: &'static str,
+    value: T,
+}
+
+impl<T: Serialize> Serialize for With<T> {
+    fn serialize<S: Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
+        let Self { fields, key, value } = self;
+        let mut map = out.serialize_map(None)?;
+        for (name, field) in fields.as_object().into_iter().flatten() {
+            if name == key {
+                map.serialize_entry(name, value)?;
+            } else {
+                map.serialize_entry(name, field)?;
+            }
         }
-        json!({
-            "tokens": texts, "token_logprobs": shares, "top_logprobs": tops,
-            "text_offset": offsets,
-        })
+        map.end()
+    }
+}
+
+/// A token with its log-probability, and those of others in its place.
+#[derive(Serialize)]
+struct Entry {
+    token: String,
+    logprob: f64,
+    bytes: Option<Vec<u8>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logprobs: Option<Vec<Self>>,
+}
+
+/// The log-probabilities of tokens, made while they are written.
+struct Logprobs<'a> {
+    envelope: &'a Envelope,
+    tokens: &'a [NewToken],
+    /// Characters before them.
+    offset: usize,
+}
+
+impl<'a> Logprobs<'a> {
+    fn known(&self) -> impl Iterator<Item = (i64, &'a Logprob)> {
+        self.tokens.iter().filter_map(|token| Some((token.id, token.logprob.as_ref()?)))
+    }
+}
+
+impl Serialize for Logprobs<'_> {
+    fn serialize<S: Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
+        let envelope = self.envelope;
+        if !envelope.logprobs {
+            return out.serialize_none();
+        }
+        let mut map = out.serialize_map(None)?;
+        match envelope.kind {
+            Kind::Chat => {
+                let content = self.known().map(|(id, logprob)| {
+                    let top = logprob.top.iter().map(|&(id, share)| envelope.entry(id, share));
+                    Entry {
+                        top_logprobs: Some(top.collect()),
+                        ..envelope.entry(id, logprob.chosen)
+                    }
+                });
+                map.serialize_entry("content", &Each::new(content))?;
+                map.serialize_entry("refusal", &())?;
+            }
+            Kind::Completion => {
+                let texts = || self.known().map(|(id, _)| envelope.text(id));
+                map.serialize_entry("tokens", &Each::new(texts()))?;
+                let shares = self.known().map(|(_, logprob)| logprob.chosen);
+                map.serialize_entry("token_logprobs", &Each::new(shares))?;
+                let tops = self.known().map(|(_, logprob)| {
+                    let top = logprob.top.iter();
+                    let top = top.map(|&(id, share)| (envelope.text(id), share.into()));
+                    Value::Object(top.collect())
+                });
+                map.serialize_entry("top_logprobs", &Each::new(tops))?;
+                let offsets = texts().scan(self.offset, |offset, text| {
+                    let start = *offset;
+                    *offset += text.chars().count();
+                    Some(start)
+                });
+                map.serialize_entry("text_offset", &Each::new(offsets))?;
+            }
+        }
+        map.end()
+    }
+}
+
+/// A list that is made while it is written, once.
+struct Each<I>(RefCell<Option<I>>);
+
+impl<I> Each<I> {
+    fn new(items: I) -> Self {
+        Self(RefCell::new(Some(items)))
+    }
+}
+
+impl<I: Iterator<Item: Serialize>> Serialize for Each<I> {
+    fn serialize<S: Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
+        out.collect_seq(self.0.take().into_iter().flatten())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spellings_stand_for_bytes() {
+        let check = |spelling: &str, expect: Option<&[u8]>| {
+            assert_eq!(spelled_bytes(spelling).as_deref(), expect, "{spelling}");
+        };
+        check("<0xE2>", Some(&[0xe2]));
+        check("abc", Some(b"abc"));
+        // GPT-2's: a blank, a line's end, and the three bytes of the euro sign.
+        check("\u{120}a", Some(b" a"));
+        check("\u{10a}", Some(b"\n"));
+        check("\u{e2}\u{124}\u{ac}", Some(&[0xe2, 0x82, 0xac]));
+        check("\u{143}", Some(&[0xad]));
+        check("\u{2581}a", None);
     }
 }

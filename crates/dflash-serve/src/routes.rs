@@ -2,32 +2,42 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{Method, Uri, header};
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::extract::{ConnectInfo, Path, Request, State};
+use axum::http::{HeaderMap, Method, Uri, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use dflash_decode::Request as EngineRequest;
 use dflash_http::{
-    Admission, Client, Connections, LONGEST_LINE, Slot, announced_length, drain, read_body, watch,
+    AccessLog, Admission, Bodies, BodyFault, Client, Connections, Guard, LONGEST_LINE, NoSlot,
+    Note, Received, Slot, announced_length, drain, guard, says_json, watch,
 };
 use dflash_settings::ServeSettings;
 use dflash_text::ChatTokenizer;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
+use tokio::sync::Semaphore;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::metrics::{Metrics, TEXT_FORMAT};
 use crate::protocol::{Asked, ChatRequest, CompletionRequest};
-use crate::queue::{Event, Job, OutOfMemory, Queue};
+use crate::queue::{Event, Job, OutOfMemory, Party, Queue};
 use crate::refusal::Refusal;
 use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
+
+/// Requests that are read at a time: what JSON, templates and tokenizers take for it is theirs alone.
+const READERS: usize = 2;
+/// Tokens of all prompts under way, 8 bytes each, or those of one of the largest.
+const ALL_TOKENS: usize = 16 << 20;
+/// Log-probabilities of all requests under way: twice those of the largest. Others wait for these.
+const ALL_SHARES: usize = 2 << 20;
 
 /// What is known once the models are loaded.
 #[derive(Debug)]
@@ -52,9 +62,16 @@ pub(crate) struct Shared {
     pub(crate) queue: Queue,
     pub(crate) admission: Admission,
     pub(crate) connections: Arc<Connections>,
+    pub(crate) guard: Arc<Guard>,
     /// Digest of the key that requests must bear.
     key: Option<[u8; 32]>,
     max_body: usize,
+    bodies: Bodies,
+    readers: Semaphore,
+    tokens: Arc<Semaphore>,
+    shares: Arc<Semaphore>,
+    /// Requests so far.
+    requests: AtomicU64,
     since: u64,
 }
 
@@ -70,9 +87,29 @@ impl Shared {
             admission: Admission::new(settings.max_queue, patience),
             connections: Connections::new(most, client_timeout),
             key: settings.api_key.as_ref().map(|key| digest(key.as_bytes())),
+            guard: Arc::new(Guard {
+                allowed_origins: settings.allowed_origins.clone(),
+                has_key: settings.api_key.is_some(),
+                host: settings.host.clone(),
+                ..Guard::default()
+            }),
             max_body: (settings.max_body_mib << 20) as usize,
+            bodies: Bodies::new((settings.max_body_mib << 20) as usize),
+            readers: Semaphore::new(READERS),
+            tokens: Arc::new(Semaphore::new(ALL_TOKENS)),
+            shares: Arc::new(Semaphore::new(ALL_SHARES)),
+            requests: AtomicU64::new(0),
             since: unix_seconds(),
         }
+    }
+
+    /// There is no memory for a request now.
+    fn no_room(&self) -> Refusal {
+        let after = match self.admission.full() {
+            NoSlot::Full { after, .. } => after,
+            NoSlot::Closed => Duration::ZERO,
+        };
+        Refusal::NoRoom { after }
     }
 
     fn loaded(&self) -> Result<&Loaded, Refusal> {
@@ -89,6 +126,7 @@ fn digest(key: &[u8]) -> [u8; 32] {
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completions))
         .route_layer(from_fn_with_state(Arc::clone(&shared), authorize));
@@ -98,8 +136,9 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .merge(guarded)
         .fallback(async |uri: Uri| Refusal::NoSuchPath { path: uri.path().into() })
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(Arc::clone(&shared.guard), guard))
         .layer(from_fn_with_state(Arc::clone(&shared), count_refusals))
-        .layer(from_fn(watch))
+        .layer(from_fn_with_state(AccessLog::Info, watch))
         .with_state(shared)
 }
 
@@ -126,14 +165,20 @@ async fn authorize(
     next: Next,
 ) -> Result<Response, Refusal> {
     if let Some(key) = &shared.key {
-        let sent = request.headers().get(header::AUTHORIZATION);
-        let sent = sent.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+        let sent = bearer(request.headers());
         let is_right: bool = digest(sent.unwrap_or_default()).ct_eq(key).into();
         if !is_right {
             return Err(Refusal::Unauthorized);
         }
     }
     Ok(next.run(request).await)
+}
+
+/// The key that a request bears. The scheme's name may be in any case.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let sent = headers.get(header::AUTHORIZATION)?.as_bytes();
+    let (scheme, key) = sent.split_at_checked(b"bearer ".len())?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii_start())
 }
 
 /// 200 once requests can be taken, 503 while the models load.
@@ -156,15 +201,32 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Result<Response, Refusal>
 }
 
 async fn models(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusal> {
+    let card = card(&shared, shared.loaded()?);
+    Ok(Json(json!({"object": "list", "data": [card]})))
+}
+
+/// Names of models may have a slash.
+async fn model(
+    State(shared): State<Arc<Shared>>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, Refusal> {
     let loaded = shared.loaded()?;
-    Ok(Json(json!({"object": "list", "data": [{
+    if id != loaded.name {
+        return Err(Refusal::OtherModel { asked: id, served: loaded.name.clone() });
+    }
+    Ok(Json(card(&shared, loaded)))
+}
+
+fn card(shared: &Shared, loaded: &Loaded) -> Value {
+    json!({
         "id": loaded.name,
         "object": "model",
         "created": shared.since,
         "owned_by": "dflash",
-        "root": loaded.root,
+        // Its directory is nobody's business: the name stands for it.
+        "root": loaded.name,
         "max_model_len": loaded.max_model_len,
-    }]})))
+    })
 }
 
 async fn chat(
@@ -191,26 +253,60 @@ async fn answer(
 ) -> Result<Response, Refusal> {
     let since = Instant::now();
     shared.loaded()?;
+    let owner = bearer(request.headers()).map_or(0, |key| {
+        let digest = digest(key);
+        u64::from_le_bytes(digest[..8].try_into().expect("eight bytes"))
+    });
     let (body, slot) = receive(&shared, &client, request).await?;
     let reader = Arc::clone(&shared);
+    let turn = shared.readers.acquire().await.map_err(|_| Refusal::ShuttingDown)?;
     // Rendering and tokenizing a long prompt take a while.
-    let read = tokio::task::spawn_blocking(move || read(&reader, kind, &body));
+    let read = tokio::task::spawn_blocking(move || read(&reader, kind, &body.bytes));
     let (asked, prompts) = read.await.map_err(|_| Refusal::Tokenizer)??;
+    drop(turn);
+    hold_room(&shared, &slot, (&asked, &prompts)).await?;
     let loaded = shared.loaded()?;
     let usage = Usage { prompt: prompts.iter().map(Vec::len).sum(), ..Usage::default() };
-    let (jobs, events) = jobs(&asked, prompts, (loaded, since));
+    let party = Party { request: shared.requests.fetch_add(1, Ordering::Relaxed), owner };
+    let (jobs, events) = jobs(&asked, prompts, (loaded, since, party));
     let choices = jobs.len();
     if !shared.queue.push(jobs) {
         return Err(Refusal::ShuttingDown);
     }
     let logprobs = asked.logprobs.is_some();
     let envelope = Envelope::new(kind, &loaded.name, (&loaded.tokenizer, logprobs));
-    let answers = Answers::new(envelope, events, (choices, asked.n), usage);
+    let note = Note::default();
+    let noted = Noted { note: note.clone(), since, first: None };
+    let answers = Answers::new(envelope, (events, noted), (choices, asked.n), usage);
     let reply = match asked.stream {
-        Some(options) => answers.stream(options.include_usage),
-        None => Json(answers.whole().await?).into_response(),
+        Some(options) => answers.stream(options.include_usage, client),
+        None => {
+            let whole = answers.whole().await?;
+            ([(header::CONTENT_TYPE, "application/json")], whole).into_response()
+        }
     };
-    Ok((Extension(slot), reply).into_response())
+    Ok((Extension(slot), Extension(note), reply).into_response())
+}
+
+/// Lets the slot hold the memory for a request's prompts, if there is some, and for the log-probabilities
+/// that it is told, once there is.
+async fn hold_room(
+    shared: &Shared,
+    slot: &Slot,
+    (asked, prompts): (&Asked, &[Vec<i64>]),
+) -> Result<(), Refusal> {
+    let lengths = || prompts.iter().map(Vec::len);
+    let tokens = lengths().sum::<usize>().min(ALL_TOKENS);
+    let room = Arc::clone(&shared.tokens).try_acquire_many_owned(tokens as u32);
+    slot.keep(room.map_err(|_| shared.no_room())?);
+    let most = shared.loaded()?.max_model_len;
+    let longest = asked.max_tokens.unwrap_or(most - lengths().min().unwrap_or(0));
+    let shares = asked.shares(prompts.len() * asked.n, longest)?;
+    if shares > 0 {
+        let room = Arc::clone(&shared.shares).acquire_many_owned(shares as u32).await;
+        slot.keep(room.map_err(|_| Refusal::ShuttingDown)?);
+    }
+    Ok(())
 }
 
 /// The request's body, and the place in the queue that it holds.
@@ -218,12 +314,24 @@ async fn receive(
     shared: &Shared,
     client: &Client,
     request: Request,
-) -> Result<(axum::body::Bytes, Slot), Refusal> {
+) -> Result<(Received, Slot), Refusal> {
     let limit = shared.max_body;
-    if announced_length(request.headers()).is_some_and(|length| length > limit) {
+    let headers = request.headers();
+    let refusal = if !says_json(headers) {
+        let found = headers.get(header::CONTENT_TYPE).map_or("no content type".into(), |kind| {
+            let kind = String::from_utf8_lossy(kind.as_bytes());
+            format!("content type {:?}", kind.chars().take(100).collect::<String>())
+        });
+        Some(Refusal::NotJson { found })
+    } else if announced_length(headers).is_some_and(|length| length > limit) {
+        Some(Refusal::BodyTooLarge { limit })
+    } else {
+        None
+    };
+    if let Some(refusal) = refusal {
         client.receiving();
         drain(request).await;
-        return Err(Refusal::BodyTooLarge { limit });
+        return Err(refusal);
     }
     client.served();
     // First the place, then the body, so that uploads count against the queue.
@@ -236,9 +344,13 @@ async fn receive(
         }
     };
     client.receiving();
-    let body = read_body(request, limit).await.map_err(Refusal::BadBody)?;
+    let body = shared.bodies.read(request).await.map_err(|fault| match fault {
+        BodyFault::Broken(error) => Refusal::BadBody(error),
+        BodyFault::TooLarge => Refusal::BodyTooLarge { limit },
+        BodyFault::NoRoom => shared.no_room(),
+    })?;
     client.served();
-    Ok((body.ok_or(Refusal::BodyTooLarge { limit })?, slot))
+    Ok((body, slot))
 }
 
 /// What is asked, and the tokens of the prompts.
@@ -253,7 +365,7 @@ fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>
             (request.asked, prompts)
         }
         Kind::Completion => {
-            let request = CompletionRequest::parse(body)?;
+            let request = CompletionRequest::parse(body, most)?;
             check_model(&request.asked, loaded)?;
             let prompts = request.prompts(&loaded.tokenizer, (most, loaded.vocab_size))?;
             (request.asked, prompts)
@@ -280,14 +392,15 @@ fn check_model(asked: &Asked, loaded: &Loaded) -> Result<(), Refusal> {
 fn jobs(
     asked: &Asked,
     prompts: Vec<Vec<i64>>,
-    (loaded, since): (&Loaded, Instant),
+    (loaded, since, party): (&Loaded, Instant, Party),
 ) -> (Vec<Job>, UnboundedReceiver<Result<Event, OutOfMemory>>) {
     let (events, receiver) = unbounded_channel();
     let seed = asked.seed.unwrap_or_else(random);
-    let job = |index: usize, prompt: &[i64]| Job {
+    let job = |index: usize, prompt: &Arc<[i64]>| Job {
+        party,
         index,
         request: EngineRequest {
-            prompt: prompt.to_vec(),
+            prompt: Vec::new(),
             max_new_tokens: asked.max_tokens.unwrap_or(loaded.max_model_len - prompt.len()),
             stop_ids: loaded.stop_ids.clone(),
             sampling: asked.sampling,
@@ -296,12 +409,35 @@ fn jobs(
             logprobs: asked.logprobs,
             speculative: asked.speculative,
         },
+        prompt: Arc::clone(prompt),
         stops: asked.stops.clone(),
         events: events.clone(),
         since,
     };
+    let prompts: Vec<Arc<[i64]>> = prompts.into_iter().map(Arc::from).collect();
     let each = prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, asked.n));
     (each.enumerate().map(|(index, prompt)| job(index, prompt)).collect(), receiver)
+}
+
+/// What the access log is to say of a request.
+struct Noted {
+    note: Note,
+    since: Instant,
+    first: Option<Duration>,
+}
+
+impl Noted {
+    fn set(&mut self, usage: Usage) {
+        let first = self.first.map_or_else(
+            || "no token".into(),
+            |first| format!("first token after {:.1} ms", first.as_secs_f64() * 1e3),
+        );
+        let Usage { prompt, cached, completion } = usage;
+        let line = format!(
+            "{prompt} tokens of prompts ({cached} cached), {completion} of answers, {first}"
+        );
+        self.note.set(line);
+    }
 }
 
 /// The answers to a request while they come.
@@ -312,17 +448,24 @@ struct Answers {
     /// Answers to each prompt.
     n: usize,
     usage: Usage,
+    noted: Noted,
+}
+
+impl Drop for Answers {
+    fn drop(&mut self) {
+        self.noted.set(self.usage);
+    }
 }
 
 impl Answers {
     fn new(
         envelope: Envelope,
-        events: UnboundedReceiver<Result<Event, OutOfMemory>>,
+        (events, noted): (UnboundedReceiver<Result<Event, OutOfMemory>>, Noted),
         (choices, n): (usize, usize),
         usage: Usage,
     ) -> Self {
         let choices = (0..choices).map(|_| Choice::default()).collect();
-        Self { envelope, events, choices, n, usage }
+        Self { envelope, events, choices, n, usage, noted }
     }
 
     /// The next event; `None` when all choices have ended.
@@ -332,6 +475,7 @@ impl Answers {
         }
         let event = self.events.recv().await.ok_or(Refusal::ShuttingDown)??;
         self.usage.completion += event.count;
+        self.noted.first.get_or_insert_with(|| self.noted.since.elapsed());
         // Once for each prompt, with its first piece.
         let choice = &mut self.choices[event.index];
         if event.index % self.n == 0 && choice.is_untouched() {
@@ -341,20 +485,23 @@ impl Answers {
         Ok(Some(event))
     }
 
-    async fn whole(mut self) -> Result<Value, Refusal> {
+    async fn whole(mut self) -> Result<Vec<u8>, Refusal> {
+        let keeps_tokens = self.envelope.logprobs;
         while let Some(event) = self.next().await? {
-            self.choices[event.index].add(event);
+            self.choices[event.index].add(event, keeps_tokens);
         }
-        Ok(self.envelope.whole(self.choices, self.usage))
+        Ok(self.envelope.whole(&self.choices, self.usage))
     }
 
     /// Server-sent events.
-    fn stream(self, include_usage: bool) -> Response {
+    fn stream(self, include_usage: bool, client: Client) -> Response {
         let pieces = VecDeque::new();
-        let streamed = Streamed { answers: self, include_usage, pieces, ended: false };
+        let has_asked = false;
+        let streamed =
+            Streamed { answers: self, include_usage, client, has_asked, pieces, ended: false };
         let lines = futures::stream::unfold(streamed, async |mut streamed| {
-            let line = streamed.next().await?;
-            Some((Ok::<_, Infallible>(format!("data: {line}\n\n")), streamed))
+            let line = streamed.next_or_question().await?;
+            Some((Ok::<_, Infallible>(line), streamed))
         });
         let headers =
             [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
@@ -365,12 +512,29 @@ impl Answers {
 struct Streamed {
     answers: Answers,
     include_usage: bool,
+    client: Client,
+    /// Whether a client that closed its side has been sent something since.
+    has_asked: bool,
     /// What is to be sent before anything else comes.
     pieces: VecDeque<String>,
     ended: bool,
 }
 
 impl Streamed {
+    /// The next event; before it a comment, which clients pass over, to one that may have left.
+    async fn next_or_question(&mut self) -> Option<String> {
+        let client = self.client.clone();
+        let has_asked = self.has_asked;
+        tokio::select! {
+            biased;
+            line = self.next() => line.map(|line| format!("data: {line}\n\n")),
+            () = client.half_closed(), if !has_asked => {
+                self.has_asked = true;
+                Some(": still here?\n\n".into())
+            }
+        }
+    }
+
     async fn next(&mut self) -> Option<String> {
         while self.pieces.is_empty() && !self.ended {
             let answers = &mut self.answers;

@@ -62,6 +62,13 @@ pub fn serve(
     let listening = Listening::on(&settings.host, settings.port)?;
     let address = listening.address;
     let shared = Arc::new(Shared::new(settings));
+    shared.guard.listens_on.get_or_init(|| address);
+    if settings.api_key.is_none() && !address.ip().is_loopback() {
+        tracing::warn!(
+            "anyone who reaches {address} may use this server; pass --api-key (or set DFLASH_API_KEY), or \
+             --host 127.0.0.1"
+        );
+    }
     let (loaded, when_loaded) = oneshot::channel();
     let server = Server {
         router: router(Arc::clone(&shared)),

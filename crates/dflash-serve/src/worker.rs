@@ -1,12 +1,13 @@
 //! The thread that owns the models: jobs in, pieces of text out.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dflash_decode::{Engine, Finish, Models, Output, SequenceId, TextStream};
+use dflash_decode::{Engine, Finish, Models, Output, Request, SequenceId, TextStream};
 
 use crate::metrics::Metrics;
-use crate::queue::{Event, FinishReason, Job, Next, OutOfMemory, Queue};
+use crate::queue::{Event, FinishReason, Job, OutOfMemory, Party, Queue, Share, gives_way};
 
 /// Adding up all caches takes a noticeable part of a small target's step.
 const MEASURE_EVERY: Duration = Duration::from_millis(20);
@@ -30,6 +31,8 @@ struct Worker<'a> {
 /// A choice in the making.
 struct Live<'a> {
     job: Job,
+    /// Whether it gave its place to another request.
+    rests: bool,
     text: TextStream<'a>,
     stop_ids: Vec<i64>,
     begun: Instant,
@@ -60,30 +63,99 @@ impl<'a> Worker<'a> {
         if is_due || self.engine.is_empty() {
             let (live, kept) = self.engine.cache_bytes();
             self.metrics.caches(self.engine.len(), live, kept);
+            self.metrics.resting(self.live.len() - self.engine.len());
             self.measured = Some(Instant::now());
         }
     }
 
-    /// Fills the engine; waits where it is empty. False once the queue is closed.
+    /// Fills the engine, by turns; waits where nothing is to be done. False once the queue is closed.
     fn admit(&mut self) -> bool {
-        while self.engine.has_room() {
-            match self.queue.next(self.engine.is_empty()) {
-                Next::Job(job) => self.begin(*job),
-                Next::Nothing => break,
-                Next::Closed => return false,
+        loop {
+            if self.queue.is_closed() {
+                return false;
+            }
+            let places = self.places();
+            let holders: Vec<Party> = places.iter().map(|(_, party)| *party).collect();
+            let resting = self.first_resting(&holders);
+            let Some(next) = self.queue.next(&holders) else {
+                match resting {
+                    Some((_, id)) if self.engine.has_room() => self.wake(id),
+                    None if self.live.is_empty() => drop(self.queue.wait()),
+                    _ => return true,
+                }
+                continue;
+            };
+            if self.engine.has_room() {
+                match resting {
+                    Some((share, id)) if share <= Share::of(next, &holders) => self.wake(id),
+                    _ => self.begin_next(next),
+                }
+                continue;
+            }
+            // Those that rest keep their caches: no more of them than have a place.
+            let has_rest = self.live.len() < 2 * self.engine.len();
+            match gives_way(next, &holders).filter(|_| has_rest) {
+                Some(at) => {
+                    self.rest(places[at].0);
+                    self.begin_next(next);
+                }
+                None => return true,
             }
         }
-        true
+    }
+
+    /// Who has a place, in the order in which they began.
+    fn places(&self) -> Vec<(SequenceId, Party)> {
+        let having = self.live.iter().filter(|(_, live)| !live.rests);
+        let mut places: Vec<_> = having.map(|(&id, live)| (id, live.job.party)).collect();
+        places.sort_unstable_by_key(|(id, _)| *id);
+        places
+    }
+
+    /// Of those that rest, the one whose turn comes first.
+    fn first_resting(&self, holders: &[Party]) -> Option<(Share, SequenceId)> {
+        let resting = self.live.iter().filter(|(_, live)| live.rests);
+        resting.map(|(&id, live)| (Share::of(live.job.party, holders), id)).min()
+    }
+
+    fn rest(&mut self, id: SequenceId) {
+        self.engine.rest(id);
+        if let Some(live) = self.live.get_mut(&id) {
+            live.rests = true;
+        }
+    }
+
+    fn wake(&mut self, id: SequenceId) {
+        self.engine.wake(id);
+        if let Some(live) = self.live.get_mut(&id) {
+            live.rests = false;
+        }
+    }
+
+    fn begin_next(&mut self, party: Party) {
+        if let Some(job) = self.queue.take(party) {
+            self.begin(job);
+        }
     }
 
     fn begin(&mut self, mut job: Job) {
         let begun = Instant::now();
         self.metrics.queued(begun - job.since);
         let text = TextStream::new(&self.models.tokenizer, std::mem::take(&mut job.stops));
-        let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.request.prompt.len());
-        let id = self.engine.add(job.request.clone());
-        job.request.prompt = Vec::new();
-        let live = Live { job, text, stop_ids, begun, first: None, prompt_tokens, tokens: 0 };
+        let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.prompt.len());
+        let request = Request { prompt: job.prompt.to_vec(), ..job.request.clone() };
+        let id = self.engine.add(request);
+        job.prompt = Arc::default();
+        let live = Live {
+            job,
+            rests: false,
+            text,
+            stop_ids,
+            begun,
+            first: None,
+            prompt_tokens,
+            tokens: 0,
+        };
         self.live.insert(id, live);
     }
 

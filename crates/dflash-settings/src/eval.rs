@@ -83,6 +83,11 @@ pub struct EvalSettings {
     /// Of `ngram`: tokens proposed at a time.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = NGRAM_TOKENS))]
     pub ngram_tokens: usize,
+    /// Leave the figures out of the checkpoints of runs that are measured: `dflash push` publishes what is
+    /// kept there.
+    #[cfg_attr(feature = "clap", arg(long))]
+    #[serde(default)]
+    pub no_record: bool,
     /// Also write the report as JSON.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub json: Option<PathBuf>,
@@ -150,6 +155,7 @@ impl Default for EvalSettings {
             speculate: Vec::new(),
             ngram_size: NGRAM_SIZE,
             ngram_tokens: NGRAM_TOKENS,
+            no_record: false,
             json: None,
             csv: None,
             markdown: None,
@@ -190,6 +196,13 @@ impl EvalSettings {
             let expected = "plain decoding is measured in any case; name numbers, or auto";
             return Err(Invalid::new("speculate", Speculate::Off, expected));
         }
+        once("draft", &self.draft)?;
+        once("prompts", &self.prompts)?;
+        once("temperature", &self.temperature)?;
+        let thinking = self.thinking.iter().map(|mode| format!("{mode:?}").to_lowercase());
+        once("thinking", &thinking.collect::<Vec<_>>())?;
+        once("concurrency", &self.concurrency)?;
+        once("speculate", &self.speculate)?;
         from_zero([("tie_tolerance", self.tie_tolerance.unwrap_or_default(), MOST_TOLERANCE)])?;
         self.processor.check()?;
         match self.endpoint {
@@ -229,6 +242,14 @@ impl EvalSettings {
     }
 }
 
+/// Refuses what would be measured twice, and counted twice.
+fn once<T: PartialEq + std::fmt::Display>(key: &'static str, all: &[T]) -> Result<(), Invalid> {
+    match all.iter().enumerate().find(|(at, one)| all[..*at].contains(one)) {
+        Some((_, one)) => Err(Invalid::new(key, one, "named twice; name it once")),
+        None => Ok(()),
+    }
+}
+
 /// Refuses settings without `key`: `reason` begins with "is needed".
 fn missing(key: &'static str, reason: &str) -> Invalid {
     Invalid { key, reason: reason.to_owned(), missing: Some(key) }
@@ -255,6 +276,11 @@ mod tests {
         assert!(refusal(|s| s.draft.clear()).contains("none for plain decoding alone"));
         assert!(refusal(|s| s.temperature = vec![0.0, -1.0]).starts_with("--temperature is -1"));
         assert!(refusal(|s| s.speculate = vec![Speculate::Off]).contains("in any case"));
+        assert_eq!(
+            refusal(|s| s.draft = vec!["a".into(), "b".into(), "a".into()]),
+            "--draft is a, but named twice; name it once"
+        );
+        assert!(refusal(|s| s.temperature = vec![0.0, 0.0]).contains("named twice"));
         assert!(refusal(|s| s.concurrency = vec![0]).starts_with("--concurrency is 0"));
         assert_eq!(
             refusal(|s| s.plain_endpoint = Some("http://h".into())),

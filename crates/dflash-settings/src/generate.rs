@@ -72,7 +72,7 @@ pub struct GenerateSettings {
     /// that of plain decoding.
     #[cfg_attr(feature = "clap", arg(long))]
     pub show_blocks: bool,
-    /// Whether --show-blocks uses colors. auto: on a terminal, unless NO_COLOR is set.
+    /// Whether --show-blocks uses colors. auto: on a terminal, unless NO_COLOR is set or TERM is dumb.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = ColorChoice::Auto))]
     pub color: ColorChoice,
     /// Use the draft although it was made for another target.

@@ -39,6 +39,11 @@ pub struct PushSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     #[serde(default)]
     pub evaluation: Vec<PathBuf>,
+    /// Which results the card shows, by the names of their sets, separated by commas; none for no result
+    /// [default: all of this drafter].
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SET|none", action = clap::ArgAction::Set, value_delimiter = ','))]
+    #[serde(default)]
+    pub results: Option<Vec<String>>,
     /// Publish a drafter that was never evaluated; its card then says so.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_unevaluated: bool,

@@ -57,6 +57,11 @@ pub struct ServeSettings {
         arg(long, value_name = "KEY", env = "DFLASH_API_KEY", hide_env_values = true)
     )]
     pub api_key: Option<String>,
+    /// Origins whose web pages may use the server, such as https://chat.example, separated by commas; *
+    /// for all. Without it no page may.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "ORIGIN", action = clap::ArgAction::Set, value_delimiter = ','))]
+    #[serde(default)]
+    pub allowed_origins: Vec<String>,
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,
@@ -135,6 +140,10 @@ impl ServeSettings {
             let reason = "must be one or more printable ASCII characters without blanks".into();
             return Err(Invalid { key: "api_key", reason, missing: None });
         }
+        if let Some(origin) = self.allowed_origins.iter().find(|origin| !is_origin(origin)) {
+            let expected = "must be * or origins such as https://chat.example, without a path";
+            return Err(Invalid::new("allowed_origins", origin, expected));
+        }
         self.processor.check()?;
         self.check_port_file()
     }
@@ -146,9 +155,31 @@ impl ServeSettings {
     }
 }
 
+/// `*`, `null`, or a scheme and a host, with a port or without.
+fn is_origin(text: &str) -> bool {
+    let rest = text.split_once("://").map(|(_, rest)| rest.trim_end_matches('/'));
+    let is_host = |host: &str| {
+        !host.is_empty() && host.chars().all(|c| c.is_ascii_graphic() && !"/?#,*".contains(c))
+    };
+    ["*", "null"].contains(&text) || rest.is_some_and(is_host)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn origins_have_a_scheme_and_no_path() {
+        let check = |text: &str, expect: bool| assert_eq!(is_origin(text), expect, "{text}");
+        check("*", true);
+        check("https://chat.example", true);
+        check("http://localhost:3000/", true);
+        check("vscode-webview://abc", true);
+        check("chat.example", false);
+        check("https://chat.example/page", false);
+        check("https://*.example", false);
+        check("https://", false);
+    }
 
     #[test]
     fn a_key_that_no_header_carries_is_refused() {

@@ -432,6 +432,12 @@ pub struct Cache {
 }
 
 impl Cache {
+    /// Bytes of all keys and values, with the room between the rows and behind them.
+    pub fn bytes(&self) -> usize {
+        let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
+        self.layers.iter().map(|(keys, values)| of(keys) + of(values)).sum()
+    }
+
     /// A layer's keys, as a view [heads, positions, D].
     pub fn keys(&self, layer: usize) -> Tensor {
         self.layers[layer].0.narrow(2, 0, self.positions).transpose(1, 2)

@@ -24,6 +24,8 @@ pub const GRACE: Duration = Duration::from_secs(4);
 /// The same after SIGTERM for a command that saves its work first. Schedulers follow up with SIGKILL
 /// after 30 s (Slurm's KillWait, Kubernetes' grace period), and we promise 20.
 pub const SAVE_GRACE: Duration = Duration::from_secs(19);
+/// The last signal that asked for the end.
+static LAST: AtomicI32 = AtomicI32::new(0);
 /// [`SAVE_GRACE`] in milliseconds, until a command knows better.
 static SAVE_GRACE_MS: AtomicU64 = AtomicU64::new(SAVE_GRACE.as_millis() as u64);
 /// A repetition this soon after the first signal is its echo.
@@ -33,6 +35,16 @@ pub const ECHO: Duration = Duration::from_millis(700);
 /// come later.
 pub fn set_save_grace(grace: Duration) {
     SAVE_GRACE_MS.store(grace.as_millis() as u64, Ordering::SeqCst);
+}
+
+/// Goes on after Ctrl-C: lowers the flag `stop`, and with it the deadline. False where it was another
+/// signal, which stays.
+pub fn forgive_interrupt(stop: &AtomicBool) -> bool {
+    let is_interrupt = LAST.load(Ordering::SeqCst) == SIGINT;
+    if is_interrupt {
+        stop.store(false, Ordering::SeqCst);
+    }
+    is_interrupt
 }
 
 /// What signals mean to a command.
@@ -87,6 +99,8 @@ pub struct Signals {
     stop: Arc<AtomicBool>,
     save: Arc<AtomicBool>,
     received: Arc<AtomicI32>,
+    /// How often the end was asked for: a deadline is that of its own asking.
+    asked: Arc<AtomicU64>,
 }
 
 impl Signals {
@@ -98,7 +112,7 @@ impl Signals {
         let incoming =
             Incoming::new(on_signal.handled()).map_err(|source| Error::Signals { source })?;
         let (stop, save, received) = (Arc::default(), Arc::default(), Arc::default());
-        let signals = Self { on_signal, stop, save, received };
+        let signals = Self { on_signal, stop, save, received, asked: Arc::default() };
         let watched = signals.clone();
         thread::Builder::new()
             .name("signals".into())
@@ -122,9 +136,10 @@ impl Signals {
         &self.save
     }
 
-    /// The first signal received that asks for the end, if any.
+    /// The first signal received that asks for the end, if any, and is not forgiven.
     pub fn received(&self) -> Option<i32> {
-        Some(self.received.load(Ordering::SeqCst)).filter(|signal| *signal != 0)
+        let asks = self.stop.load(Ordering::SeqCst);
+        Some(self.received.load(Ordering::SeqCst)).filter(|signal| asks && *signal != 0)
     }
 
     fn watch(&self, mut incoming: Incoming) {
@@ -137,6 +152,11 @@ impl Signals {
                     self.begin_to_stop(signal);
                 }
                 Some(at) if at.elapsed() < ECHO => {}
+                // The one before it was forgiven.
+                Some(_) if !self.stop.load(Ordering::SeqCst) => {
+                    first = Some(Instant::now());
+                    self.begin_to_stop(signal);
+                }
                 // A scheduler that repeats itself must not cost the work that is being saved.
                 Some(_) if self.on_signal.saves_after(signal) => {}
                 Some(_) => exit::at_once(128 + signal),
@@ -146,6 +166,8 @@ impl Signals {
 
     fn begin_to_stop(&self, signal: i32) {
         self.received.store(signal, Ordering::SeqCst);
+        LAST.store(signal, Ordering::SeqCst);
+        let number = self.asked.fetch_add(1, Ordering::SeqCst) + 1;
         self.stop.store(true, Ordering::SeqCst);
         // The deadline has a thread of its own: this one must keep listening for a second signal.
         let (grace, remedy) = if self.on_signal.saves_after(signal) {
@@ -156,8 +178,12 @@ impl Signals {
         } else {
             (GRACE, "")
         };
+        let (stop, asked) = (Arc::clone(&self.stop), Arc::clone(&self.asked));
         thread::spawn(move || {
             thread::sleep(grace);
+            if !stop.load(Ordering::SeqCst) || asked.load(Ordering::SeqCst) != number {
+                return;
+            }
             let seconds = grace.as_secs_f64();
             say(format!("interrupted; the work did not end within {seconds:.1} s{remedy}"));
             exit::at_once(128 + signal);

@@ -173,15 +173,56 @@ fn a_server_that_stumbles_is_asked_again() {
 }
 
 #[test]
-fn a_commit_whose_answer_is_lost_is_found_by_the_next_push() {
+fn a_commit_whose_answer_is_lost_is_made_once() {
     let world = World::new();
     world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
-    let failed = world.fails(&format!("run --repo {REPO}"), "which may have been made");
-    assert!(!failed.contains("nothing was published"), "{failed}");
+    let pushed = world.push(&format!("run --repo {REPO}"));
+    let repository = world.hub.repository(MODEL).unwrap();
+    // The first one made the repository.
+    assert_eq!(repository.summaries().len(), 2, "{:?}", repository.summaries());
+    let page = format!("{}/{REPO}/commit/{:040x}", world.hub.address(), 2);
+    assert_eq!(pushed.stdout.trim(), page);
     world.hub.heal();
     let again = world.push(&format!("run --repo {REPO}"));
     assert_eq!(again.stdout.trim(), format!("{}/{REPO}", world.hub.address()));
+    assert!(again.stderr.contains("nothing was committed"), "{}", again.stderr);
     assert_eq!(world.hub.repository(MODEL).unwrap().files("main").len(), 3);
+}
+
+#[test]
+fn a_pull_request_whose_answer_is_lost_is_opened_once() {
+    let world = World::new();
+    world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
+    let line = format!("run --repo {REPO} --create-pr");
+    let page = format!("{}/{REPO}/discussions/1", world.hub.address());
+    // Nor does another push open a second one of the same.
+    for _ in 0..2 {
+        assert_eq!(world.push(&line).stdout.trim(), page);
+        world.hub.heal();
+    }
+    assert_eq!(world.hub.repository(MODEL).unwrap().proposals().len(), 1);
+    let other = world.push(&format!("{line} --message another"));
+    assert_eq!(other.stdout.trim(), page.replace("discussions/1", "discussions/2"));
+    // Where the Hub cannot be asked, nobody knows, and it is not told again.
+    world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
+    world.hub.mishap("GET /api/models/me/drafter/discussions", 99, What::Status(403, "no"));
+    let failed = world.fails(&format!("{line} --message third"), "which may have been made");
+    assert!(!failed.contains("nothing was published"), "{failed}");
+    assert_eq!(world.hub.repository(MODEL).unwrap().proposals().len(), 3);
+}
+
+#[test]
+fn the_card_shows_the_results_that_are_chosen() {
+    let world = World::new();
+    let line = format!("run --repo {REPO}");
+    let all = world.push(&line);
+    assert!(all.stderr.contains("the card shows test.jsonl, greedy: 12 answers"), "{}", all.stderr);
+    world
+        .fails(&format!("{line} --results GSM8K"), "the results of this drafter are of test.jsonl");
+    world.push(&format!("{line} --results TEST.jsonl"));
+    assert!(world.pushed_card().contains("| test.jsonl | greedy | 12 |"));
+    world.push(&format!("{line} --results none"));
+    assert!(!world.pushed_card().contains("test.jsonl |"));
 }
 
 #[test]

@@ -95,7 +95,9 @@ impl Prefixes {
         let context = context.zip(draft).map(|(context, draft)| {
             draft.copy_cache(context, context.len().min(rows as i64), rows as i64)
         });
-        let bytes = cache.bytes() + context.as_ref().map_or(0, ContextCache::bytes);
+        let bytes = cache.bytes()
+            + context.as_ref().map_or(0, ContextCache::bytes)
+            + std::mem::size_of_val(tokens);
         let entry = Entry { tokens: tokens.to_vec(), cache, context, bytes };
         if bytes > self.most_bytes || self.entries.iter().any(|old| entry.is_within(old)) {
             return;

@@ -178,7 +178,16 @@ impl Loaded {
     fn keep_beside(&self, dir: &Path, evaluations: &[Evaluation]) -> Result<(), dflash_run::Error> {
         let Some(checkpoint) = Checkpoint::of_run(dir)? else { return Ok(()) };
         let own = |it: &&Evaluation| it.draft_weights == self.weights;
-        evaluations.iter().filter(own).try_for_each(|it| checkpoint.keep_evaluation(it))
+        let kept: Vec<&Evaluation> = evaluations.iter().filter(own).collect();
+        kept.iter().try_for_each(|it| checkpoint.keep_evaluation(it))?;
+        if !kept.is_empty() {
+            let (dir, figures) = (dir.display(), kept.len());
+            say(format!(
+                "kept beside the checkpoint {dir}: {figures} results, which `dflash push` publishes; \
+                 --no-record keeps none"
+            ));
+        }
+        Ok(())
     }
 }
 

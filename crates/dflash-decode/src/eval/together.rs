@@ -1,10 +1,13 @@
-//! One set answered several prompts at a time by the engine: plainly, and then with every draft.
+//! One set answered several prompts at a time by the engine: in parts, each plainly and with every draft
+//! before the next, and in another order than the one before, so that a machine that warms up or is shared
+//! slows all alike.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use dflash_evaluation::{Answer, Lossless, Measured, Verification, Way, Whole};
+use dflash_evaluation::{Answer, Lossless, Measured, Part, Verification, Way, Whole};
 use dflash_model::target::Target;
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_text::ChatTokenizer;
@@ -20,6 +23,10 @@ use crate::{Error, SequenceId};
 
 /// Tokens of prompts that one step reads at most, as `dflash serve` has it by default.
 const PREFILL_TOKENS: usize = 2048;
+/// Parts of a set at most, and rounds of answers in a part at least: at its end fewer and fewer are made at
+/// a time.
+const MOST_PARTS: usize = 8;
+const LEAST_ROUNDS: usize = 2;
 /// Tokens of the untimed first answers.
 const WARM_UP_TOKENS: usize = 32;
 
@@ -48,7 +55,7 @@ type Place = (usize, usize);
 struct Round {
     answers: Vec<Answer>,
     said: HashMap<Place, Said>,
-    seconds: f64,
+    parts: Vec<Part>,
 }
 
 /// A prompt that is being answered.
@@ -62,7 +69,7 @@ struct Active {
 }
 
 impl Together<'_> {
-    /// Plain decoding first, then every draft at every length. `done` is called after each answer.
+    /// Plain decoding and every draft at every length, in turns. `done` is called after each answer.
     ///
     /// # Errors
     /// A draft that does not fit the target; [`Error::Interrupted`].
@@ -71,23 +78,56 @@ impl Together<'_> {
         stop: &AtomicBool,
         mut done: impl FnMut(),
     ) -> Result<Vec<Measured>, Error> {
-        let (set, way) = (self.asked.set, self.way);
-        let mut plain_engine = Engine::new(self.target, Proposals::None, self.options())?;
-        let plain = self.round(&mut plain_engine, None, (stop, &mut done))?;
-        let whole = |seconds| Whole { seconds: Some(seconds), verification: None };
-        let plain_answers = (plain.answers.clone(), whole(plain.seconds));
-        let mut results = vec![Measured::new((set, way, NO_DRAFT), plain_answers, None, None)];
-        for draft in self.drafts.ways() {
-            let mut engine = draft.engine(self.target, self.options())?;
-            let round = self.round(&mut engine, Some(&plain.said), (stop, &mut done))?;
-            let lossless = (self.way.temperature == 0.0).then(|| self.lossless(&plain, &round));
-            let answers = (round.answers, whole(round.seconds));
-            let name = (set, way, draft.label.as_str());
-            let measured = Measured::new(name, answers, lossless, Some(&results[0]));
-            let step_seconds = engine.step_seconds(way.concurrency);
+        let ways = self.drafts.ways();
+        let mut engines = vec![Engine::new(self.target, Proposals::None, self.options())?];
+        for way in &ways {
+            engines.push(way.engine(self.target, self.options())?);
+        }
+        for engine in &mut engines {
+            self.warm_up(engine, stop)?;
+        }
+        let mut rounds: Vec<Round> = engines.iter().map(|_| Round::default()).collect();
+        for (number, part) in self.parts().into_iter().enumerate() {
+            for at in self.order(number, engines.len()) {
+                let plain = (at > 0).then(|| &rounds[0].said);
+                let round =
+                    self.round(&mut engines[at], (part.clone(), plain), (stop, &mut done))?;
+                rounds[at].append(round);
+            }
+        }
+        let names = std::iter::once(NO_DRAFT).chain(ways.iter().map(|way| way.label.as_str()));
+        let mut results: Vec<Measured> = Vec::new();
+        for ((name, engine), at) in names.zip(&engines).zip(0..) {
+            let drafts = at > 0;
+            let lossless = (drafts && self.way.temperature == 0.0)
+                .then(|| self.lossless(&rounds[0], &rounds[at]));
+            let answers = rounds[at].measured();
+            let plain = results.first();
+            let name = (self.asked.set, self.way, name);
+            let measured = Measured::new(name, answers, lossless, plain);
+            let step_seconds =
+                if drafts { engine.step_seconds(self.way.concurrency) } else { Vec::new() };
             results.push(Measured { step_seconds, ..measured });
         }
         Ok(results)
+    }
+
+    /// The rows of each part.
+    fn parts(&self) -> Vec<Range<usize>> {
+        let rows = self.asked.prompts.len();
+        let parts = (rows / (LEAST_ROUNDS * self.way.concurrency)).clamp(1, MOST_PARTS);
+        (0..parts).map(|part| part * rows / parts..(part + 1) * rows / parts).collect()
+    }
+
+    /// In which order the ways answer a part: each begins in its turn. Plain decoding begins always where
+    /// questions follow its answers.
+    fn order(&self, part: usize, ways: usize) -> Vec<usize> {
+        let follows = self.asked.prompts.iter().any(Prompt::has_later_turns);
+        let fixed = usize::from(follows).min(ways);
+        let mut order: Vec<usize> = (0..ways).collect();
+        let turning = &mut order[fixed..];
+        turning.rotate_left(part % turning.len().max(1));
+        order
     }
 
     fn options(&self) -> EngineOptions {
@@ -100,18 +140,16 @@ impl Together<'_> {
         }
     }
 
-    /// All prompts, as many at a time as the engine holds. Later turns follow the answers of `plain`
+    /// All prompts of a part, as many at a time as the engine holds. Later turns follow the answers of `plain`
     /// decoding, where these are known, so that all drafts answer the same prompts.
     fn round(
         &self,
         engine: &mut Engine<'_>,
-        plain: Option<&HashMap<Place, Said>>,
+        (rows, plain): (Range<usize>, Option<&HashMap<Place, Said>>),
         (stop, done): (&AtomicBool, &mut dyn FnMut()),
     ) -> Result<Round, Error> {
-        self.warm_up(engine, stop)?;
-        let prompts = self.asked.prompts.iter().cloned().enumerate();
         let mut waiting: VecDeque<(Place, Prompt)> =
-            prompts.map(|(row, prompt)| ((row, 0), prompt)).collect();
+            rows.map(|row| ((row, 0), self.asked.prompts[row].clone())).collect();
         let mut active: HashMap<SequenceId, Active> = HashMap::new();
         let (mut round, began) = (Round::default(), Instant::now());
         while !(waiting.is_empty() && active.is_empty()) {
@@ -134,8 +172,8 @@ impl Together<'_> {
                 }
             }
         }
-        round.seconds = began.elapsed().as_secs_f64();
-        round.answers.sort_by_key(|answer| (answer.row, answer.turn));
+        let tokens = round.answers.iter().map(|answer| answer.tokens).sum();
+        round.parts = vec![Part { tokens, seconds: began.elapsed().as_secs_f64() }];
         Ok(round)
     }
 
@@ -203,6 +241,20 @@ impl Active {
 }
 
 impl Round {
+    /// Takes the next part.
+    fn append(&mut self, part: Self) {
+        self.answers.extend(part.answers);
+        self.said.extend(part.said);
+        self.parts.extend(part.parts);
+    }
+
+    fn measured(&self) -> (Vec<Answer>, Whole) {
+        let mut answers = self.answers.clone();
+        answers.sort_by_key(|answer| (answer.row, answer.turn));
+        let seconds = Some(self.parts.iter().map(|part| part.seconds).sum());
+        (answers, Whole { seconds, verification: None, parts: self.parts.clone() })
+    }
+
     fn record(&mut self, one: Active, proposals: usize) {
         let total_s = one.began.elapsed().as_secs_f64();
         let verification = Verification::of(&one.accepted, proposals + 1);

@@ -334,6 +334,58 @@ fn a_long_prompt_does_not_stall_the_others() {
     }
 }
 
+#[test]
+fn a_short_prompt_does_not_wait_for_the_long_ones_before_it() {
+    let models = models(20, 11);
+    let mut engine = engine(&models, OPTIONS);
+    for n in 0..7 {
+        engine.add(request(prompt(300, n, 20), 5));
+    }
+    engine.step().unwrap();
+    let short = engine.add(request(prompt(3, 9, 20), 5));
+    let outputs = engine.step().unwrap();
+    assert_eq!(outputs.iter().map(|output| output.id).collect::<Vec<_>>(), [short]);
+}
+
+#[test]
+fn a_sequence_that_rests_says_what_it_would_have_said() {
+    let models = models(20, 12);
+    let options = EngineOptions { max_sequences: 1, ..OPTIONS };
+    let requests: Vec<Request> = (0..3).map(|n| request(prompt(30, n, 20), 40)).collect();
+    let mut engine = engine(&models, options);
+    let ids: Vec<SequenceId> = requests
+        .iter()
+        .map(|request| {
+            let id = engine.add(request.clone());
+            engine.rest(id);
+            assert!(engine.has_room() && engine.cache_bytes().0 > 0);
+            id
+        })
+        .collect();
+    let mut found: HashMap<SequenceId, Answer> = HashMap::new();
+    let mut left = ids.clone();
+    for turn in 0.. {
+        let Some(&id) = left.get(turn % left.len().max(1)) else { break };
+        engine.wake(id);
+        // Amid prompts and answers alike.
+        for output in engine.step().unwrap() {
+            assert_eq!(output.id, id);
+            found.entry(id).or_default().add(output);
+        }
+        engine.rest(id);
+        left.retain(|id| found.get(id).is_none_or(|answer| answer.finish.is_none()));
+    }
+    let alone = answers(&mut self::engine(&models, options), &requests, 0);
+    for (id, alone) in ids.iter().zip(&alone) {
+        assert_eq!(found[id].ids(), alone.ids());
+    }
+    assert_eq!(engine.cache_bytes().0, 0);
+    let dropped = engine.add(requests[0].clone());
+    engine.rest(dropped);
+    engine.remove(dropped);
+    assert_eq!(engine.cache_bytes().0, 0);
+}
+
 /// Logarithms of the target's probabilities after `ids`.
 fn log_shares(target: &Target, ids: &[i64]) -> Vec<f64> {
     let (length, last) = (ids.len() as i64, [target.num_layers() as u32]);

@@ -42,6 +42,10 @@ struct State {
     at_once: usize,
     most_at_once: usize,
     bodies: Vec<Value>,
+    /// Times that the question with this text gets a 500 instead of an answer.
+    stumbles: Option<(&'static str, usize)>,
+    /// After how many answers the counters begin at 0 again.
+    restarts_after: Option<usize>,
 }
 
 /// A running server; it serves until the test's process ends.
@@ -64,6 +68,16 @@ impl FakeServer {
             }
         });
         Self { url, state }
+    }
+
+    /// Answers the question with `text` with a 500 so many times.
+    pub(crate) fn stumble(&self, text: &'static str, times: usize) {
+        self.state.lock().unwrap().stumbles = Some((text, times));
+    }
+
+    /// Counts anew after so many answers, as a server that is restarted does.
+    pub(crate) fn restart_after(&self, answers: usize) {
+        self.state.lock().unwrap().restarts_after = Some(answers);
     }
 
     /// The bodies of all questions, warm-up included.
@@ -117,10 +131,21 @@ fn serve(mut stream: TcpStream, (manners, pace): (Manners, Duration), state: &Mu
                 let _ = stream.write_all(head.as_bytes());
                 return;
             }
+            if stumbles(&body, state) {
+                return respond(&mut stream, 500, "{\"error\":{\"message\":\"oops\"}}");
+            }
             answer(&mut stream, (manners, pace), body, state);
         }
         _ => respond(&mut stream, 404, "{}"),
     }
+}
+
+fn stumbles(body: &Value, state: &Mutex<State>) -> bool {
+    let mut state = state.lock().unwrap();
+    let Some((text, times)) = &mut state.stumbles else { return false };
+    let is_it = *times > 0 && body["messages"].to_string().contains(*text);
+    *times -= usize::from(is_it);
+    is_it
 }
 
 fn answer(
@@ -161,7 +186,11 @@ fn answer(
     let _ = stream.shutdown(std::net::Shutdown::Both);
     state.lock().unwrap().at_once -= 1;
     thread::sleep(COUNTED_AFTER);
-    state.lock().unwrap().counted += 1;
+    let mut state = state.lock().unwrap();
+    state.counted += 1;
+    if state.restarts_after == Some(state.counted) {
+        (state.counted, state.restarts_after) = (0, None);
+    }
 }
 
 /// The Prometheus page after so many answers.

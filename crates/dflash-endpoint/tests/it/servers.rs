@@ -188,3 +188,50 @@ fn servers_that_are_none_are_named() {
     let stopped = evaluate(&place.settings(&server), &AtomicBool::new(true));
     assert!(matches!(stopped, Err(Error::Interrupted)), "{stopped:?}");
 }
+
+#[test]
+fn a_server_that_stumbles_is_asked_again() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    server.stumble("four", 2);
+    let report = run(&place.settings(&server)).unwrap();
+    assert_eq!((report.responses, report.sets[0].failed), (4, 0));
+    // What it counted for other answers is not taken for this one's.
+    assert_eq!(of(&report, "vllm").figures.acceptance_length, Some(2.5));
+}
+
+#[test]
+fn what_was_answered_is_reported_and_what_was_not_is_counted() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    server.stumble("three", 99);
+    let report = run(&place.settings(&server)).unwrap();
+    // The first turn of its row, and the other two rows.
+    assert_eq!((report.responses, report.sets[0].failed), (3, 1));
+    assert_eq!(of(&report, "vllm").figures.acceptance_length, Some(2.5));
+    let text = report.to_string();
+    assert!(text.contains("3 rows; 0 skipped; 1 FAILED"), "{text}");
+}
+
+#[test]
+fn counters_that_start_anew_tell_nothing_of_that_answer() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    // The one of the warm-up, and two of four.
+    server.restart_after(3);
+    let report = run(&place.settings(&server)).unwrap();
+    let measured = of(&report, "vllm");
+    let known = measured.answers.iter().filter(|answer| answer.verification.is_some()).count();
+    assert_eq!((measured.responses, known, report.steps), (4, 3, 12));
+    assert_eq!(measured.figures.acceptance_length, Some(2.5));
+}
+
+#[test]
+fn what_was_not_measured_has_no_number() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Plain, PACE));
+    let report = run(&place.settings(&server)).unwrap();
+    let json = serde_json::to_value(&report).unwrap();
+    for key in ["acceptance_length", "acceptance_length_per_response"] {
+        assert!(json[key].is_null(), "{key} is {}", json[key]);
+    }
+    let text = report.to_string();
+    assert!(text.contains("per step               -   no step was counted"), "{text}");
+    assert!(!text.contains("1.000") && !text.contains("-0.0"), "{text}");
+}

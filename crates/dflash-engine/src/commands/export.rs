@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use dflash_console::say;
 use dflash_export::{Source, export};
 use dflash_hub::{Hub, Part};
 use dflash_model::target::TargetFacts;
-use dflash_settings::ExportSettings;
+use dflash_settings::{ExportFormat, ExportSettings};
 
 use super::{described, draft};
 
@@ -19,7 +20,21 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     let target = TargetFacts::load(&target_dir, described.as_ref())?;
     let source = Source::open(&draft_path)?;
     let tokenizer = draft::tokenizer(&target_dir)?;
-    draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config())?;
+    // Of another vocabulary the export says so: its mask token would mean nothing.
+    if source.config().vocab_size == target.vocab_size {
+        let checked =
+            draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
+        checked.map_err(|error| of_export(error, &settings.draft))?;
+    }
+    if settings.format == ExportFormat::Zlab {
+        let (ids, last) = (&source.config().target_layer_ids, target.num_hidden_layers as u32);
+        if let Some(id) = ids.iter().find(|&&id| id == 0 || id == last) {
+            say(format!(
+                "SGLang cannot serve this draft: it gives out the states between layers, and the draft \
+                 looks at layer id {id} of 0 to {last}; vLLM and Transformers can"
+            ));
+        }
+    }
     let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
     let near = exported.nearness;
     tracing::info!(
@@ -33,6 +48,17 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     );
     println!("{}", exported.path.display());
     Ok(())
+}
+
+/// A mask token cannot be chosen here: the draft was trained with it.
+fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(dflash_model::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(
+            "{draft} does not fit the target: its mask token {id} {reason} there; name the target that it \
+             was trained with"
+        ),
+        _ => error,
+    }
 }
 
 /// A draft's directory, or its file.

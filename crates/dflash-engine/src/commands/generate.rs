@@ -1,16 +1,20 @@
 //! `dflash generate`: where prompts come from and answers go to, around the library's conversation.
 
-use std::io::{BufRead, IsTerminal, Read, Write, stdin, stdout};
+use std::io::{IsTerminal, Read, stdin, stdout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use anyhow::Context;
+use dflash::signals::forgive_interrupt;
 use dflash_console::say;
 use dflash_decode::{Conversation, Models, ModelsConfig};
 use dflash_hub::{Hub, Part};
 use dflash_settings::{ColorChoice, GenerateSettings};
+use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use rustyline::error::ReadlineError;
+use rustyline::{Behavior, Config, DefaultEditor};
 
 use super::draft;
 
@@ -20,6 +24,9 @@ const STOP_POLL: Duration = Duration::from_millis(50);
 /// Runs the command.
 pub(crate) fn run(settings: &GenerateSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
     let prompt = prompt(settings)?;
+    if prompt.as_ref().is_some_and(|prompt| prompt.trim().is_empty()) {
+        return Err(dflash_decode::Error::EmptyPrompt.into());
+    }
     let target_dir = Hub::from_env().model(&settings.target, Part::Target, stop)?;
     let draft = draft::optional(settings.draft.as_deref(), stop)?;
     let models = Models::load(ModelsConfig {
@@ -62,39 +69,28 @@ fn prompt(settings: &GenerateSettings) -> anyhow::Result<Option<String>> {
 
 fn is_colored(settings: &GenerateSettings) -> bool {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let is_dumb = std::env::var_os("TERM").is_some_and(|value| value == "dumb");
     match settings.color {
         ColorChoice::Always => true,
         ColorChoice::Never => false,
-        ColorChoice::Auto => stdout().is_terminal() && !no_color,
+        ColorChoice::Auto => stdout().is_terminal() && !no_color && !is_dumb,
     }
 }
 
-/// Turn by turn, until the end of standard input.
-fn chat(conversation: &mut Conversation<'_>, stop: &AtomicBool) -> anyhow::Result<()> {
-    say("Type a turn and Enter; Ctrl-D ends.");
-    let (sender, turns) = mpsc::channel();
-    // Reading cannot be interrupted: a thread of its own does it.
-    std::thread::spawn(move || {
-        for line in stdin().lock().lines() {
-            if sender.send(line).is_err() {
-                return;
-            }
-        }
-    });
+/// Turn by turn, until the end of standard input. Ctrl-C stops an answer, and at an empty prompt the chat.
+fn chat(conversation: &mut Conversation<'_>, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    say("Type a turn and Enter; Ctrl-C stops an answer, Ctrl-D ends.");
+    let terminal = Terminal::new();
     loop {
-        let _ = write!(dflash_console::Stderr, "> ");
-        let line = loop {
-            match turns.recv_timeout(STOP_POLL) {
-                Ok(line) => break line.context("cannot read from the terminal")?,
-                Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                Err(RecvTimeoutError::Timeout) if stop.load(Ordering::Relaxed) => return Ok(()),
-                Err(RecvTimeoutError::Timeout) => {}
-            }
+        let line = match terminal.line(stop)? {
+            Line::Turn(line) => line,
+            Line::End => return Ok(()),
         };
         if line.trim().is_empty() {
             continue;
         }
         match conversation.answer(&line, &mut stdout(), stop) {
+            Err(dflash_decode::Error::Interrupted) if forgive_interrupt(stop) => {}
             // A turn that is too long, or that the template refuses, is not the end.
             Err(
                 error @ (dflash_decode::Error::LongPrompt { .. } | dflash_decode::Error::Text(_)),
@@ -104,4 +100,83 @@ fn chat(conversation: &mut Conversation<'_>, stop: &AtomicBool) -> anyhow::Resul
             answered => answered?,
         }
     }
+}
+
+/// What was typed.
+enum Line {
+    Turn(String),
+    End,
+}
+
+/// Lines from the terminal, with editing and history. Reading cannot be interrupted, so a thread of its own
+/// does it, a line each time it is asked.
+struct Terminal {
+    ask: mpsc::Sender<()>,
+    lines: mpsc::Receiver<rustyline::Result<String>>,
+    /// How the terminal was before: the thread may be left while it reads.
+    before: Option<Termios>,
+}
+
+impl Terminal {
+    fn new() -> Self {
+        let (ask, asked) = mpsc::channel::<()>();
+        let (sender, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut editor = match editor() {
+                Ok(editor) => editor,
+                Err(error) => return drop(sender.send(Err(error))),
+            };
+            while asked.recv().is_ok() {
+                let line = editor.readline("> ");
+                if let Ok(line) = &line {
+                    // In memory alone: prompts are nobody's business.
+                    let _ = editor.add_history_entry(line);
+                }
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { ask, lines, before: tcgetattr(stdin()).ok() }
+    }
+
+    fn line(&self, stop: &AtomicBool) -> anyhow::Result<Line> {
+        let mut was_interrupted = false;
+        loop {
+            let _ = self.ask.send(());
+            let line = loop {
+                match self.lines.recv_timeout(STOP_POLL) {
+                    Ok(line) => break line,
+                    Err(RecvTimeoutError::Disconnected) => return Ok(Line::End),
+                    Err(RecvTimeoutError::Timeout) if stop.load(Ordering::Relaxed) => {
+                        self.restore();
+                        return Ok(Line::End);
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                }
+            };
+            match line {
+                Ok(line) => return Ok(Line::Turn(line)),
+                Err(ReadlineError::Eof) => return Ok(Line::End),
+                // The first one drops what was typed, as in a shell.
+                Err(ReadlineError::Interrupted) if was_interrupted => return Ok(Line::End),
+                Err(ReadlineError::Interrupted) => {
+                    was_interrupted = true;
+                    say("Ctrl-D, or Ctrl-C once more, ends.");
+                }
+                Err(error) => return Err(error).context("cannot read from the terminal"),
+            }
+        }
+    }
+
+    fn restore(&self) {
+        if let Some(before) = &self.before {
+            let _ = tcsetattr(stdin(), SetArg::TCSANOW, before);
+        }
+    }
+}
+
+/// The prompt goes to standard error: standard output is for answers.
+fn editor() -> rustyline::Result<DefaultEditor> {
+    DefaultEditor::with_config(Config::builder().behavior(Behavior::PreferTerm).build())
 }

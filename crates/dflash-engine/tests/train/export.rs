@@ -144,7 +144,9 @@ fn a_pruned_vocabulary_travels_or_is_left_out_on_request() {
 #[test]
 fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     let world = trained(&["--num-layers", "2"]);
-    succeeds(&world, ("draft", "plain"), &[]);
+    // It looks at the state after the last layer.
+    let said = succeeds(&world, ("draft", "plain"), &[]);
+    assert!(said.contains("SGLang cannot serve this draft"), "{said}");
     let copy = |name: &str| {
         world.copy_target("plain", name);
     };
@@ -160,10 +162,21 @@ fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     refused(&world, ("plain", "x"), &["--format", "gguf"], "layer id 2 cannot be captured");
     copy("mask");
     change(&world, "mask", |config| config["dflash_config"]["mask_token_id"] = 61.into());
-    refused(&world, ("mask", "x"), &[], "mask token 61 is the end-of-text token");
+    refused(
+        &world,
+        ("mask", "x"),
+        &[],
+        "mask token 61 is the end-of-text token there; name the target",
+    );
     copy("wide");
     change(&world, "wide", |config| config["vocab_size"] = 80.into());
     refused(&world, ("wide", "x"), &[], "`vocab_size` is 80, the target's is 64");
+    // A mask token that the smaller vocabulary does not have: no flag of this command would help.
+    change(&world, "wide", |config| config["dflash_config"]["mask_token_id"] = 75.into());
+    refused(&world, ("wide", "x"), &[], "`vocab_size` is 80, the target's is 64");
+    succeeds(&world, ("plain", "spec"), &["--format", "speculators"]);
+    let verifier = &config(&world, "spec")["speculators_config"]["verifier"]["name_or_path"];
+    assert_eq!(verifier, "target", "no path of this machine");
     copy("deep");
     change(&world, "deep", |config| config["num_target_layers"] = 3.into());
     refused(&world, ("deep", "x"), &[], "`num_target_layers` is 3");

@@ -105,7 +105,7 @@ fn a_stop_while_loading_ends_it() {
 fn an_idle_server_stops_at_once_even_with_a_client_connected() {
     let server = Running::start(config());
     let mut idle = TcpStream::connect(server.address).unwrap();
-    write!(idle, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    write!(idle, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
     assert!(idle.read(&mut [0; 64]).unwrap() > 0);
     let address = server.address;
     let (outcome, took) = server.end();
@@ -143,7 +143,7 @@ fn a_batch_that_takes_forever_does_not_hold_up_the_stop() {
     let body = r#"{"input_ids":[1]}"#;
     write!(
         client,
-        "POST /v1/hidden_states HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}",
+        "POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}",
         body.len()
     )
     .unwrap();

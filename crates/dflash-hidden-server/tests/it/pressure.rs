@@ -35,7 +35,9 @@ fn stuck(server: &Running, text: &str) -> TcpStream {
 
 /// The first lines of a request whose body is `length` bytes.
 fn head(length: usize) -> String {
-    format!("POST /v1/hidden_states HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n")
+    format!(
+        "POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
+    )
 }
 
 /// Whether the server has closed the connection, without a reply.

@@ -11,9 +11,9 @@ use crate::push::refusal::Refusal;
 use crate::push::token::Token;
 
 /// How often a request is made, at most: after a lost connection or a server's own fault.
-const ATTEMPTS: u32 = 4;
+pub(crate) const ATTEMPTS: u32 = 4;
 /// Before the second attempt; twice as long before each later one.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
+pub(crate) const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause that a server may ask for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 const CONNECT: Duration = Duration::from_secs(15);
@@ -103,17 +103,53 @@ impl<'a> Api<'a> {
         url: Url,
         (kind, body): (&'static str, Vec<u8>),
     ) -> Result<Result<Value, Fault>, Refusal> {
-        let body = Bytes::from(body);
+        self.post_at_most(ATTEMPTS, (doing, url), (kind, body.into())).await
+    }
+
+    /// As [`Self::try_post`], once: for what must not be done twice.
+    pub(crate) async fn post_once(
+        &self,
+        doing: &'static str,
+        url: Url,
+        body: (&'static str, Bytes),
+    ) -> Result<Result<Value, Fault>, Refusal> {
+        self.post_at_most(1, (doing, url), body).await
+    }
+
+    async fn post_at_most(
+        &self,
+        attempts: u32,
+        (doing, url): (&'static str, Url),
+        (kind, body): (&'static str, Bytes),
+    ) -> Result<Result<Value, Fault>, Refusal> {
         let request = || {
             let request = self.request(Method::POST, url.clone()).timeout(ANSWER);
             let request = request.header(CONTENT_TYPE, kind).header(ACCEPT, accepted(kind));
             let sent = request.body(body.clone()).send();
             Ok(async { sent.await.map_err(|error| lost(&error)) })
         };
-        let answer = match self.send(request).await {
+        let answer = match self.send_at_most(attempts, request).await {
             Ok(answer) => answer,
             Err(fault) => return Ok(Err(fault)),
         };
+        Self::json(doing, answer).await
+    }
+
+    /// Reads what is at `url`.
+    pub(crate) async fn get(&self, doing: &'static str, url: Url) -> Result<Value, Refusal> {
+        let request = || {
+            let request = self.request(Method::GET, url.clone()).timeout(ANSWER);
+            let sent = request.header(ACCEPT, JSON).send();
+            Ok(async { sent.await.map_err(|error| lost(&error)) })
+        };
+        let answer = match self.send(request).await {
+            Ok(answer) => Self::json(doing, answer).await?,
+            Err(fault) => Err(fault),
+        };
+        answer.map_err(|fault| self.refusal(doing, fault))
+    }
+
+    async fn json(doing: &'static str, answer: Response) -> Result<Result<Value, Fault>, Refusal> {
         let text = match answer.bytes().await {
             Ok(text) => text,
             Err(error) => return Ok(Err(lost(&error))),
@@ -130,6 +166,17 @@ impl<'a> Api<'a> {
     where
         F: Future<Output = Result<Response, Fault>>,
     {
+        self.send_at_most(ATTEMPTS, request).await
+    }
+
+    async fn send_at_most<F>(
+        &self,
+        attempts: u32,
+        request: impl Fn() -> Result<F, Refusal>,
+    ) -> Result<Response, Fault>
+    where
+        F: Future<Output = Result<Response, Fault>>,
+    {
         let mut pause = FIRST_PAUSE;
         for attempt in 1.. {
             let outcome = request().map_err(Fault::Own)?.await;
@@ -141,7 +188,7 @@ impl<'a> Api<'a> {
                 }
                 Err(fault) => (fault, None),
             };
-            if attempt == ATTEMPTS || !fault.may_pass() {
+            if attempt == attempts || !fault.may_pass() {
                 return Err(fault);
             }
             tokio::time::sleep(asked.unwrap_or(pause)).await;
@@ -191,7 +238,7 @@ impl<'a> Api<'a> {
 
 impl Fault {
     /// Whether the same request may succeed in a moment.
-    fn may_pass(&self) -> bool {
+    pub(crate) fn may_pass(&self) -> bool {
         match self {
             Self::Lost(_) => true,
             Self::Status { status, .. } => matches!(status, 408 | 429 | 500 | 502 | 503 | 504),

@@ -5,12 +5,14 @@ use std::fmt::Write;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use dflash_settings::shown_endpoint;
 use reqwest::Url;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::push::Publication;
-use crate::push::api::{Api, Fault, JSON};
+use crate::push::api::{ATTEMPTS, Api, FIRST_PAUSE, Fault, JSON};
 use crate::push::outgoing::Outgoing;
 use crate::push::refusal::Refusal;
 
@@ -20,6 +22,9 @@ const ND_JSON: &str = "application/x-ndjson";
 const MOST_INLINE: u64 = 64 << 20;
 const PLAN: &str = "asking what to do with the files";
 const COMMIT: &str = "committing";
+const LOOK: &str = "looking for the commit";
+/// Pull requests of the same title that are looked into.
+const MOST_PROPOSALS: usize = 10;
 
 /// What the Hub says of a file before it has it.
 #[derive(Debug, Deserialize)]
@@ -92,25 +97,49 @@ impl<'a> Draft<'a> {
         stored.map(|(file, _)| *file)
     }
 
-    /// Makes the commit; returns its page, or `None` where nothing has changed.
+    /// Makes the commit; returns its page, or `None` where nothing has changed. A commit must not be made
+    /// twice: where no answer comes, the Hub is asked what it has before it is told again.
     pub(crate) async fn commit(
         &self,
         api: &Api<'_>,
         publication: &Publication,
+        files: &[Outgoing],
     ) -> Result<Option<String>, Refusal> {
         if self.changed.is_empty() {
             return Ok(None);
         }
-        let url = endpoint(api, publication, "commit")?;
-        let body = self.lines(&publication.message).into_bytes();
-        let answer = match api.try_post(COMMIT, url, (ND_JSON, body)).await? {
-            Err(Fault::Lost(why)) => return Err(Refusal::LostCommit(why)),
-            answer => answer.map_err(|fault| of_revision(api, publication, COMMIT, fault))?,
-        };
-        let page = ["pullRequestUrl", "commitUrl"].iter().find_map(|key| answer[*key].as_str());
-        let what = || "the commit has no page".to_owned();
-        let page = page.ok_or_else(|| Refusal::Protocol { doing: COMMIT, what: what() })?;
-        Ok(Some(page.to_owned()))
+        // A push before this one may have lost the answer too.
+        if publication.create_pr
+            && let Ok(Some(page)) = proposal(api, publication, files).await
+        {
+            return Ok(Some(page));
+        }
+        let body = Bytes::from(self.lines(&publication.message));
+        let mut pause = FIRST_PAUSE;
+        for attempt in 1.. {
+            let url = endpoint(api, publication, "commit")?;
+            let fault = match api.post_once(COMMIT, url, (ND_JSON, body.clone())).await? {
+                Ok(answer) => return page_in(&answer).map(Some),
+                Err(fault) => fault,
+            };
+            if !fault.may_pass() {
+                return Err(of_revision(api, publication, COMMIT, fault));
+            }
+            tokio::time::sleep(pause).await;
+            pause *= 2;
+            match found(api, publication, files).await {
+                Ok(Some(page)) => return Ok(Some(page)),
+                Ok(None) if attempt < ATTEMPTS => {}
+                Err(_) if attempt < ATTEMPTS && !matches!(fault, Fault::Lost(_)) => {}
+                _ => {
+                    return Err(match fault {
+                        Fault::Lost(why) => Refusal::LostCommit(why),
+                        fault => of_revision(api, publication, COMMIT, fault),
+                    });
+                }
+            }
+        }
+        unreachable!("the last attempt returns")
     }
 
     /// The commit as the Hub takes it: a line for its message, and one for each file.
@@ -128,6 +157,63 @@ impl<'a> Draft<'a> {
         }
         lines
     }
+}
+
+/// The page that an answer to a commit names.
+fn page_in(answer: &Value) -> Result<String, Refusal> {
+    let page = ["pullRequestUrl", "commitUrl"].iter().find_map(|key| answer[*key].as_str());
+    let what = || "the commit has no page".to_owned();
+    Ok(page.ok_or_else(|| Refusal::Protocol { doing: COMMIT, what: what() })?.to_owned())
+}
+
+/// The page of the commit, or of the pull request, that holds `files` as they are, if there is one.
+async fn found(
+    api: &Api<'_>,
+    publication: &Publication,
+    files: &[Outgoing],
+) -> Result<Option<String>, Refusal> {
+    if publication.create_pr {
+        return proposal(api, publication, files).await;
+    }
+    if !Draft::plan(api, publication, files).await?.changed.is_empty() {
+        return Ok(None);
+    }
+    let name = publication.name()?;
+    let parts = ["api", "models", name.owner, name.name, "revision", publication.revision()];
+    let head = api.get(LOOK, api.url(parts)).await?;
+    let sha = head["sha"].as_str().unwrap_or_default();
+    Ok(Some(page(api, [name.owner, name.name, "commit", sha])))
+}
+
+/// The page of an open pull request of this title that proposes `files` as they are.
+async fn proposal(
+    api: &Api<'_>,
+    publication: &Publication,
+    files: &[Outgoing],
+) -> Result<Option<String>, Refusal> {
+    let name = publication.name()?;
+    let mut url = api.url(["api", "models", name.owner, name.name, "discussions"]);
+    url.query_pairs_mut().append_pair("type", "pull_request").append_pair("status", "open");
+    let listed = api.get(LOOK, url).await?;
+    let is_alike = |one: &&Value| {
+        let is_open = ["open", "draft"].iter().any(|status| one["status"] == *status);
+        one["isPullRequest"] == true && is_open && one["title"] == publication.message.as_str()
+    };
+    let alike = listed["discussions"].as_array().into_iter().flatten().filter(is_alike);
+    for number in alike.filter_map(|one| one["num"].as_u64()).take(MOST_PROPOSALS) {
+        let revision = Some(format!("refs/pr/{number}"));
+        let at = Publication { revision, create_pr: false, ..publication.clone() };
+        if Draft::plan(api, &at, files).await?.changed.is_empty() {
+            let parts = [name.owner, name.name, "discussions", &number.to_string()];
+            return Ok(Some(page(api, parts)));
+        }
+    }
+    Ok(None)
+}
+
+/// The address of a page for people, without a password.
+fn page(api: &Api<'_>, parts: [&str; 4]) -> String {
+    shown_endpoint(api.url(parts).as_str())
 }
 
 /// How a file goes; `None` where the repository has it as it is.

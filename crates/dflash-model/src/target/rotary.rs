@@ -22,6 +22,13 @@ pub(crate) struct HeadTables {
 }
 
 impl HeadTables {
+    pub(crate) fn bytes(&self) -> usize {
+        let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
+        let own = [&self.half.cos_td, &self.half.sin_td, &self.cos_t1d, &self.sin_t1d];
+        own.into_iter().map(of).sum::<usize>()
+            + self.long.as_ref().map_or(0, |(_, long)| long.bytes())
+    }
+
     /// Tables of `positions` `[T]` for tensors of `kind`.
     pub(crate) fn new(rotary: &Rotary, positions: &Tensor, kind: Kind) -> Self {
         let of = |half| Self::of_half(half, rotary.pairs, kind);

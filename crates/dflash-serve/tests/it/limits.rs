@@ -90,7 +90,8 @@ fn stream(server: &Running) -> TcpStream {
         .to_string();
     let mut stream = TcpStream::connect(server.address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length:";
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n\
+                Content-Type: application/json\r\nContent-Length:";
     write!(stream, "{head} {}\r\n\r\n{body}", body.len()).unwrap();
     let mut begun = [0; 16];
     stream.read_exact(&mut begun).unwrap();

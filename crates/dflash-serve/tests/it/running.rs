@@ -25,6 +25,7 @@ pub(crate) fn settings() -> ServeSettings {
         port: 0,
         port_file: None,
         api_key: None,
+        allowed_origins: vec![],
         device: Device::Cpu,
         dtype: Dtype::Float32,
         processor: dflash_settings::ProcessorSettings::default(),
@@ -102,8 +103,13 @@ impl Running {
         self.client.get(self.url(path))
     }
 
+    pub(crate) fn request(&self, method: reqwest::Method, path: &str) -> RequestBuilder {
+        self.client.request(method, self.url(path))
+    }
+
     pub(crate) fn post(&self, path: &str, body: &Value) -> RequestBuilder {
-        self.client.post(self.url(path)).body(body.to_string())
+        let request = self.client.post(self.url(path)).header("content-type", "application/json");
+        request.body(body.to_string())
     }
 
     /// A whole chat completion of a user's `text`, with more fields.

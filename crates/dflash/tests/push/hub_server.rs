@@ -166,6 +166,16 @@ impl Repository {
         self.refs.insert(name.to_owned(), 0);
     }
 
+    /// Its pull requests, as the Hub lists them.
+    pub(crate) fn proposals(&self) -> Vec<Value> {
+        let numbered = self.refs.iter().filter_map(|(name, &at)| {
+            let number: usize = name.strip_prefix("refs/pr/")?.parse().ok()?;
+            Some(json!({"num": number, "title": self.commits[at].summary, "status": "open",
+                "isPullRequest": true}))
+        });
+        numbered.collect()
+    }
+
     pub(crate) fn summaries(&self) -> Vec<&str> {
         self.commits.iter().map(|commit| commit.summary.as_str()).collect()
     }
@@ -326,6 +336,7 @@ impl Call<'_> {
                 Some(commit) => self.preupload(&commit.tree),
                 None => no_revision(),
             },
+            ("GET", ["discussions"]) => ok(json!({"discussions": repository.proposals()})),
             ("POST", ["commit", rest @ ..]) => self.commit(world, name, &revision(rest)),
             ("POST", ["verify", oid]) => {
                 let size = world.storage.get(*oid).map(Vec::len);
@@ -479,13 +490,15 @@ impl Call<'_> {
         }
         let repository = world.repositories.get_mut(name).unwrap();
         let proposal = self.request.query.contains("create_pr=1");
-        let reference = if proposal { "refs/pr/1" } else { revision };
-        let id = repository.commit(reference, &summary, tree);
+        let number = repository.proposals().len() + 1;
+        let reference = if proposal { format!("refs/pr/{number}") } else { revision.to_owned() };
+        let id = repository.commit(&reference, &summary, tree);
         let model = name.trim_start_matches("models/");
         let mut answer = json!({"success": true, "commitOid": id, "hookOutput": "",
             "commitUrl": format!("{}/{model}/commit/{id}", self.endpoint)});
         if proposal {
-            answer["pullRequestUrl"] = json!(format!("{}/{model}/discussions/1", self.endpoint));
+            answer["pullRequestUrl"] =
+                json!(format!("{}/{model}/discussions/{number}", self.endpoint));
         }
         ok(answer)
     }

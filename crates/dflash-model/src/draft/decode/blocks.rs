@@ -22,10 +22,17 @@ pub struct ContextPart<'a> {
 }
 
 impl ContextCache {
-    /// Bytes of its keys and values.
+    /// Bytes of all that it holds: keys and values with the room that their layout takes, and the rotary
+    /// tables.
     pub fn bytes(&self) -> usize {
         let of = |x: &Tensor| x.numel() * x.kind().elt_size_in_bytes();
-        self.layers.iter().map(|(k, v)| of(k) + of(v)).sum()
+        let rows = match &self.few_rows {
+            // The layers are views of the packed memory, which has more than its rows.
+            Some(packed) => packed.bytes(),
+            None => self.layers.iter().map(|(k, v)| of(k) + of(v)).sum(),
+        };
+        let tensors = self.layers.len() * if self.few_rows.is_some() { 4 } else { 2 } + 2;
+        rows + of(&self.rope.cos_td) + of(&self.rope.sin_td) + crate::TENSOR_BYTES * tensors
     }
 
     /// Context positions that fit.

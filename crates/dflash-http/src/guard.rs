@@ -1,0 +1,213 @@
+//! Which web pages may use a server.
+//!
+//! A browser lets any page send requests to any address, a loopback one included, and only keeps the
+//! replies from it. A page can even read these where its own name is made to resolve to 127.0.0.1 while
+//! it is open. So a server that listens on loopback alone answers to loopback's own names alone, and one
+//! that gets an `Origin`, which browsers send and other clients do not, answers to those origins that
+//! its owner has named.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, OnceLock};
+
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use crate::refusal::Refusal;
+
+/// For how long a browser may remember what it was allowed, in seconds.
+const REMEMBERED: &str = "600";
+/// Chrome asks with it before a public page may reach a private address.
+const ASKS_PRIVATE: HeaderName = HeaderName::from_static("access-control-request-private-network");
+const ALLOWS_PRIVATE: HeaderName = HeaderName::from_static("access-control-allow-private-network");
+
+/// What a server lets in.
+#[derive(Debug, Default)]
+pub struct Guard {
+    /// Origins whose pages may use it; `*` for all.
+    pub allowed_origins: Vec<String>,
+    /// Whether requests are recognised by a key: then a page cannot make them, whatever its name.
+    pub has_key: bool,
+    /// The name that it was told to listen on.
+    pub host: String,
+    /// Set once it is known where it listens.
+    pub listens_on: OnceLock<SocketAddr>,
+}
+
+impl Guard {
+    /// Whether `host`, a header `Host`, is a name of this machine's own.
+    fn is_own(&self, host: &str) -> bool {
+        let name = match host.strip_prefix('[') {
+            Some(rest) => rest.split(']').next().unwrap_or_default(),
+            None => host.split(':').next().unwrap_or_default(),
+        };
+        let name = name.trim_end_matches('.').to_ascii_lowercase();
+        name == "localhost"
+            || name == self.host.to_ascii_lowercase()
+            || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    }
+
+    fn check_host(&self, headers: &HeaderMap) -> Result<(), Refusal> {
+        let on_loopback = self.listens_on.get().is_none_or(|address| address.ip().is_loopback());
+        if !on_loopback || self.has_key {
+            return Ok(());
+        }
+        for host in headers.get_all(header::HOST) {
+            let host = host.to_str().unwrap_or("of no readable name");
+            if !self.is_own(host) {
+                let host: String = host.chars().take(100).collect();
+                let message = format!(
+                    "this server listens on loopback and does not answer to the host {host:?}; ask \
+                     localhost or 127.0.0.1, or start it with an --api-key or another --host"
+                );
+                return Err(Refusal::new(StatusCode::FORBIDDEN, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// The origin of a page that may use the server; `None` where no page asks.
+    fn check_origin(&self, headers: &HeaderMap) -> Result<Option<HeaderValue>, Refusal> {
+        let Some(origin) = headers.get(header::ORIGIN) else { return Ok(None) };
+        let text = origin.to_str().unwrap_or_default();
+        let is_allowed = |allowed: &String| {
+            allowed == "*" || allowed.trim_end_matches('/').eq_ignore_ascii_case(text)
+        };
+        if self.allowed_origins.iter().any(is_allowed) {
+            return Ok(Some(origin.clone()));
+        }
+        let text: String = text.chars().take(100).collect();
+        let message = format!("pages of the origin {text:?} may not use this server");
+        Err(Refusal::new(StatusCode::FORBIDDEN, message))
+    }
+}
+
+/// Around every request: refuses what a page may not ask, answers a browser that asks beforehand, and
+/// lets an allowed page read the reply.
+pub async fn guard(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+    if let Err(refusal) = guard.check_host(request.headers()) {
+        return refusal.into_response();
+    }
+    let origin = match guard.check_origin(request.headers()) {
+        Ok(Some(origin)) => origin,
+        Ok(None) => return next.run(request).await,
+        Err(refusal) => return refusal.into_response(),
+    };
+    let asks_first = request.method() == Method::OPTIONS
+        && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let mut response =
+        if asks_first { allowance(request.headers()) } else { next.run(request).await };
+    let headers = response.headers_mut();
+    headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.append(header::VARY, HeaderValue::from_static("origin"));
+    let exposed = HeaderValue::from_static("retry-after, retry-after-ms");
+    headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
+    response
+}
+
+/// The answer to a browser that asks what a page may send.
+fn allowance(asked: &HeaderMap) -> Response {
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let headers = response.headers_mut();
+    let methods = HeaderValue::from_static("GET, POST, OPTIONS");
+    headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
+    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(REMEMBERED));
+    // Clients send headers of their own, such as x-stainless-lang: none of them does anything here.
+    let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
+    let plain = HeaderValue::from_static("authorization, content-type");
+    headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, wanted.unwrap_or(plain));
+    if asked.contains_key(ASKS_PRIVATE) {
+        headers.insert(ALLOWS_PRIVATE, HeaderValue::from_static("true"));
+    }
+    response
+}
+
+/// Whether a request says that its body is JSON. A form, or a page that has not asked beforehand, does
+/// not.
+pub fn says_json(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+    let kind = kind.and_then(|kind| kind.split(';').next()).unwrap_or_default().trim();
+    let kind = kind.to_ascii_lowercase();
+    kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(name: HeaderName, value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(name, value.parse().unwrap())])
+    }
+
+    #[test]
+    fn loopback_answers_to_its_own_names() {
+        let guard = |address: &str, has_key| Guard {
+            has_key,
+            host: "my-laptop".into(),
+            listens_on: OnceLock::from(address.parse::<SocketAddr>().unwrap()),
+            ..Guard::default()
+        };
+        let check = |guard: &Guard, host: &str, expect: bool| {
+            assert_eq!(guard.check_host(&headers(header::HOST, host)).is_ok(), expect, "{host}");
+        };
+        let local = guard("127.0.0.1:8000", false);
+        for own in [
+            "localhost",
+            "LocalHost:8000",
+            "127.0.0.1:8000",
+            "127.1.2.3",
+            "[::1]:8000",
+            "my-laptop",
+        ] {
+            check(&local, own, true);
+        }
+        for other in [
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "10.0.0.1",
+            "",
+            "[::2]",
+        ] {
+            check(&local, other, false);
+        }
+        check(&guard("0.0.0.0:8000", false), "evil.example", true);
+        check(&guard("127.0.0.1:8000", true), "evil.example", true);
+        assert!(local.check_host(&HeaderMap::new()).is_ok());
+    }
+
+    #[test]
+    fn pages_are_let_in_by_their_origin() {
+        let check = |allowed: &[&str], origin: &str, expect: bool| {
+            let allowed_origins = allowed.iter().map(|origin| (*origin).to_owned()).collect();
+            let guard = Guard { allowed_origins, ..Guard::default() };
+            assert_eq!(
+                guard.check_origin(&headers(header::ORIGIN, origin)).is_ok(),
+                expect,
+                "{origin}"
+            );
+        };
+        check(&["https://chat.example"], "https://chat.example", true);
+        check(&["https://chat.example/"], "https://chat.example", true);
+        check(&["https://chat.example"], "http://chat.example", false);
+        check(&["https://chat.example"], "https://chat.example.evil", false);
+        check(&["*"], "null", true);
+        check(&[], "null", false);
+        check(&[], "http://localhost:3000", false);
+    }
+
+    #[test]
+    fn json_is_said() {
+        let check = |kind: &str, expect: bool| {
+            assert_eq!(says_json(&headers(header::CONTENT_TYPE, kind)), expect, "{kind}");
+        };
+        check("application/json", true);
+        check("Application/JSON; charset=utf-8", true);
+        check("application/problem+json", true);
+        check("text/plain", false);
+        check("application/x-www-form-urlencoded", false);
+        assert!(!says_json(&HeaderMap::new()));
+    }
+}
