@@ -396,3 +396,35 @@ fn a_target_is_timed_beside_a_plain_read_of_its_weights() {
     assert_eq!(none.status.code(), Some(1), "{}", stderr(&none));
     assert!(stderr(&none).contains("prompts"), "{}", stderr(&none));
 }
+#[test]
+fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
+    let saved = Saved::new();
+    // So long that nobody waits for its end.
+    for config in ["target/config.json", "draft/config.json"] {
+        let text = std::fs::read_to_string(saved.path(config)).unwrap();
+        let mut config_json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config_json["max_position_embeddings"] = 200_000.into();
+        config_json["eos_token_id"] = 259.into();
+        std::fs::write(saved.path(config), config_json.to_string()).unwrap();
+    }
+    let mut chat = Chat::start(&saved, &["--max-new-tokens", "150000"]);
+    eventually("the first prompt", || chat.shown().contains("> "));
+    for turn in ["hello\r", "again\r"] {
+        let length = chat.shown().len();
+        chat.typed.write_all(turn.as_bytes()).unwrap();
+        // Behind the line's end, where the terminal is no longer the editor's: only there Ctrl-C is a signal.
+        eventually("an answer begins", || {
+            let shown = chat.shown();
+            shown[length..].split_once("\x1b[?2004l").is_some_and(|(_, text)| text.len() > 60)
+        });
+        let prompts = chat.shown().matches("> ").count();
+        chat.typed.write_all(b"\x03").unwrap();
+        eventually("the next prompt", || chat.shown().matches("> ").count() > prompts);
+        // Longer than the deadline of a command that does not end.
+        std::thread::sleep(Duration::from_millis(4500));
+        assert!(chat.child.try_wait().unwrap().is_none(), "{}", chat.shown());
+    }
+    chat.typed.write_all(b"\x04").unwrap();
+    eventually("the end", || chat.child.try_wait().unwrap().is_some());
+    assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
+}

@@ -491,6 +491,7 @@ pub(crate) mod tests {
             revision: Some("1".repeat(40)),
             rows: 8,
             skipped: 1,
+            failed: 0,
         };
         let facts = Facts {
             target: "target".into(),

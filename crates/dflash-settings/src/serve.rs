@@ -57,7 +57,7 @@ pub struct ServeSettings {
         arg(long, value_name = "KEY", env = "DFLASH_API_KEY", hide_env_values = true)
     )]
     pub api_key: Option<String>,
-    /// Origins whose web pages may use the server, such as https://chat.example, separated by commas; *
+    /// Origins whose web pages may use the server, such as `https://chat.example`, separated by commas; *
     /// for all. Without it no page may.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ORIGIN", action = clap::ArgAction::Set, value_delimiter = ','))]
     #[serde(default)]

@@ -122,16 +122,11 @@ impl Terminal {
         let (ask, asked) = mpsc::channel::<()>();
         let (sender, lines) = mpsc::channel();
         std::thread::spawn(move || {
-            let mut editor = match editor() {
-                Ok(editor) => editor,
-                Err(error) => return drop(sender.send(Err(error))),
-            };
+            // In memory alone: prompts are nobody's business.
+            let mut history = Vec::new();
             while asked.recv().is_ok() {
-                let line = editor.readline("> ");
-                if let Ok(line) = &line {
-                    // In memory alone: prompts are nobody's business.
-                    let _ = editor.add_history_entry(line);
-                }
+                let line = read_line(&history);
+                history.extend(line.as_ref().ok().cloned());
                 if sender.send(line).is_err() {
                     return;
                 }
@@ -176,7 +171,13 @@ impl Terminal {
     }
 }
 
-/// The prompt goes to standard error: standard output is for answers.
-fn editor() -> rustyline::Result<DefaultEditor> {
-    DefaultEditor::with_config(Config::builder().behavior(Behavior::PreferTerm).build())
+/// A line, by an editor that lives no longer: it takes SIGINT for itself until it is dropped, and an answer
+/// that follows could not be stopped. The prompt goes to standard error: standard output is for answers.
+fn read_line(history: &[String]) -> rustyline::Result<String> {
+    let config = Config::builder().behavior(Behavior::PreferTerm).build();
+    let mut editor = DefaultEditor::with_config(config)?;
+    for line in history {
+        editor.add_history_entry(line)?;
+    }
+    editor.readline("> ")
 }
