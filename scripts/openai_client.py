@@ -63,8 +63,8 @@ def main():
 
     error = refused(openai.AuthenticationError, lambda: openai.OpenAI(base_url=f"{URL}/v1", api_key="wrong", max_retries=0).models.list())
     check(error.status_code == 401, "401 for a wrong key")
-    error = refused(openai.BadRequestError, lambda: ask(presence_penalty=1.5))
-    check(error.param == "presence_penalty", "400 names what is not supported")
+    error = refused(openai.BadRequestError, lambda: ask(presence_penalty=2.5))
+    check(error.param == "presence_penalty", "400 names what is out of range")
     error = refused(openai.BadRequestError, lambda: ask(extra_body={"bogus": 1}))
     check(error.param == "bogus", "400 names what is unknown")
     error = refused(openai.BadRequestError, lambda: client.completions.create(model=model, prompt=[1] * 100_000))

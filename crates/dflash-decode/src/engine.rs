@@ -33,6 +33,7 @@ use self::proposer::{Proposer, look_up};
 use self::sequence::{Sequence, empty_caches, first_capacity};
 use self::tensors::Turn;
 use crate::Error;
+use crate::adjust::LogitAdjustments;
 use crate::limits::Limits;
 use crate::sampling::{Sampling, Verification};
 
@@ -74,6 +75,8 @@ pub struct Request {
     pub stop_ids: Vec<i64>,
     /// How its tokens are chosen.
     pub sampling: Sampling,
+    /// What is done to the logits before.
+    pub adjustments: LogitAdjustments,
     /// Seed of the choice.
     pub seed: u64,
     /// Report the logarithm of each token's probability, and of so many of the most likely ones.
@@ -104,6 +107,7 @@ impl Request {
             max_new_tokens: limits.max_new_tokens,
             stop_ids: limits.stop_ids.clone(),
             sampling,
+            adjustments: LogitAdjustments::default(),
             seed,
             logprobs: None,
             speculative: true,
@@ -486,6 +490,7 @@ impl<'a> Engine<'a> {
             max_new_tokens: tokens + 1,
             stop_ids: Vec::new(),
             sampling: Sampling::GREEDY,
+            adjustments: LogitAdjustments::default(),
             seed: 0,
             logprobs: None,
             speculative: true,

@@ -7,6 +7,7 @@ use dflash_settings::GenerateSettings;
 use dflash_text::{Message, Role};
 
 use crate::Error;
+use crate::adjust::LogitAdjustments;
 use crate::answer::answer;
 use crate::blocks::Marks;
 use crate::engine::{Engine, EngineOptions, NewToken, Output, Proposals, Request};
@@ -197,7 +198,9 @@ impl<'a> Conversation<'a> {
                 temperature: settings.temperature,
                 top_p: settings.top_p,
                 top_k: settings.top_k,
+                min_p: 0.0,
             },
+            adjustments: LogitAdjustments::default(),
             seed: settings.seed,
             logprobs: None,
             speculative: true,

@@ -6,6 +6,7 @@
 //! whether the texts agree; [`regenerate()`] answers many prompts in batches. Tensors carry a
 //! lower-case shape suffix: `t` tokens, `b` slots of a block, `h` hidden, `v` vocabulary.
 
+mod adjust;
 mod answer;
 mod bench;
 mod blocks;
@@ -27,6 +28,7 @@ mod sampling;
 mod stamp;
 mod text;
 
+pub use adjust::LogitAdjustments;
 pub use answer::{Generation, answer};
 pub use bench::{DecodeReport, TargetReport, bench_decode, bench_target};
 pub use dflash_evaluation::{Difference, EvalReport, Lossless, Speed};

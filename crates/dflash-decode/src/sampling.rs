@@ -20,6 +20,8 @@ pub struct Sampling {
     pub top_p: f64,
     /// Only so many of the most likely tokens; `None` for all.
     pub top_k: Option<usize>,
+    /// Only tokens whose share is at least so much of the most likely one's; 0 for all.
+    pub min_p: f64,
 }
 
 impl Sampling {
@@ -28,7 +30,7 @@ impl Sampling {
 
     /// All tokens, at a temperature.
     pub const fn at(temperature: f64) -> Self {
-        Self { temperature, top_p: 1.0, top_k: None }
+        Self { temperature, top_p: 1.0, top_k: None, min_p: 0.0 }
     }
 
     /// Whether tokens are the most likely ones.
@@ -39,7 +41,11 @@ impl Sampling {
     /// Distributions [R, V] of logits [R, V], float64. Greedy sampling has none.
     pub(crate) fn distributions(&self, logits_rv: &Tensor) -> Tensor {
         debug_assert!(!self.is_greedy(), "greedy decoding compares tokens, not distributions");
-        let scaled_rv = logits_rv.to_kind(Kind::Double) / self.temperature;
+        let mut scaled_rv = logits_rv.to_kind(Kind::Double) / self.temperature;
+        if self.min_p > 0.0 {
+            let least_r1 = scaled_rv.amax([-1i64].as_slice(), true) + self.min_p.ln();
+            scaled_rv = scaled_rv.masked_fill(&scaled_rv.lt_tensor(&least_r1), f64::NEG_INFINITY);
+        }
         let tokens = logits_rv.size()[1];
         let top_k = self.top_k.map_or(tokens, |count| tokens.min(count as i64));
         if top_k == tokens && self.top_p >= 1.0 {
@@ -339,7 +345,7 @@ mod tests {
             (1.0, Some(900), 0.999),
             (5.0, None, 1e-9),
         ] {
-            let sampling = Sampling { temperature, top_p, top_k };
+            let sampling = Sampling { temperature, top_p, top_k, min_p: 0.0 };
             let scaled_rv = logits_rv.to_kind(Kind::Double) / temperature;
             let most = top_k.map_or(300, |count| count.min(300));
             let host_rv = sampling.filtered_on_host(&scaled_rv, most);
@@ -456,6 +462,9 @@ mod tests {
         check(Sampling { top_p: 0.5, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         check(Sampling { top_p: 0.3, ..all }, [0.0, 1.0, 0.0, 0.0]);
         check(Sampling { top_p: 1e-9, ..all }, [0.0, 1.0, 0.0, 0.0]);
+        check(Sampling { min_p: 0.74, ..all }, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        check(Sampling { min_p: 0.76, ..all }, [0.0, 1.0, 0.0, 0.0]);
+        check(Sampling { min_p: 0.6, top_p: 0.5, ..all }, [0.0, 1.0, 0.0, 0.0]);
         // Of the three that top-k leaves, 4/9 is not half.
         let both = Sampling { top_p: 0.5, top_k: Some(3), ..all };
         check(both, [0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);

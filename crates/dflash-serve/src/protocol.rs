@@ -1,6 +1,6 @@
 //! What a request asks for: OpenAI's fields, checked, as the engine takes them.
 
-use dflash_decode::Sampling;
+use dflash_decode::{LogitAdjustments, Sampling};
 use dflash_text::{ChatTokenizer, Conversation, Message, Row, parse_prompt_row};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -15,8 +15,10 @@ const MOST_LOGPROBS: u64 = 20;
 /// Log-probabilities that a request may be told at most, over all choices, tokens and alternatives: 100 MB
 /// of a reply.
 const MOST_SHARES: usize = 1 << 20;
-/// Stop strings of a request at most.
+/// Stop strings, and stop tokens, of a request at most.
 const MOST_STOPS: usize = 16;
+/// Tokens that a request may favour or forbid.
+const MOST_BIASES: usize = 1024;
 /// OpenAI's, and vLLM's, for completions.
 const DEFAULT_COMPLETION_TOKENS: usize = 16;
 
@@ -33,12 +35,7 @@ const PASSED_OVER: [&str; 7] = [
 
 /// Fields of OpenAI's, and vLLM's, that this server does not have, with the value that asks for
 /// nothing.
-const UNSUPPORTED: [(&str, &str); 19] = [
-    ("presence_penalty", "0"),
-    ("frequency_penalty", "0"),
-    ("repetition_penalty", "1"),
-    ("min_p", "0"),
-    ("logit_bias", "{}"),
+const UNSUPPORTED: [(&str, &str); 14] = [
     ("best_of", "1"),
     ("echo", "false"),
     ("suffix", "null"),
@@ -62,6 +59,10 @@ pub(crate) struct Asked {
     /// Answers to each prompt.
     pub(crate) n: usize,
     pub(crate) sampling: Sampling,
+    pub(crate) adjustments: LogitAdjustments,
+    /// Tokens that end an answer beside the target's own, and whether those do not.
+    pub(crate) stop_ids: Vec<i64>,
+    pub(crate) ignore_eos: bool,
     pub(crate) seed: Option<u64>,
     pub(crate) stops: Vec<String>,
     /// `None` for as many as there is room for.
@@ -126,6 +127,21 @@ impl Asked {
             return Err(bad("logprobs", &reason));
         }
         Ok(shares)
+    }
+
+    /// # Errors
+    /// A token that the target does not have.
+    pub(crate) fn check_ids(&self, vocab_size: i64) -> Result<(), Refusal> {
+        let stops = self.stop_ids.iter().map(|id| ("stop_token_ids", id));
+        let biases = self.adjustments.logit_bias.iter().map(|(id, _)| ("logit_bias", id));
+        match stops.chain(biases).find(|(_, id)| !(0..vocab_size).contains(*id)) {
+            Some((param, id)) => {
+                let reason =
+                    format!("names token {id}, but the vocabulary has 0 to {}", vocab_size - 1);
+                Err(bad(param, &reason))
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -233,6 +249,10 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
     if top_p == 0.0 {
         return Err(bad("top_p", "is 0, but it must be above 0 and at most 1"));
     }
+    let stop_ids: Vec<i64> = fields.take("stop_token_ids")?.unwrap_or_default();
+    if stop_ids.len() > MOST_STOPS {
+        return Err(bad("stop_token_ids", &format!("must be at most {MOST_STOPS} tokens")));
+    }
     let asked = Asked {
         model: fields.take("model")?,
         n: fields.count("n", 1..=MOST_CHOICES)?.unwrap_or(1),
@@ -240,7 +260,11 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
             temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0),
             top_p,
             top_k: top_k.filter(|&top_k| top_k > 0).map(|top_k| top_k as usize),
+            min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(0.0),
         },
+        adjustments: adjustments(fields)?,
+        stop_ids,
+        ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
         seed: seed.map(|seed| seed as u64),
         stops,
         max_tokens: fields.count("max_tokens", 1..=u32::MAX.into())?,
@@ -251,6 +275,31 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
     fields.pass_over(&PASSED_OVER);
     UNSUPPORTED.into_iter().try_for_each(|field| fields.unsupported(field))?;
     Ok(asked)
+}
+
+/// What is done to the logits, in OpenAI's ranges, or vLLM's where it has none.
+fn adjustments(fields: &mut Fields) -> Result<LogitAdjustments, Refusal> {
+    let repetition_penalty = fields.number("repetition_penalty", 0.0..=10.0)?.unwrap_or(1.0);
+    if repetition_penalty == 0.0 {
+        return Err(bad("repetition_penalty", "is 0, but it must be above 0 and at most 10"));
+    }
+    let biases: Map<String, Value> = fields.take("logit_bias")?.unwrap_or_default();
+    if biases.len() > MOST_BIASES {
+        return Err(bad("logit_bias", &format!("must name at most {MOST_BIASES} tokens")));
+    }
+    let bias = |(id, bias): (String, Value)| {
+        let wrong = || bad("logit_bias", "must map token ids to numbers from -100 to 100");
+        let id = id.parse::<i64>().map_err(|_| wrong())?;
+        let bias = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
+        Ok((id, bias.ok_or_else(wrong)?))
+    };
+    Ok(LogitAdjustments {
+        logit_bias: biases.into_iter().map(bias).collect::<Result<_, Refusal>>()?,
+        repetition_penalty,
+        frequency_penalty: fields.number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0),
+        presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0),
+        min_tokens: fields.count("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0),
+    })
 }
 
 /// The turns of a conversation, their parts of text joined: templates take strings.
@@ -323,8 +372,13 @@ mod tests {
         };
         check(r#", "foo": 1"#, "foo is not a parameter of this endpoint; leave it out");
         let unsupported = "is not supported by this server; leave it out, or send";
-        let penalty = format!("presence_penalty {unsupported} 0");
-        check(r#", "presence_penalty": 0.5"#, &penalty);
+        check(r#", "best_of": 2"#, &format!("best_of {unsupported} 1"));
+        check(r#", "presence_penalty": 3"#, "presence_penalty is 3, but it must be -2 to 2");
+        let penalty = "repetition_penalty is 0, but it must be above 0 and at most 10";
+        check(r#", "repetition_penalty": 0"#, penalty);
+        let bias = "logit_bias must map token ids to numbers from -100 to 100";
+        check(r#", "logit_bias": {"x": 1}"#, bias);
+        check(r#", "logit_bias": {"1": 101}"#, bias);
         check(r#", "tools": [{"type": "function"}]"#, &format!("tools {unsupported} []"));
         check(
             r#", "response_format": {"type": "json_object"}"#,
@@ -348,6 +402,28 @@ mod tests {
         check(r#", "top_logprobs": 2"#, "top_logprobs needs logprobs to be true");
         let text = chat(r#", "max_tokens": "many""#).unwrap_err().to_string();
         assert!(text.starts_with("max_tokens is not usable: invalid type: string"), "{text}");
+    }
+
+    #[test]
+    fn what_changes_the_choice_of_tokens_is_read() {
+        let asked = chat(
+            r#", "min_p": 0.1, "logit_bias": {"7": -5}, "frequency_penalty": 0.5, "min_tokens": 3,
+               "presence_penalty": -1, "repetition_penalty": 1.2, "stop_token_ids": [9], "ignore_eos": true"#,
+        );
+        let asked = asked.unwrap().asked;
+        let expect = LogitAdjustments {
+            logit_bias: vec![(7, -5.0)],
+            repetition_penalty: 1.2,
+            frequency_penalty: 0.5,
+            presence_penalty: -1.0,
+            min_tokens: 3,
+        };
+        assert_eq!((&asked.adjustments, asked.sampling.min_p), (&expect, 0.1));
+        assert!(asked.ignore_eos && asked.stop_ids == [9]);
+        assert!(asked.check_ids(10).is_ok());
+        let refusal = asked.check_ids(9).unwrap_err().to_string();
+        assert!(refusal.contains("stop_token_ids names token 9"), "{refusal}");
+        assert!(chat("").unwrap().asked.adjustments == LogitAdjustments::default());
     }
 
     #[test]

@@ -371,6 +371,7 @@ fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>
             (request.asked, prompts)
         }
     };
+    asked.check_ids(loaded.vocab_size)?;
     let asked_for = asked.max_tokens.unwrap_or(1);
     match prompts.iter().map(Vec::len).find(|prompt| prompt + asked_for > most) {
         Some(prompt) => Err(Refusal::TooLong { prompt, asked: asked_for, limit: most }),
@@ -396,14 +397,17 @@ fn jobs(
 ) -> (Vec<Job>, UnboundedReceiver<Result<Event, OutOfMemory>>) {
     let (events, receiver) = unbounded_channel();
     let seed = asked.seed.unwrap_or_else(random);
+    let mut stop_ids = if asked.ignore_eos { Vec::new() } else { loaded.stop_ids.clone() };
+    stop_ids.extend(&asked.stop_ids);
     let job = |index: usize, prompt: &Arc<[i64]>| Job {
         party,
         index,
         request: EngineRequest {
             prompt: Vec::new(),
             max_new_tokens: asked.max_tokens.unwrap_or(loaded.max_model_len - prompt.len()),
-            stop_ids: loaded.stop_ids.clone(),
+            stop_ids: stop_ids.clone(),
             sampling: asked.sampling,
+            adjustments: asked.adjustments.clone(),
             // A choice of its own for each.
             seed: seed.wrapping_add((index % asked.n) as u64),
             logprobs: asked.logprobs,

@@ -259,7 +259,7 @@ impl<'a> Packed<'a> {
             .any(wants_logits)
             .then(|| target.logits(&Tensor::from_slice(x).view([rows as i64, self.hidden as i64])));
         let own = &mut self.own[..rows];
-        if plans.iter().any(|plan| sequences[plan.at].sampler.is_greedy()) {
+        if plans.iter().any(|plan| sequences[plan.at].is_plainly_greedy()) {
             self.target.most_likely(x, own);
         }
         let mut start = 0;
@@ -267,13 +267,8 @@ impl<'a> Packed<'a> {
             let (sequence, rows) = (&mut sequences[plan.at], plan.ids.len());
             let logits_bv =
                 logits_rv.as_ref().map(|logits_rv| logits_rv.narrow(0, start as i64, rows as i64));
-            let chosen = logits_bv.as_ref().filter(|_| !sequence.sampler.is_greedy());
-            let first = sequence.tokens().len();
-            let verify = |logits_bv: &Tensor| {
-                let proposed = &plan.ids[1..];
-                sequence.sampler.verify(proposed, plan.shares.as_ref(), logits_bv, first)
-            };
-            let chosen = chosen.map(verify);
+            let chosen = logits_bv.as_ref().filter(|_| !sequence.is_plainly_greedy());
+            let chosen = chosen.map(|bv| sequence.verify(&plan.ids[1..], plan.shares.as_ref(), bv));
             let own = chosen.as_deref().unwrap_or(&own[start..start + rows]);
             let (output, kept) = sequence.take(&plan.ids[1..], own, logits_bv.as_ref());
             sequence.cache.truncate(before + kept);

@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::lengths::Acceptance;
 use super::{Block, Finish, Logprob, NewToken, Output, Request, SequenceId};
+use crate::adjust::Adjuster;
 use crate::drafter::to_host;
 use crate::limits::roomy;
 use crate::sampling::Sampler;
@@ -21,6 +22,8 @@ pub(super) struct Sequence {
     pub(super) id: SequenceId,
     request: Request,
     pub(super) sampler: Sampler,
+    /// Where its request changes logits.
+    adjuster: Option<Adjuster>,
     /// Prompt and answer, all that the target accepted. Once the prompt is read, all but the last
     /// one, the bonus token, are in the caches.
     tokens: Vec<i64>,
@@ -61,6 +64,11 @@ impl Sequence {
         Self {
             id,
             sampler: Sampler::new(request.sampling, request.seed),
+            adjuster: Adjuster::new(
+                std::mem::take(&mut request.adjustments),
+                &tokens,
+                &request.stop_ids,
+            ),
             prompt: tokens.len(),
             tokens,
             cache,
@@ -148,7 +156,26 @@ impl Sequence {
 
     /// Whether more is asked than its most likely tokens.
     pub(super) fn wants_logits(&self) -> bool {
-        !self.sampler.is_greedy() || self.request.logprobs.is_some()
+        !self.is_plainly_greedy() || self.request.logprobs.is_some()
+    }
+
+    /// Whether its tokens are the most likely ones by the target's own logits.
+    pub(super) fn is_plainly_greedy(&self) -> bool {
+        self.sampler.is_greedy() && self.adjuster.is_none()
+    }
+
+    /// The target's tokens by its logits [n + 1, V] behind the last token and each of `n` that were
+    /// proposed, drawn from `draft_nv` where that matters: as many as are certain.
+    pub(super) fn verify(
+        &self,
+        proposed: &[i64],
+        draft_nv: Option<&Tensor>,
+        logits_bv: &Tensor,
+    ) -> Vec<i64> {
+        let adjusted_bv =
+            self.adjuster.as_ref().map(|adjuster| adjuster.adjusted(logits_bv, proposed));
+        let logits_bv = adjusted_bv.as_ref().unwrap_or(logits_bv);
+        self.sampler.verify(proposed, draft_nv, logits_bv, self.tokens.len())
     }
 
     /// Begins with the rows of another sequence that began alike.
@@ -197,6 +224,9 @@ impl Sequence {
         let new = tokens[..said].iter().enumerate();
         let new = new.map(|(at, &id)| NewToken { id, logprob: logprob(at) }).collect();
         self.tokens.extend(tokens);
+        if let Some(adjuster) = &mut self.adjuster {
+            adjuster.take(tokens);
+        }
         self.verified = (proposed.len(), accepted);
         let proposed = proposed.to_vec();
         let block = (!proposed.is_empty()).then_some(Block { proposed, accepted });

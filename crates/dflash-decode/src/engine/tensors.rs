@@ -176,9 +176,8 @@ fn verify(
         let (greedy, proposals);
         (greedy, most_likely) = most_likely.split_at(turn.rows);
         (proposals, proposed) = proposed.split_at(turn.rows - 1);
-        let (sampler, first) = (&sequence.sampler, sequence.tokens().len());
-        let verify = || sampler.verify(proposals, turn.shares.as_ref(), &logits_bv, first);
-        let chosen = (!sampler.is_greedy()).then(verify);
+        let verify = || sequence.verify(proposals, turn.shares.as_ref(), &logits_bv);
+        let chosen = (!sequence.is_plainly_greedy()).then(verify);
         let own = chosen.as_deref().unwrap_or(greedy);
         let (output, rows) = sequence.take(proposals, own, Some(&logits_bv));
         kept.push(turn.tokens() - turn.rows + rows);

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 
+use dflash_decode::LogitAdjustments;
 use dflash_decode::{
     Engine, EngineOptions, Finish, Limits, NewToken, Output, Proposals, Request, Sampling,
     SequenceId, compare,
@@ -32,6 +33,7 @@ pub(crate) fn request(prompt: Vec<i64>, max_new_tokens: usize) -> Request {
         max_new_tokens,
         stop_ids: vec![],
         sampling: Sampling::GREEDY,
+        adjustments: LogitAdjustments::default(),
         seed: 0,
         logprobs: None,
         speculative: true,
@@ -141,7 +143,7 @@ fn every_text_is_that_of_plain_decoding() {
 fn a_request_is_answered_alike_alone_and_in_company() {
     let models = models(30, 4);
     let sampled = |n: usize| Request {
-        sampling: Sampling { temperature: 0.8, top_p: 0.9, top_k: Some(12) },
+        sampling: Sampling { temperature: 0.8, top_p: 0.9, top_k: Some(12), min_p: 0.0 },
         seed: n as u64,
         logprobs: Some(3),
         ..request(prompt(3 + n * 11, n, 30), 30)
@@ -400,6 +402,8 @@ fn filtered(log_shares: &[f64], sampling: Sampling) -> Vec<f64> {
         log_shares.iter().map(|log| (log / sampling.temperature).exp()).collect();
     let mut order: Vec<usize> = (0..weight.len()).collect();
     order.sort_by(|&a, &b| weight[b].total_cmp(&weight[a]));
+    let least = sampling.min_p * weight[order[0]];
+    order.retain(|&id| weight[id] >= least);
     order.truncate(sampling.top_k.unwrap_or(usize::MAX));
     let total: f64 = order.iter().map(|&id| weight[id]).sum();
     let mut before = 0.0;
@@ -415,12 +419,23 @@ fn filtered(log_shares: &[f64], sampling: Sampling) -> Vec<f64> {
 
 /// Draws texts of three tokens and compares their frequencies with the target's probabilities.
 fn check_distribution(sampling: Sampling, speculative: bool) {
+    check_adjusted(sampling, &LogitAdjustments::default(), speculative);
+}
+
+fn check_adjusted(sampling: Sampling, adjustments: &LogitAdjustments, speculative: bool) {
     const VOCAB: usize = 5;
     let models = models(VOCAB as i64, 21);
     let ids = prompt(5, 2, VOCAB as i64);
     let samples = 3000;
     let requests: Vec<Request> = (0..samples)
-        .map(|seed| Request { sampling, seed, speculative, ..request(ids.clone(), 3) })
+        .map(|seed| Request {
+            sampling,
+            adjustments: adjustments.clone(),
+            stop_ids: vec![END],
+            seed,
+            speculative,
+            ..request(ids.clone(), 3)
+        })
         .collect();
     let options = EngineOptions { max_sequences: 100, prefill_tokens: 1000, ..OPTIONS };
     let answers = answers(&mut engine(&models, options), &requests, 0);
@@ -435,9 +450,14 @@ fn check_distribution(sampling: Sampling, speculative: bool) {
     let mut texts: Vec<(Vec<i64>, f64)> = vec![(Vec::new(), 1.0)];
     for _ in 0..3 {
         let longer = texts.iter().flat_map(|(text, probability)| {
-            let shares = filtered(&log_shares(&models.0, &[&ids[..], text].concat()), sampling);
+            if text.last() == Some(&END) {
+                return vec![(text.clone(), *probability)];
+            }
+            let mut log = log_shares(&models.0, &[&ids[..], text].concat());
+            adjust(&mut log, text, adjustments);
+            let shares = filtered(&log, sampling);
             let next = move |(id, share)| ([&text[..], &[id as i64]].concat(), probability * share);
-            shares.into_iter().enumerate().map(next).collect::<Vec<_>>()
+            shares.into_iter().enumerate().map(next).collect()
         });
         texts = longer.collect();
     }
@@ -465,6 +485,61 @@ fn check_distribution(sampling: Sampling, speculative: bool) {
     assert!(statistic < most, "{sampling:?}: chi-square {statistic}, above {most}");
 }
 
+/// Ends a text of these tests.
+const END: i64 = 4;
+
+/// What `adjustments` are to do behind `text`, but for penalties that look at a logit's sign.
+fn adjust(log: &mut [f64], text: &[i64], adjustments: &LogitAdjustments) {
+    for (id, log) in log.iter_mut().enumerate() {
+        let times = text.iter().filter(|&&token| token == id as i64).count() as f64;
+        *log -= adjustments.frequency_penalty * times;
+        *log -= adjustments.presence_penalty * times.min(1.0);
+        let of_token = adjustments.logit_bias.iter().filter(|(of, _)| *of == id as i64);
+        *log += of_token.map(|(_, bias)| bias).sum::<f64>();
+        if id as i64 == END && text.len() < adjustments.min_tokens {
+            *log = f64::NEG_INFINITY;
+        }
+    }
+}
+
+#[test]
+fn adjusted_texts_follow_the_adjusted_distribution_with_a_draft_and_without() {
+    let all = LogitAdjustments::default();
+    for adjustments in [
+        LogitAdjustments { frequency_penalty: 0.9, presence_penalty: -0.4, ..all.clone() },
+        LogitAdjustments { logit_bias: vec![(1, 0.7), (3, -1.2)], min_tokens: 2, ..all },
+    ] {
+        for speculative in [true, false] {
+            check_adjusted(Sampling::at(1.1), &adjustments, speculative);
+        }
+    }
+}
+
+#[test]
+fn adjusted_greedy_texts_are_the_same_with_a_draft_and_without() {
+    let models = models(30, 5);
+    let adjusted = |repetition_penalty, frequency_penalty, speculative| -> Vec<i64> {
+        let adjustments = LogitAdjustments {
+            repetition_penalty,
+            frequency_penalty,
+            ..LogitAdjustments::default()
+        };
+        let asked = Request { adjustments, speculative, ..request(prompt(9, 1, 30), 40) };
+        answers(&mut engine(&models, OPTIONS), &[asked], 0)[0].ids()
+    };
+    let plain = adjusted(1.0, 0.0, true);
+    for (repetition, frequency) in [(1.7, 0.0), (1.0, 2.0), (1.3, 0.5)] {
+        let text = adjusted(repetition, frequency, true);
+        assert_eq!(text, adjusted(repetition, frequency, false), "{repetition} {frequency}");
+        assert_ne!(text, plain, "{repetition} {frequency}");
+    }
+    // Nothing is said twice where that costs more than any logit.
+    let mut text = adjusted(1.0, 1e6, true);
+    text.truncate(30);
+    text.sort_unstable();
+    assert!(text.iter().copied().eq(0..30), "all tokens once before any twice: {text:?}");
+}
+
 #[test]
 fn sampled_texts_follow_the_filtered_distribution_of_the_target() {
     let all = Sampling::at(1.3);
@@ -473,7 +548,8 @@ fn sampled_texts_follow_the_filtered_distribution_of_the_target() {
         all,
         Sampling { top_k: Some(3), ..all },
         Sampling { top_p: 0.8, ..all },
-        Sampling { top_p: 0.9, top_k: Some(4), temperature: 2.0 },
+        Sampling { top_p: 0.9, top_k: Some(4), ..Sampling::at(2.0) },
+        Sampling { min_p: 0.3, ..all },
     ] {
         check_distribution(sampling, true);
     }

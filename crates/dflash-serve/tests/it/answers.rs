@@ -117,6 +117,45 @@ async fn a_text_ends_before_its_stop_string() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn logits_are_changed_as_asked_with_the_draft_and_without() {
+    let server = Running::start(settings());
+    let said = async |more: Value| {
+        let mut body = json!({"temperature": 0, "max_tokens": 12});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        server.complete(json!("count"), body).await
+    };
+    let text = |reply: &Value| reply["choices"][0]["text"].as_str().unwrap().to_owned();
+    // Every token is a byte: 65 is A.
+    assert_eq!(text(&said(json!({"logit_bias": {"65": 100}})).await), "A".repeat(12));
+    let plain = text(&said(json!({})).await);
+    for more in [
+        json!({"frequency_penalty": 2}),
+        json!({"presence_penalty": 2, "repetition_penalty": 1.5}),
+        json!({"temperature": 1, "seed": 3, "min_p": 0.2, "frequency_penalty": -1}),
+    ] {
+        let mut without = more.clone();
+        without["speculative"] = json!(false);
+        let (with, without) = (said(more.clone()).await, said(without).await);
+        if more["temperature"].is_null() {
+            assert_eq!(text(&with), text(&without), "{more}");
+            assert_ne!(text(&with), plain, "{more}");
+        }
+        assert_eq!(with["usage"]["completion_tokens"], 12);
+    }
+    let end = json!({"logit_bias": {"65": 100}, "stop_token_ids": [65]});
+    let ended = said(end.clone()).await;
+    assert_eq!(
+        (text(&ended).as_str(), &ended["choices"][0]["finish_reason"]),
+        ("", &json!("stop"))
+    );
+    let mut later = end;
+    later["min_tokens"] = json!(5);
+    let ended = said(later).await;
+    assert_eq!(ended["usage"]["completion_tokens"], 6);
+    assert!(!text(&ended).contains('A'), "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn completions_take_texts_and_tokens() {
     let server = Running::start(settings());
     let more = json!({"temperature": 0, "max_tokens": 12, "logprobs": 3});

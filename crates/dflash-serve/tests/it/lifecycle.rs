@@ -40,7 +40,8 @@ async fn what_is_under_way_ends_and_new_requests_are_refused() {
 async fn the_drain_has_an_end() {
     let server =
         Running::start(ServeSettings { max_num_seqs: 1, drain_timeout: 0.2, ..settings() });
-    let body = chat_body("go on", json!({"max_tokens": 480, "n": 40}));
+    // Some seconds of work: a gauge that is measured now and then must see it.
+    let body = chat_body("go on", json!({"max_tokens": 480, "n": 40, "ignore_eos": true}));
     let request = server.post("/v1/chat/completions", &body);
     let client = tokio::spawn(request.send());
     server.until("vllm:num_requests_running", |running| running == 1.0).await;

@@ -30,7 +30,7 @@ async fn refusals_have_openais_shape() {
     check(chat, hi(json!({"model": "other"})), 404, json!("model"), "this server runs \"tiny\"")
         .await;
     check(chat, hi(json!({"bogus": 1})), 400, json!("bogus"), "leave it out").await;
-    check(chat, hi(json!({"presence_penalty": 1})), 400, json!("presence_penalty"), "send 0").await;
+    check(chat, hi(json!({"best_of": 2})), 400, json!("best_of"), "send 1").await;
     check(chat, hi(json!({"max_tokens": 600})), 400, Value::Null, "longest context is 512").await;
     check(chat, chat_body(&"long ".repeat(200), json!({})), 400, Value::Null, "longest context")
         .await;

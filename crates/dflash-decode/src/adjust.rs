@@ -1,0 +1,152 @@
+//! What a request does to the target's logits before a token is chosen.
+//!
+//! Every row of a block stands behind other tokens, so each is adjusted by those that its own position has
+//! before it, proposals included: the distribution is the one that plain decoding has there, and verification
+//! keeps it. A draft proposes by its own logits, which costs acceptance and changes no text.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tch::{Kind, Tensor};
+
+/// Changes of logits, in the order in which they are made (that of vLLM).
+#[derive(Debug, Clone, PartialEq)]
+pub struct LogitAdjustments {
+    /// Added to the logits of these tokens.
+    pub logit_bias: Vec<(i64, f64)>,
+    /// Divisor of the positive logits, and factor of the negative ones, of tokens that prompt or answer
+    /// have; 1 for none.
+    pub repetition_penalty: f64,
+    /// Taken from the logits of the answer's tokens, for each time that it has them.
+    pub frequency_penalty: f64,
+    /// Taken from the logits of the answer's tokens, once.
+    pub presence_penalty: f64,
+    /// Tokens before which no end token comes.
+    pub min_tokens: usize,
+}
+
+impl Default for LogitAdjustments {
+    fn default() -> Self {
+        Self {
+            logit_bias: Vec::new(),
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            min_tokens: 0,
+        }
+    }
+}
+
+/// The same for a text, with what it has so far.
+#[derive(Debug)]
+pub(crate) struct Adjuster {
+    asked: LogitAdjustments,
+    stop_ids: Vec<i64>,
+    prompt: BTreeSet<i64>,
+    /// The answer's tokens, and how often it has them.
+    answer: BTreeMap<i64, usize>,
+    tokens: usize,
+}
+
+impl Adjuster {
+    /// `None` where nothing is asked for.
+    pub(crate) fn new(asked: LogitAdjustments, prompt: &[i64], stop_ids: &[i64]) -> Option<Self> {
+        if asked == LogitAdjustments::default() {
+            return None;
+        }
+        let counts_prompt = asked.repetition_penalty != 1.0;
+        Some(Self {
+            prompt: prompt.iter().copied().filter(|_| counts_prompt).collect(),
+            asked,
+            stop_ids: stop_ids.to_vec(),
+            answer: BTreeMap::new(),
+            tokens: 0,
+        })
+    }
+
+    /// The answer goes on with `tokens`.
+    pub(crate) fn take(&mut self, tokens: &[i64]) {
+        tokens.iter().for_each(|&id| *self.answer.entry(id).or_default() += 1);
+        self.tokens += tokens.len();
+    }
+
+    /// Logits [B, V] of the position behind the answer so far, and of those behind each of `proposed`.
+    pub(crate) fn adjusted(&self, logits_bv: &Tensor, proposed: &[i64]) -> Tensor {
+        // A copy: the log-probabilities that a request asks for are those of the logits as they were.
+        let adjusted_bv = logits_bv.to_kind(Kind::Float).copy();
+        let mut answer = self.answer.clone();
+        for row in 0..adjusted_bv.size()[0] {
+            self.adjust(&adjusted_bv.get(row), &answer, self.tokens + row as usize);
+            if let Some(&id) = proposed.get(row as usize) {
+                *answer.entry(id).or_default() += 1;
+            }
+        }
+        adjusted_bv
+    }
+
+    /// Changes the logits `[V]` behind an answer of so many tokens.
+    fn adjust(&self, logits_v: &Tensor, answer: &BTreeMap<i64, usize>, tokens: usize) {
+        let LogitAdjustments { repetition_penalty: repetition, ref logit_bias, .. } = self.asked;
+        let ends = self.stop_ids.iter().filter(|_| tokens < self.asked.min_tokens);
+        let ids: BTreeSet<i64> = self
+            .prompt
+            .iter()
+            .chain(answer.keys())
+            .chain(ends.clone())
+            .copied()
+            .chain(logit_bias.iter().map(|(id, _)| *id))
+            .collect();
+        let ids: Vec<i64> = ids.into_iter().collect();
+        if ids.is_empty() {
+            return;
+        }
+        let ids_k = Tensor::from_slice(&ids).to_device(logits_v.device());
+        let logits = logits_v.index_select(0, &ids_k).to_kind(Kind::Double);
+        let mut logits: Vec<f64> = Vec::try_from(logits).expect("logits are numbers");
+        for (id, logit) in ids.iter().zip(&mut logits) {
+            *logit +=
+                logit_bias.iter().filter(|(of, _)| of == id).map(|(_, bias)| bias).sum::<f64>();
+            let times = answer.get(id).copied().unwrap_or_default();
+            if times > 0 || self.prompt.contains(id) {
+                *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
+            }
+            *logit -= times as f64 * self.asked.frequency_penalty;
+            *logit -= if times > 0 { self.asked.presence_penalty } else { 0.0 };
+            if ends.clone().any(|end| end == id) {
+                *logit = f64::NEG_INFINITY;
+            }
+        }
+        let logits_k =
+            Tensor::from_slice(&logits).to_kind(Kind::Float).to_device(logits_v.device());
+        let _ = logits_v.shallow_clone().index_copy_(0, &ids_k, &logits_k);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_row_is_adjusted_by_what_stands_before_it() {
+        let asked = LogitAdjustments {
+            logit_bias: vec![(4, 10.0)],
+            repetition_penalty: 2.0,
+            frequency_penalty: 0.5,
+            presence_penalty: 0.25,
+            min_tokens: 4,
+        };
+        // The prompt has 0 and 1, the answer 1 twice, and 5 ends it.
+        let mut adjuster = Adjuster::new(asked, &[0, 1], &[5]).unwrap();
+        adjuster.take(&[1]);
+        adjuster.take(&[1]);
+        let logits = Tensor::from_slice(&[3.0f32, -3.0, 1.0, 2.0, 0.0, 9.0]).expand([3, 6], false);
+        let found = adjuster.adjusted(&logits, &[2, 3]);
+        let found: Vec<f32> = Vec::try_from(found.flatten(0, -1)).unwrap();
+        let none = f32::NEG_INFINITY;
+        assert_eq!(found[..6], [1.5, -7.25, 1.0, 2.0, 10.0, none]);
+        assert_eq!(found[6..12], [1.5, -7.25, -0.25, 2.0, 10.0, none]);
+        // Four tokens are enough.
+        assert_eq!(found[12..], [1.5, -7.25, -0.25, 0.25, 10.0, 9.0]);
+        assert_eq!(logits.double_value(&[0, 0]), 3.0);
+        assert!(Adjuster::new(LogitAdjustments::default(), &[0], &[5]).is_none());
+    }
+}
