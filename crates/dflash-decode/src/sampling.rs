@@ -428,7 +428,7 @@ mod tests {
         let shares = [0.1, 0.4, 0.2, 0.3];
         let target = Tensor::from_slice(&shares).unsqueeze(0);
         let draft = Tensor::from_slice(&[0.2, 0.3, 0.3, 0.2]).unsqueeze(0);
-        let sampler = Sampler::new(Sampling::at(1.0), 7).verifying(Verification::Rejection);
+        let sampler = Sampler::new(Sampling::at(1.0), 8).verifying(Verification::Rejection);
         let logits_bv = target.log().expand([2, 4], false);
         let (mut kept, mut counts) = (0, [0; 4]);
         let texts = 20_000;
@@ -442,6 +442,7 @@ mod tests {
         let share = |count: usize| count as f64 / texts as f64;
         assert!((share(kept) - 0.8).abs() < 0.01, "{}", share(kept));
         for (count, expected) in counts.into_iter().zip(shares) {
+            // Three standard deviations; of twelve seeds one has three and a half.
             assert!((share(count) - expected).abs() < 0.01, "{counts:?}");
         }
     }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 /// Everything that decides what a run computes. It is written beside the run's checkpoints, as
-/// [`Self::shown`] has it: it does not print in any other way, because endpoints may hold passwords.
+/// `shown` has it: it does not print in any other way, because endpoints may hold passwords.
 #[derive(Clone, Debug)]
 pub struct TrainConfig {
     /// What the user asks for.
