@@ -17,8 +17,7 @@ mod prefixes;
 mod proposer;
 mod sequence;
 mod tensors;
-
-use std::time::{Duration, Instant};
+mod timing;
 
 use dflash_model::draft::{ContextCache, Draft};
 use dflash_model::target::{KvCache, Target};
@@ -44,10 +43,6 @@ const LEAST_REUSE: usize = 16;
 /// Memory of ended sequences' caches that is kept for the next ones: to ask the operating system for the
 /// same pages again takes as long as many steps of a small target.
 const SPARE_BYTES: usize = 64 << 20;
-/// Passes of each size that are timed at the start; the last ones count most.
-const TIMED_PASSES: usize = 4;
-/// When no more sizes are timed.
-const LONGEST_TIMING: Duration = Duration::from_millis(300);
 
 /// What an engine may use.
 #[derive(Debug, Clone, Copy)]
@@ -477,53 +472,6 @@ impl<'a> Engine<'a> {
                 keep_caches(&mut self.prefixes, sequence, (self.target, self.proposer.draft()));
             }
         }
-    }
-
-    /// Times passes of several sizes, so that the first lengths are chosen in their light: of some sizes at
-    /// least, and of more while that does not take long.
-    fn time_passes(&mut self) -> Result<(), Error> {
-        let most = self.lengths.most();
-        let sizes = [0, most, most / 2, most / 4, 1];
-        let tokens = TIMED_PASSES * sizes.iter().map(|size| size + 1).sum::<usize>();
-        let request = Request {
-            prompt: vec![0],
-            max_new_tokens: tokens + 1,
-            stop_ids: Vec::new(),
-            sampling: Sampling::GREEDY,
-            adjustments: LogitAdjustments::default(),
-            seed: 0,
-            logprobs: None,
-            speculative: true,
-        };
-        let began = Instant::now();
-        let caches = self.new_caches(&request);
-        let id = SequenceId(self.next_id);
-        self.next_id += 1;
-        self.sequences.push(Sequence::new(id, request, self.target, caches));
-        self.step()?;
-        let timed = want_of_memory(|| {
-            no_grad(|| {
-                for (number, size) in sizes.into_iter().enumerate() {
-                    for _ in 0..TIMED_PASSES {
-                        let is_enough = number > 1 && began.elapsed() > LONGEST_TIMING;
-                        let Some(&bonus) = self.sequences[0].tokens().last().filter(|_| !is_enough)
-                        else {
-                            return;
-                        };
-                        let (mut ids, mut drafted) = (vec![bonus], size);
-                        if self.proposer.drafter().is_none() {
-                            ids.resize(1 + size, 0);
-                            drafted = 0;
-                        }
-                        self.run(vec![Plan { at: 0, ids, drafted, shares: None }], Vec::new());
-                    }
-                }
-            })
-        });
-        let sequences = self.len();
-        self.sequences.clear();
-        self.lengths.started();
-        timed.map_err(|reason| Error::OutOfMemory { sequences, reason })
     }
 
     /// The next pieces of prompts, as far as a step goes. Those that have least left come first and each

@@ -12,6 +12,10 @@ use sha2::Digest;
 
 use crate::http::{Answer, Next, Request, Service, serve};
 
+#[path = "hub_answers.rs"]
+mod hub_answers;
+use hub_answers::{no_revision, ok, quoted, refused};
+
 /// The user that the right token belongs to, and the token.
 pub(crate) const USER: &str = "me";
 pub(crate) const TOKEN: &str = "hf_rightTokenOfTheTest";
@@ -583,23 +587,6 @@ fn described((path, blob): (&String, &Blob)) -> Value {
         entry["lfs"] = json!({"oid": oid, "size": size, "pointerSize": 130});
     }
     entry
-}
-
-fn ok(body: Value) -> Answer {
-    Answer::new(200, body.to_string()).with("content-type", "application/json")
-}
-
-fn refused(status: u16, said: &str) -> Answer {
-    let body = json!({"error": said}).to_string();
-    Answer::new(status, body).with("content-type", "application/json").with("x-error-message", said)
-}
-
-fn no_revision() -> Answer {
-    refused(404, "Invalid rev id").with("x-error-code", "RevisionNotFound")
-}
-
-fn quoted(text: &str) -> String {
-    format!("\"{text}\"")
 }
 
 pub(crate) fn sha256(content: &[u8]) -> String {
