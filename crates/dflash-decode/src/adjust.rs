@@ -40,6 +40,8 @@ impl Default for LogitAdjustments {
 #[derive(Debug)]
 pub(crate) struct Adjuster {
     asked: LogitAdjustments,
+    /// Of each token that has one; looked up for every token that is adjusted.
+    bias: BTreeMap<i64, f64>,
     stop_ids: Vec<i64>,
     prompt: BTreeSet<i64>,
     /// The answer's tokens, and how often it has them.
@@ -54,7 +56,12 @@ impl Adjuster {
             return None;
         }
         let counts_prompt = asked.repetition_penalty != 1.0;
+        let mut bias = BTreeMap::new();
+        for &(id, more) in &asked.logit_bias {
+            *bias.entry(id).or_default() += more;
+        }
         Some(Self {
+            bias,
             prompt: prompt.iter().copied().filter(|_| counts_prompt).collect(),
             asked,
             stop_ids: stop_ids.to_vec(),
@@ -85,7 +92,7 @@ impl Adjuster {
 
     /// Changes the logits `[V]` behind an answer of so many tokens.
     fn adjust(&self, logits_v: &Tensor, answer: &BTreeMap<i64, usize>, tokens: usize) {
-        let LogitAdjustments { repetition_penalty: repetition, ref logit_bias, .. } = self.asked;
+        let repetition = self.asked.repetition_penalty;
         let ends = self.stop_ids.iter().filter(|_| tokens < self.asked.min_tokens);
         let ids: BTreeSet<i64> = self
             .prompt
@@ -93,7 +100,7 @@ impl Adjuster {
             .chain(answer.keys())
             .chain(ends.clone())
             .copied()
-            .chain(logit_bias.iter().map(|(id, _)| *id))
+            .chain(self.bias.keys().copied())
             .collect();
         let ids: Vec<i64> = ids.into_iter().collect();
         if ids.is_empty() {
@@ -103,8 +110,7 @@ impl Adjuster {
         let logits = logits_v.index_select(0, &ids_k).to_kind(Kind::Double);
         let mut logits: Vec<f64> = Vec::try_from(logits).expect("logits are numbers");
         for (id, logit) in ids.iter().zip(&mut logits) {
-            *logit +=
-                logit_bias.iter().filter(|(of, _)| of == id).map(|(_, bias)| bias).sum::<f64>();
+            *logit += self.bias.get(id).copied().unwrap_or_default();
             let times = answer.get(id).copied().unwrap_or_default();
             if times > 0 || self.prompt.contains(id) {
                 *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };

@@ -6,10 +6,10 @@
 //! them, takes the next piece of the prompts before it, keeps of each sequence's proposals those that the
 //! target says itself, and cuts its caches back to these. Attention and sampling are per sequence, so what
 //! one says does not depend on the others beyond the rounding of larger products; and where lengths are
-//! chosen, its random numbers follow from seed and position, so it does not depend on what is proposed. On a CPU steps go
-//! through packed layers where there are such (`packed`), which round nothing otherwise; all else through
-//! libtorch (`tensors`). Prompts that begin as another sequence does, one that is held or one whose caches
-//! are kept (`prefixes`), start from a copy of its rows.
+//! chosen, its random numbers follow from seed and position, so it does not depend on what is proposed.
+//! On a CPU steps go through packed layers where there are such (`packed`), which round nothing otherwise;
+//! all else through libtorch (`tensors`). Prompts that begin as another sequence does, one that is held or
+//! one whose caches are kept (`prefixes`), start from a copy of its rows.
 
 mod lengths;
 mod packed;
@@ -34,7 +34,7 @@ use self::tensors::Turn;
 use crate::Error;
 use crate::adjust::LogitAdjustments;
 use crate::limits::Limits;
-use crate::sampling::{Sampling, Verification};
+use crate::sampling::{AcceptanceRule, Sampling};
 
 pub use self::proposer::Proposals;
 
@@ -297,13 +297,13 @@ impl<'a> Engine<'a> {
         let caches = want_of_memory(|| self.new_caches(&request));
         let draft = self.proposer.draft().filter(|_| request.speculative);
         let caches = caches.unwrap_or_else(|_| empty_caches(self.target, draft, 0));
-        let verification = match draft.is_some() && !self.lengths.is_auto() {
-            true => Verification::Rejection,
+        let rule = match draft.is_some() && !self.lengths.is_auto() {
+            true => AcceptanceRule::Rejection,
             // Lengths that are chosen by a clock must not change the text.
-            false => Verification::SameNumbers,
+            false => AcceptanceRule::Coupled,
         };
         let mut sequence = Sequence::new(id, request, self.target, caches);
-        sequence.sampler = sequence.sampler.verifying(verification);
+        sequence.sampler = sequence.sampler.accepting_by(rule);
         self.sequences.push(sequence);
         id
     }

@@ -121,15 +121,15 @@ const WORDS: u128 = 528;
 
 /// How a proposal that was drawn becomes a token of the text. Both keep the target's distribution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verification {
+pub(crate) enum AcceptanceRule {
     /// Proposal and own token of a position are drawn with the same numbers, in a way that lets alike
     /// distributions mostly choose the same token: groups of tokens race, each with an exponential waiting
     /// time divided by its share, and within the winner the cumulative share decides. So the text is what
     /// it is without a draft, whatever is proposed and however many at a time.
-    SameNumbers,
+    Coupled,
     /// Rejection sampling: kept with the quotient of the two shares, else drawn from what the target's
     /// have above the draft's. It keeps the most, 1 - d where the distributions are d apart and
-    /// [`Self::SameNumbers`] may keep as few as (1 - d) / (1 + d), but every draft and every length of
+    /// [`Self::Coupled`] may keep as few as (1 - d) / (1 + d), but every draft and every length of
     /// proposals makes a text of its own.
     Rejection,
 }
@@ -145,7 +145,7 @@ const KEPT: u64 = 2;
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
-    verification: Verification,
+    rule: AcceptanceRule,
 }
 
 /// What was proposed by drawing: tokens `[n]`, and the distributions [n, V] that they were drawn from
@@ -159,12 +159,12 @@ pub(crate) struct Proposed {
 impl Sampler {
     /// Random by `seed`, where `sampling` is not greedy.
     pub fn new(sampling: Sampling, seed: u64) -> Self {
-        Self { sampling, seed, verification: Verification::SameNumbers }
+        Self { sampling, seed, rule: AcceptanceRule::Coupled }
     }
 
     /// The same for a text whose proposals are verified otherwise.
-    pub(crate) fn verifying(self, verification: Verification) -> Self {
-        Self { verification, ..self }
+    pub(crate) fn accepting_by(self, rule: AcceptanceRule) -> Self {
+        Self { rule, ..self }
     }
 
     /// Whether tokens are the most likely ones.
@@ -182,11 +182,11 @@ impl Sampler {
 
     /// Draws proposals from weights [n, V], for the positions from `first` on.
     pub(crate) fn propose(&self, weights_nv: Tensor, first: usize) -> Proposed {
-        match self.verification {
-            Verification::SameNumbers => {
+        match self.rule {
+            AcceptanceRule::Coupled => {
                 Proposed { ids: self.draw(&weights_nv, first, OWN), shares: None }
             }
-            Verification::Rejection => {
+            AcceptanceRule::Rejection => {
                 Proposed { ids: self.draw(&weights_nv, first, PROPOSED), shares: Some(weights_nv) }
             }
         }
@@ -235,10 +235,10 @@ impl Sampler {
     fn draw(&self, weights_rv: &Tensor, first: usize, stream: u64) -> Vec<i64> {
         let size = weights_rv.size();
         let (rows, tokens) = (size[0], size[1]);
-        let groups = match self.verification {
-            Verification::SameNumbers => GROUPS,
+        let groups = match self.rule {
+            AcceptanceRule::Coupled => GROUPS,
             // Numbers that nobody shares need no race.
-            Verification::Rejection => 1,
+            AcceptanceRule::Rejection => 1,
         };
         let members = (tokens + groups - 1) / groups;
         let groups = (tokens + members - 1) / members;
@@ -428,7 +428,7 @@ mod tests {
         let shares = [0.1, 0.4, 0.2, 0.3];
         let target = Tensor::from_slice(&shares).unsqueeze(0);
         let draft = Tensor::from_slice(&[0.2, 0.3, 0.3, 0.2]).unsqueeze(0);
-        let sampler = Sampler::new(Sampling::at(1.0), 8).verifying(Verification::Rejection);
+        let sampler = Sampler::new(Sampling::at(1.0), 8).accepting_by(AcceptanceRule::Rejection);
         let logits_bv = target.log().expand([2, 4], false);
         let (mut kept, mut counts) = (0, [0; 4]);
         let texts = 20_000;

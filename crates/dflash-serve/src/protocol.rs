@@ -273,6 +273,9 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         stream,
     };
     fields.pass_over(&PASSED_OVER);
+    if asked.max_tokens.is_some_and(|most| asked.adjustments.min_tokens > most) {
+        return Err(bad("min_tokens", "is above max_tokens"));
+    }
     UNSUPPORTED.into_iter().try_for_each(|field| fields.unsupported(field))?;
     Ok(asked)
 }
@@ -379,6 +382,7 @@ mod tests {
         let bias = "logit_bias must map token ids to numbers from -100 to 100";
         check(r#", "logit_bias": {"x": 1}"#, bias);
         check(r#", "logit_bias": {"1": 101}"#, bias);
+        check(r#", "max_tokens": 3, "min_tokens": 4"#, "min_tokens is above max_tokens");
         check(r#", "tools": [{"type": "function"}]"#, &format!("tools {unsupported} []"));
         check(
             r#", "response_format": {"type": "json_object"}"#,
