@@ -428,3 +428,34 @@ fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
     eventually("the end", || chat.child.try_wait().unwrap().is_some());
     assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
 }
+
+/// The JSON of a reply, which is 200.
+fn json_of(reply: &str) -> serde_json::Value {
+    assert!(reply.starts_with("HTTP/1.1 200 OK"), "{reply}");
+    serde_json::from_str(reply.split("\r\n\r\n").nth(1).unwrap()).unwrap()
+}
+
+#[test]
+fn answers_of_a_server_are_held_to_their_schema() {
+    let saved = Saved::new();
+    let server = Server::start(&saved);
+    let ask = |schema: &str| {
+        let body = format!(
+            r#"{{"messages": [{{"role": "user", "content": "hi"}}], "temperature": 0.9, "n": 3, "response_format":
+                {{"type": "json_schema", "json_schema": {{"name": "it", "strict": true, "schema": {schema}}}}}}}"#
+        );
+        server.ask("/v1/chat/completions", &body)
+    };
+    let reply = json_of(&ask(
+        r#"{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+            "additionalProperties": false}"#,
+    ));
+    for choice in reply["choices"].as_array().unwrap() {
+        let text = choice["message"]["content"].as_str().unwrap();
+        let value: serde_json::Value = serde_json::from_str(text).unwrap();
+        assert!(value["ok"].is_boolean() && value.as_object().unwrap().len() == 1, "{text}");
+    }
+    let refused = ask(r#"{"type": "strin"}"#);
+    assert!(refused.starts_with("HTTP/1.1 400 "), "{refused}");
+    assert!(refused.contains("response_format.json_schema.schema cannot be used"), "{refused}");
+}

@@ -6,8 +6,11 @@
 //! sends each one's text while it is made. A client that leaves takes its sequences with it. No text
 //! of a prompt or an answer goes into a log.
 
+mod answers;
 mod error;
 mod fields;
+mod format;
+mod grammars;
 mod metrics;
 mod protocol;
 mod queue;

@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::fields::{Fields, Prompt};
+use crate::format::{self, Format};
 use crate::refusal::Refusal;
 
 /// Choices of a request at most, over all of its prompts.
@@ -35,7 +36,7 @@ const PASSED_OVER: [&str; 7] = [
 
 /// Fields of OpenAI's, and vLLM's, that this server does not have, with the value that asks for
 /// nothing.
-const UNSUPPORTED: [(&str, &str); 14] = [
+const UNSUPPORTED: [(&str, &str); 13] = [
     ("best_of", "1"),
     ("echo", "false"),
     ("suffix", "null"),
@@ -43,7 +44,6 @@ const UNSUPPORTED: [(&str, &str); 14] = [
     ("tool_choice", "\"none\""),
     ("functions", "[]"),
     ("function_call", "\"none\""),
-    ("response_format", "{\"type\": \"text\"}"),
     ("modalities", "[\"text\"]"),
     ("audio", "null"),
     ("prediction", "null"),
@@ -63,6 +63,8 @@ pub(crate) struct Asked {
     /// Tokens that end an answer beside the target's own, and whether those do not.
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) ignore_eos: bool,
+    /// What the text must be.
+    pub(crate) format: Option<Format>,
     pub(crate) seed: Option<u64>,
     pub(crate) stops: Vec<String>,
     /// `None` for as many as there is room for.
@@ -265,6 +267,7 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         adjustments: adjustments(fields)?,
         stop_ids,
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
+        format: format::read(fields)?,
         seed: seed.map(|seed| seed as u64),
         stops,
         max_tokens: fields.count("max_tokens", 1..=u32::MAX.into())?,
@@ -275,6 +278,10 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
     fields.pass_over(&PASSED_OVER);
     if asked.max_tokens.is_some_and(|most| asked.adjustments.min_tokens > most) {
         return Err(bad("min_tokens", "is above max_tokens"));
+    }
+    if asked.ignore_eos && asked.format.is_some() {
+        let reason = "does not go with response_format, which says where an answer ends";
+        return Err(bad("ignore_eos", reason));
     }
     UNSUPPORTED.into_iter().try_for_each(|field| fields.unsupported(field))?;
     Ok(asked)
@@ -385,8 +392,8 @@ mod tests {
         check(r#", "max_tokens": 3, "min_tokens": 4"#, "min_tokens is above max_tokens");
         check(r#", "tools": [{"type": "function"}]"#, &format!("tools {unsupported} []"));
         check(
-            r#", "response_format": {"type": "json_object"}"#,
-            &format!("response_format {unsupported} {{\"type\": \"text\"}}"),
+            r#", "response_format": {"type": "json_object"}, "ignore_eos": true"#,
+            "ignore_eos does not go with response_format, which says where an answer ends",
         );
         for fine in [
             r#", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []"#,

@@ -68,7 +68,7 @@ pub(crate) struct Job {
     /// Strings that end its text.
     pub(crate) stops: Vec<String>,
     /// Closed when the client has left.
-    pub(crate) events: UnboundedSender<Result<Event, OutOfMemory>>,
+    pub(crate) events: UnboundedSender<Result<Event, Dropped>>,
     /// When the HTTP request came.
     pub(crate) since: Instant,
 }
@@ -88,9 +88,14 @@ pub(crate) struct Event {
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// The answer was dropped in a pass for which there was no memory.
+/// Why there is no more of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct OutOfMemory;
+pub(crate) enum Dropped {
+    /// There was no memory for a pass.
+    OutOfMemory,
+    /// Its grammar could not be followed any further.
+    Grammar,
+}
 
 /// Why a choice ended, in OpenAI's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

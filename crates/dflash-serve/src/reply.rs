@@ -222,29 +222,9 @@ impl Envelope {
 
     /// The bytes of a token that is a part of a character, by the vocabulary's spelling of it.
     fn bytes_of_part(&self, id: i64, text: &str) -> Option<Vec<u8>> {
-        let (spelling, _) = self.tokenizer.token(u32::try_from(id).ok()?)?;
-        let bytes = spelled_bytes(&spelling)?;
+        let bytes = self.tokenizer.token_bytes(u32::try_from(id).ok()?)?;
         // Whatever else the spelling may be: a reader must get the same text from them.
         (String::from_utf8_lossy(&bytes) == text).then_some(bytes)
-    }
-}
-
-/// The bytes that a spelling stands for: `<0xE2>` where a vocabulary falls back to bytes, or the letters
-/// of GPT-2's, which give each byte that is no printable one a letter above the 255th.
-fn spelled_bytes(spelling: &str) -> Option<Vec<u8>> {
-    let hex = spelling.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-    if let Some(byte) = hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
-        return Some(vec![byte]);
-    }
-    spelling.chars().map(byte_of_letter).collect()
-}
-
-/// The byte of a letter of GPT-2's byte-level vocabularies.
-fn byte_of_letter(letter: char) -> Option<u8> {
-    let is_own = |byte: &u8| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    match u32::from(letter) {
-        code @ 0..256 => Some(code as u8).filter(is_own),
-        code => (0..=u8::MAX).filter(|byte| !is_own(byte)).nth((code - 256) as usize),
     }
 }
 
@@ -349,25 +329,5 @@ impl<I> Each<I> {
 impl<I: Iterator<Item: Serialize>> Serialize for Each<I> {
     fn serialize<S: Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
         out.collect_seq(self.0.take().into_iter().flatten())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn spellings_stand_for_bytes() {
-        let check = |spelling: &str, expect: Option<&[u8]>| {
-            assert_eq!(spelled_bytes(spelling).as_deref(), expect, "{spelling}");
-        };
-        check("<0xE2>", Some(&[0xe2]));
-        check("abc", Some(b"abc"));
-        // GPT-2's: a blank, a line's end, and the three bytes of the euro sign.
-        check("\u{120}a", Some(b" a"));
-        check("\u{10a}", Some(b"\n"));
-        check("\u{e2}\u{124}\u{ac}", Some(&[0xe2, 0x82, 0xac]));
-        check("\u{143}", Some(&[0xad]));
-        check("\u{2581}a", None);
     }
 }

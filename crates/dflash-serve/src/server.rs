@@ -14,6 +14,7 @@ use dflash_settings::ServeSettings;
 use tokio::sync::oneshot;
 
 use crate::error::Error;
+use crate::grammars::Grammars;
 use crate::metrics::Metrics;
 use crate::routes::{Loaded, Shared, router};
 use crate::worker;
@@ -133,6 +134,11 @@ fn start_model(
             root: root.display().to_string(),
             max_model_len,
             vocab_size: models.target.vocab_size(),
+            grammars: Grammars::new(
+                &models.tokenizer,
+                models.target.vocab_size(),
+                models.stop_ids(),
+            ),
             stop_ids: models.stop_ids(),
             tokenizer: Arc::clone(&models.tokenizer),
         });

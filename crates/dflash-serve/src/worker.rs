@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dflash_decode::{Engine, Finish, Models, Output, Request, SequenceId, TextStream};
 
 use crate::metrics::Metrics;
-use crate::queue::{Event, FinishReason, Job, OutOfMemory, Party, Queue, Share, gives_way};
+use crate::queue::{Dropped, Event, FinishReason, Job, Party, Queue, Share, gives_way};
 
 /// Adding up all caches takes a noticeable part of a small target's step.
 const MEASURE_EVERY: Duration = Duration::from_millis(20);
@@ -143,7 +143,9 @@ impl<'a> Worker<'a> {
         self.metrics.queued(begun - job.since);
         let text = TextStream::new(&self.models.tokenizer, std::mem::take(&mut job.stops));
         let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.prompt.len());
-        let request = Request { prompt: job.prompt.to_vec(), ..job.request.clone() };
+        // What it took in the answer is let go with the sequence.
+        let grammar = job.request.grammar.take();
+        let request = Request { prompt: job.prompt.to_vec(), grammar, ..job.request.clone() };
         let id = self.engine.add(request);
         job.prompt = Arc::default();
         let live = Live {
@@ -177,7 +179,7 @@ impl<'a> Worker<'a> {
         tracing::error!("{error}");
         let dropped: Vec<SequenceId> = self.live.keys().copied().collect();
         for id in dropped {
-            let _ = self.live[&id].job.events.send(Err(OutOfMemory));
+            let _ = self.live[&id].job.events.send(Err(Dropped::OutOfMemory));
             self.end(id, "error");
         }
     }
@@ -194,6 +196,10 @@ impl<'a> Worker<'a> {
             self.metrics.prompt(live.prompt_tokens, output.cached_tokens);
         }
         let id = output.id;
+        if output.finish == Some(Finish::Grammar) {
+            let _ = live.job.events.send(Err(Dropped::Grammar));
+            return self.end(id, "error");
+        }
         let event = live.event(output);
         self.metrics.generated(event.count);
         let events = live.job.events.clone();
@@ -229,8 +235,8 @@ impl Live<'_> {
             count: 0,
             cached_tokens: output.cached_tokens,
             finish: output.finish.map(|finish| match finish {
-                Finish::Stop => FinishReason::Stop,
                 Finish::Length => FinishReason::Length,
+                Finish::Stop | Finish::Grammar => FinishReason::Stop,
             }),
         };
         for token in output.tokens {

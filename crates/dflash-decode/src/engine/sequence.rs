@@ -65,7 +65,7 @@ impl Sequence {
             id,
             sampler: Sampler::new(request.sampling, request.seed),
             adjuster: Adjuster::new(
-                std::mem::take(&mut request.adjustments),
+                (std::mem::take(&mut request.adjustments), request.grammar.take()),
                 &tokens,
                 &request.stop_ids,
             ),
@@ -167,13 +167,13 @@ impl Sequence {
     /// The target's tokens by its logits [n + 1, V] behind the last token and each of `n` that were
     /// proposed, drawn from `draft_nv` where that matters: as many as are certain.
     pub(super) fn verify(
-        &self,
+        &mut self,
         proposed: &[i64],
         draft_nv: Option<&Tensor>,
         logits_bv: &Tensor,
     ) -> Vec<i64> {
         let adjusted_bv =
-            self.adjuster.as_ref().map(|adjuster| adjuster.adjusted(logits_bv, proposed));
+            self.adjuster.as_mut().map(|adjuster| adjuster.adjusted(logits_bv, proposed));
         let logits_bv = adjusted_bv.as_ref().unwrap_or(logits_bv);
         self.sampler.verify(proposed, draft_nv, logits_bv, self.tokens.len())
     }
@@ -212,8 +212,12 @@ impl Sequence {
         let room = self.room();
         let ends = |id: &i64| self.request.stop_ids.contains(id);
         let stop = tokens.iter().take(room).position(ends);
+        let has_failed = self.adjuster.as_ref().is_some_and(Adjuster::has_failed);
         let said = stop.map_or(tokens.len().min(room), |at| at + 1);
+        let said = if has_failed { 0 } else { said };
         let finish = match stop {
+            // These tokens were chosen without it.
+            _ if has_failed => Some(Finish::Grammar),
             Some(_) => Some(Finish::Stop),
             None => (said == room).then_some(Finish::Length),
         };

@@ -176,8 +176,9 @@ fn verify(
         let (greedy, proposals);
         (greedy, most_likely) = most_likely.split_at(turn.rows);
         (proposals, proposed) = proposed.split_at(turn.rows - 1);
-        let verify = || sequence.verify(proposals, turn.shares.as_ref(), &logits_bv);
-        let chosen = (!sequence.is_plainly_greedy()).then(verify);
+        let is_chosen = !sequence.is_plainly_greedy();
+        let chosen =
+            is_chosen.then(|| sequence.verify(proposals, turn.shares.as_ref(), &logits_bv));
         let own = chosen.as_deref().unwrap_or(greedy);
         let (output, rows) = sequence.take(proposals, own, Some(&logits_bv));
         kept.push(turn.tokens() - turn.rows + rows);
