@@ -157,12 +157,12 @@ impl<'a> Engine<'a> {
     /// Adds a sequence; [`Self::step`] tells what becomes of it.
     ///
     /// # Panics
-    /// When there is no room, the prompt is empty, no token is asked for, or both together exceed
+    /// When there is no room, the prompt is empty, or prompt and answer together exceed
     /// the longest sequence: bugs of the caller.
     pub fn add(&mut self, request: Request) -> SequenceId {
         let (prompt, new) = (request.prompt.len(), request.max_new_tokens);
         assert!(self.has_room(), "{} sequences are all that fit", self.options.max_sequences);
-        assert!(prompt > 0 && new > 0, "a sequence has a prompt and an answer");
+        assert!(prompt > 0, "a sequence has a prompt");
         let most = self.options.max_model_len;
         assert!(
             prompt + new <= most,

@@ -319,6 +319,21 @@ fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
 }
 
 #[test]
+fn a_prompt_is_told_by_a_server() {
+    let saved = Saved::new();
+    let server = Server::start(&saved);
+    let body = r#"{"prompt": "hello", "max_tokens": 0, "echo": true, "logprobs": 1}"#;
+    let reply = json_of(&server.ask("/v1/completions", body));
+    let choice = &reply["choices"][0];
+    assert_eq!(choice["text"], "hello", "{reply}");
+    let logprobs = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+    assert!(logprobs.len() == 5 && logprobs[0].is_null(), "{reply}");
+    assert!(logprobs[1..].iter().all(|share| share.as_f64().unwrap() < 0.0), "{reply}");
+    let refused = server.ask("/v1/completions", r#"{"prompt": "hello", "max_tokens": 0}"#);
+    assert!(refused.starts_with("HTTP/1.1 400 ") && refused.contains("without echo"), "{refused}");
+}
+
+#[test]
 fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let saved = Saved::new();
     let mut server = Server::start(&saved);

@@ -70,6 +70,8 @@ pub(crate) struct Asked {
     /// `None` for as many as there is room for.
     pub(crate) max_tokens: Option<usize>,
     pub(crate) logprobs: Option<usize>,
+    /// Whether the prompt stands before the answer.
+    pub(crate) echo: bool,
     pub(crate) speculative: bool,
     pub(crate) stream: Option<Streaming>,
 }
@@ -114,7 +116,8 @@ impl<T> OneOrMore<T> {
 }
 
 impl Asked {
-    /// Log-probabilities that `choices` of `tokens` tokens at most each are told.
+    /// Log-probabilities that `choices` of `tokens` tokens at most each are told, the prompt's among them where
+    /// that comes before the answer.
     ///
     /// # Errors
     /// More of them than a request may have.
@@ -124,7 +127,8 @@ impl Asked {
         if shares > MOST_SHARES {
             let reason = format!(
                 "of {choices} choices of {tokens} tokens with {top} alternatives are {shares} numbers, but a \
-                 request may have {MOST_SHARES}; ask for fewer, or pass a smaller max_tokens"
+                 request may have {MOST_SHARES}; ask for fewer, or pass a smaller max_tokens (with echo the \
+                 prompt's tokens count)"
             );
             return Err(bad("logprobs", &reason));
         }
@@ -159,6 +163,9 @@ impl ChatRequest {
         let mut asked = common(&mut fields)?;
         fields.end()?;
         asked.max_tokens = newer.or(asked.max_tokens);
+        if asked.max_tokens == Some(0) {
+            return Err(bad("max_tokens", "is 0, but it must be 1 or more"));
+        }
         asked.logprobs = match (logprobs.unwrap_or(false), top) {
             (true, top) => Some(top.unwrap_or(0)),
             (false, None | Some(0)) => None,
@@ -185,11 +192,16 @@ impl CompletionRequest {
     pub(crate) fn parse(body: &[u8], most: usize) -> Result<Self, Refusal> {
         let mut fields = Fields::parse(body, most)?;
         let logprobs = fields.count("logprobs", 0..=MOST_LOGPROBS)?;
+        let echo: Option<bool> = fields.take("echo")?;
         let prompts = fields.take_prompts().ok_or(Refusal::Missing { param: "prompt" })?;
         let mut asked = common(&mut fields)?;
         fields.end()?;
         asked.logprobs = logprobs;
         asked.max_tokens = asked.max_tokens.or(Some(DEFAULT_COMPLETION_TOKENS));
+        asked.echo = echo.unwrap_or(false);
+        if asked.max_tokens == Some(0) && !asked.echo {
+            return Err(bad("max_tokens", "is 0, but without echo it must be 1 or more"));
+        }
         if prompts.contains(&Prompt::Wrong) {
             let reason = "must be a string, a list of token ids, or a list of these";
             return Err(bad("prompt", reason));
@@ -270,8 +282,9 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         format: format::read(fields)?,
         seed: seed.map(|seed| seed as u64),
         stops,
-        max_tokens: fields.count("max_tokens", 1..=u32::MAX.into())?,
+        max_tokens: fields.count("max_tokens", 0..=u32::MAX.into())?,
         logprobs: None,
+        echo: false,
         speculative: fields.take("speculative")?.unwrap_or(true),
         stream,
     };

@@ -65,6 +65,8 @@ pub(crate) struct Job {
     /// Without its prompt, which the choices of a request share until they begin.
     pub(crate) request: Request,
     pub(crate) prompt: Arc<[i64]>,
+    /// Whether the prompt stands before the answer.
+    pub(crate) echo: bool,
     /// Strings that end its text.
     pub(crate) stops: Vec<String>,
     /// Closed when the client has left.
@@ -79,9 +81,10 @@ pub(crate) struct Event {
     pub(crate) index: usize,
     /// New text, whole characters.
     pub(crate) text: String,
-    /// New tokens of the answer, without one that ends it.
+    /// New tokens of the answer, without one that ends it; before the first ones those of the prompt, where
+    /// these are told.
     pub(crate) tokens: Vec<NewToken>,
-    /// All new tokens.
+    /// All new tokens of the answer.
     pub(crate) count: usize,
     /// Tokens of the prompt that were copied from another sequence's cache.
     pub(crate) cached_tokens: usize,
@@ -244,6 +247,7 @@ mod tests {
                     0,
                 ),
                 prompt: [1].into(),
+                echo: false,
                 stops: Vec::new(),
                 events: events.clone(),
                 since: Instant::now(),

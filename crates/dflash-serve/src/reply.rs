@@ -270,8 +270,9 @@ struct Logprobs<'a> {
 }
 
 impl<'a> Logprobs<'a> {
-    fn known(&self) -> impl Iterator<Item = (i64, &'a Logprob)> {
-        self.tokens.iter().filter_map(|token| Some((token.id, token.logprob.as_ref()?)))
+    /// Of a prompt's first token nothing is known.
+    fn each(&self) -> impl Iterator<Item = (i64, Option<&'a Logprob>)> {
+        self.tokens.iter().map(|token| (token.id, token.logprob.as_ref()))
     }
 }
 
@@ -284,7 +285,8 @@ impl Serialize for Logprobs<'_> {
         let mut map = out.serialize_map(None)?;
         match envelope.kind {
             Kind::Chat => {
-                let content = self.known().map(|(id, logprob)| {
+                let known = self.each().filter_map(|(id, logprob)| Some((id, logprob?)));
+                let content = known.map(|(id, logprob)| {
                     let top = logprob.top.iter().map(|&(id, share)| envelope.entry(id, share));
                     Entry {
                         top_logprobs: Some(top.collect()),
@@ -295,14 +297,14 @@ impl Serialize for Logprobs<'_> {
                 map.serialize_entry("refusal", &())?;
             }
             Kind::Completion => {
-                let texts = || self.known().map(|(id, _)| envelope.text(id));
+                let texts = || self.each().map(|(id, _)| envelope.text(id));
                 map.serialize_entry("tokens", &Each::new(texts()))?;
-                let shares = self.known().map(|(_, logprob)| logprob.chosen);
+                let shares = self.each().map(|(_, logprob)| Some(logprob?.chosen));
                 map.serialize_entry("token_logprobs", &Each::new(shares))?;
-                let tops = self.known().map(|(_, logprob)| {
-                    let top = logprob.top.iter();
+                let tops = self.each().map(|(_, logprob)| {
+                    let top = logprob?.top.iter();
                     let top = top.map(|&(id, share)| (envelope.text(id), share.into()));
-                    Value::Object(top.collect())
+                    Some(Value::Object(top.collect()))
                 });
                 map.serialize_entry("top_logprobs", &Each::new(tops))?;
                 let offsets = texts().scan(self.offset, |offset, text| {

@@ -305,7 +305,8 @@ async fn hold_room(
     slot.keep(room.map_err(|_| shared.no_room())?);
     let most = shared.loaded()?.max_model_len;
     let longest = asked.max_tokens.unwrap_or(most - lengths().min().unwrap_or(0));
-    let shares = asked.shares(prompts.len() * asked.n, longest)?;
+    let echoed = lengths().max().filter(|_| asked.echo).unwrap_or(0);
+    let shares = asked.shares(prompts.len() * asked.n, longest + echoed)?;
     if shares > 0 {
         let room = Arc::clone(&shared.shares).acquire_many_owned(shares as u32).await;
         slot.keep(room.map_err(|_| Refusal::ShuttingDown)?);
@@ -416,10 +417,12 @@ fn jobs(
             // A choice of its own for each.
             seed: seed.wrapping_add((index % asked.n) as u64),
             logprobs: asked.logprobs,
+            prompt_logprobs: asked.echo && asked.logprobs.is_some(),
             speculative: asked.speculative,
         },
         prompt: Arc::clone(prompt),
         stops: asked.stops.clone(),
+        echo: asked.echo,
         events: events.clone(),
         since,
     };

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dflash_decode::{Engine, Finish, Models, Output, Request, SequenceId, TextStream};
+use dflash_decode::{Engine, Finish, Models, NewToken, Output, Request, SequenceId, TextStream};
+use dflash_text::ChatTokenizer;
 
 use crate::metrics::Metrics;
 use crate::queue::{Dropped, Event, FinishReason, Job, Party, Queue, Share, gives_way};
@@ -34,6 +35,8 @@ struct Live<'a> {
     /// Whether it gave its place to another request.
     rests: bool,
     text: TextStream<'a>,
+    /// The prompt, while it is to be told before the answer.
+    echo: Option<Arc<[i64]>>,
     stop_ids: Vec<i64>,
     begun: Instant,
     first: Option<Instant>,
@@ -147,11 +150,13 @@ impl<'a> Worker<'a> {
         let grammar = job.request.grammar.take();
         let request = Request { prompt: job.prompt.to_vec(), grammar, ..job.request.clone() };
         let id = self.engine.add(request);
-        job.prompt = Arc::default();
+        let prompt = std::mem::take(&mut job.prompt);
+        let echo = job.echo.then_some(prompt);
         let live = Live {
             job,
             rests: false,
             text,
+            echo,
             stop_ids,
             begun,
             first: None,
@@ -200,7 +205,7 @@ impl<'a> Worker<'a> {
             let _ = live.job.events.send(Err(Dropped::Grammar));
             return self.end(id, "error");
         }
-        let event = live.event(output);
+        let event = live.event(output, &self.models.tokenizer);
         self.metrics.generated(event.count);
         let events = live.job.events.clone();
         // Counted before its client hears of it.
@@ -227,7 +232,7 @@ impl<'a> Worker<'a> {
 
 impl Live<'_> {
     /// The text of new tokens, up to what ends it.
-    fn event(&mut self, output: Output) -> Event {
+    fn event(&mut self, output: Output, tokenizer: &ChatTokenizer) -> Event {
         let mut event = Event {
             index: self.job.index,
             text: String::new(),
@@ -239,6 +244,15 @@ impl Live<'_> {
                 Finish::Stop | Finish::Grammar => FinishReason::Stop,
             }),
         };
+        if let Some(prompt) = self.echo.take() {
+            event.text = tokenizer.decode(&prompt, false).unwrap_or_default();
+            if self.job.request.prompt_logprobs {
+                // Nothing tells of the first.
+                let logprobs = std::iter::once(None).chain(output.prompt.into_iter().map(Some));
+                let told = prompt.iter().zip(logprobs);
+                event.tokens = told.map(|(&id, logprob)| NewToken { id, logprob }).collect();
+            }
+        }
         for token in output.tokens {
             event.count += 1;
             if self.stop_ids.contains(&token.id) {

@@ -28,7 +28,7 @@ pub struct EngineOptions {
 pub struct Request {
     /// The prompt's tokens, at least one.
     pub prompt: Vec<i64>,
-    /// Tokens of the answer at most, its end token included; at least one.
+    /// Tokens of the answer at most, its end token included; with 0 the prompt is read and nothing said.
     pub max_new_tokens: usize,
     /// Tokens that end the answer.
     pub stop_ids: Vec<i64>,
@@ -42,6 +42,8 @@ pub struct Request {
     pub seed: u64,
     /// Report the logarithm of each token's probability, and of so many of the most likely ones.
     pub logprobs: Option<usize>,
+    /// Report the same of the prompt's tokens. The prompt is read whole then, whatever others have of it.
+    pub prompt_logprobs: bool,
     /// Whether tokens may be proposed, where there is something that proposes them.
     pub speculative: bool,
 }
@@ -72,6 +74,7 @@ impl Request {
             grammar: None,
             seed,
             logprobs: None,
+            prompt_logprobs: false,
             speculative: true,
         }
     }
@@ -94,6 +97,8 @@ pub struct Output {
     pub id: SequenceId,
     /// New tokens, cut at the answer's end.
     pub tokens: Vec<NewToken>,
+    /// Of the prompt's tokens from the second one on, where that was asked for; with the first output.
+    pub prompt: Vec<Logprob>,
     /// The block that was verified; `None` for the token that the prompt itself gives, and where nothing
     /// was proposed.
     pub block: Option<Block>,

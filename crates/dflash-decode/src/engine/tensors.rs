@@ -62,6 +62,11 @@ pub(super) fn step(
     turns.sort_by_key(|turn| turn.at);
     let before: Vec<usize> = turns.iter().map(|turn| sequences[turn.at].cache.len()).collect();
     let output = run(sequences, &turns, (target, proposer));
+    for ((turn, end), &before) in turns.iter().zip(ends(&turns)).zip(&before) {
+        let tokens = turn.tokens() as i64;
+        let states_th = output.hidden_td.narrow(0, end - tokens, tokens);
+        sequences[turn.at].read_prompt(&states_th, before, target);
+    }
     let (outputs, kept) = verify(sequences, &turns, (&output, target));
     keep(sequences, &turns, &before, (&output, &kept), proposer);
     let cost = Cost {

@@ -38,6 +38,7 @@ pub(crate) fn request(prompt: Vec<i64>, max_new_tokens: usize) -> Request {
         grammar: None,
         seed: 0,
         logprobs: None,
+        prompt_logprobs: false,
         speculative: true,
     }
 }
@@ -60,6 +61,7 @@ pub(crate) fn engine<'a>(
 pub(crate) struct Answer {
     tokens: Vec<NewToken>,
     pub(crate) finish: Option<Finish>,
+    pub(crate) prompt: Vec<dflash_decode::Logprob>,
     pub(crate) cached: usize,
     pub(crate) accepted: usize,
     pub(crate) rejected: usize,
@@ -77,6 +79,7 @@ impl Answer {
             self.rejected += block.proposed.len() - block.accepted;
         }
         self.tokens.extend(output.tokens);
+        self.prompt.extend(output.prompt);
         (self.finish, self.cached) = (output.finish, output.cached_tokens);
     }
 }
@@ -228,6 +231,44 @@ fn logprobs_are_the_targets_own() {
             );
         }
         ids.push(token.id);
+    }
+}
+
+/// In pieces, beside others, and although another sequence has the same prompt.
+#[test]
+fn a_prompt_is_told_with_the_targets_own_shares() {
+    let models = models(12, 6);
+    let plain = request(prompt(90, 1, 12), 6);
+    let told = |prompt: Vec<i64>, max_new_tokens| Request {
+        logprobs: Some(3),
+        prompt_logprobs: true,
+        ..request(prompt, max_new_tokens)
+    };
+    let requests = [
+        plain.clone(),
+        told(plain.prompt.clone(), 6),
+        told(plain.prompt.clone(), 0),
+        told(prompt(1, 2, 12), 0),
+        told(prompt(33, 2, 12), 1),
+    ];
+    let mut warm = engine(&models, OPTIONS);
+    answers(&mut warm, std::slice::from_ref(&plain), 0);
+    let found = answers(&mut warm, &requests, 1);
+    assert!(found[0].cached > 80 && found[0].prompt.is_empty());
+    assert_eq!(found[1].ids(), found[0].ids());
+    for (asked, answer) in requests.iter().zip(&found).skip(1) {
+        assert_eq!((answer.cached, answer.ids().len()), (0, asked.max_new_tokens));
+        assert_eq!(answer.finish, Some(Finish::Length));
+        assert_eq!(answer.prompt.len(), asked.prompt.len() - 1);
+        for (at, token) in answer.prompt.iter().enumerate() {
+            let expected = log_shares(&models.0, &asked.prompt[..=at]);
+            let of_token = expected[asked.prompt[at + 1] as usize];
+            assert!((token.chosen - of_token).abs() < 1e-4, "{at}: {token:?}, {of_token}");
+            assert_eq!(token.top.len(), 3);
+            for (id, share) in &token.top {
+                assert!((share - expected[*id as usize]).abs() < 1e-4, "{at}: {token:?}");
+            }
+        }
     }
 }
 

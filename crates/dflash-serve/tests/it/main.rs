@@ -1,6 +1,7 @@
 //! The server with tiny random models, over its socket.
 
 mod answers;
+mod echo;
 mod formats;
 mod guests;
 mod lifecycle;
