@@ -59,6 +59,11 @@ impl GrammarSource {
         Self::JsonSchema(json!({"type": "object"}))
     }
 
+    /// JSON by a schema, as a part of a grammar in Lark.
+    pub fn json_literal(schema: &Value) -> String {
+        format!("%json {}", bounded(schema))
+    }
+
     fn top_level(&self) -> TopLevelGrammar {
         match self {
             Self::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
@@ -68,7 +73,7 @@ impl GrammarSource {
 }
 
 /// The schema with bounded runs of blanks.
-pub(crate) fn bounded(schema: &Value) -> Value {
+fn bounded(schema: &Value) -> Value {
     let mut schema = match schema {
         // Anything at all, which has no place for options.
         Value::Bool(true) => json!({}),

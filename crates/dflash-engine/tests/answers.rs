@@ -334,6 +334,36 @@ fn a_prompt_is_told_by_a_server() {
 }
 
 #[test]
+fn a_server_makes_the_call_that_is_asked_for() {
+    let saved = Saved::new();
+    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}\
+        {% for c in m.tool_calls or [] %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", \
+        \"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}";
+    std::fs::write(saved.path("target/chat_template.jinja"), template).unwrap();
+    let server = Server::start(&saved);
+    let log = std::fs::read_to_string(saved.path("log")).unwrap();
+    assert!(log.contains("calls of tools as <tool_call>{json}"), "{log}");
+    let ask = |choice: &str| {
+        let body = format!(
+            r#"{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{{"type": "function", "function":
+                {{"name": "light", "parameters": {{"properties": {{"on": {{"type": "boolean"}}}}, "required": ["on"],
+                "additionalProperties": false}}}}}}], "tool_choice":
+                {{"type": "function", "function": {{"name": "{choice}"}}}}}}"#
+        );
+        server.ask("/v1/chat/completions", &body)
+    };
+    let reply = json_of(&ask("light"));
+    let choice = &reply["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{reply}");
+    let function = &choice["message"]["tool_calls"][0]["function"];
+    let arguments = function["arguments"].as_str().unwrap();
+    let arguments: serde_json::Value = serde_json::from_str(arguments).unwrap();
+    assert!(function["name"] == "light" && arguments["on"].is_boolean(), "{reply}");
+    let refused = ask("lamp");
+    assert!(refused.starts_with("HTTP/1.1 400 ") && refused.contains("not in tools"), "{refused}");
+}
+
+#[test]
 fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let saved = Saved::new();
     let mut server = Server::start(&saved);

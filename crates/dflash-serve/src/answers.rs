@@ -61,10 +61,9 @@ impl Answers {
     pub(crate) fn new(
         envelope: Envelope,
         (events, noted): (UnboundedReceiver<Result<Event, Dropped>>, Noted),
-        (choices, n): (usize, usize),
+        (choices, n): (Vec<Choice>, usize),
         usage: Usage,
     ) -> Self {
-        let choices = (0..choices).map(|_| Choice::default()).collect();
         Self { envelope, events, choices, n, usage, noted }
     }
 
@@ -142,8 +141,8 @@ impl Streamed {
                 Ok(Some(event)) => {
                     let usage = self.include_usage.then_some(Value::Null);
                     let choice = &mut answers.choices[event.index];
-                    let chunk = answers.envelope.chunk(choice, &event, usage);
-                    self.pieces.extend(chunk.map(|chunk| chunk.to_string()));
+                    let chunks = answers.envelope.chunks(choice, &event, usage.as_ref());
+                    self.pieces.extend(chunks.iter().map(Value::to_string));
                 }
                 Ok(None) => {
                     if self.include_usage {

@@ -7,6 +7,7 @@
 //! of a prompt or an answer goes into a log.
 
 mod answers;
+mod calls;
 mod error;
 mod fields;
 mod format;
@@ -18,6 +19,8 @@ mod refusal;
 mod reply;
 mod routes;
 mod server;
+mod tool_form;
+mod tools;
 mod worker;
 
 pub use error::Error;

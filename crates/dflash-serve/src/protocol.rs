@@ -1,5 +1,7 @@
 //! What a request asks for: OpenAI's fields, checked, as the engine takes them.
 
+use std::sync::Arc;
+
 use dflash_decode::{LogitAdjustments, Sampling};
 use dflash_text::{ChatTokenizer, Conversation, Message, Row, parse_prompt_row};
 use serde::Deserialize;
@@ -8,6 +10,8 @@ use serde_json::{Map, Value, json};
 use crate::fields::{Fields, Prompt};
 use crate::format::{self, Format};
 use crate::refusal::Refusal;
+use crate::tool_form::ToolForm;
+use crate::tools::{self, Tools};
 
 /// Choices of a request at most, over all of its prompts.
 const MOST_CHOICES: u64 = 128;
@@ -65,6 +69,8 @@ pub(crate) struct Asked {
     pub(crate) ignore_eos: bool,
     /// What the text must be.
     pub(crate) format: Option<Format>,
+    /// What it may call.
+    pub(crate) tools: Option<Arc<Tools>>,
     pub(crate) seed: Option<u64>,
     pub(crate) stops: Vec<String>,
     /// `None` for as many as there is room for.
@@ -152,6 +158,27 @@ impl Asked {
 }
 
 impl ChatRequest {
+    /// Lets the answer be calls where it has to be some, as the target writes them.
+    ///
+    /// # Errors
+    /// A target that writes none in a known form, or none that can be asked for.
+    pub(crate) fn ask_for_calls(
+        &mut self,
+        form: Option<ToolForm>,
+        tokenizer: &ChatTokenizer,
+    ) -> Result<(), Refusal> {
+        let Some(tools) = &self.asked.tools else { return Ok(()) };
+        let unknown =
+            "cannot be used: this target's chat template writes no calls in a form known here";
+        let form = form.ok_or_else(|| bad("tools", unknown))?;
+        if tools.are_required() && self.asked.ignore_eos {
+            let reason = "does not go with tool_choice, which says where an answer ends";
+            return Err(bad("ignore_eos", reason));
+        }
+        self.asked.format = tools.format(form, tokenizer)?;
+        Ok(())
+    }
+
     pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
         let mut fields = Fields::parse(body, 0)?;
         let logprobs: Option<bool> = fields.take("logprobs")?;
@@ -160,8 +187,14 @@ impl ChatRequest {
         let template = fields.take("chat_template_kwargs")?.unwrap_or_default();
         let messages: Vec<Value> =
             fields.take("messages")?.ok_or(Refusal::Missing { param: "messages" })?;
+        let tools = tools::read(&mut fields)?;
         let mut asked = common(&mut fields)?;
         fields.end()?;
+        if tools.is_some() && asked.format.is_some() {
+            let reason = "does not go with tools; leave one of them out, or send tool_choice none";
+            return Err(bad("response_format", reason));
+        }
+        asked.tools = tools.map(Arc::new);
         asked.max_tokens = newer.or(asked.max_tokens);
         if asked.max_tokens == Some(0) {
             return Err(bad("max_tokens", "is 0, but it must be 1 or more"));
@@ -171,7 +204,9 @@ impl ChatRequest {
             (false, None | Some(0)) => None,
             (false, Some(_)) => return Err(bad("top_logprobs", "needs logprobs to be true")),
         };
-        Ok(Self { asked, messages: read_messages(messages)?, template })
+        let mut messages = read_messages(messages)?;
+        tools::open_arguments(&mut messages)?;
+        Ok(Self { asked, messages, template })
     }
 
     /// The tokens of the prompt, `most` at most: of a longer one only that it is longer.
@@ -180,8 +215,9 @@ impl ChatRequest {
         tokenizer: &ChatTokenizer,
         most: usize,
     ) -> Result<Vec<Vec<i64>>, Refusal> {
+        let tools = self.asked.tools.as_ref().map(|tools| &tools.list);
         let text = tokenizer
-            .render_with(&self.messages, None, (true, &self.template))
+            .render_with(&self.messages, tools, (true, &self.template))
             .map_err(Refusal::BadMessages)?;
         Ok(vec![encode(tokenizer, &text, most)?])
     }
@@ -280,6 +316,7 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         stop_ids,
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
         format: format::read(fields)?,
+        tools: None,
         seed: seed.map(|seed| seed as u64),
         stops,
         max_tokens: fields.count("max_tokens", 0..=u32::MAX.into())?,
@@ -403,7 +440,12 @@ mod tests {
         check(r#", "logit_bias": {"x": 1}"#, bias);
         check(r#", "logit_bias": {"1": 101}"#, bias);
         check(r#", "max_tokens": 3, "min_tokens": 4"#, "min_tokens is above max_tokens");
-        check(r#", "tools": [{"type": "function"}]"#, &format!("tools {unsupported} []"));
+        check(r#", "tools": [{"type": "function"}]"#, "tools[0].function must be an object");
+        check(
+            r#", "tools": [{"type": "function", "function": {"name": "a"}}],
+                 "response_format": {"type": "json_object"}"#,
+            "response_format does not go with tools; leave one of them out, or send tool_choice none",
+        );
         check(
             r#", "response_format": {"type": "json_object"}, "ignore_eos": true"#,
             "ignore_eos does not go with response_format, which says where an answer ends",

@@ -67,6 +67,8 @@ pub(crate) struct Job {
     pub(crate) prompt: Arc<[i64]>,
     /// Whether the prompt stands before the answer.
     pub(crate) echo: bool,
+    /// Special tokens that belong to its text.
+    pub(crate) shown: Vec<i64>,
     /// Strings that end its text.
     pub(crate) stops: Vec<String>,
     /// Closed when the client has left.
@@ -105,6 +107,8 @@ pub(crate) enum Dropped {
 pub(crate) enum FinishReason {
     Stop,
     Length,
+    /// With calls of tools.
+    ToolCalls,
 }
 
 impl FinishReason {
@@ -112,6 +116,7 @@ impl FinishReason {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
         }
     }
 }
@@ -248,6 +253,7 @@ mod tests {
                 ),
                 prompt: [1].into(),
                 echo: false,
+                shown: Vec::new(),
                 stops: Vec::new(),
                 events: events.clone(),
                 since: Instant::now(),

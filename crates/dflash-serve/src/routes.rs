@@ -24,12 +24,14 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::answers::{Answers, Noted};
+use crate::calls::CallReader;
 use crate::grammars::Grammars;
 use crate::metrics::{Metrics, TEXT_FORMAT};
 use crate::protocol::{Asked, ChatRequest, CompletionRequest};
 use crate::queue::{Dropped, Event, Job, Party, Queue};
 use crate::refusal::Refusal;
-use crate::reply::{Envelope, Kind, Usage, random, unix_seconds};
+use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
+use crate::tool_form::ToolForm;
 
 /// Requests that are read at a time: what JSON, templates and tokenizers take for it is theirs alone.
 const READERS: usize = 2;
@@ -52,6 +54,8 @@ pub(crate) struct Loaded {
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) tokenizer: Arc<ChatTokenizer>,
     pub(crate) grammars: Grammars,
+    /// How the target writes calls of tools.
+    pub(crate) tool_form: Option<ToolForm>,
     pub(crate) metrics: Metrics,
 }
 
@@ -281,6 +285,9 @@ async fn answer(
     let envelope = Envelope::new(kind, &loaded.name, (&loaded.tokenizer, logprobs));
     let note = Note::default();
     let noted = Noted::new(note.clone(), since);
+    let calls = asked.tools.as_ref().zip(loaded.tool_form);
+    let calls = calls.map(|(tools, form)| CallReader::new(form, Arc::clone(tools)));
+    let choices = (0..choices).map(|_| Choice::reading(calls.clone())).collect();
     let answers = Answers::new(envelope, (events, noted), (choices, asked.n), usage);
     let reply = match asked.stream {
         Some(options) => answers.stream(options.include_usage, client),
@@ -364,8 +371,9 @@ fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>
     let most = loaded.max_model_len;
     let (asked, prompts) = match kind {
         Kind::Chat => {
-            let request = ChatRequest::parse(body)?;
+            let mut request = ChatRequest::parse(body)?;
             check_model(&request.asked, loaded)?;
+            request.ask_for_calls(loaded.tool_form, &loaded.tokenizer)?;
             let prompts = request.prompts(&loaded.tokenizer, most)?;
             (request.asked, prompts)
         }
@@ -404,6 +412,8 @@ fn jobs(
     let seed = asked.seed.unwrap_or_else(random);
     let mut stop_ids = if asked.ignore_eos { Vec::new() } else { loaded.stop_ids.clone() };
     stop_ids.extend(&asked.stop_ids);
+    let form = loaded.tool_form.filter(|_| asked.tools.is_some());
+    let shown = form.map_or_else(Vec::new, |form| form.shown(&loaded.tokenizer));
     let job = |index: usize, prompt: &Arc<[i64]>| Job {
         party,
         index,
@@ -423,6 +433,7 @@ fn jobs(
         prompt: Arc::clone(prompt),
         stops: asked.stops.clone(),
         echo: asked.echo,
+        shown: shown.clone(),
         events: events.clone(),
         since,
     };

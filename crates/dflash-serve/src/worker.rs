@@ -145,6 +145,7 @@ impl<'a> Worker<'a> {
         let begun = Instant::now();
         self.metrics.queued(begun - job.since);
         let text = TextStream::new(&self.models.tokenizer, std::mem::take(&mut job.stops));
+        let text = text.showing(std::mem::take(&mut job.shown));
         let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.prompt.len());
         // What it took in the answer is let go with the sequence.
         let grammar = job.request.grammar.take();

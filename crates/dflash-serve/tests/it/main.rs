@@ -8,3 +8,4 @@ mod lifecycle;
 mod limits;
 mod models;
 mod running;
+mod tools;
