@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use dflash_decode::{Error, Grammar, GrammarVocabulary};
+use dflash_http::Slot;
 use dflash_text::ChatTokenizer;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
@@ -18,6 +19,9 @@ use crate::refusal::Refusal;
 
 /// Grammars made at a time.
 const MAKERS: usize = 2;
+/// Grammars of requests under way, each of 75 MB at most with what it takes while it is followed. Others wait
+/// for these.
+const ALIVE: usize = 32;
 /// For one grammar, and before it for its turn.
 const LONGEST: Duration = Duration::from_secs(10);
 /// Schemas may be nested, and so are the calls that read them. It is only taken as it is used.
@@ -31,6 +35,7 @@ pub(crate) struct Grammars {
     rows: i64,
     end_ids: Vec<i64>,
     makers: Arc<Semaphore>,
+    alive: Arc<Semaphore>,
 }
 
 impl Grammars {
@@ -42,13 +47,18 @@ impl Grammars {
             rows,
             end_ids,
             makers: Arc::new(Semaphore::new(MAKERS)),
+            alive: Arc::new(Semaphore::new(ALIVE)),
         }
     }
 
+    /// The grammar of a request, whose `slot` holds the room for it.
+    ///
     /// # Errors
     /// A format that is not understood, too large, or takes too long; all makers busy with such.
-    pub(crate) async fn make(&self, format: Format) -> Result<Grammar, Refusal> {
+    pub(crate) async fn make(&self, format: Format, slot: &Slot) -> Result<Grammar, Refusal> {
         let Format { param, source } = format;
+        let room = Arc::clone(&self.alive).acquire_owned().await;
+        slot.keep(room.map_err(|_| Refusal::ShuttingDown)?);
         let turn = timeout(LONGEST, Arc::clone(&self.makers).acquire_owned()).await;
         let turn = turn.map_err(|_| Refusal::NoRoom { after: LONGEST })?;
         let turn = turn.map_err(|_| Refusal::ShuttingDown)?;

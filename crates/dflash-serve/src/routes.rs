@@ -271,7 +271,7 @@ async fn answer(
     hold_room(&shared, &slot, (&asked, &prompts)).await?;
     let loaded = shared.loaded()?;
     let grammar = match asked.format.take() {
-        Some(format) => Some(loaded.grammars.make(format).await?),
+        Some(format) => Some(loaded.grammars.make(format, &slot).await?),
         None => None,
     };
     let usage = Usage { prompt: prompts.iter().map(Vec::len).sum(), ..Usage::default() };

@@ -81,6 +81,29 @@ async fn any_object_is_an_object_and_a_cut_one_says_so() {
     assert_eq!(free["choices"], plain["choices"]);
 }
 
+/// As many requests as there may be grammars, and some more, of a schema that is found too large behind the
+/// first token.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_whose_format_cannot_be_followed_ends_alone() {
+    let server = Running::start(settings());
+    let schema = json!({"type": "string", "maxLength": 100_000, "pattern": "(ab|a)*b.*c"});
+    let body = chat_body("hi", json!({"response_format": format(&schema)}));
+    let asked = (0..40).map(|_| server.post(CHAT, &body).send());
+    for response in futures::future::join_all(asked).await {
+        let (status, error) = refusal(response.unwrap()).await;
+        let message = error["message"].as_str().unwrap();
+        assert!(status == 400 && message.contains("simplify its schema"), "{status} {message}");
+    }
+    let mut streamed = body;
+    streamed["stream"] = json!(true);
+    let text = server.post(CHAT, &streamed).send().await.unwrap().bytes().await.unwrap();
+    let text = String::from_utf8_lossy(&text);
+    assert!(text.contains("simplify its schema") && text.contains("[DONE]"), "{text}");
+    check(
+        &server.chat("hi", json!({"response_format": format(&self::schema())})).await["choices"][0],
+    );
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn formats_that_cannot_be_kept_are_refused_by_name() {
     let server = Running::start(settings());
