@@ -273,6 +273,9 @@ mod tests {
         let rows = grammar.allowed(&[ids("12"), vec![256, 49]].concat(), &[256]);
         assert_eq!(rows.len(), 3);
         assert!(rows[2].has(256) && !rows[1].is_end(&[256]));
+        // An end that is looked at and not said leaves no trace either.
+        assert_eq!(next(&mut grammar, ""), [i64::from(b'1')]);
+        assert!(!grammar.has_failed());
     }
 
     #[test]
