@@ -108,7 +108,7 @@ fn check_loops(level: &str, objdump: &str, object: &Path) {
     command.args(["-d", "-C", "--no-show-raw-insn"]).arg(object);
     let Some(listing) = output(&mut command, "binutils") else { return };
     let mut loops = 0;
-    for (name, code) in functions(&listing).filter(|(name, _)| name.contains("run_tile<")) {
+    for (name, code) in functions(&listing).filter(|(name, _)| is_tile(name)) {
         for body in inner_loops(&code) {
             loops += 1;
             let stored: Vec<&Instruction<'_>> =
@@ -118,6 +118,11 @@ fn check_loops(level: &str, objdump: &str, object: &Path) {
     }
     // A tile for one, two and three rows at least, of two kinds of products.
     assert!(loops >= 6, "{level}: only {loops} loops were found");
+}
+
+/// Few rows through a panel, or those of a prompt.
+fn is_tile(name: &str) -> bool {
+    name.contains("run_tile<") || name.contains("::tile<")
 }
 
 fn functions(listing: &str) -> impl Iterator<Item = (&str, Vec<Instruction<'_>>)> {
