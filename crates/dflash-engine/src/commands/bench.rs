@@ -93,6 +93,12 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
             "step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read"
         );
     }
+    if report.passes_alone > 0 {
+        println!(
+            "{} passes ran on one thread, others having been kept from running",
+            report.passes_alone
+        );
+    }
     for prompt in &report.prompts {
         let (tokens, ms) = (prompt.tokens, prompt.ms);
         println!("prompt       {tokens} tokens: {ms:.2} ms, {:.3} each", ms / tokens as f64);
