@@ -786,8 +786,9 @@ std::vector<IValue> by_meta(const c10::OperatorHandle& op, Call& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::Meta), &stack);
   } else {
-    // a product's result is given in its shape
-    TORCH_CHECK(call.in_place() || call.schema.overload_name() == "dtype_out", call.name,
+    // a product's result and that of a choice are given in their shape
+    TORCH_CHECK(call.in_place() || one_of(call.schema.overload_name(), {"dtype_out", "self_out"}),
+                call.name,
                 ": the pretended GPU does not know the shape of its result");
     stack.clear();
     for (const auto& declared : call.schema.returns()) {
