@@ -171,6 +171,7 @@ fn a_decoded_token_and_a_verified_block_are_few_launches() {
                 let _ = target.most_likely(&hidden_td);
             }))
         });
+        eprintln!("{name}, {tokens} tokens: {layer} launches a layer, {whole} in all");
         assert!(
             layer <= 10 && whole <= 400,
             "{name}: {layer} a layer, {whole} for {tokens} tokens"
@@ -210,6 +211,9 @@ fn a_drafted_block_is_few_launches() {
     let (layer, whole) = of_36(|layers| launches(&record(layers)));
     assert!(layer <= 11, "{layer} a layer, {whole} in all");
     let of_five = launches(&record(5));
+    eprintln!(
+        "a drafted block and its context: {layer} launches a layer, {of_five} of five layers"
+    );
     assert!(of_five <= 400 / 36 * 5 + 12, "{of_five} launches of five layers");
 }
 
