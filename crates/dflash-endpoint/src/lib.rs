@@ -8,6 +8,7 @@
 mod chat;
 mod counters;
 mod error;
+mod round;
 mod run;
 mod server;
 

@@ -16,6 +16,7 @@ mod report;
 mod speed;
 mod table;
 mod text;
+pub mod turns;
 mod write;
 
 pub use advice::AUTO_SUFFIX;

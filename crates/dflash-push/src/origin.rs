@@ -1,42 +1,10 @@
 //! How a drafter was made, as its run recorded it.
 
 use dflash_run::{Checkpoint, Position, Provenance, RunDir, State};
-use dflash_settings::DATA_PRESETS;
+use dflash_settings::{Classed, DATA_PRESETS, TrainSettings};
 use serde_json::Value;
 
 use crate::Error;
-
-/// The settings that decide what a drafter becomes, in the order of the card.
-const RECIPE: [&str; 28] = [
-    "speculator_type",
-    "epochs",
-    "max_steps",
-    "optimizer",
-    "lr",
-    "muon_lr",
-    "scheduler_type",
-    "warmup_ratio",
-    "warmup_steps",
-    "min_lr_ratio",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "ema_decay",
-    "loss",
-    "gamma",
-    "dpace_alpha",
-    "teacher_labels",
-    "block_size",
-    "num_layers",
-    "draft_vocab_size",
-    "total_seq_len",
-    "anchors_per_sequence",
-    "max_anchors",
-    "gradient_accumulation_steps",
-    "validation_ratio",
-    "seed",
-];
 
 /// A run, up to one of its checkpoints.
 #[derive(Debug)]
@@ -66,10 +34,11 @@ impl Origin {
         Ok(Some(Self { provenance, position, step: checkpoint.step }))
     }
 
-    /// The settings that were given or have a default, by name.
+    /// The settings that decide what a drafter becomes, as far as they were given or have a default, by name.
     pub(crate) fn recipe(&self) -> Vec<(&'static str, String)> {
         let value = |key| shown(&self.provenance.config[key]);
-        RECIPE.into_iter().filter_map(|key| Some((key, value(key)?))).collect()
+        let recipe = TrainSettings::settings().into_iter().filter(|setting| setting.in_recipe);
+        recipe.filter_map(|setting| Some((setting.key, value(setting.key)?))).collect()
     }
 
     /// Releases and machine: name and value.

@@ -25,6 +25,8 @@ pub(crate) struct Shape {
     pub(crate) hidden_size: Option<u64>,
     /// Layers of the target that are read; 0 is the embedding's output.
     pub(crate) target_layers: Vec<u64>,
+    /// Layers that the target has.
+    pub(crate) target_depth: Option<u64>,
     pub(crate) mask_token_id: Option<u64>,
     pub(crate) sliding_window: Option<u64>,
     pub(crate) parameters: Option<u64>,
@@ -51,11 +53,18 @@ impl Shape {
             layers: network["num_hidden_layers"].as_u64(),
             hidden_size: network["hidden_size"].as_u64(),
             target_layers: ids.filter_map(|id| u64::try_from(id + add).ok()).collect(),
+            target_depth: config["num_target_layers"].as_u64(),
             mask_token_id: number([&own["mask_token_id"], &config["mask_token_id"]]),
             sliding_window: network["sliding_window"].as_u64(),
             parameters: None,
             dtype: None,
         }
+    }
+
+    /// Whether SGLang serves a draft of this shape: it gives out the states between the target's layers.
+    pub(crate) fn suits_sglang(&self) -> bool {
+        self.layout == Layout::ZLab
+            && !self.target_layers.iter().any(|&id| id == 0 || Some(id) == self.target_depth)
     }
 
     /// The shape in the header of a GGUF file.
@@ -92,5 +101,12 @@ mod tests {
         let expected = Shape { layout: Layout::Speculators, ..shape };
         assert_eq!(Shape::of_config(&theirs), expected);
         assert_eq!(Shape::of_config(&json!({})), Shape::default());
+        let between = |ids: [i64; 2]| {
+            let config =
+                json!({"num_target_layers": 8, "dflash_config": {"target_layer_ids": ids}});
+            Shape::of_config(&config).suits_sglang()
+        };
+        assert!(between([0, 6]));
+        assert!(!between([-1, 6]) && !between([0, 7]) && !Shape::of_config(&theirs).suits_sglang());
     }
 }

@@ -1,101 +1,17 @@
 //! Which settings decide what a run computes, and which of them a resumed run changes.
 //!
-//! A setting is compared unless it is named here, so a new one is compared by default. What a run
-//! knows only when it computes (its ranks, threads, processor) is recorded under keys of its own.
+//! Each setting says what it is beside its name, in `dflash-settings`. What a run knows only when it
+//! computes (its ranks, threads, processor) is recorded under keys of its own.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-use dflash_settings::TrainSettings;
+use dflash_settings::{Classed, Resume, TrainSettings};
 use serde_json::Value;
 
-/// Settings that decide nothing of what is computed: where things are, what is shown, kept and
-/// waited for.
-const FREE: &[&str] = &[
-    "target",      // by its name; the model behind it is compared by what it is
-    "target_spec", // by its path; what it says is compared
-    "data_path",
-    "save_path",
-    "hidden_states_path",
-    "vllm_endpoint",
-    "shared_storage_path",
-    "trust_layer_ids",
-    "wait_for_server",
-    "server_timeout",
-    "resume",
-    "resume_or_start",
-    "resume_from",
-    "allow_changed",
-    "speculator_type",
-    "log_every",
-    "peak_tflops",
-    "no_progress",
-    "log_to",
-    "run_name",
-    "recompute", // the same gradients, bit for bit
-    "nproc",     // counted in ranks and rows_per_step
-    "nnodes",
-    "node_rank",
-    "gradient_accumulation_steps",
-    "rdzv_endpoint",
-    "backend",
-    "max_restarts",
-    "join_timeout",
-    "collective_timeout",
-    "save_every",
-    "keep_last",
-    "keep_every",
-    "no_epoch_checkpoints",
-    "sigterm_is_success",
-    "grace",
-    "max_bad_steps",
-    "on_generate",
-    "window_mib",
-    "max_in_flight",
-    "colocate", // the same states, bit for bit on a CPU
-    "target_batch_tokens",
-    "eval_every",
-    "from_pretrained", // what the run began with; train looks at it
-    "device",          // auto is not yet one; train records which it is
-    "cpu_level",       // without it all that the processor has; train records which it is
-    "compute_dtype",
-];
-
-/// Settings that no resumed run can change; train compares what they come to, with the checkpoint.
-const LASTING: &[&str] = &[
-    "seed",
-    "total_seq_len",
-    "validation_ratio",
-    "optimizer",
-    "ema_decay",
-    "num_layers",
-    "block_size",
-    "target_layer_ids",
-    "sliding_window",
-    "mask_token_id",
-    "draft_vocab_size",
-];
-
-/// What changes only last bits, what is left out and counted, or how the result is measured: a
-/// change is said, and not refused.
-const SAID: &[&str] = &[
-    "device",
-    "threads",
-    "ranks",
-    "processor",
-    "cpu_level",
-    "dflash",
-    "libtorch",
-    "loss_chunk_mib",
-    "zero",
-    "on_missing",
-    "target_dtype", // a server has types of its own, which are not compared
-    "states_dtype",
-    "eval_prompts",
-    "validation_data",
-    "eval_limit",
-    "eval_max_new_tokens",
-];
+/// What train records of the machine and the programs, beside the settings: a change moves last bits.
+const MACHINE: [&str; 7] =
+    ["device", "threads", "ranks", "processor", "cpu_level", "dflash", "libtorch"];
 
 /// A setting that differs from the one that a checkpoint was trained with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,21 +30,24 @@ pub struct Change {
 pub fn recorded(settings: &TrainSettings) -> BTreeMap<String, String> {
     let settings = serde_json::to_value(settings).expect("settings print");
     let Value::Object(settings) = settings else { unreachable!("settings are a table") };
-    let decides = |key: &str| !FREE.contains(&key) && !LASTING.contains(&key);
-    let decisive = settings.into_iter().filter(|(key, _)| decides(key));
-    decisive.map(|(key, value)| (key, text(&value))).collect()
+    let decisive = TrainSettings::settings()
+        .into_iter()
+        .filter(|setting| matches!(setting.resume, Resume::Compared | Resume::Told));
+    decisive.map(|setting| (setting.key.to_owned(), text(&settings[setting.key]))).collect()
 }
 
 /// What differs between the settings that a checkpoint `was` trained with and those that a run has
 /// `now`. What an earlier release did not record is not compared.
 pub fn changes(was: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<Change> {
+    let told = TrainSettings::settings().into_iter().filter(|it| it.resume == Resume::Told);
+    let told: Vec<&str> = told.map(|setting| setting.key).chain(MACHINE).collect();
     let both = was.iter().filter_map(|(key, was)| Some((key, was, now.get(key)?)));
     both.filter(|(_, was, now)| was != now)
         .map(|(key, was, now)| Change {
             name: key.replace('_', "-"),
             was: was.clone(),
             now: now.clone(),
-            needs_leave: !SAID.contains(&key.as_str()),
+            needs_leave: !told.contains(&key.as_str()),
         })
         .collect()
 }

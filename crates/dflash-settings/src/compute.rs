@@ -1,27 +1,34 @@
 //! In what precision a draft is trained, and what is kept.
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::Invalid;
 use crate::choices::{Dtype, MatmulPrecision};
 
 /// Precision and memory.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ComputeSettings {
     /// Type of weights and activations in forward and backward; masters, gradients and the optimizer's
     /// state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    // What auto came to is recorded and compared.
+    #[setting(free)]
     pub compute_dtype: Dtype,
     /// Keep only the layers' inputs for the backward pass and recompute the rest there.
     #[cfg_attr(feature = "clap", arg(long))]
+    // The same gradients, bit for bit.
+    #[setting(free)]
     pub recompute: bool,
     /// What the ranks shard (ZeRO stage): 0 nothing, 1 the master weights and the optimizer state.
     #[cfg_attr(feature = "clap", arg(long, value_name = "STAGE", default_value_t = 0))]
+    #[setting(told)]
     pub zero: u8,
     /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster where the
     /// processor has instructions for it (AMX).
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = MatmulPrecision::Float32))]
+    #[setting(compared)]
     pub matmul_precision: MatmulPrecision,
 }
 

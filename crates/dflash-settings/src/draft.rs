@@ -1,5 +1,6 @@
 //! The shape of the draft.
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_TOKENS, MOST_VOCABULARY, block_size, layer_ids, within};
@@ -15,7 +16,7 @@ pub const DEFAULT_BLOCK_SIZE: usize = 16;
 pub(crate) const MOST_DRAFT_LAYERS: u64 = 128;
 
 /// Shape of the draft; the rest is copied from the target.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DraftSettings {
     /// Start from the weights of this draft: a checkpoint directory written by dflash,
@@ -23,26 +24,34 @@ pub struct DraftSettings {
     /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. The flags below
     /// default to its values.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
+    // What the run began with is compared by what it is.
+    #[setting(free, may_differ)]
     pub from_pretrained: Option<String>,
     /// Layers of the draft. Default: 5.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(lasting, recipe)]
     pub num_layers: Option<usize>,
     /// Slots of a block: the anchor and the tokens predicted at once. Default: 16.
     #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    #[setting(lasting, recipe)]
     pub block_size: Option<usize>,
     /// Captured layers: 0 = embedding output, k = after k layers. Default: five spread evenly.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ID", action = clap::ArgAction::Set, num_args = 1.., value_delimiter = ','))]
+    #[setting(lasting)]
     pub target_layer_ids: Option<Vec<u32>>,
     /// Token of the slots to be predicted. Default: the tokenizer's mask token, else the first
     /// embedding row that the tokenizer does not use.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ID"))]
+    #[setting(lasting)]
     pub mask_token_id: Option<i64>,
     /// Sliding-window attention over the last N tokens in every layer (causal within the block, as
     /// it is served).
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(lasting)]
     pub sliding_window: Option<usize>,
     /// Predict only the N tokens that are most often supervised in the data.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(lasting, recipe)]
     pub draft_vocab_size: Option<usize>,
 }
 

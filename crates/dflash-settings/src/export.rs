@@ -82,6 +82,10 @@ pub struct ExportSettings {
     /// Leave a pruned vocabulary out, so that the engine drafts from all tokens.
     #[cfg_attr(feature = "clap", arg(long))]
     pub full_vocabulary: bool,
+    /// In z-lab's layout: export, for vLLM and Transformers alone, a draft that looks at what enters the
+    /// target's first layer or leaves its last one (layer ids 0 and n of n), which SGLang cannot give it.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub without_sglang: bool,
     /// Export the draft although it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,

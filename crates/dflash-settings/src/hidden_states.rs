@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_MIB, MOST_SECONDS, MOST_TOKENS, at_odds, needs, within};
@@ -18,62 +19,78 @@ const WINDOW_ROWS: usize = 3;
 pub(crate) const TARGET_BATCH_TOKENS: usize = 2048;
 
 /// Servers, stored states, and how much of them is held.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct HiddenStatesSettings {
     /// Hidden-state servers: `dflash hidden-server` or a stock vLLM, over http or https; commas
     /// separate several.
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "endpoint", value_name = "URL", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "http://127.0.0.1:8000/v1"))]
+    #[setting(free, may_differ)]
     pub vllm_endpoint: Vec<String>,
     /// Directory in which a stock vLLM leaves hidden states (its shared_storage_path). The files that
     /// it names are read and removed only there.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    #[setting(free, may_differ)]
     pub shared_storage_path: Option<PathBuf>,
     /// Take your word that the source's states are of the layers of --target-layer-ids, in this order: a
     /// stock vLLM and other software's files do not say which they are of. Needed once for the layers that
     /// no check proves; run.json records it, and a run that goes on does not ask again.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long))]
+    #[setting(free)]
     pub trust_layer_ids: bool,
     /// How long to wait for a server at the start, seconds; one that says it is loading gets
     /// --server-timeout if that is longer, and so does any server of a run that goes on.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 60))]
+    #[setting(free, may_differ)]
     pub wait_for_server: u64,
     /// How long a server may be gone or busy in the middle of a run, seconds.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 300))]
+    #[setting(free, may_differ)]
     pub server_timeout: u64,
     /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    #[setting(free, may_differ)]
     pub hidden_states_path: Option<PathBuf>,
     /// What to do when a sample is not stored.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnMissing::Generate))]
+    #[setting(told)]
     pub on_missing: OnMissing,
     /// What to do with a generated sample once it is trained on.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnGenerate::Delete))]
+    #[setting(free)]
     pub on_generate: OnGenerate,
     /// Hidden states in flight or waiting, MiB per rank. Default: 256, or three rows of
     /// --total-seq-len where these are more.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    #[setting(free, may_differ)]
     pub window_mib: Option<usize>,
     /// Requests in flight per rank.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 16))]
+    #[setting(free, may_differ)]
     pub max_in_flight: usize,
     /// Run the target in the trainer's own process, on its device and in turns with the training,
     /// instead of asking a server. Each rank holds the target.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long, conflicts_with_all = ["vllm_endpoint", "shared_storage_path", "hidden_states_path"]))]
+    // The same states, bit for bit on a CPU.
+    #[setting(free)]
     pub colocate: bool,
     /// With --colocate: type of the target's weights and activations, as --dtype of hidden-server.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
+    // A server has types of its own, which are not compared.
+    #[setting(told)]
     pub target_dtype: Dtype,
     /// With --colocate: type that the target's states are rounded to, as --wire-dtype of hidden-server.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = WireDtype::Bf16))]
+    #[setting(told)]
     pub states_dtype: WireDtype,
     /// With --colocate: maximum number of tokens in one forward pass of the target.
     #[serde(default = "target_batch_tokens")]
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = TARGET_BATCH_TOKENS))]
+    #[setting(free)]
     pub target_batch_tokens: usize,
 }
 

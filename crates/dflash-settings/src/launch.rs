@@ -1,5 +1,6 @@
 //! Ranks, and what remains of a run's checkpoints.
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_SECONDS, MOST_STEPS, needs, within};
@@ -13,59 +14,74 @@ pub(crate) const MOST_NODES: u64 = 65536;
 const MOST_RESTARTS: u64 = 10_000;
 
 /// Ranks: how many, where, and what happens when one dies.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct LaunchSettings {
     /// Ranks to start on this machine. Default: one, or what torchrun or Slurm started.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    // Counted in the recorded ranks and rows_per_step.
+    #[setting(free)]
     pub nproc: Option<usize>,
     /// Machines in the job. Start the same command on each, with its own --node-rank.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    #[setting(free)]
     pub nnodes: usize,
     /// Number of this machine among them, from 0.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R"))]
+    #[setting(free, may_differ)]
     pub node_rank: Option<usize>,
     /// Rendezvous address: the machine with --node-rank 0, and a free port on it.
     #[cfg_attr(feature = "clap", arg(long, value_name = "HOST:PORT"))]
+    #[setting(free, may_differ)]
     pub rdzv_endpoint: Option<String>,
     /// What carries gradients between ranks on GPUs; between CPUs it is gloo.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Backend::Auto))]
+    #[setting(free)]
     pub backend: Backend,
     /// Start all ranks again from the last checkpoint when one dies, up to N times.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
+    #[setting(free)]
     pub max_restarts: usize,
     /// Seconds that ranks and machines wait for each other to join.
     #[cfg_attr(feature = "clap", arg(long, value_name = "S", default_value_t = 120))]
+    #[setting(free)]
     pub join_timeout: u64,
     /// Seconds a rank waits for the others in a collective. A rank that hangs ends the job after
     /// this; a rank that waits for hidden states must not fall behind by more.
     #[cfg_attr(feature = "clap", arg(long, value_name = "S", default_value_t = 1800))]
+    #[setting(free)]
     pub collective_timeout: u64,
 }
 
 /// When checkpoints are written and which stay. The newest and the best always do.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct CheckpointSettings {
     /// Steps between checkpoints, besides those at the ends of epochs (unless
     /// --no-epoch-checkpoints) and of the run.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(free)]
     pub save_every: Option<u64>,
     /// Write no checkpoints at the ends of epochs. The last one of a run is always written.
     #[cfg_attr(feature = "clap", arg(long))]
+    #[setting(free)]
     pub no_epoch_checkpoints: bool,
     /// Keep only the last N checkpoints, and the best one where best.json names it. Default: all.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(free)]
     pub keep_last: Option<u64>,
     /// With --keep-last: also keep those of steps that are multiples of N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(free)]
     pub keep_every: Option<u64>,
     /// End with code 0 instead of 143 when SIGTERM stopped the run before its end and it has saved.
     #[cfg_attr(feature = "clap", arg(long))]
+    #[setting(free)]
     pub sigterm_is_success: bool,
     /// Seconds a run has after SIGTERM to finish its step and save. Default: 19, plus one for each
     /// 100 MB of a checkpoint.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS"))]
+    #[setting(free)]
     pub grace: Option<u64>,
 }
 

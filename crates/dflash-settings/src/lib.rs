@@ -8,6 +8,7 @@
 mod bench;
 mod check;
 mod choices;
+mod class;
 mod compute;
 mod demo;
 mod demo_target;
@@ -43,6 +44,7 @@ pub use choices::{
     Backend, ColorChoice, Device, Dtype, MatmulPrecision, OnGenerate, OnMissing, OptimizerKind,
     SchedulerType, Shell, Speculate, SpeculatorType, Thinking, Tracker, WireDtype,
 };
+pub use class::{Classed, Resume, Setting};
 pub use compute::ComputeSettings;
 pub use demo::DemoSettings;
 pub use demo_target::DemoTargetSettings;

@@ -1,5 +1,6 @@
 //! What is minimised.
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_MIB, positive, shares, within};
@@ -21,25 +22,30 @@ const LOSS_CHUNK_SHARE: u64 = 16;
 const MOST_GAMMA: f64 = 1e6;
 
 /// The loss and the weights of slots.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ObjectiveSettings {
     /// Loss terms `name` or `name=coefficient`, comma separated: ce, kl, rkl, jsd, tv, nla, lk.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TERMS", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "ce"))]
+    #[setting(compared, recipe)]
     pub loss: Vec<LossTerm>,
     /// Use the target's argmax as the label instead of the data's token.
     #[cfg_attr(feature = "clap", arg(long))]
+    #[setting(compared, recipe)]
     pub teacher_labels: bool,
     /// Slots after which a slot's weight has decayed to 1/e. Default: 7, 5, 4 for blocks of 16, 10,
     /// 8.
     #[cfg_attr(feature = "clap", arg(long, value_name = "G"))]
+    #[setting(compared, recipe)]
     pub gamma: Option<f64>,
     /// Weight slots by D-PACE with this smoothing instead of by distance.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ALPHA", conflicts_with = "gamma"))]
+    #[setting(compared, recipe)]
     pub dpace_alpha: Option<f64>,
     /// Memory of one chunk of logits, MiB. Default: 8 on a CPU; on a GPU a sixteenth of its free memory,
     /// at most 2048.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    #[setting(told)]
     pub loss_chunk_mib: Option<usize>,
 }
 

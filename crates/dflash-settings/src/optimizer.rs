@@ -1,5 +1,6 @@
 //! How parameters move.
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_RATE, MOST_STEPS, at_odds, positive, shares, within};
@@ -11,57 +12,73 @@ const MOST_DECAY: f64 = 1e6;
 const MOST_NORM: f64 = 1e20;
 
 /// Learning rate, its schedule, and the optimizer.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct OptimizerSettings {
     /// Peak learning rate.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR", default_value_t = 6e-4))]
+    #[setting(compared, recipe)]
     pub lr: f64,
     /// Learning-rate schedule after the warm-up.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SchedulerType::Cosine))]
+    #[setting(compared, recipe)]
     pub scheduler_type: SchedulerType,
     /// Fraction of all steps used for the warm-up.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.04))]
+    #[setting(compared, recipe)]
     pub warmup_ratio: f64,
     /// Warm-up steps, instead of a fraction.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", conflicts_with = "warmup_ratio"))]
+    #[setting(compared, recipe)]
     pub warmup_steps: Option<u64>,
     /// Final learning rate, as a fraction of the peak.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
+    #[setting(compared, recipe)]
     pub min_lr_ratio: f64,
     /// Fraction of all steps used for the decay, for wsd.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.2))]
+    #[setting(compared, recipe)]
     pub decay_ratio: f64,
     /// Optimizer of the matrices; norms always use AdamW.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OptimizerKind::Adamw))]
+    #[setting(lasting, recipe)]
     pub optimizer: OptimizerKind,
     /// Muon's peak learning rate, for the matrices. Default: ten times --lr.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR"))]
+    #[setting(compared, recipe)]
     pub muon_lr: Option<f64>,
     /// Decay of AdamW's mean of gradients. Default: 0.9.
     #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    #[setting(compared, recipe)]
     pub adam_beta1: Option<f64>,
     /// Decay of AdamW's mean of squared gradients. Default: 0.999.
     #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    #[setting(compared, recipe)]
     pub adam_beta2: Option<f64>,
     /// Added to the root of that mean, so that nothing is divided by 0. Default: 1e-8.
     #[cfg_attr(feature = "clap", arg(long, value_name = "E"))]
+    #[setting(compared, recipe)]
     pub adam_epsilon: Option<f64>,
     /// Decoupled weight decay of matrices.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
+    #[setting(compared, recipe)]
     pub weight_decay: f64,
     /// Decoupled weight decay of norms and biases.
     #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
+    #[setting(compared, recipe)]
     pub norm_weight_decay: f64,
     /// Keep a moving average of the weights with this decay; checkpoints then serve the average.
     #[cfg_attr(feature = "clap", arg(long, value_name = "D"))]
+    #[setting(lasting, recipe)]
     pub ema_decay: Option<f64>,
     /// Clip gradients to this global norm.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1.0))]
+    #[setting(compared, recipe)]
     pub max_grad_norm: f64,
     /// Stop after N consecutive steps with a non-finite gradient (such steps are skipped and
     /// counted).
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
+    #[setting(free)]
     pub max_bad_steps: u64,
 }
 

@@ -1,17 +1,20 @@
 //! How much of the processor is used.
 
 use dflash_cpu::{CpuLevel, VARIABLE};
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::Invalid;
 
 /// The processor's instructions.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ProcessorSettings {
     /// Compute on a CPU with its instructions up to this level, in our kernels and in libtorch, oneDNN
     /// and MKL, to see what another machine would do. Default: all that it has.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LEVEL", env = VARIABLE, value_parser = levels()))]
+    // The level that ran is recorded and said.
+    #[setting(free)]
     pub cpu_level: Option<CpuLevel>,
 }
 

@@ -1,5 +1,6 @@
 //! What a step trains on.
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_STEPS, MOST_TOKENS, within};
@@ -14,29 +15,37 @@ const MOST_EPOCHS: u64 = 100_000;
 const MOST_MICRO_BATCHES: u64 = 100_000;
 
 /// Packed rows and their anchors.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct RowSettings {
     /// Tokens of a packed row.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 3072))]
+    #[setting(lasting, recipe)]
     pub total_seq_len: usize,
     /// Maximum number of anchors per document.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 512))]
+    #[setting(compared, recipe)]
     pub anchors_per_sequence: usize,
     /// Maximum number of anchors per packed row.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 3072))]
+    #[setting(compared, recipe)]
     pub max_anchors: usize,
     /// Packed rows per rank and optimizer step.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
+    // Counted in the recorded rows_per_step.
+    #[setting(free, recipe)]
     pub gradient_accumulation_steps: usize,
     /// Passes over the data. Default: 6, or what --max-steps needs.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(compared, recipe)]
     pub epochs: Option<u64>,
     /// Stop after N optimizer steps; the schedule ends there.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(compared, recipe)]
     pub max_steps: Option<u64>,
     /// Seed of weights, order and anchors.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
+    #[setting(lasting, recipe)]
     pub seed: u64,
 }
 

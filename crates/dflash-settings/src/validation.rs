@@ -2,34 +2,41 @@
 
 use std::path::PathBuf;
 
+use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_ROWS, MOST_STEPS, MOST_TOKENS, at_odds, needs, within};
 
 /// Held-out samples and prompts.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ValidationSettings {
     /// Steps between validations; the last step has one too.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
+    #[setting(free)]
     pub eval_every: Option<u64>,
     /// Hold out this share of the samples, from the end of each source that the data were prepared from:
     /// loss, accuracy and expected acceptance length are measured on them, with the same anchors every
     /// time.
     #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
+    #[setting(lasting, recipe)]
     pub validation_ratio: f64,
     /// Measure the same on this prepared dataset, of which nothing is trained on, instead of a share.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
+    #[setting(told, may_differ)]
     pub validation_data: Option<PathBuf>,
     /// Prompts (JSON or JSONL) to decode with the target and the draft: their measured acceptance
     /// length names the best checkpoint.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    #[setting(told, may_differ)]
     pub eval_prompts: Option<PathBuf>,
     /// Use at most N of these prompts.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 32))]
+    #[setting(told)]
     pub eval_limit: usize,
     /// Longest answer to them, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 128))]
+    #[setting(told)]
     pub eval_max_new_tokens: usize,
 }
 

@@ -3,6 +3,7 @@
 
 use dflash_identity::file_digest;
 use dflash_model::{device_name, kind_name};
+use dflash_settings::{Classed, Setting, TrainSettings};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
@@ -10,37 +11,9 @@ use crate::Error;
 use crate::config::TrainConfig;
 use crate::prepared::Prepared;
 
-/// Keys in which ranks may differ. All others are compared, those of new settings too.
-const MAY_DIFFER: [&str; 24] = [
-    // Paths, which nodes may have mounted elsewhere. What is behind them is compared.
-    "target",
-    "target_dir",
-    "data_path",
-    "save_path",
-    "from_pretrained",
-    "pretrained_dir",
-    "hidden_states_path",
-    "eval_prompts",
-    "validation_data",
-    // Places in the network: a node may have a server of its own, and a number it must have.
-    "vllm_endpoint",
-    "shared_storage_path",
-    "wait_for_server",
-    "server_timeout",
-    "node_rank",
-    "rdzv_endpoint",
-    // What a machine can do. Where and in what precision ranks compute is compared.
-    "device",
-    "peak_tflops",
-    "window_mib",
-    "max_in_flight",
-    // How the run was started, and what this node shows.
-    "command",
-    "job",
-    "no_progress",
-    "log_to",
-    "run_name",
-];
+/// What a rank knows beside the settings and may know otherwise: where things are on its machine, and how it
+/// was started.
+const OF_THE_RANK: [&str; 4] = ["target_dir", "pretrained_dir", "command", "job"];
 
 impl Prepared<'_> {
     /// What this rank, which computes at `place`, must have in common with the others: names and
@@ -82,8 +55,16 @@ fn settings(config: &TrainConfig) -> Vec<(String, String)> {
         shape.remove("vocab_size");
         values.extend(shape);
     }
-    let compared = values.iter().filter(|(key, _)| !MAY_DIFFER.contains(&key.as_str()));
+    let mut own: Vec<&str> = may_differ().map(|setting| setting.key).collect();
+    own.extend(OF_THE_RANK);
+    let compared = values.iter().filter(|(key, _)| !own.contains(&key.as_str()));
     compared.map(|(key, value)| (format!("--{}", key.replace('_', "-")), text(value))).collect()
+}
+
+/// The settings in which ranks may differ: paths, which nodes may have mounted elsewhere, places in the network,
+/// what a machine can do, what a node shows. What is behind the paths is compared.
+fn may_differ() -> impl Iterator<Item = Setting> {
+    TrainSettings::settings().into_iter().filter(|setting| setting.may_differ)
 }
 
 fn keys_of(config: &TrainConfig) -> Map<String, Value> {
@@ -124,13 +105,18 @@ mod tests {
         let config = World::new().config("out");
         let compared = settings(&config);
         let known = keys_of(&config);
-        for key in MAY_DIFFER {
-            assert!(known.contains_key(key), "{key} is not a setting any more");
+        for key in OF_THE_RANK {
+            assert!(known.contains_key(key), "{key} is not known any more");
         }
         for key in known.keys().filter(|key| *key != "draft") {
             let flag = format!("--{}", key.replace('_', "-"));
-            let listed = MAY_DIFFER.contains(&key.as_str());
+            let listed = may_differ().any(|setting| setting.key == key)
+                || OF_THE_RANK.contains(&key.as_str());
             assert_eq!(compared.iter().any(|(name, _)| *name == flag), !listed, "{flag}");
+        }
+        for key in ["save_path", "vllm_endpoint", "window_mib", "run_name", "job"] {
+            let flag = format!("--{}", key.replace('_', "-"));
+            assert!(!compared.iter().any(|(name, _)| *name == flag), "{key}");
         }
         for key in ["lr", "seed", "loss", "optimizer", "max-grad-norm", "max-steps", "zero"] {
             assert!(compared.iter().any(|(name, _)| *name == format!("--{key}")), "{key}");

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use dflash_evaluation::{Answer, Lossless, Measured, Part, Verification, Way, Whole};
+use dflash_evaluation::{Answer, Lossless, Measured, Part, Verification, Way, Whole, turns};
 use dflash_model::target::Target;
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
 use dflash_text::ChatTokenizer;
@@ -23,10 +23,6 @@ use crate::{Error, SequenceId};
 
 /// Tokens of prompts that one step reads at most, as `dflash serve` has it by default.
 const PREFILL_TOKENS: usize = 2048;
-/// Parts of a set at most, and rounds of answers in a part at least: at its end fewer and fewer are made at
-/// a time.
-const MOST_PARTS: usize = 8;
-const LEAST_ROUNDS: usize = 2;
 /// Tokens of the untimed first answers.
 const WARM_UP_TOKENS: usize = 32;
 
@@ -87,8 +83,11 @@ impl Together<'_> {
             self.warm_up(engine, stop)?;
         }
         let mut rounds: Vec<Round> = engines.iter().map(|_| Round::default()).collect();
-        for (number, part) in self.parts().into_iter().enumerate() {
-            for at in self.order(number, engines.len()) {
+        // Where questions follow its answers plain decoding begins always.
+        let fixed = usize::from(self.asked.prompts.iter().any(Prompt::has_later_turns));
+        let parts = turns::parts(self.asked.prompts.len(), self.way.concurrency);
+        for (number, part) in parts.into_iter().enumerate() {
+            for at in turns::order(number, engines.len(), fixed) {
                 let plain = (at > 0).then(|| &rounds[0].said);
                 let round =
                     self.round(&mut engines[at], (part.clone(), plain), (stop, &mut done))?;
@@ -110,24 +109,6 @@ impl Together<'_> {
             results.push(Measured { step_seconds, ..measured });
         }
         Ok(results)
-    }
-
-    /// The rows of each part.
-    fn parts(&self) -> Vec<Range<usize>> {
-        let rows = self.asked.prompts.len();
-        let parts = (rows / (LEAST_ROUNDS * self.way.concurrency)).clamp(1, MOST_PARTS);
-        (0..parts).map(|part| part * rows / parts..(part + 1) * rows / parts).collect()
-    }
-
-    /// In which order the ways answer a part: each begins in its turn. Plain decoding begins always where
-    /// questions follow its answers.
-    fn order(&self, part: usize, ways: usize) -> Vec<usize> {
-        let follows = self.asked.prompts.iter().any(Prompt::has_later_turns);
-        let fixed = usize::from(follows).min(ways);
-        let mut order: Vec<usize> = (0..ways).collect();
-        let turning = &mut order[fixed..];
-        turning.rotate_left(part % turning.len().max(1));
-        order
     }
 
     fn options(&self) -> EngineOptions {

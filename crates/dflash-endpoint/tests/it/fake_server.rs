@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -42,6 +42,7 @@ struct State {
     at_once: usize,
     most_at_once: usize,
     bodies: Vec<Value>,
+    arrivals: Vec<Instant>,
     /// Times that the question with this text gets a 500 instead of an answer.
     stumbles: Option<(&'static str, usize)>,
     /// After how many answers the counters begin at 0 again.
@@ -83,6 +84,11 @@ impl FakeServer {
     /// The bodies of all questions, warm-up included.
     pub(crate) fn bodies(&self) -> Vec<Value> {
         self.state.lock().unwrap().bodies.clone()
+    }
+
+    /// When each of these questions came.
+    pub(crate) fn arrivals(&self) -> Vec<Instant> {
+        self.state.lock().unwrap().arrivals.clone()
     }
 
     /// How many questions were answered at the same time.
@@ -157,6 +163,7 @@ fn answer(
     {
         let mut state = state.lock().unwrap();
         state.bodies.push(body);
+        state.arrivals.push(Instant::now());
         state.answers += 1;
         state.at_once += 1;
         state.most_at_once = state.most_at_once.max(state.at_once);

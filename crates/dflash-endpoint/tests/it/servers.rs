@@ -128,6 +128,28 @@ fn a_plain_server_gives_the_speed_up() {
 }
 
 #[test]
+fn two_servers_take_turns_and_their_speed_up_has_an_error() {
+    let (place, fast) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let slow = FakeServer::start(Manners::Plain, PACE);
+    let plain_endpoint = Some(slow.url.clone());
+    let settings = EvalSettings { plain_endpoint, concurrency: vec![2], ..place.settings(&fast) };
+    place.prompts(&"{\"question\": \"q\"}\n".repeat(16));
+    let report = run(&settings).unwrap();
+    let (plain, drafted) = (of(&report, "none"), of(&report, "vllm"));
+    assert_eq!((plain.whole.parts.len(), drafted.whole.parts.len()), (4, 4));
+    assert!(drafted.whole.parts.iter().all(|part| part.tokens == 4 * TOKENS));
+    assert_eq!(drafted.whole.verification.as_ref().unwrap().steps, 16 * 4);
+    assert!(drafted.noise["speed_up"] > 0.0, "{:?}", drafted.noise);
+    // Who is asked: warm-up of both, then plain, fast; fast, plain; plain, fast; fast, plain.
+    let asked = |server: &FakeServer, name| server.arrivals().into_iter().map(move |at| (at, name));
+    let mut asked: Vec<_> = asked(&slow, "plain").chain(asked(&fast, "fast")).collect();
+    asked.sort();
+    let mut turns: Vec<&str> = asked.into_iter().map(|(_, name)| name).collect();
+    turns.dedup();
+    assert_eq!(turns, ["plain", "fast", "plain", "fast", "plain", "fast", "plain"]);
+}
+
+#[test]
 fn ways_reach_the_server() {
     let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
     let settings = EvalSettings {

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash_console::say;
 use dflash_export::{Source, export};
 use dflash_hub::{Hub, Part};
 use dflash_model::target::TargetFacts;
@@ -26,14 +25,8 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
             draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
         checked.map_err(|error| of_export(error, &settings.draft))?;
     }
-    if settings.format == ExportFormat::Zlab {
-        let (ids, last) = (&source.config().target_layer_ids, target.num_hidden_layers as u32);
-        if let Some(id) = ids.iter().find(|&&id| id == 0 || id == last) {
-            say(format!(
-                "SGLang cannot serve this draft: it gives out the states between layers, and the draft \
-                 looks at layer id {id} of 0 to {last}; vLLM and Transformers can"
-            ));
-        }
+    if settings.format == ExportFormat::Zlab && !settings.without_sglang {
+        check_sglang(&source, &target)?;
     }
     let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
     let near = exported.nearness;
@@ -48,6 +41,22 @@ pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::
     );
     println!("{}", exported.path.display());
     Ok(())
+}
+
+/// SGLang reads this layout too. By SGLang 0.5.23 it refuses id 0 when it starts, and of all targets only
+/// gpt-oss gives out id n.
+fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
+    let last = target.num_hidden_layers as u32;
+    let gives_last = target.architecture == "GptOssForCausalLM";
+    let refused = |&&id: &&u32| id == 0 || (id == last && !gives_last);
+    match source.config().target_layer_ids.iter().find(refused) {
+        None => Ok(()),
+        Some(id) => anyhow::bail!(
+            "SGLang cannot serve this draft: it gives out the states between layers, and the draft looks \
+             at layer id {id} of 0 to {last}. vLLM and Transformers can: pass --without-sglang to export \
+             it for them"
+        ),
+    }
 }
 
 /// A mask token cannot be chosen here: the draft was trained with it.

@@ -6,9 +6,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
+use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_test_support::{ChaCha8Rng, Rng, eventually, random};
 
-use crate::running::{Running, free_port};
+use crate::running::{Running, free_port, send};
 use crate::world::{World, losses, sorted_checkpoints};
 
 /// A real server of a world's target; killed when dropped.
@@ -103,6 +104,64 @@ fn a_run_waits_for_its_server_and_knows_it_again() {
     assert!(resumed.success(), "{}", resumed.stderr);
     super::assert_same_losses(&losses(&world.path("whole")), &losses(&world.path("part")));
     drop(server);
+}
+
+#[test]
+fn a_terminal_shows_that_a_server_is_slow_while_it_is() {
+    let world = World::new();
+    let port = free_port();
+    let server = Server::start(&world, port, &["1", "2"]);
+    let (endpoint, nowhere) = (format!("http://127.0.0.1:{port}"), world.path("nowhere"));
+    let nowhere = nowhere.to_string_lossy();
+    let mut line = world.arguments("out", &served(&endpoint, &nowhere, &["--epochs", "100000"]));
+    line.retain(|word| word != "--no-progress");
+    let command = format!("{} {}", env!("CARGO_BIN_EXE_dflash-engine"), line.join(" "));
+    let log = world.path("typescript");
+    // `script` gives the command a terminal, and writes down what it shows.
+    let mut script = Command::new("script");
+    if script.arg("--version").output().is_err() {
+        println!("skipped: no program `script` here");
+        return;
+    }
+    let mut script = Command::new("script");
+    script.args(["-qefc", &command]).arg(&log).env("OMP_NUM_THREADS", "1").env("TERM", "xterm");
+    let mut run = Running::start(script.stdin(Stdio::null()));
+    run.await_step(&world.path("out"), 3);
+    let shown = || String::from_utf8_lossy(&std::fs::read(&log).unwrap()).into_owned();
+    assert!(!shown().contains("waiting for hidden states"), "{}", shown());
+    send("-STOP", server.0.id());
+    eventually("the wait is shown", || shown().contains("waiting for hidden states: 3 s"));
+    eventually("it goes on", || shown().contains("waiting for hidden states: 5 s"));
+    send("-CONT", server.0.id());
+    let step = losses(&world.path("out")).last().unwrap().0;
+    run.await_step(&world.path("out"), step + 3);
+}
+
+/// The first row is what a preflight reads first; of equal tokens all layers of a target may look alike.
+#[test]
+fn our_own_server_is_believed_whatever_the_first_row_says() {
+    let world = World::new();
+    let port = free_port();
+    let _server = Server::start(&world, port, &["1", "2"]);
+    let endpoint = format!("http://127.0.0.1:{port}");
+    let nowhere = world.path("nowhere").display().to_string();
+    let text = |row: i64| (0..20).map(move |t| (row * 13 + t * t) % 60);
+    let equal: Vec<i64> = vec![7; 64];
+    let spaces: Vec<i64> = [9; 40].into_iter().chain(text(3)).collect();
+    for (name, first) in [("equal", equal), ("spaces", spaces)] {
+        let data = world.path(name);
+        let mut writer = DatasetWriter::create(&data, WriterOptions::default()).unwrap();
+        let rows = std::iter::once(first).chain((0..6).map(|row| text(row).collect()));
+        for input_ids in rows {
+            let loss_mask = vec![true; input_ids.len()];
+            writer.push(&Sample { input_ids, loss_mask }).unwrap();
+        }
+        writer.finish().unwrap();
+        let data = data.display().to_string();
+        let flags = served(&endpoint, &nowhere, &["--data-path", &data, "--epochs", "1"]);
+        let run = world.train(&format!("{name}-run"), &flags);
+        assert!(run.success(), "{name}: {}", run.stderr);
+    }
 }
 
 #[test]

@@ -153,6 +153,33 @@ fn without_prompts_the_best_is_told_by_held_out_rows() {
 }
 
 #[test]
+fn an_evaluation_is_kept_beside_the_checkpoint_unless_that_is_not_wanted() {
+    let world = World::new();
+    let run = world.train("run", &["--max-steps", "1"]);
+    assert!(run.success(), "{}", run.stderr);
+    let checkpoint = run.stdout.trim();
+    let names = || {
+        let entries = std::fs::read_dir(checkpoint).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let (before, prompts) = (names(), world.prompts("prompts.jsonl"));
+    let eval = |more: &[&str]| {
+        let target = world.path("target").display().to_string();
+        let own = ["eval", "--target", &target, "--draft", checkpoint, "--prompts", &prompts];
+        let run = world.engine(&[&own[..], &["--max-new-tokens", "8"], more].concat());
+        assert!(run.success(), "{}", run.stderr);
+        run.stderr
+    };
+    assert!(!eval(&["--no-record"]).contains(checkpoint));
+    assert_eq!(names(), before, "nothing is written");
+    assert!(eval(&[]).contains(checkpoint), "it says where it wrote");
+    assert_ne!(names(), before);
+}
+
+#[test]
 fn a_validation_set_of_its_own_takes_nothing_from_the_data() {
     let world = World::new();
     let rows = |count: usize| {

@@ -30,15 +30,22 @@ impl Card<'_> {
         let repo = &self.settings.repo;
         let drafts = block - 1;
         let vllm = self.at_revision(|name| format!(", \"revision\": \"{name}\""));
-        let sglang =
-            self.at_revision(|name| format!(" \\\n  --speculative-draft-model-revision {name}"));
-        format!(
+        let mut text = format!(
             "\nvLLM:\n\n```sh\nvllm serve {target} \\\n  --speculative-config '{{\"method\": \
-             \"dflash\", \"model\": \"{repo}\"{vllm}, \"num_speculative_tokens\": {drafts}}}'\n```\n\
-             \nSGLang:\n\n```sh\npython -m sglang.launch_server --model-path {target} \\\n  \
-             --speculative-algorithm DFLASH --speculative-draft-model-path {repo} \\\n  \
-             --speculative-num-draft-tokens {block}{sglang}\n```\n"
-        )
+             \"dflash\", \"model\": \"{repo}\"{vllm}, \"num_speculative_tokens\": {drafts}}}'\n```\n"
+        );
+        if self.drafter.shape.suits_sglang() {
+            let revision = self
+                .at_revision(|name| format!(" \\\n  --speculative-draft-model-revision {name}"));
+            write!(
+                text,
+                "\nSGLang:\n\n```sh\npython -m sglang.launch_server --model-path {target} \\\n  \
+                 --speculative-algorithm DFLASH --speculative-draft-model-path {repo} \\\n  \
+                 --speculative-num-draft-tokens {block}{revision}\n```\n"
+            )
+            .expect("grows");
+        }
+        text
     }
 
     /// How an engine is told the branch; nothing where that is the main one.

@@ -128,6 +128,19 @@ fn settings_add_what_the_run_does_not_know() {
 }
 
 #[test]
+fn an_engine_that_cannot_serve_it_is_left_out() {
+    let settings = settings(json!({}));
+    let mut drafter = drafter("Qwen/Qwen3-8B");
+    drafter.shape.target_depth = Some(36);
+    for (layers, serves) in [([1, 35], true), ([0, 35], false), ([1, 36], false)] {
+        drafter.shape.target_layers = layers.to_vec();
+        let text = Card { settings: &settings, drafter: &drafter, evidence: &[] }.text();
+        assert!(text.contains("vllm serve"), "{text}");
+        assert_eq!(text.contains("sglang.launch_server"), serves, "{layers:?}\n{text}");
+    }
+}
+
+#[test]
 fn text_from_elsewhere_stays_in_its_cell() {
     let strange = Evaluation { prompts: "a|b<i>\n`c.jsonl".into(), ..report() };
     let text = text("Qwen/Qwen3-8B", json!({}), &[strange]);

@@ -179,6 +179,21 @@ mod tests {
         // 8 GFLOP in 13 ms.
         close(found.products, 8e9 / 13e-3 / 989e12);
         assert_eq!((found.flash, found.bandwidth), ((0.5, 0.1), 0.5));
+        let of = |part, operation: &str| {
+            found.of_event(&Event {
+                operation: operation.to_owned(),
+                part,
+                form: dflash_torch_sys::trace::Form::Operator,
+                launches: 1,
+                read: 0.0,
+                written: 0.0,
+                flops: 1.0,
+                tile_flops: 1.0,
+            })
+        };
+        close(of("mlp", "aten::mm"), 2.0 / 989.0);
+        close(of("projections", "aten::mm"), found.products);
+        assert_eq!(of("attention", "aten::_flash_attention_backward"), 0.1);
         assert_eq!((found.operator, found.slow()), (5e-6, None));
         // As the bench prints it, behind other lines.
         let line =

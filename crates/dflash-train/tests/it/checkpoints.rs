@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dflash_run::recorded;
-use dflash_settings::{CheckpointSettings, Dtype, SchedulerType, TrainSettings};
+use dflash_settings::{CheckpointSettings, Classed, Dtype, Resume, SchedulerType, TrainSettings};
 use dflash_train::config::TrainConfig;
 
 use crate::load;
@@ -153,15 +153,19 @@ fn other_settings_are_listed_and_refused_unless_allowed() {
 }
 
 #[test]
-fn every_setting_is_compared_or_left_out_on_purpose() {
-    let world = World::new();
-    let keys: Vec<String> = recorded(&world.config("out").settings).into_keys().collect();
-    // What is new is compared without a word; only what decides nothing is named in dflash-run.
-    for compared in ["loss", "lr", "scheduler_type", "max_anchors", "max_steps", "zero"] {
-        assert!(keys.iter().any(|key| key == compared), "{compared} is not compared");
-    }
-    for free in ["save_path", "vllm_endpoint", "no_progress", "keep_last", "run_name"] {
-        assert!(!keys.iter().any(|key| key == free), "{free} is compared");
+fn every_setting_knows_what_it_is_to_a_resumed_run() {
+    let settings = World::new().config("out").settings;
+    let written = serde_json::to_value(&settings).unwrap();
+    let mut written: Vec<&str> = written.as_object().unwrap().keys().map(String::as_str).collect();
+    let classed = TrainSettings::settings();
+    let mut keys: Vec<&str> = classed.iter().map(|setting| setting.key).collect();
+    written.sort_unstable();
+    keys.sort_unstable();
+    assert_eq!(keys, written);
+    let recorded = recorded(&settings);
+    for setting in classed {
+        let decides = matches!(setting.resume, Resume::Compared | Resume::Told);
+        assert_eq!(recorded.contains_key(setting.key), decides, "{}", setting.key);
     }
 }
 

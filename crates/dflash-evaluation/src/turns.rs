@@ -1,0 +1,49 @@
+//! In which parts, and in which order, several ways answer one set: each answers a part before the next one
+//! begins, so that a machine that warms up, or has other work, slows all alike.
+
+use std::ops::Range;
+
+/// Parts of a set at most, and rounds of answers in a part at least: at its end fewer and fewer are made at
+/// a time.
+const MOST_PARTS: usize = 8;
+const LEAST_ROUNDS: usize = 2;
+
+/// The rows of each part of a set of `rows`, `concurrency` of which are answered at a time.
+pub fn parts(rows: usize, concurrency: usize) -> Vec<Range<usize>> {
+    let parts = (rows / (LEAST_ROUNDS * concurrency)).clamp(1, MOST_PARTS);
+    (0..parts).map(|part| part * rows / parts..(part + 1) * rows / parts).collect()
+}
+
+/// The order of `ways` in a part: the first `fixed` of them always begin, of the others each in its turn.
+pub fn order(part: usize, ways: usize, fixed: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..ways).collect();
+    let turning = &mut order[fixed.min(ways)..];
+    turning.rotate_left(part % turning.len().max(1));
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_in_one_part_and_no_part_is_short() {
+        for (rows, concurrency, expect) in
+            [(1, 1, 1), (3, 1, 1), (4, 1, 2), (12, 4, 1), (100, 4, 8)]
+        {
+            let parts = parts(rows, concurrency);
+            assert_eq!(parts.len(), expect, "{rows} {concurrency}");
+            let all: Vec<usize> = parts.iter().cloned().flatten().collect();
+            assert_eq!(all, (0..rows).collect::<Vec<_>>());
+            assert!(expect == 1 || parts.iter().all(|part| part.len() >= 2 * concurrency));
+        }
+    }
+
+    #[test]
+    fn each_way_begins_in_its_turn_behind_the_fixed_ones() {
+        let orders = |fixed| [0, 1, 2].map(|part| order(part, 3, fixed));
+        assert_eq!(orders(0), [[0, 1, 2], [1, 2, 0], [2, 0, 1]]);
+        assert_eq!(orders(1), [[0, 1, 2], [0, 2, 1], [0, 1, 2]]);
+        assert_eq!(order(5, 1, 1), [0]);
+    }
+}
