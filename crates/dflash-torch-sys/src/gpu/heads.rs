@@ -131,9 +131,9 @@ pub fn heads_to(
     let has_query_weight = query_heads > 0 && key_weight.is_some();
     assert_eq!(query_weight.is_some(), has_query_weight, "norms are of all heads or of none");
     let ((key_row, key_head), (value_row, value_head)) = (
-        room_strides(room.key, x, (rows, key_heads)),
+        room_strides(room.key, x, [rows, key_heads, dim]),
         match room.value {
-            Some(value) => room_strides(value, x, (rows, key_heads)),
+            Some(value) => room_strides(value, x, [rows, key_heads, dim]),
             None => (0, 0),
         },
     );
@@ -175,10 +175,10 @@ pub fn heads_to(
     query
 }
 
-/// Strides of rows and of heads of `room`, for `rows` and `heads` of the kind of `x`.
-fn room_strides(room: &Tensor, x: &Tensor, (rows, heads): (i64, i64)) -> (i64, i64) {
+/// Strides of rows and of heads of `room`, for rows of `heads` [N, kv heads, D] of the kind of `x`.
+fn room_strides(room: &Tensor, x: &Tensor, heads: [i64; 3]) -> (i64, i64) {
     let (size, stride) = (room.size(), room.stride());
-    assert!(size[..2] == [rows, heads] && room.kind() == x.kind(), "a room of {size:?}");
+    assert!(size == heads && room.kind() == x.kind(), "a room of {size:?} for {heads:?}");
     assert!(stride[2] == 1, "a kernel needs the elements of a head side by side, got {stride:?}");
     (stride[0], stride[1])
 }
