@@ -2,11 +2,13 @@
 //!
 //! Every row of a block stands behind other tokens, so each is adjusted by those that its own position has
 //! before it, proposals included: the distribution is the one that plain decoding has there, and verification
-//! keeps it. A draft proposes by its own logits, which costs acceptance and changes no text.
+//! keeps it. A grammar comes last: what it forbids has no share, and a proposal of it is refused. A draft proposes by its own logits, which costs acceptance and changes no text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tch::{Kind, Tensor};
+
+use crate::grammar::Grammar;
 
 /// Changes of logits, in the order in which they are made (that of vLLM).
 #[derive(Debug, Clone, PartialEq)]
@@ -47,12 +49,17 @@ pub(crate) struct Adjuster {
     /// The answer's tokens, and how often it has them.
     answer: BTreeMap<i64, usize>,
     tokens: usize,
+    grammar: Option<Grammar>,
 }
 
 impl Adjuster {
     /// `None` where nothing is asked for.
-    pub(crate) fn new(asked: LogitAdjustments, prompt: &[i64], stop_ids: &[i64]) -> Option<Self> {
-        if asked == LogitAdjustments::default() {
+    pub(crate) fn new(
+        (asked, grammar): (LogitAdjustments, Option<Grammar>),
+        prompt: &[i64],
+        stop_ids: &[i64],
+    ) -> Option<Self> {
+        if asked == LogitAdjustments::default() && grammar.is_none() {
             return None;
         }
         let counts_prompt = asked.repetition_penalty != 1.0;
@@ -67,6 +74,7 @@ impl Adjuster {
             stop_ids: stop_ids.to_vec(),
             answer: BTreeMap::new(),
             tokens: 0,
+            grammar,
         })
     }
 
@@ -74,15 +82,36 @@ impl Adjuster {
     pub(crate) fn take(&mut self, tokens: &[i64]) {
         tokens.iter().for_each(|&id| *self.answer.entry(id).or_default() += 1);
         self.tokens += tokens.len();
+        if let Some(grammar) = &mut self.grammar {
+            let text = tokens.iter().take_while(|id| !self.stop_ids.contains(id));
+            let text: Vec<u32> = text.map(|&id| id as u32).collect();
+            grammar.take(&text);
+        }
     }
 
-    /// Logits [B, V] of the position behind the answer so far, and of those behind each of `proposed`.
-    pub(crate) fn adjusted(&self, logits_bv: &Tensor, proposed: &[i64]) -> Tensor {
+    /// Whether it is not known any more what the grammar allows.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.grammar.as_ref().is_some_and(Grammar::has_failed)
+    }
+
+    /// Logits [B, V] of the position behind the answer so far, and of those behind each of `proposed`: up
+    /// to the first of these that cannot stand there.
+    pub(crate) fn adjusted(&mut self, logits_bv: &Tensor, proposed: &[i64]) -> Tensor {
         // A copy: the log-probabilities that a request asks for are those of the logits as they were.
         let adjusted_bv = logits_bv.to_kind(Kind::Float).copy();
         let mut answer = self.answer.clone();
+        let grammar = self.grammar.as_mut();
+        let allowed = grammar.map(|grammar| grammar.allowed(proposed, &self.stop_ids));
+        let allowed = allowed.unwrap_or_default();
         for row in 0..adjusted_bv.size()[0] {
-            self.adjust(&adjusted_bv.get(row), &answer, self.tokens + row as usize);
+            let (logits_v, allowed) = (adjusted_bv.get(row), allowed.get(row as usize));
+            let is_end = allowed.is_some_and(|allowed| allowed.is_end(&self.stop_ids));
+            // Where there is nothing else to say, a text ends however short it is.
+            let tokens = if is_end { usize::MAX } else { self.tokens + row as usize };
+            self.adjust(&logits_v, &answer, tokens);
+            if let Some(allowed) = allowed {
+                allowed.forbid_others(&logits_v);
+            }
             if let Some(&id) = proposed.get(row as usize) {
                 *answer.entry(id).or_default() += 1;
             }
@@ -141,7 +170,7 @@ mod tests {
             min_tokens: 4,
         };
         // The prompt has 0 and 1, the answer 1 twice, and 5 ends it.
-        let mut adjuster = Adjuster::new(asked, &[0, 1], &[5]).unwrap();
+        let mut adjuster = Adjuster::new((asked, None), &[0, 1], &[5]).unwrap();
         adjuster.take(&[1]);
         adjuster.take(&[1]);
         let logits = Tensor::from_slice(&[3.0f32, -3.0, 1.0, 2.0, 0.0, 9.0]).expand([3, 6], false);
@@ -153,6 +182,6 @@ mod tests {
         // Four tokens are enough.
         assert_eq!(found[12..], [1.5, -7.25, -0.25, 0.25, 10.0, 9.0]);
         assert_eq!(logits.double_value(&[0, 0]), 3.0);
-        assert!(Adjuster::new(LogitAdjustments::default(), &[0], &[5]).is_none());
+        assert!(Adjuster::new((LogitAdjustments::default(), None), &[0], &[5]).is_none());
     }
 }

@@ -15,6 +15,7 @@ mod lengths;
 mod packed;
 mod prefixes;
 mod proposer;
+mod request;
 mod sequence;
 mod tensors;
 mod timing;
@@ -32,139 +33,18 @@ use self::proposer::{Proposer, look_up};
 use self::sequence::{Sequence, empty_caches, first_capacity};
 use self::tensors::Turn;
 use crate::Error;
-use crate::adjust::LogitAdjustments;
-use crate::limits::Limits;
-use crate::sampling::{AcceptanceRule, Sampling};
+use crate::sampling::AcceptanceRule;
 
 pub use self::proposer::Proposals;
+pub use self::request::{
+    Block, EngineOptions, Finish, Logprob, NewToken, Output, Request, SequenceId,
+};
 
 /// Fewer tokens than this are not worth a copy.
 const LEAST_REUSE: usize = 16;
 /// Memory of ended sequences' caches that is kept for the next ones: to ask the operating system for the
 /// same pages again takes as long as many steps of a small target.
 const SPARE_BYTES: usize = 64 << 20;
-
-/// What an engine may use.
-#[derive(Debug, Clone, Copy)]
-pub struct EngineOptions {
-    /// Sequences decoded together at most.
-    pub max_sequences: usize,
-    /// Tokens of a sequence at most, prompt and answer together.
-    pub max_model_len: usize,
-    /// Tokens of prompts that one step reads at most, so that those who decode do not wait long.
-    pub prefill_tokens: usize,
-    /// Bytes that the caches of finished sequences take at most.
-    pub prefix_bytes: usize,
-    /// How many tokens are proposed at a time.
-    pub speculate: Speculate,
-}
-
-/// What is asked of an engine.
-#[derive(Debug, Clone)]
-pub struct Request {
-    /// The prompt's tokens, at least one.
-    pub prompt: Vec<i64>,
-    /// Tokens of the answer at most, its end token included; at least one.
-    pub max_new_tokens: usize,
-    /// Tokens that end the answer.
-    pub stop_ids: Vec<i64>,
-    /// How its tokens are chosen.
-    pub sampling: Sampling,
-    /// What is done to the logits before.
-    pub adjustments: LogitAdjustments,
-    /// Seed of the choice.
-    pub seed: u64,
-    /// Report the logarithm of each token's probability, and of so many of the most likely ones.
-    pub logprobs: Option<usize>,
-    /// Whether tokens may be proposed, where there is something that proposes them.
-    pub speculative: bool,
-}
-
-impl EngineOptions {
-    /// For one sequence at a time, of all that `target` takes, whose prompt is read at once.
-    pub fn one_by_one(target: &Target, speculate: Speculate) -> Self {
-        let max_model_len = target.config().max_position_embeddings as usize;
-        Self {
-            max_sequences: 1,
-            max_model_len,
-            prefill_tokens: max_model_len,
-            prefix_bytes: 0,
-            speculate,
-        }
-    }
-}
-
-impl Request {
-    /// To answer `prompt` within `limits`, with proposals where there are some.
-    pub fn new(prompt: &[i64], limits: &Limits, sampling: Sampling, seed: u64) -> Self {
-        Self {
-            prompt: prompt.to_vec(),
-            max_new_tokens: limits.max_new_tokens,
-            stop_ids: limits.stop_ids.clone(),
-            sampling,
-            adjustments: LogitAdjustments::default(),
-            seed,
-            logprobs: None,
-            speculative: true,
-        }
-    }
-}
-
-/// A sequence of an engine, never given twice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SequenceId(u64);
-
-/// What a step made of a sequence.
-#[derive(Debug, Clone)]
-pub struct Output {
-    /// The sequence.
-    pub id: SequenceId,
-    /// New tokens, cut at the answer's end.
-    pub tokens: Vec<NewToken>,
-    /// The block that was verified; `None` for the token that the prompt itself gives, and where nothing
-    /// was proposed.
-    pub block: Option<Block>,
-    /// Why the answer ends here. The sequence is gone then.
-    pub finish: Option<Finish>,
-    /// Tokens of the prompt that were not read but copied.
-    pub cached_tokens: usize,
-}
-
-/// A token of an answer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct NewToken {
-    /// The token.
-    pub id: i64,
-    /// Where they were asked for.
-    pub logprob: Option<Logprob>,
-}
-
-/// Natural logarithms of probabilities by the target's logits, before temperature and filters.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Logprob {
-    /// Of the token.
-    pub chosen: f64,
-    /// Of the most likely ones, these first.
-    pub top: Vec<(i64, f64)>,
-}
-
-/// A verified block.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Block {
-    /// What was proposed.
-    pub proposed: Vec<i64>,
-    /// How many of these, from the first on, the target accepted.
-    pub accepted: usize,
-}
-
-/// Why an answer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Finish {
-    /// By an end token.
-    Stop,
-    /// It has as many tokens as it may.
-    Length,
-}
 
 /// Decodes sequences together.
 #[derive(Debug)]
@@ -277,18 +157,18 @@ impl<'a> Engine<'a> {
     /// Adds a sequence; [`Self::step`] tells what becomes of it.
     ///
     /// # Panics
-    /// When there is no room, the prompt is empty, no token is asked for, or both together exceed
+    /// When there is no room, the prompt is empty, or prompt and answer together exceed
     /// the longest sequence: bugs of the caller.
     pub fn add(&mut self, request: Request) -> SequenceId {
         let (prompt, new) = (request.prompt.len(), request.max_new_tokens);
         assert!(self.has_room(), "{} sequences are all that fit", self.options.max_sequences);
-        assert!(prompt > 0 && new > 0, "a sequence has a prompt and an answer");
+        assert!(prompt > 0, "a sequence has a prompt");
         let most = self.options.max_model_len;
         assert!(
             prompt + new <= most,
             "{prompt} and {new} tokens exceed the longest sequence, {most}"
         );
-        let id = SequenceId(self.next_id);
+        let id = SequenceId::numbered(self.next_id);
         self.next_id += 1;
         // Whether it drafts changes no text.
         let drafts = request.speculative && self.lengths.is_worth_context(self.len() + 1);

@@ -101,6 +101,16 @@ pub enum Error {
          with other programs ended"
     )]
     OutOfMemory { sequences: usize, reason: String },
+    #[error(
+        "the target's tokenizer does not tell which bytes its tokens stand for, so no answer of it can be \
+         held to a format"
+    )]
+    UnknownSpelling,
+    #[error("the target names no end token, so no answer of it can be held to a format")]
+    NoEndToken,
+    /// A grammar cannot be taken, in the words of what reads it.
+    #[error("{reason}")]
+    Grammar { reason: String },
     /// The user stopped the run.
     #[error("interrupted")]
     Interrupted,

@@ -7,10 +7,10 @@ use dflash_settings::GenerateSettings;
 use dflash_text::{Message, Role};
 
 use crate::Error;
-use crate::adjust::LogitAdjustments;
 use crate::answer::answer;
 use crate::blocks::Marks;
 use crate::engine::{Engine, EngineOptions, NewToken, Output, Proposals, Request};
+use crate::limits::Limits;
 use crate::models::Models;
 use crate::sampling::Sampling;
 use crate::text::TextStream;
@@ -190,21 +190,17 @@ impl<'a> Conversation<'a> {
             return Err(Error::LongPrompt { tokens, context });
         }
         let settings = self.settings;
-        Ok(Request {
-            prompt,
+        let limits = Limits {
             max_new_tokens: settings.max_new_tokens.min(context - tokens),
             stop_ids: self.models.stop_ids(),
-            sampling: Sampling {
-                temperature: settings.temperature,
-                top_p: settings.top_p,
-                top_k: settings.top_k,
-                min_p: 0.0,
-            },
-            adjustments: LogitAdjustments::default(),
-            seed: settings.seed,
-            logprobs: None,
-            speculative: true,
-        })
+        };
+        let sampling = Sampling {
+            temperature: settings.temperature,
+            top_p: settings.top_p,
+            top_k: settings.top_k,
+            min_p: 0.0,
+        };
+        Ok(Request::new(&prompt, &limits, sampling, settings.seed))
     }
 
     /// A few untimed tokens each way: the first passes allocate, and fill caches.

@@ -16,6 +16,7 @@ mod engine;
 mod error;
 mod eval;
 mod generate;
+mod grammar;
 mod limits;
 mod lossless;
 mod models;
@@ -38,6 +39,7 @@ pub use engine::{
 pub use error::Error;
 pub use eval::evaluate;
 pub use generate::{Conversation, GenerateSummary, PlainSpeed};
+pub use grammar::{Grammar, GrammarSource, GrammarVocabulary};
 pub use limits::Limits;
 pub use lossless::compare;
 pub use models::{DraftSource, LoadedProposer, Models, ModelsConfig};

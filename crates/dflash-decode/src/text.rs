@@ -16,6 +16,8 @@ pub struct TextStream<'a> {
     /// Tokens from the last cut between characters on, and how many of them have been read.
     ids: Vec<i64>,
     read: usize,
+    /// Special tokens that belong to the text.
+    shown: Vec<i64>,
     /// Text that may begin a stop string.
     held: String,
     stopped: bool,
@@ -25,7 +27,13 @@ impl<'a> TextStream<'a> {
     /// The text up to the first of `stops`, of which none is empty.
     pub fn new(tokenizer: &'a ChatTokenizer, stops: Vec<String>) -> Self {
         debug_assert!(stops.iter().all(|stop| !stop.is_empty()), "it would stop before it began");
-        Self { tokenizer, stops, ids: Vec::new(), read: 0, held: String::new(), stopped: false }
+        let (ids, shown, held) = (Vec::new(), Vec::new(), String::new());
+        Self { tokenizer, stops, ids, read: 0, shown, held, stopped: false }
+    }
+
+    /// The same with these special tokens, which have no text otherwise.
+    pub fn showing(self, shown: Vec<i64>) -> Self {
+        Self { shown, ..self }
     }
 
     /// Takes the next token; returns the text that is certain now. After a stop string there is none.
@@ -35,6 +43,14 @@ impl<'a> TextStream<'a> {
     pub fn push(&mut self, id: i64) -> Result<String, Error> {
         if self.stopped {
             return Ok(String::new());
+        }
+        if self.shown.contains(&id) {
+            let rest = self.rest()?;
+            self.held.push_str(&rest);
+            self.held.push_str(&self.tokenizer.decode(&[id], false)?);
+            self.ids.clear();
+            self.read = 0;
+            return Ok(self.release());
         }
         self.ids.push(id);
         let before = self.tokenizer.decode(&self.ids[..self.read], true)?;
@@ -57,11 +73,17 @@ impl<'a> TextStream<'a> {
         if self.stopped {
             return Ok(String::new());
         }
-        let before = self.tokenizer.decode(&self.ids[..self.read], true)?;
-        let after = self.tokenizer.decode(&self.ids, true)?;
-        self.held.push_str(after.strip_prefix(&before).unwrap_or_default());
+        let rest = self.rest()?;
+        self.held.push_str(&rest);
         let certain = self.release();
         Ok(certain + &std::mem::take(&mut self.held))
+    }
+
+    /// What was not certain, if nothing goes on with it.
+    fn rest(&self) -> Result<String, Error> {
+        let before = self.tokenizer.decode(&self.ids[..self.read], true)?;
+        let after = self.tokenizer.decode(&self.ids, true)?;
+        Ok(after.strip_prefix(&before).unwrap_or_default().to_owned())
     }
 
     /// Whether a stop string has come.
@@ -147,5 +169,10 @@ mod tests {
         let ids = [97, 256, 98];
         let found: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
         assert_eq!(found, ["a", "", "b"]);
+        let mut showing = TextStream::new(&tokenizer, vec!["|>b".into()]).showing(vec![256]);
+        let ids = [97, 0xe2, 256, 256, 98];
+        let found: Vec<String> = ids.iter().map(|&id| showing.push(id).unwrap()).collect();
+        assert_eq!(found, ["a", "", "\u{fffd}<|end", "|><|end", ""]);
+        assert!(showing.has_stopped());
     }
 }

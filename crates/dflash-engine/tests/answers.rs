@@ -319,6 +319,51 @@ fn a_pass_without_memory_drops_its_answers_and_not_the_server() {
 }
 
 #[test]
+fn a_prompt_is_told_by_a_server() {
+    let saved = Saved::new();
+    let server = Server::start(&saved);
+    let body = r#"{"prompt": "hello", "max_tokens": 0, "echo": true, "logprobs": 1}"#;
+    let reply = json_of(&server.ask("/v1/completions", body));
+    let choice = &reply["choices"][0];
+    assert_eq!(choice["text"], "hello", "{reply}");
+    let logprobs = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+    assert!(logprobs.len() == 5 && logprobs[0].is_null(), "{reply}");
+    assert!(logprobs[1..].iter().all(|share| share.as_f64().unwrap() < 0.0), "{reply}");
+    let refused = server.ask("/v1/completions", r#"{"prompt": "hello", "max_tokens": 0}"#);
+    assert!(refused.starts_with("HTTP/1.1 400 ") && refused.contains("without echo"), "{refused}");
+}
+
+#[test]
+fn a_server_makes_the_call_that_is_asked_for() {
+    let saved = Saved::new();
+    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}\
+        {% for c in m.tool_calls or [] %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", \
+        \"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}";
+    std::fs::write(saved.path("target/chat_template.jinja"), template).unwrap();
+    let server = Server::start(&saved);
+    let log = std::fs::read_to_string(saved.path("log")).unwrap();
+    assert!(log.contains("calls of tools as <tool_call>{json}"), "{log}");
+    let ask = |choice: &str| {
+        let body = format!(
+            r#"{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{{"type": "function", "function":
+                {{"name": "light", "parameters": {{"properties": {{"on": {{"type": "boolean"}}}}, "required": ["on"],
+                "additionalProperties": false}}}}}}], "tool_choice":
+                {{"type": "function", "function": {{"name": "{choice}"}}}}}}"#
+        );
+        server.ask("/v1/chat/completions", &body)
+    };
+    let reply = json_of(&ask("light"));
+    let choice = &reply["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{reply}");
+    let function = &choice["message"]["tool_calls"][0]["function"];
+    let arguments = function["arguments"].as_str().unwrap();
+    let arguments: serde_json::Value = serde_json::from_str(arguments).unwrap();
+    assert!(function["name"] == "light" && arguments["on"].is_boolean(), "{reply}");
+    let refused = ask("lamp");
+    assert!(refused.starts_with("HTTP/1.1 400 ") && refused.contains("not in tools"), "{refused}");
+}
+
+#[test]
 fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     let saved = Saved::new();
     let mut server = Server::start(&saved);
@@ -427,4 +472,35 @@ fn ctrl_c_stops_an_answer_and_keeps_the_chat() {
     chat.typed.write_all(b"\x04").unwrap();
     eventually("the end", || chat.child.try_wait().unwrap().is_some());
     assert_eq!(chat.child.wait().unwrap().code(), Some(0), "{}", chat.shown());
+}
+
+/// The JSON of a reply, which is 200.
+fn json_of(reply: &str) -> serde_json::Value {
+    assert!(reply.starts_with("HTTP/1.1 200 OK"), "{reply}");
+    serde_json::from_str(reply.split("\r\n\r\n").nth(1).unwrap()).unwrap()
+}
+
+#[test]
+fn answers_of_a_server_are_held_to_their_schema() {
+    let saved = Saved::new();
+    let server = Server::start(&saved);
+    let ask = |schema: &str| {
+        let body = format!(
+            r#"{{"messages": [{{"role": "user", "content": "hi"}}], "temperature": 0.9, "n": 3, "response_format":
+                {{"type": "json_schema", "json_schema": {{"name": "it", "strict": true, "schema": {schema}}}}}}}"#
+        );
+        server.ask("/v1/chat/completions", &body)
+    };
+    let reply = json_of(&ask(
+        r#"{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+            "additionalProperties": false}"#,
+    ));
+    for choice in reply["choices"].as_array().unwrap() {
+        let text = choice["message"]["content"].as_str().unwrap();
+        let value: serde_json::Value = serde_json::from_str(text).unwrap();
+        assert!(value["ok"].is_boolean() && value.as_object().unwrap().len() == 1, "{text}");
+    }
+    let refused = ask(r#"{"type": "strin"}"#);
+    assert!(refused.starts_with("HTTP/1.1 400 "), "{refused}");
+    assert!(refused.contains("response_format.json_schema.schema cannot be used"), "{refused}");
 }

@@ -6,8 +6,12 @@
 //! sends each one's text while it is made. A client that leaves takes its sequences with it. No text
 //! of a prompt or an answer goes into a log.
 
+mod answers;
+mod calls;
 mod error;
 mod fields;
+mod format;
+mod grammars;
 mod metrics;
 mod protocol;
 mod queue;
@@ -15,6 +19,8 @@ mod refusal;
 mod reply;
 mod routes;
 mod server;
+mod tool_form;
+mod tools;
 mod worker;
 
 pub use error::Error;

@@ -1,12 +1,17 @@
 //! What a request asks for: OpenAI's fields, checked, as the engine takes them.
 
+use std::sync::Arc;
+
 use dflash_decode::{LogitAdjustments, Sampling};
 use dflash_text::{ChatTokenizer, Conversation, Message, Row, parse_prompt_row};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::fields::{Fields, Prompt};
+use crate::format::{self, Format};
 use crate::refusal::Refusal;
+use crate::tool_form::ToolForm;
+use crate::tools::{self, Tools};
 
 /// Choices of a request at most, over all of its prompts.
 const MOST_CHOICES: u64 = 128;
@@ -35,7 +40,7 @@ const PASSED_OVER: [&str; 7] = [
 
 /// Fields of OpenAI's, and vLLM's, that this server does not have, with the value that asks for
 /// nothing.
-const UNSUPPORTED: [(&str, &str); 14] = [
+const UNSUPPORTED: [(&str, &str); 13] = [
     ("best_of", "1"),
     ("echo", "false"),
     ("suffix", "null"),
@@ -43,7 +48,6 @@ const UNSUPPORTED: [(&str, &str); 14] = [
     ("tool_choice", "\"none\""),
     ("functions", "[]"),
     ("function_call", "\"none\""),
-    ("response_format", "{\"type\": \"text\"}"),
     ("modalities", "[\"text\"]"),
     ("audio", "null"),
     ("prediction", "null"),
@@ -63,11 +67,17 @@ pub(crate) struct Asked {
     /// Tokens that end an answer beside the target's own, and whether those do not.
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) ignore_eos: bool,
+    /// What the text must be.
+    pub(crate) format: Option<Format>,
+    /// What it may call.
+    pub(crate) tools: Option<Arc<Tools>>,
     pub(crate) seed: Option<u64>,
     pub(crate) stops: Vec<String>,
     /// `None` for as many as there is room for.
     pub(crate) max_tokens: Option<usize>,
     pub(crate) logprobs: Option<usize>,
+    /// Whether the prompt stands before the answer.
+    pub(crate) echo: bool,
     pub(crate) speculative: bool,
     pub(crate) stream: Option<Streaming>,
 }
@@ -112,7 +122,8 @@ impl<T> OneOrMore<T> {
 }
 
 impl Asked {
-    /// Log-probabilities that `choices` of `tokens` tokens at most each are told.
+    /// Log-probabilities that `choices` of `tokens` tokens at most each are told, the prompt's among them where
+    /// that comes before the answer.
     ///
     /// # Errors
     /// More of them than a request may have.
@@ -122,7 +133,8 @@ impl Asked {
         if shares > MOST_SHARES {
             let reason = format!(
                 "of {choices} choices of {tokens} tokens with {top} alternatives are {shares} numbers, but a \
-                 request may have {MOST_SHARES}; ask for fewer, or pass a smaller max_tokens"
+                 request may have {MOST_SHARES}; ask for fewer, or pass a smaller max_tokens (with echo the \
+                 prompt's tokens count)"
             );
             return Err(bad("logprobs", &reason));
         }
@@ -146,6 +158,27 @@ impl Asked {
 }
 
 impl ChatRequest {
+    /// Lets the answer be calls where it has to be some, as the target writes them.
+    ///
+    /// # Errors
+    /// A target that writes none in a known form, or none that can be asked for.
+    pub(crate) fn ask_for_calls(
+        &mut self,
+        form: Option<ToolForm>,
+        tokenizer: &ChatTokenizer,
+    ) -> Result<(), Refusal> {
+        let Some(tools) = &self.asked.tools else { return Ok(()) };
+        let unknown =
+            "cannot be used: this target's chat template writes no calls in a form known here";
+        let form = form.ok_or_else(|| bad("tools", unknown))?;
+        if tools.are_required() && self.asked.ignore_eos {
+            let reason = "does not go with tool_choice, which says where an answer ends";
+            return Err(bad("ignore_eos", reason));
+        }
+        self.asked.format = tools.format(form, tokenizer)?;
+        Ok(())
+    }
+
     pub(crate) fn parse(body: &[u8]) -> Result<Self, Refusal> {
         let mut fields = Fields::parse(body, 0)?;
         let logprobs: Option<bool> = fields.take("logprobs")?;
@@ -154,15 +187,26 @@ impl ChatRequest {
         let template = fields.take("chat_template_kwargs")?.unwrap_or_default();
         let messages: Vec<Value> =
             fields.take("messages")?.ok_or(Refusal::Missing { param: "messages" })?;
+        let tools = tools::read(&mut fields)?;
         let mut asked = common(&mut fields)?;
         fields.end()?;
+        if tools.is_some() && asked.format.is_some() {
+            let reason = "does not go with tools; leave one of them out, or send tool_choice none";
+            return Err(bad("response_format", reason));
+        }
+        asked.tools = tools.map(Arc::new);
         asked.max_tokens = newer.or(asked.max_tokens);
+        if asked.max_tokens == Some(0) {
+            return Err(bad("max_tokens", "is 0, but it must be 1 or more"));
+        }
         asked.logprobs = match (logprobs.unwrap_or(false), top) {
             (true, top) => Some(top.unwrap_or(0)),
             (false, None | Some(0)) => None,
             (false, Some(_)) => return Err(bad("top_logprobs", "needs logprobs to be true")),
         };
-        Ok(Self { asked, messages: read_messages(messages)?, template })
+        let mut messages = read_messages(messages)?;
+        tools::open_arguments(&mut messages)?;
+        Ok(Self { asked, messages, template })
     }
 
     /// The tokens of the prompt, `most` at most: of a longer one only that it is longer.
@@ -171,8 +215,9 @@ impl ChatRequest {
         tokenizer: &ChatTokenizer,
         most: usize,
     ) -> Result<Vec<Vec<i64>>, Refusal> {
+        let tools = self.asked.tools.as_ref().map(|tools| &tools.list);
         let text = tokenizer
-            .render_with(&self.messages, None, (true, &self.template))
+            .render_with(&self.messages, tools, (true, &self.template))
             .map_err(Refusal::BadMessages)?;
         Ok(vec![encode(tokenizer, &text, most)?])
     }
@@ -183,11 +228,16 @@ impl CompletionRequest {
     pub(crate) fn parse(body: &[u8], most: usize) -> Result<Self, Refusal> {
         let mut fields = Fields::parse(body, most)?;
         let logprobs = fields.count("logprobs", 0..=MOST_LOGPROBS)?;
+        let echo: Option<bool> = fields.take("echo")?;
         let prompts = fields.take_prompts().ok_or(Refusal::Missing { param: "prompt" })?;
         let mut asked = common(&mut fields)?;
         fields.end()?;
         asked.logprobs = logprobs;
         asked.max_tokens = asked.max_tokens.or(Some(DEFAULT_COMPLETION_TOKENS));
+        asked.echo = echo.unwrap_or(false);
+        if asked.max_tokens == Some(0) && !asked.echo {
+            return Err(bad("max_tokens", "is 0, but without echo it must be 1 or more"));
+        }
         if prompts.contains(&Prompt::Wrong) {
             let reason = "must be a string, a list of token ids, or a list of these";
             return Err(bad("prompt", reason));
@@ -265,16 +315,23 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         adjustments: adjustments(fields)?,
         stop_ids,
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
+        format: format::read(fields)?,
+        tools: None,
         seed: seed.map(|seed| seed as u64),
         stops,
-        max_tokens: fields.count("max_tokens", 1..=u32::MAX.into())?,
+        max_tokens: fields.count("max_tokens", 0..=u32::MAX.into())?,
         logprobs: None,
+        echo: false,
         speculative: fields.take("speculative")?.unwrap_or(true),
         stream,
     };
     fields.pass_over(&PASSED_OVER);
     if asked.max_tokens.is_some_and(|most| asked.adjustments.min_tokens > most) {
         return Err(bad("min_tokens", "is above max_tokens"));
+    }
+    if asked.ignore_eos && asked.format.is_some() {
+        let reason = "does not go with response_format, which says where an answer ends";
+        return Err(bad("ignore_eos", reason));
     }
     UNSUPPORTED.into_iter().try_for_each(|field| fields.unsupported(field))?;
     Ok(asked)
@@ -383,10 +440,15 @@ mod tests {
         check(r#", "logit_bias": {"x": 1}"#, bias);
         check(r#", "logit_bias": {"1": 101}"#, bias);
         check(r#", "max_tokens": 3, "min_tokens": 4"#, "min_tokens is above max_tokens");
-        check(r#", "tools": [{"type": "function"}]"#, &format!("tools {unsupported} []"));
+        check(r#", "tools": [{"type": "function"}]"#, "tools[0].function must be an object");
         check(
-            r#", "response_format": {"type": "json_object"}"#,
-            &format!("response_format {unsupported} {{\"type\": \"text\"}}"),
+            r#", "tools": [{"type": "function", "function": {"name": "a"}}],
+                 "response_format": {"type": "json_object"}"#,
+            "response_format does not go with tools; leave one of them out, or send tool_choice none",
+        );
+        check(
+            r#", "response_format": {"type": "json_object"}, "ignore_eos": true"#,
+            "ignore_eos does not go with response_format, which says where an answer ends",
         );
         for fine in [
             r#", "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []"#,

@@ -65,10 +65,14 @@ pub(crate) struct Job {
     /// Without its prompt, which the choices of a request share until they begin.
     pub(crate) request: Request,
     pub(crate) prompt: Arc<[i64]>,
+    /// Whether the prompt stands before the answer.
+    pub(crate) echo: bool,
+    /// Special tokens that belong to its text.
+    pub(crate) shown: Vec<i64>,
     /// Strings that end its text.
     pub(crate) stops: Vec<String>,
     /// Closed when the client has left.
-    pub(crate) events: UnboundedSender<Result<Event, OutOfMemory>>,
+    pub(crate) events: UnboundedSender<Result<Event, Dropped>>,
     /// When the HTTP request came.
     pub(crate) since: Instant,
 }
@@ -79,24 +83,32 @@ pub(crate) struct Event {
     pub(crate) index: usize,
     /// New text, whole characters.
     pub(crate) text: String,
-    /// New tokens of the answer, without one that ends it.
+    /// New tokens of the answer, without one that ends it; before the first ones those of the prompt, where
+    /// these are told.
     pub(crate) tokens: Vec<NewToken>,
-    /// All new tokens.
+    /// All new tokens of the answer.
     pub(crate) count: usize,
     /// Tokens of the prompt that were copied from another sequence's cache.
     pub(crate) cached_tokens: usize,
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// The answer was dropped in a pass for which there was no memory.
+/// Why there is no more of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct OutOfMemory;
+pub(crate) enum Dropped {
+    /// There was no memory for a pass.
+    OutOfMemory,
+    /// Its grammar could not be followed any further.
+    Grammar,
+}
 
 /// Why a choice ended, in OpenAI's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FinishReason {
     Stop,
     Length,
+    /// With calls of tools.
+    ToolCalls,
 }
 
 impl FinishReason {
@@ -104,6 +116,7 @@ impl FinishReason {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
         }
     }
 }
@@ -239,6 +252,8 @@ mod tests {
                     0,
                 ),
                 prompt: [1].into(),
+                echo: false,
+                shown: Vec::new(),
                 stops: Vec::new(),
                 events: events.clone(),
                 since: Instant::now(),

@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use dflash_http::NoSlot;
 
-use crate::queue::OutOfMemory;
+use crate::queue::Dropped;
 
 /// How often a client asks a server that is still loading.
 const WHILE_LOADING: Duration = Duration::from_secs(1);
@@ -60,6 +60,11 @@ pub(crate) enum Refusal {
          smaller --max-num-seqs, --max-model-len or --prefix-cache-mib"
     )]
     OutOfMemory,
+    #[error(
+        "what the format of this answer allows next takes more to find out than a request may have; simplify \
+         its schema"
+    )]
+    Grammar,
     #[error("the tokenizer failed")]
     Tokenizer,
     #[error(
@@ -83,6 +88,7 @@ impl Refusal {
             | Self::Unsupported { .. }
             | Self::BadMessages(_)
             | Self::TooLong { .. }
+            | Self::Grammar
             | Self::TokenOutOfRange { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::NotJson { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -122,9 +128,12 @@ impl Refusal {
     }
 }
 
-impl From<OutOfMemory> for Refusal {
-    fn from(_: OutOfMemory) -> Self {
-        Self::OutOfMemory
+impl From<Dropped> for Refusal {
+    fn from(dropped: Dropped) -> Self {
+        match dropped {
+            Dropped::OutOfMemory => Self::OutOfMemory,
+            Dropped::Grammar => Self::Grammar,
+        }
     }
 }
 

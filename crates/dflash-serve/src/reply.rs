@@ -10,8 +10,9 @@ use dflash_decode::{Logprob, NewToken};
 use dflash_text::ChatTokenizer;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use crate::calls::{Call, CallReader, Piece};
 use crate::queue::{Event, FinishReason};
 
 /// Which endpoint answers.
@@ -44,6 +45,9 @@ pub(crate) struct Usage {
 #[derive(Debug, Default)]
 pub(crate) struct Choice {
     text: String,
+    /// Where its text may have calls of tools.
+    reader: Option<CallReader>,
+    calls: Vec<Call>,
     tokens: Vec<NewToken>,
     pub(crate) finish: Option<FinishReason>,
     /// Characters of the tokens so far, for offsets.
@@ -54,6 +58,41 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
+    /// With calls of tools where there is a `reader`.
+    pub(crate) fn reading(reader: Option<CallReader>) -> Self {
+        Self { reader, ..Self::default() }
+    }
+
+    /// What a stream has of `pieces`: calls by their numbers, and text that is none left out.
+    fn deltas(&mut self, pieces: Vec<Piece>) -> Vec<Value> {
+        let mut deltas = Vec::new();
+        for piece in pieces {
+            match piece {
+                Piece::Text(text) if text.is_empty() => {}
+                Piece::Text(text) => deltas.push(json!({"content": text})),
+                Piece::Call(call) => {
+                    let calls = call.deltas(self.calls.len());
+                    deltas.extend(calls.map(|call| json!({"tool_calls": [call]})));
+                    self.calls.push(call);
+                }
+            }
+        }
+        deltas
+    }
+
+    /// What text and calls an event adds, and why the choice ends with it.
+    fn read(&mut self, event: &Event) -> (Vec<Piece>, Option<FinishReason>) {
+        let Some(reader) = &mut self.reader else {
+            return (vec![Piece::Text(event.text.clone())], event.finish);
+        };
+        let pieces = reader.push(&event.text, event.finish.is_some());
+        let finish = match event.finish {
+            Some(FinishReason::Stop) if reader.has_calls() => Some(FinishReason::ToolCalls),
+            finish => finish,
+        };
+        (pieces, finish)
+    }
+
     /// Whether nothing has come of it yet.
     pub(crate) fn is_untouched(&self) -> bool {
         !self.touched
@@ -65,11 +104,17 @@ impl Choice {
 
     /// Takes a piece; its tokens where their log-probabilities are told.
     pub(crate) fn add(&mut self, event: Event, keeps_tokens: bool) {
-        self.text += &event.text;
+        let (pieces, finish) = self.read(&event);
+        for piece in pieces {
+            match piece {
+                Piece::Text(text) => self.text += &text,
+                Piece::Call(call) => self.calls.push(call),
+            }
+        }
         if keeps_tokens {
             self.tokens.extend(event.tokens);
         }
-        self.finish = event.finish;
+        self.finish = finish;
     }
 }
 
@@ -131,7 +176,7 @@ impl Envelope {
             let fields = match self.kind {
                 Kind::Chat => json!({
                     "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": null},
+                    "message": message(choice),
                     "logprobs": null,
                     "finish_reason": finish,
                 }),
@@ -158,41 +203,49 @@ impl Envelope {
         }
     }
 
-    /// A piece of a choice; `usage` is null where it comes at the end. `None` where the step said
-    /// nothing yet.
-    pub(crate) fn chunk(
+    /// The pieces of a choice that an event gives; `usage` is null where it comes at the end. None where
+    /// the step said nothing yet.
+    pub(crate) fn chunks(
         &self,
         choice: &mut Choice,
         event: &Event,
-        usage: Option<Value>,
-    ) -> Option<Value> {
-        let is_empty = event.text.is_empty() && (!self.logprobs || event.tokens.is_empty());
-        if is_empty && event.finish.is_none() && choice.begun {
-            return None;
-        }
-        let logprobs = self.logprobs(&event.tokens, choice.offset);
-        let finish = event.finish.map(FinishReason::name);
-        let mut piece = json!({"index": event.index});
-        match self.kind {
-            Kind::Chat => {
-                let mut delta = Map::new();
-                if !choice.begun {
-                    delta.insert("role".into(), "assistant".into());
-                }
-                delta.insert("content".into(), event.text.as_str().into());
-                piece["delta"] = delta.into();
+        usage: Option<&Value>,
+    ) -> Vec<Value> {
+        let (pieces, finish) = choice.read(event);
+        let mut deltas = choice.deltas(pieces);
+        let has_tokens = self.logprobs && !event.tokens.is_empty();
+        if deltas.is_empty() {
+            if !has_tokens && finish.is_none() && choice.begun {
+                return Vec::new();
             }
-            Kind::Completion => piece["text"] = event.text.as_str().into(),
+            deltas.push(json!({"content": ""}));
         }
-        piece["logprobs"] = logprobs;
-        piece["finish_reason"] = finish.into();
+        let (index, last) = (event.index, deltas.len() - 1);
+        let mut logprobs = self.logprobs(&event.tokens, choice.offset);
+        let chunk = |(number, mut delta): (usize, Value)| {
+            let mut piece = json!({"index": index});
+            match self.kind {
+                Kind::Chat => {
+                    if !std::mem::replace(&mut choice.begun, true) {
+                        delta["role"] = "assistant".into();
+                    }
+                    piece["delta"] = delta;
+                }
+                Kind::Completion => piece["text"] = delta["content"].take(),
+            }
+            piece["logprobs"] = logprobs.take();
+            let finish = finish.filter(|_| number == last);
+            piece["finish_reason"] = finish.map(FinishReason::name).into();
+            self.object(self.chunk_object(), vec![piece], usage.cloned())
+        };
+        let chunks = deltas.into_iter().enumerate().map(chunk).collect();
         choice.begun = true;
-        choice.finish = event.finish;
+        choice.finish = finish;
         if self.logprobs {
             let characters = |token: &NewToken| self.text(token.id).chars().count();
             choice.offset += event.tokens.iter().map(characters).sum::<usize>();
         }
-        Some(self.object(self.chunk_object(), vec![piece], usage))
+        chunks
     }
 
     /// The last piece, which tells the usage.
@@ -222,30 +275,22 @@ impl Envelope {
 
     /// The bytes of a token that is a part of a character, by the vocabulary's spelling of it.
     fn bytes_of_part(&self, id: i64, text: &str) -> Option<Vec<u8>> {
-        let (spelling, _) = self.tokenizer.token(u32::try_from(id).ok()?)?;
-        let bytes = spelled_bytes(&spelling)?;
+        let bytes = self.tokenizer.token_bytes(u32::try_from(id).ok()?)?;
         // Whatever else the spelling may be: a reader must get the same text from them.
         (String::from_utf8_lossy(&bytes) == text).then_some(bytes)
     }
 }
 
-/// The bytes that a spelling stands for: `<0xE2>` where a vocabulary falls back to bytes, or the letters
-/// of GPT-2's, which give each byte that is no printable one a letter above the 255th.
-fn spelled_bytes(spelling: &str) -> Option<Vec<u8>> {
-    let hex = spelling.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-    if let Some(byte) = hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
-        return Some(vec![byte]);
+/// A whole answer; one that is calls alone has no content.
+fn message(choice: &Choice) -> Value {
+    let mut message = json!({"role": "assistant", "content": choice.text, "refusal": null});
+    if !choice.calls.is_empty() {
+        message["tool_calls"] = choice.calls.iter().map(Call::json).collect();
+        if choice.text.is_empty() {
+            message["content"] = Value::Null;
+        }
     }
-    spelling.chars().map(byte_of_letter).collect()
-}
-
-/// The byte of a letter of GPT-2's byte-level vocabularies.
-fn byte_of_letter(letter: char) -> Option<u8> {
-    let is_own = |byte: &u8| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    match u32::from(letter) {
-        code @ 0..256 => Some(code as u8).filter(is_own),
-        code => (0..=u8::MAX).filter(|byte| !is_own(byte)).nth((code - 256) as usize),
-    }
+    message
 }
 
 /// Fields of which one is written from elsewhere: a long list is never a tree of JSON values, which
@@ -290,8 +335,9 @@ struct Logprobs<'a> {
 }
 
 impl<'a> Logprobs<'a> {
-    fn known(&self) -> impl Iterator<Item = (i64, &'a Logprob)> {
-        self.tokens.iter().filter_map(|token| Some((token.id, token.logprob.as_ref()?)))
+    /// Of a prompt's first token nothing is known.
+    fn each(&self) -> impl Iterator<Item = (i64, Option<&'a Logprob>)> {
+        self.tokens.iter().map(|token| (token.id, token.logprob.as_ref()))
     }
 }
 
@@ -304,7 +350,8 @@ impl Serialize for Logprobs<'_> {
         let mut map = out.serialize_map(None)?;
         match envelope.kind {
             Kind::Chat => {
-                let content = self.known().map(|(id, logprob)| {
+                let known = self.each().filter_map(|(id, logprob)| Some((id, logprob?)));
+                let content = known.map(|(id, logprob)| {
                     let top = logprob.top.iter().map(|&(id, share)| envelope.entry(id, share));
                     Entry {
                         top_logprobs: Some(top.collect()),
@@ -315,14 +362,14 @@ impl Serialize for Logprobs<'_> {
                 map.serialize_entry("refusal", &())?;
             }
             Kind::Completion => {
-                let texts = || self.known().map(|(id, _)| envelope.text(id));
+                let texts = || self.each().map(|(id, _)| envelope.text(id));
                 map.serialize_entry("tokens", &Each::new(texts()))?;
-                let shares = self.known().map(|(_, logprob)| logprob.chosen);
+                let shares = self.each().map(|(_, logprob)| Some(logprob?.chosen));
                 map.serialize_entry("token_logprobs", &Each::new(shares))?;
-                let tops = self.known().map(|(_, logprob)| {
-                    let top = logprob.top.iter();
+                let tops = self.each().map(|(_, logprob)| {
+                    let top = logprob?.top.iter();
                     let top = top.map(|&(id, share)| (envelope.text(id), share.into()));
-                    Value::Object(top.collect())
+                    Some(Value::Object(top.collect()))
                 });
                 map.serialize_entry("top_logprobs", &Each::new(tops))?;
                 let offsets = texts().scan(self.offset, |offset, text| {
@@ -349,25 +396,5 @@ impl<I> Each<I> {
 impl<I: Iterator<Item: Serialize>> Serialize for Each<I> {
     fn serialize<S: Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
         out.collect_seq(self.0.take().into_iter().flatten())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn spellings_stand_for_bytes() {
-        let check = |spelling: &str, expect: Option<&[u8]>| {
-            assert_eq!(spelled_bytes(spelling).as_deref(), expect, "{spelling}");
-        };
-        check("<0xE2>", Some(&[0xe2]));
-        check("abc", Some(b"abc"));
-        // GPT-2's: a blank, a line's end, and the three bytes of the euro sign.
-        check("\u{120}a", Some(b" a"));
-        check("\u{10a}", Some(b"\n"));
-        check("\u{e2}\u{124}\u{ac}", Some(&[0xe2, 0x82, 0xac]));
-        check("\u{143}", Some(&[0xad]));
-        check("\u{2581}a", None);
     }
 }

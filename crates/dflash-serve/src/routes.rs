@@ -1,19 +1,16 @@
 //! What each path answers.
 
-use std::collections::VecDeque;
-use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use axum::body::Body;
 use axum::extract::{ConnectInfo, Path, Request, State};
 use axum::http::{HeaderMap, Method, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
-use dflash_decode::Request as EngineRequest;
+use dflash_decode::{Grammar, Request as EngineRequest};
 use dflash_http::{
     AccessLog, Admission, Bodies, BodyFault, Client, Connections, Guard, LONGEST_LINE, NoSlot,
     Note, Received, Slot, announced_length, drain, guard, says_json, watch,
@@ -26,11 +23,15 @@ use subtle::ConstantTimeEq;
 use tokio::sync::Semaphore;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+use crate::answers::{Answers, Noted};
+use crate::calls::CallReader;
+use crate::grammars::Grammars;
 use crate::metrics::{Metrics, TEXT_FORMAT};
 use crate::protocol::{Asked, ChatRequest, CompletionRequest};
-use crate::queue::{Event, Job, OutOfMemory, Party, Queue};
+use crate::queue::{Dropped, Event, Job, Party, Queue};
 use crate::refusal::Refusal;
 use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
+use crate::tool_form::ToolForm;
 
 /// Requests that are read at a time: what JSON, templates and tokenizers take for it is theirs alone.
 const READERS: usize = 2;
@@ -52,6 +53,9 @@ pub(crate) struct Loaded {
     pub(crate) vocab_size: i64,
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) tokenizer: Arc<ChatTokenizer>,
+    pub(crate) grammars: Grammars,
+    /// How the target writes calls of tools.
+    pub(crate) tool_form: Option<ToolForm>,
     pub(crate) metrics: Metrics,
 }
 
@@ -262,13 +266,17 @@ async fn answer(
     let turn = shared.readers.acquire().await.map_err(|_| Refusal::ShuttingDown)?;
     // Rendering and tokenizing a long prompt take a while.
     let read = tokio::task::spawn_blocking(move || read(&reader, kind, &body.bytes));
-    let (asked, prompts) = read.await.map_err(|_| Refusal::Tokenizer)??;
+    let (mut asked, prompts) = read.await.map_err(|_| Refusal::Tokenizer)??;
     drop(turn);
     hold_room(&shared, &slot, (&asked, &prompts)).await?;
     let loaded = shared.loaded()?;
+    let grammar = match asked.format.take() {
+        Some(format) => Some(loaded.grammars.make(format).await?),
+        None => None,
+    };
     let usage = Usage { prompt: prompts.iter().map(Vec::len).sum(), ..Usage::default() };
     let party = Party { request: shared.requests.fetch_add(1, Ordering::Relaxed), owner };
-    let (jobs, events) = jobs(&asked, prompts, (loaded, since, party));
+    let (jobs, events) = jobs((&asked, grammar), prompts, (loaded, since, party));
     let choices = jobs.len();
     if !shared.queue.push(jobs) {
         return Err(Refusal::ShuttingDown);
@@ -276,7 +284,10 @@ async fn answer(
     let logprobs = asked.logprobs.is_some();
     let envelope = Envelope::new(kind, &loaded.name, (&loaded.tokenizer, logprobs));
     let note = Note::default();
-    let noted = Noted { note: note.clone(), since, first: None };
+    let noted = Noted::new(note.clone(), since);
+    let calls = asked.tools.as_ref().zip(loaded.tool_form);
+    let calls = calls.map(|(tools, form)| CallReader::new(form, Arc::clone(tools)));
+    let choices = (0..choices).map(|_| Choice::reading(calls.clone())).collect();
     let answers = Answers::new(envelope, (events, noted), (choices, asked.n), usage);
     let reply = match asked.stream {
         Some(options) => answers.stream(options.include_usage, client),
@@ -301,7 +312,8 @@ async fn hold_room(
     slot.keep(room.map_err(|_| shared.no_room())?);
     let most = shared.loaded()?.max_model_len;
     let longest = asked.max_tokens.unwrap_or(most - lengths().min().unwrap_or(0));
-    let shares = asked.shares(prompts.len() * asked.n, longest)?;
+    let echoed = lengths().max().filter(|_| asked.echo).unwrap_or(0);
+    let shares = asked.shares(prompts.len() * asked.n, longest + echoed)?;
     if shares > 0 {
         let room = Arc::clone(&shared.shares).acquire_many_owned(shares as u32).await;
         slot.keep(room.map_err(|_| Refusal::ShuttingDown)?);
@@ -359,8 +371,9 @@ fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>
     let most = loaded.max_model_len;
     let (asked, prompts) = match kind {
         Kind::Chat => {
-            let request = ChatRequest::parse(body)?;
+            let mut request = ChatRequest::parse(body)?;
             check_model(&request.asked, loaded)?;
+            request.ask_for_calls(loaded.tool_form, &loaded.tokenizer)?;
             let prompts = request.prompts(&loaded.tokenizer, most)?;
             (request.asked, prompts)
         }
@@ -391,14 +404,16 @@ fn check_model(asked: &Asked, loaded: &Loaded) -> Result<(), Refusal> {
 
 /// A job for every choice: those of the first prompt, then those of the second, and so on.
 fn jobs(
-    asked: &Asked,
+    (asked, grammar): (&Asked, Option<Grammar>),
     prompts: Vec<Vec<i64>>,
     (loaded, since, party): (&Loaded, Instant, Party),
-) -> (Vec<Job>, UnboundedReceiver<Result<Event, OutOfMemory>>) {
+) -> (Vec<Job>, UnboundedReceiver<Result<Event, Dropped>>) {
     let (events, receiver) = unbounded_channel();
     let seed = asked.seed.unwrap_or_else(random);
     let mut stop_ids = if asked.ignore_eos { Vec::new() } else { loaded.stop_ids.clone() };
     stop_ids.extend(&asked.stop_ids);
+    let form = loaded.tool_form.filter(|_| asked.tools.is_some());
+    let shown = form.map_or_else(Vec::new, |form| form.shown(&loaded.tokenizer));
     let job = |index: usize, prompt: &Arc<[i64]>| Job {
         party,
         index,
@@ -408,166 +423,21 @@ fn jobs(
             stop_ids: stop_ids.clone(),
             sampling: asked.sampling,
             adjustments: asked.adjustments.clone(),
+            grammar: grammar.clone(),
             // A choice of its own for each.
             seed: seed.wrapping_add((index % asked.n) as u64),
             logprobs: asked.logprobs,
+            prompt_logprobs: asked.echo && asked.logprobs.is_some(),
             speculative: asked.speculative,
         },
         prompt: Arc::clone(prompt),
         stops: asked.stops.clone(),
+        echo: asked.echo,
+        shown: shown.clone(),
         events: events.clone(),
         since,
     };
     let prompts: Vec<Arc<[i64]>> = prompts.into_iter().map(Arc::from).collect();
     let each = prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt, asked.n));
     (each.enumerate().map(|(index, prompt)| job(index, prompt)).collect(), receiver)
-}
-
-/// What the access log is to say of a request.
-struct Noted {
-    note: Note,
-    since: Instant,
-    first: Option<Duration>,
-}
-
-impl Noted {
-    fn set(&mut self, usage: Usage) {
-        let first = self.first.map_or_else(
-            || "no token".into(),
-            |first| format!("first token after {:.1} ms", first.as_secs_f64() * 1e3),
-        );
-        let Usage { prompt, cached, completion } = usage;
-        let line = format!(
-            "{prompt} tokens of prompts ({cached} cached), {completion} of answers, {first}"
-        );
-        self.note.set(line);
-    }
-}
-
-/// The answers to a request while they come.
-struct Answers {
-    envelope: Envelope,
-    events: UnboundedReceiver<Result<Event, OutOfMemory>>,
-    choices: Vec<Choice>,
-    /// Answers to each prompt.
-    n: usize,
-    usage: Usage,
-    noted: Noted,
-}
-
-impl Drop for Answers {
-    fn drop(&mut self) {
-        self.noted.set(self.usage);
-    }
-}
-
-impl Answers {
-    fn new(
-        envelope: Envelope,
-        (events, noted): (UnboundedReceiver<Result<Event, OutOfMemory>>, Noted),
-        (choices, n): (usize, usize),
-        usage: Usage,
-    ) -> Self {
-        let choices = (0..choices).map(|_| Choice::default()).collect();
-        Self { envelope, events, choices, n, usage, noted }
-    }
-
-    /// The next event; `None` when all choices have ended.
-    async fn next(&mut self) -> Result<Option<Event>, Refusal> {
-        if self.choices.iter().all(|choice| choice.finish.is_some()) {
-            return Ok(None);
-        }
-        let event = self.events.recv().await.ok_or(Refusal::ShuttingDown)??;
-        self.usage.completion += event.count;
-        self.noted.first.get_or_insert_with(|| self.noted.since.elapsed());
-        // Once for each prompt, with its first piece.
-        let choice = &mut self.choices[event.index];
-        if event.index % self.n == 0 && choice.is_untouched() {
-            self.usage.cached += event.cached_tokens;
-        }
-        choice.touch();
-        Ok(Some(event))
-    }
-
-    async fn whole(mut self) -> Result<Vec<u8>, Refusal> {
-        let keeps_tokens = self.envelope.logprobs;
-        while let Some(event) = self.next().await? {
-            self.choices[event.index].add(event, keeps_tokens);
-        }
-        Ok(self.envelope.whole(&self.choices, self.usage))
-    }
-
-    /// Server-sent events.
-    fn stream(self, include_usage: bool, client: Client) -> Response {
-        let pieces = VecDeque::new();
-        let has_asked = false;
-        let streamed =
-            Streamed { answers: self, include_usage, client, has_asked, pieces, ended: false };
-        let lines = futures::stream::unfold(streamed, async |mut streamed| {
-            let line = streamed.next_or_question().await?;
-            Some((Ok::<_, Infallible>(line), streamed))
-        });
-        let headers =
-            [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
-        (headers, Body::from_stream(lines)).into_response()
-    }
-}
-
-struct Streamed {
-    answers: Answers,
-    include_usage: bool,
-    client: Client,
-    /// Whether a client that closed its side has been sent something since.
-    has_asked: bool,
-    /// What is to be sent before anything else comes.
-    pieces: VecDeque<String>,
-    ended: bool,
-}
-
-impl Streamed {
-    /// The next event; before it a comment, which clients pass over, to one that may have left.
-    async fn next_or_question(&mut self) -> Option<String> {
-        let client = self.client.clone();
-        let has_asked = self.has_asked;
-        tokio::select! {
-            biased;
-            line = self.next() => line.map(|line| format!("data: {line}\n\n")),
-            () = client.half_closed(), if !has_asked => {
-                self.has_asked = true;
-                Some(": still here?\n\n".into())
-            }
-        }
-    }
-
-    async fn next(&mut self) -> Option<String> {
-        while self.pieces.is_empty() && !self.ended {
-            let answers = &mut self.answers;
-            match answers.next().await {
-                Ok(Some(event)) => {
-                    let usage = self.include_usage.then_some(Value::Null);
-                    let choice = &mut answers.choices[event.index];
-                    let chunk = answers.envelope.chunk(choice, &event, usage);
-                    self.pieces.extend(chunk.map(|chunk| chunk.to_string()));
-                }
-                Ok(None) => {
-                    if self.include_usage {
-                        let usage = answers.envelope.usage_chunk(answers.usage);
-                        self.pieces.push_back(usage.to_string());
-                    }
-                    self.end();
-                }
-                Err(refusal) => {
-                    let error = json!({"message": refusal.to_string(), "type": "server_error"});
-                    self.pieces.push_back(json!({ "error": error }).to_string());
-                    self.end();
-                }
-            }
-        }
-        self.pieces.pop_front()
-    }
-
-    fn end(&mut self) {
-        self.pieces.push_back("[DONE]".into());
-        self.ended = true;
-    }
 }

@@ -14,8 +14,10 @@ use dflash_settings::ServeSettings;
 use tokio::sync::oneshot;
 
 use crate::error::Error;
+use crate::grammars::Grammars;
 use crate::metrics::Metrics;
 use crate::routes::{Loaded, Shared, router};
+use crate::tool_form::ToolForm;
 use crate::worker;
 
 /// Loads the models on the thread that will run them; also gives the target's directory.
@@ -32,17 +34,23 @@ pub struct Ready {
     pub max_model_len: usize,
     /// Sequences decoded together.
     pub max_num_seqs: usize,
+    /// How the target writes calls of tools, if it does in a known form.
+    pub tools: Option<String>,
 }
 
 impl fmt::Display for Ready {
     /// One line for people.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { address, name, max_model_len, max_num_seqs } = self;
+        let Self { address, name, max_model_len, max_num_seqs, tools } = self;
         write!(
             out,
             "ready on http://{address}/v1: {name}, up to {max_model_len} tokens, {max_num_seqs} \
-             sequences at a time"
-        )
+             sequences at a time; "
+        )?;
+        match tools {
+            Some(form) => write!(out, "calls of tools {form}"),
+            None => out.write_str("no calls of tools"),
+        }
     }
 }
 
@@ -85,7 +93,9 @@ pub fn serve(
         }
         let loaded = shared.loaded.get().ok_or(dflash_http::Error::ModelGone)?;
         let (name, max_model_len) = (loaded.name.clone(), loaded.max_model_len);
-        ready(&Ready { address, name, max_model_len, max_num_seqs: settings.max_num_seqs });
+        let (max_num_seqs, tools) = (settings.max_num_seqs, loaded.tool_form);
+        let tools = tools.map(|form| form.to_string());
+        ready(&Ready { address, name, max_model_len, max_num_seqs, tools });
         Ok(())
     };
     let refuse_new = || {
@@ -133,7 +143,13 @@ fn start_model(
             root: root.display().to_string(),
             max_model_len,
             vocab_size: models.target.vocab_size(),
+            grammars: Grammars::new(
+                &models.tokenizer,
+                models.target.vocab_size(),
+                models.stop_ids(),
+            ),
             stop_ids: models.stop_ids(),
+            tool_form: ToolForm::of(&models.tokenizer),
             tokenizer: Arc::clone(&models.tokenizer),
         });
         let _ = loaded.send(Ok(()));

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dflash_decode::{Engine, Finish, Models, Output, Request, SequenceId, TextStream};
+use dflash_decode::{Engine, Finish, Models, NewToken, Output, Request, SequenceId, TextStream};
+use dflash_text::ChatTokenizer;
 
 use crate::metrics::Metrics;
-use crate::queue::{Event, FinishReason, Job, OutOfMemory, Party, Queue, Share, gives_way};
+use crate::queue::{Dropped, Event, FinishReason, Job, Party, Queue, Share, gives_way};
 
 /// Adding up all caches takes a noticeable part of a small target's step.
 const MEASURE_EVERY: Duration = Duration::from_millis(20);
@@ -34,6 +35,8 @@ struct Live<'a> {
     /// Whether it gave its place to another request.
     rests: bool,
     text: TextStream<'a>,
+    /// The prompt, while it is to be told before the answer.
+    echo: Option<Arc<[i64]>>,
     stop_ids: Vec<i64>,
     begun: Instant,
     first: Option<Instant>,
@@ -142,14 +145,19 @@ impl<'a> Worker<'a> {
         let begun = Instant::now();
         self.metrics.queued(begun - job.since);
         let text = TextStream::new(&self.models.tokenizer, std::mem::take(&mut job.stops));
+        let text = text.showing(std::mem::take(&mut job.shown));
         let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.prompt.len());
-        let request = Request { prompt: job.prompt.to_vec(), ..job.request.clone() };
+        // What it took in the answer is let go with the sequence.
+        let grammar = job.request.grammar.take();
+        let request = Request { prompt: job.prompt.to_vec(), grammar, ..job.request.clone() };
         let id = self.engine.add(request);
-        job.prompt = Arc::default();
+        let prompt = std::mem::take(&mut job.prompt);
+        let echo = job.echo.then_some(prompt);
         let live = Live {
             job,
             rests: false,
             text,
+            echo,
             stop_ids,
             begun,
             first: None,
@@ -177,7 +185,7 @@ impl<'a> Worker<'a> {
         tracing::error!("{error}");
         let dropped: Vec<SequenceId> = self.live.keys().copied().collect();
         for id in dropped {
-            let _ = self.live[&id].job.events.send(Err(OutOfMemory));
+            let _ = self.live[&id].job.events.send(Err(Dropped::OutOfMemory));
             self.end(id, "error");
         }
     }
@@ -194,7 +202,11 @@ impl<'a> Worker<'a> {
             self.metrics.prompt(live.prompt_tokens, output.cached_tokens);
         }
         let id = output.id;
-        let event = live.event(output);
+        if output.finish == Some(Finish::Grammar) {
+            let _ = live.job.events.send(Err(Dropped::Grammar));
+            return self.end(id, "error");
+        }
+        let event = live.event(output, &self.models.tokenizer);
         self.metrics.generated(event.count);
         let events = live.job.events.clone();
         // Counted before its client hears of it.
@@ -221,7 +233,7 @@ impl<'a> Worker<'a> {
 
 impl Live<'_> {
     /// The text of new tokens, up to what ends it.
-    fn event(&mut self, output: Output) -> Event {
+    fn event(&mut self, output: Output, tokenizer: &ChatTokenizer) -> Event {
         let mut event = Event {
             index: self.job.index,
             text: String::new(),
@@ -229,10 +241,19 @@ impl Live<'_> {
             count: 0,
             cached_tokens: output.cached_tokens,
             finish: output.finish.map(|finish| match finish {
-                Finish::Stop => FinishReason::Stop,
                 Finish::Length => FinishReason::Length,
+                Finish::Stop | Finish::Grammar => FinishReason::Stop,
             }),
         };
+        if let Some(prompt) = self.echo.take() {
+            event.text = tokenizer.decode(&prompt, false).unwrap_or_default();
+            if self.job.request.prompt_logprobs {
+                // Nothing tells of the first.
+                let logprobs = std::iter::once(None).chain(output.prompt.into_iter().map(Some));
+                let told = prompt.iter().zip(logprobs);
+                event.tokens = told.map(|(&id, logprob)| NewToken { id, logprob }).collect();
+            }
+        }
         for token in output.tokens {
             event.count += 1;
             if self.stop_ids.contains(&token.id) {

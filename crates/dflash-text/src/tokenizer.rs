@@ -2,6 +2,7 @@
 
 mod segments;
 mod special;
+mod spelling;
 
 use std::path::{Path, PathBuf};
 
@@ -15,6 +16,7 @@ use crate::template::{ChatTemplate, read_optional};
 pub use segments::SegmentCache;
 use segments::Segmenter;
 pub use special::SpecialIds;
+use spelling::Spelling;
 
 /// A text of fewer bytes is always encoded whole.
 const LONG_TEXT: usize = 1 << 18;
@@ -52,6 +54,8 @@ pub struct ChatTokenizer {
     template: Option<ChatTemplate>,
     segmenter: Option<Segmenter>,
     special: SpecialIds,
+    /// How tokens spell their bytes, where that is known.
+    spelling: Option<Spelling>,
     dir: PathBuf,
 }
 
@@ -83,6 +87,7 @@ impl ChatTokenizer {
         Ok(Self {
             segmenter: Segmenter::new(&tokenizer),
             special: SpecialIds::find(&tokenizer, &config),
+            spelling: Spelling::of(&tokenizer),
             template,
             tokenizer,
             dir: model_dir.into(),
@@ -227,6 +232,21 @@ impl ChatTokenizer {
                 None => TokenUse::Text,
             },
         ))
+    }
+
+    /// The bytes that a token adds to a text, which may be a part of a character; `None` for marks that are
+    /// not text, for ids that no token has, and where it is not known how tokens spell their bytes.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        match self.token(id)? {
+            (_, TokenUse::Special) => None,
+            (content, TokenUse::Added) => Some(content.into_bytes()),
+            (spelling, TokenUse::Text) => self.spelling?.bytes(&spelling),
+        }
+    }
+
+    /// Whether it is known how tokens spell their bytes.
+    pub fn spells_bytes(&self) -> bool {
+        self.spelling.is_some()
     }
 
     /// The tokens that were added to the vocabulary, special ones and others.

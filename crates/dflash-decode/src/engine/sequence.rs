@@ -16,6 +16,9 @@ use crate::sampling::Sampler;
 /// Tokens of an answer that a first cache has room for; it doubles as the answer grows.
 const FIRST_ANSWER: usize = 256;
 
+/// Rows of a prompt whose logits are made at a time: of a large vocabulary some 60 MB with what is made of them.
+const PROMPT_ROWS: usize = 32;
+
 /// A prompt and its answer so far.
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -40,6 +43,8 @@ pub(super) struct Sequence {
     pub(super) acceptance: Acceptance,
     /// Of the last step the proposals and how many were accepted.
     pub(super) verified: (usize, usize),
+    /// What is to be told of its prompt.
+    prompt_logprobs: Vec<Logprob>,
     /// Whether its prompt is being read.
     pub(super) begun: bool,
     /// Whether its prompt is read in one pass and shares no rows: by its length it has other rotary
@@ -65,7 +70,7 @@ impl Sequence {
             id,
             sampler: Sampler::new(request.sampling, request.seed),
             adjuster: Adjuster::new(
-                std::mem::take(&mut request.adjustments),
+                (std::mem::take(&mut request.adjustments), request.grammar.take()),
                 &tokens,
                 &request.stop_ids,
             ),
@@ -75,10 +80,12 @@ impl Sequence {
             context,
             pending: Vec::new(),
             speculative: request.speculative,
+            // Rows that are copied give no logits.
+            begun: request.prompt_logprobs,
+            prompt_logprobs: Vec::new(),
             request,
             acceptance: Acceptance::default(),
             verified: (0, 0),
-            begun: false,
             is_whole,
             stops: BTreeSet::new(),
             cached_tokens: 0,
@@ -167,15 +174,29 @@ impl Sequence {
     /// The target's tokens by its logits [n + 1, V] behind the last token and each of `n` that were
     /// proposed, drawn from `draft_nv` where that matters: as many as are certain.
     pub(super) fn verify(
-        &self,
+        &mut self,
         proposed: &[i64],
         draft_nv: Option<&Tensor>,
         logits_bv: &Tensor,
     ) -> Vec<i64> {
         let adjusted_bv =
-            self.adjuster.as_ref().map(|adjuster| adjuster.adjusted(logits_bv, proposed));
+            self.adjuster.as_mut().map(|adjuster| adjuster.adjusted(logits_bv, proposed));
         let logits_bv = adjusted_bv.as_ref().unwrap_or(logits_bv);
         self.sampler.verify(proposed, draft_nv, logits_bv, self.tokens.len())
+    }
+
+    /// Takes what is to be told of the prompt from states [T, H] of its tokens from position `first` on:
+    /// each tells of the token behind it.
+    pub(super) fn read_prompt(&mut self, states_th: &Tensor, first: usize, target: &Target) {
+        let Some(top) = self.request.logprobs.filter(|_| self.request.prompt_logprobs) else {
+            return;
+        };
+        let last = self.prompt.min(first + 1 + states_th.size()[0] as usize);
+        let told = self.tokens.get(first + 1..last).unwrap_or_default();
+        for (number, ids) in told.chunks(PROMPT_ROWS).enumerate() {
+            let rows_th = states_th.narrow(0, (number * PROMPT_ROWS) as i64, ids.len() as i64);
+            self.prompt_logprobs.extend(logprobs_of(ids, top, &target.logits(&rows_th)));
+        }
     }
 
     /// Begins with the rows of another sequence that began alike.
@@ -212,8 +233,12 @@ impl Sequence {
         let room = self.room();
         let ends = |id: &i64| self.request.stop_ids.contains(id);
         let stop = tokens.iter().take(room).position(ends);
+        let has_failed = self.adjuster.as_ref().is_some_and(Adjuster::has_failed);
         let said = stop.map_or(tokens.len().min(room), |at| at + 1);
+        let said = if has_failed { 0 } else { said };
         let finish = match stop {
+            // These tokens were chosen without it.
+            _ if has_failed => Some(Finish::Grammar),
             Some(_) => Some(Finish::Stop),
             None => (said == room).then_some(Finish::Length),
         };
@@ -231,7 +256,8 @@ impl Sequence {
         let proposed = proposed.to_vec();
         let block = (!proposed.is_empty()).then_some(Block { proposed, accepted });
         let (id, cached_tokens) = (self.id, self.cached_tokens);
-        (Output { id, tokens: new, block, finish, cached_tokens }, tokens.len())
+        let prompt = std::mem::take(&mut self.prompt_logprobs);
+        (Output { id, tokens: new, prompt, block, finish, cached_tokens }, tokens.len())
     }
 }
 

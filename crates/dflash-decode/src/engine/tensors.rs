@@ -62,6 +62,11 @@ pub(super) fn step(
     turns.sort_by_key(|turn| turn.at);
     let before: Vec<usize> = turns.iter().map(|turn| sequences[turn.at].cache.len()).collect();
     let output = run(sequences, &turns, (target, proposer));
+    for ((turn, end), &before) in turns.iter().zip(ends(&turns)).zip(&before) {
+        let tokens = turn.tokens() as i64;
+        let states_th = output.hidden_td.narrow(0, end - tokens, tokens);
+        sequences[turn.at].read_prompt(&states_th, before, target);
+    }
     let (outputs, kept) = verify(sequences, &turns, (&output, target));
     keep(sequences, &turns, &before, (&output, &kept), proposer);
     let cost = Cost {
@@ -176,8 +181,9 @@ fn verify(
         let (greedy, proposals);
         (greedy, most_likely) = most_likely.split_at(turn.rows);
         (proposals, proposed) = proposed.split_at(turn.rows - 1);
-        let verify = || sequence.verify(proposals, turn.shares.as_ref(), &logits_bv);
-        let chosen = (!sequence.is_plainly_greedy()).then(verify);
+        let is_chosen = !sequence.is_plainly_greedy();
+        let chosen =
+            is_chosen.then(|| sequence.verify(proposals, turn.shares.as_ref(), &logits_bv));
         let own = chosen.as_deref().unwrap_or(greedy);
         let (output, rows) = sequence.take(proposals, own, Some(&logits_bv));
         kept.push(turn.tokens() - turn.rows + rows);

@@ -8,7 +8,7 @@ use tch::no_grad;
 use super::sequence::Sequence;
 use super::{Engine, Plan, Request, SequenceId};
 use crate::Error;
-use crate::adjust::LogitAdjustments;
+use crate::limits::Limits;
 use crate::sampling::Sampling;
 
 /// Passes of each size that are timed at the start; the last ones count most.
@@ -23,19 +23,11 @@ impl Engine<'_> {
         let most = self.lengths.most();
         let sizes = [0, most, most / 2, most / 4, 1];
         let tokens = TIMED_PASSES * sizes.iter().map(|size| size + 1).sum::<usize>();
-        let request = Request {
-            prompt: vec![0],
-            max_new_tokens: tokens + 1,
-            stop_ids: Vec::new(),
-            sampling: Sampling::GREEDY,
-            adjustments: LogitAdjustments::default(),
-            seed: 0,
-            logprobs: None,
-            speculative: true,
-        };
+        let limits = Limits { max_new_tokens: tokens + 1, stop_ids: Vec::new() };
+        let request = Request::new(&[0], &limits, Sampling::GREEDY, 0);
         let began = Instant::now();
         let caches = self.new_caches(&request);
-        let id = SequenceId(self.next_id);
+        let id = SequenceId::numbered(self.next_id);
         self.next_id += 1;
         self.sequences.push(Sequence::new(id, request, self.target, caches));
         self.step()?;

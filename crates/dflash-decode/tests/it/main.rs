@@ -2,7 +2,9 @@
 
 mod commands;
 mod decoding;
+mod distributions;
 mod engine;
+mod grammars;
 mod hybrids;
 mod models;
 mod side_by_side;

@@ -1,6 +1,7 @@
 //! A running server, its models, and how to ask it.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -55,8 +56,14 @@ pub(crate) struct Running {
 
 impl Running {
     pub(crate) fn start(settings: ServeSettings) -> Self {
+        Self::start_with(settings, |_| {})
+    }
+
+    /// The same once `change` has been made in the target's directory.
+    pub(crate) fn start_with(settings: ServeSettings, change: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         save_models(dir.path());
+        change(&dir.path().join("target"));
         let config = ModelsConfig {
             target_dir: dir.path().join("target"),
             target_name: "target".into(),
