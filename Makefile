@@ -48,7 +48,7 @@ bench: build ## time a training step, a save and the start of the programs
 bench-gpu: build ## parity, losses, step times and the whole line on a GPU, as JSON in target/bench-gpu.json
 	@scripts/bench_gpu.py pack target/bench-gpu
 	@$(or $(PEER_PYTHON),python3) scripts/bench_gpu.py run target/bench-gpu --out target/bench-gpu.json \
-		--device $(or $(DEVICE),cuda) $(if $(filter cpu,$(DEVICE)),--small)
+		--device $(or $(DEVICE),cuda) $(if $(filter cpu,$(DEVICE)),--small) $(if $(SCRATCH),--scratch $(SCRATCH)) $(STAGES)
 
 interop: build ## the official client on our server; a drafter in other engines, their acceptance beside ours
 	@scripts/openai_client.sh

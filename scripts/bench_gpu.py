@@ -9,9 +9,12 @@ PEER_PYTHON=PYTHON, an interpreter that has speculators, also its versions of th
 for the Python of the GPU's machine (PEER_VERSION, 3.12) by pip. Stages, all by default:
 
   machine   what the doctor finds, and the driver
-  step      `dflash bench train-step` at the shapes of three targets, beside `dflash plan`'s budget and the peer's step
-  tiny      300 steps on a tiny target: losses on the device against the CPU's, the rate in bfloat16, and decoding with that draft
-  line      a target of Qwen3-8B's shape with random weights: server, trainer, trainer and target in one process, and eval
+  step      `dflash bench train-step` at the shapes of three targets, beside `dflash plan`'s budget and the peer's step; each
+            product by itself, and the budget that follows from these (`dflash plan --measured`)
+  tiny      300 steps on a tiny target: losses on the device against the CPU's, the rate in bfloat16, what a line of the log costs,
+            and decoding with that draft
+  line      a target of Qwen3-8B's shape with random weights: what a server delivers of documents of 8,192 tokens and of 512,
+            trainer, trainer and target in one process, and eval
   parity    every reference vector, random attention and the leak test, in float32 and bfloat16
 
 Figures go to the JSON of results (--out) as they come, also when a stage fails or is killed, and stay there when other stages
@@ -19,7 +22,8 @@ run later; the exit status says whether one failed. Stages write to a scratch di
 goes in the end, or --scratch, which stays and spares the next call what the last one made. --small takes small shapes: the
 rehearsal on a CPU.
 """
-import argparse, contextlib, json, os, pathlib, re, shutil, signal, statistics, subprocess, sys, tempfile, time, zlib
+import argparse, concurrent.futures, contextlib, json, os, pathlib, random, re, shutil, signal, statistics, subprocess, sys, tempfile, time
+import urllib.request, zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 PROGRAMS = ["dflash", "dflash-engine"]
@@ -52,8 +56,8 @@ GPT_OSS_120B = dict(vocab_size=201088, hidden_size=2880, intermediate_size=2880,
 SMALL = dict(vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 # Name: target, tokens, anchors, documents. 5 layers, 5 captures, blocks of 16.
 SHAPES = {"qwen3-8b": (QWEN3_8B, 8192, 512, 4), "qwen3-8b-dense": (QWEN3_8B, 8192, 3072, 4), "qwen3-32b": (QWEN3_32B, 8192, 512, 4),
-          "gpt-oss-120b": (GPT_OSS_120B, 8192, 512, 4)}
-SMALL_SHAPES = {"small": (SMALL, 256, 32, 2), "small-dense": (SMALL, 256, 96, 2)}
+          "gpt-oss-120b": (GPT_OSS_120B, 8192, 512, 4), "qwen3-8b-one-document": (QWEN3_8B, 8192, 512, 1)}
+SMALL_SHAPES = {"small": (SMALL, 256, 32, 2), "small-dense": (SMALL, 256, 96, 2), "small-one-document": (SMALL, 256, 32, 1)}
 # Relative difference of two losses: of one of the first 20 steps, and of the mean of the last 50. Later single steps part,
 # since each rounding is carried on.
 FIRST_STEPS, FIRST_BOUND, LAST_STEPS, LAST_BOUND = 20, 1e-3, 50, 2e-2
@@ -205,6 +209,29 @@ class Bench:
                   "--device", device, "--no-epoch-checkpoints", *flags)
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
+    def delivered(self, endpoint, length):
+        "What a server delivers of documents of so many tokens to eight clients at once, after one that it warms up with."
+        base = endpoint.removesuffix("/v1")
+        vocabulary = json.load(urllib.request.urlopen(f"{base}/v1/models", timeout=60))["data"][0]["metadata"]["vocab_size"]
+        draw = random.Random(length)
+
+        def ask(_=None):
+            body = json.dumps(dict(input_ids=[draw.randrange(vocabulary) for _ in range(length)])).encode()
+            request = urllib.request.Request(f"{base}/v1/hidden_states", body, {"Content-Type": "application/json"})
+            return len(urllib.request.urlopen(request, timeout=300).read())
+
+        def busy():
+            text = urllib.request.urlopen(f"{base}/metrics", timeout=60).read().decode()
+            return float(re.search(r"^dflash_hidden_server_busy_seconds_total (\S+)$", text, re.M)[1])
+
+        ask()
+        documents = 8 if self.small else max(8, 131072 // length)
+        before, begun = busy(), time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(8) as clients:
+            size = sum(clients.map(ask, range(documents)))
+        seconds, passes = time.monotonic() - begun, busy() - before
+        return dict(documents=documents, mb_per_s=size / seconds / 1e6, tokens_per_s=documents * length / seconds, seconds=seconds, seconds_in_passes=passes)
+
     # The stages: each returns its figures, and raises Failed with those that show why.
 
     def machine(self):
@@ -254,6 +281,7 @@ class Bench:
             # What a line of the log costs: it waits for the device.
             runs["device-bf16-few-lines"] = self.train("few-lines", target, endpoint, self.device, "--compute-dtype", "bfloat16", "--log-every", steps // 4, *shape)
         rates = {name: statistics.median(line["slots_per_s"] for line in lines[1:]) for name, lines in runs.items()}
+        step_ms = {name: 1e3 * statistics.median(line["interval_s"] / line["steps"] for line in lines[1:]) for name, lines in runs.items()}
         del runs["device-bf16-few-lines"]
         losses = {name: [line["loss"] for line in lines] for name, lines in runs.items()}
         mean = lambda name: statistics.fmean(losses[name][-LAST_STEPS:])
@@ -261,7 +289,8 @@ class Bench:
         figures = dict(
             steps=steps, first_steps_apart=max(map(apart, losses["device"][:FIRST_STEPS], losses["cpu"][:FIRST_STEPS])),
             last_steps_apart=apart(mean("device"), mean("cpu")), last_steps_apart_bf16=apart(mean("device-bf16"), mean("cpu")),
-            loss={name: mean(name) for name in losses}, slots_per_s=rates)
+            loss={name: mean(name) for name in losses}, slots_per_s=rates, step_ms=step_ms,
+            log_line_ms=step_ms["device-bf16"] - step_ms["device-bf16-few-lines"])
         self.note(figures)
         figures["decode"] = json.loads(self.ours("bench", "decode", "--target", target, "--draft", self.scratch / "device-bf16", "--prompts", self.demo() / "prompts.jsonl",
                                                  "--limit", 2 if self.small else 16, "--max-new-tokens", 128, "--device", self.device, "--json").strip().splitlines()[-1])
@@ -277,7 +306,7 @@ class Bench:
         for name, (shape, tokens, anchors, docs) in (SMALL_SHAPES if self.small else SHAPES).items():
             target = self.target(shape)
             flags = ["--tokens", tokens, "--anchors", anchors, "--docs", docs, "--block", 16, "--layers", 5, "--captures", 5, "--steps", steps, "--device", self.device]
-            sides = dict(ours=lambda: self.ours("bench", "train-step", "--target", target, *flags, "--json"))
+            sides = dict(ours=lambda: self.ours("bench", "train-step", "--target", target, *flags, "--products", "--json"))
             if (self.bundle / "peer").is_dir():
                 sides["peer"] = lambda: self.say([sys.executable, self.bundle / "scripts" / "peer_step.py", target, *flags], env=dict(PYTHONPATH=str(self.bundle / "peer")))
             figures[name] = dict(computed=self.computed(target, tokens, anchors, docs))
@@ -290,6 +319,11 @@ class Bench:
                     failures += [f"{name}: {error}"] if side == "ours" else []
             if isinstance(figures[name]["ours"], dict):
                 figures[name]["times_as_long_as_computed"] = figures[name]["ours"]["step_ms"] / figures[name]["computed"]["step_ms"]
+                # The figures of a CPU, which rehearses, are no GPU's.
+                if self.device != "cpu":
+                    measured = self.scratch / f"measured-{name}.json"
+                    measured.write_text(json.dumps(figures[name]["ours"]["measured"]))
+                    figures[name]["computed_by_measured"] = self.computed(target, tokens, anchors, docs, "--measured", measured)
             if all(isinstance(figures[name].get(side), dict) for side in ("ours", "peer")):
                 figures[name]["times_as_fast"] = figures[name]["peer"]["step_ms"] / figures[name]["ours"]["step_ms"]
             self.note(figures)
@@ -297,12 +331,12 @@ class Bench:
             raise Failed("\n".join(failures), figures)
         return figures
 
-    def computed(self, target, tokens, anchors, docs):
+    def computed(self, target, tokens, anchors, docs, *flags):
         "What `dflash plan` computes for such a step on this GPU; in a rehearsal, on an H200."
         gpu = self.gpu()
         rows = ["--rows", 64 * docs, "--mean-length", tokens // docs, "--total-seq-len", tokens, "--max-anchors", anchors, "--anchors-per-sequence", -(-anchors // docs)]
-        plan = json.loads(self.ours("plan", "--device", gpu, "--target", target, *rows, "--num-layers", 5, "--block-size", 16, "--json"))
-        return dict(gpu=gpu) | {key: plan["budget"][key] for key in ("step_ms", "mfu", "launches", "launches_beyond_products", "waits", "peak_bytes", "parts")}
+        plan = json.loads(self.ours("plan", "--device", gpu, "--target", target, *rows, "--num-layers", 5, "--block-size", 16, "--json", *flags))
+        return dict(gpu=gpu) | {key: plan["budget"][key] for key in ("step_ms", "slow", "mfu", "launches", "launches_beyond_products", "waits", "peak_bytes", "parts")}
 
     def gpu(self):
         "The name by which `plan` knows this GPU."
@@ -324,13 +358,15 @@ class Bench:
         figures, steps = {}, 4 if self.small else 20
         flags = ["--target-layer-ids", *ids, "--total-seq-len", 512 if self.small else 8192, "--max-anchors", 32 if self.small else 512, "--max-steps", steps,
                  "--num-layers", 2 if self.small else 5, "--mask-token-id", 1000, "--log-every", 2 if self.small else 5]
-        told = ("loss", "slots_per_s", "tokens_per_s", "tflops", "mfu", "peak_memory_mib", "data_wait_share")
+        told = ("loss", "slots_per_s", "tokens_per_s", "tflops", "mfu", "peak_memory_mib", "data_wait_share", "stream")
         with self.server(target, "--target-layer-ids", *ids) as endpoint:
+            figures["server"] = {f"{length} tokens": self.delivered(endpoint, length) for length in ((512, 64) if self.small else (8192, 512))}
+            self.note(figures)
             lines = self.train("line", target, endpoint, self.device, *flags)
-        figures["train"] = {key: lines[-1][key] for key in told}
+        figures["train"] = {key: lines[-1].get(key) for key in told}
         self.note(figures)
         together = self.train("line-together", target, None, self.device, *flags)
-        figures["train_colocated"] = {key: together[-1][key] for key in told}
+        figures["train_colocated"] = {key: together[-1].get(key) for key in told}
         self.note(figures)
         report = self.scratch / "eval.json"
         self.ours("eval", "--target", target, "--draft", self.scratch / "line", "--prompts", demo / "prompts.jsonl", "--limit", 2 if self.small else 8,

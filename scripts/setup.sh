@@ -12,6 +12,10 @@ readonly version=2.11.0
 readonly cache=${XDG_CACHE_HOME:-$HOME/.cache}/dflash
 readonly installed=$cache/libtorch-$version
 readonly link=.deps/libtorch
+# There wherever NVIDIA's driver is loaded.
+readonly gpu=/dev/nvidiactl
+# What torch 2.11.0 as PyPI has it needs: it is built for CUDA 13.
+readonly driver=580
 
 say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -34,13 +38,41 @@ check_tools() {
 # Whether version $1 is older than version $2.
 older() { [ "$1" != "$2" ] && [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n1)" = "$1" ]; }
 
+# Whether CUDA's libraries are wanted: where there is a GPU, or on request.
+wants_cuda() { [ -e "$gpu" ] || [ "${DFLASH_SETUP_CUDA:-0}" = 1 ]; }
+
 link_libtorch() {
-  usable "$link" && return
+  check_driver
+  complete "$link" && return
+  usable "$link" && say "$link has no CUDA libraries, which a GPU needs; looking for one that has"
   local from
   from=$(find_libtorch) || { install_wheel; from=$installed/torch; }
   mkdir -p .deps
   ln -sfn "$(realpath "$from")" "$link"
   say "$link -> $(realpath "$from")"
+}
+
+# An older driver shows no GPU to this libtorch.
+check_driver() {
+  local found
+  found=$(sed -n 's/^NVRM version:.*[^0-9]\([0-9][0-9][0-9]\)\.[0-9.]*.*/\1/p' /proc/driver/nvidia/version 2>/dev/null || true)
+  [ -n "$found" ] && older "$found" "$driver" &&
+    say "NVIDIA driver $found is older than $driver, which CUDA 13 needs: update it, or see docs/install.md"
+  return 0
+}
+
+# Whether $1 is a usable libtorch, with CUDA's libraries where they are wanted: the cache of a login node
+# without a GPU has none, and the GPU's node may share it.
+complete() { usable "$1" && { ! wants_cuda || has_cuda "$1"; }; }
+
+# Whether CUDA's libraries lie where libtorch $1 looks for them.
+has_cuda() {
+  local root
+  root=$(realpath "$1")
+  [ -f "$root/lib/libtorch_cuda.so" ] || return 1
+  compgen -G "$root/../nvidia/cu13/lib/libcublas.so.*" >/dev/null ||
+    compgen -G "$root/../nvidia/cublas/lib/libcublas.so.*" >/dev/null ||
+    compgen -G "$root/lib/libcublas.so.*" >/dev/null
 }
 
 # Whether $1 is a libtorch of the right release.
@@ -53,21 +85,25 @@ find_libtorch() {
   local candidate
   for candidate in "${DFLASH_LIBTORCH:-}" "${LIBTORCH:-}"; do
     [ -z "$candidate" ] && continue
-    usable "$candidate" && { echo "$candidate"; return; }
+    if usable "$candidate"; then
+      # Who names one gets it.
+      complete "$candidate" || say "$candidate has no CUDA libraries: it computes on the CPU alone"
+      echo "$candidate"
+      return
+    fi
     say "ignoring $candidate: not a libtorch $version with headers"
   done
-  # With a GPU, an installed torch is complete and the cached one is not, so it goes first.
-  if [ -e /dev/nvidiactl ]; then python_torch || cached_torch; else cached_torch || python_torch; fi
+  cached_torch || python_torch
 }
 
-cached_torch() { usable "$installed/torch" && echo "$installed/torch"; }
+cached_torch() { complete "$installed/torch" && echo "$installed/torch"; }
 
 python_torch() {
   local found
   found=$(python3 -I -c 'import importlib.util as u
 s = u.find_spec("torch")
 print(next(iter(s.submodule_search_locations or []), "") if s else "")' 2>/dev/null) || return 1
-  [ -n "$found" ] && usable "$found" && echo "$found"
+  [ -n "$found" ] && complete "$found" && echo "$found"
 }
 
 install_wheel() {
@@ -79,16 +115,21 @@ install_wheel() {
   local aside=$installed.$$.tmp
   # shellcheck disable=SC2064  # the name is wanted as it is now
   trap "rm -rf '$aside'" EXIT
-  say "installing libtorch $version to $installed (about 600 MB to fetch, 1.3 GB on disk)"
+  local size="about 600 MB to fetch, 1.3 GB on disk" remedy="is there a network, and a wheel for this platform?"
+  if wants_cuda; then
+    size="with CUDA's libraries about 2.7 GB to fetch, 5 GB on disk"
+    remedy="$remedy DFLASH_SETUP_CUDA=1 make setup fetches CUDA's libraries where there is a network but no GPU"
+  fi
+  say "installing libtorch $version to $installed ($size)"
   "${pip[@]}" install --disable-pip-version-check --root-user-action=ignore --no-warn-conflicts --target "$aside" \
     "$(extent)" "torch==$version" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cupti==13.0.*" >&2 ||
-    fail "pip could not install torch==$version; is there a network, and a wheel for this platform?"
+    fail "pip could not install torch==$version; $remedy"
   usable "$aside/torch" || fail "the wheel of torch $version is not what was expected"
   rm -rf "$installed"
   mv "$aside" "$installed"
 }
 
 # A CPU needs the wheel and two small libraries that it links; a GPU needs all that it asks for.
-extent() { if [ -e /dev/nvidiactl ] || [ "${DFLASH_SETUP_CUDA:-0}" = 1 ]; then echo --upgrade; else echo --no-deps; fi; }
+extent() { if wants_cuda; then echo --upgrade; else echo --no-deps; fi; }
 
 main "$@"

@@ -26,5 +26,7 @@ mod newcomer;
 mod pipeline;
 #[path = "workspace/program.rs"]
 mod program;
+#[path = "workspace/setup.rs"]
+mod setup;
 #[path = "workspace/streams.rs"]
 mod streams;

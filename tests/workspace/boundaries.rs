@@ -366,6 +366,24 @@ fn unsafe_code_lives_in_the_shim_and_one_module() {
     }
 }
 
+/// Whoever asks libtorch for devices itself computes on the CPU, without a word, where libtorch does not see the
+/// machine's GPUs.
+#[test]
+fn one_place_asks_which_gpus_there_are() {
+    let home = |path: &Path| {
+        path == Path::new("crates/dflash-model/src/placement.rs")
+            // what doctor is told
+            || path.ends_with("engine_info.rs")
+            || path.starts_with("crates/dflash-torch-sys")
+            || path.components().any(|part| part.as_os_str() == "tests")
+    };
+    for (path, text) in sources().iter().filter(|(path, _)| !home(path)) {
+        for question in ["cuda_if_available", "Cuda::is_available", "Cuda::device_count"] {
+            assert!(!text.contains(question), "{} asks {question}", path.display());
+        }
+    }
+}
+
 #[test]
 fn every_crate_takes_the_workspace_lints() {
     for entry in fs::read_dir(root().join("crates")).expect("readable") {

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use dflash_files::PendingDir;
+use dflash_model::place;
 use dflash_model::target::{Target, TargetConfig};
-use dflash_settings::DemoTargetSettings;
+use dflash_settings::{DemoTargetSettings, Device as Asked, Dtype};
 use dflash_text::ChatTokenizer;
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::Kind;
 
 use crate::corpus::{Exchange, conversations, messages};
 use crate::error::Error;
@@ -162,7 +163,8 @@ fn make_target(
         .map(|turns| training::document(&tokenizer, turns))
         .collect::<Result<Vec<_>, _>>()?;
     let shape = target_config(tokenizer.len());
-    let target = Target::random(shape, config.seed.cast_signed(), Device::cuda_if_available());
+    let (device, _) = place(Asked::Auto, Dtype::Float32, 0)?;
+    let target = Target::random(shape, config.seed.cast_signed(), device);
     let parameters = target.parameters().iter().map(|(_, tensor)| tensor.numel() as i64).sum();
     observe(Event::Target { parameters });
     let plan = Plan { steps: config.steps, tokens: STEP_TOKENS, seed: config.seed };
@@ -181,6 +183,8 @@ fn target_config(vocabulary: usize) -> TargetConfig {
 
 #[cfg(test)]
 mod tests {
+    use tch::Device;
+
     use super::*;
 
     fn config(dir: &Path) -> DemoTargetSettings {

@@ -5,7 +5,6 @@ mod loading;
 
 use dflash::command_line;
 use dflash::{Command, Signals, engine, exit, libtorch, logging};
-use dflash_torch_sys::CudaLibrary;
 
 fn main() {
     exit::install_panic_hook(dflash_model::want_of_memory_in);
@@ -27,12 +26,10 @@ fn main() {
     exit::finish(&outcome, &signals)
 }
 
-/// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second.
+/// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second. Whoever asks
+/// for a device learns what came of it.
 fn open_cuda() {
-    if !libtorch::has_driver() {
-        return;
-    }
-    if let CudaLibrary::Failed(reason) = dflash_torch_sys::load_cuda() {
-        tracing::warn!("libtorch's CUDA library does not load, so the CPU is used: {reason}");
+    if libtorch::has_driver() {
+        dflash_torch_sys::load_cuda();
     }
 }

@@ -249,6 +249,126 @@ fn a_gpu_is_budgeted_part_by_part_without_one() {
     }
 }
 
+/// What a run takes beside its trainers, by hand: the target's servers, the stream, the sum of gradients.
+#[test]
+fn a_gpus_plan_tells_all_that_the_run_takes() {
+    let dir = target();
+    let line = "plan --rows 64 --mean-length 256 --total-seq-len 1024 --max-anchors 64 --device h200 \
+                --target-layer-ids 1,3,5 --nproc 4 --gradient-accumulation-steps 2";
+    let plan = json(&format!("{line} --json"), dir.path());
+    let number = |path: &str| plan.pointer(path).and_then(Value::as_f64).expect(path);
+    let close = |found: f64, expected: f64| {
+        assert!((found / expected - 1.0).abs() < 1e-9, "{found} and {expected}");
+    };
+    // Five layers of q, k, v, o and an MLP three times as wide, and pairs of four documents of 256 tokens.
+    let layer = 128.0 * (128.0 + 64.0 + 64.0) + 128.0 * 128.0 + 3.0 * 128.0 * 384.0;
+    let products = 2.0 * 1024.0 * 5.0 * layer;
+    let attention = 4.0 * 128.0 * 5.0 * 4.0 * 256.0 * 257.0 / 2.0;
+    close(number("/servers/row_tflop"), (products + attention) / 1e12);
+    let [best, slow] = [0.75, 0.65].map(|share| (products / share + attention / 0.35) / 989e12);
+    close(number("/servers/row_seconds/0"), best);
+    close(number("/servers/row_seconds/1"), slow);
+    // A step has two rows of each rank.
+    let (step, slow_step) = (number("/step_seconds"), number("/slow_step_seconds"));
+    close(number("/servers/per_trainer/0"), best / (step / 2.0));
+    close(number("/servers/per_trainer/1"), slow / (slow_step / 2.0));
+    assert_eq!(number("/servers/gpus/0"), (4.0 * best / (step / 2.0)).ceil());
+    let budget = number("/budget/slow/step_ms") / number("/budget/step_ms");
+    close(slow_step / step, budget);
+    assert!(budget >= 1.0);
+    let rate = number("/hidden_bytes_per_second") / 4.0;
+    close(number("/stream/bytes_per_second"), rate);
+    close(number("/stream/assembly_share"), rate / 6.5e9);
+    close(number("/stream/gbit_per_second"), rate * 8.0 / 1e9);
+    close(number("/all_reduce/bytes"), number("/parameters") * 4.0 * 1.5);
+    let (_, table, _) = engine(line, dir.path());
+    for part in [
+        "stream      ",
+        "of what its one thread that assembles rows copies",
+        "Gbit/s of the network",
+        "servers     ",
+        "beside each trainer",
+        "all-reduce  ",
+        "over NVLink",
+        "expandable segments, set by default",
+        "differ from run to run",
+        "where products reach 0.65 of the peak and not 0.75",
+    ] {
+        assert!(table.contains(part), "{part} in {table}");
+    }
+    let colocated = json(&format!("{line} --colocate --json"), dir.path());
+    assert_eq!((&colocated["servers"], &colocated["stream"]), (&Value::Null, &Value::Null));
+    let both = colocated["step_seconds"].as_f64().unwrap();
+    close(both - 2.0 * best, step);
+    let alone = json(&format!("{line} --json").replace("--nproc 4", ""), dir.path());
+    assert_eq!(alone["all_reduce"], Value::Null);
+    let cpu = json(&format!("{line} --json").replace("h200", "cpu"), dir.path());
+    assert_eq!((&cpu["servers"], &cpu["all_reduce"]), (&Value::Null, &Value::Null));
+}
+
+#[test]
+fn a_plan_takes_what_a_gpu_was_measured_to_reach() {
+    let dir = target();
+    let line = "plan --rows 64 --mean-length 256 --total-seq-len 1024 --max-anchors 64 --json";
+    let gpu = format!("{line} --device h200");
+    let file = dir.path().join("measured.json");
+    let measured = |share: f64| {
+        let ms = 2.0 * 4096.0f64.powi(3) / (share * 989e12) * 1e3;
+        let product = |part: &str| {
+            serde_json::json!({
+                "part": part, "name": "x", "rows": 4096, "inputs": 4096, "outputs": 4096, "count": 1,
+                "ms": ms, "tflops": share * 989.0, "share": share,
+            })
+        };
+        let products: Vec<Value> =
+            ["features", "projections", "mlp", "loss"].map(product).into_iter().collect();
+        let measured = serde_json::json!({
+            "device": "NVIDIA H200", "products": products, "copy_gb_s": 0.85 * 4800.0,
+            "flash": {"forward_tflops": 0.35 * 989.0, "backward_tflops": 0.30 * 989.0},
+            "operator_us": 4.0,
+        });
+        std::fs::write(&file, measured.to_string()).unwrap();
+        json(&format!("{gpu} --measured {}", file.display()), dir.path())
+    };
+    let assumed = json(&gpu, dir.path());
+    let parts = |plan: &Value| plan["budget"]["gpu_ms"].as_f64().unwrap();
+    // The shares that are assumed, measured: the same plan, and no range.
+    let same = measured(0.75);
+    assert!((parts(&same) / parts(&assumed) - 1.0).abs() < 1e-6);
+    assert_eq!((&same["slow_step_seconds"], &same["budget"]["slow"]), (&Value::Null, &Value::Null));
+    assert!(parts(&measured(0.01)) > 1.01 * parts(&assumed));
+    let flags = format!("{gpu} --measured {}", file.display()).replace(" --json", "");
+    let (_, table, _) = engine(&flags, dir.path());
+    assert!(table.contains("computed by the shares measured in"), "{table}");
+    let refuse = |arguments: &str, expected: &str| {
+        let (code, _, stderr) = engine(arguments, dir.path());
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains(expected), "{expected} in {stderr}");
+    };
+    refuse(&flags.replace("h200", "h100"), "is of NVIDIA H200, and the plan of H100");
+    refuse(&flags.replace("h200", "cpu"), "the plan is for no GPU that is known");
+    // What the bench prints, of this CPU: no GPU's, but every product has its time.
+    let bench = "bench train-step --json --products --device cpu --tokens 64 --docs 2 --anchors 4 \
+                 --block 4 --layers 2 --captures 2 --steps 1 --warmup 0";
+    let report = json(bench, dir.path());
+    let products = report["measured"]["products"].as_array().unwrap();
+    assert_eq!(products.len(), 19);
+    for product in products {
+        assert!(product["ms"].as_f64().unwrap() > 0.0, "{product}");
+        assert!(product["tflops"].as_f64().unwrap() > 0.0 && product["share"].is_null());
+    }
+    assert!(report["measured"]["copy_gb_s"].as_f64().unwrap() > 0.0);
+    std::fs::write(&file, report.to_string()).unwrap();
+    refuse(&flags, "that file is of cpu, and the plan of H200");
+    let (_, table, _) = engine(&bench.replace("--json ", ""), dir.path());
+    assert!(
+        table.contains("mlp         gate_up, forward: ") && table.contains("a copy"),
+        "{table}"
+    );
+    let without = json(&bench.replace("--products ", ""), dir.path());
+    assert_eq!(without["measured"], Value::Null);
+}
+
 #[test]
 fn a_plan_for_a_gpu_takes_the_device_of_training_too() {
     let dir = target();

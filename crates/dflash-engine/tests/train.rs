@@ -240,7 +240,6 @@ fn mistakes_are_named() {
     check(&["--adam-beta1", "1"], "--adam-beta1 is 1, but");
     check(&["--adam-beta2", "NaN"], "--adam-beta2 is NaN, but");
     check(&["--adam-epsilon", "0"], "--adam-epsilon is 0, but");
-    check(&["--log-to", "trackio"], "trackio.import_tf_events");
     check(&["--log-to", "none,mlflow"], "--log-to names trackers beside none");
     check(&["--run-name", ""], "--run-name is \"\", but");
     check(&["--weight-decay=-1"], "--weight-decay is -1");

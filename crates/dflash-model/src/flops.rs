@@ -129,17 +129,37 @@ impl TargetConfig {
     /// Operations of the first `layers` layers on whole documents of these `lengths`, each of which
     /// attends to itself.
     pub fn prefill_flops(&self, layers: usize, lengths: impl Iterator<Item = usize>) -> f64 {
-        let architecture = self.family.architecture();
-        let layer_flops = |layer: usize, length: usize| {
-            let products = 2.0 * length as f64 * architecture.layer_elements(self, layer);
-            let pairs = causal_pairs(length, architecture.reach(layer));
-            products + architecture.pair_flops(layer) * pairs
-        };
-        let layers = layers.min(self.num_hidden_layers);
-        let flops =
-            |length: usize| (0..layers).map(|layer| layer_flops(layer, length)).sum::<f64>();
-        lengths.map(flops).sum()
+        let PrefillFlops { products, attention } = self.prefill_work(layers, lengths);
+        products + attention
     }
+
+    /// The same by what computes it.
+    pub fn prefill_work(
+        &self,
+        layers: usize,
+        lengths: impl Iterator<Item = usize>,
+    ) -> PrefillFlops {
+        let architecture = self.family.architecture();
+        let mut work = PrefillFlops::default();
+        for length in lengths {
+            for layer in 0..layers.min(self.num_hidden_layers) {
+                let elements = architecture.layer_elements(self, layer);
+                work.products += 2.0 * length as f64 * elements;
+                let pairs = causal_pairs(length, architecture.reach(layer));
+                work.attention += architecture.pair_flops(layer) * pairs;
+            }
+        }
+        work
+    }
+}
+
+/// Operations of a target's pass over whole documents.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PrefillFlops {
+    /// Of matrix products.
+    pub products: f64,
+    /// Of attention: scores, and their product with the values.
+    pub attention: f64,
 }
 
 /// Pairs of a token and one that it sees.

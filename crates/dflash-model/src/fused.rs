@@ -5,7 +5,7 @@
 //! [`Kernels::Portable`]) the same mathematics out of libtorch's operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
 //! without a copy.
 
-use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, Runner};
+use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
 use dflash_torch_sys::kernels::{self, Kernels};
 use tch::{Kind, Tensor};
 
@@ -166,6 +166,13 @@ pub(crate) struct Projected<'a> {
 }
 
 impl Projected<'_> {
+    /// Queries [N, heads, D], where the rows hold any; keys and values go to `room`.
+    pub(crate) fn to(&self, x: &Tensor, room: KeyRoom<'_>) -> Option<Tensor> {
+        let HeadNorms { query, key, eps, cosine, sine } = self.norms;
+        let turn = HeadTurn { norms: Some((query, key)), eps, cosine, sine };
+        gpu::heads_to(self.runner, x, &turn, room)
+    }
+
     /// Queries [kv heads, N, group, D] and keys [kv heads, N, D], normed and turned.
     pub(crate) fn of(&self, x: &Tensor) -> (Option<Tensor>, Tensor) {
         let (q_nhd, k_njd) = gpu::heads(self.runner, x, &self.norms, self.kv_heads);

@@ -123,11 +123,6 @@ impl Rotary {
         Self { long: Some(long), ..self }
     }
 
-    /// The same with `scale` applied to the frequencies [D/2], for scaled RoPE types.
-    pub fn map_frequencies(self, scale: impl FnOnce(Tensor) -> Tensor) -> Self {
-        Self { inverse_frequency: scale(self.inverse_frequency), ..self }
-    }
-
     /// Tables of `positions` `[T]` (int64): where long sequences have frequencies of their own, these
     /// from the first position on that only a long one has.
     pub fn tables(&self, positions: &Tensor) -> RotaryTables {

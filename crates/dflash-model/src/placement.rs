@@ -1,33 +1,112 @@
 //! From what the user asks for to a device of this machine and the kind to compute in.
 
+use std::path::Path;
+
 use dflash_settings::{Device as Asked, Dtype, Invalid};
-use dflash_torch_sys::trace;
+use dflash_torch_sys::{CudaLibrary, opened_cuda, trace};
 use tch::kind::Element;
 use tch::{Cuda, Device, Kind, Tensor};
+
+/// There wherever NVIDIA's kernel driver is loaded, in containers too.
+const DEVICE_NODE: &str = "/dev/nvidiactl";
+/// Which GPUs a process may see, by number or name; what it names none by hides them all.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// The device that is asked for, and the kind of weights and activations on it: bfloat16 on a GPU
 /// and float32 on a CPU, unless `dtype` says otherwise. `local` is the number of this process among
 /// those of the machine that each take a GPU.
 ///
 /// # Errors
-/// A GPU that libtorch does not see.
+/// A GPU that libtorch does not see; `auto` on a machine whose GPUs it does not see, which would
+/// otherwise compute on the CPU without a word.
 pub fn place(asked: Asked, dtype: Dtype, local: usize) -> Result<(Device, Kind), Invalid> {
-    let devices = if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 };
-    let device = match asked {
-        Asked::Cpu => Device::Cpu,
-        Asked::Auto if devices == 0 => Device::Cpu,
-        Asked::Auto | Asked::Cuda(None) if devices > 0 => Device::Cuda(local % devices),
-        Asked::Cuda(Some(number)) if number < devices => Device::Cuda(number),
-        Asked::Auto | Asked::Cuda(_) => {
-            let expected = format!("libtorch sees {devices} CUDA devices here; pass --device cpu");
-            return Err(Invalid::new("device", asked, expected));
-        }
-    };
+    let device = Gpus::here().device(asked, local)?;
     let kind = match (dtype, device) {
         (Dtype::Float32, _) | (Dtype::Auto, Device::Cpu) => Kind::Float,
         (Dtype::Bfloat16, _) | (Dtype::Auto, _) => Kind::BFloat16,
     };
     Ok((device, kind))
+}
+
+/// How many processes on a GPU of their own `asked` has room for; `None` on a CPU.
+///
+/// # Errors
+/// As [`place`].
+pub fn gpus_for(asked: Asked) -> Result<Option<usize>, Invalid> {
+    let gpus = Gpus::here();
+    match gpus.device(asked, 0) {
+        Ok(Device::Cpu) => Ok(None),
+        // With none the caller says so in its own words.
+        Err(error) if asked == Asked::Auto => Err(error),
+        _ => Ok(Some(gpus.seen)),
+    }
+}
+
+/// The machine's GPUs, and what of them libtorch sees.
+#[derive(Debug)]
+struct Gpus {
+    seen: usize,
+    /// Whether the machine has some that nobody hides from this process.
+    are_there: bool,
+    /// What became of libtorch's CUDA half.
+    library: Option<CudaLibrary>,
+}
+
+impl Gpus {
+    fn here() -> Self {
+        let seen = if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 };
+        let visible = std::env::var(VISIBLE).ok();
+        let are_there = are_there(Path::new(DEVICE_NODE), visible.as_deref());
+        Self { seen, are_there, library: opened_cuda() }
+    }
+
+    fn device(&self, asked: Asked, local: usize) -> Result<Device, Invalid> {
+        let seen = self.seen;
+        match asked {
+            Asked::Cpu => Ok(Device::Cpu),
+            Asked::Auto if seen == 0 && !self.are_there => Ok(Device::Cpu),
+            Asked::Auto | Asked::Cuda(None) if seen > 0 => Ok(Device::Cuda(local % seen)),
+            Asked::Cuda(Some(number)) if number < seen => Ok(Device::Cuda(number)),
+            Asked::Auto | Asked::Cuda(_) => Err(Invalid::new("device", asked, self.why_not())),
+        }
+    }
+
+    /// Why no GPU, or not this one, can be used, and what to do.
+    fn why_not(&self) -> String {
+        let seen = self.seen;
+        if seen > 0 || !self.are_there {
+            return format!("libtorch sees {seen} CUDA devices here; pass --device cpu");
+        }
+        let whole = "install it with its CUDA libraries (`pip install torch==2.11.0`, or `make setup` \
+                     again on this machine)";
+        let (cause, remedies) = match &self.library {
+            Some(CudaLibrary::Loaded) => (
+                "this libtorch sees none of them: torch 2.11.0 as PyPI has it is built for CUDA 13, \
+                 which needs NVIDIA driver 580 or newer"
+                    .to_owned(),
+                "update the driver, or install torch 2.11.0 for an older CUDA (docs/install.md)"
+                    .to_owned(),
+            ),
+            Some(CudaLibrary::Failed(reason)) => {
+                (format!("libtorch's CUDA library does not load: {reason}"), whole.to_owned())
+            }
+            Some(CudaLibrary::Absent) | None => {
+                ("this libtorch comes without CUDA".to_owned(), whole.to_owned())
+            }
+        };
+        format!(
+            "the machine has NVIDIA GPUs and {cause}; {remedies}, or pass --device cpu ({VISIBLE}= \
+             where a command has no such flag)"
+        )
+    }
+}
+
+/// Whether there are GPUs: the driver's device node, and a list of visible ones, if any, that does not
+/// begin with what is no GPU.
+fn are_there(node: &Path, visible: Option<&str>) -> bool {
+    let first = visible.map(|list| list.split(',').next().unwrap_or("").trim());
+    let hidden = first.is_some_and(|first| ["", "-1", "NoDevFiles", "void"].contains(&first));
+    node.exists() && !hidden
 }
 
 /// A device as flags name it, such as `cpu` or `cuda:1`.
@@ -103,6 +182,49 @@ mod tests {
         assert_eq!(cpu(Dtype::Auto), (Device::Cpu, Kind::Float));
         assert_eq!(cpu(Dtype::Bfloat16), (Device::Cpu, Kind::BFloat16));
         let refused = place(Asked::Cuda(Some(99)), Dtype::Auto, 0).unwrap_err().to_string();
-        assert!(refused.starts_with("--device is cuda:99, but libtorch sees"), "{refused}");
+        assert!(refused.starts_with("--device is cuda:99, but "), "{refused}");
+    }
+
+    /// A device node that is there, for which any file will do, and libtorch without a device.
+    #[test]
+    fn gpus_that_libtorch_does_not_see_are_not_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = dir.path().join("nvidiactl");
+        assert!(!are_there(&node, None));
+        std::fs::write(&node, "").unwrap();
+        assert!(are_there(&node, None) && are_there(&node, Some("0,1")));
+        assert!(are_there(&node, Some("GPU-8932f937")));
+        for hidden in ["", "-1", "NoDevFiles", " -1,0"] {
+            assert!(!are_there(&node, Some(hidden)), "{hidden}");
+        }
+        let gpus = |seen, are_there, library| Gpus { seen, are_there, library };
+        let refused = |gpus: &Gpus, asked, expected: &[&str]| {
+            let error = gpus.device(asked, 0).unwrap_err().to_string();
+            expected.iter().for_each(|part| assert!(error.contains(part), "{part}: {error}"));
+        };
+        let old_driver = gpus(0, true, Some(CudaLibrary::Loaded));
+        let remedies = [
+            "--device is auto",
+            "driver 580",
+            "update the driver",
+            "for an older CUDA",
+            "--device cpu",
+        ];
+        refused(&old_driver, Asked::Auto, &remedies);
+        refused(&old_driver, Asked::Cuda(None), &["driver 580"]);
+        assert_eq!(old_driver.device(Asked::Cpu, 0).unwrap(), Device::Cpu);
+        let failed = gpus(0, true, Some(CudaLibrary::Failed("libcudart.so.13 is missing".into())));
+        refused(
+            &failed,
+            Asked::Auto,
+            &["libcudart.so.13 is missing", "pip install", "--device cpu"],
+        );
+        refused(&gpus(0, true, Some(CudaLibrary::Absent)), Asked::Auto, &["comes without CUDA"]);
+        let none = gpus(0, false, None);
+        assert_eq!(none.device(Asked::Auto, 0).unwrap(), Device::Cpu);
+        refused(&none, Asked::Cuda(Some(1)), &["libtorch sees 0 CUDA devices here"]);
+        let two = gpus(2, true, Some(CudaLibrary::Loaded));
+        assert_eq!(two.device(Asked::Auto, 3).unwrap(), Device::Cuda(1));
+        refused(&two, Asked::Cuda(Some(2)), &["libtorch sees 2 CUDA devices here"]);
     }
 }

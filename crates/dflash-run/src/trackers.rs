@@ -77,8 +77,7 @@ impl Trackers {
                 Tracker::Tensorboard => open.push(Box::new(Events::create(run, about.step)?)),
                 Tracker::Mlflow => open.push(Box::new(MlflowRun::open(run, about)?)),
                 Tracker::Wandb => open.push(Box::new(WandbRun::create(run, about)?)),
-                // The settings' check refuses the first.
-                Tracker::Trackio | Tracker::None => {}
+                Tracker::None => {}
             }
         }
         Ok(Self(open))

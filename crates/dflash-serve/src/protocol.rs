@@ -196,6 +196,7 @@ impl ChatRequest {
         }
         asked.tools = tools.map(Arc::new);
         asked.max_tokens = newer.or(asked.max_tokens);
+        check_least(&asked)?;
         if asked.max_tokens == Some(0) {
             return Err(bad("max_tokens", "is 0, but it must be 1 or more"));
         }
@@ -234,6 +235,7 @@ impl CompletionRequest {
         fields.end()?;
         asked.logprobs = logprobs;
         asked.max_tokens = asked.max_tokens.or(Some(DEFAULT_COMPLETION_TOKENS));
+        check_least(&asked)?;
         asked.echo = echo.unwrap_or(false);
         if asked.max_tokens == Some(0) && !asked.echo {
             return Err(bad("max_tokens", "is 0, but without echo it must be 1 or more"));
@@ -271,6 +273,17 @@ impl CompletionRequest {
             true => Err(bad("prompt", "is empty; it must have at least one token")),
             false => Ok(all),
         }
+    }
+}
+
+/// # Errors
+/// An answer that has to be longer than it may be.
+fn check_least(asked: &Asked) -> Result<(), Refusal> {
+    match asked.max_tokens {
+        Some(most) if asked.adjustments.min_tokens > most => {
+            Err(bad("min_tokens", &format!("is above the {most} tokens that the answer may have")))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -326,9 +339,6 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         stream,
     };
     fields.pass_over(&PASSED_OVER);
-    if asked.max_tokens.is_some_and(|most| asked.adjustments.min_tokens > most) {
-        return Err(bad("min_tokens", "is above max_tokens"));
-    }
     if asked.ignore_eos && asked.format.is_some() {
         let reason = "does not go with response_format, which says where an answer ends";
         return Err(bad("ignore_eos", reason));
@@ -439,7 +449,9 @@ mod tests {
         let bias = "logit_bias must map token ids to numbers from -100 to 100";
         check(r#", "logit_bias": {"x": 1}"#, bias);
         check(r#", "logit_bias": {"1": 101}"#, bias);
-        check(r#", "max_tokens": 3, "min_tokens": 4"#, "min_tokens is above max_tokens");
+        let longer = "min_tokens is above the 3 tokens that the answer may have";
+        check(r#", "max_tokens": 3, "min_tokens": 4"#, longer);
+        check(r#", "max_completion_tokens": 3, "min_tokens": 4"#, longer);
         check(r#", "tools": [{"type": "function"}]"#, "tools[0].function must be an object");
         check(
             r#", "tools": [{"type": "function", "function": {"name": "a"}}],

@@ -87,6 +87,10 @@ pub struct TrainStepSettings {
     /// Memory of one chunk of logits, MiB. Default: that of a training on the device.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
     pub loss_chunk_mib: Option<usize>,
+    /// Time each matrix product of the step by itself, attention's kernels, a copy and the host's part of an
+    /// operator, after the steps; with --json this is what `dflash plan --measured` takes.
+    #[cfg_attr(feature = "clap", arg(long))]
+    pub products: bool,
     /// Print one JSON line instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,

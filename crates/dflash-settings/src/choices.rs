@@ -103,8 +103,6 @@ choices! {
         Mlflow,
         /// Weights & Biases, as a run that was made offline.
         Wandb,
-        /// Trackio, which reads TensorBoard's files.
-        Trackio,
         /// None of them.
         None,
     }

@@ -122,6 +122,10 @@ pub struct PlanSettings {
     /// them.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TFLOPS"))]
     pub tflops: Option<f64>,
+    /// What the GPU's kernels reach, as `dflash bench train-step --products --json` measured it there, in
+    /// place of the shares that are assumed (docs/plan.md).
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
+    pub measured: Option<PathBuf>,
     /// Print JSON instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,

@@ -229,11 +229,6 @@ impl TrainSettings {
     }
 
     fn check_trackers(&self) -> Result<(), Invalid> {
-        if self.log_to.contains(&Tracker::Trackio) {
-            let expected = "trackio has no documented file format; take tensorboard, whose files \
-                            trackio.import_tf_events reads";
-            return Err(Invalid::new("log_to", "trackio", expected));
-        }
         if self.log_to.contains(&Tracker::None) && self.log_to.len() > 1 {
             return Err(at_odds("log_to", "names trackers beside none; name one or the other"));
         }

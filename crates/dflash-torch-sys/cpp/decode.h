@@ -136,6 +136,8 @@ struct DflashBarrier {
   alignas(64) uint32_t late;
   // Threads that go on.
   uint32_t threads;
+  // When the pass began, ns.
+  int64_t began;
 };
 
 // Returns how many threads go on: those beyond have nothing more to do.

@@ -4,9 +4,12 @@
 // by spinning, which libgomp's threads here must not (they share the machine with servers). Spinning
 // is bounded: between passes a thread that waits too long sleeps, within one it yields. Where a thread
 // was kept from running, the rest of the pass and the next passes run on the caller alone, since each
-// meeting with such a thread costs a time slice. No result depends on the number of threads.
+// meeting with such a thread costs a time slice. Threads that read a large model's weights are milliseconds
+// apart by themselves: what counts as kept from running grows with the pass. No result depends on the number
+// of threads.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -32,14 +35,39 @@ inline void pause() {
 #endif
 }
 
+inline int64_t nanoseconds() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Waits for threads of a pass. One that takes longer than `kSpins` and then as long as all that came before in
+// this pass was not running: the pass is marked as late.
+template <typename Over>
+inline void await(DflashBarrier* barrier, const Over& is_over) {
+  for (int spins = 0; spins < kSpins; ++spins) {
+    if (is_over()) return;
+    pause();
+  }
+  const int64_t since = nanoseconds(), last = since + (since - barrier->began);
+  while (!is_over()) {
+    if (nanoseconds() > last) __atomic_store_n(&barrier->late, 1, __ATOMIC_RELAXED);
+    std::this_thread::yield();
+  }
+}
+
 using Body = void (*)(const void*, int64_t, int64_t, DflashBarrier*);
+
+// Passes that one thread ran though there were more, since one had been late.
+std::atomic<int64_t> passes_alone{0};
 
 class Team {
  public:
   void run(Body body, const void* work, int64_t threads) {
     std::unique_lock<std::mutex> only(busy_, std::try_to_lock);
     if (threads <= 1 || !only.owns_lock() || alone_ > 0) {
-      if (only.owns_lock() && alone_ > 0) --alone_;
+      if (only.owns_lock() && alone_ > 0) {
+        --alone_;
+        passes_alone.fetch_add(1, std::memory_order_relaxed);
+      }
       DflashBarrier none{};
       none.threads = 1;
       body(work, 0, 1, &none);
@@ -51,6 +79,7 @@ class Team {
     threads_ = std::min<int64_t>(threads, hired_ + 1);
     barrier_.threads = static_cast<uint32_t>(threads_);
     barrier_.late = 0;
+    barrier_.began = nanoseconds();
     finished_.store(0, std::memory_order_relaxed);
     turn_.fetch_add(1);
     const bool slept = asleep_.load() > 0;
@@ -98,14 +127,7 @@ class Team {
   }
 
   void await_workers() {
-    for (int spins = 0; finished_.load(std::memory_order_acquire) != hired_; ++spins) {
-      if (spins < kSpins) {
-        pause();
-        continue;
-      }
-      __atomic_store_n(&barrier_.late, 1, __ATOMIC_RELAXED);
-      std::this_thread::yield();
-    }
+    await(&barrier_, [this] { return finished_.load(std::memory_order_acquire) == hired_; });
   }
 
   void back_off(bool late) {
@@ -143,6 +165,8 @@ void erased(const void* work, int64_t thread, int64_t threads, DflashBarrier* ba
 
 extern "C" {
 
+int64_t dflash_decode_passes_alone() { return passes_alone.load(std::memory_order_relaxed); }
+
 int64_t dflash_barrier_wait(DflashBarrier* barrier) {
   if (barrier->threads == 1) return 1;
   const uint32_t turn = __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE);
@@ -154,14 +178,7 @@ int64_t dflash_barrier_wait(DflashBarrier* barrier) {
     __atomic_store_n(&barrier->turn, turn + 1, __ATOMIC_RELEASE);
     return threads;
   }
-  for (int spins = 0; __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE) == turn; ++spins) {
-    if (spins < kSpins) {
-      pause();
-      continue;
-    }
-    __atomic_store_n(&barrier->late, 1, __ATOMIC_RELAXED);
-    std::this_thread::yield();
-  }
+  await(barrier, [=] { return __atomic_load_n(&barrier->turn, __ATOMIC_ACQUIRE) != turn; });
   return barrier->threads;
 }
 

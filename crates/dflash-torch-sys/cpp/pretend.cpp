@@ -83,6 +83,8 @@ struct Session {
   std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
   std::vector<DflashEvent> events;
   uint32_t part = 0;
+  // Whether values may be read: what the host copied there, and zeros for what was computed.
+  bool readable = false;
 };
 
 thread_local std::unique_ptr<Session> session;
@@ -200,6 +202,22 @@ void remember(const at::Tensor& x, const at::Tensor& values) {
   const auto* data = static_cast<const char*>(source.const_data_ptr());
   std::copy(data, data + length, block.known.begin() + begin);
   std::fill_n(block.valid.begin() + begin, length, 1);
+}
+
+// What is remembered of `x`, in a CPU tensor of its shape; zeros where nothing is.
+at::Tensor recalled(const at::Tensor& x) {
+  const auto values = at::zeros(x.sizes(), x.options().device(at::kCPU));
+  const Block& block = block_of(x);
+  const auto begin = static_cast<int64_t>(x.storage_offset() * x.itemsize());
+  const auto end = begin + static_cast<int64_t>(x.numel() * x.itemsize());
+  const bool is_known = x.is_contiguous() && end <= static_cast<int64_t>(block.valid.size()) &&
+                        std::all_of(block.valid.begin() + begin, block.valid.begin() + end,
+                                    [](char valid) { return valid != 0; });
+  if (is_known) {
+    std::copy(block.known.begin() + begin, block.known.begin() + end,
+              static_cast<char*>(values.mutable_data_ptr()));
+  }
+  return values;
 }
 
 std::vector<int64_t> lengths(const std::string& operation, const at::Tensor& x) {
@@ -463,6 +481,77 @@ std::vector<IValue> logical(Call& call) {
   return {result};
 }
 
+// (condition, self, other), of which either may be a number, and a result that is given.
+std::vector<IValue> where(Call& call) {
+  auto sizes = call.tensor(0).sizes().vec();
+  auto kind = at::kFloat;
+  for (size_t index = 2; index > 0; --index) {
+    if (!call.arguments[index].isTensor()) continue;
+    sizes = at::infer_size(sizes, call.tensor(index).sizes());
+    kind = call.tensor(index).scalar_type();
+  }
+  const bool given = call.arguments.size() > 3;
+  const auto result = given ? call.tensor(3) : make(sizes, kind);
+  if (given) forget(result);
+  call.results = {result};
+  note_call(call, plain_cost(call, "where"));
+  return {result};
+}
+
+// The largest of all, or along a dimension with where it is: (self) or (self, dim, keepdim).
+std::vector<IValue> largest(Call& call) {
+  const at::Tensor& self = call.tensor(0);
+  if (call.arguments.size() == 1) {
+    call.results = {make({}, self.scalar_type())};
+    note_call(call, plain_cost(call, "max"));
+    return {call.results[0]};
+  }
+  TORCH_CHECK(call.arguments.size() == 3, call.name, ": the pretended GPU gives its results itself");
+  auto sizes = self.sizes().vec();
+  const auto dim = at::maybe_wrap_dim(call.arguments[1].toInt(), self.dim());
+  if (call.arguments[2].toBool()) {
+    sizes[dim] = 1;
+  } else {
+    sizes.erase(sizes.begin() + dim);
+  }
+  call.results = {make(sizes, self.scalar_type()), make(sizes, at::kLong)};
+  note_call(call, plain_cost(call, "max"));
+  return {call.results[0], call.results[1]};
+}
+
+// (A, B, ...): the solution has the columns of B, and the batch of both.
+std::vector<IValue> solve_triangular(Call& call) {
+  const at::Tensor &a = call.tensor(0), &b = call.tensor(1);
+  auto sizes = at::infer_size(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
+  sizes.push_back(b.size(-2));
+  sizes.push_back(b.size(-1));
+  call.results = {make(sizes, b.scalar_type())};
+  Cost cost = plain_cost(call, "linalg_solve_triangular");
+  cost.flops = static_cast<double>(call.results[0].numel()) * static_cast<double>(a.size(-1));
+  note_call(call, cost);
+  return {call.results[0]};
+}
+
+// (sorted, self, out_int32, ...): of all answers, which nobody knows, each behind the last.
+std::vector<IValue> searchsorted(Call& call) {
+  const auto kind = call.arguments[2].toBool() ? at::kInt : at::kLong;
+  call.results = {make(call.tensor(1).sizes(), kind)};
+  const auto end = call.tensor(0).dim() == 0 ? 1 : call.tensor(0).size(-1);
+  remember(call.results[0], at::full(call.tensor(1).sizes(), end, at::kLong));
+  note_call(call, plain_cost(call, "searchsorted"));
+  return {call.results[0]};
+}
+
+// (self, index)
+std::vector<IValue> take(Call& call) {
+  call.results = {make(call.tensor(1).sizes(), call.tensor(0).scalar_type())};
+  Cost cost;
+  cost.read = whole(call.results[0]) + extent(call.tensor(1));
+  cost.written = whole(call.results[0]);
+  note_call(call, cost);
+  return {call.results[0]};
+}
+
 std::vector<IValue> record_stream(Call&) {
   return {};
 }
@@ -663,6 +752,12 @@ const std::map<std::string, Rule>& rules() {
   static const std::map<std::string, Rule> rules{
       {"aten::index_select", index_select},
       {"aten::flip", like_self},
+      {"aten::roll", like_self},
+      {"aten::where", where},
+      {"aten::max", largest},
+      {"aten::linalg_solve_triangular", solve_triangular},
+      {"aten::searchsorted", searchsorted},
+      {"aten::take", take},
       {"aten::abs", unary_out},
       {"aten::logical_not", logical},
       {"aten::logical_or", logical},
@@ -811,6 +906,13 @@ void on_gpu(const c10::OperatorHandle& op, Stack* stack) {
   running(call.name);
   const auto begin = stack->end() - static_cast<int64_t>(schema.arguments().size());
   call.arguments.assign(begin, stack->end());
+  if (session->readable && call.name == "aten::_local_scalar_dense") {
+    note({interned("a value that is read"), 0, WAIT, 0, 0, 0, 0, 0});
+    const auto value = recalled(call.tensor(0)).item();
+    stack->erase(begin, stack->end());
+    stack->push_back(value);
+    return;
+  }
   TORCH_CHECK(!reads_a_value(call.name), call.name,
               " reads a value of the GPU, which makes the host wait for it");
   refuse_mixture(call.name, call.arguments);
@@ -843,9 +945,13 @@ void upload(const at::Tensor& self, const at::Tensor& source, bool non_blocking)
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   running("aten::copy_");
-  TORCH_CHECK(self.is_cuda(),
+  TORCH_CHECK(self.is_cuda() || session->readable,
               "aten::copy_ reads values of the GPU, of shape ", source.sizes(),
               ", which makes the host wait for them");
+  if (!self.is_cuda()) {
+    note({interned("a value that is read"), 0, WAIT, 0, 0, 0, 0, 0});
+    return self.copy_(recalled(source));
+  }
   TORCH_CHECK(at::is_expandable_to(source.sizes(), self.sizes()), "aten::copy_: shape ",
               source.sizes(), " does not fit into ", self.sizes());
   if (self.numel() == 0 || self.is_same(source)) return self;
@@ -988,6 +1094,11 @@ char* dflash_pretend_begin() {
     register_once();
     session = std::make_unique<Session>();
   });
+}
+
+// From now on values may be read on this thread, most of which are zeros.
+void dflash_pretend_readable() {
+  if (session) session->readable = true;
 }
 
 // What follows belongs to this part.

@@ -2,8 +2,8 @@
 // unpacked for it. Compiled once for each instruction set of DFLASH_DECODE_LEVELS, as `decode.cpp` is.
 //
 // Rows are laid side by side in tiles, so that a step of the depth reads them in order, and the sums of a
-// tile and some columns stay in registers. The depth goes in blocks of which a tile's rows lie in the first
-// cache; a block of a panel is read once from memory and then for every tile from the second.
+// tile and some columns stay in registers. As many tiles as the second cache holds go through all panels, and
+// through each a block of its depth after the other, so that their part of the result stays in a cache too.
 #include "decode.h"
 
 #include <cstring>
@@ -21,18 +21,23 @@
 namespace {
 
 constexpr int64_t kPanel = 32, kHalf = kPanel / 2;
-// Words of a block of the depth.
-constexpr int64_t kBlock = 256;
+// Floats of rows that are held in the second cache: 1 MiB.
+constexpr int64_t kHeld = 1 << 18;
 
-// Lanes of a vector, and rows whose sums of two vectors fit into the registers beside two of weights.
+// Lanes of a vector, rows whose sums of two vectors fit into the registers beside two of weights, and words of
+// a block of the depth.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kRows = 14;
+constexpr int64_t kBlock = 512;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kRows = 6;
+constexpr int64_t kBlock = 256;
 #elif defined(__aarch64__)
 constexpr int kLanes = 4, kRows = 12;
+constexpr int64_t kBlock = 256;
 #else
-constexpr int kLanes = 4, kRows = 6;
+constexpr int kLanes = 4, kRows = 4;
+constexpr int64_t kBlock = 256;
 #endif
 constexpr int kWide = 2 * kLanes;
 
@@ -73,20 +78,39 @@ inline Place place(const DflashProduct& p, int64_t panel, int64_t lane, int64_t 
   return {column, rest < 0 ? 0 : least(rest, lanes)};
 }
 
+// Adds the products of two vectors and `x`. Written out for x86, where compilers put off a sum until its next
+// addend is known, and then have too few registers for both.
+template <int kUsed>
 inline __attribute__((always_inline)) void add(Vec low, Vec high, const float* x,
-                                               Vec (&sum)[kRows][2]) {
+                                               Vec (&sum)[kUsed][2]) {
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kUsed; ++r) {
+#if defined(__FMA__)
+    Vec factor;
+    __asm__("vbroadcastss %1, %0" : "=v"(factor) : "m"(x[r]));
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum[r][0]) : "v"(low), "v"(factor));
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum[r][1]) : "v"(high), "v"(factor));
+#else
     const float factor = x[r];
     sum[r][0] += factor * low;
     sum[r][1] += factor * high;
+#endif
   }
 }
 
+// Keeps what comes before and behind apart: without it two steps are mixed, and need the registers of both.
+template <int kUsed>
+inline __attribute__((always_inline)) void hold(Vec (&sum)[kUsed][2]) {
+#if defined(__x86_64__)
+#pragma GCC unroll 16
+  for (int r = 0; r < kUsed; ++r) __asm__ volatile("" : "+v"(sum[r][0]), "+v"(sum[r][1]));
+#endif
+}
+
 // `x` is a tile [depth][kRows].
-template <typename Kind>
+template <typename Kind, int kUsed>
 inline __attribute__((always_inline)) void sums(const uint32_t* w, int64_t depth, const float* x,
-                                                Vec (&sum)[kRows][2]) {
+                                                Vec (&sum)[kUsed][2]) {
   for (int64_t k = 0; k < depth; ++k) {
     const Words low = words(w + k * kPanel), high = words(w + k * kPanel + kLanes);
     if (Kind::kNumbers == 1) {
@@ -94,24 +118,28 @@ inline __attribute__((always_inline)) void sums(const uint32_t* w, int64_t depth
       continue;
     }
     add((Vec)(low << 16), (Vec)(high << 16), x + 2 * k * kRows, sum);
+    hold(sum);
     add((Vec)(low & 0xffff0000u), (Vec)(high & 0xffff0000u), x + (2 * k + 1) * kRows, sum);
   }
 }
 
-// Adds to `rows` rows of the result.
-template <typename Kind>
+// Adds to `rows` rows of the result, of up to `kUsed`.
+template <typename Kind, int kUsed>
 void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t stride,
           int64_t rows, const Place (&places)[2]) {
-  Vec sum[kRows][2];
+  // Rows of the result are pages apart: what they hold comes while the sums are made.
+  for (const Place& to : places)
+    for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(out + r * stride + to.column, 1);
+  Vec sum[kUsed][2];
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kUsed; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) sum[r][v] = Vec{};
-  sums<Kind>(w, depth, x, sum);
+  sums<Kind, kUsed>(w, depth, x, sum);
   // Copied by constant numbers, so that the sums themselves need no address and stay in registers.
-  alignas(64) float found[kRows][2][kLanes];
+  alignas(64) float found[kUsed][2][kLanes];
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kUsed; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) std::memcpy(found[r][v], &sum[r][v], sizeof(Vec));
   for (int v = 0; v < 2; ++v)
@@ -124,6 +152,17 @@ void tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t 
         for (int64_t i = 0; i < places[v].count; ++i) at[i] += found[r][v][i];
       }
     }
+}
+
+// The same by as few sums as hold the rows, in quarters of a tile: the last one is seldom full.
+template <typename Kind>
+void fitting_tile(const uint32_t* w, int64_t depth, const float* x, float* out, int64_t stride,
+                  int64_t rows, const Place (&places)[2]) {
+  constexpr int kQuarter = (kRows + 3) / 4, kTwo = (2 * kRows + 3) / 4, kThree = (3 * kRows + 3) / 4;
+  if (rows > kThree) return tile<Kind, kRows>(w, depth, x, out, stride, rows, places);
+  if (rows > kTwo) return tile<Kind, kThree>(w, depth, x, out, stride, rows, places);
+  if (rows > kQuarter) return tile<Kind, kTwo>(w, depth, x, out, stride, rows, places);
+  tile<Kind, kQuarter>(w, depth, x, out, stride, rows, places);
 }
 
 // Lays tile number `t` of the rows side by side: [depth][kRows], filled up with zeros.
@@ -146,16 +185,26 @@ void multiply(const DflashProduct& p, int64_t thread, int64_t threads, DflashBar
   if (thread >= threads) return;
   const auto* const w = static_cast<const uint32_t*>(p.matrix);
   const int64_t begin = p.panels * thread / threads, end = p.panels * (thread + 1) / threads;
-  for (int64_t k = 0; k < deep; k += kBlock)
+  const int64_t held = kHeld / (depth * kRows) + 1;
+  for (int64_t from = 0; from < tiles; from += held)
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t lane = 0; lane < kPanel; lane += kWide) {
         const Place places[2] = {place(p, panel, lane, kLanes),
                                  place(p, panel, lane + kLanes, kLanes)};
-        for (int64_t t = 0; t < tiles; ++t)
-          tile<Kind>(w + (panel * deep + k) * kPanel + lane, least(kBlock, deep - k),
-                     p.scratch + (t * depth + k * Kind::kNumbers) * kRows,
-                     p.out + t * kRows * p.outputs, p.outputs, least(kRows, p.rows - t * kRows),
-                     places);
+        for (int64_t k = 0; k < deep; k += kBlock) {
+          const int64_t words = least(kBlock, deep - k), last = least(from + held, tiles);
+          const uint32_t* const block = w + (panel * deep + k) * kPanel;
+          // The next block lies behind this one; every tile fetches its share of it.
+          const int64_t share = (words * kPanel + last - from - 1) / (last - from);
+          for (int64_t t = from; t < last; ++t) {
+            const uint32_t* const next = block + words * kPanel + (t - from) * share;
+            for (int64_t i = 0; i < share; i += 64 / sizeof *w) __builtin_prefetch(next + i, 0, 2);
+            fitting_tile<Kind>(block + lane, words,
+                               p.scratch + (t * depth + k * Kind::kNumbers) * kRows,
+                               p.out + t * kRows * p.outputs, p.outputs,
+                               least(kRows, p.rows - t * kRows), places);
+          }
+        }
       }
 }
 

@@ -47,12 +47,14 @@ struct ColumnSums {
   int64 blocks, dim, first_dim;
 };
 
-// Rows hold query heads, key heads and as many value heads; stride is from row to row.
+// Rows hold query heads, key heads and as many value heads; stride is from row to row. Weights are null
+// where heads are turned and not normed. Keys and values go to rows and heads of any distance; values
+// stay where they are where value is null.
 struct Heads {
   const void *x, *query_weight, *key_weight;
   const float *cosine, *sine;
-  void *query, *key;
-  int64 rows, stride;
+  void *query, *key, *value;
+  int64 rows, stride, key_row, key_head, value_row, value_head;
   int query_heads, key_heads, dim;
   float eps;
 };
@@ -302,30 +304,45 @@ __device__ inline void column_sums(const ColumnSums& a) {
 // A warp a head of a row. Lanes take the low half's elements, and the high half's that turn with them.
 template <typename T, int N>
 __device__ inline void heads(const Heads& a) {
-  const int heads = a.query_heads + a.key_heads, half = a.dim / 2, lane = thread() % 32;
+  const int copied = a.value != nullptr ? a.key_heads : 0;
+  const int heads = a.query_heads + a.key_heads + copied, half = a.dim / 2, lane = thread() % 32;
   const int64 item = block() * (threads() / 32) + thread() / 32;
   if (item >= a.rows * heads) return;
   const int64 row = item / heads;
   const int head = static_cast<int>(item - row * heads);
-  const bool is_query = head < a.query_heads;
+  const int key = head - a.query_heads, value = key - a.key_heads;
   const T* x = static_cast<const T*>(a.x) + row * a.stride + head * a.dim;
-  const T* weight = static_cast<const T*>(is_query ? a.query_weight : a.key_weight);
-  T* y = is_query ? static_cast<T*>(a.query) + (row * a.query_heads + head) * a.dim
-                  : static_cast<T*>(a.key) + (row * a.key_heads + head - a.query_heads) * a.dim;
-  float square = 0.0f, low[N], high[N], w[N], c[N], s[N];
-  for (int d = lane * N; d < half; d += 32 * N) {
-    load(x + d, low);
-    load(x + d + half, high);
-    for (int i = 0; i < N; ++i) square += low[i] * low[i] + high[i] * high[i];
+  float low[N], high[N], w[N], c[N], s[N];
+  if (value >= 0) {
+    T* y = static_cast<T*>(a.value) + row * a.value_row + value * a.value_head;
+    for (int d = lane * N; d < a.dim; d += 32 * N) {
+      load(x + d, low);
+      store(y + d, low);
+    }
+    return;
   }
-  const float scale = rsqrtf(warp_sum(square) / static_cast<float>(a.dim) + a.eps);
+  const T* weight = static_cast<const T*>(key < 0 ? a.query_weight : a.key_weight);
+  T* y = key < 0 ? static_cast<T*>(a.query) + (row * a.query_heads + head) * a.dim
+                 : static_cast<T*>(a.key) + row * a.key_row + key * a.key_head;
+  float scale = 1.0f;
+  if (weight != nullptr) {
+    float square = 0.0f;
+    for (int d = lane * N; d < half; d += 32 * N) {
+      load(x + d, low);
+      load(x + d + half, high);
+      for (int i = 0; i < N; ++i) square += low[i] * low[i] + high[i] * high[i];
+    }
+    scale = rsqrtf(warp_sum(square) / static_cast<float>(a.dim) + a.eps);
+  }
   for (int d = lane * N; d < half; d += 32 * N) {
     load(x + d, low);
     load(x + d + half, high);
-    load(weight + d, w);
-    for (int i = 0; i < N; ++i) low[i] *= scale * w[i];
-    load(weight + d + half, w);
-    for (int i = 0; i < N; ++i) high[i] *= scale * w[i];
+    if (weight != nullptr) {
+      load(weight + d, w);
+      for (int i = 0; i < N; ++i) low[i] *= scale * w[i];
+      load(weight + d + half, w);
+      for (int i = 0; i < N; ++i) high[i] *= scale * w[i];
+    }
     load(a.cosine + row * half + d, c);
     load(a.sine + row * half + d, s);
     for (int i = 0; i < N; ++i) {

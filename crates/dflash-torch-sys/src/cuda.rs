@@ -4,6 +4,7 @@
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use cudarc::driver::CudaContext;
 
@@ -26,13 +27,21 @@ pub enum CudaLibrary {
 /// Opens the `libtorch_cuda.so` that lies beside the libtorch in use, if there is one.
 ///
 /// Call it first thing: libtorch asks once whether CUDA is there and remembers the answer.
-/// The library stays open to the end of the process. Takes about a second where it loads. Attention is
+/// The library stays open to the end of the process, and the first answer holds. Takes about a second where it loads. Attention is
 /// left to libtorch's own kernels from then on: cuDNN's plans a call anew for each new length.
 pub fn load_cuda() -> CudaLibrary {
-    match libtorch_dir().map(|dir| dir.join(LIBRARY)) {
+    let opened = || match libtorch_dir().map(|dir| dir.join(LIBRARY)) {
         Some(path) if path.is_file() => open(&path),
         _ => CudaLibrary::Absent,
-    }
+    };
+    OPENED.get_or_init(opened).clone()
+}
+
+static OPENED: OnceLock<CudaLibrary> = OnceLock::new();
+
+/// What became of [`load_cuda`]; `None` where it has not been called.
+pub fn opened_cuda() -> Option<CudaLibrary> {
+    OPENED.get().cloned()
 }
 
 fn open(path: &Path) -> CudaLibrary {

@@ -40,6 +40,13 @@ pub fn takes(kernels: Kernels, x: &Tensor) -> bool {
         && !x.requires_grad()
 }
 
+/// Passes of this process that one thread ran although there were more, because another had been kept from
+/// running shortly before.
+pub fn passes_alone() -> u64 {
+    // SAFETY: reads a counter.
+    unsafe { raw::dflash_decode_passes_alone() as u64 }
+}
+
 /// Dimensions of a stack of layers.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {

@@ -6,6 +6,7 @@
 //! and panics. Every function is one launch, those that give a weight's gradient two.
 
 mod attention;
+mod heads;
 mod image;
 mod launch;
 mod nvrtc;
@@ -17,6 +18,7 @@ use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
 pub use attention::{Gather, Gathered, MOST_PARTS, Part, PartGradient, Places, Sums, merge, sum};
+pub use heads::{HeadGradients, HeadNorms, HeadTurn, KeyRoom, heads, heads_backward, heads_to};
 pub use launch::Runner;
 use launch::{Kernel, Launch, Moves};
 pub use product::add_product;
@@ -33,8 +35,6 @@ const SCRATCH: i64 = 96;
 const RMS_NORM: Kernel = Kernel { name: "rms_norm", threads: 256 };
 const RMS_NORM_BACKWARD: Kernel = Kernel { name: "rms_norm_backward", threads: 256 };
 const COLUMN_SUMS: Kernel = Kernel { name: "column_sums", threads: 256 };
-const HEADS: Kernel = Kernel { name: "heads", threads: 256 };
-const HEADS_BACKWARD: Kernel = Kernel { name: "heads_backward", threads: 256 };
 const SWIGLU: Kernel = Kernel { name: "swiglu", threads: 256 };
 const SWIGLU_BACKWARD: Kernel = Kernel { name: "swiglu_backward", threads: 256 };
 const CROSS_ENTROPY: Kernel = Kernel { name: "cross_entropy", threads: 512 };
@@ -206,192 +206,6 @@ fn column_sums(runner: Runner, partial: &Tensor, (first, second): (&Tensor, Opti
     });
 }
 
-/// Norms and rotation of heads. Without a query norm the rows hold no queries.
-#[derive(Clone, Copy, Debug)]
-pub struct HeadNorms<'a> {
-    /// `[D]`.
-    pub query: Option<&'a Tensor>,
-    /// `[D]`.
-    pub key: &'a Tensor,
-    /// Added to the mean of squares.
-    pub eps: f64,
-    /// Of the rows' positions, [N, D / 2], float32.
-    pub cosine: &'a Tensor,
-    /// As `cosine`.
-    pub sine: &'a Tensor,
-}
-
-impl HeadNorms<'_> {
-    fn dim(&self) -> i64 {
-        self.key.numel() as i64
-    }
-
-    fn check(&self, x: &Tensor) {
-        let (rows, dim) = (x.size()[0], self.dim());
-        assert!([self.cosine, self.sine].iter().all(|table| table.size() == [rows, dim / 2]));
-        check_float(&[self.cosine, self.sine]);
-        let weights: Vec<&Tensor> = self.query.into_iter().chain([self.key]).collect();
-        assert!(weights.iter().all(|w| w.numel() as i64 == dim && w.kind() == x.kind()));
-        check_alike(&weights);
-    }
-
-    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.query.into_iter().chain([self.key, self.cosine, self.sine])
-    }
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Heads {
-    x: Data,
-    query_weight: Data,
-    key_weight: Data,
-    cosine: Data,
-    sine: Data,
-    query: Data,
-    key: Data,
-    rows: i64,
-    stride: i64,
-    query_heads: i32,
-    key_heads: i32,
-    dim: i32,
-    eps: f32,
-}
-
-/// Normed and turned queries [N, heads, D] and keys [N, kv heads, D] of `x` [N, (heads + 2 kv heads) *
-/// D], queries, keys and values side by side (rows may be part of wider rows).
-pub fn heads(
-    runner: Runner,
-    x: &Tensor,
-    norms: &HeadNorms<'_>,
-    kv_heads: i64,
-) -> (Option<Tensor>, Tensor) {
-    norms.check(x);
-    let ((rows, stride), dim) = (strided_rows(x), norms.dim());
-    let query_heads = x.size()[1] / dim - 2 * kv_heads;
-    assert!(
-        x.size()[1] == (query_heads + 2 * kv_heads) * dim
-            && (query_heads > 0) == norms.query.is_some()
-    );
-    let query = norms.query.map(|_| empty(&[rows, query_heads, dim], x.kind(), x));
-    let key = empty(&[rows, kv_heads, dim], x.kind(), x);
-    let reads: Vec<&Tensor> = norms.tensors().chain([x]).collect();
-    let writes: Vec<&Tensor> = query.iter().chain([&key]).collect();
-    let all: Vec<&Tensor> = reads.iter().chain(&writes).copied().collect();
-    let heads = query_heads + kv_heads;
-    Launch {
-        kernel: HEADS,
-        instance: Moves::Pair.instance(runner, x.kind(), (&all, &[dim / 2, stride])),
-        blocks: (rows * heads).unsigned_abs().div_ceil(u64::from(HEADS.threads / 32)) as i64,
-        shared: 0,
-        reads: &reads,
-        writes: &writes,
-    }
-    .run(runner, || Heads {
-        x: data(x),
-        query_weight: optional(norms.query),
-        key_weight: data(norms.key),
-        cosine: data(norms.cosine),
-        sine: data(norms.sine),
-        query: optional(query.as_ref()),
-        key: data(&key),
-        rows,
-        stride,
-        query_heads: query_heads as i32,
-        key_heads: kv_heads as i32,
-        dim: dim as i32,
-        eps: norms.eps as f32,
-    });
-    (query, key)
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct HeadsBackward {
-    x: Data,
-    query_weight: Data,
-    key_weight: Data,
-    cosine: Data,
-    sine: Data,
-    dquery: Data,
-    dkey: Data,
-    dvalue: Data,
-    partial: Data,
-    rows: i64,
-    stride: i64,
-    query_heads: i32,
-    key_heads: i32,
-    dim: i32,
-    eps: f32,
-}
-
-/// Gradients of what [`heads`] gives and of the values, float32: [N, heads, D], [N, kv heads, D].
-#[derive(Clone, Copy, Debug)]
-pub struct HeadGradients<'a> {
-    /// Of the queries, where the rows hold any.
-    pub query: Option<&'a Tensor>,
-    /// Of the keys.
-    pub key: &'a Tensor,
-    /// Of the values.
-    pub value: &'a Tensor,
-}
-
-/// Puts the gradient of raw rows in their place: `x` as [`heads`] takes it. The weights' gradients are
-/// added to `dweights`, queries' and keys'.
-pub fn heads_backward(
-    runner: Runner,
-    x: &Tensor,
-    norms: &HeadNorms<'_>,
-    d: &HeadGradients<'_>,
-    (dquery_weight, dkey_weight): (&Tensor, &Tensor),
-) {
-    norms.check(x);
-    let ((rows, stride), dim) = (strided_rows(x), norms.dim());
-    let heads = |x: &Tensor| x.size()[1];
-    let (query_heads, key_heads) = (d.query.map_or(0, heads), heads(d.key));
-    let gradients: Vec<&Tensor> = d.query.into_iter().chain([d.key, d.value]).collect();
-    check_float(&gradients);
-    assert!(gradients.iter().all(|d| d.size()[0] == rows && d.size()[2] == dim));
-    assert!(d.value.size() == d.key.size() && d.query.is_some() == norms.query.is_some());
-    assert_eq!(x.size()[1], (query_heads + 2 * key_heads) * dim);
-    let weights = 1 + i64::from(d.query.is_some());
-    let warps = i64::from(HEADS_BACKWARD.threads / 32);
-    let items = rows * (query_heads + 2 * key_heads);
-    let blocks = (items.unsigned_abs().div_ceil(warps as u64) as i64).min(SHARING_BLOCKS);
-    let partial = empty(&[blocks, weights * dim], Kind::Float, x);
-    let reads: Vec<&Tensor> = norms.tensors().chain([x]).chain(gradients).collect();
-    Launch {
-        kernel: HEADS_BACKWARD,
-        instance: Moves::Pair.instance(runner, x.kind(), (&reads, &[dim / 2, stride])),
-        blocks,
-        shared: warps * weights * dim,
-        reads: &reads,
-        writes: &[x, &partial],
-    }
-    .run(runner, || HeadsBackward {
-        x: data(x),
-        query_weight: optional(norms.query),
-        key_weight: data(norms.key),
-        cosine: data(norms.cosine),
-        sine: data(norms.sine),
-        dquery: optional(d.query),
-        dkey: data(d.key),
-        dvalue: data(d.value),
-        partial: data(&partial),
-        rows,
-        stride,
-        query_heads: query_heads as i32,
-        key_heads: key_heads as i32,
-        dim: dim as i32,
-        eps: norms.eps as f32,
-    });
-    let totals = match d.query {
-        Some(_) => (dquery_weight, Some(dkey_weight)),
-        None => (dkey_weight, None),
-    };
-    column_sums(runner, &partial, totals);
-}
-
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Swiglu {
@@ -531,6 +345,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::attention::{GATHER, GatherArguments, MERGE, MergeArguments, SUM, SumArguments};
+    use super::heads::{HEADS, HEADS_BACKWARD, Heads, HeadsBackward};
     use super::*;
 
     /// Every instance that a launch can name, with the bytes of its struct here, is one of the source's,

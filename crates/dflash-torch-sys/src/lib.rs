@@ -35,7 +35,7 @@ mod timed;
 pub mod trace;
 mod version;
 
-pub use cuda::{CudaLibrary, free_device_bytes, load_cuda, peak_device_bytes};
+pub use cuda::{CudaLibrary, free_device_bytes, load_cuda, opened_cuda, peak_device_bytes};
 pub use dflash_cpu::CpuLevel;
 pub use error::Error;
 pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};

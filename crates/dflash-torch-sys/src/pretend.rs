@@ -33,6 +33,7 @@ struct RawRecord {
 
 unsafe extern "C" {
     fn dflash_pretend_begin() -> Failure;
+    fn dflash_pretend_readable();
     fn dflash_pretend_part(part: u32);
     fn dflash_pretend_start_over();
     fn dflash_pretend_own_kernel(
@@ -63,6 +64,12 @@ pub(crate) struct Numbered {
 pub(crate) fn begin() -> Result<(), Error> {
     // SAFETY: takes nothing.
     ffi::checked("pretend a GPU", unsafe { dflash_pretend_begin() })
+}
+
+/// Values may be read from now on.
+pub(crate) fn readable() {
+    // SAFETY: takes nothing.
+    unsafe { dflash_pretend_readable() }
 }
 
 /// What follows belongs to this part.

@@ -2,7 +2,7 @@
 //! that leave no rest and widths that do, more rows than blocks.
 
 use dflash_test_support::{Rng, alone, random};
-use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, Runner};
+use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
 use dflash_torch_sys::kernels;
 use tch::{Device, IndexOp, Kind, Tensor};
 
@@ -146,6 +146,62 @@ fn check_heads(kind: Kind, n: i64, (query_heads, kv_heads, dim): (i64, i64, i64)
     expected.push(wide(&dv));
     assert_close(&what, &x.unflatten(1, [heads, dim]), &Tensor::cat(&expected, 1));
     assert!(whole.narrow(1, 0, dim).equal(&outside), "{what}: wrote outside");
+}
+
+/// Into the rows of a cache, which lie by head: keys as elsewhere, values as they are, and nothing around them.
+#[test]
+fn heads_go_where_a_cache_keeps_them() {
+    let _alone = alone();
+    tch::manual_seed(random().random());
+    let shapes = [(1, 2, 1, 4), (5, 6, 2, 6), (3, 0, 2, 128), (2, 4, 2, 130), (70, 4, 1, 8)];
+    for kind in KINDS {
+        for (n, query_heads, kv_heads, dim) in shapes {
+            for (is_normed, keeps_values) in [(true, true), (false, true), (false, false)] {
+                let shape = (n, (query_heads, kv_heads, dim));
+                check_heads_kept(kind, shape, (is_normed, keeps_values));
+            }
+        }
+    }
+}
+
+fn check_heads_kept(
+    kind: Kind,
+    (n, (query_heads, kv_heads, dim)): (i64, (i64, i64, i64)),
+    (is_normed, keeps_values): (bool, bool),
+) {
+    let what = format!("{n} rows, {query_heads} + {kv_heads} heads of {dim}, norms: {is_normed}");
+    let x = normal(&[n, (query_heads + 2 * kv_heads) * dim], kind);
+    let heads = x.unflatten(1, [query_heads + 2 * kv_heads, dim]);
+    let parts = heads.split_with_sizes([query_heads, kv_heads, kv_heads], 1);
+    let (query, key) = (normal(&[dim], kind), normal(&[dim], kind));
+    let angles = Tensor::rand([n, dim / 2], (Kind::Float, Device::Cpu)) * 6.0;
+    let (cosine, sine) = (angles.cos(), angles.sin());
+    let norms = is_normed.then_some(((query_heads > 0).then_some(&query), &key));
+    let turn = HeadTurn { norms, eps: EPS, cosine: &cosine, sine: &sine };
+    // Room for two rows before them and three behind.
+    let caches = [0, 1].map(|_| Tensor::full([kv_heads, n + 5, dim], 9.0, (kind, Device::Cpu)));
+    let rooms = caches.each_ref().map(|cache| cache.narrow(1, 2, n).transpose(0, 1));
+    let room = KeyRoom { key: &rooms[0], value: keeps_values.then_some(&rooms[1]) };
+    let found = gpu::heads_to(RUNNER, &x, &turn, room);
+    assert_eq!(found.is_some(), query_heads > 0, "{what}");
+    let expected = |part: &Tensor, weight: &Tensor| {
+        let raw = wide(part);
+        let normed = if is_normed { &raw * scale(&raw) * wide(weight) } else { raw };
+        turned(&normed, (&cosine, &sine), false)
+    };
+    if let Some(found) = found {
+        assert_close(&what, &found, &expected(&parts[0], &query));
+    }
+    assert_close(&what, &rooms[0], &expected(&parts[1], &key));
+    if keeps_values {
+        assert_eq!(rooms[1], parts[2], "{what}");
+    }
+    for cache in &caches {
+        for (start, rows) in [(0, 2), (n + 2, 3)] {
+            let outside = cache.narrow(1, start, rows);
+            assert!(outside.equal(&outside.full_like(9.0)), "{what}: wrote outside");
+        }
+    }
 }
 
 /// The values' gradients are rounded and nothing else: to bfloat16 as libtorch rounds.

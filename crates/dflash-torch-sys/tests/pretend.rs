@@ -44,6 +44,30 @@ fn products_are_noted_with_bytes_and_arithmetic() {
     assert_eq!(product.flops, 2.0 * 64.0 * 32.0 * 16.0);
 }
 
+/// For tests that run on a GPU too: what the host copied is read again, what was computed is zeros, and the next
+/// thread reads nothing.
+#[test]
+fn a_test_may_read_what_has_no_values() {
+    let reading = || {
+        trace::pretend_to_the_end().unwrap();
+        trace::pretend_to_the_end().unwrap();
+        let ids = Tensor::from_slice(&[3i64, 5]).to_device(GPU);
+        assert_eq!(Vec::<i64>::try_from(&ids.to_device(Device::Cpu)).unwrap(), [3, 5]);
+        assert_eq!(ids.int64_value(&[1]), 5);
+        let sum = (&ids + 1).to_device(Device::Cpu);
+        assert_eq!(Vec::<i64>::try_from(&sum).unwrap(), [0, 0]);
+        let product = Tensor::ones([2, 2], F32).mm(&Tensor::ones([2, 2], F32));
+        assert_eq!(product.double_value(&[1, 1]), 0.0);
+        // What it refuses, it still refuses.
+        assert!(
+            Tensor::ones([2], F32).f_add(&Tensor::ones([2], (Kind::Float, Device::Cpu))).is_err()
+        );
+    };
+    std::thread::spawn(reading).join().unwrap();
+    let message = refusal(|| drop(Tensor::ones([2], F32).to_device(Device::Cpu)));
+    assert!(message.contains("reads values of the GPU"), "{message}");
+}
+
 #[test]
 fn views_cost_nothing_and_share_their_memory() {
     let noted = record(|| {

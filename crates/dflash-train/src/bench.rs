@@ -3,6 +3,8 @@
 //! A step is everything that training does with a row once its hidden states are there: planning
 //! the blocks, forward, loss, backward, clipping and AdamW. Loading and fetching are not included.
 
+mod products;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
@@ -31,6 +33,8 @@ use crate::trainer::{StepSums, Trainer};
 use crate::vote::Vote;
 use crate::{Error, machine, readback, setup};
 
+pub use products::{Measured, MeasuredFlash, MeasuredProduct};
+
 /// The result; its first keys are those of other trainers' scripts.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
@@ -58,6 +62,8 @@ pub struct StepReport {
     pub cpu_level: Option<String>,
     /// On a GPU, milliseconds of one more step by part, as `dflash plan` names them, by the GPU's own clock.
     pub parts_ms: Option<BTreeMap<&'static str, f64>>,
+    /// With --products what the device reaches in the pieces of a step.
+    pub measured: Option<Measured>,
 }
 
 /// Learning rate and slot decay of their benchmarks.
@@ -118,13 +124,36 @@ pub fn train_step(
             _ => None,
         };
         let report = report(&trainer, (loss, slots, flops), median(times));
+        let measured = match settings.products {
+            true => Some(measured(&trainer, (&row, slots), (kind, device))?),
+            false => None,
+        };
         // afterwards, since the probe's memory would be counted as the step's
         let predicted_ms = match device {
             Device::Cpu => Some(cpu::predict(&shape_of(&trainer, &row.row))? * 1e3),
             _ => None,
         };
-        Ok(StepReport { predicted_ms, parts_ms, ..report })
+        Ok(StepReport { predicted_ms, parts_ms, measured, ..report })
     })
+}
+
+/// What the device reaches in the products of a step of this row.
+fn measured(
+    trainer: &Trainer,
+    (row, supervised): (&RandomRow, u64),
+    place: (Kind, Device),
+) -> Result<Measured, Error> {
+    let config = trainer.draft.config();
+    let work = trainer.batches.blocks.at(config, &row.row, &row.anchors).work;
+    // Logits are of the computation's kind on a GPU and float32 on a CPU.
+    let width = place.0.elt_size_in_bytes() as i64;
+    let rows = products::Rows {
+        slots: work.slots as i64,
+        context: work.context_rows as i64,
+        supervised: supervised as i64,
+        chunk: trainer.objective.chunk_bytes as i64 / (config.vocab_size * width),
+    };
+    products::measure(config, rows, place)
 }
 
 /// As many captured layers as are asked for; only their number matters.
@@ -236,6 +265,7 @@ fn report(trainer: &Trainer, (loss, slots, flops): (f64, u64, f64), median: f64)
         device: device_name(draft.device()),
         cpu_level: machine::cpu_level(draft.device()),
         parts_ms: None,
+        measured: None,
     }
 }
 

@@ -4,8 +4,10 @@
 //! documents of one length; a sample of rows gives means. Memory follows the tensors that the
 //! trainer keeps; docs/plan.md compares it with measurements.
 
+mod around;
 mod budget;
 pub(crate) mod cpu;
+mod efficiency;
 mod memory;
 mod rows;
 mod show;
@@ -21,7 +23,8 @@ use dflash_settings::{Invalid, PlanDevice, PlanSettings};
 use serde::Serialize;
 use tch::Kind;
 
-pub use budget::{Budget, PartBudget};
+pub use around::{AllReduce, Servers, Stream};
+pub use budget::{Budget, PartBudget, SlowStep};
 pub use memory::Memory;
 pub use rows::RowShape;
 
@@ -29,6 +32,7 @@ use crate::config::DraftShape;
 use crate::gpus::Gpu;
 use crate::optimizer::OptimizerConfig;
 use crate::{Error, checkpoint, machine, setup};
+use efficiency::Efficiency;
 use step::StepShape;
 
 /// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
@@ -45,6 +49,8 @@ struct Planned<'a> {
     cores: usize,
     /// The target as it runs here, if it does.
     native: Option<TargetConfig>,
+    /// What a known GPU's kernels reach.
+    efficiency: Option<Efficiency>,
 }
 
 /// What computes.
@@ -124,12 +130,23 @@ pub struct Plan {
     pub tflops_source: String,
     /// Seconds of a step that waits for no data; with --colocate the target's pass is in them.
     pub step_seconds: Option<f64>,
+    /// The same where a known GPU's products reach less than is hoped for; see the budget.
+    pub slow_step_seconds: Option<f64>,
     /// Seconds of the run.
     pub run_seconds: Option<f64>,
+    /// Seconds of such a slow run.
+    pub slow_run_seconds: Option<f64>,
     /// Bytes of hidden states of a step, all ranks; they stay where they are with --colocate.
     pub hidden_bytes_per_step: f64,
     /// Bytes per second that the servers must deliver to keep that pace.
     pub hidden_bytes_per_second: Option<f64>,
+    /// GPUs of the same model that run the target meanwhile; none with --colocate, for a target that does
+    /// not run here, and where the GPU's figures are not known.
+    pub servers: Option<Servers>,
+    /// What a rank's hidden states ask of the machine and the network, at the planned pace.
+    pub stream: Option<Stream>,
+    /// The sum of a step's gradients over the ranks, on GPUs whose figures are known.
+    pub all_reduce: Option<AllReduce>,
     /// What a rank's step takes of a GPU whose figures are known, part by part, in bfloat16.
     pub budget: Option<Budget>,
     /// Where a hidden-server has the target: bytes of weights of a process of each stage. Empty with
@@ -172,8 +189,25 @@ pub fn plan(
     let cores = (cores / settings.nproc).max(1);
     let vocab_size = shape.vocab_size;
     let notes = draft_notes(target, shape);
-    Planned { settings, vocab_size, place, cores, native }.plan((target, &draft), notes)
+    let efficiency = efficiency(settings, &place)?;
+    Planned { settings, vocab_size, place, cores, native, efficiency }.plan((target, &draft), notes)
 }
+
+/// What the GPU's kernels reach: measured where a file says so, else assumed.
+fn efficiency(settings: &PlanSettings, place: &Place) -> Result<Option<Efficiency>, Invalid> {
+    match (place, &settings.measured) {
+        (Place::Gpu(_, gpu), Some(file)) => Efficiency::of_file(file, gpu).map(Some),
+        (Place::Gpu(_, gpu), None) => Ok(Some(Efficiency::assumed(gpu))),
+        (_, None) => Ok(None),
+        (_, Some(file)) => {
+            let expected = "the plan is for no GPU that is known; name it with --device";
+            Err(Invalid::new("measured", file.display(), expected))
+        }
+    }
+}
+
+/// A time at the best and at the worst that is taken for possible.
+type Range = (f64, Option<f64>);
 
 impl Planned<'_> {
     fn plan(
@@ -195,12 +229,17 @@ impl Planned<'_> {
         }
         let (tflops, tflops_source) = self.speed(budget.as_ref());
         let target_flops_per_step = epoch.mean.target_flops * per_step;
-        let all_flops = flops_per_step + target_flops_per_step;
-        let step_seconds = tflops.map(|tflops| all_flops / (ranks as f64 * tflops * 1e12));
+        let pass_seconds = self.pass_seconds(&epoch.mean);
+        let step = self.step_seconds(&epoch.mean, (tflops, budget.as_ref()), pass_seconds);
+        let step_seconds = step.map(|(best, _)| best);
+        let slow_step_seconds = step.and_then(|(_, slow)| slow);
+        let of_steps = |seconds: Option<f64>| seconds.map(|seconds| seconds * steps as f64);
         let served = step_seconds.filter(|_| !self.settings.hidden_states.colocate);
         let hidden_bytes_per_step = epoch.mean.tokens * per_step * self.token_bytes(draft);
+        let hidden_bytes_per_second = served.map(|seconds| hidden_bytes_per_step / seconds);
+        let parameters = DraftLayout::new(draft).trained();
         Ok(Plan {
-            parameters: DraftLayout::new(draft).trained(),
+            parameters,
             shape: [draft.layers.len(), draft.block_size, draft.target_layer_ids.len()],
             ranks,
             row: epoch.mean,
@@ -222,14 +261,74 @@ impl Planned<'_> {
             tflops,
             tflops_source,
             step_seconds,
-            run_seconds: step_seconds.map(|seconds| seconds * steps as f64),
+            slow_step_seconds,
+            run_seconds: of_steps(step_seconds),
+            slow_run_seconds: of_steps(slow_step_seconds),
             hidden_bytes_per_step,
-            hidden_bytes_per_second: served.map(|seconds| hidden_bytes_per_step / seconds),
+            hidden_bytes_per_second,
+            servers: self.servers(&epoch.mean, step, pass_seconds),
+            stream: hidden_bytes_per_second.map(|bytes| Stream::new(bytes / ranks as f64)),
+            all_reduce: self
+                .gpu()
+                .and_then(|gpu| AllReduce::new(parameters, (ranks, self.settings.nnodes), gpu)),
             budget,
             server_bytes: self.server_bytes()?,
             server_parts: self.settings.division.tensor_parallel_size,
             notes,
         })
+    }
+
+    /// The GPU, if its figures are known.
+    fn gpu(&self) -> Option<&Gpu> {
+        if let Place::Gpu(_, gpu) = &self.place { Some(gpu) } else { None }
+    }
+
+    /// Seconds of one GPU for the target's pass over a row, at the best and at the worst.
+    fn pass_seconds(&self, row: &RowShape) -> Option<[f64; 2]> {
+        let (gpu, best) = (self.gpu()?, self.efficiency.as_ref()?);
+        // The tensor cores' peak is that of bfloat16.
+        let dtype = self.settings.hidden_states.target_dtype;
+        let is_bf16 = target::width(dtype, self.place.is_gpu()) < 4.0;
+        let work = (row.target_products, row.target_attention);
+        let worst = best.slow().unwrap_or_else(|| best.clone());
+        (is_bf16 && row.target_products > 0.0)
+            .then(|| [best, &worst].map(|it| it.forward_seconds(work, gpu)))
+    }
+
+    /// Seconds of a step: the rows of a rank at its speed, and with --colocate the target's passes over
+    /// them, which a GPU does at a pace of its own.
+    fn step_seconds(
+        &self,
+        row: &RowShape,
+        (tflops, budget): (Option<f64>, Option<&Budget>),
+        pass_seconds: Option<[f64; 2]>,
+    ) -> Option<Range> {
+        let rows = self.settings.rows.gradient_accumulation_steps as f64;
+        let tflops = tflops?;
+        let given = self.settings.tflops.is_some();
+        let Some(budget) = budget.filter(|_| !given) else {
+            return Some((rows * (row.flops + row.target_flops) / (tflops * 1e12), None));
+        };
+        let own = rows * row.flops / (tflops * 1e12);
+        let colocate = self.settings.hidden_states.colocate;
+        let [pass, slow_pass] = pass_seconds.filter(|_| colocate).unwrap_or([0.0; 2]);
+        let slow = budget.slow.map(|slow| own * slow.step_ms / budget.step_ms + rows * slow_pass);
+        Some((own + rows * pass, slow))
+    }
+
+    /// The GPUs that run the target for the trainers.
+    fn servers(
+        &self,
+        row: &RowShape,
+        step: Option<Range>,
+        pass_seconds: Option<[f64; 2]>,
+    ) -> Option<Servers> {
+        let pass_seconds = pass_seconds.filter(|_| !self.settings.hidden_states.colocate)?;
+        let (best, slow) = step?;
+        let rows = self.settings.rows.gradient_accumulation_steps as f64;
+        let steps = [best, slow.unwrap_or(best)].map(|seconds| seconds / rows);
+        let tflop = (row.target_products + row.target_attention) / 1e12;
+        Some(Servers::new(tflop, pass_seconds, (steps, self.settings.ranks())))
     }
 
     /// Bytes of weights of a process of each stage of the target's server.
@@ -277,7 +376,9 @@ impl Planned<'_> {
         epoch: &rows::Epoch,
         memory: &Memory,
     ) -> Result<Option<Budget>, Error> {
-        let Place::Gpu(_, gpu) = &self.place else { return Ok(None) };
+        let (Place::Gpu(_, gpu), Some(efficiency)) = (&self.place, &self.efficiency) else {
+            return Ok(None);
+        };
         if !self.computes_in_bf16() {
             return Ok(None);
         }
@@ -297,7 +398,7 @@ impl Planned<'_> {
             micro_batches,
         };
         let useful = epoch.largest.flops * micro_batches as f64;
-        Ok(Some(Budget::new(&shape.record()?, useful, gpu)))
+        Ok(Some(Budget::new(&shape.record()?, useful, (gpu, efficiency))))
     }
 
     /// Useful TFLOP/s of a rank and where the figure comes from.

@@ -95,6 +95,7 @@ fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Val
         for (gradient, expected) in gradients.iter().zip(expected) {
             optimizer.step(&mut weights, &flat(gradient), case["lr"].as_f64().unwrap());
             let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
+            let close = place().whatever_the_kind(close);
             assert!(difference <= close, "{kernels:?} differs by {difference}");
         }
     }
@@ -110,14 +111,17 @@ fn steered(config: OptimizerConfig, (w0, gradients): (&Value, &[Value]), case: &
     let groups = Groups::of(&[matrix], &(0..elements));
     let mut optimizer = Optimizer::new(&config, groups, &weights);
     let rate = case["lr"].as_f64().unwrap();
-    let (go, skip) = (|| Tensor::from_slice(&[false]), || Tensor::from_slice(&[true]));
+    let there = |x: Tensor| x.to_device(place().device);
+    let go = || there(Tensor::from_slice(&[false]));
+    let skip = || there(Tensor::from_slice(&[true]));
     for (gradient, expected) in gradients.iter().zip(case["w"].as_array().unwrap()) {
         let bad = Tensor::full_like(&weights, f64::NAN);
-        let verdict = Verdict::new(&Tensor::from_slice(&[f64::NAN]), skip());
+        let verdict = Verdict::new(&there(Tensor::from_slice(&[f64::NAN])), skip());
         optimizer.steered_step(&weights, &bad, rate, &verdict).unwrap();
-        let verdict = Verdict::new(&Tensor::from_slice(&[4.0]), go());
+        let verdict = Verdict::new(&there(Tensor::from_slice(&[4.0])), go());
         optimizer.steered_step(&weights, &(flat(gradient) * 4.0), rate, &verdict).unwrap();
         let difference = (&weights - flat(expected)).abs().max().double_value(&[]);
+        let close = place().whatever_the_kind(close);
         assert!(difference <= close, "steered, it differs by {difference}");
     }
 }

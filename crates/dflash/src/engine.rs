@@ -41,6 +41,12 @@ const PRIMITIVE_CACHE: &str = "ONEDNN_PRIMITIVE_CACHE_CAPACITY";
 /// Its older name, which oneDNN reads as well.
 const OLDER_NAME: &str = "DNNL_PRIMITIVE_CACHE_CAPACITY";
 
+/// Rows differ in size from step to step. Segments that grow keep libtorch's allocator for GPUs from holding
+/// pieces that no later row fits; on a CPU it does nothing.
+const SEGMENTS: (&str, &str) = ("PYTORCH_ALLOC_CONF", "expandable_segments:True");
+/// Its older name, which libtorch reads as well.
+const OLDER_SEGMENTS: &str = "PYTORCH_CUDA_ALLOC_CONF";
+
 /// Whether this program is the engine.
 pub(crate) fn is_this_program() -> bool {
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
@@ -104,6 +110,9 @@ fn command_at(
     let level = level.map_or_else(CpuLevel::from_env, |level| Ok(Some(level)))?;
     if let Some(level) = level {
         command.envs(level.environment(|name| std::env::var_os(name))?);
+    }
+    if [SEGMENTS.0, OLDER_SEGMENTS].iter().all(|name| std::env::var_os(name).is_none()) {
+        command.env(SEGMENTS.0, SEGMENTS.1);
     }
     for group in LIBRARY_SETTINGS {
         if group.iter().all(|(name, _)| std::env::var_os(name).is_none()) {

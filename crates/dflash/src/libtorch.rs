@@ -242,12 +242,13 @@ pub fn has_driver() -> bool {
     Path::new(DRIVER).exists()
 }
 
-/// Whether CUDA's linear algebra is where libtorch_cuda looks for it: in the wheels' common
-/// directory, or bundled as in the C++ archives.
+/// Whether CUDA's linear algebra is where libtorch_cuda looks for it: in the wheels' directories, of CUDA 13
+/// or of a build for CUDA 12, or bundled as in the C++ archives.
 pub fn has_cuda(root: &Path) -> bool {
-    let wheels = root.join("../nvidia/cu13/lib/libcublas.so.13");
-    let bundled = root.join("lib/libcublas.so.13");
-    root.join("lib/libtorch_cuda.so").is_file() && (wheels.is_file() || bundled.is_file())
+    let beside = ["../nvidia/cu13/lib", "../nvidia/cublas/lib", "lib"];
+    let libraries = ["libcublas.so.13", "libcublas.so.12"];
+    let is_there = |dir: &str| libraries.iter().any(|name| root.join(dir).join(name).is_file());
+    root.join("lib/libtorch_cuda.so").is_file() && beside.into_iter().any(is_there)
 }
 
 #[cfg(test)]

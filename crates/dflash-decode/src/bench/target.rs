@@ -11,6 +11,7 @@ use std::time::Instant;
 use dflash_model::target::{FewRows, KvCache, Target, TargetOptions};
 use dflash_model::{kind_name, peak_resident_mib, place, resident_mib};
 use dflash_settings::{BenchTargetSettings, Device};
+use dflash_torch_sys::decode::passes_alone;
 use serde::Serialize;
 use tch::Tensor;
 
@@ -46,6 +47,9 @@ pub struct TargetReport {
     pub steps: Vec<StepReport>,
     /// Prompts, by their tokens.
     pub prompts: Vec<PromptReport>,
+    /// Passes that one thread ran although there were more, since others were kept from running: on a machine
+    /// with other work steps take longer than what they are compared with.
+    pub passes_alone: u64,
 }
 
 /// Steps behind a context.
@@ -107,6 +111,7 @@ pub fn bench_target(
         rows: settings.rows,
         steps: timed.into_iter().map(step).collect(),
         prompts,
+        passes_alone: passes_alone(),
     })
 }
 

@@ -9,7 +9,7 @@ use dflash_model::target::TargetFacts;
 use dflash_settings::{
     BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
 };
-use dflash_train::bench;
+use dflash_train::bench::{self, Measured, MeasuredFlash, MeasuredProduct};
 
 use super::{described, draft};
 
@@ -41,11 +41,34 @@ fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     for (part, ms) in report.parts_ms.iter().flatten() {
         println!("  {part:<11}{ms:.1} ms of one more step, by the GPU's clock");
     }
+    if let Some(measured) = &report.measured {
+        show_measured(measured);
+    }
     println!("parameters   {:.2} M on {}", report.params_m, report.device);
     if let Some(level) = &report.cpu_level {
         println!("level        {level} of the processor's instructions");
     }
     Ok(())
+}
+
+fn show_measured(measured: &Measured) {
+    for MeasuredProduct { part, name, rows, inputs, outputs, count, ms, tflops, share } in
+        &measured.products
+    {
+        let share = share.map_or_else(String::new, |share| format!(", {share:.2} of the peak"));
+        println!(
+            "  {part:<12}{name}: {rows} x {inputs} x {outputs}, {count} a step, {ms:.3} ms, \
+             {tflops:.3} TFLOP/s{share}"
+        );
+    }
+    if let Some(flash) = &measured.flash {
+        let MeasuredFlash { forward_tflops, backward_tflops } = flash;
+        println!(
+            "  attention   {forward_tflops:.1} TFLOP/s forward, {backward_tflops:.1} backward"
+        );
+    }
+    println!("  a copy      {:.1} GB/s, read and written", measured.copy_gb_s);
+    println!("  an operator {:.2} us of the host", measured.operator_us);
 }
 
 fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
@@ -91,6 +114,12 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
         let (rows, context) = (report.rows, step.context);
         println!(
             "step         {rows} rows behind {context}: {ms:.3} ms, {share:.2} of a plain read"
+        );
+    }
+    if report.passes_alone > 0 {
+        println!(
+            "{} passes ran on one thread, others having been kept from running",
+            report.passes_alone
         );
     }
     for prompt in &report.prompts {

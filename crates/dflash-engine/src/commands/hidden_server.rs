@@ -9,9 +9,9 @@ use dflash_console::say;
 use dflash_dist::{LaunchConfig, Role, WorkerEnv, launch};
 use dflash_hidden_server::{Loader, Ready, TargetFeaturizer, follow, grid, serve};
 use dflash_hub::{Hub, Part};
+use dflash_model::gpus_for;
 use dflash_model::target::TargetConfig;
 use dflash_settings::{Device, HiddenServerSettings, Invalid};
-use tch::Cuda;
 
 /// Runs the command.
 pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
@@ -85,15 +85,7 @@ fn start_ranks(
 
 /// Refuses to let several processes share a GPU: none would have the memory that it is divided for.
 fn check_gpus(device: Device, ranks: usize) -> Result<(), Invalid> {
-    let gpus = if Cuda::is_available() { Cuda::device_count().max(0) as usize } else { 0 };
-    let on_gpus = match device {
-        Device::Cpu => false,
-        Device::Auto => gpus > 0,
-        Device::Cuda(_) => true,
-    };
-    if !on_gpus || ranks <= gpus {
-        return Ok(());
-    }
+    let Some(gpus) = gpus_for(device)?.filter(|&gpus| ranks > gpus) else { return Ok(()) };
     let expected = format!(
         "--pipeline times --tensor-parallel-size is {ranks}, and libtorch sees {gpus} CUDA devices \
          here; lower them, or pass --device cpu"

@@ -7,13 +7,16 @@ use dflash_torch_sys::decode::{
     floats, floats_mut, takes,
 };
 use dflash_torch_sys::flash::Window;
+use dflash_torch_sys::gpu::KeyRoom;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::{Draft, LayerKind, LayerViews, plus, projection};
 use crate::flash::{self, Calls};
-use crate::fused;
+use crate::fused::{self, HeadOrder};
 use crate::ops::{RotaryTables, attention, dense};
+use crate::target::layer::Reach;
+use crate::target::packed::{Masks, causal_mask};
 
 pub use blocks::ContextPart;
 
@@ -236,11 +239,27 @@ impl Draft {
                 Some(kv_all) => plus(kv_all.narrow(1, index as i64 * width, width), bias),
                 None => projection(&context, &layer.kv, bias),
             };
-            let kv = self.project_context(layer, &kv, &rope);
-            k.narrow(1, cache.length, rows).copy_(&kv.k_jtd);
-            v.narrow(1, cache.length, rows).copy_(&kv.v_jtd);
+            self.keep_context(layer, &kv, (&rope, [k, v].map(|x| x.narrow(1, cache.length, rows))));
         }
         cache.length += rows;
+    }
+
+    /// Keys and values [kv heads, T, D] of `kv` [T, 2*kv_width] into `room`.
+    fn keep_context(
+        &self,
+        layer: &LayerViews,
+        kv: &Tensor,
+        (rope, room): (&RotaryTables, [Tensor; 2]),
+    ) {
+        if let Some(projected) = self.projected(kv, (None, &layer.k_norm), rope) {
+            let [key, value] = room.each_ref().map(|x_jtd| x_jtd.transpose(0, 1));
+            projected.to(kv, KeyRoom { key: &key, value: Some(&value) });
+            return;
+        }
+        let own = self.project_context(layer, kv, rope);
+        let [mut key, mut value] = room;
+        key.copy_(&own.k_jtd);
+        value.copy_(&own.v_jtd);
     }
 
     /// The packed weights, for a cache of them and `rows` few enough.
@@ -268,9 +287,9 @@ impl Draft {
         }
         let rope = cache.rope.narrow(anchor_position, slots);
         let mut x = block_bh.shallow_clone();
-        let mut calls = Calls::default();
+        let mut shared = Shared::default();
         for (index, layer) in self.views.layers.iter().enumerate() {
-            x = self.decode_layer(layer, (cache, index), &x, (&rope, &mut calls));
+            x = self.decode_layer(layer, (cache, index), &x, (&rope, &mut shared));
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -280,16 +299,28 @@ impl Draft {
         layer: &LayerViews,
         (cache, index): (&ContextCache, usize),
         x: &Tensor,
-        (rope, calls): (&RotaryTables, &mut Calls),
+        (rope, shared): (&RotaryTables, &mut Shared),
     ) -> Tensor {
         let slots = x.size()[0];
         let weights = &self.decode_weights().layers[index];
         let qkv = self.decode_qkv(layer, weights, x);
-        let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
-        let (k, v) = &cache.layers[index];
-        k.narrow(1, cache.length, slots).copy_(&own.k_jtd);
-        v.narrow(1, cache.length, slots).copy_(&own.v_jtd);
-        let out = self.attend_cached((cache, index), &q_jngd, calls);
+        let norms = (Some(&layer.q_norm), &layer.k_norm);
+        let q_jngd = match self.projected(&qkv, norms, rope) {
+            Some(projected) => {
+                let (k, v) = &cache.layers[index];
+                let [key, value] = [k, v].map(|x| x.narrow(1, cache.length, slots).transpose(0, 1));
+                let queries = projected.to(&qkv, KeyRoom { key: &key, value: Some(&value) });
+                let kv_heads = self.config.num_key_value_heads;
+                let q_njgd = queries.expect("slots have queries").unflatten(1, [kv_heads, -1]);
+                HeadOrder::ByKeyHead.seen(&q_njgd)
+            }
+            None => {
+                let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
+                cache.write(index, &own, (0, slots));
+                q_jngd
+            }
+        };
+        let out = self.attend_cached((cache, index), &q_jngd, shared);
         self.decode_output(layer, weights, x, &out)
     }
 
@@ -299,7 +330,7 @@ impl Draft {
         &self,
         (cache, index): (&ContextCache, usize),
         q_jngd: &Tensor,
-        calls: &mut Calls,
+        shared: &mut Shared,
     ) -> Tensor {
         let slots = q_jngd.size()[1];
         let total = cache.length + slots;
@@ -312,10 +343,13 @@ impl Draft {
             };
             let make = || flash::one(slots, total, window, q_jngd.device());
             let q_nhd = q_jngd.transpose(0, 1).flatten(1, 2);
-            return flash::attend(&q_nhd, (&k_sjd, &v_sjd), calls.of(window, make), None)
-                .flatten(1, 2);
+            let sequence = shared.calls.of(window, make);
+            return flash::attend(&q_nhd, (&k_sjd, &v_sjd), sequence, None).flatten(1, 2);
         }
-        let mask = self.decode_mask(index, cache.length, slots);
+        let mask = self.window(index).map(|window| {
+            let make = || self.decode_mask(window, cache.length, slots);
+            shared.masks.of(Reach::Window(window), make)
+        });
         let folded = q_jngd.flatten(1, 2).unsqueeze(0);
         let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), q_jngd.kind());
         let out = attention(&folded, &seen(k), &seen(v), (mask.as_ref(), false), self.kernels);
@@ -337,21 +371,28 @@ impl Draft {
         out: &Tensor,
     ) -> Tensor {
         let bias = layer.biases.as_ref().map(|bias| &bias.o);
-        let middle = plus(x.addmm(out, &weights.o), bias);
+        let mut middle = plus(x.addmm(out, &weights.o), bias);
         let gate_up = self.norm(&layer.post_norm).of(&middle).matmul(&weights.gate_up);
-        middle.addmm(&fused::swiglu(&gate_up, self.kernels), &weights.down)
+        let activated = fused::swiglu(&gate_up, self.kernels);
+        // In its own memory: the sum begins with no copy of it.
+        middle.addmm_(&activated, &weights.down)
     }
 
-    /// Additive mask of a sliding layer [slots * queries per kv head, length + slots]; full layers see all.
-    fn decode_mask(&self, index: usize, length: i64, slots: i64) -> Option<Tensor> {
-        let window = self.window(index)?;
-        let group = self.config.queries_per_kv();
-        let mut mask = vec![f32::NEG_INFINITY; (slots * group * (length + slots)) as usize];
-        for (row, keys) in mask.chunks_mut((length + slots) as usize).enumerate() {
-            let position = length + row as i64 / group;
-            keys[(position + 1 - window).max(0) as usize..=position as usize].fill(0.0);
-        }
-        let mask = Tensor::from_slice(&mask).view([slots * group, length + slots]);
-        Some(mask.to_device(self.device()).to_kind(self.flat.kind()))
+    /// Additive mask of sliding layers [slots * queries per kv head, length + slots], made on the device; full
+    /// layers see all.
+    fn decode_mask(&self, window: i64, length: i64, slots: i64) -> Tensor {
+        let (options, group) = ((Kind::Int64, self.device()), self.config.queries_per_kv());
+        let slot = Tensor::arange(slots * group, options).divide_scalar_mode(group, "floor");
+        let key = Tensor::arange(length + slots, options);
+        causal_mask(&(slot + length), &key, Reach::Window(window), self.flat.kind())
     }
+}
+
+/// What the layers of a pass over one block share.
+#[derive(Debug, Default)]
+struct Shared {
+    /// The block as a sequence, for each window.
+    calls: Calls,
+    /// What its slots do not see, where that takes a mask.
+    masks: Masks,
 }

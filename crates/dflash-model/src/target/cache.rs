@@ -343,8 +343,19 @@ impl CachedAttention<'_> {
 }
 
 impl Attend for CachedAttention<'_> {
+    fn room(&self, layer: usize, like: &Tensor) -> Option<(Tensor, Tensor)> {
+        let Held::Keys(layer) = &self.cache.layers[layer] else { return None };
+        let (start, tokens) = (self.cache.len, like.size()[0]);
+        let rows = |x: &Tensor| x.squeeze_dim(0).narrow(1, start, tokens).transpose(0, 1);
+        // What is packed lies in another order.
+        let fits = self.cache.few_rows.is_none() && layer.k_1msd.kind() == like.kind();
+        fits.then(|| (rows(&layer.k_1msd), rows(&layer.v_1mse)))
+    }
+
     fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor {
-        self.store(place.layer, &projected.k_tmd, &projected.v_tme);
+        if !projected.are_kept {
+            self.store(place.layer, &projected.k_tmd, &projected.v_tme);
+        }
         if self.cache.len == 0 {
             return causal(projected, place);
         }

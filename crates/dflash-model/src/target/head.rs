@@ -186,11 +186,6 @@ impl TargetHead {
         Self { normed_states, ..self }
     }
 
-    /// Whether last states are taken to come from behind the final norm.
-    pub fn has_normed_states(&self) -> bool {
-        self.normed_states
-    }
-
     /// The same with `offset` added to the final norm's weight.
     #[must_use]
     pub fn with_norm_offset(mut self, offset: f64) -> Self {

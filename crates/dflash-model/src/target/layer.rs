@@ -91,6 +91,8 @@ pub(crate) struct Projected {
     pub(crate) v_tme: Tensor,
     /// What computes the attention over them.
     pub(crate) kernels: Kernels,
+    /// Whether keys and values lie in the room that [`Attend::room`] gave.
+    pub(crate) are_kept: bool,
 }
 
 /// How far back a token sees.
@@ -146,6 +148,12 @@ pub(crate) struct Place<'a> {
 /// The tokens before, for attention and for layers that carry a state: those of the tokens'
 /// documents, or of a cache.
 pub(crate) trait Attend {
+    /// Where the layer's keys and values [T, M, D] of the call's tokens will be kept, for a kernel that can
+    /// write them there; `None` where [`Self::attend`] takes them as they come.
+    fn room(&self, _layer: usize, _like: &Tensor) -> Option<(Tensor, Tensor)> {
+        None
+    }
+
     /// Causal attention's output, heads side by side [T, N*E].
     fn attend(&mut self, place: Place<'_>, projected: &Projected) -> Tensor;
 

@@ -77,7 +77,7 @@ impl Projected {
             q_tnd: self.q_tnd.narrow(0, start, length),
             k_tmd: self.k_tmd.narrow(0, start, length),
             v_tme: self.v_tme.narrow(0, start, length),
-            kernels: self.kernels,
+            ..*self
         }
     }
 

@@ -310,6 +310,21 @@ impl Linear {
         }
     }
 
+    /// The same in the memory of `residual_to`, which the caller has for itself: without the copy of it that a
+    /// sum of its own begins with. Where gradients are recorded, that memory is still needed.
+    pub(crate) fn add_onto(&self, mut residual_to: Tensor, x_ti: &Tensor) -> Tensor {
+        match &self.weight {
+            Held::Plain(weight_io)
+                if !self.is_summed()
+                    && [&residual_to, x_ti, weight_io].iter().all(|x| !x.requires_grad()) =>
+            {
+                let sum = residual_to.addmm_(x_ti, weight_io);
+                self.bias_o.iter().fold(sum, |sum, bias_o| sum + bias_o)
+            }
+            _ => self.add_to(&residual_to, x_ti),
+        }
+    }
+
     /// Whether other ranks have the products with the rest of the inputs.
     fn is_summed(&self) -> bool {
         self.split == Split::Inputs && self.shard.is_divided()

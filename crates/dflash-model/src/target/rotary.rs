@@ -99,6 +99,12 @@ impl HeadTables {
         }
     }
 
+    /// The half tables, where they turn the whole of heads of `dim`, halves together, as our kernels for GPUs do.
+    pub(crate) fn of_whole_heads(&self, dim: i64) -> Option<&RotaryTables> {
+        let is_whole = self.pairs == Pairs::Halves && self.cos_t1d.size()[2] == dim;
+        is_whole.then_some(&self.half)
+    }
+
     /// Rotates `x_tnd` [T, heads, D] by the tables' positions: of wider heads the first elements, as
     /// many as the tables have.
     pub(crate) fn rotate(&self, x_tnd: &Tensor) -> Tensor {

@@ -284,6 +284,9 @@ pub(crate) fn check_metrics(
     let epsilon = objective.denominator.epsilon();
     let output = evaluate(objective);
     let report = output.statistics.report(epsilon);
+    if place().is_pretended {
+        return (report, output.dhidden_nh);
+    }
     near("loss", report.loss, ratio("loss").unwrap());
     for (name, element) in ELEMENTS {
         if let Some(expected) = ratio(&format!("{name}_loss")) {

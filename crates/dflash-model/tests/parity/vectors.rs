@@ -35,7 +35,8 @@ impl Vectors {
     }
 
     pub(crate) fn integers(&self, name: &str) -> Vec<i64> {
-        Vec::try_from(self.tensor(name).view([-1]).to_kind(Kind::Int64)).unwrap()
+        let tensor = self.file.any_tensor(name).unwrap();
+        Vec::try_from(tensor.view([-1]).to_kind(Kind::Int64)).unwrap()
     }
 
     pub(crate) fn names(&self) -> Vec<String> {

@@ -116,4 +116,22 @@ mod tests {
             }
         }
     }
+
+    /// Three panels for two threads: one has twice the work of the other, some milliseconds of it.
+    #[test]
+    fn threads_with_unequal_work_go_on_together() {
+        if std::thread::available_parallelism().is_ok_and(|cores| cores.get() < 2) {
+            println!("skipped: one core");
+            return;
+        }
+        let before = tch::get_num_threads();
+        tch::set_num_threads(2);
+        let head = Head::new(&Tensor::ones([100_000, 96], F32), Products::Float32);
+        let (x, mut best) = (vec![1.0; 100_000], [0]);
+        let alone = crate::decode::passes_alone();
+        (0..40).for_each(|_| head.most_likely(&x, None, &mut best));
+        let alone = crate::decode::passes_alone() - alone;
+        tch::set_num_threads(before);
+        assert!(alone <= 20, "{alone} of 40 passes ran on one thread");
+    }
 }

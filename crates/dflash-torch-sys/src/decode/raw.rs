@@ -142,6 +142,7 @@ unsafe extern "C" {
         out: *mut c_void,
         threads: i64,
     );
+    pub(super) fn dflash_decode_passes_alone() -> i64;
     pub(super) fn dflash_decode_pass_scratch(pass: *const Pass, threads: i64) -> i64;
     pub(super) fn dflash_decode_context_scratch(context: *const Context, threads: i64) -> i64;
     pub(super) fn dflash_decode_head_scratch(head: *const Head, threads: i64) -> i64;

@@ -1,7 +1,5 @@
 //! From what a step asks of a GPU to the time that it takes: by the GPU's figures and, for each kind
-//! of work, the share of them that its kernels are known to reach.
-//!
-//! Nothing here is measured. docs/plan.md has the same numbers as a table.
+//! of work, the share of them that its kernels reach (see [`super::efficiency`]).
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
@@ -9,34 +7,15 @@ use std::fmt::{self, Display, Formatter};
 use dflash_torch_sys::trace::{Event, Form, Record};
 use serde::Serialize;
 
-use crate::gpus::{Family, Gpu};
+use super::efficiency::Efficiency;
+use crate::gpus::Gpu;
 
-/// Of the dense peak, matrix products of thousands of rows: what cuBLAS reaches on A100 and H100.
-const PRODUCTS: f64 = 0.75;
-/// Of the memory's bandwidth, all that reads and writes tensors from end to end.
-const BANDWIDTH: f64 = 0.85;
 /// Shortest time between the starts of two kernels in a stream, seconds.
 const LAUNCH: f64 = 2e-6;
-/// The host's time for an operator: dispatcher, allocator, launch, seconds.
-const OPERATOR: f64 = 4e-6;
 /// The host waits until the GPU is idle, and the GPU until it gets work again, seconds.
 const WAIT: f64 = 20e-6;
 /// Copies from memory that is not pinned, bytes/s.
 const PAGEABLE: f64 = 10e9;
-
-impl Family {
-    /// Of the dense peak, FlashAttention-2 forward and backward, tiles that are not full counted whole.
-    fn flash(self) -> (f64, f64) {
-        match self {
-            // "50-73 %" on an A100 (arXiv 2307.08691); the same instructions on the others
-            Self::Ampere | Self::Ada => (0.65, 0.55),
-            // "35 %" on an H100 (arXiv 2407.08608), which it does not use to the full
-            Self::Hopper => (0.35, 0.30),
-            // no figures: as fast as on an H100, since it uses none of what is new
-            Self::Blackwell => (0.15, 0.13),
-        }
-    }
-}
 
 /// What a step takes, computed.
 #[derive(Clone, Debug, Serialize)]
@@ -67,6 +46,12 @@ pub struct Budget {
     pub host_ms: f64,
     /// Milliseconds of a step: the longer of both.
     pub step_ms: f64,
+    /// Of the dense peak, what products are taken to reach.
+    pub products_share: f64,
+    /// The same step with products as slow as a day may make them; none where they are measured.
+    pub slow: Option<SlowStep>,
+    /// Where the shares come from.
+    pub source: String,
     /// Useful arithmetic of a step, TFLOP.
     pub useful_tflop: f64,
     /// Useful arithmetic over the peak's.
@@ -75,6 +60,17 @@ pub struct Budget {
     pub peak_bytes: u64,
     /// The part in which that is.
     pub peak_part: &'static str,
+}
+
+/// A step whose products reach less.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct SlowStep {
+    /// Of the dense peak.
+    pub products_share: f64,
+    /// Milliseconds of a step.
+    pub step_ms: f64,
+    /// Useful arithmetic over the peak's.
+    pub mfu: f64,
 }
 
 /// What a part of a step takes.
@@ -110,8 +106,19 @@ pub struct OperationBudget {
 }
 
 impl Budget {
-    /// What `record`, a step of `useful` operations, takes on `gpu`.
-    pub(crate) fn new(record: &Record, useful: f64, gpu: &Gpu) -> Self {
+    /// What `record`, a step of `useful` operations, takes on `gpu`, whose figures are reached so far.
+    pub(crate) fn new(record: &Record, useful: f64, on: (&Gpu, &Efficiency)) -> Self {
+        let mut budget = Self::of(record, useful, on);
+        let (gpu, efficiency) = on;
+        budget.slow = efficiency.slow().map(|slow| {
+            let Self { products_share, step_ms, mfu, .. } = Self::of(record, useful, (gpu, &slow));
+            SlowStep { products_share, step_ms, mfu }
+        });
+        budget
+    }
+
+    fn of(record: &Record, useful: f64, on: (&Gpu, &Efficiency)) -> Self {
+        let (gpu, efficiency) = on;
         let mut parts: Vec<PartBudget> = Vec::new();
         for event in &record.events {
             let index =
@@ -119,11 +126,11 @@ impl Budget {
                     parts.push(PartBudget::empty(event.part));
                     parts.len() - 1
                 });
-            parts[index].add(event, gpu);
+            parts[index].add(event, on);
         }
         let gpu_ms: f64 = parts.iter().map(|part| part.ms).sum();
         parts.iter_mut().for_each(|part| part.share = part.ms / gpu_ms);
-        let host_ms = record.events.len() as f64 * OPERATOR * 1e3;
+        let host_ms = record.events.len() as f64 * efficiency.operator * 1e3;
         let step_ms = gpu_ms.max(host_ms);
         let launches = |of: fn(&Event) -> bool| {
             record.events.iter().filter(|event| of(event)).map(|event| event.launches).sum()
@@ -138,10 +145,13 @@ impl Budget {
             launches_beyond_products: launches(|event| !is_product(event) && !is_attention(event)),
             waits: parts.iter().map(|part| part.waits).sum(),
             parts,
-            operations: operations(record, gpu),
+            operations: operations(record, on),
             gpu_ms,
             host_ms,
             step_ms,
+            products_share: efficiency.products,
+            slow: None,
+            source: efficiency.source(),
             useful_tflop: useful / 1e12,
             mfu: useful / (step_ms / 1e3) / (gpu.tflops * 1e12),
             peak_bytes: record.peak_bytes,
@@ -155,12 +165,12 @@ impl Budget {
     }
 }
 
-fn operations(record: &Record, gpu: &Gpu) -> Vec<OperationBudget> {
+fn operations(record: &Record, on: (&Gpu, &Efficiency)) -> Vec<OperationBudget> {
     let mut sums: BTreeMap<(&'static str, &str), (u64, f64)> = BTreeMap::new();
     for event in &record.events {
         let (launches, ms) = sums.entry((event.part, &event.operation)).or_default();
         *launches += event.launches;
-        *ms += seconds(event, gpu) * 1e3;
+        *ms += seconds(event, on) * 1e3;
     }
     let sums = sums.into_iter().map(|((part, operation), (launches, ms))| OperationBudget {
         part,
@@ -178,14 +188,14 @@ impl PartBudget {
         Self { part, launches: 0, waits: 0, moved_gb: 0.0, tflop: 0.0, ms: 0.0, share: 0.0 }
     }
 
-    fn add(&mut self, event: &Event, gpu: &Gpu) {
+    fn add(&mut self, event: &Event, on: (&Gpu, &Efficiency)) {
         self.launches += event.launches;
         self.waits += u64::from(waits(event));
         if event.flops == 0.0 {
             self.moved_gb += (event.read + event.written) / 1e9;
         }
         self.tflop += event.flops / 1e12;
-        self.ms += seconds(event, gpu) * 1e3;
+        self.ms += seconds(event, on) * 1e3;
     }
 }
 
@@ -203,11 +213,11 @@ fn waits(event: &Event) -> bool {
     matches!(event.form, Form::BlockingUpload | Form::Wait)
 }
 
-fn seconds(event: &Event, gpu: &Gpu) -> f64 {
-    let moved = (event.read + event.written) / (gpu.bandwidth * 1e9 * BANDWIDTH);
+fn seconds(event: &Event, (gpu, efficiency): (&Gpu, &Efficiency)) -> f64 {
+    let moved = (event.read + event.written) / (gpu.bandwidth * 1e9 * efficiency.bandwidth);
     match event.form {
         Form::Operator | Form::OwnKernel => {
-            let computed = event.tile_flops / (gpu.tflops * 1e12 * efficiency(event, gpu));
+            let computed = event.tile_flops / (gpu.tflops * 1e12 * efficiency.of_event(event));
             moved.max(computed).max(event.launches as f64 * LAUNCH)
         }
         // beside the GPU's work
@@ -217,18 +227,9 @@ fn seconds(event: &Event, gpu: &Gpu) -> f64 {
     }
 }
 
-fn efficiency(event: &Event, gpu: &Gpu) -> f64 {
-    let (forward, backward) = gpu.family.flash();
-    match &*event.operation {
-        "aten::_flash_attention_forward" => forward,
-        "aten::_flash_attention_backward" => backward,
-        _ => PRODUCTS,
-    }
-}
-
 impl Display for Budget {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "a step on {}, computed, not measured (docs/plan.md):", self.gpu)?;
+        writeln!(f, "a step on {}, {}:", self.gpu, self.source)?;
         writeln!(
             f,
             "  {:<14}{:>9}{:>8}{:>11}{:>10}{:>11}{:>8}",
@@ -256,6 +257,16 @@ impl Display for Budget {
             self.tflops(),
             self.mfu * 100.0
         )?;
+        if let Some(slow) = &self.slow {
+            writeln!(
+                f,
+                "  and {:.1} ms, MFU {:.1}%, where products reach {:.2} of the peak and not {:.2}",
+                slow.step_ms,
+                slow.mfu * 100.0,
+                slow.products_share,
+                self.products_share
+            )?;
+        }
         writeln!(
             f,
             "  tensors take {:.1} GB at their peak ({}), of {:.0} GB",

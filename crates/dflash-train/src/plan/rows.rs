@@ -37,6 +37,10 @@ pub struct RowShape {
     pub longest: f64,
     /// With --colocate the target's arithmetic.
     pub target_flops: f64,
+    /// The arithmetic of a target that runs here or in our server: products, up to the highest capture.
+    pub target_products: f64,
+    /// The same of its attention.
+    pub target_attention: f64,
 }
 
 /// An epoch's size, and its rows' shapes.
@@ -69,7 +73,8 @@ impl Epoch {
         (target, draft): (&TargetFacts, &DraftConfig),
     ) -> Result<Self, Error> {
         let vocabulary = target.vocab_size;
-        let colocated = Colocated::of(planned, draft);
+        let colocate = planned.settings.hidden_states.colocate;
+        let target_pass = Colocated::native(planned, draft);
         let (samples, mut lengths) = open(planned.settings, vocabulary)?;
         let trained = 1.0 - planned.settings.validation.validation_ratio;
         lengths.truncate(split_index(lengths.len(), trained));
@@ -85,8 +90,12 @@ impl Epoch {
         let stride = rows.len().div_ceil(SAMPLED).max(1);
         let shape = |row: &Vec<u32>| {
             let row = pack(&*samples, row, total_seq_len)?;
-            let target_flops = colocated.as_ref().map_or(0.0, |target| target.flops(&row));
-            Ok(RowShape { target_flops, ..shape(&blocks, draft, &row) })
+            let work = target_pass.as_ref().map(|target| target.work(&row));
+            let (target_products, target_attention) =
+                work.map_or((0.0, 0.0), |work| (work.products, work.attention));
+            let target_flops = if colocate { target_products + target_attention } else { 0.0 };
+            let row = shape(&blocks, draft, &row);
+            Ok(RowShape { target_flops, target_products, target_attention, ..row })
         };
         let shapes =
             rows.iter().step_by(stride).map(shape).collect::<Result<Vec<RowShape>, Error>>()?;
@@ -140,6 +149,8 @@ fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape 
         flops: draft.flops(&blocks.work).total(),
         longest: row.documents().map(|document| document.len()).max().unwrap_or(0) as f64,
         target_flops: 0.0,
+        target_products: 0.0,
+        target_attention: 0.0,
     }
 }
 
@@ -156,5 +167,7 @@ fn mean(shapes: &[RowShape]) -> RowShape {
         flops: of(|shape| shape.flops),
         longest: of(|shape| shape.longest),
         target_flops: of(|shape| shape.target_flops),
+        target_products: of(|shape| shape.target_products),
+        target_attention: of(|shape| shape.target_attention),
     }
 }

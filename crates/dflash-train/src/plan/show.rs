@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use super::Plan;
+use super::{AllReduce, Plan, Stream};
 
 impl Display for Plan {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -46,13 +46,16 @@ impl Display for Plan {
             None => writeln!(f, "speed       {}", self.tflops_source)?,
         }
         if let (Some(step), Some(run)) = (self.step_seconds, self.run_seconds) {
-            writeln!(f, "time        {step:.3} s a step, {} in all", duration(run))?;
+            let steps = range(step, self.slow_step_seconds, |seconds| format!("{seconds:.3}"));
+            let runs = range(run, self.slow_run_seconds, duration);
+            writeln!(f, "time        {steps} s a step, {runs} in all")?;
         }
         write!(f, "hidden      {:.1} MB a step", self.hidden_bytes_per_step / 1e6)?;
         match self.hidden_bytes_per_second {
             Some(rate) => writeln!(f, ", {:.1} MB/s from the servers", rate / 1e6)?,
             None => writeln!(f)?,
         }
+        self.show_beside(f)?;
         let (gb, count) = (self.checkpoint_bytes as f64 / 1e9, self.checkpoints);
         let all = gb * count as f64;
         writeln!(
@@ -68,6 +71,57 @@ impl Display for Plan {
 }
 
 impl Plan {
+    /// What a run takes beside its ranks' work.
+    fn show_beside(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if let Some(Stream { bytes_per_second, assembly_share, gbit_per_second }) = &self.stream {
+            writeln!(
+                f,
+                "stream      {:.1} MB/s a rank: {:.0}% of what its one thread that assembles rows copies, \
+                 {gbit_per_second:.1} Gbit/s of the network",
+                bytes_per_second / 1e6,
+                assembly_share * 100.0
+            )?;
+        }
+        if let Some(servers) = &self.servers {
+            let decimals = |number| move |value: f64| format!("{value:.*}", number);
+            let [best, slow] = servers.row_seconds;
+            let seconds = range(best, Some(slow), decimals(3));
+            let [best, slow] = servers.per_trainer;
+            let each = range(best, Some(slow), decimals(2));
+            let [few, many] = servers.gpus;
+            let gpus = range(few as f64, Some(many as f64), decimals(0));
+            writeln!(
+                f,
+                "servers     {:.1} TFLOP a row for the target, {seconds} s of one such GPU: {each} beside each \
+                 trainer, {gpus} in all",
+                servers.row_tflop
+            )?;
+        }
+        if let Some(AllReduce { bytes, nvlink_ms, pcie_ms, network_ms }) = &self.all_reduce {
+            let network = network_ms.map_or_else(String::new, |ms| {
+                format!(", {ms:.1} ms between machines at 400 Gbit/s")
+            });
+            writeln!(
+                f,
+                "all-reduce  {:.2} GB a rank and step, begun while the backward pass runs: {nvlink_ms:.1} ms \
+                 over NVLink, {pcie_ms:.1} ms over PCIe{network}",
+                bytes / 1e9
+            )?;
+        }
+        if self.budget.is_some() {
+            writeln!(
+                f,
+                "allocator   expandable segments, set by default, since rows differ in size \
+                 (PYTORCH_ALLOC_CONF changes it)"
+            )?;
+            writeln!(
+                f,
+                "bits        differ from run to run: flash attention's backward pass adds with atomics"
+            )?;
+        }
+        Ok(())
+    }
+
     /// What the weights take where a hidden-server has them.
     fn server(&self) -> Option<String> {
         let gb: Vec<String> =
@@ -113,6 +167,15 @@ impl Plan {
             ("in all", self.total_bytes),
         ]);
         parts
+    }
+}
+
+/// One figure, or two where a second one differs as it is printed.
+fn range(best: f64, slow: Option<f64>, print: impl Fn(f64) -> String) -> String {
+    let (best, slow) = (print(best), slow.map(print));
+    match slow.filter(|slow| *slow != best) {
+        Some(slow) => format!("{best} to {slow}"),
+        None => best,
     }
 }
 

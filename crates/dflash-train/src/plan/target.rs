@@ -2,6 +2,7 @@
 
 use dflash_data::PackedRow;
 use dflash_model::draft::DraftConfig;
+use dflash_model::flops::PrefillFlops;
 use dflash_model::target::TargetConfig;
 use dflash_settings::{Dtype, HiddenStatesSettings};
 
@@ -22,8 +23,13 @@ pub(super) struct Colocated<'a> {
 impl<'a> Colocated<'a> {
     /// `None` where hidden states come from elsewhere.
     pub(super) fn of(planned: &'a Planned<'_>, draft: &DraftConfig) -> Option<Self> {
+        Self::native(planned, draft).filter(|target| target.settings.colocate)
+    }
+
+    /// The target of this run, wherever our code runs it; `None` where another engine does.
+    pub(super) fn native(planned: &'a Planned<'_>, draft: &DraftConfig) -> Option<Self> {
         let settings = &planned.settings.hidden_states;
-        let target = planned.native.as_ref().filter(|_| settings.colocate)?;
+        let target = planned.native.as_ref()?;
         let teacher = planned.settings.objective.needs_teacher();
         let last = target.num_hidden_layers;
         let highest = draft.target_layer_ids.last().map_or(0, |&id| id as usize);
@@ -56,8 +62,8 @@ impl<'a> Colocated<'a> {
     }
 
     /// Operations of a pass over a row.
-    pub(super) fn flops(&self, row: &PackedRow) -> f64 {
-        self.config.prefill_flops(self.layers, row.documents().map(|document| document.len()))
+    pub(super) fn work(&self, row: &PackedRow) -> PrefillFlops {
+        self.config.prefill_work(self.layers, row.documents().map(|document| document.len()))
     }
 }
 

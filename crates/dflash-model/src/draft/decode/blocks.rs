@@ -6,10 +6,9 @@
 use dflash_torch_sys::decode::{Outputs, Sequence, floats, floats_mut};
 use tch::{Tensor, no_grad};
 
-use super::{ContextCache, Draft, FewRows, float_copy, float_rows};
+use super::{ContextCache, Draft, FewRows, Shared, float_copy, float_rows};
 use crate::attention::KeyValue;
 use crate::draft::plus;
-use crate::flash::Calls;
 use crate::ops::RotaryTables;
 
 /// A sequence's context and how many of the pass's rows are its own.
@@ -41,7 +40,7 @@ impl ContextCache {
     }
 
     /// Writes `rows` of `own` from `start` on behind the context of a layer.
-    fn write(&self, layer: usize, own: &KeyValue, (start, rows): (i64, i64)) {
+    pub(super) fn write(&self, layer: usize, own: &KeyValue, (start, rows): (i64, i64)) {
         let (k, v) = &self.layers[layer];
         k.narrow(1, self.length, rows).copy_(&own.k_jtd.narrow(1, start, rows));
         v.narrow(1, self.length, rows).copy_(&own.v_jtd.narrow(1, start, rows));
@@ -113,9 +112,9 @@ impl Draft {
         }
         let rope = self.tables_of(caches.iter().map(|cache| (*cache, cache.length, slots)));
         let mut x = blocks_nh.shallow_clone();
-        let mut calls: Vec<Calls> = caches.iter().map(|_| Calls::default()).collect();
+        let mut shared: Vec<Shared> = caches.iter().map(|_| Shared::default()).collect();
         for index in 0..self.views.layers.len() {
-            x = self.blocks_layer(index, caches, &x, (&rope, &mut calls));
+            x = self.blocks_layer(index, caches, &x, (&rope, &mut shared));
         }
         self.norm(&self.views.norm).of(&x)
     }
@@ -145,17 +144,17 @@ impl Draft {
         index: usize,
         caches: &[&ContextCache],
         x: &Tensor,
-        (rope, calls): (&RotaryTables, &mut [Calls]),
+        (rope, shared): (&RotaryTables, &mut [Shared]),
     ) -> Tensor {
         let layer = &self.views.layers[index];
         let weights = &self.decode_weights().layers[index];
         let slots = x.size()[0] / caches.len() as i64;
         let qkv = self.decode_qkv(layer, weights, x);
         let (q_jngd, own) = self.project_slots(layer, &qkv, rope);
-        let attended = caches.iter().zip(calls).enumerate().map(|(number, (cache, calls))| {
+        let attended = caches.iter().zip(shared).enumerate().map(|(number, (cache, shared))| {
             let start = number as i64 * slots;
             cache.write(index, &own, (start, slots));
-            self.attend_cached((cache, index), &q_jngd.narrow(1, start, slots), calls)
+            self.attend_cached((cache, index), &q_jngd.narrow(1, start, slots), shared)
         });
         let out = Tensor::cat(&attended.collect::<Vec<_>>(), 0);
         self.decode_output(layer, weights, x, &out)

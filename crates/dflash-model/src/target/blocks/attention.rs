@@ -12,6 +12,7 @@ use crate::fields::Fields;
 use crate::ops::{accumulate_kind, reciprocal_rms};
 use crate::target::TargetConfig;
 use crate::target::divided::{Divisible, Shard};
+use crate::target::heads::FusedHeads;
 use crate::target::layer::{Memory, Pass, Place, Projected, Reach, RmsNorm, Scores};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
@@ -310,6 +311,9 @@ impl SelfAttention {
     fn project(&self, x_th: &Tensor, pass: &Pass<'_>) -> Projected {
         let Heads { query, key, dim } = self.heads;
         let qkv_to = self.qkv.apply(x_th);
+        if let Some(projected) = self.fused(&qkv_to, pass) {
+            return projected;
+        }
         let part = |start: i64, heads: i64| qkv_to.narrow(1, start * dim, heads * dim);
         let (mut q, mut k) = (part(0, query), part(query, key));
         if let HeadNorms::Together(norms) = &self.norms {
@@ -330,7 +334,23 @@ impl SelfAttention {
             q_tnd = temperature.apply(&q_tnd, pass.positions_t);
         }
         let v_tme = heads(&part(query + key, key), key);
-        Projected { q_tnd, k_tmd, v_tme, kernels: self.kernels }
+        Projected { q_tnd, k_tmd, v_tme, kernels: self.kernels, are_kept: false }
+    }
+
+    /// The same in one launch, where nothing but norms of heads and the rotation is asked for, which turns all
+    /// of them.
+    fn fused(&self, qkv_to: &Tensor, pass: &Pass<'_>) -> Option<Projected> {
+        let (norms, eps) = match &self.norms {
+            _ if self.temperature.is_some() => return None,
+            HeadNorms::None => (None, 0.0),
+            HeadNorms::Each { query, key } if query.eps == key.eps => {
+                (Some((&query.weight, &key.weight)), query.eps)
+            }
+            _ => return None,
+        };
+        let (heads, kernels, tables) = (self.heads, self.kernels, &pass.tables[self.rotary?]);
+        let fused = FusedHeads { qkv_to, heads, norms, eps, tables, kernels };
+        fused.project(self.layer, &*pass.attend)
     }
 }
 

@@ -338,8 +338,8 @@ fn grouped_products(weight_eio: &Tensor) -> bool {
 
 /// Experts that have rows, and how many.
 fn spans(ends_e: &Tensor) -> Vec<(i64, i64)> {
-    let ends =
-        Vec::<i64>::try_from(ends_e.to_kind(Kind::Int64)).expect("a flat tensor of integers");
+    let ends_e = ends_e.to_device(Device::Cpu).to_kind(Kind::Int64);
+    let ends = Vec::<i64>::try_from(ends_e).expect("a flat tensor of integers");
     let starts = std::iter::once(0).chain(ends.iter().copied());
     let counts = starts.zip(&ends).map(|(start, end)| end - start);
     counts

@@ -67,9 +67,9 @@ impl Mlp {
         self.down.apply(&self.inner(x_th))
     }
 
-    /// The same, added to `residual_th` [T, H].
-    pub(crate) fn add_to(&self, residual_th: &Tensor, x_th: &Tensor) -> Tensor {
-        self.down.add_to(residual_th, &self.inner(x_th))
+    /// The same, added to `residual_th` [T, H], which the caller has for itself.
+    pub(crate) fn add_onto(&self, residual_th: Tensor, x_th: &Tensor) -> Tensor {
+        self.down.add_onto(residual_th, &self.inner(x_th))
     }
 
     pub(crate) fn set_kernels(&mut self, kernels: Kernels) {
@@ -117,7 +117,7 @@ impl Mixture {
         let out_th = self.experts.forward(x_th, &self.router.route(x_th));
         match &self.shared {
             None => out_th,
-            Some(SharedExpert { mlp, gate_1h: None }) => mlp.add_to(&out_th, x_th),
+            Some(SharedExpert { mlp, gate_1h: None }) => mlp.add_onto(out_th, x_th),
             Some(SharedExpert { mlp, gate_1h: Some(gate_1h) }) => {
                 let share_t1 = x_th.linear(gate_1h, None::<&Tensor>).sigmoid();
                 out_th + mlp.forward(x_th) * share_t1
@@ -135,10 +135,10 @@ pub(crate) enum FeedForward {
 }
 
 impl FeedForward {
-    /// What it makes of `x_th` [T, H], added to `residual_th` [T, H].
-    pub(crate) fn add_to(&self, residual_th: &Tensor, x_th: &Tensor) -> Tensor {
+    /// What it makes of `x_th` [T, H], added to `residual_th` [T, H], which the caller has for itself.
+    pub(crate) fn add_onto(&self, residual_th: Tensor, x_th: &Tensor) -> Tensor {
         match self {
-            Self::Dense(mlp) => mlp.add_to(residual_th, x_th),
+            Self::Dense(mlp) => mlp.add_onto(residual_th, x_th),
             Self::Mixture(mixture) => residual_th + mixture.forward(x_th),
         }
     }

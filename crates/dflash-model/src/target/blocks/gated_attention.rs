@@ -71,6 +71,7 @@ impl GatedAttention {
             k_tmd: tables.rotate(&k_tmd),
             v_tme: parts[2].reshape([-1, keys, dim]),
             kernels: self.kernels,
+            are_kept: false,
         };
         let place = Place { layer: self.layer, reach: Reach::All, scores: Scores::default() };
         let attended = pass.attend.attend(place, &projected);

@@ -91,13 +91,15 @@ impl Latent<'_> {
             k_tmd: self.kept_t1c.shallow_clone(),
             v_tme: self.up.latents(&self.kept_t1c),
             kernels: self.kernels,
+            are_kept: false,
         }
     }
 
     /// Keys and values of each head.
     pub(crate) fn expanded(&self) -> Projected {
         let (k_tmd, v_tme) = self.up.expand(&self.kept_t1c);
-        Projected { q_tnd: self.q_tnd.shallow_clone(), k_tmd, v_tme, kernels: self.kernels }
+        let (q_tnd, kernels) = (self.q_tnd.shallow_clone(), self.kernels);
+        Projected { q_tnd, k_tmd, v_tme, kernels, are_kept: false }
     }
 }
 

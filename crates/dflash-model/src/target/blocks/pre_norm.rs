@@ -20,7 +20,8 @@ pub(crate) struct PreNormLayer {
 impl Layer for PreNormLayer {
     fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let x_th = self.self_attn.add_to(x_th, &self.input_layernorm.of(x_th), pass);
-        self.mlp.add_to(&x_th, &self.post_attention_layernorm.of(&x_th))
+        let normed = self.post_attention_layernorm.of(&x_th);
+        self.mlp.add_onto(x_th, &normed)
     }
 
     fn memory(&self) -> Memory {

@@ -227,7 +227,8 @@ impl DeepseekV3Layer {
 impl Layer for DeepseekV3Layer {
     fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let x_th = self.attention.add_to(x_th, &self.input_norm.of(x_th), pass);
-        self.mlp.add_to(&x_th, &self.post_attention_norm.of(&x_th))
+        let normed = self.post_attention_norm.of(&x_th);
+        self.mlp.add_onto(x_th, &normed)
     }
 
     fn memory(&self) -> Memory {

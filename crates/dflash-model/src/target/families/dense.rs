@@ -6,7 +6,6 @@
 //! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
 use dflash_torch_sys::decode::{LayerWeights, Layout};
-use dflash_torch_sys::gpu::{self, HeadNorms};
 use dflash_torch_sys::kernels::{self, Kernels};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
@@ -14,13 +13,14 @@ use tch::{Device, Tensor};
 use super::Architecture;
 use crate::fields::Fields;
 use crate::fused::Norm;
-use crate::ops::{Pairs, Rotary, RotaryTables, rms_norm};
+use crate::ops::{Pairs, Rotary, rms_norm};
 use crate::target::TargetConfig;
 use crate::target::blocks::attention::Heads;
 use crate::target::blocks::feed_forward::mlp_elements;
 use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
 use crate::target::divided::{Divisible, Shard};
-use crate::target::layer::{Layer, Memory, Pass, Place, Projected, Reach, Scores, norm};
+use crate::target::heads::FusedHeads;
+use crate::target::layer::{Attend, Layer, Memory, Pass, Place, Projected, Reach, Scores, norm};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::target::rotary::HeadTables;
 use crate::{Result, fused};
@@ -293,22 +293,24 @@ impl DenseLayer {
         norm(x_th, Norm { weight, eps: self.eps, kernels: self.kernels })
     }
 
-    fn project(&self, x_th: &Tensor, tables: &HeadTables) -> Projected {
+    fn project(&self, x_th: &Tensor, tables: &HeadTables, attend: &dyn Attend) -> Projected {
         let qkv_to = self.qkv.apply(&self.norm(x_th, &self.input_norm_h));
         let (queries, keys, kernels) = (self.query_heads, self.key_heads, self.kernels);
+        let fused = FusedHeads {
+            qkv_to: &qkv_to,
+            heads: Heads { query: queries, key: keys, dim: self.head_dim },
+            norms: self.qk_norm.as_ref().map(|norms| (&norms.query_d, &norms.key_d)),
+            eps: self.eps,
+            tables,
+            kernels,
+        };
+        if let Some(projected) = fused.project(self.number, attend) {
+            return projected;
+        }
         let part =
             |start: i64, count: i64| qkv_to.narrow(1, start * self.head_dim, count * self.head_dim);
         let heads = |part: Tensor, count: i64| part.view([-1, count, self.head_dim]);
         let v_tme = heads(part(queries + keys, keys), keys);
-        if let Some((norms, runner)) = self.qk_norm.as_ref().zip(kernels.gpu(&qkv_to)) {
-            // On a GPU one launch for the queries' heads and the keys'.
-            let RotaryTables { cos_td, sin_td } = &tables.half;
-            let (query, key) = (Some(&norms.query_d), &norms.key_d);
-            let norms = HeadNorms { query, key, eps: self.eps, cosine: cos_td, sine: sin_td };
-            let (q_tnd, k_tmd) = gpu::heads(runner, &qkv_to, &norms, keys);
-            let q_tnd = q_tnd.expect("queries are asked for");
-            return Projected { q_tnd, k_tmd, v_tme, kernels };
-        }
         if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
             // One sweep each; a single group keeps the heads of a token together.
             let half = (&tables.half.cos_td, &tables.half.sin_td);
@@ -317,7 +319,7 @@ impl DenseLayer {
             };
             let q_tnd = normed(part(0, queries), &norms.query_d);
             let k_tmd = normed(part(queries, keys), &norms.key_d);
-            return Projected { q_tnd, k_tmd, v_tme, kernels };
+            return Projected { q_tnd, k_tmd, v_tme, kernels, are_kept: false };
         }
         let qk = heads(part(0, queries + keys), queries + keys);
         let qk = match &self.qk_norm {
@@ -325,7 +327,7 @@ impl DenseLayer {
             None => tables.rotate(&qk),
         };
         let (q_tnd, k_tmd) = (qk.narrow(1, 0, queries), qk.narrow(1, queries, keys));
-        Projected { q_tnd, k_tmd, v_tme, kernels }
+        Projected { q_tnd, k_tmd, v_tme, kernels, are_kept: false }
     }
 
     fn linears(&self) -> [&Linear; 4] {
@@ -351,11 +353,11 @@ impl DenseLayer {
 impl Layer for DenseLayer {
     fn forward(&self, x_th: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let place = Place { layer: self.number, reach: self.reach, scores: Scores::default() };
-        let projected = self.project(x_th, &pass.tables[0]);
+        let projected = self.project(x_th, &pass.tables[0], &*pass.attend);
         let attended = pass.attend.attend(place, &projected);
         let x_th = self.output.add_to(x_th, &attended);
         let normed = self.norm(&x_th, &self.post_attention_norm_h);
-        self.down.add_to(&x_th, &fused::swiglu(&self.gate_up.apply(&normed), self.kernels))
+        self.down.add_onto(x_th, &fused::swiglu(&self.gate_up.apply(&normed), self.kernels))
     }
 
     fn memory(&self) -> Memory {

@@ -463,7 +463,8 @@ impl Gemma4Attention {
         }
         let (k_tmd, v_tme) = &pass.shared[&self.source];
         let (k_tmd, v_tme) = (k_tmd.shallow_clone(), v_tme.shallow_clone());
-        let projected = Projected { q_tnd, k_tmd, v_tme, kernels: self.kernels };
+        let kernels = self.kernels;
+        let projected = Projected { q_tnd, k_tmd, v_tme, kernels, are_kept: false };
         let scores = Scored { scale: Some(1.0), ..Scored::default() };
         let place = Place { layer: self.source, reach: self.reach, scores };
         self.o_proj.apply(&pass.attend.attend(place, &projected))

@@ -285,7 +285,8 @@ impl Layer for HybridLayer {
             TokenMixer::Attention(attention) => attention.add_to(x_th, &normed, pass),
             TokenMixer::Delta(delta) => delta.add_to(x_th, &normed, pass),
         };
-        self.mlp.add_to(&x_th, &self.post_attention_norm.of(&x_th))
+        let normed = self.post_attention_norm.of(&x_th);
+        self.mlp.add_onto(x_th, &normed)
     }
 
     fn memory(&self) -> Memory {

@@ -12,6 +12,7 @@ use super::*;
 use crate::gpus::Gpu;
 use crate::optimizer::{Algorithm, MuonConfig};
 use crate::plan::Budget;
+use crate::plan::efficiency::Efficiency;
 
 const TOKENS: usize = 8192;
 const BLOCK: usize = 16;
@@ -129,7 +130,8 @@ fn budget(of: &Dimensions, anchors: usize, gpu: &str) -> Budget {
     let (draft, row) = (draft(of), row());
     let shape = shape(&draft, &row, anchors);
     let useful = draft.flops(&shape.work()).total();
-    Budget::new(&shape.record().unwrap(), useful, &Gpu::named(gpu).unwrap())
+    let gpu = Gpu::named(gpu).unwrap();
+    Budget::new(&shape.record().unwrap(), useful, (&gpu, &Efficiency::assumed(&gpu)))
 }
 
 impl StepShape<'_> {
@@ -168,6 +170,17 @@ fn a_step_launches_few_kernels_and_never_waits() {
             assert!(budget.parts.iter().any(|found| found.part == part), "{part}\n{budget}");
         }
     }
+}
+
+/// The whole day is told beside the burst: fewer of the peak's operations, in products alone.
+#[test]
+fn a_slow_day_is_told_too() {
+    let budget = budget(&QWEN3_8B, 512, "H200");
+    let slow = budget.slow.expect("nothing is measured");
+    assert_eq!((budget.products_share, slow.products_share), (0.75, 0.65));
+    let longer = slow.step_ms / budget.step_ms;
+    assert!((1.05..0.75 / 0.65).contains(&longer), "{longer}");
+    assert!((slow.mfu * longer / budget.mfu - 1.0).abs() < 1e-9);
 }
 
 #[test]

@@ -122,13 +122,14 @@ fn gpu_findings(info: &EngineInfo, libtorch: &Found) -> Vec<Finding> {
         }
         ("loaded", _) => Finding::warning(
             "CUDA",
-            format!("{driver}, but libtorch sees no GPU"),
-            "CUDA_VISIBLE_DEVICES may hide them; else the driver is too old for CUDA 13",
+            format!("{driver}, but libtorch sees no GPU, and --device auto is refused"),
+            "CUDA_VISIBLE_DEVICES may hide them; else update the driver to 580 or newer, which CUDA 13 \
+             needs, or install torch 2.11.0 for an older CUDA (docs/install.md), or pass --device cpu",
         ),
         (_, _) => Finding::warning(
             "CUDA",
-            format!("{driver}, but {}", why_no_cuda(info, libtorch)),
-            format!("{PIP}, with its dependencies"),
+            format!("{driver}, but {}, and --device auto is refused", why_no_cuda(info, libtorch)),
+            format!("{PIP}, with its dependencies, or pass --device cpu"),
         ),
     };
     let nccl = match &info.nccl_failure {

@@ -1,0 +1,133 @@
+//! What a run takes beside its trainers: the GPUs that run the target, the way of its hidden states, and
+//! the sum of gradients over the ranks.
+
+use serde::Serialize;
+
+use crate::gpus::{Family, Gpu};
+
+/// What one thread assembles, bytes/s: pieces of 8 KiB, a token's state of one layer, copied from a body in
+/// memory into a row's buffer: 6.5 GB/s on one core of a Xeon (LOG.md).
+const ASSEMBLY: f64 = 6.5e9;
+/// A GPU on PCIe 4.0 x16 in one direction, bytes/s: 31.5 GB/s less what packets cost.
+const PCIE: f64 = 25e9;
+/// A machine's link of 400 Gbit/s, bytes/s in one direction.
+const NETWORK: f64 = 50e9;
+
+impl Family {
+    /// NVLink in one direction, bytes/s, of the models that have it (NVIDIA's data sheets).
+    fn nvlink(self) -> f64 {
+        match self {
+            Self::Ampere => 300e9,
+            // consumers' and workstations' have none
+            Self::Ada => PCIE,
+            Self::Hopper => 450e9,
+            Self::Blackwell => 900e9,
+        }
+    }
+}
+
+/// GPUs of the trainers' model that run the target beside them.
+#[derive(Clone, Debug, Serialize)]
+pub struct Servers {
+    /// The target's arithmetic of a row, up to the highest captured layer, TFLOP.
+    pub row_tflop: f64,
+    /// Seconds of one GPU for a row, at the efficiencies of a burst and of a day.
+    pub row_seconds: [f64; 2],
+    /// GPUs for each trainer, at the same.
+    pub per_trainer: [f64; 2],
+    /// GPUs for all trainers, whole ones.
+    pub gpus: [usize; 2],
+}
+
+impl Servers {
+    /// For trainers that take `step_seconds` for a row, of which there are `ranks`.
+    pub(super) fn new(
+        row_tflop: f64,
+        row_seconds: [f64; 2],
+        (step_seconds, ranks): ([f64; 2], usize),
+    ) -> Self {
+        let per_trainer = [0, 1].map(|at| row_seconds[at] / step_seconds[at]);
+        let gpus = per_trainer.map(|each| (each * ranks as f64).ceil() as usize);
+        Self { row_tflop, row_seconds, per_trainer, gpus }
+    }
+}
+
+/// What a rank's stream of hidden states asks of the machine and its network.
+#[derive(Clone, Debug, Serialize)]
+pub struct Stream {
+    /// Bytes a second that a rank takes.
+    pub bytes_per_second: f64,
+    /// Of what the rank's one thread that assembles rows copies.
+    pub assembly_share: f64,
+    /// Gbit/s of the network, where the servers are on other machines.
+    pub gbit_per_second: f64,
+}
+
+impl Stream {
+    pub(super) fn new(bytes_per_second: f64) -> Self {
+        Self {
+            bytes_per_second,
+            assembly_share: bytes_per_second / ASSEMBLY,
+            gbit_per_second: bytes_per_second * 8.0 / 1e9,
+        }
+    }
+}
+
+/// The sum of a step's gradients over the ranks.
+#[derive(Clone, Debug, Serialize)]
+pub struct AllReduce {
+    /// Bytes that a rank sends and receives, float32, in a ring.
+    pub bytes: f64,
+    /// Milliseconds over NVLink, where the GPUs have it.
+    pub nvlink_ms: f64,
+    /// Over PCIe 4.0 x16.
+    pub pcie_ms: f64,
+    /// Between machines at 400 Gbit/s each; none where there is one.
+    pub network_ms: Option<f64>,
+}
+
+impl AllReduce {
+    /// Of so many float32 gradients; `None` where there is nobody to share them with.
+    pub(super) fn new(
+        parameters: i64,
+        (ranks, machines): (usize, usize),
+        gpu: &Gpu,
+    ) -> Option<Self> {
+        // A ring passes all parts but one around twice: to sum them, and to tell the sums.
+        let in_ring = |members: usize| 2.0 * (members as f64 - 1.0) / members as f64;
+        let gradients = parameters as f64 * 4.0;
+        let bytes = gradients * in_ring(ranks);
+        (ranks > 1).then(|| Self {
+            bytes,
+            nvlink_ms: bytes / gpu.family.nvlink() * 1e3,
+            pcie_ms: bytes / PCIE * 1e3,
+            network_ms: (machines > 1).then(|| gradients * in_ring(machines) / NETWORK * 1e3),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_by_hand() {
+        let gpu = Gpu::named("h100").unwrap();
+        assert!(AllReduce::new(1_000_000_000, (1, 1), &gpu).is_none());
+        let one = AllReduce::new(1_000_000_000, (4, 1), &gpu).unwrap();
+        // 4 GB, of which three quarters go around twice.
+        assert_eq!((one.bytes, one.network_ms), (6e9, None));
+        assert!((one.nvlink_ms - 6.0 / 450.0 * 1e3).abs() < 1e-9);
+        assert_eq!(one.pcie_ms, 240.0);
+        let two = AllReduce::new(1_000_000_000, (16, 2), &gpu).unwrap();
+        // Of two machines each sends half of it twice.
+        assert_eq!(two.network_ms, Some(80.0));
+    }
+
+    #[test]
+    fn servers_keep_pace_with_their_trainers() {
+        let servers = Servers::new(126.0, [0.2, 0.25], ([0.16, 0.2], 3));
+        assert_eq!(servers.per_trainer, [1.25, 1.25]);
+        assert_eq!(servers.gpus, [4, 4]);
+    }
+}
