@@ -35,21 +35,29 @@ inline void pause() {
 #endif
 }
 
+}  // namespace
+
+// Whether a thread that others have waited for so long (ns) was kept from running, in a pass that had taken so
+// long before: one that runs may have twice the work of another.
+extern "C" int32_t dflash_decode_is_late(int64_t waited, int64_t before) { return waited > before; }
+
+namespace {
+
 inline int64_t nanoseconds() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Waits for threads of a pass. One that takes longer than `kSpins` and then as long as all that came before in
-// this pass was not running: the pass is marked as late.
+// Waits for threads of a pass. One that is late beyond `kSpins` was not running: the pass is marked as late.
 template <typename Over>
 inline void await(DflashBarrier* barrier, const Over& is_over) {
   for (int spins = 0; spins < kSpins; ++spins) {
     if (is_over()) return;
     pause();
   }
-  const int64_t since = nanoseconds(), last = since + (since - barrier->began);
+  const int64_t since = nanoseconds();
   while (!is_over()) {
-    if (nanoseconds() > last) __atomic_store_n(&barrier->late, 1, __ATOMIC_RELAXED);
+    if (dflash_decode_is_late(nanoseconds() - since, since - barrier->began) != 0)
+      __atomic_store_n(&barrier->late, 1, __ATOMIC_RELAXED);
     std::this_thread::yield();
   }
 }

@@ -143,6 +143,8 @@ unsafe extern "C" {
         threads: i64,
     );
     pub(super) fn dflash_decode_passes_alone() -> i64;
+    #[cfg(test)]
+    pub(super) fn dflash_decode_is_late(waited: i64, before: i64) -> i32;
     pub(super) fn dflash_decode_pass_scratch(pass: *const Pass, threads: i64) -> i64;
     pub(super) fn dflash_decode_context_scratch(context: *const Context, threads: i64) -> i64;
     pub(super) fn dflash_decode_head_scratch(head: *const Head, threads: i64) -> i64;
