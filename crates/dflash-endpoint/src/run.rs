@@ -161,7 +161,7 @@ async fn both(
     let rows = asked.dialogues.len();
     // A server alone has nobody to take turns with, and is kept busy from the first to the last row.
     let parts = match servers.len() {
-        1 => vec![0..rows],
+        1 => std::iter::once(0..rows).collect(),
         _ => turns::parts(rows, way.concurrency),
     };
     for (number, rows) in parts.into_iter().enumerate() {

@@ -120,8 +120,9 @@ mod tests {
     #[test]
     fn threads_with_unequal_work_are_not_late() {
         // SAFETY: compares two numbers.
-        let is_late =
-            |waited, before| unsafe { super::super::raw::dflash_decode_is_late(waited, before) != 0 };
+        let is_late = |waited, before| unsafe {
+            super::super::raw::dflash_decode_is_late(waited, before) != 0
+        };
         let ms = |ms: i64| ms * 1_000_000;
         // A pass over a large model, whose threads read weights at their own pace.
         assert!(!is_late(ms(5), ms(10)) && !is_late(ms(9), ms(9)));
