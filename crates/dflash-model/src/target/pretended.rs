@@ -153,7 +153,8 @@ fn of_36(of_layers: impl Fn(usize) -> u64) -> (u64, u64) {
 /// residual stream that is still the layer's input.
 #[test]
 fn a_decoded_token_and_a_verified_block_are_few_launches() {
-    let kinds: [(&str, fn(usize) -> TargetConfig); 2] = [
+    type Config = fn(usize) -> TargetConfig;
+    let kinds: [(&str, Config); 2] = [
         ("Qwen3", |layers| TargetConfig::qwen3(64, layers, 50)),
         // As Llama: heads are turned and not normed.
         ("plain heads", |layers| {

@@ -1,5 +1,5 @@
 //! From what a step asks of a GPU to the time that it takes: by the GPU's figures and, for each kind
-//! of work, the share of them that its kernels reach (see [`super::efficiency`]).
+//! of work, the share of them that its kernels reach (see [`mod@super::efficiency`]).
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
