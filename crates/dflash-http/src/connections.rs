@@ -47,6 +47,9 @@ const SECONDS_PER_BYTE: f64 = 1.0 / (1 << 20) as f64;
 const SWEEP: Duration = Duration::from_millis(200);
 /// What tells a client that has left from one that has only closed its side.
 const INTERIM: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
+/// How long the end of what a client sends is kept from HTTP while a request is still being read: the request may
+/// be whole, and HTTP about to say so. One that is not is given up then.
+const END_KEPT: Duration = Duration::from_secs(1);
 /// How many connections make room at once where the process may open no more files.
 const ROOM: usize = 16;
 /// The time that they get to close.
@@ -235,6 +238,11 @@ impl Connection {
         !matches!(self.state().phase, Phase::Idle | Phase::Head { .. } | Phase::Body)
     }
 
+    /// Whether something of a request has come.
+    fn has_begun(&self) -> bool {
+        !matches!(self.state().phase, Phase::Idle)
+    }
+
     /// Whether nothing of the reply has gone out.
     fn is_served(&self) -> bool {
         matches!(self.state().phase, Phase::Served)
@@ -402,7 +410,7 @@ impl Door {
                     // Replies end in small chunks: waiting to fill a packet would cost 40 ms each.
                     let _ = stream.set_nodelay(true);
                     let client = Client(self.connections.add());
-                    return Socket { stream, client, has_asked: false };
+                    return Socket { stream, client, ended_at: None, has_asked: false };
                 }
                 Err(error) => {
                     tracing::debug!("cannot accept a connection: {error}");
@@ -419,6 +427,8 @@ impl Door {
 pub(crate) struct Socket {
     stream: TcpStream,
     client: Client,
+    /// When its client was seen to have closed its side.
+    ended_at: Option<Instant>,
     /// Whether a client that closed its side got an interim response.
     has_asked: bool,
 }
@@ -430,7 +440,8 @@ impl Socket {
 
     /// The client has closed its side. While it is owed a reply that is no end, unless it has left.
     fn ended(&mut self) -> Poll<io::Result<()>> {
-        if !self.client.owes_a_reply() {
+        let kept = self.ended_at.get_or_insert_with(Instant::now).elapsed() < END_KEPT;
+        if !self.client.owes_a_reply() && !(kept && self.client.has_begun()) {
             return Poll::Ready(Ok(()));
         }
         if let Some(error) = self.stream.take_error()? {
