@@ -345,7 +345,7 @@ fn a_server_makes_the_call_that_is_asked_for() {
     assert!(log.contains("calls of tools as <tool_call>{json}"), "{log}");
     let ask = |choice: &str| {
         let body = format!(
-            r#"{{"messages": [{{"role": "user", "content": "hi"}}], "tools": [{{"type": "function", "function":
+            r#"{{"seed": 1, "messages": [{{"role": "user", "content": "hi"}}], "tools": [{{"type": "function", "function":
                 {{"name": "light", "parameters": {{"properties": {{"on": {{"type": "boolean"}}}}, "required": ["on"],
                 "additionalProperties": false}}}}}}], "tool_choice":
                 {{"type": "function", "function": {{"name": "{choice}"}}}}}}"#

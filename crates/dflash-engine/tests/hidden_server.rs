@@ -134,15 +134,15 @@ fn port_in(path: &Path) -> Option<u16> {
 fn a_process_without_memory_refuses_what_does_not_fit_and_lives_on() {
     let mut server = Server::start();
     assert_eq!(server.prompt(64).0, 200);
-    server.limit_memory(4 << 20);
-    // 2048 tokens of five layers are 5 MiB of rows, and several times that in the forward pass.
-    let (status, reply) = server.prompt(2048);
+    server.limit_memory(16 << 20);
+    // 8192 tokens of five layers are 20 MiB of rows, and several times that in the forward pass.
+    let (status, reply) = server.prompt(8192);
     assert_eq!(status, 413);
     let reply = String::from_utf8_lossy(&reply);
-    assert!(reply.contains("no memory for a prompt of 2048 tokens"), "{reply}");
+    assert!(reply.contains("no memory for a prompt of 8192 tokens"), "{reply}");
     // Long ones in company are answered as if they had come alone.
     let answers: Vec<u16> = std::thread::scope(|scope| {
-        let lengths = [2048, 16, 24, 2047, 32];
+        let lengths = [8192, 16, 24, 8191, 32];
         let server = &server;
         let asked = lengths.map(|tokens| scope.spawn(move || server.prompt(tokens).0));
         asked.into_iter().map(|answer| answer.join().unwrap()).collect()

@@ -70,6 +70,7 @@ impl World {
 }
 
 fn random_draft(target: &TargetConfig) -> Draft {
+    let _alone = dflash_test_support::alone();
     tch::manual_seed(5);
     let config = DraftConfig {
         hidden_size: target.hidden_size,

@@ -441,7 +441,7 @@ impl Socket {
     /// The client has closed its side. While it is owed a reply that is no end, unless it has left.
     fn ended(&mut self) -> Poll<io::Result<()>> {
         let kept = self.ended_at.get_or_insert_with(Instant::now).elapsed() < END_KEPT;
-        if !self.client.owes_a_reply() && !(kept && self.client.has_begun()) {
+        if !(self.client.owes_a_reply() || kept && self.client.has_begun()) {
             return Poll::Ready(Ok(()));
         }
         if let Some(error) = self.stream.take_error()? {

@@ -73,6 +73,7 @@ impl Family {
         let mut writer =
             DatasetWriter::create(&self.path("data"), WriterOptions::default()).unwrap();
         let files = OfflineFiles::new(self.path("states"));
+        let _alone = dflash_test_support::alone();
         tch::manual_seed(3);
         for document in 0..DOCUMENTS {
             let input_ids = Self::ids(document);

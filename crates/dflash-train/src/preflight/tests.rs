@@ -25,6 +25,7 @@ struct Source {
 }
 
 fn drawn(shape: &[i64], seed: i64) -> Tensor {
+    let _alone = dflash_test_support::alone();
     tch::manual_seed(seed);
     Tensor::randn(shape, (Kind::Float, Device::Cpu))
 }
