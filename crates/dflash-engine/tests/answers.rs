@@ -341,8 +341,11 @@ fn a_server_makes_the_call_that_is_asked_for() {
         \"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}";
     std::fs::write(saved.path("target/chat_template.jinja"), template).unwrap();
     let server = Server::start(&saved);
-    let log = std::fs::read_to_string(saved.path("log")).unwrap();
-    assert!(log.contains("calls of tools as <tool_call>{json}"), "{log}");
+    // It is said once requests can be taken, and so behind the port.
+    let log = || std::fs::read_to_string(saved.path("log")).unwrap();
+    eventually("the form of calls is said", || {
+        log().contains("calls of tools as <tool_call>{json}")
+    });
     let ask = |choice: &str| {
         let body = format!(
             r#"{{"seed": 1, "messages": [{{"role": "user", "content": "hi"}}], "tools": [{{"type": "function", "function":

@@ -72,7 +72,9 @@ struct Server {
 impl Server {
     fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let target = Target::random(TargetConfig::qwen3(256, 4, 512), 1, Device::Cpu);
+        let mut config = TargetConfig::qwen3(256, 4, 512);
+        config.max_position_embeddings = 8192;
+        let target = Target::random(config, 1, Device::Cpu);
         target.save(dir.path(), Kind::Float).unwrap();
         let port_file = dir.path().join("port");
         let child = engine()
