@@ -69,8 +69,10 @@ pub(crate) struct Round {
 impl Round {
     pub(crate) fn new(
         server: &Server,
-        (manner, concurrency): (Manner, usize),
-        (dialogues, shown): (Arc<Vec<Dialogue>>, Arc<Mutex<Shown>>),
+        manner: Manner,
+        concurrency: usize,
+        dialogues: Arc<Vec<Dialogue>>,
+        shown: Arc<Mutex<Shown>>,
     ) -> Self {
         let work = Work {
             server: server.clone(),

@@ -126,8 +126,7 @@ async fn measure(
             for &temperature in &settings.temperature {
                 for &concurrency in &settings.concurrency {
                     let way = Way { temperature, thinking, concurrency };
-                    results
-                        .extend(both(settings, (&server, plain.as_ref()), (&mut *one, way)).await?);
+                    results.extend(both(settings, &server, plain.as_ref(), &mut *one, way).await?);
                 }
             }
         }
@@ -139,8 +138,10 @@ async fn measure(
 /// or has other work, slows both alike.
 async fn both(
     settings: &EvalSettings,
-    (server, plain): (&Server, Option<&Server>),
-    (asked, way): (&mut Asked, Way),
+    server: &Server,
+    plain: Option<&Server>,
+    asked: &mut Asked,
+    way: Way,
 ) -> Result<Vec<Measured>, Error> {
     let manner = Manner {
         max_tokens: settings.max_new_tokens,
@@ -155,8 +156,8 @@ async fn both(
     let mut rounds = Vec::new();
     for &server in &servers {
         warm_up(server, manner, way.concurrency).await?;
-        let work = (Arc::clone(&asked.dialogues), Arc::clone(&shown));
-        rounds.push(Round::new(server, (manner, way.concurrency), work));
+        let (dialogues, shown) = (Arc::clone(&asked.dialogues), Arc::clone(&shown));
+        rounds.push(Round::new(server, manner, way.concurrency, dialogues, shown));
     }
     let rows = asked.dialogues.len();
     // A server alone has nobody to take turns with, and is kept busy from the first to the last row.
@@ -173,10 +174,10 @@ async fn both(
     let drafts = plain.map(|_| NO_DRAFT).into_iter().chain([server.kind.as_str()]);
     let mut results: Vec<Measured> = Vec::new();
     for (round, draft) in rounds.into_iter().zip(drafts) {
-        let (answers, left_out) = round.finish(&name).await?;
+        let ((answers, whole), left_out) = round.finish(&name).await?;
         asked.skipped = left_out.skipped;
         asked.failed += left_out.failed;
-        results.push(Measured::new((&name, way, draft), answers, None, results.first()));
+        results.push(Measured::new(&name, way, draft, answers, whole, None, results.first()));
     }
     Ok(results)
 }

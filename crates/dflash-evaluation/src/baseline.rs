@@ -108,7 +108,7 @@ fn compare(path: &Path, now: &[Measured], before: &[Measured]) -> Comparison {
             before.iter().filter(same).find(|one| one.draft == draft)
         });
         match counterpart {
-            Some(earlier) => comparison.changes.extend(changes((result, now), (earlier, before))),
+            Some(earlier) => comparison.changes.extend(changes(result, now, earlier, before)),
             None => comparison.unmatched += 1,
         }
     }
@@ -137,12 +137,14 @@ fn counterpart<'a>(draft: &'a str, own: &[&str], others: &[&'a str]) -> Option<&
 }
 
 fn changes(
-    (now, all_now): (&Measured, &[Measured]),
-    (before, all_before): (&Measured, &[Measured]),
+    now: &Measured,
+    all_now: &[Measured],
+    before: &Measured,
+    all_before: &[Measured],
 ) -> Vec<Change> {
     let paired = same_prompts(now, before);
     let noise: HashMap<String, f64> = match &paired {
-        Some(order) => paired_noise((now, all_now), (before, all_before), order),
+        Some(order) => paired_noise(now, all_now, before, all_before, order),
         None => now
             .noise
             .iter()
@@ -191,8 +193,10 @@ fn same_prompts(now: &Measured, before: &Measured) -> Option<Vec<usize>> {
 
 /// The spread of each figure's change over draws of the same prompts for both.
 fn paired_noise(
-    (now, all_now): (&Measured, &[Measured]),
-    (before, all_before): (&Measured, &[Measured]),
+    now: &Measured,
+    all_now: &[Measured],
+    before: &Measured,
+    all_before: &[Measured],
     order: &[usize],
 ) -> HashMap<String, f64> {
     let plain_now = plain_of(all_now, now).and_then(|plain| Pairs::new(now, plain));
@@ -257,9 +261,9 @@ mod tests {
     fn other_prompts_take_both_noises_and_pairs_less() {
         let now = two("s", GREEDY, 4.0);
         let mut before = two("s", GREEDY, 3.0);
-        let paired = changes((&now[1], &now), (&before[1], &before));
+        let paired = changes(&now[1], &now, &before[1], &before);
         before.iter_mut().for_each(|one| one.answers.iter_mut().for_each(|a| a.row += 1));
-        let apart = changes((&now[1], &now), (&before[1], &before));
+        let apart = changes(&now[1], &now, &before[1], &before);
         let of = |changes: &[Change]| {
             let found = changes.iter().find(|one| one.figure == "tokens_per_second").unwrap();
             (found.paired, found.noise.unwrap())

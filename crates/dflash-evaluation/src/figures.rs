@@ -78,7 +78,8 @@ pub struct Figures {
 impl Figures {
     /// Figures of `answers` and what is known of the `whole`, against `plain` ones, if there are any.
     pub(crate) fn of(
-        (answers, whole): (&[&Answer], &Whole),
+        answers: &[&Answer],
+        whole: &Whole,
         plain: Option<(&[&Answer], &Whole)>,
     ) -> Self {
         let alone = Self::alone(answers, whole);
@@ -159,7 +160,7 @@ mod tests {
         let plain = [answer(9, 0.5, 4.5, &[]), answer(4, 0.5, 5.5, &[])];
         let (drafted, plain): (Vec<_>, Vec<_>) = (drafted.iter().collect(), plain.iter().collect());
         let none = Whole::default();
-        let figures = Figures::of((&drafted, &none), Some((&plain, &none)));
+        let figures = Figures::of(&drafted, &none, Some((&plain, &none)));
         assert_eq!(figures.acceptance_length, Some(1.0 + 5.0 / 4.0));
         assert_eq!(figures.acceptance_length_per_response, Some((2.0 + 3.0) / 2.0));
         assert_eq!(figures.acceptance_by_slot, [None, Some(0.5), Some(0.5), Some(0.25)]);
@@ -170,9 +171,9 @@ mod tests {
         assert_eq!(figures.time_to_first_token_s, Some(1.0));
         let names: Vec<String> = figures.named().into_iter().map(|(name, _)| name).collect();
         assert!(names.contains(&"acceptance_slot_3".to_owned()), "{names:?}");
-        let plain = Figures::of((&plain, &none), None);
+        let plain = Figures::of(&plain, &none, None);
         assert_eq!((plain.acceptance_length, plain.speed_up), (None, None));
-        assert_eq!(Figures::of((&[], &none), None), Figures::default());
+        assert_eq!(Figures::of(&[], &none, None), Figures::default());
     }
 
     #[test]
@@ -197,7 +198,7 @@ mod tests {
         let answers: Vec<_> = answers.iter().collect();
         let verification = Some(Verification { steps: 4, accepted: 12, accepted_by_slot: vec![] });
         let whole = Whole { seconds: Some(5.0), verification, parts: Vec::new() };
-        let figures = Figures::of((&answers, &whole), None);
+        let figures = Figures::of(&answers, &whole, None);
         assert_eq!(figures.tokens_per_second, Some(4.0));
         assert_eq!(figures.acceptance_length, Some(4.0));
         assert_eq!(figures.acceptance_length_per_response, None);

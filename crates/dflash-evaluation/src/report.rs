@@ -175,8 +175,11 @@ pub struct EvalReport {
 impl Measured {
     /// Of `answers` to `set`; `plain` are those of plain decoding in the same way, if it was measured.
     pub fn new(
-        (set, way, draft): (&str, Way, &str),
-        (answers, whole): (Vec<Answer>, Whole),
+        set: &str,
+        way: Way,
+        draft: &str,
+        answers: Vec<Answer>,
+        whole: Whole,
         lossless: Option<Lossless>,
         plain: Option<&Self>,
     ) -> Self {
@@ -197,7 +200,8 @@ impl Measured {
         let pairs = plain.and_then(|plain| Pairs::new(&measured, plain));
         measured.figures = match (plain, &pairs) {
             (Some(plain), None) => Figures::of(
-                (&measured.answers.iter().collect::<Vec<_>>(), &measured.whole),
+                &measured.answers.iter().collect::<Vec<_>>(),
+                &measured.whole,
                 Some((&plain.answers.iter().collect::<Vec<_>>(), &plain.whole)),
             ),
             _ => measured.figures_of(&all, pairs.as_ref()),
@@ -214,7 +218,7 @@ impl Measured {
         let own: Vec<&Answer> = indices.iter().map(|&index| &self.answers[index]).collect();
         let plain = pairs.map(|pairs| (pairs.of(indices), pairs.whole));
         let plain = plain.as_ref().map(|(answers, whole)| (answers.as_slice(), *whole));
-        Figures::of((&own, &self.whole), plain)
+        Figures::of(&own, &self.whole, plain)
     }
 
     /// Whether the number of proposals was chosen step by step.
@@ -471,9 +475,9 @@ pub(crate) mod tests {
         let plain: Vec<Answer> = (0..8).map(|row| answer(row, 1.0, false)).collect();
         let drafted: Vec<Answer> = (0..8).map(|row| answer(row, faster, true)).collect();
         let none = Whole::default();
-        let plain = Measured::new((set, way, NO_DRAFT), (plain, none.clone()), None, None);
+        let plain = Measured::new(set, way, NO_DRAFT, plain, none.clone(), None, None);
         let lossless = Some(Lossless { identical: 8, responses: 8, ..Lossless::new(None) });
-        let drafted = Measured::new((set, way, "run"), (drafted, none), lossless, Some(&plain));
+        let drafted = Measured::new(set, way, "run", drafted, none, lossless, Some(&plain));
         vec![plain, drafted]
     }
 
@@ -571,7 +575,7 @@ pub(crate) mod tests {
         assert!(!plain.noise.contains_key("acceptance_length"));
         let whole = Whole { seconds: Some(3.0), ..Whole::default() };
         let way = Way { concurrency: 8, ..GREEDY };
-        let many = Measured::new(("s", way, "run"), (drafted.answers, whole), None, None);
+        let many = Measured::new("s", way, "run", drafted.answers, whole, None, None);
         assert!(!many.noise.contains_key("tokens_per_second"), "{:?}", many.noise);
         assert!(many.noise.contains_key("acceptance_length"));
         assert_eq!(many.table_speed_up(), None);

@@ -34,7 +34,8 @@ impl Metrics {
     /// Prometheus' text format.
     pub(crate) fn prometheus(
         &self,
-        (in_use, waiting): (usize, usize),
+        in_use: usize,
+        waiting: usize,
         cut: u64,
         uptime: Duration,
     ) -> String {
@@ -71,7 +72,7 @@ mod tests {
     fn the_text_is_prometheus() {
         let metrics = Metrics::default();
         metrics.tokens.add(216);
-        let text = metrics.prometheus((3, 2), 0, Duration::ZERO);
+        let text = metrics.prometheus(3, 2, 0, Duration::ZERO);
         assert!(text.contains("\ndflash_hidden_server_tokens_total 216\n"), "{text}");
         assert!(text.contains("# TYPE dflash_hidden_server_waiting gauge\n"), "{text}");
         assert!(text.lines().all(|line| line.starts_with('#') || line.split(' ').count() == 2));

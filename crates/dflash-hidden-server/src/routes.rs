@@ -132,7 +132,8 @@ async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     let (in_use, waiting) = (shared.admission.in_use(), shared.queue.waiting());
     let text = shared.metrics.prometheus(
-        (in_use, waiting),
+        in_use,
+        waiting,
         shared.connections.cut_so_far(),
         shared.start.elapsed(),
     );

@@ -90,7 +90,7 @@ pub fn serve(
         ready(&Ready { address, facts });
         Ok(())
     };
-    server.run(listening, when_loaded, is_ready, (|| shared.close(), || shared.close()))
+    server.run(listening, when_loaded, is_ready, || shared.close(), || shared.close())
 }
 
 fn start_model(

@@ -102,7 +102,7 @@ impl TargetFeaturizer {
     pub fn load(dir: &Path, settings: &HiddenServerSettings) -> Result<Self, Error> {
         let options = options(settings, 0)?;
         let target = Loaded::Whole(Box::new(Prefill::load(dir, &options)?));
-        Self::of(target, &options, (dir, settings))
+        Self::of(target, &options, dir, settings)
     }
 
     /// Loads the first part of a target that is divided, as rank 0 of `env`; the others [`follow`].
@@ -116,25 +116,27 @@ impl TargetFeaturizer {
     ) -> Result<Self, Error> {
         let (options, peers) = join(dir, settings, env)?;
         let target = Loaded::Divided(Box::new(Lead::load(dir, &options, peers)?));
-        Self::of(target, &options, (dir, settings))
+        Self::of(target, &options, dir, settings)
     }
 
     fn of(
         target: Loaded,
         options: &PrefillOptions<'_>,
-        (dir, settings): (&Path, &HiddenServerSettings),
+        dir: &Path,
+        settings: &HiddenServerSettings,
     ) -> Result<Self, Error> {
         let identity = TargetIdentity::read(dir, &settings.target)?;
         let copy_out =
             download_from(options.place.0)?.map(|download| Rc::new(CopyOut::new(download)));
-        let facts = facts_of(&target, (dir, identity), settings)?;
+        let facts = facts_of(&target, dir, identity, settings)?;
         Ok(Self { target, facts, copy_out })
     }
 }
 
 fn facts_of(
     target: &Loaded,
-    (dir, identity): (&Path, TargetIdentity),
+    dir: &Path,
+    identity: TargetIdentity,
     settings: &HiddenServerSettings,
 ) -> Result<ModelFacts, Error> {
     let config = target.config();

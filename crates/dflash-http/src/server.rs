@@ -125,10 +125,11 @@ impl Server {
         listening: Listening,
         when_loaded: oneshot::Receiver<Result<(), E>>,
         ready: impl FnOnce() -> Result<(), E>,
-        (refuse_new, close): (impl Fn(), impl FnOnce()),
+        refuse_new: impl Fn(),
+        close: impl FnOnce(),
     ) -> Result<(), E> {
         let Listening { listener, runtime, address } = listening;
-        let serving = self.serve((listener, address), when_loaded, ready, refuse_new);
+        let serving = self.serve(listener, address, when_loaded, ready, refuse_new);
         let outcome = runtime.block_on(serving);
         close();
         runtime.shutdown_timeout(Duration::from_millis(100));
@@ -138,7 +139,8 @@ impl Server {
     /// Hands the model's thread back when the stop flag has ended the server.
     async fn serve<E: From<Error>>(
         self,
-        (listener, address): (TcpListener, SocketAddr),
+        listener: TcpListener,
+        address: SocketAddr,
         when_loaded: oneshot::Receiver<Result<(), E>>,
         ready: impl FnOnce() -> Result<(), E>,
         refuse_new: impl Fn(),

@@ -60,13 +60,13 @@ impl Session {
             known(&repository).await?;
         }
         let id = repository.repo_path();
-        let dir = self.snapshot((&repository, id.clone()), name.revision, part.files()).await?;
+        let dir = self.snapshot(&repository, id.clone(), name.revision, part.files()).await?;
         let weights = part.weights(&dir);
         if !weights.is_empty() {
             // Of the same commit, even if somebody pushes meanwhile: its hash names the directory.
             let commit = dir.file_name().and_then(|name| name.to_str());
             let label = format!("the weights of {id}");
-            self.snapshot((&repository, label), commit, weights).await?;
+            self.snapshot(&repository, label, commit, weights).await?;
         }
         match part.missing(&dir) {
             None => Ok(dir),
@@ -79,7 +79,8 @@ impl Session {
     pub(crate) async fn split(
         &self,
         name: Name<'_>,
-        (config, split): (&str, &str),
+        config: &str,
+        split: &str,
     ) -> Result<Vec<PathBuf>, Reason> {
         let repository = self.client.dataset(name.owner, name.name);
         if !self.offline {
@@ -90,7 +91,7 @@ impl Session {
         let patterns = folders.iter().map(|folder| format!("{folder}/*.parquet")).collect();
         let none = || Reason::NoSplit { config: config.into(), split: split.into() };
         let label = format!("{} ({config}/{split})", repository.repo_path());
-        let dir = match self.snapshot((&repository, label), Some(PARQUET_BRANCH), patterns).await {
+        let dir = match self.snapshot(&repository, label, Some(PARQUET_BRANCH), patterns).await {
             Err(Reason::UnknownRevision(_)) => return Err(none()),
             outcome => outcome?,
         };
@@ -106,7 +107,7 @@ impl Session {
             known(&repository).await?;
         }
         let label = format!("{file} of {}", repository.repo_path());
-        let dir = self.snapshot((&repository, label), name.revision, vec![file.to_owned()]).await?;
+        let dir = self.snapshot(&repository, label, name.revision, vec![file.to_owned()]).await?;
         let path = dir.join(file);
         match path.is_file() {
             true => Ok(path),
@@ -118,7 +119,8 @@ impl Session {
     /// The snapshot's directory, with what the repository has of `files`; offline, as it is.
     async fn snapshot<T: RepoType>(
         &self,
-        (repository, label): (&HFRepository<T>, String),
+        repository: &HFRepository<T>,
+        label: String,
         revision: Option<&str>,
         files: Vec<String>,
     ) -> Result<PathBuf, Reason> {

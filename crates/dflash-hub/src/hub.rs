@@ -77,7 +77,7 @@ impl Hub {
         self.fetch(repo, stop, &async |session: Session| {
             let name = Name::parse(repo).filter(|name| name.revision.is_none());
             let name = name.ok_or(Reason::UnknownRepository)?;
-            session.split(name, (config, split)).await
+            session.split(name, config, split).await
         })?
         .map_err(|reason| {
             let instead = "local files work too: --data PATH.jsonl (or .json, .parquet, or a \

@@ -73,7 +73,7 @@ fn compare(
             let begun = Instant::now();
             let attended = attention.forward(&q, &context, &own);
             let forward = begun.elapsed().as_secs_f64() * 1e3;
-            drop(attention.backward(&dout, &q, (&context, &own), &attended));
+            drop(attention.backward(&dout, &q, &context, &own, &attended));
             times.push((forward, begun.elapsed().as_secs_f64() * 1e3 - forward));
         }
     }

@@ -182,13 +182,14 @@ impl BlockAttention {
         &self,
         dout_jngd: &Tensor,
         q_jngd: &Tensor,
-        seen: (&KeyValue, &KeyValue),
+        context: &KeyValue,
+        own: &KeyValue,
         attended: &Attended,
     ) -> AttentionGradient {
         match &self.0 {
-            Parts::Chunks(chunks) => chunks.backward(dout_jngd, q_jngd, seen, attended),
-            Parts::Halves(halves) => halves.backward(dout_jngd, q_jngd, seen, attended),
-            Parts::Joined(joined) => joined.backward(dout_jngd, q_jngd, seen, attended),
+            Parts::Chunks(chunks) => chunks.backward(dout_jngd, q_jngd, context, own, attended),
+            Parts::Halves(halves) => halves.backward(dout_jngd, q_jngd, context, own, attended),
+            Parts::Joined(joined) => joined.backward(dout_jngd, q_jngd, context, own, attended),
         }
     }
 }

@@ -179,7 +179,7 @@ impl TensorFile {
         assert!(end <= info.data_offsets.1, "{name} has no {shape:?} from {first} on");
         let offset = self.data_start as usize + start;
         let stored = Stored { offset, kind, shape: &shape };
-        self.copied(self.map()?.copy_part(stored, (0, 0), destination, PIECE))
+        self.copied(self.map()?.copy_part(stored, 0, 0, destination, PIECE))
     }
 
     /// Copies a part of the tensor `name` into `destination` as [`Self::read_into`] does: of its
@@ -202,7 +202,7 @@ impl TensorFile {
         self.check_shape(name, &expected)?;
         let offset = self.data_start as usize + info.data_offsets.0;
         let stored = Stored { offset, kind, shape: &shape };
-        self.copied(self.map()?.copy_part(stored, (dim as i64, start), destination, PIECE))
+        self.copied(self.map()?.copy_part(stored, dim as i64, start, destination, PIECE))
     }
 
     /// The kind that the tensor `name` is stored in.

@@ -13,7 +13,7 @@ use crate::target::layer::{Place, Reach};
 use crate::upload;
 
 /// Whether the kernels take such queries over such keys and values.
-pub(crate) fn takes(q_tnd: &Tensor, (k, v): (&Tensor, &Tensor)) -> bool {
+pub(crate) fn takes(q_tnd: &Tensor, k: &Tensor, v: &Tensor) -> bool {
     let dim = |x: &Tensor| x.size().last().copied().unwrap_or(0);
     let Device::Cuda(index) = q_tnd.device() else { return false };
     let alike = [k, v].iter().all(|x| x.kind() == q_tnd.kind() && dim(x) == dim(q_tnd));
@@ -38,13 +38,15 @@ pub(crate) fn window(place: Place<'_>) -> Option<Window> {
 /// The output [T, N, D] of every sequence over its own keys.
 pub(crate) fn attend(
     q_tnd: &Tensor,
-    kv: (&Tensor, &Tensor),
+    k_tmd: &Tensor,
+    v_tme: &Tensor,
     sequences: &Sequences,
     scale: Option<f64>,
 ) -> Tensor {
     let dim = q_tnd.size()[2] as f64;
     let scale = scale.unwrap_or(dim.sqrt().recip());
-    flash_forward(q_tnd, kv, sequences, scale).unwrap_or_else(|error| panic!("{error}")).0
+    let run = flash_forward(q_tnd, k_tmd, v_tme, sequences, scale);
+    run.unwrap_or_else(|error| panic!("{error}")).0
 }
 
 /// One sequence: the last `queries` of its `keys` positions.

@@ -6,7 +6,7 @@
 //! without a copy.
 
 use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
-use dflash_torch_sys::kernels::{self, Kernels};
+use dflash_torch_sys::kernels::{self, Kernels, RmsWeight};
 use tch::{Kind, Tensor};
 
 use crate::ops::{self, RotaryTables};
@@ -37,15 +37,16 @@ impl Norm<'_> {
         &self,
         mut dy: Tensor,
         x: &Tensor,
-        (residual, dweight): (Option<&Tensor>, &Tensor),
+        residual: Option<&Tensor>,
+        dweight: &Tensor,
     ) -> Tensor {
-        let norm = (self.weight, self.eps);
+        let norm = RmsWeight { weight: self.weight, eps: self.eps };
         if let Some(runner) = self.gpu(x) {
-            gpu::rms_norm_backward(runner, &mut dy, x, norm, (residual, None), dweight);
+            gpu::rms_norm_backward(runner, &mut dy, x, norm, residual, None, dweight);
             return dy;
         }
         if self.kernels.take(x) {
-            kernels::rms_norm_backward(&mut dy, x, norm, (residual, None), dweight);
+            kernels::rms_norm_backward(&mut dy, x, norm, residual, None, dweight);
             return dy;
         }
         let (dx, added) = ops::rms_norm_backward(&dy, x, self.weight, self.eps);
@@ -62,20 +63,21 @@ impl Norm<'_> {
         &self,
         mut dy: Tensor,
         x: &Tensor,
-        (residual, dweight): (&Tensor, &Tensor),
+        residual: &Tensor,
+        dweight: &Tensor,
     ) -> (Tensor, Tensor) {
-        let norm = (self.weight, self.eps);
+        let norm = RmsWeight { weight: self.weight, eps: self.eps };
         if let Some(runner) = self.gpu(x) {
             let (y, residual) = (x.empty_like(), Some(residual));
-            gpu::rms_norm_backward(runner, &mut dy, x, norm, (residual, Some(&y)), dweight);
+            gpu::rms_norm_backward(runner, &mut dy, x, norm, residual, Some(&y), dweight);
             return (dy, y);
         }
         if self.kernels.take(x) {
             let y = x.empty_like();
-            kernels::rms_norm_backward(&mut dy, x, norm, (Some(residual), Some(&y)), dweight);
+            kernels::rms_norm_backward(&mut dy, x, norm, Some(residual), Some(&y), dweight);
             return (dy, y);
         }
-        let dx = self.backward(dy, x, (Some(residual), dweight));
+        let dx = self.backward(dy, x, Some(residual), dweight);
         (dx, self.of(x))
     }
 
@@ -89,8 +91,13 @@ impl Norm<'_> {
     pub(crate) fn of_heads(&self, x: &Tensor, tables: &RotaryTables, kv_heads: i64) -> Tensor {
         let Self { weight, eps, kernels } = *self;
         if kernels.take(x) {
-            let tables = (&tables.cos_td, &tables.sin_td);
-            let y_ngjd = kernels::head_norm_rope(x, (weight, eps), tables, kv_heads);
+            let y_ngjd = kernels::head_norm_rope(
+                x,
+                RmsWeight { weight, eps },
+                &tables.cos_td,
+                &tables.sin_td,
+                kv_heads,
+            );
             return HeadOrder::ByQuery.seen(&y_ngjd);
         }
         let y_nhd = ops::head_norm_rope(x, weight, eps, tables);
@@ -109,13 +116,20 @@ impl Norm<'_> {
         let Self { weight, eps, kernels } = *self;
         if kernels.take(&x) {
             let dy_ngjd = HeadOrder::ByQuery.rows(dy);
-            let tables = (&tables.cos_td, &tables.sin_td);
-            kernels::head_norm_rope_backward(&dy_ngjd, &mut x, (weight, eps), tables, dweight);
+            kernels::head_norm_rope_backward(
+                &dy_ngjd,
+                &mut x,
+                RmsWeight { weight, eps },
+                &tables.cos_td,
+                &tables.sin_td,
+                dweight,
+            );
             return;
         }
         let dy_nhd = HeadOrder::ByKeyHead.rows(dy).flatten(1, 2);
         let inverse = tables.inverse();
-        let (dx, added) = ops::head_norm_rope_backward(&dy_nhd, &x, (weight, eps), &inverse);
+        let (dx, added) =
+            ops::head_norm_rope_backward(&dy_nhd, &x, RmsWeight { weight, eps }, &inverse);
         x.copy_(&dx);
         let _ = dweight.shallow_clone().g_add_(&added);
     }
@@ -186,14 +200,17 @@ impl Projected<'_> {
     pub(crate) fn backward(
         &self,
         x: &Tensor,
-        (dq_jngd, dk_jnd, dv_jnd): (Option<&Tensor>, &Tensor, &Tensor),
-        dweights: (&Tensor, &Tensor),
+        dq_jngd: Option<&Tensor>,
+        dk_jnd: &Tensor,
+        dv_jnd: &Tensor,
+        dquery_weight: &Tensor,
+        dkey_weight: &Tensor,
     ) {
         let sum = |d: Tensor| d.to_kind(Kind::Float).contiguous();
         let query = dq_jngd.map(|d| sum(HeadOrder::ByKeyHead.rows(d).flatten(1, 2)));
         let [key, value] = [dk_jnd, dv_jnd].map(|d| sum(d.transpose(0, 1)));
         let d = HeadGradients { query: query.as_ref(), key: &key, value: &value };
-        gpu::heads_backward(self.runner, x, &self.norms, &d, dweights);
+        gpu::heads_backward(self.runner, x, &self.norms, &d, dquery_weight, dkey_weight);
     }
 }
 
@@ -288,8 +305,8 @@ mod tests {
             agree(&inputs, |x, kernels| {
                 let dweight = x[2].ones_like();
                 let norm = Norm { weight: &x[2], eps: EPS, kernels };
-                let dx = norm.backward(x[0].copy(), &x[1], (Some(&x[3]), &dweight));
-                let (with, again) = norm.backward_again(x[0].copy(), &x[1], (&x[3], &dweight));
+                let dx = norm.backward(x[0].copy(), &x[1], Some(&x[3]), &dweight);
+                let (with, again) = norm.backward_again(x[0].copy(), &x[1], &x[3], &dweight);
                 vec![norm.of(&x[1]), dx, with, again, dweight]
             });
         }

@@ -4,7 +4,7 @@
 //! calls them itself. That bounds its memory and lets it reuse buffers. The forward functions are
 //! built from differentiable operations, so that a target can also be trained with autograd.
 
-use dflash_torch_sys::kernels::Kernels;
+use dflash_torch_sys::kernels::{Kernels, RmsWeight};
 use tch::{Device, Kind, Tensor};
 
 /// `x / rms(x) * weight` over the last dimension, computed in float32 whatever the input.
@@ -208,12 +208,13 @@ pub(crate) fn scored_attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    (mask, is_causal): (Option<&Tensor>, bool),
+    mask: Option<&Tensor>,
+    is_causal: bool,
     scores: Scores<'_>,
     kernels: Kernels,
 ) -> Tensor {
     if scores.softcap.is_none() && scores.sinks_nr.is_none() {
-        return scaled_attention(q, k, v, (mask, is_causal), scores.scale, kernels);
+        return scaled_attention(q, k, v, mask, is_causal, scores.scale, kernels);
     }
     let size = q.size();
     let (rows, key_heads, columns) = (size[2], k.size()[1], k.size()[2]);
@@ -266,10 +267,11 @@ pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    mask: (Option<&Tensor>, bool),
+    mask: Option<&Tensor>,
+    is_causal: bool,
     kernels: Kernels,
 ) -> Tensor {
-    scaled_attention(q, k, v, mask, None, kernels)
+    scaled_attention(q, k, v, mask, is_causal, None, kernels)
 }
 
 /// As [`attention`], scaled by `1 / sqrt(D)` unless said otherwise.
@@ -277,7 +279,8 @@ fn scaled_attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    (mask, is_causal): (Option<&Tensor>, bool),
+    mask: Option<&Tensor>,
+    is_causal: bool,
     scale: Option<f64>,
     kernels: Kernels,
 ) -> Tensor {
@@ -332,7 +335,7 @@ pub fn head_norm_rope(x: &Tensor, weight: &Tensor, eps: f64, tables: &RotaryTabl
 pub fn head_norm_rope_backward(
     dy_thd: &Tensor,
     x: &Tensor,
-    (weight, eps): (&Tensor, f64),
+    RmsWeight { weight, eps }: RmsWeight<'_>,
     inverse: &RotaryTables,
 ) -> (Tensor, Tensor) {
     let x_thd = x.unflatten(1, [dy_thd.size()[1], dy_thd.size()[2]]);
@@ -398,10 +401,10 @@ mod tests {
         let options = (Kind::Float, Device::Cpu);
         let q = Tensor::randn([1, 4, 6, 8], options);
         let (k, v) = (Tensor::randn([1, 2, 6, 8], options), Tensor::randn([1, 2, 6, 8], options));
-        let plain = attention(&q, &k, &v, (None, true), Kernels::Fast);
+        let plain = attention(&q, &k, &v, None, true, Kernels::Fast);
         let traced_q = q.copy().set_requires_grad(true);
-        let traced = attention(&traced_q, &k, &v, (None, true), Kernels::Fast);
-        let portable = attention(&q, &k, &v, (None, true), Kernels::Portable);
+        let traced = attention(&traced_q, &k, &v, None, true, Kernels::Fast);
+        let portable = attention(&q, &k, &v, None, true, Kernels::Portable);
         close(&traced.detach(), &plain, 1e-6);
         close(&portable, &plain, 1e-6);
     }

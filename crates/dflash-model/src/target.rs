@@ -183,8 +183,8 @@ impl Target {
         let (kind, device) = init.options;
         match (init.weights, init.packing) {
             (Some(weights), Some(packing)) if config.tie_word_embeddings => {
-                let stored = (&[(name, rows)][..], config.hidden_size);
-                let weight = PackedWeight::read(weights, stored, packing, Layout::Plain)?;
+                let (rows, input) = (&[(name, rows)][..], config.hidden_size);
+                let weight = PackedWeight::read(weights, rows, input, packing, Layout::Plain)?;
                 Ok(Embedding::shared(weight.into_matrix(), kind))
             }
             (Some(weights), Some(_)) if weights.is_bfloat16(&name)? => {
@@ -352,7 +352,7 @@ impl Target {
     /// An empty cache for a sequence of at most `max_tokens`.
     pub fn new_cache(&self, max_tokens: usize) -> KvCache {
         let few = self.few_rows().map(FewRows::stack);
-        KvCache::new(&self.body, ((self.dtype(), self.device()), few), max_tokens)
+        KvCache::new(&self.body, (self.dtype(), self.device()), few, max_tokens)
     }
 
     /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.

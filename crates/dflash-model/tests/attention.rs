@@ -57,7 +57,7 @@ fn planned(
         |k: &Tensor, v: &Tensor| KeyValue { k_jtd: k.shallow_clone(), v_jtd: v.shallow_clone() };
     let (context, own) = (pair(&inputs[1], &inputs[2]), pair(&inputs[3], &inputs[4]));
     let attended = attention.forward(&inputs[0], &context, &own);
-    let gradient = attention.backward(&inputs[5], &inputs[0], (&context, &own), &attended);
+    let gradient = attention.backward(&inputs[5], &inputs[0], &context, &own, &attended);
     [
         attended.out_jngd,
         gradient.dq_jngd,

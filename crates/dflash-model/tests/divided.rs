@@ -96,10 +96,10 @@ fn divided(dir: &Path, grid: Grid, prompts: &PackedPrompts) -> Vec<States> {
         let meeting = Meeting::of(grid.tensor);
         let run = |part: usize, arrived: Option<Passing>| {
             let sums = (grid.tensor > 1).then(|| meeting.clone() as Arc<dyn Sum>);
-            let part = Part::load(dir, &OPTIONS, (grid, grid.rank(stage, part)), sums).unwrap();
+            let part = Part::load(dir, &OPTIONS, grid, grid.rank(stage, part), sums).unwrap();
             let last = part.config().num_hidden_layers;
             let ids: Vec<u32> = (0..=last as u32).collect();
-            part.run(prompts, (&ids, last), arrived).unwrap()
+            part.run(prompts, &ids, last, arrived).unwrap()
         };
         let passed: Vec<(Passing, States)> = std::thread::scope(|scope| {
             let run = &run;
@@ -198,7 +198,7 @@ fn a_rank_holds_what_is_said() {
                 let grid = Grid { pipeline, tensor };
                 for (stage, said) in grid.elements(&config).unwrap().into_iter().enumerate() {
                     let rank = grid.rank(stage, tensor - 1);
-                    let _ = Part::load(&path, &OPTIONS, (grid, rank), None).unwrap();
+                    let _ = Part::load(&path, &OPTIONS, grid, rank, None).unwrap();
                     let read = READ.load(Ordering::Relaxed) as f64 / 4.0;
                     let over = read - said;
                     let place = format!("{name}, {grid:?}, stage {stage}: {read} of {said}");

@@ -48,7 +48,7 @@ fn every_byte_that_is_wanted_is_counted_once() {
         assert!(read == first_layer && read < total, "{}", entry.name);
         let grid = Grid { pipeline: 2, tensor: 1 };
         let stages = [0, 1].map(|rank| {
-            Part::load(&entry.path, &options, (grid, rank), None).unwrap();
+            Part::load(&entry.path, &options, grid, rank, None).unwrap();
             heard(&entry.name)
         });
         assert!(stages.iter().all(|(total, read)| total == read), "{}", entry.name);
@@ -61,7 +61,7 @@ fn every_byte_that_is_wanted_is_counted_once() {
     let (place, asked) = ((Device::Cpu, Kind::Float), Dtype::Float32);
     let options = PrefillOptions { place, asked, highest: None, embedding_vh: None };
     let of_rank = |rank: usize| {
-        Part::load(&qwen3.path, &options, (grid, rank), None).unwrap();
+        Part::load(&qwen3.path, &options, grid, rank, None).unwrap();
         heard("a part")
     };
     let [(total, first), (_, second)] = [0, 1].map(of_rank);

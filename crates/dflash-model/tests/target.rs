@@ -316,8 +316,7 @@ fn saved_in_bf16_or_untied_it_loads_the_same() {
         let state = no_grad(|| loaded.forward_packed(&ids, &[0, 9], &[3])[0].get(8));
         let state = Vec::<f32>::try_from(state).unwrap();
         let facts = TargetFacts::load(dir.path(), None).unwrap();
-        let before = (state.as_slice(), false);
-        let few = TargetHead::logits_of(dir.path(), &facts, before, &[7, 0, 49]).unwrap();
+        let few = TargetHead::logits_of(dir.path(), &facts, &state, false, &[7, 0, 49]).unwrap();
         let expected = run(&loaded).get(8).index_select(0, &Tensor::from_slice(&[7i64, 0, 49]));
         assert_close(&Tensor::from_slice(&few), &expected, "logits of a few tokens");
     }

@@ -60,8 +60,10 @@ impl Drop for Answers {
 impl Answers {
     pub(crate) fn new(
         envelope: Envelope,
-        (events, noted): (UnboundedReceiver<Result<Event, Dropped>>, Noted),
-        (choices, n): (Vec<Choice>, usize),
+        events: UnboundedReceiver<Result<Event, Dropped>>,
+        noted: Noted,
+        choices: Vec<Choice>,
+        n: usize,
         usage: Usage,
     ) -> Self {
         Self { envelope, events, choices, n, usage, noted }

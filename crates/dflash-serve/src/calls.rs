@@ -94,11 +94,11 @@ impl CallReader {
             self.say(self.pending.len(), pieces);
             return false;
         }
-        let begins = (!self.has_text, self.calls > 0);
+        let (is_start, is_behind) = (!self.has_text, self.calls > 0);
         let opening = match self.is_call {
             // Blanks before it wait to see whether it is one.
-            true => Opening::At(self.call_start(begins)),
-            false => self.form.opening(&self.pending, begins),
+            true => Opening::At(self.call_start(is_start, is_behind)),
+            false => self.form.opening(&self.pending, is_start, is_behind),
         };
         match opening {
             Opening::At(at) => {
@@ -135,8 +135,8 @@ impl CallReader {
     }
 
     /// Where the call begins that `pending` is.
-    fn call_start(&self, begins: (bool, bool)) -> usize {
-        match self.form.opening(&self.pending, begins) {
+    fn call_start(&self, is_start: bool, is_behind: bool) -> usize {
+        match self.form.opening(&self.pending, is_start, is_behind) {
             Opening::At(at) | Opening::NotBefore(at) => at,
         }
     }

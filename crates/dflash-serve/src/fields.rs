@@ -98,7 +98,8 @@ impl Fields {
     /// Refuses a field of OpenAI's that has no effect here, unless its value asks for none.
     pub(crate) fn unsupported(
         &mut self,
-        (param, instead): (&'static str, &'static str),
+        param: &'static str,
+        instead: &'static str,
     ) -> Result<(), Refusal> {
         let value = self.others.shift_remove(param).unwrap_or_default();
         let asks_for_nothing = match &value {

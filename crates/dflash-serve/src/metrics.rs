@@ -216,7 +216,9 @@ impl Metrics {
         &self,
         reason: &str,
         all: Duration,
-        (within, decoding, tokens): (Duration, Option<Duration>, usize),
+        within: Duration,
+        decoding: Option<Duration>,
+        tokens: usize,
     ) {
         self.ended.with_label_values(&[reason]).inc();
         if ["abort", "error"].contains(&reason) {
@@ -269,7 +271,7 @@ mod tests {
         let metrics = Metrics::new("m", 3);
         metrics.block(&Block { proposed: vec![1, 2, 3], accepted: 2 });
         metrics.block(&Block { proposed: vec![1, 2, 3], accepted: 0 });
-        metrics.ended("stop", Duration::from_secs(1), (Duration::ZERO, None, 1));
+        metrics.ended("stop", Duration::from_secs(1), Duration::ZERO, None, 1);
         let page = metrics.page(4, 1);
         for line in [
             "# TYPE vllm:spec_decode_num_drafts_total counter",

@@ -218,7 +218,7 @@ impl ChatRequest {
     ) -> Result<Vec<Vec<i64>>, Refusal> {
         let tools = self.asked.tools.as_ref().map(|tools| &tools.list);
         let text = tokenizer
-            .render_with(&self.messages, tools, (true, &self.template))
+            .render_with(&self.messages, tools, true, &self.template)
             .map_err(Refusal::BadMessages)?;
         Ok(vec![encode(tokenizer, &text, most)?])
     }
@@ -255,7 +255,8 @@ impl CompletionRequest {
     pub(crate) fn prompts(
         &self,
         tokenizer: &ChatTokenizer,
-        (most, vocab_size): (usize, i64),
+        most: usize,
+        vocab_size: i64,
     ) -> Result<Vec<Vec<i64>>, Refusal> {
         let ids = |prompt: &Prompt| match prompt {
             Prompt::Text(text) => encode(tokenizer, text, most),
@@ -343,7 +344,7 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         let reason = "does not go with response_format, which says where an answer ends";
         return Err(bad("ignore_eos", reason));
     }
-    UNSUPPORTED.into_iter().try_for_each(|field| fields.unsupported(field))?;
+    UNSUPPORTED.into_iter().try_for_each(|(param, instead)| fields.unsupported(param, instead))?;
     Ok(asked)
 }
 

@@ -142,7 +142,8 @@ impl Envelope {
     pub(crate) fn new(
         kind: Kind,
         model: &str,
-        (tokenizer, logprobs): (&Arc<ChatTokenizer>, bool),
+        tokenizer: &Arc<ChatTokenizer>,
+        logprobs: bool,
     ) -> Self {
         let prefix = if kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
         Self {

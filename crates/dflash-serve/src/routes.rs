@@ -268,7 +268,7 @@ async fn answer(
     let read = tokio::task::spawn_blocking(move || read(&reader, kind, &body.bytes));
     let (mut asked, prompts) = read.await.map_err(|_| Refusal::Tokenizer)??;
     drop(turn);
-    hold_room(&shared, &slot, (&asked, &prompts)).await?;
+    hold_room(&shared, &slot, &asked, &prompts).await?;
     let loaded = shared.loaded()?;
     let grammar = match asked.format.take() {
         Some(format) => Some(loaded.grammars.make(format, &slot).await?),
@@ -276,19 +276,19 @@ async fn answer(
     };
     let usage = Usage { prompt: prompts.iter().map(Vec::len).sum(), ..Usage::default() };
     let party = Party { request: shared.requests.fetch_add(1, Ordering::Relaxed), owner };
-    let (jobs, events) = jobs((&asked, grammar), prompts, (loaded, since, party));
+    let (jobs, events) = jobs(&asked, grammar, prompts, loaded, since, party);
     let choices = jobs.len();
     if !shared.queue.push(jobs) {
         return Err(Refusal::ShuttingDown);
     }
     let logprobs = asked.logprobs.is_some();
-    let envelope = Envelope::new(kind, &loaded.name, (&loaded.tokenizer, logprobs));
+    let envelope = Envelope::new(kind, &loaded.name, &loaded.tokenizer, logprobs);
     let note = Note::default();
     let noted = Noted::new(note.clone(), since);
     let calls = asked.tools.as_ref().zip(loaded.tool_form);
     let calls = calls.map(|(tools, form)| CallReader::new(form, Arc::clone(tools)));
     let choices = (0..choices).map(|_| Choice::reading(calls.clone())).collect();
-    let answers = Answers::new(envelope, (events, noted), (choices, asked.n), usage);
+    let answers = Answers::new(envelope, events, noted, choices, asked.n, usage);
     let reply = match asked.stream {
         Some(options) => answers.stream(options.include_usage, client),
         None => {
@@ -304,7 +304,8 @@ async fn answer(
 async fn hold_room(
     shared: &Shared,
     slot: &Slot,
-    (asked, prompts): (&Asked, &[Vec<i64>]),
+    asked: &Asked,
+    prompts: &[Vec<i64>],
 ) -> Result<(), Refusal> {
     let lengths = || prompts.iter().map(Vec::len);
     let tokens = lengths().sum::<usize>().min(ALL_TOKENS);
@@ -380,7 +381,7 @@ fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>
         Kind::Completion => {
             let request = CompletionRequest::parse(body, most)?;
             check_model(&request.asked, loaded)?;
-            let prompts = request.prompts(&loaded.tokenizer, (most, loaded.vocab_size))?;
+            let prompts = request.prompts(&loaded.tokenizer, most, loaded.vocab_size)?;
             (request.asked, prompts)
         }
     };
@@ -404,9 +405,12 @@ fn check_model(asked: &Asked, loaded: &Loaded) -> Result<(), Refusal> {
 
 /// A job for every choice: those of the first prompt, then those of the second, and so on.
 fn jobs(
-    (asked, grammar): (&Asked, Option<Grammar>),
+    asked: &Asked,
+    grammar: Option<Grammar>,
     prompts: Vec<Vec<i64>>,
-    (loaded, since, party): (&Loaded, Instant, Party),
+    loaded: &Loaded,
+    since: Instant,
+    party: Party,
 ) -> (Vec<Job>, UnboundedReceiver<Result<Event, Dropped>>) {
     let (events, receiver) = unbounded_channel();
     let seed = asked.seed.unwrap_or_else(random);

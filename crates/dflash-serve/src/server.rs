@@ -103,7 +103,7 @@ pub fn serve(
         let under_way = shared.admission.in_use();
         tracing::info!("no new requests are taken; {under_way} under way may end");
     };
-    server.run(listening, when_loaded, is_ready, (refuse_new, || shared.queue.close()))
+    server.run(listening, when_loaded, is_ready, refuse_new, || shared.queue.close())
 }
 
 fn start_model(

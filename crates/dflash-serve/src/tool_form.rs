@@ -124,7 +124,7 @@ impl ToolForm {
     }
 
     /// The first beginning of a call in `text`. Llama's stand only where an answer begins, or behind another.
-    pub(crate) fn opening(self, text: &str, (is_start, is_behind): (bool, bool)) -> Opening {
+    pub(crate) fn opening(self, text: &str, is_start: bool, is_behind: bool) -> Opening {
         match self {
             Self::Hermes => first_mark(text, &[TOOL_CALL]),
             Self::Tags => first_mark(text, &[TOOL_CALL, FUNCTION]),

@@ -225,7 +225,9 @@ impl<'a> Worker<'a> {
             self.metrics.ended(
                 reason,
                 now - live.job.since,
-                (now - live.begun, decoding, live.tokens),
+                now - live.begun,
+                decoding,
+                live.tokens,
             );
         }
     }

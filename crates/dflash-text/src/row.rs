@@ -81,7 +81,7 @@ pub fn unread_columns(value: &Value) -> Vec<&str> {
         Layout::Question(asked, _) => read.push(asked),
         Layout::Pair((asked, question), (answered, _)) => {
             read.extend([asked, answered]);
-            read.extend(inputs_of(row, (asked, question)).map(|(name, _)| name));
+            read.extend(inputs_of(row, asked, question).map(|(name, _)| name));
         }
     }
     let is_empty = |value: &Value| match value {
@@ -174,7 +174,7 @@ fn messages_of(row: &Map<String, Value>, needed: Answer) -> Result<Vec<Message>,
         Some(Layout::Turns(field, turns)) => turn_list(turns, field),
         Some(Layout::Pair(question, answer)) => pair(row, question, answer),
         Some(Layout::Benchmark(turns)) => benchmark_turns(turns),
-        Some(Layout::Question(asked, question)) => question_turns(row, (asked, question)),
+        Some(Layout::Question(asked, question)) => question_turns(row, asked, question),
         None => {
             let fields = row.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             Err(Error::UnknownLayout { fields })
@@ -188,7 +188,7 @@ fn pair(
     (asked, question): (&str, &Value),
     (answered, answer): (&str, &Value),
 ) -> Result<Vec<Message>, Error> {
-    let mut messages = question_turns(row, (asked, question))?;
+    let mut messages = question_turns(row, asked, question)?;
     match answer {
         Value::Array(_) => messages.extend(turn_list(answer, answered)?),
         _ => messages.push(Message::text(Role::Assistant, string(answer, answered)?)),
@@ -199,13 +199,14 @@ fn pair(
 /// What is asked, a text or a list of turns.
 fn question_turns(
     row: &Map<String, Value>,
-    (asked, question): (&str, &Value),
+    asked: &str,
+    question: &Value,
 ) -> Result<Vec<Message>, Error> {
     match question {
         Value::Array(_) => turn_list(question, asked),
         _ => {
             let mut text = string(question, asked)?.to_owned();
-            for (_, input) in inputs_of(row, (asked, question)) {
+            for (_, input) in inputs_of(row, asked, question) {
                 text = format!("{text}\n{input}");
             }
             Ok(vec![Message::text(Role::User, text)])
@@ -216,7 +217,8 @@ fn question_turns(
 /// What belongs to an instruction and goes on the lines after it, with its columns.
 fn inputs_of<'a>(
     row: &'a Map<String, Value>,
-    (asked, question): (&str, &Value),
+    asked: &str,
+    question: &Value,
 ) -> impl Iterator<Item = (&'static str, &'a str)> {
     let takes = asked == "instruction" && question.is_string();
     let texts = INPUTS.iter().filter_map(|&name| Some((name, present(row, name)?.as_str()?)));

@@ -64,7 +64,8 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         tools: Option<&Value>,
-        (add_generation_prompt, more): (bool, &Map<String, Value>),
+        add_generation_prompt: bool,
+        more: &Map<String, Value>,
     ) -> Result<String, Error> {
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let mut variables = self.variables.clone();
@@ -173,8 +174,7 @@ mod tests {
     /// Renders a one-turn conversation, without a generation prompt.
     fn check(source: &str, expect: &str) {
         let messages = [Message::text(Role::User, "a<b>\n")];
-        let found =
-            template(source).unwrap().render(&messages, None, (false, &Map::new())).unwrap();
+        let found = template(source).unwrap().render(&messages, None, false, &Map::new()).unwrap();
         assert_eq!(found, expect, "{source}");
     }
 
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn a_refusal_carries_the_words_of_the_template() {
         let template = template("{{ raise_exception('roles must alternate') }}").unwrap();
-        let error = template.render(&[], None, (false, &Map::new())).unwrap_err().to_string();
+        let error = template.render(&[], None, false, &Map::new()).unwrap_err().to_string();
         assert_eq!(error, "the chat template refused the conversation: roles must alternate");
     }
 
@@ -213,8 +213,7 @@ mod tests {
             tool_calls: Some(call),
             ..Message::text(Role::Assistant, "")
         };
-        let found =
-            template(source).unwrap().render(&[message], None, (false, &Map::new())).unwrap();
+        let found = template(source).unwrap().render(&[message], None, false, &Map::new()).unwrap();
         assert_eq!(found, expect, "{source}");
     }
 
@@ -262,7 +261,7 @@ mod tests {
     fn the_template_is_found_where_transformers_finds_it() {
         let dir = tempfile::tempdir().unwrap();
         let load = || ChatTemplate::load(dir.path(), BTreeMap::new());
-        let render = || load().unwrap().render(&[], None, (false, &Map::new())).unwrap();
+        let render = || load().unwrap().render(&[], None, false, &Map::new()).unwrap();
         assert!(load().unwrap_err().to_string().contains("has no chat template"));
 
         let config = dir.path().join("tokenizer_config.json");
@@ -275,14 +274,10 @@ mod tests {
         fs::write(&config, named.to_string()).unwrap();
         assert_eq!(render(), "plain");
         let tools = json!([{"name": "f"}]);
-        assert_eq!(
-            load().unwrap().render(&[], Some(&tools), (false, &Map::new())).unwrap(),
-            "tools"
-        );
+        assert_eq!(load().unwrap().render(&[], Some(&tools), false, &Map::new()).unwrap(), "tools");
         fs::write(dir.path().join("chat_template.jinja"), "file").unwrap();
         assert_eq!(render(), "file");
-        let with_tools =
-            || load().unwrap().render(&[], Some(&tools), (false, &Map::new())).unwrap();
+        let with_tools = || load().unwrap().render(&[], Some(&tools), false, &Map::new()).unwrap();
         assert_eq!(with_tools(), "file");
         let more = dir.path().join("additional_chat_templates");
         fs::create_dir(&more).unwrap();
@@ -295,7 +290,7 @@ mod tests {
         let template = template("{{ mode }}{{ bos_token }}").unwrap();
         let render = |more: Value| {
             let more = more.as_object().unwrap().clone();
-            template.render(&[], None, (false, &more)).unwrap()
+            template.render(&[], None, false, &more).unwrap()
         };
         let usual = render(json!({}));
         assert_eq!(render(json!({"mode": "x"})), format!("x{usual}"));
@@ -303,7 +298,7 @@ mod tests {
         let documents = "{{ documents is none }}{{ documents[0].text if documents }}";
         let template = self::template(documents).unwrap();
         let render =
-            |more: Value| template.render(&[], None, (false, more.as_object().unwrap())).unwrap();
+            |more: Value| template.render(&[], None, false, more.as_object().unwrap()).unwrap();
         assert_eq!(render(json!({})), "True");
         assert_eq!(render(json!({"documents": [{"text": "d"}]})), "Falsed");
     }

@@ -118,7 +118,7 @@ impl ChatTokenizer {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        self.render_with(messages, tools, (add_generation_prompt, &Map::new()))
+        self.render_with(messages, tools, add_generation_prompt, &Map::new())
     }
 
     /// [`Self::render`] with more variables for the template, such as `enable_thinking`, which win
@@ -130,11 +130,12 @@ impl ChatTokenizer {
         &self,
         messages: &[Message],
         tools: Option<&Value>,
-        (add_generation_prompt, variables): (bool, &Map<String, Value>),
+        add_generation_prompt: bool,
+        variables: &Map<String, Value>,
     ) -> Result<String, Error> {
         let missing = || Error::NoTemplate { dir: self.dir.clone() };
         let template = self.template.as_ref().ok_or_else(missing)?;
-        template.render(messages, tools, (add_generation_prompt, variables))
+        template.render(messages, tools, add_generation_prompt, variables)
     }
 
     /// The chat templates by their names, as the model has them; none for a model without one.

@@ -304,12 +304,7 @@ impl Stack {
     ///
     /// # Panics
     /// As [`Self::forward`].
-    pub fn extend(
-        &self,
-        features: &[f32],
-        (fc, norm): (&Matrix, &[f32]),
-        sequences: &[Sequence<'_>],
-    ) {
+    pub fn extend(&self, features: &[f32], fc: &Matrix, norm: &[f32], sequences: &[Sequence<'_>]) {
         let shape = self.raw_shape();
         let mut raw = self.sequences.borrow_mut();
         let rows = self.write_sequences(sequences, &mut raw.0);

@@ -139,7 +139,8 @@ pub fn takes_flash(index: usize, kind: Kind, head_dim: i64) -> Result<bool, Erro
 /// What libtorch says: tensors that are not on a GPU or not what the kernels take, no memory.
 pub fn flash_forward(
     q: &Tensor,
-    (k, v): (&Tensor, &Tensor),
+    k: &Tensor,
+    v: &Tensor,
     sequences: &Sequences,
     scale: f64,
 ) -> Result<(Tensor, Tensor), Error> {
@@ -169,8 +170,10 @@ pub fn flash_forward(
 pub fn flash_backward(
     dout: &Tensor,
     q: &Tensor,
-    (k, v): (&Tensor, &Tensor),
-    (out, lse): (&Tensor, &Tensor),
+    k: &Tensor,
+    v: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
     sequences: &Sequences,
     scale: f64,
 ) -> Result<(Tensor, Tensor, Tensor), Error> {
@@ -226,9 +229,9 @@ mod tests {
             max_k: 6,
             window: Window::ALL,
         };
-        let forward = flash_forward(&q, (&k, &k), &sequences, 1.0).unwrap_err().to_string();
+        let forward = flash_forward(&q, &k, &k, &sequences, 1.0).unwrap_err().to_string();
         let backward =
-            flash_backward(&q, &q, (&k, &k), (&q, &lse), &sequences, 1.0).unwrap_err().to_string();
+            flash_backward(&q, &q, &k, &k, &q, &lse, &sequences, 1.0).unwrap_err().to_string();
         for (message, operator) in [
             (forward, "flash attention: Could not run 'aten::_flash_attention_forward'"),
             (

@@ -12,6 +12,7 @@ mod launch;
 mod nvrtc;
 mod product;
 
+use crate::kernels::RmsWeight;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -100,7 +101,7 @@ pub fn rms_norm(runner: Runner, x: &Tensor, weight: &Tensor, eps: f64) -> Tensor
     let (rows, dim) = flat_rows(x);
     assert_eq!(weight.numel() as i64, dim);
     check_alike(&[x, weight]);
-    let instance = Moves::Sixteen.instance(runner, x.kind(), (&[x, weight, &y], &[dim]));
+    let instance = Moves::Sixteen.instance(runner, x.kind(), &[x, weight, &y], &[dim]);
     let (reads, writes) = (&[x, weight], &[&y]);
     Launch { kernel: RMS_NORM, instance, blocks: rows, shared: SCRATCH, reads, writes }.run(
         runner,
@@ -132,8 +133,9 @@ pub fn rms_norm_backward(
     runner: Runner,
     dy: &mut Tensor,
     x: &Tensor,
-    (weight, eps): (&Tensor, f64),
-    (residual, again): (Option<&Tensor>, Option<&Tensor>),
+    RmsWeight { weight, eps }: RmsWeight<'_>,
+    residual: Option<&Tensor>,
+    again: Option<&Tensor>,
     dweight: &Tensor,
 ) {
     let (rows, dim) = flat_rows(x);
@@ -150,7 +152,7 @@ pub fn rms_norm_backward(
     let writes: Vec<&Tensor> = [Some(&*dy), again, Some(&partial)].into_iter().flatten().collect();
     Launch {
         kernel: RMS_NORM_BACKWARD,
-        instance: Moves::Sixteen.instance(runner, x.kind(), (&all, &[dim])),
+        instance: Moves::Sixteen.instance(runner, x.kind(), &all, &[dim]),
         blocks,
         shared: SCRATCH + dim,
         reads: &reads,
@@ -167,7 +169,7 @@ pub fn rms_norm_backward(
         dim,
         eps: eps as f32,
     });
-    column_sums(runner, &partial, (dweight, None));
+    column_sums(runner, &partial, dweight, None);
 }
 
 #[repr(C)]
@@ -182,7 +184,7 @@ struct ColumnSums {
 }
 
 /// Adds the columns of `partial` [blocks, dim] to `first` and, behind it, `second`.
-fn column_sums(runner: Runner, partial: &Tensor, (first, second): (&Tensor, Option<&Tensor>)) {
+fn column_sums(runner: Runner, partial: &Tensor, first: &Tensor, second: Option<&Tensor>) {
     let (blocks, dim) = flat_rows(partial);
     let totals: Vec<&Tensor> = [Some(first), second].into_iter().flatten().collect();
     check_float(&totals);
@@ -222,7 +224,7 @@ pub fn swiglu(runner: Runner, gate_up: &Tensor) -> Tensor {
     let mut size = gate_up.size();
     *size.last_mut().expect("a row has a length") = dim;
     let y = empty(&size, gate_up.kind(), gate_up);
-    let instance = Moves::Sixteen.instance(runner, y.kind(), (&[gate_up, &y], &[dim]));
+    let instance = Moves::Sixteen.instance(runner, y.kind(), &[gate_up, &y], &[dim]);
     let (reads, writes) = (&[gate_up], &[&y]);
     Launch { kernel: SWIGLU, instance, blocks: rows, shared: 0, reads, writes }
         .run(runner, || Swiglu { gate_up: data(gate_up), y: data(&y), dim });
@@ -245,7 +247,7 @@ pub fn swiglu_backward(runner: Runner, dy: &mut Tensor, gate_up: &mut Tensor) {
     let dim = width / 2;
     assert_eq!(dy.size(), [rows, dim]);
     let both: [&Tensor; 2] = [dy, gate_up];
-    let instance = Moves::Sixteen.instance(runner, dy.kind(), (&both, &[dim]));
+    let instance = Moves::Sixteen.instance(runner, dy.kind(), &both, &[dim]);
     let (kernel, blocks) = (SWIGLU_BACKWARD, rows);
     Launch { kernel, instance, blocks, shared: 0, reads: &both, writes: &both }
         .run(runner, || SwigluBackward { dy: data(both[0]), gate_up: data(both[1]), dim });
@@ -292,7 +294,7 @@ pub fn cross_entropy(runner: Runner, logits: &Tensor, labels: &Tensor) -> CrossE
     let result = CrossEntropy { runner, ce_m: row(), correct_m: row(), lse_m: row() };
     Launch {
         kernel: CROSS_ENTROPY,
-        instance: Moves::Sixteen.instance(runner, logits.kind(), (&[logits], &[dim])),
+        instance: Moves::Sixteen.instance(runner, logits.kind(), &[logits], &[dim]),
         blocks: m,
         shared: SCRATCH,
         reads: &[logits, labels],
@@ -324,7 +326,7 @@ impl CrossEntropy {
         let logits: &Tensor = logits;
         Launch {
             kernel: CROSS_ENTROPY_GRADIENT,
-            instance: Moves::Sixteen.instance(self.runner, logits.kind(), (&[logits], &[dim])),
+            instance: Moves::Sixteen.instance(self.runner, logits.kind(), &[logits], &[dim]),
             blocks: m,
             shared: 0,
             reads: &[logits, labels, weight_m, &self.lse_m],

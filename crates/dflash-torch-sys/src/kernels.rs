@@ -13,6 +13,15 @@ use crate::gpu::{self, Runner};
 use crate::level;
 use crate::trace::is_pretended;
 
+/// What an RMS norm multiplies by, and the epsilon under its root.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsWeight<'a> {
+    /// [dim].
+    pub weight: &'a Tensor,
+    /// Added to the mean of the squares.
+    pub eps: f64,
+}
+
 type In = *const f32;
 type Out = *mut f32;
 
@@ -198,8 +207,9 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
 pub fn rms_norm_backward(
     dy: &mut Tensor,
     x: &Tensor,
-    (weight, eps): (&Tensor, f64),
-    (residual, again): (Option<&Tensor>, Option<&Tensor>),
+    RmsWeight { weight, eps }: RmsWeight<'_>,
+    residual: Option<&Tensor>,
+    again: Option<&Tensor>,
     dweight: &Tensor,
 ) {
     let (rows, dim) = flat_rows(x);
@@ -230,8 +240,9 @@ pub fn rms_norm_backward(
 /// part of wider rows), tables [N, D/2]; result [N, heads / kv heads, kv heads, D].
 pub fn head_norm_rope(
     x: &Tensor,
-    (weight, eps): (&Tensor, f64),
-    (cosine, sine): (&Tensor, &Tensor),
+    RmsWeight { weight, eps }: RmsWeight<'_>,
+    cosine: &Tensor,
+    sine: &Tensor,
     kv_heads: i64,
 ) -> Tensor {
     let (n, stride) = rows(x);
@@ -268,8 +279,9 @@ pub fn head_norm_rope(
 pub fn head_norm_rope_backward(
     dy: &Tensor,
     x: &mut Tensor,
-    (weight, eps): (&Tensor, f64),
-    (cosine, sine): (&Tensor, &Tensor),
+    RmsWeight { weight, eps }: RmsWeight<'_>,
+    cosine: &Tensor,
+    sine: &Tensor,
     dweight: &Tensor,
 ) {
     let (n, x_stride) = rows(x);
@@ -416,7 +428,8 @@ pub struct AdamWStep {
 pub fn adamw(
     parameter: &Tensor,
     gradient: &Tensor,
-    (mean, variance): (&Tensor, &Tensor),
+    mean: &Tensor,
+    variance: &Tensor,
     step: AdamWStep,
 ) {
     let elements = parameter.numel();

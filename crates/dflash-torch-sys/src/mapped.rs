@@ -64,7 +64,8 @@ impl MappedFile {
     pub fn copy_part(
         &self,
         stored: Stored<'_>,
-        (dim, start): (i64, i64),
+        dim: i64,
+        start: i64,
         destination: &Tensor,
         piece: i64,
     ) -> Result<(), CopyError> {
@@ -76,7 +77,7 @@ impl MappedFile {
         let bytes = &self.map[stored.offset..stored.offset + elements as usize * width];
         // Headers of any length come before the numbers.
         if !(bytes.as_ptr() as usize).is_multiple_of(width) {
-            return self.copy_unaligned(stored, (dim, start), destination);
+            return self.copy_unaligned(stored, dim, start, destination);
         }
         let mut strides = vec![1; stored.shape.len()];
         for dim in (1..strides.len()).rev() {
@@ -134,7 +135,8 @@ impl MappedFile {
     fn copy_unaligned(
         &self,
         stored: Stored<'_>,
-        (dim, start): (i64, i64),
+        dim: i64,
+        start: i64,
         destination: &Tensor,
     ) -> Result<(), CopyError> {
         let elements: i64 = stored.shape.iter().product();
@@ -215,14 +217,14 @@ mod tests {
                 for piece in [1, 4, 7, 50, 1000] {
                     let target = expected.zeros_like().to_kind(Kind::Double);
                     let target = target.transpose(1, 2).contiguous().transpose(1, 2);
-                    map.copy_part(stored, (dim, start), &target, piece).unwrap();
+                    map.copy_part(stored, dim, start, &target, piece).unwrap();
                     assert_eq!(target, expected.to_kind(Kind::Double), "{ahead} {dim} {piece}");
                 }
             }
         }
         let (_file, map) = mapped(0, &[3.5]);
         let scalar = Tensor::zeros([], (Kind::Float, Device::Cpu));
-        map.copy_part(Stored { offset: 0, kind: Kind::Float, shape: &[] }, (0, 0), &scalar, 9)
+        map.copy_part(Stored { offset: 0, kind: Kind::Float, shape: &[] }, 0, 0, &scalar, 9)
             .unwrap();
         assert_eq!(scalar.double_value(&[]), 3.5);
     }
@@ -233,9 +235,9 @@ mod tests {
         let (file, map) = mapped(0, &numbers);
         let target = Tensor::zeros([1 << 16], (Kind::Float, Device::Cpu));
         let stored = Stored { offset: 0, kind: Kind::Float, shape: &[1 << 16] };
-        map.copy_part(stored, (0, 0), &target, 1 << 10).unwrap();
+        map.copy_part(stored, 0, 0, &target, 1 << 10).unwrap();
         file.as_file().set_len(100).unwrap();
-        let error = map.copy_part(stored, (0, 0), &target, 1 << 10).unwrap_err();
+        let error = map.copy_part(stored, 0, 0, &target, 1 << 10).unwrap_err();
         assert!(error.to_string().contains("it has become shorter: 100 bytes"), "{error}");
         // Without the look at its length the kernel says so.
         let refused = map.map.advise_range(Advice::PopulateRead, 1 << 14, 100);

@@ -3,7 +3,7 @@
 
 use dflash_test_support::{Rng, alone, random};
 use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
-use dflash_torch_sys::kernels;
+use dflash_torch_sys::kernels::{self, RmsWeight};
 use tch::{Device, IndexOp, Kind, Tensor};
 
 const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];
@@ -63,14 +63,14 @@ fn norms() {
 
             let dweight = Tensor::ones([dim], (Kind::Float, Device::Cpu));
             let mut found = dy.copy();
-            let (again, norm) = (x.empty_like(), (&w, EPS));
-            let with = (Some(&residual), Some(&again));
-            gpu::rms_norm_backward(RUNNER, &mut found, &x, norm, with, &dweight);
+            let (again, norm) = (x.empty_like(), RmsWeight { weight: &w, eps: EPS });
+            let (residual_in, again_in) = (Some(&residual), Some(&again));
+            gpu::rms_norm_backward(RUNNER, &mut found, &x, norm, residual_in, again_in, &dweight);
             assert_close(&what, &found, &(&dx + wide(&residual)));
             assert_close(&what, &again, &y);
             assert_close(&what, &dweight, &(rows_sum(&dw) + 1.0));
             let mut found = dy.copy();
-            gpu::rms_norm_backward(RUNNER, &mut found, &x, norm, (None, None), &dweight);
+            gpu::rms_norm_backward(RUNNER, &mut found, &x, norm, None, None, &dweight);
             assert_close(&what, &found, &dx);
             assert_close(&what, &dweight, &(rows_sum(&dw) * 2.0 + 1.0));
         }
@@ -134,7 +134,7 @@ fn check_heads(kind: Kind, n: i64, (query_heads, kv_heads, dim): (i64, i64, i64)
     let d = HeadGradients { query: with_queries.then_some(&dq), key: &dk, value: &dv };
     let dweights = [1.0, 2.0].map(|x| Tensor::full([dim], x, (Kind::Float, Device::Cpu)));
     let outside = whole.narrow(1, 0, dim).copy();
-    gpu::heads_backward(RUNNER, &x, &norms, &d, (&dweights[0], &dweights[1]));
+    gpu::heads_backward(RUNNER, &x, &norms, &d, &dweights[0], &dweights[1]);
     let mut expected = Vec::new();
     for (index, d) in [dq, dk].iter().enumerate() {
         let back = turned(&wide(d), tables, true);
@@ -228,7 +228,7 @@ fn bfloat16_is_rounded_to_even() {
     let norms = HeadNorms { query: None, key: &key, eps: EPS, cosine: &cosine, sine: &cosine };
     let d = HeadGradients { query: None, key: &dk, value: &dv };
     let dweight = Tensor::zeros([128], (Kind::Float, Device::Cpu));
-    gpu::heads_backward(RUNNER, &x, &norms, &d, (&dweight, &dweight));
+    gpu::heads_backward(RUNNER, &x, &norms, &d, &dweight, &dweight);
     let bits = |x: &Tensor| {
         Vec::<i16>::try_from(x.contiguous().view([-1]).view_dtype(Kind::Int16)).unwrap()
     };
@@ -317,7 +317,15 @@ fn the_same_call_gives_the_same_bits() {
     let run = || {
         let dweight = Tensor::zeros([40], (Kind::Float, Device::Cpu));
         let mut dy = &x * 3.0;
-        gpu::rms_norm_backward(RUNNER, &mut dy, &x, (&w, EPS), (None, None), &dweight);
+        gpu::rms_norm_backward(
+            RUNNER,
+            &mut dy,
+            &x,
+            RmsWeight { weight: &w, eps: EPS },
+            None,
+            None,
+            &dweight,
+        );
         (dy, dweight)
     };
     assert_eq!(run(), run());

@@ -43,7 +43,7 @@ fn every_level_computes_what_libtorch_does() {
     let moved = Tensor::zeros([dim], FLOAT) - &mean / (variance.sqrt() + 1e-8) * 0.1;
     check("adamw", &moved, || {
         let (parameter, zeros) = (Tensor::zeros([dim], FLOAT), Tensor::zeros([dim], FLOAT));
-        kernels::adamw(&parameter, &weight, (&zeros, &zeros.zeros_like()), step);
+        kernels::adamw(&parameter, &weight, &zeros, &zeros.zeros_like(), step);
         parameter
     });
 }

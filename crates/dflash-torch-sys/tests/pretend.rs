@@ -221,10 +221,9 @@ fn attention(window: Window) -> Record {
             window,
         };
         trace::start_over();
-        let (out, lse) = flash_forward(&q, (&k, &k), &sequences, 1.0).unwrap();
+        let (out, lse) = flash_forward(&q, &k, &k, &sequences, 1.0).unwrap();
         assert_eq!((out.size(), lse.size()), (q.size(), vec![4, 200]));
-        let (dq, dk, dv) =
-            flash_backward(&out, &q, (&k, &k), (&out, &lse), &sequences, 1.0).unwrap();
+        let (dq, dk, dv) = flash_backward(&out, &q, &k, &k, &out, &lse, &sequences, 1.0).unwrap();
         assert_eq!((dq.size(), dk.size(), dv.size()), (q.size(), k.size(), k.size()));
     })
 }
@@ -264,7 +263,7 @@ fn lengths_that_were_computed_are_refused() {
         let sequences =
             Sequences { cu_k: cu_q.shallow_clone(), cu_q, max_q: 4, max_k: 4, window: Window::ALL };
         let _ =
-            flash_forward(&q, (&q, &q), &sequences, 1.0).unwrap_or_else(|error| panic!("{error}"));
+            flash_forward(&q, &q, &q, &sequences, 1.0).unwrap_or_else(|error| panic!("{error}"));
     });
     assert!(message.contains("lengths of its sequences are not known"), "{message}");
 }

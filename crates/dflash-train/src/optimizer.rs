@@ -17,8 +17,8 @@ use tch::{Kind, Tensor};
 
 pub use adamw::AdamWConfig;
 use adamw::Moments;
+use groups::{DecayedRate, shrink, spans};
 pub use groups::{Groups, Piece, WeightDecay};
-use groups::{shrink, spans};
 use muon::Muon;
 pub use muon::{MuonConfig, MuonScale};
 pub use verdict::Verdict;
@@ -140,14 +140,18 @@ impl Optimizer {
         self.steps += 1;
         let Groups { matrices, norms } = &self.groups;
         let matrix_rate = rate * self.muon.as_ref().map_or(1.0, |muon| muon.config.rate_ratio);
-        shrink(masters, matrices, (matrix_rate, self.weight_decay.matrices));
-        shrink(masters, norms, (rate, self.weight_decay.norms));
+        shrink(
+            masters,
+            matrices,
+            DecayedRate { rate: matrix_rate, decay: self.weight_decay.matrices },
+        );
+        shrink(masters, norms, DecayedRate { rate, decay: self.weight_decay.norms });
         let step = self.adamw.step(self.steps, rate);
         let Some(muon) = &self.muon else {
             return self.moments.step(masters, gradient, step);
         };
         for piece in matrices {
-            muon.step(piece, (masters, gradient), matrix_rate, self.moments.kernels);
+            muon.step(piece, masters, gradient, matrix_rate, self.moments.kernels);
         }
         let mut first = 0;
         for piece in norms {
@@ -171,7 +175,7 @@ impl Optimizer {
     ) -> Result<(), dflash_torch_sys::Error> {
         let _ = self.device_steps.g_add_(&verdict.share(1.0));
         let Some(muon) = &self.muon else {
-            return self.steered_adamw((masters, gradient), rate, verdict);
+            return self.steered_adamw(masters, gradient, rate, verdict);
         };
         let Groups { matrices, norms } = &self.groups;
         let matrix_rate = rate * muon.config.rate_ratio;
@@ -181,23 +185,24 @@ impl Optimizer {
         }
         for piece in matrices {
             let kernels = self.moments.kernels;
-            muon.steered_step(piece, (masters, gradient), (matrix_rate, verdict), kernels);
+            muon.steered_step(piece, masters, gradient, matrix_rate, verdict, kernels);
         }
         let mut first = 0;
         let mut part = |piece: &Piece| {
-            let buffer = self.moments.buffer(first, (piece.of(masters), piece.of(gradient)));
+            let buffer = self.moments.buffer(first, piece.of(masters), piece.of(gradient));
             first += piece.elements;
             buffer
         };
         let parts: Vec<_> = norms.iter().map(&mut part).collect();
-        let constants = (self.adamw, &self.device_steps);
-        Moments::steered_step(&parts, constants, (rate, self.weight_decay.norms), verdict)
+        let decayed = DecayedRate { rate, decay: self.weight_decay.norms };
+        Moments::steered_step(&parts, self.adamw, &self.device_steps, decayed, verdict)
     }
 
     /// All of the share by AdamW: a call for each decay that there is.
     fn steered_adamw(
         &self,
-        (masters, gradient): (&Tensor, &Tensor),
+        masters: &Tensor,
+        gradient: &Tensor,
         rate: f64,
         verdict: &Verdict,
     ) -> Result<(), dflash_torch_sys::Error> {
@@ -212,11 +217,11 @@ impl Optimizer {
         for (spans, decay) in calls {
             let part = |span: &Range<i64>| {
                 let view = |share: &Tensor| share.narrow(0, span.start, span.end - span.start);
-                self.moments.buffer(span.start, (view(masters), view(gradient)))
+                self.moments.buffer(span.start, view(masters), view(gradient))
             };
             let parts: Vec<_> = spans.iter().filter(|span| !span.is_empty()).map(part).collect();
-            let constants = (self.adamw, &self.device_steps);
-            Moments::steered_step(&parts, constants, (rate, decay), verdict)?;
+            let decayed = DecayedRate { rate, decay };
+            Moments::steered_step(&parts, self.adamw, &self.device_steps, decayed, verdict)?;
         }
         Ok(())
     }

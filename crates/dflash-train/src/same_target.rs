@@ -67,7 +67,7 @@ pub(crate) fn logits(
 ) -> TargetLogits {
     let (dir, target, are_normed) = (target_dir.to_owned(), target.clone(), Arc::clone(are_normed));
     TargetLogits(Arc::new(move |state: &[f32], ids: &[i64]| {
-        let state = (state, are_normed.load(Ordering::Relaxed));
-        Ok(tch::no_grad(|| TargetHead::logits_of(&dir, &target, state, ids))?)
+        let is_normed = are_normed.load(Ordering::Relaxed);
+        Ok(tch::no_grad(|| TargetHead::logits_of(&dir, &target, state, is_normed, ids))?)
     }))
 }

@@ -251,8 +251,8 @@ impl<'a> Packed<'a> {
             Some((&mut sequence.cache, plan.ids.len()))
         });
         let mut parts: Vec<(&mut KvCache, usize)> = parts.collect();
-        let states = (captures, &mut self.features[..rows * width]);
-        self.target.forward((&self.ids[..rows], &mut parts), x, states);
+        let states = &mut self.features[..rows * width];
+        self.target.forward(&self.ids[..rows], &mut parts, x, captures, states);
         let wants_logits = |plan: &Plan| sequences[plan.at].wants_logits();
         let logits_rv = plans
             .iter()

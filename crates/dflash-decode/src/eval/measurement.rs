@@ -136,12 +136,12 @@ impl<'a> Measurement<'a> {
     /// What was measured of `set`: plain decoding first, then every draft.
     pub(super) fn finish(self, set: &str, way: Way) -> Vec<Measured> {
         let whole = Whole::default;
-        let plain = Measured::new((set, way, NO_DRAFT), (self.plain_answers, whole()), None, None);
+        let plain = Measured::new(set, way, NO_DRAFT, self.plain_answers, whole(), None, None);
         let drafted = self.drafted.into_iter().map(|one| {
             let label = one.way.label.as_str();
-            let answers = (one.answers, whole());
+            let (answers, lossless) = (one.answers, one.lossless);
             let step_seconds = one.engine.step_seconds(1);
-            let measured = Measured::new((set, way, label), answers, one.lossless, Some(&plain));
+            let measured = Measured::new(set, way, label, answers, whole(), lossless, Some(&plain));
             Measured { step_seconds, ..measured }
         });
         let drafted: Vec<Measured> = drafted.collect();

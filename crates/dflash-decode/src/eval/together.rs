@@ -100,10 +100,10 @@ impl Together<'_> {
             let drafts = at > 0;
             let lossless = (drafts && self.way.temperature == 0.0)
                 .then(|| self.lossless(&rounds[0], &rounds[at]));
-            let answers = rounds[at].measured();
+            let (answers, whole) = rounds[at].measured();
             let plain = results.first();
-            let name = (self.asked.set, self.way, name);
-            let measured = Measured::new(name, answers, lossless, plain);
+            let (set, way) = (self.asked.set, self.way);
+            let measured = Measured::new(set, way, name, answers, whole, lossless, plain);
             let step_seconds =
                 if drafts { engine.step_seconds(self.way.concurrency) } else { Vec::new() };
             results.push(Measured { step_seconds, ..measured });

@@ -55,7 +55,7 @@ impl LaunchStore {
         let run_id = "nodes".to_owned();
         let store = if config.node_rank == 0 {
             serve(&host, port)?
-        } else if await_listener(config, (&host, port), signals)? {
+        } else if await_listener(config, &host, port, signals)? {
             let unreachable = |source| Error::Endpoint { host: host.clone(), port, source };
             rendezvous::reach(&host, port, ANSWER).map_err(unreachable)?
         } else {
@@ -162,7 +162,8 @@ fn listen(port: u16) -> impl FnOnce(dflash_torch_sys::Error) -> Error {
 /// Waits until node 0 listens: nodes start at different times. False if a signal came first.
 fn await_listener(
     config: &LaunchConfig,
-    (host, port): (&str, u16),
+    host: &str,
+    port: u16,
     signals: &Signals,
 ) -> Result<bool, Error> {
     let start = Instant::now();

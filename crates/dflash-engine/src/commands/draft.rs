@@ -97,9 +97,8 @@ impl Draft {
             refuse_text(tokenizer, id)?;
         }
         let stored = self.config.as_ref().map(|draft| draft.mask_token_id);
-        let named = (settings.mask_token_id, stored);
         let facts = facts(tokenizer.as_ref(), (target_dir, target))?;
-        let mask = resolve_mask_token(named, &facts, target.vocab_size)?;
+        let mask = resolve_mask_token(settings.mask_token_id, stored, &facts, target.vocab_size)?;
         match &mask.source {
             MaskSource::Reserved(name) => tracing::info!(
                 "the tokenizer uses all {} rows: the mask token is {name}, {}, which was set aside",
@@ -126,7 +125,7 @@ pub(super) fn check_mask_token(
     draft: &DraftConfig,
 ) -> anyhow::Result<()> {
     let facts = facts(tokenizer, (target_dir, target))?;
-    resolve_mask_token((None, Some(draft.mask_token_id)), &facts, target.vocab_size)?;
+    resolve_mask_token(None, Some(draft.mask_token_id), &facts, target.vocab_size)?;
     Ok(())
 }
 

@@ -45,7 +45,7 @@ impl Stage {
         let sums = tensor.map(Sums::new);
         let through = sums.clone().map(|sums| Arc::new(sums) as Arc<dyn Sum>);
         Ok(Self {
-            part: Part::load(dir, options, (grid, rank), through)?,
+            part: Part::load(dir, options, grid, rank, through)?,
             grid,
             rank,
             control,
@@ -103,7 +103,7 @@ impl Stage {
         if let Some(sums) = &self.sums {
             sums.begin();
         }
-        let run = || self.part.run(&job.prompts, (&job.layer_ids, job.until()), arrived);
+        let run = || self.part.run(&job.prompts, &job.layer_ids, job.until(), arrived);
         let outcome = want_of_memory(run);
         let ran = match outcome {
             Ok(ran) => Some(ran?),

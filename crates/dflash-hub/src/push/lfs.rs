@@ -72,17 +72,17 @@ pub(crate) async fn upload(
     };
     let Some(upload) = upload else { return Ok(false) };
     match upload.header.get("chunk_size") {
-        Some(size) => send_parts(api, (&upload, size), file, meter).await?,
+        Some(size) => send_parts(api, &upload, size, file, meter).await?,
         None => {
             let whole = Part { start: 0, bytes: file.bytes };
             let url = address(api, &upload.href)?;
-            put(api, (&url, &upload.header), (file, whole), meter).await?;
+            put(api, &url, &upload.header, file, whole, meter).await?;
         }
     }
     if let Some(verify) = verify {
         let body = json!({"oid": file.sha256, "size": file.bytes});
         let url = address(api, &verify.href)?;
-        answered(api, api.request(Method::POST, url), (JSON, body)).await?;
+        answered(api, api.request(Method::POST, url), JSON, body).await?;
     }
     Ok(true)
 }
@@ -123,7 +123,8 @@ async fn ask(
 /// Sends the file in parts to addresses of their own, and then the list of what came back.
 async fn send_parts(
     api: &Api<'_>,
-    (upload, size): (&Action, &Value),
+    upload: &Action,
+    size: &Value,
     file: &Outgoing,
     meter: &Meter,
 ) -> Result<(), Refusal> {
@@ -143,7 +144,7 @@ async fn send_parts(
     for (place, (_, url)) in urls.into_iter().enumerate() {
         let start = place as u64 * size;
         let part = Part { start, bytes: size.min(file.bytes - start) };
-        let answer = put(api, (&address(api, &url)?, &Map::new()), (file, part), meter).await?;
+        let answer = put(api, &address(api, &url)?, &Map::new(), file, part, meter).await?;
         let etag = answer.headers().get(ETAG).and_then(|etag| etag.to_str().ok());
         let etag = etag.ok_or_else(|| protocol(SEND, "a part came back without an etag".into()))?;
         parts.push(json!({"partNumber": place + 1, "etag": etag}));
@@ -151,15 +152,17 @@ async fn send_parts(
     let body = json!({"oid": file.sha256, "parts": parts});
     // Its address holds its own permission, as those of the parts.
     let request = api.plain(Method::POST, address(api, &upload.href)?);
-    answered(api, request, (LFS_JSON, body)).await
+    answered(api, request, LFS_JSON, body).await
 }
 
 /// Sends a part. The addresses are the storage's own and hold their own permission, so the token stays
 /// here.
 async fn put(
     api: &Api<'_>,
-    (url, headers): (&Url, &Map<String, Value>),
-    (file, part): (&Outgoing, Part),
+    url: &Url,
+    headers: &Map<String, Value>,
+    file: &Outgoing,
+    part: Part,
     meter: &Meter,
 ) -> Result<Response, Refusal> {
     let request = || {
@@ -243,7 +246,8 @@ fn next_piece(open: &mut std::fs::File, left: u64) -> std::io::Result<Bytes> {
 async fn answered(
     api: &Api<'_>,
     request: RequestBuilder,
-    (kind, body): (&'static str, Value),
+    kind: &'static str,
+    body: Value,
 ) -> Result<(), Refusal> {
     let request = request.header(CONTENT_TYPE, kind).timeout(QUIET).body(body.to_string());
     let repeated = || {

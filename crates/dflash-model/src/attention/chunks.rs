@@ -107,7 +107,8 @@ impl ChunkAttention {
         &self,
         dout_jngd: &Tensor,
         q_jngd: &Tensor,
-        (context, own): (&KeyValue, &KeyValue),
+        context: &KeyValue,
+        own: &KeyValue,
         attended: &Attended,
     ) -> AttentionGradient {
         let (dout_jngd, q_jngd) =

@@ -147,7 +147,7 @@ impl HalvesAttention {
         let mut next = || lists.next().expect("a list for each");
         let mut call = |of: &Lengths| {
             let mut next = || lengths.next().expect("two lists a call");
-            Call::new(of, (next(), next()), shape)
+            Call::new(of, next(), next(), shape)
         };
         let keys = next();
         let own = Own { call: call(&own.lengths), keys: (!own.keys.is_empty()).then_some(keys) };
@@ -184,7 +184,8 @@ impl HalvesAttention {
         &self,
         dout_jngd: &Tensor,
         q_jngd: &Tensor,
-        (context, own): (&KeyValue, &KeyValue),
+        context: &KeyValue,
+        own: &KeyValue,
         attended: &Attended,
     ) -> AttentionGradient {
         let q = by_row(q_jngd);
@@ -195,7 +196,7 @@ impl HalvesAttention {
         };
         let sums = KeyRows::of(&context.zeros_to_sum());
         let (context, own) = (KeyRows::of(context), KeyRows::of(own));
-        let (dq, down) = self.own.backward(&whole, &q, (&context, own), &sums);
+        let (dq, down) = self.own.backward(&whole, &q, &context, own, &sums);
         for level in &self.levels {
             let results = Results {
                 out: level.slots.take(&whole.out, 0),
@@ -204,7 +205,7 @@ impl HalvesAttention {
             };
             let keys = context.map(|x| level.context.take(x, 0));
             let q = level.slots.take(&q, 0);
-            let gradient = level.call.backward(&results, &q, (&keys.k, &keys.v));
+            let gradient = level.call.backward(&results, &q, &keys.k, &keys.v);
             level.slots.add(&dq, &gradient.dq);
             level.context.add(&sums.k, &gradient.dk);
             level.context.add(&sums.v, &gradient.dv);
@@ -231,12 +232,13 @@ impl Own {
         &self,
         whole: &Results,
         q: &Tensor,
-        (context, own): (&KeyRows, KeyRows),
+        context: &KeyRows,
+        own: KeyRows,
         sums: &KeyRows,
     ) -> (Tensor, KeyRows) {
         let slots = q.size()[0];
         let keys = self.keys(context, own);
-        let gradient = self.call.backward(whole, q, (&keys.k, &keys.v));
+        let gradient = self.call.backward(whole, q, &keys.k, &keys.v);
         let of_keys = KeyRows { k: gradient.dk, v: gradient.dv };
         let down = match &self.keys {
             None => of_keys,
@@ -484,7 +486,7 @@ mod tests {
             let found = no_grad(|| {
                 let attended = attention.forward(&inputs[0], &context, &own);
                 let gradient =
-                    attention.backward(&inputs[5], &inputs[0], (&context, &own), &attended);
+                    attention.backward(&inputs[5], &inputs[0], &context, &own, &attended);
                 let AttentionGradient { dq_jngd, context, own } = gradient;
                 [attended.out_jngd, dq_jngd, context.k_jtd, context.v_jtd, own.k_jtd, own.v_jtd]
             });

@@ -149,11 +149,11 @@ impl JoinedAttention {
             key_first: next(),
             key_places: next(),
         };
-        let own = Call::new(&own.lengths, (next(), next()), shape);
+        let own = Call::new(&own.lengths, next(), next(), shape);
         let mut level = |(level, (slots, context)): (&LevelPlan, (Rows, Rows))| Level {
             slots,
             context,
-            call: Call::new(&level.lengths, (next(), next()), shape),
+            call: Call::new(&level.lengths, next(), next(), shape),
         };
         Some(Self {
             runner,
@@ -171,7 +171,7 @@ impl JoinedAttention {
     pub(super) fn forward(&self, q_jngd: &Tensor, context: &KeyValue, own: &KeyValue) -> Attended {
         let q = by_row(q_jngd);
         let (context, own) = (dense_rows(context), dense_rows(own));
-        let copied = self.gather(&[&q], None, (&context, &own));
+        let copied = self.gather(&[&q], None, &context, &own);
         let keys = self.own_rows(&own, &copied);
         let part = |(out, lse): (Tensor, Tensor)| gpu::Part {
             out: out.contiguous(),
@@ -197,14 +197,15 @@ impl JoinedAttention {
         &self,
         dout_jngd: &Tensor,
         q_jngd: &Tensor,
-        (context, own): (&KeyValue, &KeyValue),
+        context: &KeyValue,
+        own: &KeyValue,
         attended: &Attended,
     ) -> AttentionGradient {
         let (q, dout) = (by_row(q_jngd), by_row(dout_jngd));
         let out = by_row(&attended.out_jngd);
         let lse = attended.lse_jng.transpose(1, 2).flatten(0, 1);
         let (context, own) = (dense_rows(context), dense_rows(own));
-        let copied = self.gather(&[&q, &out, &dout], Some(&lse), (&context, &own));
+        let copied = self.gather(&[&q, &out, &dout], Some(&lse), &context, &own);
         let keys = self.own_rows(&own, &copied);
         let results = |slots: Rows| match slots {
             Rows::Lying(start, length) => Results {
@@ -219,7 +220,7 @@ impl JoinedAttention {
             },
         };
         let part = |call: &Call, results: &Results, q: &Tensor, keys: &KeyRows| {
-            let gradient = call.backward(results, q, (&keys.k, &keys.v));
+            let gradient = call.backward(results, q, &keys.k, &keys.v);
             let [dq, dk, dv] = [gradient.dq, gradient.dk, gradient.dv].map(|d| d.contiguous());
             PartGradient { dq, dk, dv }
         };
@@ -230,8 +231,8 @@ impl JoinedAttention {
             let q = level.slots.of(&q, &copied.slots[0]);
             parts.push(part(&level.call, &results(level.slots), &q, &keys));
         }
-        let lists = (&self.tables.key_first, &self.tables.key_places);
-        let sums = gpu::sum(self.runner, &parts, &self.places(), lists);
+        let Tables { key_first, key_places, .. } = &self.tables;
+        let sums = gpu::sum(self.runner, &parts, &self.places(), key_first, key_places);
         let rows = |start, length| KeyRows {
             k: sums.dk.narrow(0, start, length),
             v: sums.dv.narrow(0, start, length),
@@ -251,7 +252,8 @@ impl JoinedAttention {
         &self,
         slots: &[&Tensor],
         lse: Option<&Tensor>,
-        (context, own): (&KeyRows, &KeyRows),
+        context: &KeyRows,
+        own: &KeyRows,
     ) -> Gathered {
         let Tables { slot_list, key_list, calls, .. } = &self.tables;
         let (context, own) = ([&context.k, &context.v], [&own.k, &own.v]);

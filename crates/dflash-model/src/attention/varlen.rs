@@ -180,7 +180,8 @@ impl Call {
     /// `cu_q` and `cu_k` are the lengths' cumulative numbers on the shape's device.
     pub(super) fn new(
         lengths: &Lengths,
-        (cu_q, cu_k): (Tensor, Tensor),
+        cu_q: Tensor,
+        cu_k: Tensor,
         shape: &AttentionShape,
     ) -> Self {
         let longest = |ends: &[i32]| {
@@ -201,11 +202,11 @@ impl Call {
     pub(super) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> (Tensor, Tensor) {
         match &self.backend {
             Backend::Flash => {
-                flash_forward(q, (k, v), &self.sequences, self.part.scale).unwrap_or_else(panic)
+                flash_forward(q, k, v, &self.sequences, self.part.scale).unwrap_or_else(panic)
             }
-            Backend::Runs(runs) => self.forward_runs(runs, q, (k, v)),
+            Backend::Runs(runs) => self.forward_runs(runs, q, k, v),
             #[cfg(test)]
-            Backend::Reference => reference::forward(&self.sequences, self.part.scale, q, (k, v)),
+            Backend::Reference => reference::forward(&self.sequences, self.part.scale, q, k, v),
         }
     }
 
@@ -214,20 +215,21 @@ impl Call {
         &self,
         results: &Results,
         q: &Tensor,
-        (k, v): (&Tensor, &Tensor),
+        k: &Tensor,
+        v: &Tensor,
     ) -> CallGradient {
         match &self.backend {
             Backend::Flash => {
                 let Results { out, lse, dout } = results;
                 let (sequences, scale) = (&self.sequences, self.part.scale);
-                let (dq, dk, dv) = flash_backward(dout, q, (k, v), (out, lse), sequences, scale)
-                    .unwrap_or_else(panic);
+                let (dq, dk, dv) =
+                    flash_backward(dout, q, k, v, out, lse, sequences, scale).unwrap_or_else(panic);
                 CallGradient { dq, dk, dv }
             }
-            Backend::Runs(runs) => self.backward_runs(runs, results, q, (k, v)),
+            Backend::Runs(runs) => self.backward_runs(runs, results, q, k, v),
             #[cfg(test)]
             Backend::Reference => {
-                reference::backward(&self.sequences, self.part.scale, results, q, (k, v))
+                reference::backward(&self.sequences, self.part.scale, results, q, k, v)
             }
         }
     }
@@ -248,7 +250,8 @@ impl Call {
         &self,
         runs: &[(Run, Option<Tensor>)],
         q: &Tensor,
-        (k, v): (&Tensor, &Tensor),
+        k: &Tensor,
+        v: &Tensor,
     ) -> (Tensor, Tensor) {
         let kv_heads = k.size()[1];
         let out = q.empty_like();
@@ -267,7 +270,8 @@ impl Call {
         runs: &[(Run, Option<Tensor>)],
         results: &Results,
         q: &Tensor,
-        (k, v): (&Tensor, &Tensor),
+        k: &Tensor,
+        v: &Tensor,
     ) -> CallGradient {
         let kv_heads = k.size()[1];
         let gradient = CallGradient { dq: q.empty_like(), dk: k.empty_like(), dv: v.empty_like() };

@@ -336,7 +336,7 @@ impl Draft {
         let total = cache.length + slots;
         let (k, v) = &cache.layers[index];
         let [k_sjd, v_sjd] = [k, v].map(|x| x.narrow(1, 0, total).transpose(0, 1));
-        if self.kernels == Kernels::Fast && flash::takes(q_jngd, (&k_sjd, &v_sjd)) {
+        if self.kernels == Kernels::Fast && flash::takes(q_jngd, &k_sjd, &v_sjd) {
             let window = match self.window(index) {
                 None => Window::ALL,
                 Some(window) => Window { left: Some(window - 1), right: Some(0) },
@@ -344,7 +344,7 @@ impl Draft {
             let make = || flash::one(slots, total, window, q_jngd.device());
             let q_nhd = q_jngd.transpose(0, 1).flatten(1, 2);
             let sequence = shared.calls.of(window, make);
-            return flash::attend(&q_nhd, (&k_sjd, &v_sjd), sequence, None).flatten(1, 2);
+            return flash::attend(&q_nhd, &k_sjd, &v_sjd, sequence, None).flatten(1, 2);
         }
         let mask = self.window(index).map(|window| {
             let make = || self.decode_mask(window, cache.length, slots);
@@ -352,7 +352,7 @@ impl Draft {
         });
         let folded = q_jngd.flatten(1, 2).unsqueeze(0);
         let seen = |x: &Tensor| dense(&x.narrow(1, 0, total).unsqueeze(0), q_jngd.kind());
-        let out = attention(&folded, &seen(k), &seen(v), (mask.as_ref(), false), self.kernels);
+        let out = attention(&folded, &seen(k), &seen(v), mask.as_ref(), false, self.kernels);
         self.ungroup_queries(&out.squeeze_dim(0).view(q_jngd.size().as_slice()))
     }
 

@@ -212,7 +212,7 @@ impl Draft {
         (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
     ) {
         let norm = self.norm(&self.views.norm);
-        let mut dx_nh = norm.backward(dhidden_nh, &saved.last_nh, (None, &gradients.norm));
+        let mut dx_nh = norm.backward(dhidden_nh, &saved.last_nh, None, &gradients.norm);
         let buckets = self.layout.buckets().len();
         finished(buckets - 1);
         let mut dcontext_ch = saved.context_ch.zeros_like();
@@ -230,7 +230,7 @@ impl Draft {
         }
         let _part = trace::part("features");
         let norm = self.norm(&self.views.hidden_norm);
-        let dfused = norm.backward(dcontext_ch, &saved.fused_ch, (None, &gradients.hidden_norm));
+        let dfused = norm.backward(dcontext_ch, &saved.fused_ch, None, &gradients.hidden_norm);
         accumulate_product(&gradients.fc, &dfused, &input.features_ck);
         finished(0);
     }
@@ -272,7 +272,8 @@ impl LayerPass<'_> {
         let (dx_nh, normed) = self.draft.norm(&self.layer.input_norm).backward_again(
             dqkv.matmul(&self.layer.qkv),
             &input_nh,
-            (&dmiddle_nh, &self.gradient.input_norm),
+            &dmiddle_nh,
+            &self.gradient.input_norm,
         );
         accumulate_product(&self.gradient.qkv, &dqkv, &normed);
         if let Some(gradient) = &self.gradient.biases {
@@ -290,7 +291,8 @@ impl LayerPass<'_> {
         let (dmiddle_nh, normed) = self.draft.norm(&self.layer.post_norm).backward_again(
             dgate_up.matmul(&self.layer.gate_up),
             middle_nh,
-            (dy_nh, &self.gradient.post_norm),
+            dy_nh,
+            &self.gradient.post_norm,
         );
         accumulate_product(&self.gradient.gate_up, &dgate_up, &normed);
         dmiddle_nh
@@ -331,7 +333,7 @@ impl LayerPass<'_> {
         let (q_jngd, own) = draft.project_slots(self.layer, &qkv, &input.slot_rope);
         let context = draft.project_context(self.layer, &context_kv, &input.context_rope);
         let inner = trace::part("attention");
-        let gradient = self.attention.backward(dout_jngd, &q_jngd, (&context, &own), attended);
+        let gradient = self.attention.backward(dout_jngd, &q_jngd, &context, &own, attended);
         drop(inner);
         self.key_value_backward(&gradient.context, &context_kv, &input.context_rope);
         accumulate_product(&self.gradient.kv, &context_kv, self.context_ch);
@@ -348,8 +350,8 @@ impl LayerPass<'_> {
         let (draft, input, gradient) = (self.draft, self.input, self.gradient);
         let norms = (Some(&self.layer.q_norm), &self.layer.k_norm);
         if let Some(projected) = draft.projected(qkv, norms, &input.slot_rope) {
-            let d = (Some(&d.dq_jngd), &d.own.k_jtd, &d.own.v_jtd);
-            return projected.backward(qkv, d, (&gradient.q_norm, &gradient.k_norm));
+            let (dq, KeyValue { k_jtd, v_jtd }) = (Some(&d.dq_jngd), &d.own);
+            return projected.backward(qkv, dq, k_jtd, v_jtd, &gradient.q_norm, &gradient.k_norm);
         }
         let c = &draft.config;
         let q_width = c.num_attention_heads * c.head_dim;
@@ -366,8 +368,8 @@ impl LayerPass<'_> {
     /// Puts the gradient of raw keys and values [T, 2*kv_width] in their place.
     fn key_value_backward(&self, d: &KeyValue, raw: &Tensor, rope: &RotaryTables) {
         if let Some(projected) = self.draft.projected(raw, (None, &self.layer.k_norm), rope) {
-            let weights = (&self.gradient.q_norm, &self.gradient.k_norm);
-            return projected.backward(raw, (None, &d.k_jtd, &d.v_jtd), weights);
+            let (q_norm, k_norm) = (&self.gradient.q_norm, &self.gradient.k_norm);
+            return projected.backward(raw, None, &d.k_jtd, &d.v_jtd, q_norm, k_norm);
         }
         let width = self.draft.config.kv_width();
         self.draft.norm(&self.layer.k_norm).of_heads_backward(

@@ -122,7 +122,8 @@ impl KvCache {
 
     pub(crate) fn new(
         body: &Body,
-        (options, few): ((Kind, Device), Option<&Stack>),
+        options: (Kind, Device),
+        few: Option<&Stack>,
         capacity: usize,
     ) -> Self {
         let capacity = capacity as i64;
@@ -307,38 +308,42 @@ impl CachedAttention<'_> {
     fn over(
         &mut self,
         place: Place<'_>,
-        (q_tnd, kernels): (&Tensor, Kernels),
-        (k, v, first_key): (Tensor, Tensor, i64),
+        q_tnd: &Tensor,
+        kernels: Kernels,
+        k: Tensor,
+        v: Tensor,
+        first_key: i64,
     ) -> Tensor {
         let (start, tokens) = (self.cache.len, q_tnd.size()[0]);
-        if let Some(attended) = self.flash(place, (q_tnd, kernels), (&k, &v)) {
+        if let Some(attended) = self.flash(place, q_tnd, kernels, &k, &v) {
             return attended;
         }
         if tokens == 1 {
-            return one_token((q_tnd, kernels), (&k, &v), place.scores);
+            return one_token(q_tnd, kernels, &k, &v, place.scores);
         }
         let span = Span { start, tokens, first_key, reach: place.reach };
         let mask = self.masks.of(place.reach, || span.mask(&k));
         let q = heads_first(q_tnd);
-        side_by_side(&scored_attention(&q, &k, &v, (Some(&mask), false), place.scores, kernels))
+        side_by_side(&scored_attention(&q, &k, &v, Some(&mask), false, place.scores, kernels))
     }
 
     /// The same by the kernels of a GPU, where these take it.
     fn flash(
         &mut self,
         place: Place<'_>,
-        (q_tnd, kernels): (&Tensor, Kernels),
-        (k_1msd, v_1mse): (&Tensor, &Tensor),
+        q_tnd: &Tensor,
+        kernels: Kernels,
+        k_1msd: &Tensor,
+        v_1mse: &Tensor,
     ) -> Option<Tensor> {
         let [k_smd, v_sme] = [k_1msd, v_1mse].map(|x| x.squeeze_dim(0).transpose(0, 1));
-        let kv = (&k_smd, &v_sme);
-        if kernels != Kernels::Fast || !flash::takes(q_tnd, kv) {
+        if kernels != Kernels::Fast || !flash::takes(q_tnd, &k_smd, &v_sme) {
             return None;
         }
         let (window, tokens, keys) = (flash::window(place)?, q_tnd.size()[0], k_smd.size()[0]);
         let make = || flash::one(tokens, keys, window, q_tnd.device());
         let sequence = self.calls.of(window, make);
-        Some(flash::attend(q_tnd, kv, sequence, place.scores.scale).flatten(1, 2))
+        Some(flash::attend(q_tnd, &k_smd, &v_sme, sequence, place.scores.scale).flatten(1, 2))
     }
 }
 
@@ -359,8 +364,9 @@ impl Attend for CachedAttention<'_> {
         if self.cache.len == 0 {
             return causal(projected, place);
         }
-        let seen = self.seen(place, projected.q_tnd.size()[0], projected.q_tnd.kind());
-        self.over(place, (&projected.q_tnd, projected.kernels), seen)
+        let tokens = projected.q_tnd.size()[0];
+        let (k, v, first_key) = self.seen(place, tokens, projected.q_tnd.kind());
+        self.over(place, &projected.q_tnd, projected.kernels, k, v, first_key)
     }
 
     fn attend_latent(&mut self, place: Place<'_>, latent: &Latent<'_>) -> Tensor {
@@ -374,8 +380,8 @@ impl Attend for CachedAttention<'_> {
         }
         let (kept_11sc, _, first_key) = self.seen(place, tokens, latent.q_tnd.kind());
         let (k_snd, v_snv) = latent.up.expand(&kept_11sc.squeeze_dim(0).transpose(0, 1));
-        let seen = (heads_first(&k_snd), heads_first(&v_snv), first_key);
-        self.over(place, (&latent.q_tnd, latent.kernels), seen)
+        let (k, v) = (heads_first(&k_snd), heads_first(&v_snv));
+        self.over(place, &latent.q_tnd, latent.kernels, k, v, first_key)
     }
 
     fn scan(&mut self, layer: usize, recurrence: &dyn Recurrence, inputs_tc: &Tensor) -> Tensor {
@@ -390,15 +396,17 @@ impl Attend for CachedAttention<'_> {
 /// One token sees all keys, so the query heads of a group can stand in for a sequence: no mask, and
 /// no repeated keys.
 fn one_token(
-    (q_tnd, kernels): (&Tensor, Kernels),
-    (k, v): (&Tensor, &Tensor),
+    q_tnd: &Tensor,
+    kernels: Kernels,
+    k: &Tensor,
+    v: &Tensor,
     scores: Scores<'_>,
 ) -> Tensor {
     let size = q_tnd.size();
     let key_heads = k.size()[1];
     let q = q_tnd.reshape([1, key_heads, size[1] / key_heads, size[2]]);
     scores
-        .folded(key_heads, |scores| scored_attention(&q, k, v, (None, false), scores, kernels))
+        .folded(key_heads, |scores| scored_attention(&q, k, v, None, false, scores, kernels))
         .reshape([1, -1])
 }
 
@@ -419,7 +427,7 @@ mod tests {
         let below = |most: i64| below(most).int64_value(&[0]);
         let heads = DeltaHeads { keys: 1, values: 2, key_dim: 4, value_dim: 3 };
         let weights = [random(&[heads.channels(), 1, 4]), random(&[2]), random(&[2])];
-        let rule = DeltaRule::new(heads, (&weights[0], &weights[1], &weights[2]));
+        let rule = DeltaRule::new(heads, &weights[0], &weights[1], &weights[2]);
         let (mut carried, mut held) = (Carried::default(), random(&[0, heads.inputs()]));
         for _ in 0..60 {
             let len = held.size()[0];

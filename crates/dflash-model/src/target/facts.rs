@@ -108,8 +108,8 @@ impl TargetFacts {
     pub fn load(dir: &Path, spec: Option<&TargetSpec>) -> Result<Self> {
         let config = Fields::read(dir, "config.json")?;
         let text = text_config(&config)?;
-        let mut facts = Self::from_fields((&config, &text), spec)
-            .map_err(|error| spec::with_example(error, dir, (&config, &text)))?;
+        let mut facts = Self::from_fields(&config, &text, spec)
+            .map_err(|error| spec::with_example(error, dir, &config, &text))?;
         if dir.join("generation_config.json").is_file() {
             let more = Fields::read(dir, "generation_config.json")?.tokens("eos_token_id")?;
             facts.eos_token_ids.extend(more);
@@ -119,7 +119,7 @@ impl TargetFacts {
         Ok(facts)
     }
 
-    fn from_fields((config, text): (&Fields, &Fields), spec: Option<&TargetSpec>) -> Result<Self> {
+    fn from_fields(config: &Fields, text: &Fields, spec: Option<&TargetSpec>) -> Result<Self> {
         let unset = TargetSpec::default();
         let described = spec.is_some();
         let spec = spec.unwrap_or(&unset);
@@ -154,15 +154,15 @@ impl TargetFacts {
                 Some(id) => Some(id),
                 None => config.token("pad_token_id")?,
             },
-            head: head_numbers(text, (&family, spec), hidden_size)?,
+            head: head_numbers(text, &family, spec, hidden_size)?,
             no_last_state: family.no_last_state.filter(|_| {
                 // one stream is the state itself
                 text.value("hc_mult").is_none_or(|streams| streams.as_i64() != Some(1))
             }),
             quantization: quantization(config, text)?,
-            draft: draft_shape::defaults((config, text), spec, hidden_size)?,
+            draft: draft_shape::defaults(config, text, spec, hidden_size)?,
             tensors: spec.tensors(),
-            tying: tying((config, text), (&family, spec))?,
+            tying: tying(config, text, &family, spec)?,
         })
     }
 
@@ -233,7 +233,8 @@ fn end_tokens(config: &Fields, text: &Fields) -> Result<Vec<i64>> {
 
 fn head_numbers(
     text: &Fields,
-    (family, spec): (&Architecture, &TargetSpec),
+    family: &Architecture,
+    spec: &TargetSpec,
     hidden_size: i64,
 ) -> Result<HeadNumbers> {
     let eps = match family.eps_keys.iter().find(|key| text.value(key).is_some()) {
@@ -278,8 +279,10 @@ fn head_numbers(
 
 /// What both levels say of it; where neither does, the family's own default counts.
 fn tying(
-    (config, text): (&Fields, &Fields),
-    (family, spec): (&Architecture, &TargetSpec),
+    config: &Fields,
+    text: &Fields,
+    family: &Architecture,
+    spec: &TargetSpec,
 ) -> Result<Tying> {
     let key = "tie_word_embeddings";
     if spec.head.is_some() {

@@ -80,13 +80,15 @@ impl FewRows {
     /// When a cache is too small, or an id of `captures` exceeds the number of layers.
     pub fn forward(
         &self,
-        (ids, parts): (&[i64], &mut [(&mut KvCache, usize)]),
+        ids: &[i64],
+        parts: &mut [(&mut KvCache, usize)],
         x: &mut [f32],
-        (captures, states): (&[u32], &mut [f32]),
+        captures: &[u32],
+        states: &mut [f32],
     ) {
         self.embed(ids, x);
         if let [(cache, _)] = parts {
-            return self.run_one(cache, x, (captures, states));
+            return self.run_one(cache, x, captures, states);
         }
         let outputs = Outputs { captures, states, ..Outputs::default() };
         let sequences: Vec<Sequence<'_>> =
@@ -96,12 +98,7 @@ impl FewRows {
     }
 
     /// Runs the embeddings `x` [R, H] of tokens of one sequence, as many at a time as a call takes.
-    fn run_one(
-        &self,
-        cache: &mut KvCache,
-        x: &mut [f32],
-        (captures, states): (&[u32], &mut [f32]),
-    ) {
+    fn run_one(&self, cache: &mut KvCache, x: &mut [f32], captures: &[u32], states: &mut [f32]) {
         let hidden = self.norm.0.len();
         let mut states = states.chunks_mut((Self::MAX_ROWS * hidden * captures.len()).max(1));
         for x in x.chunks_mut(Self::MAX_ROWS * hidden) {
@@ -217,8 +214,8 @@ impl Target {
         let ids = Vec::<i64>::try_from(ids_t).expect("token ids are integers");
         let empty = |width: i64| Tensor::empty([rows, width], (Kind::Float, self.device()));
         let (mut hidden_td, mut states) = (empty(hidden), empty(captures.len() as i64 * hidden));
-        let into = (captures, floats_mut(&mut states));
-        few.forward((&ids, parts), floats_mut(&mut hidden_td), into);
+        let (x, into) = (floats_mut(&mut hidden_td), floats_mut(&mut states));
+        few.forward(&ids, parts, x, captures, into);
         let state = |place: usize| states.narrow(1, place as i64 * hidden, hidden);
         CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
     }

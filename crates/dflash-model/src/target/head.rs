@@ -143,12 +143,12 @@ impl TargetHead {
         let tensors = HeadTensors::open(dir)?;
         let located = tensors.locate(facts)?;
         let (rows, hidden) = (facts.vocab_size, facts.hidden_size);
-        let float = (place.0, Kind::Float);
+        let (device, kind) = place;
         let matrix = |name: &str| {
             tensors.kind(name, facts)?;
-            tensors.read(name, &[rows, hidden], place)
+            tensors.read(name, &[rows, hidden], device, kind)
         };
-        let vector = |name: &String| tensors.read(name, &[hidden], float);
+        let vector = |name: &String| tensors.read(name, &[hidden], device, Kind::Float);
         let stored = tensors.kind(&located.embedding, facts)?;
         let embedding_vh = matrix(&located.embedding)?;
         let lm_head_vh = match &located.head {
@@ -157,7 +157,8 @@ impl TargetHead {
         };
         let norm_bias = located.norm_bias.as_ref().map(vector).transpose()?;
         let head_bias = located.head_bias.as_ref();
-        let bias_v = head_bias.map(|name| tensors.read(name, &[rows], float)).transpose()?;
+        let bias_v =
+            head_bias.map(|name| tensors.read(name, &[rows], device, Kind::Float)).transpose()?;
         Ok(Self {
             norm: FinalNorm::new(vector(&located.norm)?, norm_bias, &facts.head),
             embedding_scale: facts.head.embedding_scale_in(stored),
@@ -215,14 +216,14 @@ impl TargetHead {
     pub fn logits_of(
         dir: &Path,
         facts: &TargetFacts,
-        (state_h, normed): (&[f32], bool),
+        state_h: &[f32],
+        normed: bool,
         ids: &[i64],
     ) -> Result<Vec<f32>> {
         let tensors = HeadTensors::open(dir)?;
         let located = tensors.locate(facts)?;
         let (rows, hidden) = (facts.vocab_size, facts.hidden_size);
-        let float = (Device::Cpu, Kind::Float);
-        let vector = |name: &String| tensors.read(name, &[hidden], float);
+        let vector = |name: &String| tensors.read(name, &[hidden], Device::Cpu, Kind::Float);
         let norm_bias = located.norm_bias.as_ref().map(vector).transpose()?;
         let norm = FinalNorm::new(vector(&located.norm)?, norm_bias, &facts.head);
         let head = located.head.as_ref().unwrap_or(&located.embedding);

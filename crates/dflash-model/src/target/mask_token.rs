@@ -76,7 +76,8 @@ const SET_ASIDE: [&str; 9] = [
 /// The id is pad, eos or unk, lies outside the embedding, or nothing is free. A stored one may be pad or
 /// unk: published drafts have such, and are served with them.
 pub fn resolve_mask_token(
-    (named, stored): (Option<i64>, Option<i64>),
+    named: Option<i64>,
+    stored: Option<i64>,
     tokenizer: &TokenizerFacts,
     embedding_rows: i64,
 ) -> Result<MaskToken> {
@@ -140,7 +141,7 @@ mod tests {
     }
 
     fn resolve(named: Option<i64>, facts: &TokenizerFacts, rows: i64) -> Result<i64> {
-        Ok(resolve_mask_token((named, None), facts, rows)?.id)
+        Ok(resolve_mask_token(named, None, facts, rows)?.id)
     }
 
     #[test]
@@ -169,7 +170,7 @@ mod tests {
 
     #[test]
     fn a_published_drafts_token_is_kept_though_it_has_another_name() {
-        let stored = |id| resolve_mask_token((None, Some(id)), &facts(), 100);
+        let stored = |id| resolve_mask_token(None, Some(id), &facts(), 100);
         assert_eq!(stored(3).unwrap(), MaskToken { id: 3, source: MaskSource::Stored });
         assert!(stored(2).unwrap_err().to_string().contains("end-of-text"));
         assert!(stored(100).unwrap_err().to_string().contains("not a row"));
@@ -346,7 +347,7 @@ mod tests {
         for (name, rows, len, [pad, eos, unk], mask, added, (id, source)) in real {
             let added = added.iter().map(|(id, name)| (*id, (*name).to_owned())).collect();
             let facts = TokenizerFacts { len, beyond: Vec::new(), mask, pad, eos, unk, added };
-            let found = resolve_mask_token((None, None), &facts, rows).unwrap();
+            let found = resolve_mask_token(None, None, &facts, rows).unwrap();
             assert_eq!(found, MaskToken { id, source }, "{name}");
         }
         // a number in a name does not set it aside: ERNIE's places, for one

@@ -23,11 +23,11 @@ impl<'a> PackedAttention<'a> {
 
     /// All documents in one call, where the kernels of a GPU take them.
     fn flash(&mut self, place: Place<'_>, projected: &Projected) -> Option<Tensor> {
-        let (q, kv) = projected.flash()?;
+        let [q, k, v] = projected.flash()?;
         let window = flash::window(place)?;
         let starts = self.document_starts;
         let sequences = self.calls.of(window, || flash::documents(starts, window, q.device()));
-        Some(flash::attend(q, kv, sequences, place.scores.scale).flatten(1, 2))
+        Some(flash::attend(q, k, v, sequences, place.scores.scale).flatten(1, 2))
     }
 }
 
@@ -82,9 +82,9 @@ impl Projected {
     }
 
     /// Queries, keys and values, where the kernels of a GPU take them.
-    pub(crate) fn flash(&self) -> Option<(&Tensor, (&Tensor, &Tensor))> {
-        let (q, kv) = (&self.q_tnd, (&self.k_tmd, &self.v_tme));
-        (self.kernels == Kernels::Fast && flash::takes(q, kv)).then_some((q, kv))
+    pub(crate) fn flash(&self) -> Option<[&Tensor; 3]> {
+        let (q, k, v) = (&self.q_tnd, &self.k_tmd, &self.v_tme);
+        (self.kernels == Kernels::Fast && flash::takes(q, k, v)).then_some([q, k, v])
     }
 }
 
@@ -92,16 +92,16 @@ impl Projected {
 pub(crate) fn causal(document: &Projected, place: Place<'_>) -> Tensor {
     let tokens = document.q_tnd.size()[0];
     let Place { reach, scores, .. } = place;
-    if let Some(((q, kv), window)) = document.flash().zip(flash::window(place)) {
+    if let Some(([q, k, v], window)) = document.flash().zip(flash::window(place)) {
         let sequence = flash::one(tokens, tokens, window, q.device());
-        return flash::attend(q, kv, &sequence, scores.scale).flatten(1, 2);
+        return flash::attend(q, k, v, &sequence, scores.scale).flatten(1, 2);
     }
     let [q, k, v] = [&document.q_tnd, &document.k_tmd, &document.v_tme].map(heads_first);
     let out = if reach.is_all_of(tokens) {
-        scored_attention(&q, &k, &v, (None, true), scores, document.kernels)
+        scored_attention(&q, &k, &v, None, true, scores, document.kernels)
     } else {
         let mask = Span { start: 0, tokens, first_key: 0, reach }.mask(&q);
-        scored_attention(&q, &k, &v, (Some(&mask), false), scores, document.kernels)
+        scored_attention(&q, &k, &v, Some(&mask), false, scores, document.kernels)
     };
     side_by_side(&out)
 }

@@ -80,19 +80,20 @@ impl PackedWeight {
     /// As [`Weights::read_into`].
     pub(crate) fn read(
         weights: &Weights,
-        (rows, input): (&[(String, i64)], i64),
+        rows: &[(String, i64)],
+        input: i64,
         Packing { products, kind }: Packing,
         layout: Layout,
     ) -> Result<Self> {
         let outputs = rows.iter().map(|(_, rows)| rows).sum();
         rows.iter().try_for_each(|(name, rows)| weights.check_shape(name, &[*rows, input]))?;
-        let mut matrix = Matrix::zeros((input, outputs), products, layout);
+        let mut matrix = Matrix::zeros(input, outputs, products, layout);
         let (at_once, options) = ((PIECE / input).max(1), (products.storage(), Device::Cpu));
         let mut first = 0;
         for (name, rows) in rows {
             for start in (0..*rows).step_by(at_once as usize) {
                 let rows_oi = Tensor::empty([at_once.min(rows - start), input], options);
-                weights.read_part_into(name, (0, start), &rows_oi)?;
+                weights.read_part_into(name, 0, start, &rows_oi)?;
                 matrix.put(first + start, &rows_oi);
             }
             first += rows;

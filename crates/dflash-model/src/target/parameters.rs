@@ -198,7 +198,7 @@ impl Init<'_> {
         let parts = spec.parts(&self.shard);
         let rows = |part: &Part| (format!("{}.weight", part.name), part.whole);
         let rows: Vec<(String, i64)> = parts.iter().map(rows).collect();
-        let weight = PackedWeight::read(weights, (&rows, spec.input), packing, layout)?;
+        let weight = PackedWeight::read(weights, &rows, spec.input, packing, layout)?;
         let linear = self.unread(spec, parts, Held::Packed(weight));
         linear.read_biases(weights)?;
         Ok(linear)
@@ -415,7 +415,7 @@ impl Linear {
                 true => {
                     let own = weight_oi.size()[1];
                     weights.check_shape(&weight, &[rows.whole, self.shard.whole(own)])?;
-                    weights.read_part_into(&weight, (1, self.shard.start(own)), &weight_oi)?;
+                    weights.read_part_into(&weight, 1, self.shard.start(own), &weight_oi)?;
                 }
                 false => weights.read_rows_into(&weight, &rows, &weight_oi)?,
             }
@@ -522,7 +522,7 @@ mod tests {
         let whole = Tensor::cat(&[apart(0), apart(2)], 1);
         assert!(of_rank(Shard::WHOLE).apply(&x).allclose(&whole, 1e-5, 1e-6, false));
         for (part, columns) in [(0, [0i64, 1, 4, 6]), (1, [2, 3, 5, 7])] {
-            let own = of_rank(Shard::new((part, 2), None)).apply(&x);
+            let own = of_rank(Shard::new(part, 2, None)).apply(&x);
             let expected = whole.index_select(1, &Tensor::from_slice(&columns));
             assert!(own.allclose(&expected, 1e-5, 1e-6, false), "part {part}");
         }
@@ -534,7 +534,7 @@ mod tests {
             weights: Some(&weights),
             options: OPTIONS,
             prefix: "",
-            shard: Shard::new((0, 2), None),
+            shard: Shard::new(0, 2, None),
             packing: None,
         };
         let parts = &[("ab", Even(2)), ("ab", Even(2))];
@@ -551,7 +551,7 @@ mod tests {
     #[test]
     fn ranks_that_are_more_than_the_key_heads_have_one_each() {
         let check = |outputs: Outputs, of: usize, expected: &[Range<i64>]| {
-            let own = (0..of).map(|part| outputs.own(&Shard::new((part, of), None)));
+            let own = (0..of).map(|part| outputs.own(&Shard::new(part, of, None)));
             assert_eq!(own.collect::<Vec<_>>(), expected, "{outputs:?} of {of}");
         };
         check(Even(8), 4, &[0..2, 2..4, 4..6, 6..8]);

@@ -101,7 +101,7 @@ impl Weights {
     pub fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
         let shard = self.shard(name)?;
         if self.is_fp8(name)? {
-            self.read_fp8(name, (0, 0), destination)?;
+            self.read_fp8(name, 0, 0, destination)?;
         } else {
             shard.check_shape(name, &destination.size())?;
             shard.read_into(name, 0, destination)?;
@@ -117,12 +117,13 @@ impl Weights {
     pub fn read_part_into(
         &self,
         name: &str,
-        (dim, start): (usize, i64),
+        dim: usize,
+        start: i64,
         destination: &Tensor,
     ) -> Result<()> {
         let shard = self.shard(name)?;
         if self.is_fp8(name)? {
-            self.read_fp8(name, (dim, start), destination)?;
+            self.read_fp8(name, dim, start, destination)?;
         } else {
             shard.read_part_into(name, (dim, start), destination)?;
         }
@@ -151,7 +152,7 @@ impl Weights {
         for Range { start, end } in rows.own.iter().cloned() {
             let part = destination.narrow(0, begin, end - start);
             match is_fp8 {
-                true => self.read_fp8(name, (0, start), &part)?,
+                true => self.read_fp8(name, 0, start, &part)?,
                 false => shard.read_part_into(name, (0, start), &part)?,
             }
             begin += end - start;

@@ -89,7 +89,7 @@ fn check(dir: &Path, change: fn(&mut Checkpoint)) {
 fn few_logits(dir: &Path, facts: &TargetFacts, golden: &Golden) {
     let ids = [7, 0, 11];
     let state_h = Vec::<f32>::try_from(golden.last_th.get(3)).unwrap();
-    let few = TargetHead::logits_of(dir, facts, (&state_h, false), &ids).unwrap();
+    let few = TargetHead::logits_of(dir, facts, &state_h, false, &ids).unwrap();
     let expected = golden.logits_tv.get(3).index_select(0, &Tensor::from_slice(&ids));
     assert_close("a few logits", &Tensor::from_slice(&few), &expected, TOLERANCE);
 }

@@ -169,14 +169,12 @@ pub(super) fn slice(value: &Value, args: &[Value]) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => {
             let characters: Vec<char> = value.as_str().unwrap_or_default().chars().collect();
-            let kept = indices((start, stop, step), characters.len());
+            let kept = indices(start, stop, step, characters.len());
             Ok(kept.map(|index| characters[index]).collect::<String>().into())
         }
         ValueKind::Seq | ValueKind::Iterable => {
             let items: Vec<Value> = value.try_iter()?.collect();
-            Ok(indices((start, stop, step), items.len())
-                .map(|index| items[index].clone())
-                .collect())
+            Ok(indices(start, stop, step, items.len()).map(|index| items[index].clone()).collect())
         }
         kind => {
             let reason = format!("a value of type {kind} cannot be sliced");
@@ -187,7 +185,9 @@ pub(super) fn slice(value: &Value, args: &[Value]) -> Result<Value, Error> {
 
 /// `range(*slice(start, stop, step).indices(length))`, as CPython's `PySlice_AdjustIndices` has it.
 fn indices(
-    (start, stop, step): (Option<i64>, Option<i64>, i64),
+    start: Option<i64>,
+    stop: Option<i64>,
+    step: i64,
     length: usize,
 ) -> impl Iterator<Item = usize> {
     let length = length as i64;
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn indices_are_pythons() {
         let check = |(start, stop, step), length, expect: &[usize]| {
-            let found: Vec<usize> = indices((start, stop, step), length).collect();
+            let found: Vec<usize> = indices(start, stop, step, length).collect();
             assert_eq!(found, expect, "[{start:?}:{stop:?}:{step}] of {length}");
         };
         check((None, None, -1), 0, &[]);

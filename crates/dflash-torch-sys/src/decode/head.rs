@@ -44,7 +44,7 @@ impl Head {
         assert_eq!(logits.len(), rows * outputs, "a logit for each row and token");
         let each = MAX_ROWS as usize;
         let parts = x.chunks(each * self.depth()).zip(logits.chunks_mut(each * outputs));
-        parts.for_each(|(x, logits)| self.run(x, norm, (logits.as_mut_ptr(), null_mut())));
+        parts.for_each(|(x, logits)| self.run(x, norm, logits.as_mut_ptr(), null_mut()));
     }
 
     /// Writes the token with the largest logit for each row of `x` [R, H] to `best` `[R]`; of equal
@@ -53,7 +53,7 @@ impl Head {
         assert_eq!(best.len(), self.rows(x), "a token for each row");
         let each = MAX_ROWS as usize;
         let parts = x.chunks(each * self.depth()).zip(best.chunks_mut(each));
-        parts.for_each(|(x, best)| self.run(x, norm, (null_mut(), best.as_mut_ptr())));
+        parts.for_each(|(x, best)| self.run(x, norm, null_mut(), best.as_mut_ptr()));
     }
 
     fn depth(&self) -> usize {
@@ -65,7 +65,7 @@ impl Head {
         x.len() / self.depth()
     }
 
-    fn run(&self, x: &[f32], norm: Option<(&[f32], f64)>, (logits, best): (*mut f32, *mut i64)) {
+    fn run(&self, x: &[f32], norm: Option<(&[f32], f64)>, logits: *mut f32, best: *mut i64) {
         let to = Sums { logits, best, columns: self.matrix.outputs() };
         self.matrix.run(x, norm, to, &mut self.scratch.borrow_mut());
     }

@@ -124,7 +124,7 @@ pub struct Matrix {
 
 impl Matrix {
     /// A matrix of zeros with so many inputs and outputs, to be filled by [`Self::put`].
-    pub fn zeros((depth, outputs): (i64, i64), products: Products, layout: Layout) -> Self {
+    pub fn zeros(depth: i64, outputs: i64, products: Products, layout: Layout) -> Self {
         let words = depth as usize / products.per_word() + depth as usize % products.per_word();
         let panels = Panels::new(layout.panels(outputs) as usize, words);
         Self { panels, depth, outputs, products, layout }
@@ -142,7 +142,7 @@ impl Matrix {
 
     fn packed(weight_io: &Tensor, products: Products, layout: Layout) -> Self {
         let (depth, outputs) = (weight_io.size()[0], weight_io.size()[1]);
-        let mut matrix = Self::zeros((depth, outputs), products, layout);
+        let mut matrix = Self::zeros(depth, outputs, products, layout);
         matrix.put(0, &weight_io.tr());
         matrix
     }
@@ -385,7 +385,7 @@ impl Products {
 /// A bias as the panels of its matrix lie, filled up with zeros.
 pub(super) fn bias_panels(bias_o: &Tensor, layout: Layout) -> Tensor {
     let outputs = bias_o.size()[0];
-    let mut panels = Matrix::zeros((1, outputs), Products::Float32, layout);
+    let mut panels = Matrix::zeros(1, outputs, Products::Float32, layout);
     panels.put(0, &bias_o.unsqueeze(1));
     Tensor::from_slice(panels.panels.floats_of_all())
 }
@@ -421,7 +421,7 @@ mod tests {
             let what = format!("{depth} x {outputs}, {products:?}, {layout:?}");
             let one = Matrix::packed(&weight_io, products, layout);
             for part in [1, 5, 17, 33, outputs] {
-                let mut parts = Matrix::zeros((depth, outputs), products, layout);
+                let mut parts = Matrix::zeros(depth, outputs, products, layout);
                 for start in (0..outputs).step_by(part as usize) {
                     let rows_oi = weight_io.narrow(1, start, part.min(outputs - start)).tr();
                     parts.put(start, &rows_oi.contiguous());

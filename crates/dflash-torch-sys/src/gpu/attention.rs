@@ -268,7 +268,7 @@ pub fn merge(runner: Runner, parts: &[Part], places: &Places<'_>) -> Part {
     let reads: Vec<&Tensor> = outs.iter().copied().chain(lse).chain([places.of_blocks]).collect();
     Launch {
         kernel: MERGE,
-        instance: Moves::Sixteen.instance(runner, out.kind(), (&all, &[dim])),
+        instance: Moves::Sixteen.instance(runner, out.kind(), &all, &[dim]),
         blocks: slots,
         shared: heads * parts.len() as i64,
         reads: &reads,
@@ -337,7 +337,8 @@ pub fn sum(
     runner: Runner,
     parts: &[PartGradient],
     places: &Places<'_>,
-    (key_first, key_places): (&Tensor, &Tensor),
+    key_first: &Tensor,
+    key_places: &Tensor,
 ) -> Sums {
     let (dq, dk) = (&parts[0].dq, &parts[0].dk);
     let (slots, keys) = (dq.size()[0], key_first.numel() as i64 - 1);
@@ -357,7 +358,7 @@ pub fn sum(
     let widths = [row_width(dq), row_width(dk)];
     Launch {
         kernel: SUM,
-        instance: Moves::Sixteen.instance(runner, dq.kind(), (&all, &widths)),
+        instance: Moves::Sixteen.instance(runner, dq.kind(), &all, &widths),
         blocks: slots + keys,
         shared: 0,
         reads: &reads,

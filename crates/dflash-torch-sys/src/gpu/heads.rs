@@ -146,7 +146,7 @@ pub fn heads_to(
     let warps = u64::from(HEADS.threads / 32);
     Launch {
         kernel: HEADS,
-        instance: Moves::Pair.instance(runner, x.kind(), (&all, &sizes)),
+        instance: Moves::Pair.instance(runner, x.kind(), &all, &sizes),
         blocks: (rows * (query_heads + key_heads + copied)).unsigned_abs().div_ceil(warps) as i64,
         shared: 0,
         reads: &reads,
@@ -221,7 +221,8 @@ pub fn heads_backward(
     x: &Tensor,
     norms: &HeadNorms<'_>,
     d: &HeadGradients<'_>,
-    (dquery_weight, dkey_weight): (&Tensor, &Tensor),
+    dquery_weight: &Tensor,
+    dkey_weight: &Tensor,
 ) {
     norms.check(x);
     let ((rows, stride), dim) = (strided_rows(x), norms.dim());
@@ -240,7 +241,7 @@ pub fn heads_backward(
     let reads: Vec<&Tensor> = norms.tensors().chain([x]).chain(gradients).collect();
     Launch {
         kernel: HEADS_BACKWARD,
-        instance: Moves::Pair.instance(runner, x.kind(), (&reads, &[dim / 2, stride])),
+        instance: Moves::Pair.instance(runner, x.kind(), &reads, &[dim / 2, stride]),
         blocks,
         shared: warps * weights * dim,
         reads: &reads,
@@ -263,9 +264,8 @@ pub fn heads_backward(
         dim: dim as i32,
         eps: norms.eps as f32,
     });
-    let totals = match d.query {
-        Some(_) => (dquery_weight, Some(dkey_weight)),
-        None => (dkey_weight, None),
-    };
-    column_sums(runner, &partial, totals);
+    match d.query {
+        Some(_) => column_sums(runner, &partial, dquery_weight, Some(dkey_weight)),
+        None => column_sums(runner, &partial, dkey_weight, None),
+    }
 }

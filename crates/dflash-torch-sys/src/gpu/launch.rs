@@ -141,7 +141,8 @@ impl Moves {
         self,
         runner: Runner,
         kind: Kind,
-        (tensors, sizes): (&[&Tensor], &[i64]),
+        tensors: &[&Tensor],
+        sizes: &[i64],
     ) -> &'static str {
         let several = match (self, kind) {
             (Self::Sixteen, Kind::BFloat16) => 8,

@@ -240,11 +240,10 @@ fn flash(
         window: Window::ALL,
     };
     let scale = (config.head_dim as f64).sqrt().recip();
-    let (out, lse) = flash_forward(&q, (&k, &v), &sequences, scale)?;
-    let forward = seconds(device, || drop(flash_forward(&q, (&k, &v), &sequences, scale)))?;
-    let kept = (&out, &lse);
+    let (out, lse) = flash_forward(&q, &k, &v, &sequences, scale)?;
+    let forward = seconds(device, || drop(flash_forward(&q, &k, &v, &sequences, scale)))?;
     let backward =
-        seconds(device, || drop(flash_backward(&out, &q, (&k, &v), kept, &sequences, scale)))?;
+        seconds(device, || drop(flash_backward(&out, &q, &k, &v, &out, &lse, &sequences, scale)))?;
     let pairs = (ATTENDED * ATTENDED * config.num_attention_heads * config.head_dim) as f64;
     let tflops = |flops: f64, seconds: f64| flops * pairs / seconds / 1e12;
     Ok(Some(MeasuredFlash {

@@ -4,6 +4,7 @@ use dflash_torch_sys::kernels::{self, AdamWStep, Kernels};
 use dflash_torch_sys::optimizer::{AdamWBuffer, FusedAdamW, Steering, fused_adamw};
 use tch::{Device, Kind, Tensor};
 
+use super::groups::DecayedRate;
 use super::verdict::Verdict;
 
 /// Constants of AdamW.
@@ -59,7 +60,7 @@ impl Moments {
     /// Moves `parameters`, which these moments are of.
     pub(super) fn step(&self, parameters: &mut Tensor, gradient: &Tensor, step: AdamWStep) {
         if self.kernels.take(parameters) {
-            kernels::adamw(parameters, gradient, (&self.mean, &self.variance), step);
+            kernels::adamw(parameters, gradient, &self.mean, &self.variance, step);
         } else {
             self.portable_step(parameters, gradient, step);
         }
@@ -69,8 +70,9 @@ impl Moments {
     /// decay in the same pass.
     pub(super) fn steered_step(
         parts: &[AdamWBuffer],
-        (config, steps): (AdamWConfig, &Tensor),
-        (rate, weight_decay): (f64, f64),
+        config: AdamWConfig,
+        steps: &Tensor,
+        DecayedRate { rate, decay: weight_decay }: DecayedRate,
         verdict: &Verdict,
     ) -> Result<(), dflash_torch_sys::Error> {
         let AdamWConfig { beta1, beta2, epsilon } = config;
@@ -80,11 +82,7 @@ impl Moments {
     }
 
     /// The moments of `elements` from `first` on, with the parameters and the gradient that are theirs.
-    pub(super) fn buffer(
-        &self,
-        first: i64,
-        (parameters, gradient): (Tensor, Tensor),
-    ) -> AdamWBuffer {
+    pub(super) fn buffer(&self, first: i64, parameters: Tensor, gradient: Tensor) -> AdamWBuffer {
         let Self { mean, variance, .. } = self.narrow(first, parameters.numel() as i64);
         AdamWBuffer { parameters, gradient, mean, variance }
     }

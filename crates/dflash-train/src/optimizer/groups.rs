@@ -86,8 +86,17 @@ pub(super) fn spans(pieces: &[Piece]) -> Vec<Range<i64>> {
     spans
 }
 
+/// A learning rate and the weight decay that goes with it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DecayedRate {
+    /// Of this step.
+    pub(super) rate: f64,
+    /// Share of the weight that a rate of 1 takes away.
+    pub(super) decay: f64,
+}
+
 /// Shrinks `pieces` of `share` by `decay` times `rate`.
-pub(super) fn shrink(share: &Tensor, pieces: &[Piece], (rate, decay): (f64, f64)) {
+pub(super) fn shrink(share: &Tensor, pieces: &[Piece], DecayedRate { rate, decay }: DecayedRate) {
     if decay == 0.0 {
         return;
     }

@@ -69,7 +69,8 @@ impl Muon {
     pub(super) fn step(
         &self,
         piece: &Piece,
-        (masters, gradient): (&Tensor, &Tensor),
+        masters: &Tensor,
+        gradient: &Tensor,
         rate: f64,
         kernels: Kernels,
     ) {
@@ -84,8 +85,10 @@ impl Muon {
     pub(super) fn steered_step(
         &self,
         piece: &Piece,
-        (masters, gradient): (&Tensor, &Tensor),
-        (rate, verdict): (f64, &Verdict),
+        masters: &Tensor,
+        gradient: &Tensor,
+        rate: f64,
+        verdict: &Verdict,
         kernels: Kernels,
     ) {
         let matrix = |buffer: &Tensor| piece.of(buffer).view(piece.shape.as_slice());

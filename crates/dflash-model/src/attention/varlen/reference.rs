@@ -91,7 +91,8 @@ pub(super) fn forward(
     of: &Sequences,
     scale: f64,
     q: &Tensor,
-    (k, v): (&Tensor, &Tensor),
+    k: &Tensor,
+    v: &Tensor,
 ) -> (Tensor, Tensor) {
     check(q, k, v);
     let heads = q.size()[1];
@@ -111,7 +112,8 @@ pub(super) fn backward(
     scale: f64,
     Results { out, lse, dout }: &Results,
     q: &Tensor,
-    (k, v): (&Tensor, &Tensor),
+    k: &Tensor,
+    v: &Tensor,
 ) -> CallGradient {
     check(q, k, v);
     let (heads, kv_heads) = (q.size()[1], k.size()[1]);

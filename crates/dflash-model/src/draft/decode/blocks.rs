@@ -198,13 +198,13 @@ impl FewRows {
             let room = cache.capacity - cache.length;
             assert!(*rows as i64 <= room, "the context cache is full");
         }
-        let norm = (&self.fc, self.norms.0.as_slice());
+        let (fc, norm) = (&self.fc, self.norms.0.as_slice());
         match &*parts {
-            [part] => self.stack.extend(features, norm, &[part.cache.rows(part.rows as i64)]),
+            [part] => self.stack.extend(features, fc, norm, &[part.cache.rows(part.rows as i64)]),
             parts => {
                 let sequences: Vec<Sequence<'_>> =
                     parts.iter().map(|part| part.cache.rows(part.rows as i64)).collect();
-                self.stack.extend(features, norm, &sequences);
+                self.stack.extend(features, fc, norm, &sequences);
             }
         }
         parts.iter_mut().for_each(|part| part.cache.length += part.rows as i64);

@@ -101,7 +101,9 @@ impl DeltaRule {
     /// From the checkpoint's `conv1d.weight` [C, 1, W], `A_log` `[H]` and `dt_bias` `[H]`.
     pub(crate) fn new(
         heads: DeltaHeads,
-        (conv_c1w, a_log_h, dt_bias_h): (&Tensor, &Tensor, &Tensor),
+        conv_c1w: &Tensor,
+        a_log_h: &Tensor,
+        dt_bias_h: &Tensor,
     ) -> Self {
         let f32 = |x: &Tensor| x.to_kind(accumulate_kind(x));
         Self {
@@ -300,7 +302,7 @@ mod tests {
 
     fn rule(weights: &[Tensor; 3], kind: Kind) -> DeltaRule {
         let [conv, a_log, dt_bias] = weights.each_ref().map(|x| x.to_kind(kind));
-        DeltaRule::new(HEADS, (&conv, &a_log, &dt_bias))
+        DeltaRule::new(HEADS, &conv, &a_log, &dt_bias)
     }
 
     /// The definition, number by number, of one sequence from the start: outputs [T][H*V].

@@ -218,9 +218,9 @@ impl Experts {
         // Stable, so that the rows of an expert keep the tokens' order.
         let (expert_r, order_r) = routed.experts_tk.reshape([-1]).sort_stable(true, 0, false);
         if self.shard.is_divided() {
-            return self.divided(x_th, routed, (&expert_r, &order_r));
+            return self.divided(x_th, routed, &expert_r, &order_r);
         }
-        let out_rh = self.rows(x_th, routed, (expert_r, &order_r));
+        let out_rh = self.rows(x_th, routed, expert_r, &order_r);
         let hidden = out_rh.size()[1];
         let of_token = out_rh.index_select(0, &order_r.argsort(0, false));
         let sum = of_token.view([-1, chosen, hidden]).sum_dim_intlist(
@@ -237,7 +237,8 @@ impl Experts {
         &self,
         x_th: &Tensor,
         routed: &Routed,
-        (expert_r, order_r): (&Tensor, &Tensor),
+        expert_r: &Tensor,
+        order_r: &Tensor,
     ) -> Tensor {
         let own = self.gate_up_ehi.size()[0];
         let first = self.shard.start(own);
@@ -248,7 +249,7 @@ impl Experts {
         if end > start {
             let order_r = order_r.narrow(0, start, end - start);
             let expert_r = expert_r.narrow(0, start, end - start) - first;
-            let out_rh = self.rows(x_th, routed, (expert_r, &order_r));
+            let out_rh = self.rows(x_th, routed, expert_r, &order_r);
             let _ = of_token.index_copy_(0, &order_r, &out_rh.to_kind(Kind::Float));
         }
         let of_token = of_token.view([x_th.size()[0], -1, size[1]]);
@@ -258,12 +259,7 @@ impl Experts {
 
     /// The outputs [R, H] of the rows `order_r` `[R]` (a token and one of its experts), which are sorted
     /// by expert, with their shares.
-    fn rows(
-        &self,
-        x_th: &Tensor,
-        routed: &Routed,
-        (expert_r, order_r): (Tensor, &Tensor),
-    ) -> Tensor {
+    fn rows(&self, x_th: &Tensor, routed: &Routed, expert_r: Tensor, order_r: &Tensor) -> Tensor {
         let (kind, chosen) = (x_th.kind(), routed.experts_tk.size()[1]);
         let token_r = order_r.divide_scalar_mode(chosen, "floor");
         let share_r1 = routed.shares_tk.reshape([-1, 1]).index_select(0, order_r);

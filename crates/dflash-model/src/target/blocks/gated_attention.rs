@@ -27,8 +27,11 @@ pub(crate) struct GatedAttention {
 impl GatedAttention {
     /// That of `module` in layer number `layer`, whose projections have biases or not.
     pub(crate) fn new(
-        (config, whole, bias): (&TargetConfig, Heads, bool),
-        (layer, module): (usize, &str),
+        config: &TargetConfig,
+        whole: Heads,
+        bias: bool,
+        layer: usize,
+        module: &str,
         init: &Init,
     ) -> Result<Self> {
         let (query, dim) = (whole.query_size(), whole.dim);

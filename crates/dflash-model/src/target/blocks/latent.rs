@@ -33,7 +33,7 @@ pub(crate) struct Latent<'a> {
 impl LatentUp {
     /// From the projection [L, N * (K+V)] of all heads, each with `key` outputs and then those of its
     /// value.
-    pub(crate) fn new(up_lo: &Tensor, (heads, key): (i64, i64)) -> Self {
+    pub(crate) fn new(up_lo: &Tensor, heads: i64, key: i64) -> Self {
         let up_lno = up_lo.unflatten(1, [heads, -1]);
         let value = up_lno.size()[2] - key;
         Self {
@@ -117,7 +117,7 @@ mod tests {
         let _draws = seeded(tch::manual_seed);
         let (tokens, heads, latent, rotated, key, value) = (19, 3, 16, 4, 6, 5);
         let random = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-        let up = LatentUp::new(&random(&[latent, heads * (key + value)]), (heads, key));
+        let up = LatentUp::new(&random(&[latent, heads * (key + value)]), heads, key);
         let all = Latent {
             q_tnd: random(&[tokens, heads, key + rotated]),
             kept_t1c: random(&[tokens, 1, latent + rotated]),

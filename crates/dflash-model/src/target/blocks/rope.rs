@@ -124,7 +124,7 @@ impl Rope {
         }
         let mut rotated = (head_dim as f64 * partial) as i64;
         let scaling = match parameters {
-            Some(parameters) => scaling(text, parameters, (rotated, partial))?,
+            Some(parameters) => scaling(text, parameters, rotated, partial)?,
             None => Scaling::None,
         };
         if let Scaling::Proportional { .. } = scaling {
@@ -217,7 +217,7 @@ fn divided(powers: &Tensor, factors: &[f64]) -> Tensor {
 }
 
 /// The type under `rope_type`, or `type` as configs before 2024 call it, with its parameters.
-fn scaling(text: &Fields, parameters: &Fields, (rotated, partial): (i64, f64)) -> Result<Scaling> {
+fn scaling(text: &Fields, parameters: &Fields, rotated: i64, partial: f64) -> Result<Scaling> {
     let key = if parameters.has("rope_type") { "rope_type" } else { "type" };
     let required = |key| parameters.required(key, Fields::number);
     match parameters.text(key)?.as_deref() {

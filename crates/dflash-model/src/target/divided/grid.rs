@@ -89,7 +89,7 @@ impl Grid {
     fn costs(self, config: &TargetConfig) -> Result<Vec<f64>> {
         self.check(config)?;
         let architecture = config.family.architecture();
-        let shard = Shard::new((0, self.tensor), None);
+        let shard = Shard::new(0, self.tensor, None);
         let embedding = (config.vocab_size * config.hidden_size) as f64;
         let outer = embedding + architecture.prepared_elements(config);
         let of_layer = |layer: usize| {

@@ -60,7 +60,8 @@ impl Part {
     pub fn load(
         dir: &Path,
         options: &PrefillOptions<'_>,
-        (grid, rank): (Grid, usize),
+        grid: Grid,
+        rank: usize,
         sums: Option<Arc<dyn Sum>>,
     ) -> Result<Self> {
         let config = TargetConfig::load(dir)?;
@@ -70,7 +71,7 @@ impl Part {
         let prefix = weights.prefix();
         let first = stage == 0;
         weights.begin_load(|name| is_of_part(name, prefix, (&config, &layers, first)))?;
-        let shard = Shard::new((grid.part(rank), grid.tensor), sums.clone());
+        let shard = Shard::new(grid.part(rank), grid.tensor, sums.clone());
         let (device, kind) = options.place;
         let (weights, place) = (Some(&weights), (kind, device));
         let init = Init { weights, options: place, prefix, shard, packing: None };
@@ -131,10 +132,11 @@ impl Part {
     pub fn run(
         &self,
         prompts: &PackedPrompts,
-        (layer_ids, until): (&[u32], usize),
+        layer_ids: &[u32],
+        until: usize,
         arrived: Option<Passing>,
     ) -> Result<(Passing, States)> {
-        let run = || no_grad(|| self.pass(prompts, (layer_ids, until), arrived));
+        let run = || no_grad(|| self.pass(prompts, layer_ids, until, arrived));
         match self.place.0 {
             Device::Cpu => with_products(self.in_bf16, run).map_err(Error::Products),
             _ => Ok(run()),
@@ -144,7 +146,8 @@ impl Part {
     fn pass(
         &self,
         prompts: &PackedPrompts,
-        (layer_ids, until): (&[u32], usize),
+        layer_ids: &[u32],
+        until: usize,
         arrived: Option<Passing>,
     ) -> (Passing, States) {
         let (device, kind) = self.place;

@@ -48,7 +48,8 @@ const EXPERTS: [&str; 5] = [
 ];
 
 pub(super) fn defaults(
-    (config, text): (&Fields, &Fields),
+    config: &Fields,
+    text: &Fields,
     spec: &TargetSpec,
     hidden_size: i64,
 ) -> Result<DraftDefaults> {
@@ -56,7 +57,7 @@ pub(super) fn defaults(
     let rope = rope_parameters(text)?;
     let rope_theta = match spec.rope_theta {
         Some(theta) => theta,
-        None => theta((config, text), rope.as_ref())?,
+        None => theta(config, text, rope.as_ref())?,
     };
     let rope_scaling = scaling(rope.as_ref(), &mut notes)?;
     partial_note(text, rope.as_ref(), &mut notes)?;
@@ -139,7 +140,7 @@ fn rope_parameters(text: &Fields) -> Result<Option<Fields>> {
     Ok(Some(rope))
 }
 
-fn theta((config, text): (&Fields, &Fields), rope: Option<&Fields>) -> Result<f64> {
+fn theta(config: &Fields, text: &Fields, rope: Option<&Fields>) -> Result<f64> {
     if let Some(theta) = rope.map_or(Ok(None), |rope| rope.number("rope_theta"))? {
         return Ok(theta);
     }

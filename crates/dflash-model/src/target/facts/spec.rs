@@ -154,13 +154,13 @@ fn nearest(word: &str) -> Option<&'static str> {
 
 /// The error with an example that is filled with what the checkpoint tells, where it is about an
 /// architecture that is not known.
-pub(super) fn with_example(error: Error, dir: &Path, (config, text): (&Fields, &Fields)) -> Error {
+pub(super) fn with_example(error: Error, dir: &Path, config: &Fields, text: &Fields) -> Error {
     let Error::UnknownTarget { path, found, .. } = error else { return error };
-    let example = example(dir, (config, text));
+    let example = example(dir, config, text);
     Error::UnknownTarget { path, found, example }
 }
 
-fn example(dir: &Path, (config, text): (&Fields, &Fields)) -> String {
+fn example(dir: &Path, config: &Fields, text: &Fields) -> String {
     let found = HeadTensors::open(dir).ok();
     let sizes = ["hidden_size", "vocab_size"].map(|key| {
         let size = |fields: &Fields| fields.value(key).and_then(serde_json::Value::as_i64);

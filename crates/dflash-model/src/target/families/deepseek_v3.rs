@@ -353,7 +353,7 @@ impl LatentAttention {
             queries,
             down,
             latent_norm: norm("kv_a_layernorm", config.kv_lora_rank)?,
-            up: LatentUp::new(&up.weight_io(), (init.share(heads), key)),
+            up: LatentUp::new(&up.weight_io(), init.share(heads), key),
             output: linear("o_proj", &output, heads * value, bias, Split::Inputs)?,
             rotated: config.qk_rope_head_dim,
             query_dim: config.query_dim(),

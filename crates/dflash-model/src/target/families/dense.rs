@@ -6,7 +6,7 @@
 //! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
 use dflash_torch_sys::decode::{LayerWeights, Layout};
-use dflash_torch_sys::kernels::{self, Kernels};
+use dflash_torch_sys::kernels::{self, Kernels, RmsWeight};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -313,9 +313,10 @@ impl DenseLayer {
         let v_tme = heads(part(queries + keys, keys), keys);
         if let Some(norms) = self.qk_norm.as_ref().filter(|_| kernels.take(&qkv_to)) {
             // One sweep each; a single group keeps the heads of a token together.
-            let half = (&tables.half.cos_td, &tables.half.sin_td);
+            let (cosine, sine) = (&tables.half.cos_td, &tables.half.sin_td);
             let normed = |part: Tensor, norm_d: &Tensor| {
-                kernels::head_norm_rope(&part, (norm_d, self.eps), half, 1).squeeze_dim(2)
+                let norm = RmsWeight { weight: norm_d, eps: self.eps };
+                kernels::head_norm_rope(&part, norm, cosine, sine, 1).squeeze_dim(2)
             };
             let q_tnd = normed(part(0, queries), &norms.query_d);
             let k_tmd = normed(part(queries, keys), &norms.key_d);

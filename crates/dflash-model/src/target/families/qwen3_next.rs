@@ -259,8 +259,11 @@ impl HybridLayer {
         };
         let mixer = match config.mixers[number] {
             Mixer::Attention => TokenMixer::Attention(GatedAttention::new(
-                (target, config.heads, config.attention_bias),
-                (number, &within("self_attn")),
+                target,
+                config.heads,
+                config.attention_bias,
+                number,
+                &within("self_attn"),
                 init,
             )?),
             Mixer::Delta => TokenMixer::Delta(GatedDeltaNet::new(
@@ -414,14 +417,14 @@ impl GatedDeltaNet {
             Ok(init.shard.own_rows(&whole, parts))
         };
         let conv = own("conv1d.weight", &heads.channel_parts(), &[1, config.conv_width])?;
-        let rule =
-            (&conv, &own("A_log", &[heads.values], &[])?, &own("dt_bias", &[heads.values], &[])?);
+        let a_log = own("A_log", &[heads.values], &[])?;
+        let dt_bias = own("dt_bias", &[heads.values], &[])?;
         let own_heads = heads.own(&init.shard);
         Ok(Self {
             layer,
             heads: own_heads,
             inputs,
-            rule: DeltaRule::new(own_heads, rule),
+            rule: DeltaRule::new(own_heads, &conv, &a_log, &dt_bias),
             norm_v: init.norm(&format!("{module}.norm.weight"), heads.value_dim)?,
             eps: target.rms_norm_eps,
             output: linear("out_proj", &[("out_proj", hidden)], values, Split::Inputs)?,

@@ -161,7 +161,8 @@ impl HeadTensors {
         &self,
         name: &str,
         shape: &[i64],
-        (device, kind): (Device, Kind),
+        device: Device,
+        kind: Kind,
     ) -> Result<Tensor> {
         let file = self.file(name)?;
         self.check_rows(&file, name, shape)?;

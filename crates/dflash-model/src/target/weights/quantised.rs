@@ -61,7 +61,8 @@ impl Weights {
     pub(super) fn read_fp8(
         &self,
         name: &str,
-        (dim, start): (usize, i64),
+        dim: usize,
+        start: i64,
         destination: &Tensor,
     ) -> Result<()> {
         let shard = self.shard(name)?;
@@ -155,10 +156,10 @@ mod tests {
             assert_eq!(read.double_value(&[row, column]) as f32, stored * scale, "{row}, {column}");
         }
         let rows = Tensor::empty([3, 10], CPU);
-        weights.read_part_into("m.weight", (0, 2), &rows).unwrap();
+        weights.read_part_into("m.weight", 0, 2, &rows).unwrap();
         assert_eq!(rows, read.narrow(0, 2, 3));
         let columns = Tensor::empty([7, 5], CPU);
-        weights.read_part_into("m.weight", (1, 3), &columns).unwrap();
+        weights.read_part_into("m.weight", 1, 3, &columns).unwrap();
         assert_eq!(columns, read.narrow(1, 3, 5));
         let some = Tensor::empty([4, 10], CPU);
         let two = Rows { whole: 7, own: vec![5..7, 2..4] };

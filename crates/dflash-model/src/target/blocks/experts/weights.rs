@@ -84,18 +84,18 @@ impl Experts {
         }
         let Some((gate_up_ei, down_eh)) = &self.biases else { return Ok(()) };
         let (own, inner) = (self.own(), spec.inner);
-        let own_of = (0, own.start);
+        let first = own.start;
         let name = path("gate_up_proj_bias");
         match spec.stored {
             Stored::Interleaved => {
                 let by_turns = gate_up_ei.view([-1, 2, inner]).transpose(1, 2);
                 let stored = gate_up_ei.empty_like();
-                weights.read_part_into(&name, own_of, &stored)?;
+                weights.read_part_into(&name, 0, first, &stored)?;
                 by_turns.shallow_clone().f_copy_(&stored.view([-1, inner, 2]))?;
             }
-            _ => weights.read_part_into(&name, own_of, gate_up_ei)?,
+            _ => weights.read_part_into(&name, 0, first, gate_up_ei)?,
         }
-        weights.read_part_into(&path("down_proj_bias"), own_of, down_eh)
+        weights.read_part_into(&path("down_proj_bias"), 0, first, down_eh)
     }
 
     /// The numbers of this rank's experts.
@@ -121,27 +121,27 @@ impl Experts {
     }
 
     fn read_fused(&self, weights: &Weights, spec: &ExpertsSpec) -> Result<()> {
-        let own = (0, self.own().start);
+        let first = self.own().start;
         let [gate_up, down] =
             ["gate_up_proj", "down_proj"].map(|name| format!("{}.{name}", spec.module));
         match spec.stored {
             Stored::OutputsFirst => {
-                weights.read_part_into(&gate_up, own, &self.gate_up_ehi.transpose(1, 2))?;
-                return weights.read_part_into(&down, own, &self.down_eih.transpose(1, 2));
+                weights.read_part_into(&gate_up, 0, first, &self.gate_up_ehi.transpose(1, 2))?;
+                return weights.read_part_into(&down, 0, first, &self.down_eih.transpose(1, 2));
             }
-            Stored::InputsFirst => weights.read_part_into(&gate_up, own, &self.gate_up_ehi)?,
+            Stored::InputsFirst => weights.read_part_into(&gate_up, 0, first, &self.gate_up_ehi)?,
             Stored::Interleaved => {
                 // An expert at a time, so that little beside the model is held.
                 let by_turns = self.by_turns(spec).permute([0, 1, 3, 2]);
                 let stored = self.gate_up_ehi.narrow(0, 0, 1).empty_like();
                 for (place, expert) in (0..).zip(self.own()) {
-                    weights.read_part_into(&gate_up, (0, expert), &stored)?;
+                    weights.read_part_into(&gate_up, 0, expert, &stored)?;
                     let mut to = by_turns.get(place);
                     to.f_copy_(&stored.view(to.size().as_slice()))?;
                 }
             }
         }
-        weights.read_part_into(&down, own, &self.down_eih)
+        weights.read_part_into(&down, 0, first, &self.down_eih)
     }
 
     /// Gate and up apart: [E, H, 2, I].
@@ -155,15 +155,9 @@ impl Experts {
         for (place, expert) in (0..).zip(self.own()) {
             // Rows of the stored matrix: gate and up of the first inner element, of the second, ...
             let rows = by_turns.get(place).permute([2, 1, 0]);
-            read_mxfp4(
-                weights,
-                spec,
-                ("gate_up_proj", 2 * spec.inner, spec.hidden),
-                expert,
-                &rows,
-            )?;
+            read_mxfp4(weights, spec, "gate_up_proj", 2 * spec.inner, spec.hidden, expert, &rows)?;
             let rows = self.down_eih.get(place).tr();
-            read_mxfp4(weights, spec, ("down_proj", spec.hidden, spec.inner), expert, &rows)?;
+            read_mxfp4(weights, spec, "down_proj", spec.hidden, spec.inner, expert, &rows)?;
         }
         Ok(())
     }
@@ -174,7 +168,9 @@ impl Experts {
 fn read_mxfp4(
     weights: &Weights,
     spec: &ExpertsSpec,
-    (name, outputs, inputs): (&str, i64, i64),
+    name: &str,
+    outputs: i64,
+    inputs: i64,
     expert: i64,
     rows: &Tensor,
 ) -> Result<()> {
