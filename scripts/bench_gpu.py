@@ -110,7 +110,7 @@ def test_binaries(root):
 def pack_peer(root, bundle):
     "The peer's packages, where an interpreter has them."
     python = os.environ.get("PEER_PYTHON")
-    script = pathlib.Path(os.environ.get("PEER_SCRIPT", root / "../shared/tools/bench_speculators_step.py"))
+    script = pathlib.Path(os.environ.get("PEER_SCRIPT", root / "scripts/engines/speculators_step.py"))
     if not python:
         return None
     if not script.is_file():
@@ -206,7 +206,7 @@ class Bench:
         shutil.rmtree(out, ignore_errors=True)
         source = ["--vllm-endpoint", endpoint] if endpoint else ["--colocate"]
         self.ours("train", "--target", target, "--data-path", self.prepare(target, 2048), *source, "--save-path", out,
-                  "--device", device, "--no-epoch-checkpoints", *flags)
+                  "--device", device, "--no-epoch-checkpoints", "--validation-ratio", 0, *flags)
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     def delivered(self, endpoint, length):

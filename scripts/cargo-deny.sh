@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Checks the dependencies with cargo-deny: bans, licences, sources, and advisories where there is a
-# database of them. Where cargo-deny is not installed, a prebuilt one is fetched once into the
-# user's cache.
+# Checks the dependencies with cargo-deny: bans, licences, sources, and advisories if there is a database
+# of them. If cargo-deny is not installed, a prebuilt one is fetched once into the user's cache.
 #
 # The advisories are RustSec's, from the clone that DFLASH_ADVISORY_DB names, else from cargo-deny's
-# own, which is brought up to date first. Without either, one line says that they went unchecked.
+# own, which is updated first. Without either, a line says that advisories were not checked.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

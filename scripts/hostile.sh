@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All tests that stand for somebody who means ill or is mistaken: ranks that differ, other targets,
-# resumed runs that changed, diverging runs, servers that lie, damaged wires, clients that press,
-# readers that leave, numbers beyond reason, faulty data. Then a crowd of 10,000 requests on a real
-# server. They are part of `make test` but for the crowd.
+# Runs all tests for mistakes and attacks: ranks with different settings, other targets, changed resumed
+# runs, divergence, faulty servers, damaged messages, overload, clients that disconnect, absurd numbers,
+# faulty data. Then sends 10,000 requests to a real server. Except for these, the tests are part of
+# `make test`.
 #
 #   TARGET=DIR REQUESTS=10000 scripts/hostile.sh
 set -uo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the Hub's official Python client, from PyPI, and prints the interpreter that has it: what
-# `dflash push` published is read back with it. HUB_CLIENT names another directory for it.
+# Installs the Hub's official Python client from PyPI and prints its interpreter: tests read back with it
+# what `dflash push` published. HUB_CLIENT names another directory for it.
 set -euo pipefail
 
 version=1.33.0

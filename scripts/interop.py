@@ -1,7 +1,7 @@
 """Sends prompts to a running server and compares its acceptance counters with `dflash eval --json`.
 
-vLLM, llama.cpp and we count under the same names. Another client's command behind `--` sends the
-prompts in our stead. Standard library only. Adds a line to a table; exit code 0 when the acceptance
+vLLM, llama.cpp and dflash count under the same names. With a command after `--`, that client sends
+the prompts instead. Standard library only. Adds a line to a table; exit code 0 if the acceptance
 lengths agree within the tolerance.
 """
 

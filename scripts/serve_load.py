@@ -1,9 +1,9 @@
-"""Presses a running `dflash serve` as a crowd of chatting clients would, and checks that it holds.
+"""Load-tests a running `dflash serve` with many chat clients.
 
     serve_load.py TARGET [--draft DRAFT] [--requests 10000] [--clients 16]
 
-Starts the server on TARGET. A crowd asks for chats of mixed lengths, streamed and whole, and one client
-in ten leaves in the middle. Checks that every other request is answered whole and that the server's
+Starts the server on TARGET. The clients send chats of mixed lengths, streamed and whole, and one client
+in ten disconnects in the middle. Checks that every other request is answered completely and that the server's
 own counts agree, and prints resident memory and waiting times. Then, with the flags that a server has by
 default, as many short requests that have nothing in common: the last of them must be as fast as the first,
 and resident memory must have grown by what the server counts as kept. Then one request of 128 choices, behind

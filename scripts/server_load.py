@@ -1,11 +1,11 @@
-"""Presses a running target server as a crowd and as hostile clients would, and checks that it holds.
+"""Load-tests a running hidden-state server with many clients, some of them hostile.
 
     server_load.py TARGET [--requests 10000] [--clients 16]
 
-Starts `dflash hidden-server` on TARGET. A crowd asks for prompts of mixed lengths, and one client in
-ten leaves before its reply; then 300 half heads and 40 slow uploads. Prints resident memory, waiting
-times and how quickly /health answers meanwhile; exit code 1 when a bound is missed. Standard library
-only.
+Starts `dflash hidden-server` on TARGET. The clients send prompts of mixed lengths, and one in ten
+disconnects before its reply; then come 300 incomplete requests and 40 slow uploads. Prints resident memory,
+waiting times and how quickly /health answers meanwhile; exit code 1 if a bound is exceeded. Standard
+library only.
 """
 
 import argparse

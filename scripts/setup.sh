@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets up what the build needs: checks the tools and links .deps/libtorch to libtorch 2.11.0.
+# Sets up the build: checks the tools and links .deps/libtorch to libtorch 2.11.0.
 #
-# libtorch comes from, in this order: the link that is there, $DFLASH_LIBTORCH or $LIBTORCH, the
-# user's cache, an installed Python torch, the wheel. Safe to run again, and quick when nothing is
-# to do. Removing .deps/ starts over. DFLASH_SETUP_CUDA=1 fetches CUDA's libraries too on a machine
+# libtorch is taken from, in this order: the existing link, $DFLASH_LIBTORCH or $LIBTORCH, the user's
+# cache, an installed Python torch, the wheel. It can be run repeatedly, and is quick if there is nothing to
+# do. Removing .deps/ starts over. DFLASH_SETUP_CUDA=1 also fetches CUDA's libraries on a machine
 # without a GPU, to build for one that has it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,9 +12,9 @@ readonly version=2.11.0
 readonly cache=${XDG_CACHE_HOME:-$HOME/.cache}/dflash
 readonly installed=$cache/libtorch-$version
 readonly link=.deps/libtorch
-# There wherever NVIDIA's driver is loaded.
+# Exists if NVIDIA's driver is loaded.
 readonly gpu=/dev/nvidiactl
-# What torch 2.11.0 as PyPI has it needs: it is built for CUDA 13.
+# The driver that torch 2.11.0 from PyPI needs, because it is built for CUDA 13.
 readonly driver=580
 
 say() { echo "setup: $*" >&2; }

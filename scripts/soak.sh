@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Kills trainings with kill -9 at random moments, saves included, and checks that nothing that was
-# saved is lost and that every loss is in the end what it would have been. KILLS says how often; a
-# few kills are part of the ordinary tests.
+# Kills training runs with kill -9 at random moments, also during saves, and checks that nothing saved is
+# lost and that every loss is the same as in an uninterrupted run. KILLS is the number of kills; a few are
+# part of the ordinary tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

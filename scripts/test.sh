@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs all tests and closes with the counts. Arguments, such as `-p dflash-data`, go to `cargo test`
-# in place of `--workspace`.
+# Runs all tests and prints the counts at the end. Arguments, such as `-p dflash-data`, go to `cargo test`
+# instead of `--workspace`.
 #
-# Tests that need outside material say "skipped: ..." when it is absent. Their output is asked for
-# to count those lines; what else passing tests print is left out.
+# Tests that need external files print "skipped: ..." if these are absent. The output of passing tests is
+# read to count those lines, and otherwise hidden.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

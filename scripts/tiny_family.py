@@ -1,10 +1,10 @@
-"""Write a tiny random model of a family as it is released, with a tokenizer of bytes and a chat template: what the
-recipes' dry runs serve and train for.
+"""Write a tiny random model of a family in its released format, with a byte tokenizer and a chat template, for
+the dry runs of the recipes.
 
 usage: tiny_family.py FAMILY DIR      FAMILY: one of those below
 
-Needs torch, Transformers and tokenizers. Head sizes are ones that vLLM's attention on CPU has. Weights are drawn wide
-enough that activations and logits are of the order of one: a wrong norm, scale or layer shows.
+Needs torch, Transformers and tokenizers. Head sizes are supported by vLLM's CPU attention. Weights are large enough
+that activations and logits are of order one, so that a wrong norm, scale or layer is noticed.
 """
 import json, pathlib, sys
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Unpacks the archive of dist/ under a fresh prefix and uses what is in it: programs, completions, man
-# pages. libtorch is the one that DFLASH_LIBTORCH names, by default .deps/libtorch.
+# Unpacks the archive of dist/ under a fresh prefix and tries its programs, completions and man pages.
+# libtorch is the one that DFLASH_LIBTORCH names, by default .deps/libtorch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/try.sh
@@ -16,7 +16,7 @@ must_miss_libtorch "$prefix/bin"
 LIBTORCH_GIVEN=$(realpath "${DFLASH_LIBTORCH:-.deps/libtorch}")
 try_programs archive "$prefix/bin" "$(dirname "$LIBTORCH_GIVEN")"
 
-# What Bash offers behind `dflash tr`.
+# Bash's completions for `dflash tr`.
 offered=$(bash -c 'source "$1"; COMP_WORDS=(dflash tr); COMP_CWORD=1; COMP_LINE="dflash tr"
   _dflash dflash tr dflash; echo "${COMPREPLY[*]}"' - "$prefix/share/bash-completion/completions/dflash")
 [ "$offered" = train ] || fail "Bash offers '$offered' behind 'dflash tr'"

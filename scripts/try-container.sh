@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Builds the container image for a CPU and runs the doctor and the demo in it.
 #
-# ENGINE names the program that builds: podman, docker or buildah, by default the first that can. buildah
-# needs no daemon, and with BUILDAH_ISOLATION=chroot no namespaces. Where none can build, checks what can
-# be checked without: what COPY takes is there, hadolint finds nothing (if it is installed), and with
-# CLEAN=1 the commands of the build stage, but for apt-get, run in a clean clone; what they leave runs the
-# doctor and the demo. Either takes as long as a first build.
+# ENGINE is podman, docker or buildah; default: the first that works. buildah needs no daemon, and with
+# BUILDAH_ISOLATION=chroot no namespaces. If none works, the script checks what is possible without one:
+# that files for COPY exist, that hadolint (if installed) has no complaints, and with CLEAN=1 the commands of
+# the build stage, except apt-get, in a clean clone, and the doctor and the demo of the result. Either
+# takes as long as a first build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/try.sh

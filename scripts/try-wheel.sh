@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the wheel of dist/ with pip, uv and pipx, each in a fresh environment, and runs the programs
-# there: their version, the doctor, the demo. An installer that is not at hand is skipped, and said.
+# Installs the wheel of dist/ with pip, uv and pipx, each in a fresh environment, and runs the programs:
+# version, doctor, demo. An installer that is not available is skipped with a message.
 #
 #   scripts/try-wheel.sh [INSTALLER...]
 #

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts share that try an installation: a scratch directory, and the programs in it, run as
-# somebody who has nothing else.
+# Shared by the scripts that try an installation: a scratch directory, and running programs in a minimal
+# environment.
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -6,6 +6,8 @@
 mod book;
 #[path = "workspace/boundaries.rs"]
 mod boundaries;
+#[path = "workspace/crate_diagram.rs"]
+mod crate_diagram;
 #[path = "workspace/demo.rs"]
 mod demo;
 #[path = "workspace/doctor.rs"]

@@ -8,24 +8,28 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// What each package needs to be built and run, tests aside; without third-party packages' own
-/// development needs.
-struct Graph(BTreeMap<String, BTreeSet<String>>);
+/// The dependencies of each package, without those of its tests and its build script.
+pub(crate) struct Graph(BTreeMap<String, BTreeSet<String>>);
+
+/// What `cargo metadata` prints. For this platform only: dependencies of others have never been fetched on a
+/// fresh machine.
+pub(crate) fn metadata() -> Value {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--offline", "--filter-platform", &host()])
+        .arg("--manifest-path")
+        .arg(root().join("Cargo.toml"))
+        .output()
+        .expect("cargo starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("cargo writes JSON")
+}
 
 impl Graph {
     fn read() -> Self {
-        // Of this platform alone: what others need has never been fetched on a fresh machine.
-        let output = Command::new(env!("CARGO"))
-            .args(["metadata", "--format-version", "1", "--offline", "--filter-platform", &host()])
-            .arg("--manifest-path")
-            .arg(root().join("Cargo.toml"))
-            .output()
-            .expect("cargo starts");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        Self::parse(&serde_json::from_slice(&output.stdout).expect("cargo writes JSON"))
+        Self::parse(&metadata())
     }
 
-    fn parse(metadata: &Value) -> Self {
+    pub(crate) fn parse(metadata: &Value) -> Self {
         let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
         let mut graph: BTreeMap<_, _> =
             nodes.iter().map(|node| (name_of(&node["id"]), ordinary(node))).collect();
@@ -52,7 +56,7 @@ impl Graph {
     }
 
     /// What `package` names in its own manifest.
-    fn direct(&self, package: &str) -> &BTreeSet<String> {
+    pub(crate) fn direct(&self, package: &str) -> &BTreeSet<String> {
         &self.0[package]
     }
 
@@ -88,7 +92,7 @@ fn ordinary(node: &Value) -> BTreeSet<String> {
     dependencies.filter(is_ordinary).map(|dependency| name_of(&dependency["pkg"])).collect()
 }
 
-fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_owned()
 }
 
@@ -143,6 +147,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
         "dflash-endpoint",
         "dflash-evaluation",
         "dflash-files",
+        "dflash-formats",
         "dflash-hidden",
         "dflash-http",
         "dflash-hub",
@@ -181,13 +186,20 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-text", &[]),
         ("dflash-hub", &["dflash-console", "dflash-settings"]),
         ("dflash-torch-sys", &["dflash-cpu", "dflash-files"]),
-        ("dflash-identity", &["dflash-files"]),
+        ("dflash-formats", &["dflash-files"]),
+        ("dflash-identity", &["dflash-files", "dflash-formats"]),
         ("dflash-data", &["dflash-files", "dflash-identity"]),
         ("dflash-settings-derive", &[]),
         ("dflash-settings", &["dflash-cpu", "dflash-settings-derive"]),
-        ("dflash-hidden", &["dflash-files", "dflash-identity", "dflash-settings"]),
+        (
+            "dflash-hidden",
+            &["dflash-files", "dflash-formats", "dflash-identity", "dflash-settings"],
+        ),
         ("dflash-dist", &["dflash-console", "dflash-settings", "dflash-torch-sys"]),
-        ("dflash-model", &["dflash-files", "dflash-settings", "dflash-torch-sys"]),
+        (
+            "dflash-model",
+            &["dflash-files", "dflash-formats", "dflash-settings", "dflash-torch-sys"],
+        ),
         (
             "dflash-prepare",
             &[
@@ -203,7 +215,14 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-run", &["dflash-files", "dflash-identity", "dflash-settings"]),
         (
             "dflash-push",
-            &["dflash-console", "dflash-hub", "dflash-identity", "dflash-run", "dflash-settings"],
+            &[
+                "dflash-console",
+                "dflash-formats",
+                "dflash-hub",
+                "dflash-identity",
+                "dflash-run",
+                "dflash-settings",
+            ],
         ),
         ("dflash-chart", &[]),
         ("dflash-report", &["dflash-chart", "dflash-files", "dflash-run"]),
@@ -255,13 +274,21 @@ fn libraries_depend_on_what_the_layers_allow() {
         ),
         (
             "dflash-export",
-            &["dflash-files", "dflash-identity", "dflash-model", "dflash-settings", "dflash-text"],
+            &[
+                "dflash-files",
+                "dflash-formats",
+                "dflash-identity",
+                "dflash-model",
+                "dflash-settings",
+                "dflash-text",
+            ],
         ),
         (
             "dflash-demo",
             &[
                 "dflash-data",
                 "dflash-files",
+                "dflash-formats",
                 "dflash-model",
                 "dflash-prepare",
                 "dflash-settings",
@@ -319,7 +346,10 @@ fn every_crate_has_a_place(graph: &Graph, listed: &[&str]) {
     ];
     for name in graph.ours() {
         let known = listed.contains(&name.as_str()) || others.contains(&name.as_str());
-        assert!(known, "{name} has no place in the layers; add it here and in ARCHITECTURE.md");
+        assert!(
+            known,
+            "{name} has no place in the layers; add it here and run scripts/crate-diagram.sh"
+        );
     }
 }
 

@@ -65,7 +65,7 @@ fn a_signal_ends_the_demo_with_all_that_it_started() {
     signal("-TERM", demo.id());
     let finished: Finished = demo.wait_with_output().unwrap().into();
     assert_eq!(finished.code, Some(143), "{finished:?}");
-    assert!(finished.stderr.contains("goes on from here"), "{}", finished.stderr);
+    assert!(finished.stderr.contains("continues from here"), "{}", finished.stderr);
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     // Ranks end with their launcher.
     let gone = wait_for(Duration::from_secs(30), || running(&dir).is_empty().then_some(()));

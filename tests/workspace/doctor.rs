@@ -136,7 +136,7 @@ fn no_login_a_wrong_token_and_no_hub_are_warnings() {
     check(&address, None, "answers; no login");
     heads.join().unwrap();
     let (address, heads) = hub(1, "401 Unauthorized", refusal);
-    check(&address, Some("hf_wrong"), "does not know the token");
+    check(&address, Some("hf_wrong"), "does not accept the token");
     heads.join().unwrap();
     check("http://127.0.0.1:9", None, "the Hub cannot be reached");
 }

@@ -201,6 +201,6 @@ fn every_command_that_computes_hands_the_level_to_the_engine() {
     let other = [("ATEN_CPU_CAPABILITY", "avx2")];
     assert_eq!(level_of(shown(commands[2], &other)), ["ATEN_CPU_CAPABILITY=avx2"]);
     let refused = shown(&format!("{} --cpu-level baseline", commands[2]), &other);
-    let expected = "baseline of the processor's instructions sets ATEN_CPU_CAPABILITY to default";
+    let expected = "the CPU instruction level baseline sets ATEN_CPU_CAPABILITY to default";
     assert!(refused.fault().contains(expected), "{refused:?}");
 }

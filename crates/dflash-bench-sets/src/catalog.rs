@@ -1,4 +1,4 @@
-//! The ten sets of the DFlash paper: where they are and how their questions are put.
+//! The ten sets of the DFlash paper: their repositories and the wording of their questions.
 //!
 //! Repositories, splits and wording are those of the authors' published benchmark client
 //! (github.com/z-lab/dflash: dflash/benchmark.py; of the five sets that a later release of it
@@ -7,10 +7,10 @@
 
 use serde_json::{Map, Value, json};
 
-/// Asked of every mathematical question.
+/// Added to every mathematical question.
 const STEP_BY_STEP: &str =
     "\nPlease reason step by step, and put your final answer within \\boxed{}.";
-/// Questions of a set that has more.
+/// Default number of questions of a larger set.
 const QUESTIONS: usize = 128;
 
 /// A benchmark set.
@@ -25,17 +25,17 @@ pub struct NamedSet {
     /// `OWNER/NAME` on the Hub.
     pub repo: &'static str,
     pub(crate) place: Place,
-    /// Rows that are asked where the user does not say.
+    /// Default number of rows.
     pub(crate) limit: Option<usize>,
     pub(crate) question: Question,
 }
 
-/// Where in its repository a set is.
+/// Where a set is in its repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// Configuration and split of the Hub's Parquet conversion.
     Split(&'static str, &'static str),
-    /// JSONL files, which are fetched only as far as they are needed.
+    /// JSONL files, of which only as many are fetched as are needed.
     Files(&'static [&'static str]),
 }
 
@@ -46,9 +46,9 @@ pub(crate) enum Question {
     Around(&'static str, &'static str, &'static str),
     /// A field that holds the turns.
     Turns(&'static str),
-    /// Alpaca's instruction, and its input where there is one.
+    /// Alpaca's instruction, with its input if it has one.
     Instruction,
-    /// LiveCodeBench's question, with its starter code where there is some.
+    /// LiveCodeBench's question, with its starter code if it has some.
     Program,
 }
 
@@ -168,7 +168,7 @@ impl NamedSet {
         SETS.iter().find(|set| set.name == name || set.alias == name)
     }
 
-    /// The turns of a row; where a field is missing, its name.
+    /// The turns of a row, or the name of a missing field.
     pub(crate) fn turns(&self, row: &Map<String, Value>) -> Result<Value, &'static str> {
         let text = |field: &'static str| row.get(field).and_then(Value::as_str).ok_or(field);
         let asked = match self.question {
@@ -190,7 +190,7 @@ impl NamedSet {
     }
 }
 
-/// LiveCodeBench's own wording, as the authors put it into one turn.
+/// LiveCodeBench's own wording, in one turn as in the authors' client.
 fn program(question: &str, starter: &str) -> String {
     let (format, code) = match starter {
         "" => ("Write your code in the following format:", "# YOUR CODE HERE"),

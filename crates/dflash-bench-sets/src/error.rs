@@ -1,8 +1,8 @@
-//! What can go wrong between a name and its prompts.
+//! Errors between a name and its prompts.
 
 use std::path::PathBuf;
 
-/// Errors name the set, or the file and line, and the remedy.
+/// An error names the set, or the file and line, and the remedy.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -11,7 +11,7 @@ pub enum Error {
          a file a name"
     )]
     Unknown { word: String, names: String },
-    #[error("--prompts: two sets are called {name}; name one of them otherwise with NAME=FILE")]
+    #[error("--prompts: two sets are called {name}; rename one with NAME=FILE")]
     Twice { name: String },
     #[error("{path}:{line}: a row of {set} has {field}; this one has only {found}")]
     NoField { path: PathBuf, line: usize, set: String, field: &'static str, found: String },

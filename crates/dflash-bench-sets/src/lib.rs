@@ -1,8 +1,8 @@
-//! Prompts to measure on: the field's benchmark sets by name, and files.
+//! Benchmark sets by name, and prompts from files.
 //!
-//! A named set is fetched from the Hub, and its questions are put as the client that the DFlash
-//! authors publish puts them, so that figures can be compared with theirs. Each row comes out as a
-//! benchmark row with `turns`; rows of files that have turns, messages or token ids stay as they are.
+//! A named set is fetched from the Hub, and its questions are worded as in the DFlash authors'
+//! published client, so that results can be compared with theirs. Each row becomes a benchmark row
+//! with `turns`; rows of files that have turns, messages or token ids are not changed.
 
 mod catalog;
 mod error;

@@ -1,4 +1,4 @@
-//! From the words after `--prompts` to rows, read one at a time.
+//! From the arguments of `--prompts` to rows, read one at a time.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use crate::error::Error;
 
 /// Stands for every named set.
 const ALL: &str = "all";
-/// Fields that make a row a prompt as it is.
+/// Fields of rows that are prompts already.
 const AS_IT_IS: [&str; 5] = ["turns", "messages", "conversations", "conversation", "input_ids"];
 
 /// A set of prompts, not read yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptSet {
-    /// Its name: the set's, the one given, or the file's path.
+    /// Its name: the set's, the given one, or the file's path.
     pub name: String,
     /// Its name in tables.
     pub title: String,
@@ -40,7 +40,7 @@ pub struct Rows {
     pub rows: Vec<SetRow>,
 }
 
-/// A row, and where it stands.
+/// A row with its location.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SetRow {
     /// The file.
@@ -51,7 +51,7 @@ pub struct SetRow {
     pub row: Value,
 }
 
-/// Finds out what every word stands for, without fetching anything.
+/// Finds out what every argument stands for, without fetching anything.
 ///
 /// # Errors
 /// [`Error::Unknown`], [`Error::Twice`].
@@ -94,7 +94,7 @@ impl PromptSet {
         Self { name: set.name.into(), title: set.title.into(), named: Some(set), file: None }
     }
 
-    /// A file with the questions of a named set is asked as that set is.
+    /// A file named after a set uses that set's wording.
     fn of_file(name: &str, path: &str) -> Self {
         match NamedSet::find(name) {
             Some(set) => Self { file: Some(path.into()), ..Self::of_name(set) },
@@ -105,10 +105,10 @@ impl PromptSet {
         }
     }
 
-    /// Reads at most `limit` rows; of a named set on the Hub the usual number where there is none.
+    /// Reads at most `limit` rows; without a limit, of a named set on the Hub its default number.
     ///
     /// # Errors
-    /// What cannot be fetched or read; a row without the set's field.
+    /// Rows that cannot be fetched or read; a row without the set's field.
     pub fn rows(&self, hub: &Hub, limit: Option<usize>, stop: &AtomicBool) -> Result<Rows, Error> {
         let Some(path) = &self.file else {
             let set = self.named.expect("a set without a file has a name");

@@ -1,11 +1,11 @@
-//! Which turns of a conversation are asked.
+//! Which turns of a conversation are questions.
 
 use dflash_text::{Message, Role};
 
-/// Where the prompt ends, and where the turns still to be put end; `None` without a user turn.
+/// Where the prompt ends, and where the remaining questions end; `None` without a user turn.
 ///
-/// Of a conversation the prompt is everything before its last answer; of user turns without answers
-/// between them, the first.
+/// The prompt of a conversation is everything before its last answer; of user turns without answers
+/// between them, it is the first one.
 pub fn open_turns(messages: &[Message]) -> Option<(usize, usize)> {
     messages.iter().position(|message| message.role == Role::User)?;
     let end = messages.iter().rposition(|message| message.role != Role::Assistant)? + 1;

@@ -1,4 +1,4 @@
-//! Bars in groups: a group for each category, a bar in it for each series.
+//! Grouped bars: a group per category, with one bar per series.
 
 use plotters::prelude::*;
 
@@ -11,18 +11,18 @@ const FILLED: f64 = 0.8;
 /// Values of several series over the same categories.
 #[derive(Debug)]
 pub struct BarChart {
-    /// What stands above it.
+    /// The title above the chart.
     pub title: String,
     /// Names under the groups.
     pub categories: Vec<String>,
-    /// Name of each series, and its value in each category, where it has one.
+    /// Name of each series, and its value in each category, if it has one.
     pub series: Vec<(String, Vec<Option<f64>>)>,
-    /// Where a line is drawn across, such as the baseline's value.
+    /// Where a horizontal line is drawn, such as the baseline's value.
     pub mark: f64,
 }
 
 impl BarChart {
-    /// A figure with its title and legend; nothing when there is no bar.
+    /// A figure with its title and legend; empty if there is no bar.
     pub fn html(&self) -> String {
         if self.values().next().is_none() {
             return String::new();

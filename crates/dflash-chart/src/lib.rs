@@ -1,6 +1,6 @@
-//! Charts for HTML pages that need nothing else: SVG within the page, drawn on this machine.
+//! Charts as SVG inside HTML pages that need no other file.
 //!
-//! Whatever text comes from elsewhere goes through [`escape`].
+//! All outside text goes through [`escape`].
 
 mod bars;
 mod line;
@@ -10,7 +10,7 @@ pub use line::{Chart, number};
 
 use plotters::prelude::RGBColor;
 
-/// The look of every page of ours.
+/// The style of every page.
 pub const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1200px;\
 padding:0 1rem;color:#222}h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}\
 .charts{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 480px;max-width:580px}\

@@ -6,15 +6,15 @@ use plotters::prelude::*;
 
 use crate::{COLORS, SIZE, figure};
 
-/// Most points of a line: a screen shows no more, and a page of many lines stays small.
+/// Maximum number of points per line: a screen shows no more, and a page of many lines stays small.
 const POINTS: usize = 800;
-/// Lines of so few points show the points too; a single point would be invisible.
+/// Lines with at most this many points show the points too; a single point would be invisible.
 const DOTTED: usize = 30;
 
 /// Named lines over a common axis.
 #[derive(Debug)]
 pub struct Chart {
-    /// What stands above it.
+    /// The title above the chart.
     pub title: String,
     /// What the horizontal axis counts.
     pub axis: &'static str,
@@ -23,7 +23,7 @@ pub struct Chart {
 }
 
 impl Chart {
-    /// A chart over steps; lines without points are left out.
+    /// A chart over steps, without lines that have no points.
     pub fn over_steps(title: &str, lines: Vec<(&str, Vec<(f64, f64)>)>) -> Self {
         let lines = lines
             .into_iter()
@@ -33,7 +33,7 @@ impl Chart {
         Self { title: title.to_owned(), axis: "step", lines }
     }
 
-    /// A figure with its title and legend; nothing when there is no line.
+    /// A figure with its title and legend; empty if there is no line.
     pub fn html(&self) -> String {
         if self.lines.is_empty() {
             return String::new();
@@ -81,7 +81,7 @@ impl Chart {
     }
 }
 
-/// From the least to the greatest value, with a margin above and below; from 0 where that is near.
+/// From the least to the greatest value, with a margin above and below; from 0 if that is near.
 fn range(values: impl Iterator<Item = f64>, with_margin: bool) -> Range<f64> {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
         (low.min(value), high.max(value))
@@ -98,7 +98,7 @@ fn range(values: impl Iterator<Item = f64>, with_margin: bool) -> Range<f64> {
     floor..high + margin
 }
 
-/// Every n-th point and the last, so that no more than about [`POINTS`] remain.
+/// Every n-th point and the last, so that at most about [`POINTS`] remain.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let stride = points.len().div_ceil(POINTS).max(1);
     let last = points.len() - 1;
@@ -106,7 +106,7 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     points.iter().enumerate().filter(kept).map(|(_, &point)| point).collect()
 }
 
-/// A number as an axis shows it.
+/// A number as an axis label.
 pub fn number(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),

@@ -1,7 +1,7 @@
-//! What people see on stderr: lines, and progress on long work.
+//! Terminal output: lines on stderr, and progress of long work.
 //!
-//! A reader that is gone, or a full disk behind it, must not end the work: what cannot be written is
-//! dropped.
+//! A closed reader, or a full disk behind it, must not end the work: output that cannot be written
+//! is dropped.
 
 mod progress;
 
@@ -10,7 +10,7 @@ use std::io::{self, Write};
 
 pub use progress::{Progress, Show, Unit};
 
-/// Stderr, but for its failures, of which nobody can be told.
+/// Stderr that ignores write errors, because there is nowhere to report them.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Stderr;
 

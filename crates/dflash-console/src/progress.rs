@@ -1,4 +1,4 @@
-//! How far a long piece of work is: a bar on a terminal, a line now and then elsewhere.
+//! Progress of a long piece of work: a bar on a terminal, otherwise a line now and then.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal};
@@ -8,7 +8,7 @@ use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
 
 use crate::say;
 
-/// Between two lines where there is no terminal.
+/// Interval between lines if there is no terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What is counted.
@@ -20,14 +20,14 @@ pub enum Unit {
     Bytes,
 }
 
-/// Where progress is seen.
+/// Where progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Show {
-    /// As a bar on a terminal, elsewhere as lines.
+    /// As a bar on a terminal, otherwise as lines.
     Bar,
     /// As lines.
     Lines,
-    /// Nowhere: another process shows it.
+    /// Not at all: another process shows it.
     Nothing,
 }
 
@@ -38,9 +38,9 @@ pub struct Progress {
     unit: Unit,
     bar: ProgressBar,
     started: Instant,
-    /// What was done before.
+    /// What an earlier run had done.
     done_before: u64,
-    /// The last line; `None` where there are none.
+    /// When the last line was printed; `None` if lines are not printed.
     last_line: Option<Instant>,
 }
 
@@ -53,7 +53,7 @@ impl Progress {
         Self::shown(Show::Bar, title, unit, total)
     }
 
-    /// As [`Self::new`], seen where `show` says.
+    /// As [`Self::new`], shown as `show` says.
     ///
     /// # Panics
     /// Never.
@@ -76,7 +76,7 @@ impl Progress {
         Self { title, unit, bar, started, done_before: 0, last_line }
     }
 
-    /// Work of which `done` was done before.
+    /// Work of which an earlier run had done `done`.
     #[must_use]
     pub fn starting_at(mut self, done: u64) -> Self {
         self.done_before = done;
@@ -90,7 +90,7 @@ impl Progress {
         self.bar.set_length(total);
     }
 
-    /// `done` of the total is done; `message` says how it goes.
+    /// `done` of the total is done; `message` is shown with it.
     pub fn update(&mut self, done: u64, message: impl Display) {
         self.bar.set_position(done);
         self.bar.set_message(message.to_string());

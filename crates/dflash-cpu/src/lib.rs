@@ -1,8 +1,12 @@
-//! Levels of a processor's instructions: which this machine has, and which one computes.
+//! CPU instruction-set levels: which this machine has, and which one is in force.
 //!
-//! Our own kernels are compiled once for each level and chosen among at run time. libtorch, oneDNN and
-//! MKL choose for themselves, and read variables of their own when they are loaded, so a level is also
-//! a set of these variables: the front program sets them before the engine starts.
+//! Our kernels are compiled once per level (baseline, avx2, avx512, avx512bf16, neon), in files
+//! that share no inline function: the linker keeps one copy of such a function, possibly one that
+//! this CPU cannot run. The level in force is the one named by `DFLASH_CPU_LEVEL`, or the CPU's
+//! best. libtorch, oneDNN and MKL choose for themselves, from environment variables that they read
+//! when they are loaded. So the front end sets `DFLASH_CPU_LEVEL` and these variables before the
+//! engine starts; the engine, its ranks and the demo's commands inherit them. Tests set another
+//! level for one thread, or run again with the variables set.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -10,11 +14,11 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// The variable that names the level of every command.
+/// The variable that sets the level for every command.
 pub const VARIABLE: &str = "DFLASH_CPU_LEVEL";
 
-/// What products, attention and elementwise work may use of the processor, in ascending order on each
-/// architecture.
+/// The instructions that products, attention and elementwise work may use, in ascending order on
+/// each architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuLevel {
@@ -24,9 +28,9 @@ pub enum CpuLevel {
     Avx2,
     /// AVX-512 with BW, CD, DQ and VL (x86-64-v4).
     Avx512,
-    /// The same, and products of bfloat16.
+    /// The same, and bfloat16 products.
     Avx512bf16,
-    /// The vectors of aarch64.
+    /// The vector instructions of aarch64.
     Neon,
 }
 
@@ -36,16 +40,15 @@ pub enum Error {
     /// No level has this name.
     #[error("{VARIABLE} is {0:?}, but the levels are baseline, avx2, avx512, avx512bf16 and neon")]
     Unknown(String),
-    /// This processor lacks it.
+    /// This processor does not support it.
     #[error("{VARIABLE} is {0}, but {reason}", reason = .0.reason_against())]
     Lacking(CpuLevel),
     /// A variable of a library is set to something else.
     #[error(
-        "the level {level} of the processor's instructions sets {variable} to {value}, and it is \
-         {found:?} already; unset it, or leave out --cpu-level and {VARIABLE}"
+        "the CPU instruction level {level} sets {variable} to {value}, but it is already {found:?}; unset it, or do not pass --cpu-level and {VARIABLE}"
     )]
     AtOdds {
-        /// The level that was asked for.
+        /// The requested level.
         level: CpuLevel,
         /// The library's variable.
         variable: &'static str,
@@ -57,21 +60,21 @@ pub enum Error {
 }
 
 impl CpuLevel {
-    /// All of them.
+    /// All levels.
     pub const ALL: [Self; 5] =
         [Self::Baseline, Self::Avx2, Self::Avx512, Self::Avx512bf16, Self::Neon];
 
-    /// Those that this processor has, ascending.
+    /// The levels that this processor supports, ascending.
     pub fn here() -> Vec<Self> {
         Self::ALL.into_iter().filter(|level| level.is_here()).collect()
     }
 
-    /// The highest that this processor has.
+    /// The highest level that this processor supports.
     pub fn best() -> Self {
         Self::here().into_iter().next_back().unwrap_or(Self::Baseline)
     }
 
-    /// Whether this processor has it.
+    /// Whether this processor supports it.
     pub fn is_here(self) -> bool {
         match self {
             Self::Baseline => true,
@@ -80,7 +83,7 @@ impl CpuLevel {
         }
     }
 
-    /// The name on the command line, in files and of our compiled kernels.
+    /// Its name on the command line, in files and of our compiled kernels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Baseline => "baseline",
@@ -91,13 +94,14 @@ impl CpuLevel {
         }
     }
 
-    /// Whether it multiplies bfloat16, which is emulated and slow elsewhere.
+    /// Whether it has bfloat16 products, which are emulated and slow on other levels.
     pub const fn multiplies_bf16(self) -> bool {
         matches!(self, Self::Avx512bf16)
     }
 
-    /// What makes libtorch, oneDNN and MKL compute at this level, where a variable can: they read these
-    /// when they are loaded. MKL obeys on Intel's processors alone.
+    /// The environment variables that limit libtorch, oneDNN and MKL to this level, where a
+    /// variable exists; they are read when the libraries are loaded. MKL obeys on Intel processors
+    /// only.
     ///
     /// Values as documented: oneDNN's CPU dispatcher control, oneMKL's instruction set specific
     /// dispatching; libtorch's are those of its `compute_cpu_capability`.
@@ -106,26 +110,27 @@ impl CpuLevel {
         const ONEDNN: &str = "ONEDNN_MAX_CPU_ISA";
         const MKL: &str = "MKL_ENABLE_INSTRUCTIONS";
         match self {
-            // The libraries have no lower one with vectors for x86; elsewhere there is neither MKL nor
-            // a level below the one that they take.
+            // On x86 the libraries have no lower level with vectors; on other architectures there
+            // is neither MKL nor a level below their default.
             Self::Baseline if cfg!(target_arch = "x86_64") => {
                 &[(ATEN, "default"), (ONEDNN, "SSE41"), (MKL, "SSE4_2")]
             }
             Self::Baseline | Self::Neon => &[(ATEN, "default")],
             Self::Avx2 => &[(ATEN, "avx2"), (ONEDNN, "AVX2"), (MKL, "AVX2")],
             Self::Avx512 => &[(ATEN, "avx512"), (ONEDNN, "AVX512_CORE"), (MKL, "AVX512")],
-            // E3 adds bfloat16, E4 matrices of it (AMX).
+            // E3 adds bfloat16, E4 bfloat16 matrices (AMX).
             Self::Avx512bf16 => {
                 &[(ATEN, "avx512"), (ONEDNN, "AVX512_CORE_BF16"), (MKL, "AVX512_E3")]
             }
         }
     }
 
-    /// Its [`Self::variables`] and [`VARIABLE`], for a program that is to compute at it. `now` looks up a
-    /// variable of this process.
+    /// Its [`Self::variables`] and [`VARIABLE`], for starting a program at this level. `now` looks
+    /// up a variable of this process.
     ///
     /// # Errors
-    /// [`Error::Lacking`], and [`Error::AtOdds`] where the user has set one of them to something else.
+    /// [`Error::Lacking`], and [`Error::AtOdds`] if the user has set one of them to a different
+    /// value.
     pub fn environment(
         self,
         now: impl Fn(&str) -> Option<OsString>,
@@ -142,7 +147,7 @@ impl CpuLevel {
         Ok([&[(VARIABLE, self.name())], self.variables()].concat())
     }
 
-    /// What [`VARIABLE`] names, if it is set.
+    /// The level that [`VARIABLE`] names, if it is set.
     ///
     /// # Errors
     /// [`Error::Unknown`] and [`Error::Lacking`].
@@ -152,14 +157,14 @@ impl CpuLevel {
         if level.is_here() { Ok(Some(level)) } else { Err(Error::Lacking(level)) }
     }
 
-    /// Why it cannot be used here, with what can: the end of a sentence.
+    /// Why it cannot be used here, and which levels can: the end of a sentence.
     pub fn reason_against(self) -> String {
         let here: Vec<&str> = Self::here().into_iter().map(Self::name).collect();
         format!("this machine's processor has {}", here.join(", "))
     }
 }
 
-/// All that the compiler may use at the level, so that no instruction is met that is not there.
+/// Whether the processor has every feature that the compiler may use at this level.
 #[cfg(target_arch = "x86_64")]
 fn has(level: CpuLevel) -> bool {
     use std::arch::is_x86_feature_detected as has;

@@ -1,20 +1,20 @@
 //! Where blocks start: the anchors of a packed row.
 //!
-//! An anchor is the clean first token of a block; the slots after it are what the draft
-//! predicts. Candidates are positions whose own token and next token are supervised, in the same
-//! document. A block may reach past its document's end, so short answers are trained too.
+//! An anchor is the known first token of a block; the draft predicts the slots after it. Candidates
+//! are positions whose own token and next token are supervised, in the same document. A block may
+//! extend past its document's end, so short answers are trained too.
 
 use std::ops::Range;
 
 use crate::PackedRow;
 use crate::random::{Domain, Stream};
 
-/// How many anchors to draw, and which draw it is.
+/// How many anchors to draw, and the seed and epoch of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AnchorOptions {
-    /// Most anchors of one document (512 in the method's description).
+    /// Maximum number of anchors per document (512 in the method's description).
     pub per_document: usize,
-    /// Most anchors of one packed row, shared out over its documents.
+    /// Maximum number of anchors per packed row, shared out over its documents.
     pub per_row: usize,
     /// Seed of the run.
     pub seed: u64,
@@ -50,9 +50,9 @@ fn document_candidates(loss_mask: &[bool], document: Range<usize>) -> Vec<usize>
     (document.start..last).filter(|&p| loss_mask[p] && loss_mask[p + 1]).collect()
 }
 
-/// Each document's number of anchors: as many as it may have, or, where that exceeds the row's
-/// cap, shares of the cap in proportion to the candidates. What a document cannot take, because
-/// its candidates or its own cap are fewer than its share, goes to the others.
+/// Each document's number of anchors: as many as it may have, or, if that exceeds the row's cap,
+/// shares of the cap in proportion to the candidates. If a document has fewer candidates than its
+/// share, or a lower cap, the others get the rest.
 fn share_out(counts: &[usize], per_document: usize, per_row: usize) -> Vec<usize> {
     let mut quotas: Vec<usize> = counts.iter().map(|&count| count.min(per_document)).collect();
     if quotas.iter().sum::<usize>() <= per_row {

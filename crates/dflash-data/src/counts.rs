@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Sample;
 use crate::error::Error;
 
-/// Where a dataset of ours keeps its counts.
+/// The file of our datasets that holds the counts.
 pub(crate) const FILE: &str = "token_freq.json";
 
 /// How often each token is supervised.
@@ -35,7 +35,7 @@ pub(crate) fn to_json(counts: &[(i64, u64)]) -> Vec<u8> {
     format!("{{{}}}\n", entries.join(", ")).into_bytes()
 }
 
-/// What [`to_json`] wrote, ascending by id; `None` where there is no such file.
+/// Reads what [`to_json`] wrote, ascending by id; `None` if there is no such file.
 pub(crate) fn read(path: &Path) -> Result<Option<Vec<(i64, u64)>>, Error> {
     let text = match std::fs::read(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

@@ -30,12 +30,12 @@ pub struct Dataset {
     batches: Vec<Batch>,
     lengths: Vec<u32>,
     fingerprint: String,
-    /// What [`Self::content`] found.
+    /// The result of [`Self::content`].
     content: OnceLock<String>,
 }
 
-/// Tokens that a digest of the content reads at most, which takes about a second. Of larger datasets
-/// it reads as many rows, spread evenly.
+/// Maximum number of tokens that a digest of the content reads, which takes about a second. In
+/// larger datasets it reads rows with about as many tokens, evenly spread.
 const DIGESTED_TOKENS: u64 = 1 << 26;
 
 #[derive(Debug)]
@@ -131,15 +131,15 @@ impl Dataset {
         })
     }
 
-    /// 16 hexadecimal digits of what the writer says: a hash of the samples' lengths and of the content
-    /// hash that the writer recorded. It takes no reading, and does not see what was changed since.
+    /// 16 hexadecimal digits: a hash of the samples' lengths and of the content hash that the
+    /// writer recorded. It reads no samples, so it does not notice later changes.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.clone()
     }
 
-    /// 16 hexadecimal digits of what the files hold now: a hash of the samples' tokens and masks, the
-    /// same whatever shards they lie in. Datasets of more than 67 million tokens are sampled: as many
-    /// tokens, in rows spread evenly. Read once, when it is first asked for.
+    /// 16 hexadecimal digits: a hash of the samples' tokens and masks as the files hold them now,
+    /// independent of the shards. Datasets of more than 67 million tokens are sampled: as many
+    /// tokens, in evenly spread rows. Computed once, on first use.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -151,7 +151,7 @@ impl Dataset {
         Ok(self.content.get_or_init(|| content))
     }
 
-    /// Of every row, or of as many as have about so many tokens.
+    /// The digest of every row, or of evenly spread rows with about `most_tokens` tokens.
     fn digest_of_rows(&self, most_tokens: u64) -> Result<String, Error> {
         let tokens: u64 = self.lengths.iter().map(|&length| u64::from(length)).sum();
         let stride = tokens.div_ceil(most_tokens).max(1) as usize;
@@ -167,28 +167,28 @@ impl Dataset {
         Ok(digest.hex())
     }
 
-    /// The target that the samples were made for, where that is recorded.
+    /// The target that the samples were made for, if it is recorded.
     ///
     /// # Errors
-    /// [`Error::Json`] where the record is damaged, [`Error::Read`].
+    /// [`Error::Json`] if the record is damaged, [`Error::Read`].
     pub fn prepared_for(&self) -> Result<Option<PreparedFor>, Error> {
         PreparedFor::read(&self.dir)
     }
 
-    /// All that is recorded of how the samples were made: `dflash_prepare.json`, which
+    /// Everything that is recorded about how the samples were made: `dflash_prepare.json`, which
     /// docs/formats.md describes.
     ///
     /// # Errors
-    /// [`Error::Json`] where the record is damaged, [`Error::Read`].
+    /// [`Error::Json`] if the record is damaged, [`Error::Read`].
     pub fn preparation(&self) -> Result<Option<serde_json::Value>, Error> {
         preparation(&self.dir)
     }
 
-    /// How often each token is supervised, ascending by id: as the writer counted, or, where that
-    /// is not recorded (`datasets` does not keep our file), by reading every sample.
+    /// How often each token is supervised, ascending by id: as the writer counted, or, if that is
+    /// not recorded (`datasets` does not keep our file), by reading every sample.
     ///
     /// # Errors
-    /// [`Error::Json`] where the record is damaged, [`Error::Read`].
+    /// [`Error::Json`] if the record is damaged, [`Error::Read`].
     pub fn token_frequencies(&self) -> Result<Vec<(i64, u64)>, Error> {
         if let Some(counts) = counts::read(&self.dir.join(counts::FILE))? {
             return Ok(counts);

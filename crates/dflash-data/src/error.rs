@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use arrow_schema::ArrowError;
 
-/// A fault of a dataset directory, naming the file, column or row. Rows count from 0 over the
+/// An error in a dataset directory, naming the file, column or row. Rows count from 0 over the
 /// whole dataset.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
@@ -21,7 +21,7 @@ pub enum Error {
     Json { path: PathBuf, source: serde_json::Error },
     #[error("{path} lists no data files")]
     NoShards { path: PathBuf },
-    #[error("{path} is not a whole Arrow stream file: {reason}; prepare the dataset again")]
+    #[error("{path} is not a complete Arrow stream file: {reason}; prepare the dataset again")]
     BrokenShard { path: PathBuf, reason: String },
     #[error("{path} has no column {column}; its columns are [{found}]")]
     NoColumn { path: PathBuf, column: &'static str, found: String },
@@ -31,7 +31,7 @@ pub enum Error {
     Nulls { path: PathBuf, column: &'static str },
     #[error("{path}: row {row} has {input_ids} input_ids but {loss_mask} loss_mask entries")]
     MaskLength { path: PathBuf, row: usize, input_ids: usize, loss_mask: usize },
-    #[error("row {row} asked of a dataset of {rows} rows")]
+    #[error("row {row} requested from a dataset of {rows} rows")]
     RowRange { row: usize, rows: usize },
     #[error("row {row}: token id {id} is not between 0 and 2147483647")]
     TokenId { row: usize, id: i64 },

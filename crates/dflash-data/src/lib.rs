@@ -1,10 +1,10 @@
 //! Prepared datasets: row schema, shards, packing, anchors and resumable order.
 //!
 //! A prepared dataset is a directory in the layout of Hugging Face's `save_to_disk`: Arrow IPC
-//! stream files with the columns `input_ids`, `loss_mask` and `seq_len`. [`DatasetWriter`] makes
-//! one that `datasets.load_from_disk` and speculators' trainer read; [`Dataset`] reads ours and
-//! theirs. What a trainer does with the samples of an epoch is here too, because it must not
-//! depend on the number of processes: [`epoch_order`], [`pack_rows`], [`sample_anchors`].
+//! stream files with the columns `input_ids`, `loss_mask` and `seq_len`. [`DatasetWriter`] writes
+//! one that `datasets.load_from_disk` and speculators' trainer can read; [`Dataset`] reads ours and
+//! theirs. Order, packing and anchors of an epoch are here too, because they must not depend on the
+//! number of processes: [`epoch_order`], [`pack_rows`], [`sample_anchors`].
 
 mod anchors;
 mod counts;

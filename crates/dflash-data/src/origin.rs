@@ -1,4 +1,4 @@
-//! Which target a dataset was prepared for, as `dflash_prepare.json` beside the shards says.
+//! Which target a dataset was prepared for, as recorded in `dflash_prepare.json` beside the shards.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// Where a dataset comes from. `datasets` does not keep the file.
+/// The file that records where a dataset comes from. `datasets` does not keep it.
 const FILE: &str = "dflash_prepare.json";
 
 /// The target whose tokenizer and chat template made the samples.
@@ -17,14 +17,14 @@ const FILE: &str = "dflash_prepare.json";
 pub struct PreparedFor {
     /// The target's name.
     pub name: String,
-    /// Which model it is, where more than its tokenizer was at hand.
+    /// The model's identity, if more than its tokenizer was available.
     pub target: Option<TargetIdentity>,
-    /// Digest of tokenizer and chat template, which decide the samples.
+    /// Digest of tokenizer and chat template, which determine the samples.
     pub tokenizer: Option<String>,
 }
 
 impl PreparedFor {
-    /// What data is prepared for with the model in `dir`, which the user called `name`.
+    /// What data prepared with the model in `dir`, which the user called `name`, records.
     ///
     /// # Errors
     /// A file of the model that cannot be read.
@@ -36,7 +36,7 @@ impl PreparedFor {
         })
     }
 
-    /// What the dataset in `dir` says.
+    /// The record of the dataset in `dir`.
     pub(crate) fn read(dir: &Path) -> Result<Option<Self>, Error> {
         let Some(mut document) = preparation(dir)? else { return Ok(None) };
         let entry = serde_json::from_value(document["prepared_for"].take());
@@ -44,7 +44,7 @@ impl PreparedFor {
     }
 }
 
-/// All that the dataset in `dir` says of its making.
+/// The whole preparation record of the dataset in `dir`.
 pub(crate) fn preparation(dir: &Path) -> Result<Option<Value>, Error> {
     let path = dir.join(FILE);
     let text = match std::fs::read(&path) {

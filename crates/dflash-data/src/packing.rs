@@ -1,8 +1,8 @@
 //! The order of an epoch and the rows that it is packed into.
 //!
-//! Shapes: a packed row is the concatenation of whole documents, as long as they are, never
-//! padded. The packing depends only on the order and the lengths, so every process computes the
-//! same one and takes its share of the rows.
+//! A packed row is the concatenation of whole documents, never padded. The packing depends only on
+//! the order and the lengths, so every process computes the same one and takes its share of the
+//! rows.
 
 use crate::Sample;
 use crate::random::{Domain, Stream};
@@ -16,7 +16,7 @@ pub fn epoch_order(len: usize, seed: u64, epoch: u64) -> Vec<u32> {
 
 /// Fills rows of at most `total_seq_len` tokens with documents in the given order; a document that
 /// does not fit starts the next row. A document longer than a row is cut to it (see
-/// [`count_truncated`]), an empty one is left out.
+/// [`count_truncated`]), an empty one is skipped.
 ///
 /// # Panics
 /// When `order` names a document that `lengths` does not have.

@@ -1,13 +1,13 @@
 //! Random draws that are the same on every machine and in every release.
 //!
-//! A stream is named by what it is for (a domain) and a key of three numbers, so that no draw
-//! depends on how many others came before it. The bounded draw and the shuffle are written out
-//! here because library versions may change theirs, and a resumed run must repeat them.
+//! A stream is identified by its purpose (a domain) and a key of three numbers, so that no draw
+//! depends on how many others came before it. The bounded draw and the shuffle are implemented here
+//! because library versions may change theirs, and a resumed run must repeat them.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// What a stream is for; streams of different domains are independent under equal keys.
+/// The purpose of a stream; streams of different domains are independent even with equal keys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Domain {
     Order = 1,

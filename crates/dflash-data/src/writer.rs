@@ -1,7 +1,7 @@
 //! Writing a prepared dataset.
 //!
-//! Rows gather in a batch, batches go to a shard, shards to a directory that appears under its
-//! name only when it is whole. Memory is bounded by one batch. The column types are those of
+//! Rows are collected in a batch, batches go to a shard, shards to a directory that gets its name
+//! only when it is complete. Memory is bounded by one batch. The column types are those of
 //! speculators' datasets, so that the two can be concatenated.
 
 mod metadata;
@@ -24,7 +24,7 @@ use crate::error::Error;
 
 /// Rows of a batch, as Hugging Face writes them.
 const BATCH_ROWS: usize = 1000;
-/// Tokens after which a batch is written even when it has fewer rows: 12 MB of columns.
+/// Tokens after which a batch is written even if it has fewer rows: 12 MB of columns.
 const BATCH_TOKENS: usize = 1 << 20;
 /// Bytes that a token takes in the two list columns.
 const BYTES_PER_TOKEN: u64 = 12;
@@ -32,7 +32,8 @@ const BYTES_PER_TOKEN: u64 = 12;
 /// How to lay out a dataset.
 #[derive(Debug, Clone, Copy)]
 pub struct WriterOptions {
-    /// Start a new shard when one has this many bytes. Default 500 MB, as Hugging Face has.
+    /// Start a new shard when one has this many bytes. Default 500 MB, as in Hugging Face's
+    /// `datasets`.
     pub shard_bytes: u64,
     /// Replace an existing dataset, but nothing else, at the destination.
     pub overwrite: bool,
@@ -165,7 +166,8 @@ impl DatasetWriter {
         fs::write(&path, bytes).map_err(|source| write_error(&path, source))
     }
 
-    /// Writes what is left, the metadata and the token counts, and puts the directory in place.
+    /// Writes the remaining rows, the metadata and the token counts, and renames the directory into
+    /// place.
     ///
     /// # Errors
     /// I/O; then nothing is left behind.
@@ -210,7 +212,7 @@ impl DatasetWriter {
     }
 
     fn open_shard(&mut self) -> Result<&mut Shard, Error> {
-        // The final name holds the number of shards, which nobody knows yet.
+        // The final name contains the number of shards, which is not known yet.
         let path = self.pending.path().join(format!("part-{:05}", self.finished_shards.len()));
         match &mut self.shard {
             Some(shard) => Ok(shard),
@@ -248,7 +250,7 @@ impl Shard {
     }
 }
 
-/// Whether every file of `dir` is one that a dataset has.
+/// Whether every file of `dir` belongs to a dataset.
 fn check_replaceable(dir: &Path) -> Result<(), Error> {
     const OURS: [&str; 5] =
         ["dataset_info.json", "state.json", counts::FILE, "token_freq.pt", "dflash_prepare.json"];

@@ -133,7 +133,7 @@ fn a_damaged_directory_is_named() {
     fs::write(&shard, &bytes[..bytes.len() / 2]).unwrap();
     check(&dir, "ends inside a record batch");
     fs::write(&shard, "no arrow").unwrap();
-    check(&dir, "is not a whole Arrow stream file");
+    check(&dir, "is not a complete Arrow stream file");
     fs::remove_file(&shard).unwrap();
     check(&dir, "cannot read");
     fs::write(dir.join("state.json"), "{").unwrap();

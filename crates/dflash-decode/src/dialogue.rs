@@ -1,8 +1,8 @@
-//! A conversation whose answers are made anew, turn by turn.
+//! A conversation whose answers are regenerated, turn by turn.
 //!
-//! Each answer is made from the turns before it with the answers made there, and not with the
-//! recorded ones. Some recorded turns of the assistant stay: a first one, which answers nothing,
-//! and calls of tools whose results follow, because the results answer those very calls.
+//! Each answer is generated from the turns before it, including earlier regenerated answers but not
+//! the recorded ones. Some recorded assistant turns are kept: a first turn, which answers nothing,
+//! and tool calls whose results follow, because the results answer those very calls.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ use crate::Error;
 use crate::limits::Limits;
 use crate::rows::{Place, fits, prompt_ids};
 
-/// What a dialogue needs of the target.
+/// What a dialogue needs from the target.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Speaker<'a> {
     pub(crate) tokenizer: &'a ChatTokenizer,
@@ -22,12 +22,12 @@ pub(crate) struct Speaker<'a> {
     pub(crate) limits: &'a Limits,
 }
 
-/// A conversation in the making.
+/// A conversation in progress.
 #[derive(Debug)]
 pub(crate) struct Dialogue {
     /// Line of its row, counted from 1.
     line: usize,
-    /// The turns up to the answer that is to be made next; empty for a row of token ids.
+    /// The turns up to the next answer; empty for a row of token ids.
     messages: Vec<Message>,
     /// The turns that follow it, up to the next answer and so on.
     later: VecDeque<Vec<Message>>,
@@ -36,21 +36,21 @@ pub(crate) struct Dialogue {
     is_question: bool,
     /// The prompt of the next answer.
     ids: Vec<i64>,
-    /// Of each token before the prompt's end, whether the target made it; shorter than the prompt.
+    /// Whether the target generated each token of the prompt so far; shorter than the prompt.
     mask: Vec<u8>,
-    /// Whether every answer in `mask` has ended by itself.
+    /// Whether every answer in `mask` ended with an end token.
     finished: bool,
     rows: Vec<Value>,
 }
 
-/// What becomes of a dialogue after an answer.
+/// What follows an answer.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// Another answer is to be made.
+    /// Another answer.
     Answer,
-    /// It is done.
+    /// The end.
     Done,
-    /// It is done before its end: the next turn has no room, or the template refuses it.
+    /// A premature end: the next turn does not fit, or the template refuses it.
     Shortened,
 }
 
@@ -58,7 +58,7 @@ impl Dialogue {
     /// Reads a row.
     ///
     /// # Errors
-    /// A row that is not understood, or has nothing to answer.
+    /// A row that is not understood, or has no question.
     pub(crate) fn new(row: &Value, place: Place<'_>, speaker: Speaker<'_>) -> Result<Self, Error> {
         let mut dialogue = Self {
             line: place.line(),
@@ -106,12 +106,12 @@ impl Dialogue {
         self.line
     }
 
-    /// Whether the next answer has room.
+    /// Whether the next answer fits.
     pub(crate) fn fits(&self, speaker: Speaker<'_>) -> bool {
         fits(&self.ids, speaker.config, speaker.limits.max_new_tokens)
     }
 
-    /// Takes the answer to the prompt and goes on to the next one.
+    /// Adds the answer to the prompt and continues to the next one.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -137,7 +137,7 @@ impl Dialogue {
         let max_new = speaker.limits.max_new_tokens;
         let prompt = match self.prompt(speaker) {
             Ok(prompt) if fits(&prompt, speaker.config, max_new) => prompt,
-            // The template can refuse what an answer says.
+            // The template may refuse an answer.
             Ok(_) | Err(dflash_text::Error::Render { .. }) => {
                 self.messages.truncate(answered);
                 self.rows.push(self.row());
@@ -146,7 +146,7 @@ impl Dialogue {
             Err(error) => return Err(error),
         };
         if !prompt.starts_with(&self.ids) {
-            // The template writes the answers before in another way than they were made.
+            // The template renders earlier answers differently from how they were generated.
             let turns = self.messages.split_off(answered);
             self.rows.push(self.row());
             self.messages.extend(turns);
@@ -166,8 +166,8 @@ impl Dialogue {
         prompt_ids(speaker.tokenizer, (&self.messages, self.tools.as_ref()), speaker.config)
     }
 
-    /// Renders the whole conversation with stand-ins for its answers: what a template refuses is
-    /// better known before hours of decoding than after.
+    /// Renders the whole conversation with placeholder answers: it is better to learn what a
+    /// template refuses before hours of decoding than after.
     fn try_later_turns(&self, speaker: Speaker<'_>) -> Result<(), dflash_text::Error> {
         let mut messages = self.messages.clone();
         for turns in &self.later {
@@ -203,8 +203,8 @@ impl Dialogue {
     }
 }
 
-/// The turns before each answer that is to be made, without the recorded answers that it replaces.
-/// Turns after the last answer's are left out.
+/// The turns before each answer to generate, without the recorded answers that it replaces. Turns
+/// after the last answer are dropped.
 fn segments(messages: Vec<Message>) -> Vec<Vec<Message>> {
     let asks =
         |turns: &[Message]| turns.iter().any(|turn| matches!(turn.role, Role::User | Role::Tool));
@@ -216,7 +216,7 @@ fn segments(messages: Vec<Message>) -> Vec<Vec<Message>> {
                 let has_results = messages.peek().is_some_and(|next| next.role == Role::Tool);
                 has_results || (done.is_empty() && !asks(&open))
             }
-            // Between two turns of the user there is an answer to be made.
+            // Between two user turns an answer must be generated.
             Role::User => {
                 if open.last().is_some_and(|last| last.role == Role::User) {
                     done.push(std::mem::take(&mut open));

@@ -1,15 +1,20 @@
-//! One decode loop for all: sequences decoded together, alone or with proposals, by one pass of the target
-//! a step over all of them and over the prompts that are still being read.
+//! The decode loop of `generate`, `serve`, `regenerate`, `eval` and training's validation: it
+//! decodes sequences together, with or without proposals, in one pass of the target per step.
 //!
-//! A [`Request`] becomes a `Sequence` with caches, a sampler and limits of its own. A step chooses how many
-//! tokens each sequence that has its prompt behind it has proposed (`lengths`), looks them up or drafts
-//! them, takes the next piece of the prompts before it, keeps of each sequence's proposals those that the
-//! target says itself, and cuts its caches back to these. Attention and sampling are per sequence, so what
-//! one says does not depend on the others beyond the rounding of larger products; and where lengths are
-//! chosen, its random numbers follow from seed and position, so it does not depend on what is proposed.
-//! On a CPU steps go through packed layers where there are such (`packed`), which round nothing otherwise;
-//! all else through libtorch (`tensors`). Prompts that begin as another sequence does, one that is held or
-//! one whose caches are kept (`prefixes`), start from a copy of its rows.
+//! A [`Request`] becomes a `Sequence` with its own caches, sampler and limits. A step chooses how
+//! many tokens to propose for each sequence that has read its prompt (`lengths`), looks them up or
+//! drafts them, takes the next piece of the prompts that are still being read, verifies, keeps the
+//! proposals of each sequence that the target would have emitted itself, and truncates the caches.
+//! Attention and sampling are per sequence, so its text depends on the others only through rounding
+//! in larger products. A step has two forms with the same meaning: packed layers on a CPU
+//! (`packed`) and libtorch's operations otherwise (`tensors`); both end in the same code that
+//! compares proposals with the target's tokens. A prompt that begins like another sequence, running
+//! or recently ended (`prefixes`), starts from a copy of its cache.
+//!
+//! There are two ways to verify sampled tokens. Where lengths depend on measured times, texts must
+//! not: a token's random numbers depend only on the seed and the position, target and draft draw
+//! with the same ones, and a differing proposal is rejected. Where lengths are fixed, rejection
+//! sampling accepts more, as in other engines, and the text depends on the draft.
 
 mod lengths;
 mod packed;
@@ -29,7 +34,7 @@ use tch::{Tensor, no_grad};
 use self::lengths::{Choice, Lengths};
 use self::packed::Packed;
 use self::prefixes::{Prefixes, common, usable};
-use self::proposer::{Proposer, look_up};
+use self::proposer::Proposer;
 use self::sequence::{Sequence, empty_caches, first_capacity};
 use self::tensors::Turn;
 use crate::Error;
@@ -293,13 +298,9 @@ impl<'a> Engine<'a> {
     fn ready(&self) -> Vec<Choice> {
         let ready = self.sequences.iter().enumerate().filter(|(_, one)| one.bonus().is_some());
         let choice = |(at, sequence): (usize, &Sequence)| {
-            let most = match &self.proposer {
-                _ if !sequence.speculative => 0,
-                Proposer::None => 0,
-                Proposer::Ngram { size, tokens } => {
-                    look_up(sequence.tokens(), *size, *tokens).len()
-                }
-                Proposer::Draft(drafter) => drafter.block_size() - 1,
+            let most = match sequence.speculative {
+                true => self.proposer.most_behind(sequence.tokens()),
+                false => 0,
             };
             // The last tokens need no more; fixed lengths stay what they are, as their figures do.
             let most = if self.lengths.is_auto() { most.min(sequence.room() - 1) } else { most };
@@ -313,12 +314,8 @@ impl<'a> Engine<'a> {
         let tokens = self.sequences[at].tokens();
         let mut ids = Vec::with_capacity(1 + proposals);
         ids.extend(tokens.last());
-        let mut drafted = 0;
-        match &self.proposer {
-            Proposer::None => {}
-            Proposer::Ngram { size, .. } => ids.extend(look_up(tokens, *size, proposals)),
-            Proposer::Draft(_) => drafted = proposals,
-        }
+        ids.extend(self.proposer.looked_up(tokens, proposals));
+        let drafted = if self.proposer.drafter().is_some() { proposals } else { 0 };
         Plan { at, ids, drafted, shares: None }
     }
 

@@ -46,7 +46,7 @@ pub enum Error {
     )]
     Token { path: PathBuf, line: usize, id: i64, rows: i64 },
     #[error(
-        "{path} holds no prompt that leaves room for an answer within the target's {context} positions"
+        "{path} has no prompt that leaves room for an answer within the target's {context} positions"
     )]
     NoPrompts { path: PathBuf, context: i64 },
     #[error(
@@ -54,34 +54,31 @@ pub enum Error {
     )]
     Mismatch { what: &'static str, draft: i64, target: i64 },
     #[error(
-        "few rows of {path} go through no packed layers, which is what is timed here; name a dense \
-         target (Llama, Mistral, Qwen2, Qwen3)"
+        "this command times packed layers, which {path} does not have; name a dense target (Llama, Mistral, Qwen2, Qwen3)"
     )]
     NotPacked { path: PathBuf },
     #[error(
-        "blocks of {tokens} tokens are verified, but the target has layers that carry a state, which \
-         can be taken back over {most} tokens at most; draft fewer at a time"
+        "blocks of {tokens} tokens are verified, but the target has recurrent layers, whose state can be rolled back by at most {most} tokens; propose fewer at a time"
     )]
     LongBlock { tokens: usize, most: usize },
     /// A partial result cannot be read or extended.
     #[error("cannot {action} {path}: {source}")]
     Partial { action: &'static str, path: PathBuf, source: std::io::Error },
     #[error(
-        "{path} was made with other settings or another target ({differences}); go on with those \
-         it was made with, name another --output, or pass --overwrite to start afresh"
+        "{path} was made with other settings or another target ({differences}); use the same settings, name another --output, or pass --overwrite to start over"
     )]
     OtherSettings { path: PathBuf, differences: String },
     #[error(
-        "{path} exists, and what made it is not known; name another --output, or pass --overwrite \
+        "{path} exists, and how it was made is not known; name another --output, or pass --overwrite \
          to replace it"
     )]
     Unknown { path: PathBuf },
     #[error(
         "{path} holds the answers to {prompts} prompts already, and --limit asks for {wanted}; raise \
-         it, name another --output, or pass --overwrite to start afresh"
+         it, name another --output, or pass --overwrite to start over"
     )]
     TooMany { path: PathBuf, prompts: usize, wanted: usize },
-    #[error("{path}:{line}: not a line that regenerate wrote; pass --overwrite to start afresh")]
+    #[error("{path}:{line}: not a line that regenerate wrote; pass --overwrite to start over")]
     Damaged { path: PathBuf, line: usize },
     #[error("{path} is in use by another run; wait for it, or name another --output")]
     InUse { path: PathBuf },
@@ -97,16 +94,14 @@ pub enum Error {
     #[error("cannot write the answer to standard output: {source}")]
     Output { source: std::io::Error },
     #[error(
-        "out of memory with {sequences} sequences ({reason}); decode fewer at a time, shorter ones, or \
-         with other programs ended"
+        "out of memory with {sequences} sequences ({reason}); decode fewer or shorter sequences at a time, or end other programs"
     )]
     OutOfMemory { sequences: usize, reason: String },
     #[error(
-        "the target's tokenizer does not tell which bytes its tokens stand for, so no answer of it can be \
-         held to a format"
+        "the target's tokenizer does not say which bytes its tokens stand for, so its answers cannot be constrained to a format"
     )]
     UnknownSpelling,
-    #[error("the target names no end token, so no answer of it can be held to a format")]
+    #[error("the target has no end token, so its answers cannot be constrained to a format")]
     NoEndToken,
     /// A grammar cannot be taken, in the words of what reads it.
     #[error("{reason}")]

@@ -133,7 +133,7 @@ fn tokenizer(target_dir: &Path, thinking: Thinking) -> Result<ChatTokenizer, Err
         let knows = |(_, source): &(String, String)| source.contains(VARIABLE);
         if !tokenizer.template_sources().iter().any(knows) {
             say(format!(
-                "the target's chat template does not ask for {VARIABLE}: --thinking changes nothing"
+                "the target's chat template does not use {VARIABLE}: --thinking has no effect"
             ));
         }
         tokenizer.extend_template_variables([(VARIABLE.to_owned(), enabled.into())])?;

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use dflash_console::say;
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::Draft;
-use dflash_model::objective::DraftVocabulary;
+use dflash_model::draft::LoadedDraft;
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions};
 use dflash_settings::{Device, Dtype, NGRAM_SIZE, NGRAM_TOKENS};
@@ -44,8 +43,8 @@ pub enum LoadedProposer {
         /// Tokens proposed at a time.
         tokens: usize,
     },
-    /// The drafter, and the vocabulary it was trained to say.
-    Draft(Box<Draft>, Option<DraftVocabulary>),
+    /// A draft.
+    Draft(Box<LoadedDraft>),
 }
 
 impl LoadedProposer {
@@ -54,7 +53,7 @@ impl LoadedProposer {
         match self {
             Self::None => Proposals::None,
             &Self::Ngram { size, tokens } => Proposals::Ngram { size, tokens },
-            Self::Draft(draft, vocabulary) => Proposals::Draft(draft, vocabulary.as_ref()),
+            Self::Draft(loaded) => Proposals::Draft(loaded),
         }
     }
 
@@ -116,9 +115,9 @@ impl Models {
             DraftSource::None => LoadedProposer::None,
             DraftSource::Ngram => LoadedProposer::Ngram { size: NGRAM_SIZE, tokens: NGRAM_TOKENS },
             DraftSource::Trained { dir, .. } => {
-                let draft = Draft::load(dir, device, dtype)?;
+                let draft = LoadedDraft::load(dir, device, dtype)?;
                 check_target(&identity, dir, config.allow_other_target)?;
-                LoadedProposer::Draft(Box::new(draft), DraftVocabulary::load(dir)?)
+                LoadedProposer::Draft(Box::new(draft))
             }
         };
         Ok(Self { target, proposer, tokenizer: Arc::new(tokenizer), identity })

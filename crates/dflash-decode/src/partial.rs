@@ -1,9 +1,10 @@
-//! Rows written in order to a file that grows beside its destination, so that a stopped run resumes.
+//! Rows written in order to a file that grows beside its destination, so that a stopped run can
+//! resume.
 //!
-//! `OUTPUT.partial` opens with one line that says what made it; a later run with the same stamp
-//! goes on after its last whole row. Only the finished file appears under its own name, whole, with
-//! `OUTPUT.stamp` beside it, so that it too can get more rows. Files of another stamp, or that
-//! nobody knows, are refused unless the user wants them replaced.
+//! `OUTPUT.partial` begins with a line that records how it was made; a later run with the same
+//! stamp continues after its last complete row. Only the finished file gets its own name, with
+//! `OUTPUT.stamp` beside it, so that it can get more rows too. Files with another stamp, or without
+//! one, are refused unless the user wants to replace them.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError, remove_file};
@@ -23,15 +24,15 @@ use crate::stamp::Stamp;
 #[derive(Debug, Serialize, Deserialize)]
 struct Header {
     stamp: Stamp,
-    /// Prompts whose rows were copied from the finished file, and lines that these are. After
-    /// them each line has the rows of one prompt.
+    /// Prompts whose rows were copied from the finished file, and the number of these lines. Each
+    /// later line has the rows of one prompt.
     prompts: usize,
     lines: usize,
     /// Digest of the finished file that this one will replace.
     replaces: Option<String>,
 }
 
-/// What stands beside a finished file.
+/// The stamp beside a finished file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Made {
     stamp: Stamp,
@@ -42,18 +43,18 @@ struct Made {
     digest: String,
 }
 
-/// What is there already of an output.
+/// What exists of an output.
 #[derive(Debug)]
 pub(crate) enum Found {
-    /// Nothing that counts; the digest is of a file that the user wants replaced.
+    /// Nothing usable; the digest is of a file that the user wants to replace.
     Nothing(Option<String>),
-    /// A partial file with the answers to so many prompts.
+    /// A partial file with the answers to this many prompts.
     Partial(usize),
-    /// The finished file, with the answers to so many.
+    /// The finished file, with the answers to this many prompts.
     Finished(usize, FinishedFile),
 }
 
-/// A finished file that more rows may follow.
+/// A finished file that can get more rows.
 #[derive(Debug)]
 pub(crate) struct FinishedFile {
     lines: usize,
@@ -70,8 +71,8 @@ impl Found {
     }
 }
 
-/// Looks for what an earlier run left of `destination` for `wanted` prompts or fewer. What it finds
-/// of other making is an error, or nothing where the user said `overwrite`.
+/// Looks for what an earlier run left of `destination` for at most `wanted` prompts. A file made
+/// differently is an error, or is ignored with `overwrite`.
 ///
 /// # Errors
 /// [`Error::OtherSettings`], [`Error::Unknown`], [`Error::TooMany`], or the files cannot be read.
@@ -148,7 +149,7 @@ fn beside(destination: &Path, ending: &str) -> PathBuf {
     destination.with_file_name(name)
 }
 
-/// An output file in the making.
+/// An output file in progress.
 #[derive(Debug)]
 pub(crate) struct PartialOutput {
     destination: PathBuf,
@@ -162,7 +163,7 @@ pub(crate) struct PartialOutput {
 }
 
 impl PartialOutput {
-    /// Goes on with what was found, or begins.
+    /// Continues what was found, or begins.
     ///
     /// # Errors
     /// I/O, or another run has the file.
@@ -197,7 +198,7 @@ impl PartialOutput {
             writeln!(self.file, "{rows}").map_err(self.failed("extend"))?;
             self.written += 1;
         }
-        // A kill at any moment costs the rows in flight, not those in a buffer.
+        // A kill at any moment only costs the rows in flight, not those in a buffer.
         self.file.flush().map_err(self.failed("extend"))
     }
 
@@ -217,7 +218,7 @@ impl PartialOutput {
         let digest = hex(hash);
         let (stamp, prompts) = (self.header.stamp.clone(), self.written);
         let made = serde_json::to_vec(&Made { stamp, prompts, lines, digest });
-        // First the stamp: without it nobody would know the file.
+        // The stamp first: without it the file could not be extended.
         let made = made.expect("a stamp holds numbers and strings");
         dflash_files::write_bytes(&beside(&self.destination, "stamp"), &made)?;
         pending.commit()?;
@@ -225,7 +226,7 @@ impl PartialOutput {
         Ok(lines)
     }
 
-    /// Gives every row as a line to `sink`.
+    /// Passes every row as a line to `sink`.
     fn each_row(
         &self,
         mut sink: impl FnMut(&str) -> Result<(), dflash_files::Error>,
@@ -252,7 +253,7 @@ impl PartialOutput {
     }
 }
 
-/// Begins a partial file, with the rows of a finished one where there is one.
+/// Begins a partial file, with the rows of a finished one if there is one.
 fn begin(path: &Path, destination: &Path, stamp: &Stamp, found: Found) -> Result<(), Error> {
     let stamp = stamp.clone();
     let (header, is_continued) = match found {
@@ -273,7 +274,7 @@ fn begin(path: &Path, destination: &Path, stamp: &Stamp, found: Found) -> Result
     Ok(())
 }
 
-/// The header of a partial file and how many whole lines follow it.
+/// The header of a partial file and the number of complete lines after it.
 fn read_partial(path: &Path) -> Result<(Header, usize), Error> {
     let io = |source| Error::Partial { action: "read", path: path.into(), source };
     if !path.is_file() {
@@ -297,7 +298,7 @@ fn damaged(path: &Path, line: usize) -> Error {
     Error::Damaged { path: path.into(), line }
 }
 
-/// How many whole lines follow the first one, and where they end.
+/// The number of complete lines after the first one, and where they end.
 fn whole_lines(file: &File) -> io::Result<(usize, u64)> {
     let mut reader = BufReader::new(file);
     let mut line = Vec::new();
@@ -377,7 +378,7 @@ mod tests {
         output.push(2, &[row(2)]).unwrap();
         assert!(matches!(place.find(&stamp, 9, true), Err(Error::InUse { .. })));
         drop(output);
-        // A row that a kill cut short does not count.
+        // A row truncated by a kill does not count.
         let partial = place.0.path().join("out.jsonl.partial");
         let mut file = OpenOptions::new().append(true).open(&partial).unwrap();
         file.write_all(b"[{\"row\":").unwrap();
@@ -433,7 +434,7 @@ mod tests {
         std::fs::write(place.0.path().join("out.jsonl.partial"), "{\"a\": 1}\n").unwrap();
         assert!(place.refusal(&stamp, 9).contains("out.jsonl.partial"));
         std::fs::remove_file(place.0.path().join("out.jsonl.partial")).unwrap();
-        // A file that appeared while the partial one waited is nobody's to replace.
+        // A file that appeared while the partial one existed must not be replaced.
         drop(place.open(&stamp));
         std::fs::write(place.output(), "mine\n").unwrap();
         place.refusal(&stamp, 9);

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use dflash_console::{Progress, Show, Unit};
-use dflash_model::draft::Draft;
-use dflash_model::objective::DraftVocabulary;
+use dflash_model::draft::LoadedDraft;
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_run::Acceptance;
 use dflash_settings::Speculate;
@@ -54,18 +53,18 @@ impl Probe {
         Ok(Self { config, tokenizer, prompts, target: None })
     }
 
-    /// Decodes the prompts `first`, `first + stride`, ... greedily with the proposals of `draft`, on
-    /// its device and in its precision, and shows how far it is; of a pruned `vocabulary` only its
-    /// tokens are proposed.
+    /// Decodes the prompts `first`, `first + stride`, ... greedily with the proposals of a draft, on
+    /// its device and in its precision, and shows how far it is.
     ///
     /// # Errors
     /// A target that cannot be loaded or does not fit; [`Error::Interrupted`].
     pub fn measure(
         &mut self,
-        (draft, vocabulary): (&Draft, Option<&DraftVocabulary>),
+        loaded: &LoadedDraft,
         (first, stride): (usize, usize),
         (show, stop): (Show, &AtomicBool),
     ) -> Result<Acceptance, Error> {
+        let draft = &loaded.draft;
         let target = match &self.target {
             Some(target) => target,
             None => {
@@ -73,10 +72,10 @@ impl Probe {
                 self.target.insert(Target::load(&self.config.target, &options)?)
             }
         };
-        let mut acceptance = Acceptance::new(draft.config().block_size);
-        let block = Speculate::Tokens(draft.config().block_size);
-        let options = EngineOptions::one_by_one(target, block);
-        let mut engine = Engine::new(target, Proposals::Draft(draft, vocabulary), options)?;
+        let proposals = draft.config().block().proposals();
+        let mut acceptance = Acceptance::new(proposals);
+        let options = EngineOptions::one_by_one(target, Speculate::Tokens(proposals));
+        let mut engine = Engine::new(target, Proposals::Draft(loaded), options)?;
         let limits = Limits::new(target.config(), &self.tokenizer, self.config.max_new_tokens);
         let room = (target.config(), limits.max_new_tokens);
         let own: Vec<&Prompt> = self.prompts.iter().skip(first).step_by(stride).collect();

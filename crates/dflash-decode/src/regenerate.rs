@@ -1,8 +1,8 @@
 //! The target's own greedy answers to many prompts.
 //!
-//! A draft imitates its target best on text that the target writes, so training data gets its
-//! answers replaced. Sequences share every matrix product and are replaced as they end, so the
-//! batch stays full whatever the lengths.
+//! A draft imitates its target best on text that the target writes, so the answers of training data
+//! are replaced. Sequences share every matrix product, and a finished one is replaced by the next,
+//! so the batch stays full for answers of any length.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
@@ -25,17 +25,18 @@ use crate::rows::{Place, read_rows};
 use crate::sampling::Sampling;
 use crate::stamp::Stamp;
 
-/// Tokens of prompts that a step reads at most: those who decode do not wait for a whole batch of them.
+/// Maximum number of prompt tokens per step, so that decoding sequences do not wait for a whole
+/// batch of prompts.
 const PREFILL_TOKENS: usize = 4096;
 
-/// What a regeneration did.
+/// The result of a regeneration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RegenerateSummary {
     /// Rows of the data whose answers are in the output file.
     pub rows: usize,
     /// Of these, rows that an earlier run had answered.
     pub resumed: usize,
-    /// Rows left out because prompt and answer exceed the target's context.
+    /// Rows skipped because prompt and answer exceed the target's context.
     pub skipped: usize,
     /// Conversations that end early because a later turn does.
     pub shortened: usize,

@@ -1,4 +1,4 @@
-//! Rows of a data file, one by one, with the place of what is wrong with them.
+//! Rows of a data file, one by one, with their location for errors.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::Error;
 
-/// Where a row stands.
+/// The location of a row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place<'a> {
     path: &'a Path,
@@ -27,17 +27,17 @@ impl<'a> Place<'a> {
         self.line
     }
 
-    /// A fault of the row's text.
+    /// An error in the row's text.
     pub(crate) fn error(self, source: dflash_text::Error) -> Error {
         Error::Row { path: self.path.into(), line: self.line, source }
     }
 
-    /// A row without anything to answer.
+    /// A row without a question.
     pub(crate) fn no_question(self) -> Error {
         Error::NoQuestion { path: self.path.into(), line: self.line }
     }
 
-    /// Turns that are shown to the target have a content, but for those in which it called tools.
+    /// Turns that the target sees must have content, except those with tool calls.
     ///
     /// # Errors
     /// [`Error::NoContent`].
@@ -50,7 +50,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Whether the target has an embedding for every token of a prompt, and there is one.
+    /// Whether a prompt is not empty and the target has an embedding for each of its tokens.
     ///
     /// # Errors
     /// [`Error::NoQuestion`], [`Error::Token`].
@@ -64,10 +64,10 @@ impl<'a> Place<'a> {
     }
 }
 
-/// What `read` makes of at most `limit` rows of a JSON array or JSONL file.
+/// The results of `read` for at most `limit` rows of a JSON array or JSONL file.
 ///
 /// # Errors
-/// The file cannot be read, or the first fault of a row.
+/// The file cannot be read, or the first error of a row.
 pub(crate) fn read_rows<T>(
     (path, limit): (&Path, Option<usize>),
     mut read: impl FnMut(Value, Place<'_>) -> Result<T, Error>,
@@ -81,7 +81,7 @@ pub(crate) fn read_rows<T>(
         .collect()
 }
 
-/// The ids of a prompt; of one far beyond the target's context only the start, which does not fit
+/// The ids of a prompt; for one far beyond the target's context only the start, which does not fit
 /// either.
 ///
 /// # Errors

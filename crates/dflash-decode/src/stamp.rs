@@ -1,9 +1,8 @@
-//! What decides the answers of a regeneration.
+//! Everything that determines the answers of a regeneration.
 //!
-//! A file that is half made, or is to get more rows, goes on only with the same target, template,
-//! tokenizer, data and settings. The number of sequences decoded together and the device are left
-//! out: they decide near ties alone, and a run that was stopped for want of memory goes on with
-//! fewer.
+//! A partial file, or one that should get more rows, is only continued with the same target,
+//! template, tokenizer, data and settings. The batch size and the device are not included: they
+//! only affect near ties, and a run that ran out of memory can continue with a smaller batch.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,7 +20,7 @@ use tch::Kind;
 use crate::Error;
 use crate::limits::Limits;
 
-/// Items by the words in which a difference is told.
+/// Items by the name under which a difference is reported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Stamp(BTreeMap<String, Value>);
@@ -73,7 +72,7 @@ impl Stamp {
     }
 }
 
-/// As the flag has it.
+/// The flag's value.
 fn name_of(dtype: Kind) -> String {
     match dtype {
         Kind::Float => "float32".to_owned(),
@@ -95,7 +94,7 @@ fn read_error(path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| dflash_text::Error::Read { path, source }.into()
 }
 
-/// Of the tokenizer's files, but for the chat template that may stand among them.
+/// Digest of the tokenizer's files, without a chat template in them.
 fn tokenizer_digest(dir: &Path) -> Result<String, Error> {
     let mut hash = Sha256::new();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {

@@ -1,4 +1,4 @@
-//! The synthetic corpus: short conversations whose answers follow from their questions.
+//! The synthetic corpus: short conversations whose answers can be derived from their questions.
 //!
 //! Numbers stay small, answers are worked out in steps, and wording varies a little, so that a
 //! model of two million weights learns the form in a few hundred steps and still makes mistakes.
@@ -19,13 +19,13 @@ pub(crate) struct Exchange {
     pub(crate) answer: String,
 }
 
-/// The source of all choices.
+/// The random number generator of all choices.
 type Random = ChaCha8Rng;
 
-/// Every third conversation goes on for a second turn.
+/// Probability of a second turn.
 const SECOND_TURN: f64 = 1.0 / 3.0;
 
-/// `count` conversations that follow from `seed`.
+/// `count` conversations, determined by `seed`.
 pub(crate) fn conversations(count: usize, seed: u64) -> Vec<Vec<Exchange>> {
     let mut random = Random::seed_from_u64(seed);
     (0..count).map(|_| conversation(&mut random)).collect()

@@ -1,4 +1,4 @@
-//! What can keep the demo's target from being made.
+//! Errors in making the demo's target.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ pub enum Error {
     Setting(#[from] dflash_settings::Invalid),
     #[error("cannot train the demo's tokenizer: {reason}")]
     Tokenizer { reason: String },
-    #[error("interrupted at step {step} of {steps}; nothing of the target was written")]
+    #[error("interrupted at step {step} of {steps}; the target was not written")]
     Interrupted { step: usize, steps: usize },
     #[error(transparent)]
     Files(#[from] dflash_files::Error),

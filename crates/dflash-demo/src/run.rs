@@ -1,4 +1,4 @@
-//! The demo's target from settings to files.
+//! Makes the demo's target from its settings.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,18 +18,18 @@ use crate::tokenizer::{self, END_ID, PAD_ID};
 use crate::training::{self, Plan};
 use crate::widen::widen;
 
-/// Entries of the tokenizer: what the corpus's words need, with some to spare.
+/// Entries of the tokenizer: enough for the corpus's words.
 const VOCAB_SIZE: usize = 1024;
 /// Tokens of one training step.
 const STEP_TOKENS: usize = 2048;
-/// Shape of the target: deep enough for four captured layers, and narrow.
+/// Shape of the target: deep enough for four auxiliary layers, and narrow.
 const HIDDEN_SIZE: i64 = 128;
 const LAYERS: usize = 8;
 
-/// What happens while the demo's target is made.
+/// Progress while the demo's target is made.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Event {
-    /// The corpus and the tokenizer are made.
+    /// The corpus and the tokenizer have been made.
     Corpus {
         /// Conversations to train on.
         rows: usize,
@@ -41,7 +41,7 @@ pub enum Event {
         /// Its weights.
         parameters: i64,
     },
-    /// An optimizer step was taken.
+    /// An optimizer step has been taken.
     Step {
         /// Steps done.
         step: usize,
@@ -52,14 +52,14 @@ pub enum Event {
     },
 }
 
-/// What was made.
+/// The result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
     /// The target's directory.
     pub target: PathBuf,
     /// Whether everything was there already.
     pub kept: bool,
-    /// The widened target's directory and the bytes of its weights, where one was wanted.
+    /// The widened target's directory and the bytes of its weights, if one was requested.
     pub wide: Option<(PathBuf, u64)>,
 }
 
@@ -68,8 +68,8 @@ const CONVERSATIONS: &str = "conversations.jsonl";
 /// Held-out conversations in the same form.
 const PROMPTS: &str = "prompts.jsonl";
 
-/// Makes corpus, tokenizer and target, or keeps what an earlier run with the same settings made.
-/// The target's directory appears whole, and last.
+/// Makes corpus, tokenizer and target, or keeps those of an earlier run with the same settings. The
+/// target's directory appears complete, and last.
 ///
 /// # Errors
 /// A directory made with other settings, an interrupt, or I/O.
@@ -88,7 +88,7 @@ pub fn run(
     Ok(Summary { target, kept, wide })
 }
 
-/// The target with so many megabytes of weights.
+/// The target widened to `megabytes` of weights.
 fn widened(
     config: &DemoTargetSettings,
     target: &Path,
@@ -114,7 +114,7 @@ fn make(
     make_target(config, target, rows, stop, observe)
 }
 
-/// Whether the target is there, made with the same settings.
+/// Whether the target exists and was made with the same settings.
 fn is_made(config: &DemoTargetSettings, target: &Path) -> Result<bool, Error> {
     let path = settings_path(config);
     let Ok(text) = fs::read_to_string(&path) else { return Ok(false) };
@@ -124,7 +124,7 @@ fn is_made(config: &DemoTargetSettings, target: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The settings that the corpus and the target follow from.
+/// The settings that determine corpus and target.
 fn decisive(config: &DemoTargetSettings) -> Value {
     let DemoTargetSettings { output: _, rows, held_out, steps, seed, widen_to: _ } = config;
     json!({ "rows": rows, "held_out": held_out, "steps": steps, "seed": seed })

@@ -56,7 +56,7 @@ fn failed(error: tokenizers::Error) -> Error {
     Error::Tokenizer { reason: error.to_string() }
 }
 
-/// No space is put before the first word: the template's text is taken as it is.
+/// No space is added before the first word: the template's text is used unchanged.
 fn byte_level() -> ByteLevel {
     ByteLevel::default().add_prefix_space(false)
 }

@@ -1,20 +1,20 @@
 //! Trains the demo's target: next-token prediction over packed conversations.
 //!
-//! Only assistant turns carry loss, as in the chat models it stands for. Shapes: `t` tokens of a
-//! batch, `s` supervised tokens among them, `h` hidden.
+//! Only assistant turns have a loss, as for real chat models. Shapes: `t` tokens of a batch, `s`
+//! supervised tokens among them, `h` hidden.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_data::Sample;
-use dflash_model::draft::Parameter;
+use dflash_model::draft::{Fresh, Parameter, ParameterSpec, Role};
 use dflash_model::target::Target;
 use dflash_prepare::{Refusal, conversation_rows};
-use dflash_settings::SchedulerType;
+use dflash_settings::{SchedulerType, Warmup};
 use dflash_text::{ChatTokenizer, Conversation, SegmentCache};
 use dflash_train::optimizer::{
     AdamWConfig, Groups, Optimizer, OptimizerConfig, WeightDecay, gradient_norm,
 };
-use dflash_train::schedule::{Schedule, Warmup};
+use dflash_train::schedule::Schedule;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -24,18 +24,18 @@ use crate::corpus::{Exchange, messages};
 use crate::error::Error;
 use crate::run::Event;
 
-/// Peak learning rate; small models take a high one.
+/// Peak learning rate; small models allow a high one.
 const PEAK_RATE: f64 = 3e-3;
-/// Of the average of squared gradients: it forgets faster than usual, because the whole run is a
-/// few hundred steps.
+/// Decay of the average of squared gradients: faster than usual, because the whole run is a few
+/// hundred steps.
 const BETA2: f64 = 0.98;
-/// Of matrices.
+/// Weight decay of matrices.
 const WEIGHT_DECAY: f64 = 0.05;
-/// Gradients longer than this are scaled down.
+/// Gradients with a larger norm are scaled down.
 const MAX_NORM: f64 = 1.0;
 const SCHEDULE: Schedule = Schedule {
     kind: SchedulerType::Cosine,
-    warmup: Warmup::Ratio(0.05),
+    warmup: Warmup::Share(0.05),
     decay_ratio: 0.0,
     minimum: 0.1,
 };
@@ -45,7 +45,7 @@ const SCHEDULE: Schedule = Schedule {
 pub(crate) struct Plan {
     /// Optimizer steps.
     pub(crate) steps: usize,
-    /// Tokens of one step; the last document may reach past it.
+    /// Tokens of one step; the last document may exceed it.
     pub(crate) tokens: usize,
     /// Order of the documents.
     pub(crate) seed: u64,
@@ -55,7 +55,7 @@ pub(crate) struct Plan {
 pub(crate) fn document(tokenizer: &ChatTokenizer, turns: &[Exchange]) -> Result<Sample, Error> {
     let conversation = Conversation { messages: messages(turns), tools: None };
     match conversation_rows(tokenizer, &conversation, &mut SegmentCache::default(), usize::MAX) {
-        // One for all turns: the template does not rewrite history.
+        // One sample for all turns, because the template does not rewrite history.
         Ok(mut rows) => Ok(rows.samples.remove(0)),
         Err(Refusal::Failed(error)) => Err(error.into()),
         Err(refusal) => panic!("a conversation of the corpus has answers: {refusal:?}"),
@@ -111,7 +111,10 @@ impl Weights {
     fn new(target: &Target) -> Self {
         let mut elements = 0;
         let place = |(name, tensor): (String, Tensor)| {
-            let parameter = Parameter { name, shape: tensor.size(), offset: elements };
+            // What is not a matrix of this target is a norm's weight; it has its values already.
+            let role = if tensor.dim() > 1 { Role::Matrix } else { Role::Vector };
+            let spec = ParameterSpec::new(name, &tensor.size(), role, Fresh::Zeros);
+            let parameter = Parameter { spec, offset: elements };
             elements += parameter.elements();
             (parameter, tensor)
         };
@@ -127,7 +130,7 @@ impl Weights {
         Self { parameters, flat, optimizer }
     }
 
-    /// Runs `loss` backward and moves every parameter.
+    /// Runs the backward pass of `loss` and updates every parameter.
     fn backward_step(&mut self, loss: &Tensor, rate: f64) {
         self.parameters.iter_mut().for_each(|(_, tensor)| tensor.zero_grad());
         loss.backward();
@@ -264,7 +267,8 @@ mod tests {
         let rate = 0.125;
         weights.backward_step(&loss(&target, &batch), rate);
         for ((parameter, _), (name, tensor)) in weights.parameters.iter().zip(target.parameters()) {
-            let decay = if parameter.is_matrix() { 1.0 - rate * WEIGHT_DECAY } else { 1.0 };
+            let decay =
+                if parameter.role == Role::Matrix { 1.0 - rate * WEIGHT_DECAY } else { 1.0 };
             let moved = tensor.detach() - parameter.view(&before) * decay;
             let longest = moved.abs().max().double_value(&[]);
             assert!((longest - rate).abs() < 1e-4, "{name}: {longest}");

@@ -1,8 +1,8 @@
-//! The demo's target once more, with weights that come from memory as those of real models do.
+//! Widens the demo's target so that its weights are read from memory, as those of real models are.
 //!
-//! Each MLP gets more channels, all of zeros: rows of the gate and up projections, columns of the down
-//! projection. A channel's share of the output is silu(0) * 0, times zero: no logit changes. What
-//! changes is that every token reads them.
+//! Each MLP gets additional channels of zeros: rows of the gate and up projections, columns of the
+//! down projection. A channel's contribution to the output is silu(0) * 0, times zero, so no logit
+//! changes. But every token reads these weights.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::error::Error;
 
 const WEIGHTS: &str = "model.safetensors";
 const CONFIG: &str = "config.json";
-/// So many channels at a time: kernels and packed layouts like even numbers.
+/// Channels are added in multiples of this: kernels and packed layouts prefer even numbers.
 const CHANNELS: u64 = 64;
 
 /// Where a projection of an MLP gets its zeros.
@@ -26,8 +26,8 @@ enum Side {
     Columns,
 }
 
-/// Writes the target in `from`, widened until its weights take about `bytes`, to `to`, and returns what
-/// they take.
+/// Writes the target in `from`, widened until its weights take about `bytes`, to `to`, and returns
+/// their size.
 ///
 /// # Errors
 /// I/O, or a directory that is not the demo's target.
@@ -63,7 +63,7 @@ fn entries(file: &TensorFile) -> Result<Vec<Entry>, Error> {
     let mut names = file.names();
     names.sort();
     let entry = |name: String| {
-        // `Target::save` writes nothing else.
+        // `Target::save` writes no other type.
         let kind = file.stored_kind(&name)?.unwrap_or(Kind::BFloat16);
         Ok(Entry { kind, shape: file.shape(&name)?, name })
     };
@@ -79,7 +79,8 @@ fn side(name: &str) -> Option<Side> {
     }
 }
 
-/// How many channels every MLP gets, so that the weights take `bytes`; none where they do already.
+/// Number of channels to add to every MLP so that the weights take `bytes`; none if they are large
+/// enough already.
 fn extra_channels(entries: &[Entry], bytes: u64) -> u64 {
     let channel = |entry: &Entry| match side(&entry.name) {
         None => 0,
@@ -106,7 +107,7 @@ fn size(entry: &Entry) -> u64 {
     entry.shape.iter().product::<i64>().unsigned_abs() * entry.kind.elt_size_in_bytes() as u64
 }
 
-/// Tokenizer and template as they are, and a configuration that knows of the channels.
+/// Copies tokenizer and template, and writes a configuration with the new width.
 fn copy_others(from: &Path, to: &Path, extra: i64) -> Result<(), Error> {
     let fault = || dflash_files::Error::io("copy", from);
     for entry in fs::read_dir(from).map_err(fault())? {
@@ -118,7 +119,9 @@ fn copy_others(from: &Path, to: &Path, extra: i64) -> Result<(), Error> {
     }
     let path = from.join(CONFIG);
     let text = fs::read(&path).map_err(dflash_files::Error::io("read", &path))?;
-    let broken = |source| dflash_model::Error::Json { path: path.clone(), source };
+    let broken = |source| {
+        dflash_model::Error::from(dflash_formats::Error::Json { path: path.clone(), source })
+    };
     let mut config: Value = serde_json::from_slice(&text).map_err(broken)?;
     let channels = config["intermediate_size"].as_i64().unwrap_or_default() + extra;
     config["intermediate_size"] = channels.into();

@@ -1,9 +1,9 @@
-//! What all ranks must have in common, compared before they connect.
+//! Compares, before the ranks connect, everything that they must have in common.
 //!
-//! Ranks with other settings train a draft that nobody asked for, or wait for each other for ever in
-//! collectives of different shapes. So every rank writes what it was started with into the store,
-//! signs in with a digest of it, and compares all digests. Only where they differ is more read. This
-//! needs the store alone: gloo's connections come after.
+//! Ranks with different settings would train a useless draft, or wait for each other forever in
+//! collectives of different shapes. So every rank writes its settings into the store, signs in with
+//! a digest of them, and compares all digests. Only if they differ is more read. This needs only
+//! the store: gloo's connections come later.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,25 +13,25 @@ use dflash_torch_sys::{Error as TorchError, Store};
 
 use crate::wait::until;
 
-/// Between two looks at who has compared.
+/// Interval between checks of who has compared.
 const POLL: Duration = Duration::from_millis(20);
 
-/// How long a rank that found a difference waits for the others to find it, since the store may end
-/// with it.
+/// How long a rank that found a difference waits for the others to find it, because the store may
+/// end with this rank.
 const LAST_TO_COMPARE: Duration = Duration::from_secs(5);
 
 /// The number of ranks that have compared.
 const COMPARED_KEY: &str = "compared";
 
-/// Between the texts of a rank's record, none of which has one.
+/// Separates the texts of a rank's record, none of which contains it.
 const SEPARATOR: char = '\0';
 
-/// Something that the ranks should have in common and do not.
+/// A value that the ranks should have in common but do not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// What it is, such as a flag.
+    /// Its name, such as a flag.
     pub name: String,
-    /// Its values, each with the ranks that have it; `None` where a rank does not know of it.
+    /// Its values, each with the ranks that have it; `None` if a rank does not have it.
     pub values: Vec<(Option<String>, Vec<usize>)>,
 }
 
@@ -62,7 +62,7 @@ fn ranks_text(ranks: &[usize]) -> String {
     if ranks.len() == 1 { format!("rank {text}") } else { format!("ranks {text}") }
 }
 
-/// Says that this rank has come, and what it was started with.
+/// Records that this rank has arrived, and its settings.
 pub(crate) fn sign_in(
     store: &Store,
     rank: usize,
@@ -70,11 +70,11 @@ pub(crate) fn sign_in(
 ) -> Result<(), TorchError> {
     let record = record(common);
     store.set(&record_key(rank), record.as_bytes())?;
-    // The record is there for all who see the digest.
+    // The record is written before the digest, so whoever sees the digest can read it.
     store.set(&present_key(rank), digest(&record).as_bytes())
 }
 
-/// The key by which the others see that a rank has come.
+/// The key that shows that a rank has arrived.
 pub(crate) fn present_key(rank: usize) -> String {
     format!("present/{rank}")
 }
@@ -83,7 +83,7 @@ fn record_key(rank: usize) -> String {
     format!("common/{rank}")
 }
 
-/// In what the ranks differ, all of which have signed in; all get the same answer.
+/// The differences between the ranks, all of which have signed in; all ranks get the same result.
 pub(crate) fn differences(store: &Store, world_size: usize) -> Result<Vec<Difference>, TorchError> {
     let mut groups: BTreeMap<Vec<u8>, Vec<usize>> = BTreeMap::new();
     for rank in 0..world_size {
@@ -108,7 +108,7 @@ pub(crate) fn differences(store: &Store, world_size: usize) -> Result<Vec<Differ
     Ok(between(&records))
 }
 
-/// What some ranks were all started with.
+/// Settings that some ranks share.
 struct Record {
     ranks: Vec<usize>,
     common: Vec<(String, String)>,
@@ -163,7 +163,7 @@ mod tests {
         pairs.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
     }
 
-    /// What ranks that were started with `all` find.
+    /// The differences between ranks with the settings `all`.
     fn found(all: &[&[(&str, &str)]]) -> Vec<String> {
         let store = Store::serve(([127, 0, 0, 1], 0), Duration::from_secs(20)).unwrap();
         let clients: Vec<Store> = all

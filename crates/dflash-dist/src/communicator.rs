@@ -5,23 +5,23 @@ use tch::{Device, Tensor};
 
 use crate::Error;
 
-/// A place in a group of processes that train together.
+/// A member of a group of processes that train together.
 ///
-/// All ranks must call the same collectives in the same order. Tensors are contiguous and where
-/// [`Communicator::takes`] says; f32, f64, bf16, f16 and i64 can be summed. A sum has the same
-/// bytes on every rank.
+/// All ranks must call the same collectives in the same order. Tensors are contiguous and on a
+/// device that [`Communicator::takes`] accepts; f32, f64, bf16, f16 and i64 can be summed. A sum
+/// has the same bits on every rank.
 ///
 /// # Errors
-/// [`Error::Collective`] when a peer died or did not answer in time. After an error the group is
+/// [`Error::Collective`] if a peer died or did not answer in time. After an error the group is
 /// broken: the process should end.
 pub trait Communicator: Send {
-    /// This process, 0-based.
+    /// This process's rank, 0-based.
     fn rank(&self) -> usize;
 
-    /// Processes in the group.
+    /// Number of processes in the group.
     fn world_size(&self) -> usize;
 
-    /// Whether it takes tensors on `device` as they are; it takes all that are on the CPU.
+    /// Whether it accepts tensors on `device` directly; it accepts all CPU tensors.
     fn takes(&self, device: Device) -> bool {
         device == Device::Cpu
     }
@@ -35,8 +35,8 @@ pub trait Communicator: Send {
         self.start_all_reduce_sum(tensor)?.wait()
     }
 
-    /// Starts to overwrite `tensor` with that of rank `root`; same shape and type in all ranks. It must
-    /// not be read (at the root: written) before [`Pending::wait`] has returned.
+    /// Starts overwriting `tensor` with that of rank `root`; same shape and type on all ranks. It
+    /// must not be read (at the root: written) before [`Pending::wait`] has returned.
     fn start_broadcast(&self, tensor: &Tensor, root: usize) -> Result<Box<dyn Pending>, Error>;
 
     /// Overwrites `tensor` with that of rank `root`; same shape and type in all ranks.
@@ -54,22 +54,23 @@ pub trait Communicator: Send {
     /// Returns when all ranks have called it.
     fn barrier(&self) -> Result<(), Error>;
 
-    /// Fails where results that were waited for may be worth nothing, because the group was given up
-    /// meanwhile: on a GPU it is the device that waits, and after the end of a peer it goes on with
-    /// what there is. Ask once the host has seen a value that follows from them, before it counts.
+    /// Fails if completed results may be worthless because the group was aborted meanwhile: on a
+    /// GPU the device waits, not the host, and after a peer's end it continues with whatever data
+    /// there is. Call it once the host has read a value that depends on the results, before the
+    /// value is used.
     fn check(&self) -> Result<(), Error> {
         Ok(())
     }
 
-    /// Tells the launcher that this rank's settings are good and its work is under way: when it
-    /// fails later, starting it again may help. Best effort.
+    /// Tells the launcher that this rank's settings are valid and its work is in progress: if it
+    /// fails later, a restart may help. Best effort.
     fn announce_work(&self);
 
-    /// Takes that back: a restart would fail in the same way. Best effort.
+    /// Revokes that: a restart would fail in the same way. Best effort.
     fn announce_permanent_failure(&self);
 }
 
-/// A collective under way.
+/// A collective in flight.
 pub trait Pending {
     /// Waits until the result is in the tensor that it was started with; on a GPU, makes the
     /// computation wait for it.
@@ -79,7 +80,7 @@ pub trait Pending {
     fn wait(self: Box<Self>) -> Result<(), Error>;
 }
 
-/// Collectives read a tensor's memory from its start to its end whatever its strides.
+/// Collectives access a tensor's memory from start to end, whatever its strides.
 pub(crate) fn check_contiguous(
     rank: usize,
     operation: &'static str,

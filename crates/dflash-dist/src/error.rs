@@ -1,4 +1,4 @@
-//! What can go wrong between processes.
+//! Errors between processes.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,10 +8,11 @@ use dflash_torch_sys::Error as TorchError;
 
 use crate::Difference;
 
-/// Differences between ranks that a message lists: another program may differ in everything.
+/// Maximum number of differences between ranks in a message: another program may differ in
+/// everything.
 const SHOWN_DIFFERENCES: usize = 8;
 
-/// Errors name the rank and the operation, the variable, the flag, or the process that died.
+/// An error names the rank and the operation, the variable, the flag, or the process that died.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Error {
@@ -41,8 +42,7 @@ pub enum Error {
     #[error("rank {rank}: the rendezvous at {host}:{port} failed")]
     Rendezvous { rank: usize, host: String, port: u16, source: TorchError },
     #[error(
-        "rank {rank}: restart {attempt} would meet the fault that ended the attempt before it; mend \
-         that one, which its own message names, and start the job anew"
+        "rank {rank}: restart {attempt} would fail like the attempt before it; fix the error that its message names, and start the job again"
     )]
     Hopeless { rank: usize, attempt: usize },
     #[error(
@@ -59,8 +59,7 @@ pub enum Error {
     )]
     NotContiguous { rank: usize, operation: &'static str, shape: Vec<i64>, strides: Vec<i64> },
     #[error(
-        "--backend nccl is not available: {reason}; --backend auto sends GPU tensors through the \
-         host where NCCL is missing"
+        "--backend nccl is not available: {reason}; --backend auto sends GPU tensors through the host if NCCL is missing"
     )]
     NoNccl { reason: String },
     #[error("{flag} is {value}, expected {expected}")]
@@ -103,7 +102,7 @@ pub enum Error {
         host: String,
         pid: u32,
         cause: ExitCause,
-        /// What the worker reported about a lost peer, if that is why it ended.
+        /// The worker's report about a lost peer, if that is why it ended.
         lost_peer: Option<String>,
         /// The ranks that may be that peer: they had neither ended here nor reported anything.
         silent: Vec<usize>,
@@ -114,13 +113,12 @@ pub enum Error {
     #[error("{source} (after {restarts} restart(s))")]
     GivenUp { restarts: usize, source: Box<Error> },
     #[error(
-        "rank {} did not end within {:.1} s of SIGTERM and was killed; what was not saved by then \
-         is lost", list(.ranks), .after.as_secs_f64()
+        "rank {} did not end within {:.1} s of SIGTERM and was killed; unsaved work is lost", list(.ranks), .after.as_secs_f64()
     )]
     NotStopped { ranks: Vec<usize>, after: Duration },
 }
 
-/// How a process ended when it should not have.
+/// How a process ended unexpectedly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExitCause {
     /// With an exit code other than 0.
@@ -135,7 +133,7 @@ impl fmt::Display for ExitCause {
             Self::Code(code) => write!(formatter, "exited with code {code}"),
             Self::Signal(signal) => {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("unknown");
-                // The kernel's out-of-memory killer is nearly always who sends SIGKILL.
+                // SIGKILL nearly always comes from the kernel's out-of-memory killer.
                 let hint = if signal == libc::SIGKILL { ", perhaps out of memory" } else { "" };
                 write!(formatter, "was killed by signal {signal} ({name}){hint}")
             }

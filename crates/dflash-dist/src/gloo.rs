@@ -10,36 +10,36 @@ use tch::{Device, Kind, Tensor};
 use crate::communicator::check_contiguous;
 use crate::{Communicator, Error, Pending, WorkerEnv};
 
-/// We wait this much longer than gloo does, so that its message, which names the peer's address,
-/// comes before ours.
+/// Our timeout exceeds gloo's by this, so that gloo's message, which names the peer's address,
+/// comes first.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// The key under which a rank says that it ends because it lost a peer. The launcher reads it
-/// to tell the cause from its consequences.
+/// The key under which a rank records that it ends because it lost a peer. The launcher uses it to
+/// tell the cause from its consequences.
 pub(crate) fn lost_peer_key(rank: usize) -> String {
     format!("lost-peer/{rank}")
 }
 
-/// The key under which ranks say that their work is under way: a fault after that is not a refused
+/// The key under which ranks record that their work is in progress: a later error is not an invalid
 /// setting, and a restart may help.
 pub(crate) const BEGAN_KEY: &str = "began";
 
-/// The key under which ranks say that a restart would meet the same fault.
+/// The key under which ranks record that a restart would fail in the same way.
 pub(crate) const PERMANENT_KEY: &str = "permanent";
 
 /// A member of a group of processes joined by gloo; made by [`connect`](crate::connect).
 #[derive(Debug)]
 pub struct Gloo {
-    /// This process within the group.
+    /// This process's rank in the group.
     index: usize,
     world_size: usize,
     timeout: Duration,
-    /// There until dropped.
+    /// `Some` until dropped.
     group: Option<ProcessGroup>,
     health: Arc<Health>,
 }
 
-/// Whether a collective has failed, and where to say so.
+/// Whether a collective has failed, and where to report it.
 #[derive(Debug)]
 pub(crate) struct Health {
     rank: usize,
@@ -48,7 +48,7 @@ pub(crate) struct Health {
 }
 
 impl Gloo {
-    /// The group of all. `timeout` is for each collective.
+    /// The group of all processes. `timeout` is for each collective.
     pub(crate) fn new(
         group: ProcessGroup,
         store: Store,
@@ -58,8 +58,8 @@ impl Gloo {
         Self::of_some(group, Arc::new(store), (env.rank, (env.rank, env.world_size)), timeout)
     }
 
-    /// The group of some: `rank` is this process among all, then come its place in the group and the
-    /// group's size.
+    /// A group of some processes: `rank` is this process among all, followed by its rank in the
+    /// group and the group's size.
     pub(crate) fn of_some(
         group: ProcessGroup,
         store: Arc<Store>,
@@ -129,7 +129,7 @@ impl Communicator for Gloo {
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, Error> {
         let lengths = self.all_gather_lengths(bytes.len())?;
-        // gloo refuses tensors of no elements, and all ranks must bring equally many.
+        // gloo refuses empty tensors, and all ranks must contribute the same size.
         let width = lengths.iter().copied().max().unwrap_or(0).max(1);
         let mut padded = bytes.to_vec();
         padded.resize(width, 0);
@@ -146,7 +146,7 @@ impl Communicator for Gloo {
     }
 
     fn announce_work(&self) {
-        // Only the launcher reads it; without it a restart is not tried.
+        // Only the launcher reads it; without it no restart is tried.
         let _ = self.health.store.set(BEGAN_KEY, b"");
     }
 
@@ -157,8 +157,8 @@ impl Communicator for Gloo {
 
 impl Drop for Gloo {
     fn drop(&mut self) {
-        // After a failure, dropping the group would wait for what still runs in it, up to the
-        // timeout.
+        // After a failure, dropping the group would wait for operations that still run in it, up to
+        // the timeout.
         match self.group.take() {
             Some(group) if self.health.failed.load(Ordering::Relaxed) => group.abandon(),
             group => drop(group),
@@ -171,8 +171,8 @@ impl Health {
         self.rank
     }
 
-    /// Remembers the failure and reports it to the launcher, best effort: the store may be
-    /// gone as well.
+    /// Records the failure and reports it to the launcher, best effort: the store may be gone as
+    /// well.
     pub(crate) fn note(&self, operation: &'static str, source: TorchError) -> Error {
         if !self.failed.swap(true, Ordering::Relaxed) {
             let _ = self.store.set(&lost_peer_key(self.rank), source.to_string().as_bytes());
@@ -181,7 +181,7 @@ impl Health {
     }
 }
 
-/// A collective under way, with what its failure needs.
+/// A collective in flight, with what is needed to report its failure.
 struct InFlight {
     operation: &'static str,
     work: Work,

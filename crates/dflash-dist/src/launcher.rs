@@ -1,10 +1,10 @@
-//! Starts the workers of one machine, passes signals on, ends the job when one dies, and starts it
-//! again if restarts are allowed.
+//! Starts the workers of one machine, forwards signals, ends the job if one dies, and restarts it
+//! if restarts are allowed.
 //!
 //! The launcher of node 0 holds the rendezvous store itself, as torchrun's agent does, so no port
-//! is guessed and the store outlives any rank. Three things keep workers from staying behind:
-//! the kernel kills each when the launcher dies ([`process`]), each is killed when `Workers` is
-//! dropped, and each ends by itself when a collective fails.
+//! is guessed and the store outlives every rank. Three mechanisms keep workers from being left
+//! behind: the kernel kills each one if the launcher dies ([`process`]), each is killed when
+//! `Workers` is dropped, and each ends by itself when a collective fails.
 
 mod attempt;
 mod config;
@@ -26,33 +26,32 @@ use launch_store::LaunchStore;
 use nodes::Nodes;
 use signals::Signals;
 
-/// Between two looks at the workers.
+/// Interval between checks of the workers.
 const POLL: Duration = Duration::from_millis(20);
 
-/// How a job ended without a fault.
+/// How a job ended without an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finished {
     /// All workers exited with code 0.
     Completed,
-    /// A signal or `stop` ended it, and all workers ended in an orderly way.
+    /// A signal or `stop` ended it, and all workers shut down in order.
     Stopped,
 }
 
 /// Starts the workers and returns when the last has ended.
 ///
-/// Rank 0 has our standard output and error; what other ranks write comes on standard
-/// error with `[rank N]` before each line. SIGINT, SIGTERM and `stop` are passed on to the
-/// workers, which have process groups of their own, so that the terminal's Ctrl-C reaches
-/// them once; SIGUSR1, by which they save, goes to one of them as soon as their work is under way.
-/// Call it on a thread that outlives the call, such as the main one: to the kernel that thread is
-/// the workers' parent.
+/// Rank 0 has our standard output and error; other ranks write to standard error with `[rank N]`
+/// before each line. SIGINT, SIGTERM and `stop` are forwarded to the workers, which have their own
+/// process groups, so that the terminal's Ctrl-C reaches them once; SIGUSR1, which makes them save,
+/// goes to one of them as soon as their work is in progress. Call it on a thread that outlives the
+/// call, such as the main one: for the kernel that thread is the workers' parent.
 ///
-/// After a death all ranks, those of other nodes too, are started again, with a higher
+/// If a rank dies, all ranks, also those of other nodes, are restarted with a higher
 /// `TORCHELASTIC_RESTART_COUNT`, up to [`LaunchConfig::max_restarts`] times; not if a restart
-/// cannot help, because a rank refused its settings before the work began.
+/// cannot help, because a rank rejected its settings before the work began.
 ///
 /// # Errors
-/// What ended the job, or why it did not begin.
+/// What ended the job, or why it did not start.
 pub fn launch(config: &LaunchConfig, stop: &AtomicBool) -> Result<Finished, Error> {
     config.check()?;
     let signals = Signals::watch(stop)?;

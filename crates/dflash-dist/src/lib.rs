@@ -1,10 +1,9 @@
-//! Processes that train together: who they are, how they meet, what they exchange, and
-//! how they are started and ended.
+//! Processes that train together: launcher, rendezvous and collectives.
 //!
-//! A worker learns its place from the environment ([`WorkerEnv`]: torchrun's variables,
-//! which our own launcher sets too, or Slurm's), meets the others over libtorch's TCPStore
-//! ([`connect`]) and then talks through a [`Communicator`]. [`launch`] starts the workers
-//! of one machine and sees to it that none outlives the job.
+//! A worker reads its rank from the environment ([`WorkerEnv`]: torchrun's variables, which our own
+//! launcher sets too, or Slurm's), meets the others over libtorch's TCPStore ([`connect`]) and then
+//! communicates through a [`Communicator`]. [`launch`] starts the workers of one machine and makes
+//! sure that none outlives the job.
 
 mod agreement;
 mod communicator;

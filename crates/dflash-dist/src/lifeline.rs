@@ -1,8 +1,8 @@
-//! Tells that a rank's process has ended: every rank holds a connection to rank 0 over which nothing
-//! goes, and which the kernel closes with the process. Rank 0 passes on what it sees.
+//! Detects the end of a rank's process: every rank holds an idle connection to rank 0, which the
+//! kernel closes with the process. Rank 0 tells the others.
 //!
-//! NCCL needs it: of a peer on the same machine that dies it says nothing, and what waits for that
-//! peer on a GPU waits for ever. gloo finds out by its own connections.
+//! NCCL needs this: it does not report the death of a peer on the same machine, and a GPU that
+//! waits for that peer waits forever. gloo notices by its own connections.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
@@ -12,24 +12,24 @@ use std::time::{Duration, Instant};
 use crate::wait::until;
 use crate::{Communicator, Error, Gloo};
 
-/// For all ranks to connect. They have just met, so it is the network's time and no more.
+/// Time for all ranks to connect. They have just met, so only network latency counts.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Between two looks at who has connected.
+/// Interval between checks of who has connected.
 const POLL: Duration = Duration::from_millis(5);
 
-/// Where this rank can be reached, and where it listens.
+/// This rank's address, and the address where it listens.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) reachable: IpAddr,
     pub(crate) bind: IpAddr,
 }
 
-/// This rank's connections; empty where there is nobody to lose.
+/// This rank's connections; empty if there are no other ranks.
 #[derive(Debug, Default)]
 pub(crate) struct Lifeline {
     lines: Vec<Line>,
-    /// Whether to pass on what was seen.
+    /// Whether to tell the others.
     is_hub: bool,
 }
 
@@ -41,8 +41,8 @@ struct Line {
 }
 
 impl Lifeline {
-    /// Connects the ranks of `gloo`, of which rank 0 listens at its `place`. The inner error, the same
-    /// on all ranks, says why that cannot be.
+    /// Connects the ranks of `gloo`; rank 0 listens at its `place`. The inner error, the same on
+    /// all ranks, says why that is not possible.
     pub(crate) fn open(gloo: &Gloo, place: Place) -> Result<Result<Self, String>, Error> {
         let size = gloo.world_size();
         if gloo.rank() == 0 {
@@ -57,7 +57,7 @@ impl Lifeline {
         agree(gloo, reach(&address, gloo.rank()).map_err(|error| format!("{address}: {error}")))
     }
 
-    /// A rank whose process has ended, when it is first seen.
+    /// A rank whose process has ended, reported once.
     pub(crate) fn gone(&mut self) -> Option<usize> {
         let found = self.lines.iter_mut().enumerate().find_map(|(index, line)| {
             let rank = line.look()?;
@@ -69,7 +69,7 @@ impl Lifeline {
         }
         if self.is_hub {
             for line in &mut self.lines {
-                // A rank that cannot take it has ended too, and is seen next.
+                // A rank that cannot receive it has ended too, and is detected next.
                 let _ = line.stream.write_all(&word(rank));
             }
         }
@@ -78,7 +78,7 @@ impl Lifeline {
 }
 
 impl Line {
-    /// The rank at its other end if that has ended, or the one that it says has.
+    /// The rank at the other end if that has ended, or the one that it reports.
     fn look(&mut self) -> Option<usize> {
         let mut said = [0; 8];
         match self.stream.read(&mut said) {
@@ -97,7 +97,7 @@ impl Line {
 struct Hub {
     listener: TcpListener,
     address: SocketAddr,
-    /// Tells our ranks from other programs that find the port.
+    /// Distinguishes our ranks from other programs that find the port.
     key: u64,
 }
 
@@ -110,7 +110,7 @@ impl Hub {
         Ok(Self { listener, address, key: RandomState::new().hash_one(port) })
     }
 
-    /// What the others need to connect.
+    /// The address and key that the others need to connect.
     fn address(&self) -> String {
         format!("{} {}", self.address, self.key)
     }
@@ -135,7 +135,7 @@ impl Hub {
         }
     }
 
-    /// The line of a rank of ours that introduces itself.
+    /// The connection of one of our ranks, which identifies itself.
     fn welcome(&self, mut stream: TcpStream) -> std::io::Result<Option<Line>> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(Duration::from_secs(1)))?;
@@ -149,7 +149,7 @@ impl Hub {
     }
 }
 
-/// Connects to rank 0 at what its [`Hub::address`] says.
+/// Connects to rank 0 at its [`Hub::address`].
 fn reach(address: &str, rank: usize) -> std::io::Result<Lifeline> {
     let parts = address.split_once(' ').and_then(|(at, key)| Some((at.parse().ok()?, key)));
     let parts = parts.and_then(|(at, key): (SocketAddr, _)| Some((at, key.parse::<u64>().ok()?)));
@@ -164,7 +164,7 @@ fn word(rank: usize) -> [u8; 8] {
     (rank as u64).to_le_bytes()
 }
 
-/// A line of their own for all ranks, or none for any.
+/// Connections for all ranks, or for none.
 fn agree(gloo: &Gloo, own: Result<Lifeline, String>) -> Result<Result<Lifeline, String>, Error> {
     let problem = own.as_ref().err().cloned().unwrap_or_default();
     let all = gloo.all_gather_bytes(problem.as_bytes())?;

@@ -1,12 +1,16 @@
-//! Collectives between GPU processes: tensors on the GPU over NCCL, those on the CPU over gloo.
+//! Collectives between GPU processes: GPU tensors over NCCL, CPU tensors over gloo.
 //!
-//! NCCL is used if every rank can use it and a sum over all ranks comes out right; else GPU
-//! tensors go through the host, and rank 0 says why. It has no timeout and may not notice that a peer
-//! has died, so the group is watched ([`crate::watch`]); besides, a gloo collective is part of every
-//! step.
+//! NCCL is used if every rank can use it and a sum over all ranks comes out right; otherwise GPU
+//! tensors go through the host, and rank 0 says why. The ten NCCL functions that we call are looked
+//! up in `libnccl.so.2` at run time: cudarc has an `nccl` module, but its loader never tries that
+//! name, the only one that torch's wheels install.
 //!
-//! A library that takes the host's memory, as that of the tests does, carries CPU tensors in the same
-//! calls and order.
+//! NCCL has no timeouts and may not notice that a peer has died. So every step includes a gloo
+//! collective, which finds a hanging rank before the GPUs wait for it, and a thread watches the
+//! group ([`crate::watch`]). It aborts the group, after which results are worthless although no
+//! call failed; so the step checks the group before it moves weights.
+//!
+//! Tests use a fake NCCL, which carries CPU tensors through the same calls in the same order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +29,7 @@ use crate::rendezvous::ConnectOptions;
 use crate::watch::Watch;
 use crate::{Communicator, Error, Gloo, Pending};
 
-/// Elements of the sum that a group is tried with.
+/// Number of elements of the trial sum.
 const TRIAL: i64 = 1024;
 
 /// A member of a group of GPU processes.
@@ -37,7 +41,7 @@ pub struct Nccl {
     device: Device,
 }
 
-/// Refuses NCCL for what is not on a GPU.
+/// Refuses NCCL if tensors are not on a GPU.
 pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
     let on_gpu = matches!(options.device, Device::Cuda(_));
     if options.backend != Backend::Nccl || on_gpu || nccl_takes_host_memory() {
@@ -46,7 +50,7 @@ pub(crate) fn check(options: &ConnectOptions) -> Result<(), Error> {
     Err(Error::NoNccl { reason: "it carries GPU tensors, and this run is on the CPU".to_owned() })
 }
 
-/// The group, with NCCL for GPU tensors if that is wanted and works.
+/// The group, with NCCL for GPU tensors if it is wanted and works.
 pub(crate) fn join_or_stage(
     gloo: Gloo,
     options: &ConnectOptions,
@@ -74,8 +78,8 @@ pub(crate) fn join_or_stage(
     }
 }
 
-/// Joins and tries the group; the inner error, the same on all ranks, says why it does not work.
-/// Before each call that waits for peers, all ranks agree that all will make it.
+/// Joins the group and tries a sum; the inner error, the same on all ranks, says why it does not
+/// work. Before each call that waits for peers, all ranks agree to make it.
 fn join(
     gloo: &Gloo,
     options: &ConnectOptions,
@@ -109,7 +113,7 @@ fn join(
     let watch = watch(gloo, &group, place, options.collective_timeout)?;
     let problem = trial(&group, own, options.device).err();
     if problem.is_some() {
-        // The others may wait in their trial: so they hear of it.
+        // The others may wait in their trial; this notifies them.
         drop(watch);
         let reason = any_problem(gloo, problem)?;
         return Ok(Err(reason.unwrap_or_default()));
@@ -120,7 +124,7 @@ fn join(
     }
 }
 
-/// Watches over the group, if need be without knowing when peers end.
+/// Watches the group, if necessary without detecting the end of peers.
 fn watch(gloo: &Gloo, group: &NcclGroup, place: Place, timeout: Duration) -> Result<Watch, Error> {
     let lifeline = Lifeline::open(gloo, place)?.unwrap_or_else(|reason| {
         if gloo.rank() == 0 {
@@ -134,16 +138,16 @@ fn watch(gloo: &Gloo, group: &NcclGroup, place: Place, timeout: Duration) -> Res
     Ok(Watch::start(group.watch(), lifeline, timeout))
 }
 
-/// What keeps a rank from its group.
+/// Why a rank cannot join its group.
 #[derive(Debug)]
 enum Problem {
     Own(TorchError),
-    /// NCCL adds up wrongly.
+    /// NCCL's sum is wrong.
     WrongSum(String),
 }
 
 impl Problem {
-    /// For the others: whether it is the consequence of another rank's, and what it is.
+    /// For the other ranks: whether it is a consequence of another rank's problem, and its text.
     fn told(&self) -> String {
         match self {
             Self::Own(error @ (TorchError::NcclGivenUp { .. } | TorchError::NcclPeer { .. })) => {
@@ -155,24 +159,24 @@ impl Problem {
     }
 }
 
-/// Before what a rank tells of a problem that another rank's has caused, and of its own.
+/// Prefix of a rank's report if another rank caused its problem.
 const CONSEQUENCE: char = '-';
 const CAUSE: char = '+';
 
-/// The problem to name of those that the ranks have, with its rank; all ranks get the same answer.
+/// The problem to report among those of all ranks, with its rank; all ranks get the same result.
 fn any_problem(gloo: &Gloo, own: Option<Problem>) -> Result<Option<String>, Error> {
     let own = own.map(|problem| problem.told()).unwrap_or_default();
     Ok(problem_to_name(&gloo.all_gather_bytes(own.as_bytes())?))
 }
 
-/// The first cause, or the first consequence where nobody knows the cause.
+/// The first cause, or the first consequence if no cause is known.
 fn problem_to_name(all: &[Vec<u8>]) -> Option<String> {
     let of = |sign: char| all.iter().position(|told| told.first() == Some(&(sign as u8)));
     let rank = of(CAUSE).or_else(|| of(CONSEQUENCE))?;
     Some(format!("rank {rank}: {}", String::from_utf8_lossy(&all[rank][1..])))
 }
 
-/// Adds up rank + 1 over all ranks.
+/// Sums rank + 1 over all ranks.
 fn trial(group: &NcclGroup, (rank, size): (usize, usize), device: Device) -> Result<(), Problem> {
     let own = Tensor::full([TRIAL], rank as i64 + 1, (Kind::Float, device));
     let summed = group.all_reduce(&own, ReduceOp::Sum).and_then(|work| work.wait());
@@ -276,7 +280,7 @@ impl OnGpu {
     }
 }
 
-/// The error of a collective; where a peer is the cause, the launcher hears of it.
+/// The error of a collective; if a peer caused it, it is reported to the launcher.
 fn failed(health: &Health, operation: &'static str, source: TorchError) -> Error {
     match source {
         TorchError::NcclGivenUp { .. } | TorchError::NcclPeer { .. } => {

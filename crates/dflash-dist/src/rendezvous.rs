@@ -1,4 +1,4 @@
-//! How workers meet: a store whose address all know, a roll call, then gloo's connections.
+//! How workers meet: a store at a known address, a roll call, then gloo's connections.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs, UdpSocket};
@@ -16,33 +16,34 @@ use crate::nccl;
 use crate::wait::until;
 use crate::{Communicator, Error, Gloo, Single, WorkerEnv};
 
-/// Between two looks at who has come, or two attempts to reach the store.
+/// Interval between checks of who has arrived, or between attempts to reach the store.
 const POLL: Duration = Duration::from_millis(50);
 
-/// An address of a documentation network (RFC 5737) that no one answers at: the route to
-/// it tells which address of ours faces the world. Nothing is sent.
+/// An address of a documentation network (RFC 5737) where nobody answers: the route to it shows
+/// which of our addresses faces outward. Nothing is sent.
 const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 
 /// The interface that the user chose for gloo, as torch reads it.
 const INTERFACE_VARIABLE: &str = "GLOO_SOCKET_IFNAME";
 
-/// How long to wait for others, and what carries the tensors.
+/// Timeouts, and how tensors are exchanged.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// For all ranks to come to the rendezvous.
+    /// Timeout for all ranks to arrive at the rendezvous.
     pub join_timeout: Duration,
-    /// For each collective: as long as the slowest rank may lag behind the fastest.
+    /// Timeout of each collective: the longest time that the slowest rank may lag behind the
+    /// fastest.
     pub collective_timeout: Duration,
     /// Where this process computes.
     pub device: Device,
-    /// What carries tensors that are on a GPU.
+    /// Backend for GPU tensors.
     pub backend: Backend,
-    /// What all ranks must have in common: what it is, such as a flag, and its value.
+    /// Names, such as flags, and values that must be the same on all ranks.
     pub common: Vec<(String, String)>,
 }
 
 impl ConnectOptions {
-    /// For a process that computes on the CPU, `timeout` for the meeting and each collective.
+    /// For a process on the CPU, with `timeout` for the rendezvous and each collective.
     pub fn cpu(timeout: Duration) -> Self {
         Self {
             join_timeout: timeout,
@@ -54,15 +55,13 @@ impl ConnectOptions {
     }
 }
 
-/// Takes this process's place in the group that `env` describes; returns when all ranks
-/// are connected.
+/// Joins the group that `env` describes; returns when all ranks are connected.
 ///
 /// # Errors
-/// [`Error::Listen`] when rank 0's port is taken, [`Error::Unreachable`] when the store
-/// does not answer, [`Error::RanksMissing`] when ranks stay away, [`Error::RanksDiffer`] when they
-/// do not have in common what they should, [`Error::NoAddress`],
-/// [`Error::NoNccl`] when NCCL was asked for and is not available,
-/// and [`Error::Rendezvous`] for everything else.
+/// [`Error::Listen`] if rank 0's port is taken, [`Error::Unreachable`] if the store does not
+/// answer, [`Error::RanksMissing`] if ranks do not arrive, [`Error::RanksDiffer`] if their settings
+/// differ, [`Error::NoAddress`], [`Error::NoNccl`] if NCCL was requested and is not available, and
+/// [`Error::Rendezvous`] for everything else.
 pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Communicator>, Error> {
     nccl::check(options)?;
     let Some(host) = &env.master_addr else { return Ok(Box::new(Single)) };
@@ -82,21 +81,22 @@ pub fn connect(env: &WorkerEnv, options: &ConnectOptions) -> Result<Box<dyn Comm
     nccl::join_or_stage(Gloo::new(group, store, env, timeout), options, place)
 }
 
-/// Some of the ranks, who talk among themselves.
+/// A group of some of the ranks.
 #[derive(Debug, Clone)]
 pub struct GroupSpec {
-    /// Its name, unlike the others'.
+    /// Its unique name.
     pub name: String,
-    /// Its ranks among all, in the order that they have within it.
+    /// Its ranks among all, in the order of their ranks in the group.
     pub ranks: Vec<usize>,
-    /// Where the tensors are that it carries; NCCL is tried for a GPU's.
+    /// The device of its tensors; NCCL is tried for a GPU.
     pub device: Device,
-    /// For each collective: as long as the slowest of them may lag behind the fastest.
+    /// Timeout of each collective: the longest time that its slowest rank may lag behind the
+    /// fastest.
     pub timeout: Duration,
 }
 
-/// Takes this process's place in every one of `groups` that it belongs to; the others are `None`. All
-/// ranks must bring the same groups. Returns when all ranks have come and its groups are connected.
+/// Joins every one of `groups` that this process belongs to; the others are `None`. All ranks must
+/// pass the same groups. Returns when all ranks have arrived and its groups are connected.
 ///
 /// # Errors
 /// As [`connect`]'s.
@@ -120,15 +120,15 @@ pub fn connect_groups(
     groups.iter().map(join).collect()
 }
 
-/// Keys of different jobs and attempts in one store stay apart.
+/// Separates the keys of different jobs and attempts in one store.
 pub(crate) fn store_prefix(run_id: &str, restart_count: usize) -> String {
     format!("dflash/{run_id}/{restart_count}")
 }
 
-/// Opens the store where the others look for it: on the address that `host` names, the loopback
-/// included. On all interfaces if no address of `host` is this machine's own (those of a gateway or
-/// a container's host are not), or if a name resolves to the loopback here: many distributions map
-/// a machine's own name there, and other machines do not.
+/// Opens the store at the address that `host` names, which may be loopback. It listens on all
+/// interfaces if no address of `host` belongs to this machine (those of a gateway or a container's
+/// host do not), or if a name resolves to loopback here: many distributions map a machine's own
+/// name there, and other machines do not.
 pub(crate) fn serve(host: &str, port: u16, limit: Duration) -> Result<Store, TorchError> {
     let reachable = |address: &SocketAddr| !address.ip().is_loopback() || names_loopback(host);
     for address in (host, port).to_socket_addrs().into_iter().flatten().filter(reachable) {
@@ -142,8 +142,8 @@ pub(crate) fn serve(host: &str, port: u16, limit: Duration) -> Result<Store, Tor
     Store::serve_everywhere(port, limit)
 }
 
-/// Connects to the store at `host:port`. c10d waits without a limit for the first answer of what
-/// listens there, which may be another program.
+/// Connects to the store at `host:port`. c10d waits without a limit for the first answer of
+/// whatever listens there, which may be another program.
 pub(crate) fn reach(host: &str, port: u16, limit: Duration) -> Result<Store, TorchError> {
     let host = host.to_owned();
     let (sender, receiver) = std::sync::mpsc::channel();
@@ -173,8 +173,8 @@ impl Meeting<'_> {
         reach(self.host, self.env.master_port, left).map_err(|source| self.failed(source))
     }
 
-    /// Tries until someone listens. c10d would retry too, but slowly, and it writes its attempts to
-    /// the terminal.
+    /// Retries until someone listens. c10d would retry too, but slowly, and it writes its attempts
+    /// to the terminal.
     fn await_listener(&self) -> Result<(), Error> {
         let listening = || self.is_listening().then_some(());
         until((self.start, self.limit), POLL, listening).ok_or_else(|| {
@@ -191,8 +191,8 @@ impl Meeting<'_> {
         addresses.into_iter().any(|address| TcpStream::connect_timeout(&address, patience).is_ok())
     }
 
-    /// Ends an attempt at once whose predecessor said that it would meet the same fault: torchrun knows
-    /// of no code that keeps it from starting ranks again, but its store outlives them.
+    /// Ends an attempt at once if the previous one reported that it would fail in the same way: no
+    /// exit code keeps torchrun from restarting ranks, but its store outlives them.
     fn refuse_hopeless(&self, whole: &Store, own: &Store) -> Result<(), Error> {
         let WorkerEnv { rank, restart_count, run_id, use_agent_store, .. } = self.env;
         if !use_agent_store || *restart_count == 0 {
@@ -209,7 +209,7 @@ impl Meeting<'_> {
         Err(Error::Hopeless { rank: *rank, attempt: *restart_count })
     }
 
-    /// Signs in and waits for all others, so that who is missing can be named.
+    /// Signs in and waits for all others, so that missing ranks can be named.
     fn call_roll(&self, store: &Store, common: &[(String, String)]) -> Result<(), Error> {
         let signed_in = agreement::sign_in(store, self.env.rank, common);
         signed_in.map_err(|source| self.failed(source))?;
@@ -227,7 +227,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// Refuses ranks that were started with other settings, data or programs.
+    /// Refuses ranks with other settings, data or programs.
     fn compare(&self, store: &Store) -> Result<(), Error> {
         let differences = agreement::differences(store, self.env.world_size);
         let differences = differences.map_err(|source| self.failed(source))?;
@@ -247,9 +247,9 @@ impl Meeting<'_> {
         Ok(missing)
     }
 
-    /// Where gloo listens: the user's interface, the first if there are several; else on one
-    /// machine, which is also where several launchers meet at the loopback, the loopback, which
-    /// needs no network; else the address from which this machine reaches rank 0.
+    /// Where gloo listens: the user's interface, the first if there are several; else, on a single
+    /// machine or if several launchers meet at loopback, loopback, which needs no network; else the
+    /// address from which this machine reaches rank 0.
     fn bind(&self) -> Result<Bind, Error> {
         if let Some(name) = chosen_interface() {
             return Ok(Bind::Interface(name));
@@ -263,11 +263,11 @@ impl Meeting<'_> {
             .ok_or(Error::NoAddress { rank: self.env.rank })
     }
 
-    /// Where other connections of ours go, if gloo's go to `bind`.
+    /// The address for our other connections, if gloo's go to `bind`.
     fn place(&self, bind: &Bind) -> Place {
         match bind {
             Bind::Address(address) => Place { reachable: *address, bind: *address },
-            // Its address is not known; the others are likely to reach that of the usual route.
+            // Its address is not known; the others can probably reach that of the default route.
             Bind::Interface(_) => {
                 let towards = address_towards((self.host, self.env.master_port));
                 let reachable = towards.or_else(|| address_towards(ELSEWHERE));
@@ -289,7 +289,7 @@ impl Meeting<'_> {
         let config = GlooConfig { rank: index, size, bind: bind.clone(), timeout };
         let group = ProcessGroup::gloo(&prefixed(&format!("group/{}", spec.name))?, &config);
         let group = group.map_err(|source| self.failed(source))?;
-        // What the launcher reads is said where it looks: not under the group's prefix.
+        // The launcher's keys are written where it reads them, not under the group's prefix.
         let own = (self.env.rank, (index, size));
         let gloo = Gloo::of_some(group, Arc::clone(store), own, timeout);
         let options =
@@ -308,19 +308,18 @@ fn chosen_interface() -> Option<String> {
     names.split(',').map(str::trim).find(|name| !name.is_empty()).map(str::to_owned)
 }
 
-/// Whether the user wrote the loopback itself, where only one machine can meet. A host name that
+/// Whether the user wrote loopback itself, where only one machine can meet. A host name that
 /// resolves to it does not count: many distributions map a machine's own name there.
 fn names_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
-/// The local address of the route to `peer`, unless that is the loopback, which others cannot
-/// reach.
+/// The local address of the route to `peer`, unless that is loopback, which others cannot reach.
 fn address_towards(peer: impl ToSocketAddrs) -> Option<IpAddr> {
     let peer = peer.to_socket_addrs().ok()?.next()?;
     let any: IpAddr = if peer.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() };
     let socket = UdpSocket::bind((any, 0)).ok()?;
-    // On a datagram socket this only looks the route up.
+    // On a datagram socket this only looks up the route.
     socket.connect(peer).ok()?;
     let address = socket.local_addr().ok()?.ip();
     (!address.is_loopback()).then_some(address)

@@ -1,4 +1,4 @@
-//! The group of one process, in which every collective is done as it starts.
+//! The group of one process, in which every collective completes immediately.
 
 use tch::{Device, Tensor};
 

@@ -1,9 +1,9 @@
-//! Waiting for what other processes do.
+//! Waiting for other processes.
 
 use std::time::{Duration, Instant};
 
-/// What `look` finds, asked every `pause`; `None` when `limit` has passed since `start`. It looks
-/// at least once.
+/// Calls `look` every `pause` until it returns a value; `None` if `limit` has passed since `start`.
+/// It is called at least once.
 pub(crate) fn until<T>(
     (start, limit): (Instant, Duration),
     pause: Duration,

@@ -1,6 +1,6 @@
-//! Watches over a group of GPU processes from a thread of its own, because NCCL waits for ever: it
-//! polls NCCL's asynchronous error, notices peers that have ended and collectives that take too long,
-//! and then gives the group up, so that what waits comes back and fails.
+//! Watches a group of GPU processes from a thread of its own, because NCCL waits forever: it polls
+//! NCCL's asynchronous error, detects peers that have ended and collectives that take too long, and
+//! then aborts the group, so that waiting calls return and fail.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,20 +11,20 @@ use dflash_torch_sys::{Error as TorchError, NcclWatch};
 
 use crate::lifeline::Lifeline;
 
-/// Between two looks.
+/// Interval between checks.
 const POLL: Duration = Duration::from_millis(100);
 
-/// What a peer that ended well had its part in is done within this.
+/// Work that involves a peer which ended normally completes within this time.
 const LAST_WORK: Duration = Duration::from_secs(1);
 
-/// For the process to end by itself after its group was given up. A driver that does not come back, or
-/// a rank that waits for something else, would keep it longer.
+/// Time for the process to end by itself after its group was aborted. A driver call that does not
+/// return, or a rank that waits for something else, would take longer.
 const LAST_RESORT: Duration = Duration::from_secs(10);
 
-/// The exit code of a fault that the user can mend, as the programs have it.
+/// The exit code of an error that the user can fix, as in the programs.
 const FAULT: i32 = 1;
 
-/// The thread; it ends with this.
+/// The watch thread; dropping this ends it.
 pub(crate) struct Watch {
     ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -45,7 +45,7 @@ impl Drop for Watch {
         self.ended.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // It cannot panic but by a bug, which has been reported.
+            // It can only panic by a bug, which has been reported.
             let _ = thread.join();
         }
     }
@@ -54,7 +54,7 @@ impl Drop for Watch {
 struct Watching {
     group: NcclWatch,
     lifeline: Lifeline,
-    /// The first peer that has ended, and when that was seen.
+    /// The first peer that has ended, and when that was detected.
     gone: Option<(usize, Instant)>,
     timeout: Duration,
     ended: Arc<AtomicBool>,
@@ -65,14 +65,14 @@ impl Watching {
         while !self.is_over(POLL) {
             if let Some(reason) = self.fault() {
                 self.group.give_up(reason.clone());
-                // The others hear of it now, and not when this process has ended.
+                // The others are told now, not when this process has ended.
                 self.lifeline = Lifeline::default();
                 return self.see_out(&reason);
             }
         }
     }
 
-    /// Why the group cannot go on, if it cannot.
+    /// Why the group cannot continue, if it cannot.
     fn fault(&mut self) -> Option<String> {
         if let Some(rank) = self.lifeline.gone() {
             self.gone.get_or_insert((rank, Instant::now()));
@@ -98,7 +98,7 @@ impl Watching {
         }
     }
 
-    /// Ends the process if it does not end itself.
+    /// Ends the process if it does not end by itself.
     fn see_out(&self, reason: &str) {
         if !self.is_over(LAST_RESORT) {
             tracing::error!(
@@ -122,7 +122,7 @@ impl Watching {
     }
 }
 
-/// What NCCL found out by itself.
+/// An error that NCCL reported itself.
 fn reported(error: TorchError) -> String {
     match error {
         TorchError::NcclPeer { message, .. } => {

@@ -1,4 +1,4 @@
-//! What a worker learns about its place from the environment.
+//! A worker's rank, from the environment.
 
 mod slurm;
 
@@ -9,7 +9,7 @@ use crate::Error;
 /// torchrun's default port, for environments that name none.
 const DEFAULT_PORT: u16 = 29500;
 
-/// A worker's place among the processes of a job.
+/// A worker's position among the processes of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// This process among all, 0-based.
@@ -28,17 +28,17 @@ pub struct WorkerEnv {
     pub run_id: String,
     /// How often the launcher has restarted the workers; keeps the attempts apart.
     pub restart_count: usize,
-    /// The launcher holds the store and every worker is a client of it. Otherwise rank 0
+    /// Whether the launcher holds the store and every worker is a client of it. Otherwise rank 0
     /// opens it.
     pub use_agent_store: bool,
 }
 
-/// What this process is to do.
+/// The role of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
     /// Train alone.
     Alone,
-    /// Train as one of several workers, which someone has started.
+    /// Train as one of several workers that a launcher has started.
     Worker(WorkerEnv),
     /// Start the workers.
     Launcher {
@@ -49,11 +49,11 @@ pub enum Role {
 
 impl Role {
     /// torchrun's variables make a worker, then the flags a launcher, then Slurm's variables a
-    /// worker. The flags beat Slurm, since a batch script has Slurm's variables too but is one
-    /// process; with several nodes `srun` starts one launcher on each.
+    /// worker. The flags take precedence over Slurm, because a batch script has Slurm's variables
+    /// too but is one process; with several nodes `srun` starts one launcher on each.
     ///
-    /// `nproc` is the number of ranks that was asked for on this machine. With `needs_launcher`
-    /// even one rank has a launcher: there are other nodes, or it restarts the rank when it dies.
+    /// `nproc` is the requested number of ranks on this machine. With `needs_launcher` even one
+    /// rank has a launcher: there are other nodes, or it restarts the rank when it dies.
     ///
     /// # Errors
     /// [`Error::BadVariable`] and [`Error::MissingVariable`] name the variable.
@@ -81,7 +81,7 @@ impl Role {
 }
 
 impl WorkerEnv {
-    /// A job of this process alone.
+    /// A job of this process only.
     pub fn alone() -> Self {
         Self {
             rank: 0,
@@ -115,7 +115,7 @@ impl WorkerEnv {
             master_port: parsed(lookup, "MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
             run_id: non_empty(lookup, "TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".to_owned()),
             restart_count: parsed(lookup, "TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
-            // torch compares with Python's str(True) and takes everything else as false.
+            // torch compares with Python's str(True) and treats everything else as false.
             use_agent_store: lookup("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True"),
         };
         env.check("RANK", "LOCAL_RANK").map(Some)

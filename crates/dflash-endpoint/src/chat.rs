@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::error::Error;
 use crate::server::Server;
 
-/// How answers are wanted.
+/// Settings of the answers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Manner {
     pub(crate) max_tokens: usize,
@@ -23,24 +23,24 @@ pub(crate) struct Manner {
 /// An answer.
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
-    /// What was said, without what was thought.
+    /// The answer's text, without reasoning.
     pub(crate) text: String,
     pub(crate) prompt_tokens: usize,
     pub(crate) tokens: usize,
     pub(crate) first_token_s: f64,
     pub(crate) total_s: f64,
-    /// The verify steps, where the reply itself tells (llama.cpp).
+    /// The verify steps, if the reply reports them (llama.cpp).
     pub(crate) verification: Option<Verification>,
 }
 
-/// A piece of a stream, as far as it is read.
+/// The fields of a stream chunk that are read.
 #[derive(Debug, Deserialize)]
 struct Chunk {
     #[serde(default)]
     choices: Vec<Choice>,
     usage: Option<Usage>,
     timings: Option<Timings>,
-    /// What went wrong after the answer had begun.
+    /// An error after the answer had begun.
     error: Option<Value>,
 }
 
@@ -76,7 +76,7 @@ struct Timings {
 }
 
 impl Timings {
-    /// Every token but the first comes from a step or from the draft.
+    /// Every token after the first comes from a step or from the draft.
     fn verification(&self) -> Option<Verification> {
         self.draft_n?;
         let accepted = self.draft_n_accepted.unwrap_or_default();
@@ -85,10 +85,10 @@ impl Timings {
     }
 }
 
-/// Puts `messages` to the server and reads the answer to its end.
+/// Sends `messages` to the server and reads the complete answer.
 ///
 /// # Errors
-/// What keeps the answer from coming whole.
+/// Why the answer is not complete.
 pub(crate) async fn ask(
     server: &Server,
     messages: &[Message],
@@ -111,7 +111,8 @@ fn body(server: &Server, messages: &[Message], manner: Manner) -> Value {
         "stream_options": { "include_usage": true },
     });
     if manner.temperature > 0.0 {
-        // Whatever a model's own generation_config.json says, nothing is cut off the distribution.
+        // The distribution must not be truncated, whatever a model's own generation_config.json
+        // says.
         body["seed"] = manner.seed.into();
         body["top_p"] = 1.0.into();
         body["top_k"] = (-1).into();
@@ -135,7 +136,7 @@ async fn read(server: &Server, body: &Value) -> Result<Reply, Error> {
     stream.finish().map_err(|reason| server.strange(reason))
 }
 
-/// Whole lines of bytes that come in any pieces.
+/// Assembles whole lines from chunks of bytes.
 #[derive(Debug, Default)]
 struct Lines {
     rest: Vec<u8>,

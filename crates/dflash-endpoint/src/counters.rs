@@ -2,19 +2,19 @@
 
 use dflash_evaluation::Verification;
 
-/// Names of one kind of server.
+/// Counter names of one kind of server.
 struct Names {
     drafts: &'static str,
     accepted: Accepted,
-    /// Requests that it has finished, if it counts them.
+    /// Finished requests, if it counts them.
     requests: Option<&'static str>,
 }
 
-/// Where accepted proposals are counted.
+/// How accepted proposals are counted.
 enum Accepted {
-    /// In a counter of their own, and perhaps one by position.
+    /// In a counter of their own, and possibly one by position.
     Counter(&'static str, Option<&'static str>),
-    /// Nowhere: they are the tokens but for one a step and the first of each request.
+    /// Indirectly: they are the tokens minus one per step and the first of each request.
     Rest { tokens: &'static str, requests: &'static str },
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    /// Reads a page; `None` where it counts no speculative decoding.
+    /// Parses a page; `None` if it does not count speculative decoding.
     pub(crate) fn read(page: &str) -> Option<Self> {
         let samples: Vec<Sample<'_>> = page.lines().filter_map(Sample::parse).collect();
         let sum = |name: &str| {
@@ -77,8 +77,8 @@ impl Counters {
         Some(Self { steps, accepted, by_slot, requests })
     }
 
-    /// What was counted since `before`; `None` where the counters have started anew in between, as those of
-    /// a server do that was restarted.
+    /// The difference since `before`; `None` if the counters were reset in between, as after a
+    /// restart of the server.
     pub(crate) fn since(&self, before: &Self) -> Option<Verification> {
         let fell =
             |now: Option<f64>, before: Option<f64>| now.unwrap_or(0.0) < before.unwrap_or(0.0);
@@ -124,7 +124,7 @@ impl<'a> Sample<'a> {
             return None;
         }
         let (name, labels, rest) = match line.split_once('{') {
-            // A label's value may hold a brace, a number not.
+            // A label's value may contain a brace, a number cannot.
             Some((name, rest)) => {
                 let (labels, value) = rest.rsplit_once('}')?;
                 (name, labels, value)
@@ -176,7 +176,7 @@ vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 1
         let two = VLLM.to_owned() + &VLLM.replace("engine=\"0\"", "engine=\"1\"");
         let both = Counters::read(&two).unwrap();
         assert_eq!(both.since(&counters), Some(counted));
-        // The server has been restarted in between.
+        // The server was restarted in between.
         assert_eq!(counters.since(&both), None);
     }
 

@@ -1,8 +1,8 @@
-//! What can go wrong with a server.
+//! Errors of a server.
 
 use std::path::PathBuf;
 
-/// Errors name the server, or the file and line, and the remedy.
+/// An error names the server, or the file and line, and the remedy.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -14,12 +14,12 @@ pub enum Error {
     Refused { url: String, status: u16, text: String },
     #[error("{url} sent something that is not an OpenAI server's answer: {reason}")]
     Strange { url: String, reason: String },
-    #[error("{url} gave no whole answer within {seconds} s; raise --request-timeout")]
+    #[error("{url} gave no complete answer within {seconds} s; raise --request-timeout")]
     Slow { url: String, seconds: u64 },
     #[error("{url} lists no model; pass --endpoint-model NAME")]
     NoModel { url: String },
     #[error(
-        "{path}:{line}: a row of token ids cannot be put to a server as a conversation; leave it out"
+        "{path}:{line}: a row of token ids cannot be sent to a server as a conversation; remove it"
     )]
     TokenIds { path: PathBuf, line: usize },
     #[error("{path}:{line}: the row has no user turn to answer")]

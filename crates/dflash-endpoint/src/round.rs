@@ -1,4 +1,4 @@
-//! One server's answers to one set in one way, made part by part.
+//! One server's answers to one set in one mode, made part by part.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,13 +16,14 @@ use crate::counters::Counters;
 use crate::error::Error;
 use crate::server::Server;
 
-/// How often a question is put to a server that fails, and the wait before the second time, which doubles.
+/// Number of attempts for a question if the server fails, and the pause before the second one,
+/// which doubles.
 const TRIES: u32 = 3;
 const FIRST_WAIT: Duration = Duration::from_millis(500);
-/// Rows in a row without an answer after which no more are put.
+/// Number of consecutive failed rows after which no more are sent.
 const GIVEN_UP: usize = 8;
 
-/// A question and those that follow it.
+/// A question and its follow-up questions.
 #[derive(Debug, Clone)]
 pub(crate) struct Dialogue {
     pub(crate) messages: Vec<Message>,
@@ -34,11 +35,11 @@ pub(crate) struct Dialogue {
 pub(crate) struct LeftOut {
     /// Too long for the server.
     pub(crate) skipped: usize,
-    /// Not answered to their end.
+    /// Not answered completely.
     pub(crate) failed: usize,
 }
 
-/// How far all servers' rows are.
+/// The progress of all servers.
 pub(crate) struct Shown {
     progress: Progress,
     rows: u64,
@@ -60,9 +61,9 @@ pub(crate) struct Round {
     work: Arc<Work>,
     concurrency: usize,
     parts: Vec<Part>,
-    /// What the server counted in each part, where it was told of the whole part alone.
+    /// The server's counts for each part, if they were only read per part.
     counted: Vec<Verification>,
-    /// Requests that the server says it has served.
+    /// Number of requests that the server reports as served.
     served: f64,
 }
 
@@ -92,10 +93,10 @@ impl Round {
         Self { work: Arc::new(work), concurrency, parts, counted, served: 0.0 }
     }
 
-    /// Answers `rows`, as many at a time as this round does.
+    /// Answers `rows` with this round's concurrency.
     ///
     /// # Errors
-    /// What is not the server's fault; what it fails at is counted.
+    /// Errors that are not the server's; failures of the server are counted.
     pub(crate) async fn answer(&mut self, rows: Range<usize>) -> Result<(), Error> {
         let work = &self.work;
         let before = work.counters().await;
@@ -123,10 +124,10 @@ impl Round {
         Ok(())
     }
 
-    /// All answers to `set` by row and turn, what is known of the whole, and what was left out.
+    /// All answers to `set` by row and turn, the totals, and the number of rows left out.
     ///
     /// # Errors
-    /// The last fault, or [`Error::NoRoom`], where there is no answer.
+    /// The last error, or [`Error::NoRoom`], if there is no answer.
     pub(crate) async fn finish(self, set: &str) -> Result<((Vec<Answer>, Whole), LeftOut), Error> {
         let work = self.work;
         let load = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
@@ -137,25 +138,20 @@ impl Round {
             if answers.is_empty() {
                 return Err(fault);
             }
-            say(format!(
-                "{} rows of {set} were not answered to their end: {fault}",
-                left_out.failed
-            ));
+            say(format!("{} rows of {set} were not answered completely: {fault}", left_out.failed));
         }
         if answers.is_empty() {
             return Err(Error::NoRoom { set: set.to_owned() });
         }
         if load(&work.uncounted) > 0 {
             say(format!(
-                "the counters of {url} started anew, or could not be read, in between: acceptance is of the \
-                 other answers"
+                "the counters of {url} were reset, or could not be read, in between: acceptance is of the other answers"
             ));
         }
         if self.served as usize > own {
             let served = self.served;
             say(format!(
-                "{url} served {served} requests while {own} were asked here: its counters hold those of \
-                 others too"
+                "{url} served {served} requests, but {own} were sent from here: its counters include those of other clients"
             ));
         }
         answers.sort_by_key(|answer| (answer.row, answer.turn));
@@ -170,7 +166,7 @@ impl Round {
     }
 }
 
-/// What all workers share.
+/// State shared by all workers.
 struct Work {
     server: Server,
     manner: Manner,
@@ -179,19 +175,19 @@ struct Work {
     dialogues: Arc<Vec<Dialogue>>,
     shown: Arc<Mutex<Shown>>,
     skipped: AtomicUsize,
-    /// Rows that were not answered to their end, those without an answer since the last one that was, and
-    /// why the last one was not.
+    /// The number of rows that were not answered completely, the consecutive ones among the latest,
+    /// and why the latest failed.
     failed: AtomicUsize,
     in_a_row: AtomicUsize,
     last_fault: Mutex<Option<Error>>,
-    /// Answers, or parts, whose steps the counters do not tell.
+    /// Answers, or parts, whose steps are missing from the counters.
     uncounted: AtomicUsize,
     requests: AtomicUsize,
     answers: Mutex<Vec<Answer>>,
 }
 
 impl Work {
-    /// Takes one row after the other, up to `end`.
+    /// Processes one row after the other, up to `end`.
     async fn run(&self, next: &AtomicUsize, end: usize) -> Result<(), Error> {
         let mut counters = self.count().await;
         loop {
@@ -208,7 +204,7 @@ impl Work {
                     self.failed.fetch_add(1, Ordering::Relaxed);
                     self.in_a_row.fetch_add(1, Ordering::Relaxed);
                     *self.last_fault.lock().await = Some(fault);
-                    // What was counted for the answer that did not come is nobody's.
+                    // Counts for a failed answer belong to no answer.
                     counters = self.count().await;
                 }
                 outcome => outcome?,
@@ -218,7 +214,7 @@ impl Work {
         }
     }
 
-    /// The counters, where they are read after each answer.
+    /// The counters, if they are read after each answer.
     async fn count(&self) -> Option<Counters> {
         if self.alone { self.counters().await } else { None }
     }
@@ -233,7 +229,7 @@ impl Work {
         self.answers.lock().await.iter().map(|answer| answer.tokens).sum()
     }
 
-    /// Asks, again where the server fails.
+    /// Sends a question, with retries if the server fails.
     async fn ask(
         &self,
         messages: &[Message],
@@ -296,12 +292,12 @@ impl Work {
     }
 }
 
-/// By the counters, or by the reply itself.
+/// From the counters, or from the reply itself.
 fn verification(reply: &Reply, counted: Option<Verification>) -> Option<Verification> {
     counted.or_else(|| reply.verification.clone()).filter(|counts| counts.steps > 0)
 }
 
-/// Whether asking again may help: the server, or the way to it, failed.
+/// Whether a retry may help: the server, or the connection to it, failed.
 fn is_the_servers(error: &Error) -> bool {
     match error {
         Error::Refused { status, .. } => *status == 429 || *status >= 500,
@@ -310,8 +306,8 @@ fn is_the_servers(error: &Error) -> bool {
     }
 }
 
-/// Whether a server says that prompt and answer exceed its context: vLLM, SGLang and llama.cpp do so
-/// with this code and this word.
+/// Whether a server reports that prompt and answer exceed its context: vLLM, SGLang and llama.cpp
+/// do so with this status and this word.
 fn is_too_long(error: &Error) -> bool {
     matches!(error, Error::Refused { status: 400, text, .. } if text.contains("context"))
 }

@@ -1,4 +1,4 @@
-//! All sets, ways and servers; a share of the questions for each of several workers.
+//! Runs all sets, modes and servers, with several workers per server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,9 +20,9 @@ use crate::error::Error;
 use crate::round::{Dialogue, Round, Shown};
 use crate::server::Server;
 
-/// How often a run looks whether it should stop.
+/// How often a run checks the stop flag.
 const STOP_POLL: Duration = Duration::from_millis(100);
-/// What is asked before the clock runs: first requests allocate, and fill caches.
+/// Sent before the measurement: first requests allocate memory and fill caches.
 const WARM_UP: &str = "Count from one to ten.";
 const WARM_UP_TOKENS: usize = 32;
 
@@ -35,7 +35,8 @@ struct Asked {
     failed: usize,
 }
 
-/// Puts every question to the server of `--endpoint` and reports. Writes the files that are asked for.
+/// Sends every question to the server of `--endpoint`, makes the report, and writes the requested
+/// files.
 ///
 /// # Errors
 /// Prompts that cannot be read, a server that does not answer; [`Error::Interrupted`].
@@ -100,8 +101,8 @@ impl Dialogue {
     }
 }
 
-/// Every mode of thinking, set in it, temperature and concurrency, on the plain server if there is one
-/// and on the measured one.
+/// Every combination of thinking, set, temperature and concurrency, on the plain server if there is
+/// one and on the measured one.
 async fn measure(
     settings: &EvalSettings,
     asked: &mut [Asked],
@@ -116,7 +117,7 @@ async fn measure(
     if !server.counts {
         say(format!(
             "{} counts no speculative decoding on /metrics (llama.cpp needs --metrics, SGLang \
-             --enable-metrics): acceptance is what its replies tell, if they do",
+             --enable-metrics): acceptance is what its replies report, if anything",
             server.shown()
         ));
     }
@@ -134,8 +135,8 @@ async fn measure(
     Ok((server, results))
 }
 
-/// The plain server, if there is one, and the measured one, part by part in turns: a machine that warms up,
-/// or has other work, slows both alike.
+/// The plain server, if there is one, and the measured one, part by part in turns, so that warm-up
+/// or other load slows both alike.
 async fn both(
     settings: &EvalSettings,
     server: &Server,
@@ -160,7 +161,7 @@ async fn both(
         rounds.push(Round::new(server, manner, way.concurrency, dialogues, shown));
     }
     let rows = asked.dialogues.len();
-    // A server alone has nobody to take turns with, and is kept busy from the first to the last row.
+    // A single server takes no turns, and is kept busy from the first to the last row.
     let parts = match servers.len() {
         1 => std::iter::once(0..rows).collect(),
         _ => turns::parts(rows, way.concurrency),

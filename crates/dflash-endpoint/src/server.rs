@@ -1,4 +1,4 @@
-//! One server: where it is, what it is, and how it is asked.
+//! One server: its address, its kind, and requests to it.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use serde_json::Value;
 use crate::counters::Counters;
 use crate::error::Error;
 
-/// The variable with the key that servers of the OpenAI interface want.
+/// The variable with the key for servers with the OpenAI interface.
 const KEY: &str = "OPENAI_API_KEY";
-/// How long a question about the server itself may take.
+/// Timeout of requests about the server itself.
 const SHORT: Duration = Duration::from_secs(30);
-/// Between two looks at counters that may still move.
+/// Interval between reads of counters that may still change.
 const SETTLE: Duration = Duration::from_millis(50);
-/// Looks at most: counters of a server with other users never rest.
+/// Maximum number of reads: counters of a server with other users never settle.
 const LOOKS: usize = 40;
 /// Characters of an error page that are shown.
 const SHOWN: usize = 400;
@@ -24,24 +24,24 @@ const SHOWN: usize = 400;
 #[derive(Debug, Clone)]
 pub(crate) struct Server {
     client: Client,
-    /// Without `/v1` and slashes at its end.
+    /// Without `/v1` and trailing slashes.
     root: String,
     key: Option<String>,
     /// Its model's name.
     pub(crate) model: String,
-    /// What it is: vllm, sglang, llamacpp, or whatever it calls itself.
+    /// Its kind: vllm, sglang, llamacpp, or the name that it reports.
     pub(crate) kind: String,
-    /// Seconds that an answer may take.
+    /// Timeout of an answer in seconds.
     pub(crate) timeout: u64,
     /// Whether it counts speculative decoding.
     pub(crate) counts: bool,
 }
 
 impl Server {
-    /// Asks the server at `url` what it serves.
+    /// Queries the server at `url`.
     ///
     /// # Errors
-    /// An address that does not answer as a server of the OpenAI interface.
+    /// An address that does not answer like a server with the OpenAI interface.
     pub(crate) async fn connect(
         url: &str,
         model: Option<&str>,
@@ -88,7 +88,7 @@ impl Server {
         Ok(())
     }
 
-    /// The counters as they are; `None` where the server has no such page, or does not speculate.
+    /// The current counters; `None` if the server has no such page, or does not speculate.
     pub(crate) async fn counters(&self) -> Result<Option<Counters>, Error> {
         let response = self.get("/metrics").await?;
         if !response.status().is_success() {
@@ -98,7 +98,7 @@ impl Server {
         Ok(Counters::read(&page))
     }
 
-    /// The counters once they rest: servers count a step after they have sent its tokens.
+    /// The counters once they have settled: servers count a step after they have sent its tokens.
     pub(crate) async fn settled(&self) -> Result<Counters, Error> {
         let mut last = None;
         for _ in 0..LOOKS {
@@ -112,7 +112,7 @@ impl Server {
         Ok(last.unwrap_or_default())
     }
 
-    /// Sends a question; the answer comes in pieces.
+    /// Sends a question; the answer is streamed.
     ///
     /// # Errors
     /// [`Error::Unreachable`]; [`Error::Refused`].

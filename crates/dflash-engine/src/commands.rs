@@ -44,7 +44,7 @@ pub(crate) fn run(command: Command, signals: &Signals) -> anyhow::Result<Ending>
         | Command::Completions(_)
         | Command::Man(_)
         | Command::CpuLevels => {
-            anyhow::bail!("start `dflash`; its engine does not run this command")
+            anyhow::bail!("run `dflash`; its engine does not have this command")
         }
     };
     returned.map(|()| Ending::Returned)

@@ -387,7 +387,7 @@ fn a_server_ends_what_is_under_way_at_sigterm_and_logs_no_text() {
     assert!(log.contains("ready on http://127.0.0.1:"), "{log}");
     let line = log.lines().find(|line| line.contains("POST /v1/chat/completions 200 in "));
     let line = line.unwrap_or_else(|| panic!("no line for the request in {log}"));
-    assert!(line.contains("INFO") && line.contains(" of answers, first token after "), "{line}");
+    assert!(line.contains("INFO") && line.contains(" answer tokens, first token after "), "{line}");
     assert!(!log.contains("purple") && !log.contains(text), "{log}");
     // Nor letter by letter, as the tokenizer's own lines have it.
     assert!(!log.contains("'w'"), "{log}");

@@ -200,7 +200,7 @@ fn divided_targets_give_the_states_of_the_vectors() {
         let mut grid = Grid { pipeline: 2, tensor: 2 };
         if let Err(error) = grid.check(&config) {
             // It says so, and is divided by layers.
-            assert!(error.to_string().contains("--pipeline divides by layers"), "{error}");
+            assert!(error.to_string().contains("--pipeline splits by layers"), "{error}");
             assert!(entry.name == ONE_DELTA_HEAD || !entry.own, "{}: {error}", entry.name);
             grid.tensor = 1;
         }

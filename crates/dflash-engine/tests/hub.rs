@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind};
 use dflash_model::target::{Target, TargetConfig};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -92,6 +92,7 @@ fn random_draft(target: &TargetConfig) -> Draft {
         max_position_embeddings: target.max_position_embeddings,
         initializer_range: 0.02,
         eos_token_id: None,
+        head: HeadFields::default(),
     };
     Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
 }

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use dflash_golden::entries;
 use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind};
 use dflash_test_support::{alone, eventually};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -106,6 +106,7 @@ fn save_draft(dir: &Path) {
         max_position_embeddings: 512,
         initializer_range: 0.3,
         eos_token_id: None,
+        head: HeadFields::default(),
     };
     let _alone = alone();
     tch::manual_seed(3);

@@ -206,7 +206,7 @@ fn what_cannot_be_planned_is_named() {
     };
     refuse("plan", 2, "--data-path <DIR>");
     refuse("plan --rows 5", 2, "--mean-length <TOKENS>");
-    refuse("plan --rows 5 --mean-length 1", 1, "two supervised tokens in a row");
+    refuse("plan --rows 5 --mean-length 1", 1, "two consecutive supervised tokens");
     refuse("plan --rows 5 --mean-length 9 --tflops 0", 1, "--tflops is 0");
     refuse("plan --rows 5 --mean-length 9 --target-layer-ids 99", 1, "layer id 99");
     refuse("plan --data-path /nonexistent", 1, "/nonexistent");
@@ -284,7 +284,7 @@ fn a_gpus_plan_tells_all_that_the_run_takes() {
     let (_, table, _) = engine(line, dir.path());
     for part in [
         "stream      ",
-        "of what its one thread that assembles rows copies",
+        "of its assembling thread's copy rate",
         "Gbit/s of the network",
         "servers     ",
         "beside each trainer",
@@ -292,7 +292,7 @@ fn a_gpus_plan_tells_all_that_the_run_takes() {
         "over NVLink",
         "expandable segments, set by default",
         "differ from run to run",
-        "where products reach 0.65 of the peak and not 0.75",
+        "if products reach 0.65 of the peak instead of 0.75",
     ] {
         assert!(table.contains(part), "{part} in {table}");
     }

@@ -98,6 +98,6 @@ fn a_finished_file_is_continued_or_kept_or_replaced_on_request() {
 fn a_file_that_something_else_made_is_kept() {
     let place = Place::new();
     std::fs::write(place.path("out.jsonl"), "mine\n").unwrap();
-    place.refuses("--max-new-tokens 8", "what made it is not known");
+    place.refuses("--max-new-tokens 8", "how it was made is not known");
     assert_eq!(place.succeeds("--max-new-tokens 8 --overwrite", "4 rows").len(), 4);
 }

@@ -1,4 +1,4 @@
-//! What to do with what was measured: how many tokens to propose, and where a draft costs time.
+//! Advice from the results: how many tokens to propose, and where a draft costs time.
 
 use std::collections::BTreeMap;
 
@@ -6,22 +6,22 @@ use serde_json::json;
 
 use crate::report::{EvalReport, Measured};
 
-/// What follows the name of a draft where its length was chosen step by step.
+/// Suffix of a draft's name if its length was chosen in each step.
 pub const AUTO_SUFFIX: &str = " auto";
-/// Slower than this, beside plain decoding, is more than noise.
+/// A speed-up below this is slower by more than noise.
 const COSTS: f64 = 0.98;
 
-/// A draft's best length with so many answers at a time, over all sets.
+/// A draft's best length at one concurrency, over all sets.
 #[derive(Debug, Clone, PartialEq)]
 struct Best {
     concurrency: usize,
     tokens: usize,
-    /// Against plain decoding, by the times of single steps.
+    /// Relative to plain decoding, by the times of single steps.
     speed_up: f64,
 }
 
 impl EvalReport {
-    /// Sentences on every draft whose steps were timed.
+    /// Sentences about every draft whose steps were timed.
     pub fn advice(&self) -> Vec<String> {
         let drafts = self.drafts.iter().filter(|draft| !draft.label.ends_with(AUTO_SUFFIX));
         drafts.flat_map(|draft| self.advice_on(&draft.label, &draft.name)).collect()
@@ -51,7 +51,7 @@ impl EvalReport {
         lines
     }
 
-    /// Of each number of answers at a time, first the smallest.
+    /// One entry per concurrency, the smallest first.
     fn best_lengths(&self, label: &str) -> Vec<Best> {
         let mut timed: BTreeMap<usize, &[f64]> = BTreeMap::new();
         let auto = format!("{label}{AUTO_SUFFIX}");
@@ -66,7 +66,7 @@ impl EvalReport {
         timed.into_iter().filter_map(best).collect()
     }
 
-    /// Of each slot the share of steps that accepted it, over all sets.
+    /// The share of steps that accepted each slot, over all sets.
     fn shares(&self, label: &str, concurrency: usize) -> Vec<f64> {
         let with_slots = |one: &&Measured| {
             one.draft == label
@@ -91,7 +91,7 @@ impl Best {
             count => format!("{count} answers at a time"),
         };
         match tokens {
-            0 => format!("{label}, {at}: no proposals; here each length costs time"),
+            0 => format!("{label}, {at}: no proposals; every length costs time here"),
             _ => format!(
                 "{label}, {at}: {tokens} proposals; by the times of single steps {speed_up:.2} times \
                  plain decoding"
@@ -100,8 +100,9 @@ impl Best {
     }
 }
 
-/// The number of proposals with most tokens a second, and how many times those of plain decoding. `shares`
-/// of steps accept each slot; `seconds` are those of a step with none, one and so on.
+/// The number of proposals with the most tokens per second, and its speed-up over plain decoding.
+/// `shares` of steps accept each slot; `seconds` are those of a step with no proposals, with one
+/// and so on.
 fn best_length(shares: &[f64], seconds: &[f64]) -> Option<(usize, f64)> {
     let plain = *seconds.first().filter(|seconds| **seconds > 0.0)?;
     let mut tokens = 1.0;
@@ -116,7 +117,7 @@ fn best_length(shares: &[f64], seconds: &[f64]) -> Option<(usize, f64)> {
     (!shares.is_empty()).then_some(best)
 }
 
-/// vLLM's settings, with the number of proposals by that of requests where it changes.
+/// vLLM's settings, with a schedule by number of requests if the best length changes.
 fn vllm_config(model: &str, best: &[Best]) -> String {
     let most = best.iter().map(|best| best.tokens).max().unwrap_or(0);
     let mut ranges: Vec<[usize; 3]> = Vec::new();

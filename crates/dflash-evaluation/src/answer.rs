@@ -1,9 +1,9 @@
-//! One answer: how long it took and how its verify steps went.
+//! One answer: its times and its verify steps.
 
 use dflash_run::Acceptance;
 use serde::{Deserialize, Serialize};
 
-/// An answer to one prompt, by one way to decode.
+/// An answer to one prompt in one decoding mode.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
     /// Row of the set, counted from 0 over those that were answered.
@@ -18,19 +18,19 @@ pub struct Answer {
     pub first_token_s: f64,
     /// Seconds from the prompt to the last token.
     pub total_s: f64,
-    /// Its verify steps; `None` for plain decoding, or where only the sum over all answers is known.
+    /// Its verify steps; `None` for plain decoding, or if only the sum over all answers is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification: Option<Verification>,
 }
 
-/// Counts over verify steps. All of them may be added up.
+/// Counts over verify steps. All of them can be added.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verification {
     /// Verify steps.
     pub steps: u64,
     /// Proposals accepted in them.
     pub accepted: u64,
-    /// Of each slot after the anchor: steps in which it was accepted. Empty where not known.
+    /// For each slot after the anchor, the steps in which it was accepted. Empty if not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub accepted_by_slot: Vec<u64>,
 }
@@ -48,12 +48,12 @@ impl Answer {
 }
 
 impl Verification {
-    /// The counts of steps that `accepted` so many of the proposals of `block_size - 1` slots.
+    /// The counts of steps, each of which accepted so many of at most `proposals`.
     ///
     /// # Panics
-    /// When a step accepted more than a block proposes.
-    pub fn of(accepted: &[usize], block_size: usize) -> Self {
-        let mut accepted_by_slot = vec![0; block_size - 1];
+    /// If a step accepted more than a block proposes.
+    pub fn of(accepted: &[usize], proposals: usize) -> Self {
+        let mut accepted_by_slot = vec![0; proposals];
         for &count in accepted {
             accepted_by_slot[..count].iter_mut().for_each(|steps| *steps += 1);
         }
@@ -61,7 +61,7 @@ impl Verification {
         Self { steps: accepted.len() as u64, accepted: total as u64, accepted_by_slot }
     }
 
-    /// The sum of all; by slot only if every one with steps knows its slots.
+    /// The sum of all; by slot only if every one with steps has counts by slot.
     pub fn sum<'a>(all: impl Iterator<Item = &'a Self> + Clone) -> Self {
         let mut sum = Self::default();
         let knows = |one: &Self| one.steps == 0 || !one.accepted_by_slot.is_empty();
@@ -80,7 +80,7 @@ impl Verification {
         sum
     }
 
-    /// Tokens a step: the accepted ones and one of the target's own. `None` without steps.
+    /// Tokens per step: the accepted ones plus one of the target's own. `None` without steps.
     pub fn acceptance_length(&self) -> Option<f64> {
         (self.steps > 0).then(|| 1.0 + self.accepted as f64 / self.steps as f64)
     }
@@ -94,7 +94,8 @@ impl Verification {
         }
     }
 
-    /// The same counts as validations keep them, of `lengths`: each answer's own acceptance length.
+    /// The same counts in the form of validations, with `lengths`, each answer's own acceptance
+    /// length.
     pub(crate) fn counts(&self, lengths: &[f64]) -> Acceptance {
         Acceptance {
             reached: std::iter::once(self.steps).chain(self.accepted_by_slot.clone()).collect(),
@@ -110,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_slot_counts_only_when_all_before_it_matched() {
-        let counts = Verification::of(&[3, 0, 1, 1], 4);
+        let counts = Verification::of(&[3, 0, 1, 1], 3);
         assert_eq!((counts.steps, counts.accepted), (4, 5));
         assert_eq!(counts.accepted_by_slot, [3, 1, 1]);
         assert_eq!(counts.acceptance_length(), Some(2.25));
@@ -120,7 +121,7 @@ mod tests {
 
     #[test]
     fn sums_are_by_slot_only_where_all_parts_are() {
-        let by_slot = Verification::of(&[1, 0], 3);
+        let by_slot = Verification::of(&[1, 0], 2);
         let none = Verification::default();
         let total = Verification { steps: 3, accepted: 4, accepted_by_slot: Vec::new() };
         let sum = Verification::sum([&by_slot, &none, &by_slot].into_iter());

@@ -1,4 +1,4 @@
-//! This evaluation against an earlier one: what moved, and by how many times the noise.
+//! Compares this evaluation with an earlier one: changes, and how many standard errors they are.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -12,52 +12,52 @@ use crate::figures::Figures;
 use crate::report::{EvalReport, Measured, Pairs, plain_of};
 use dflash_run::Way;
 
-/// A change of so many times the noise is more than chance: two standard errors, which chance passes
-/// one time in twenty.
+/// A change of this many standard errors is more than chance: two are exceeded by chance one time
+/// in twenty.
 const MOVED: f64 = 2.0;
 
-/// Every figure that both evaluations have.
+/// Every metric that both evaluations have.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// The earlier report's file.
     pub baseline: String,
-    /// Results of this evaluation without a counterpart there.
+    /// Results of this evaluation that the baseline does not have.
     pub unmatched: usize,
-    /// The figures.
+    /// The changes.
     pub changes: Vec<Change>,
 }
 
-/// A figure before and now.
+/// A metric before and now.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Change {
-    /// Of which set.
+    /// Its set.
     pub set: String,
-    /// Of which way.
+    /// Its mode.
     #[serde(flatten)]
     pub way: Way,
-    /// Of which draft.
+    /// Its draft.
     pub draft: String,
-    /// Its name in the earlier report.
+    /// The draft's name in the earlier report.
     pub draft_before: String,
-    /// Name of the figure.
+    /// Name of the metric.
     pub figure: String,
-    /// Its value there.
+    /// Its earlier value.
     pub before: f64,
-    /// Its value here.
+    /// Its value now.
     pub now: f64,
     /// `now - before`.
     pub change: f64,
-    /// Standard error of the change; `None` where chance is not known.
+    /// Standard error of the change; `None` if it is not known.
     pub noise: Option<f64>,
-    /// `|change| / noise`; `None` where the noise is not known, or 0.
+    /// `|change| / noise`; `None` if the noise is not known, or 0.
     pub times_noise: Option<f64>,
-    /// Whether both evaluations answered the same prompts: then the noise is that of drawing the same
-    /// prompts for both, else both noises together.
+    /// Whether both evaluations answered the same prompts: then the noise is that of bootstrap
+    /// samples with the same prompts for both, otherwise both errors combined.
     pub paired: bool,
 }
 
 impl Change {
-    /// In a word.
+    /// The change in one word.
     pub(crate) fn verdict(&self) -> &'static str {
         match (self.times_noise, self.noise) {
             (Some(times), _) if times >= MOVED && self.change > 0.0 => "up",
@@ -78,7 +78,7 @@ struct Earlier {
 }
 
 impl EvalReport {
-    /// Compares with the report in `path` and keeps the outcome.
+    /// Compares with the report in `path` and stores the result.
     ///
     /// # Errors
     /// A file that is not a report, or has nothing in common with this one.
@@ -115,7 +115,7 @@ fn compare(path: &Path, now: &[Measured], before: &[Measured]) -> Comparison {
     comparison
 }
 
-/// The trained drafts, in order: look-up and plain decoding have names of their own.
+/// The trained drafts, in order; lookup and plain decoding have fixed names.
 fn drafts_of(results: &[Measured]) -> Vec<&str> {
     let mut found: Vec<&str> = Vec::new();
     for draft in results.iter().map(|one| one.draft.as_str()) {
@@ -126,8 +126,8 @@ fn drafts_of(results: &[Measured]) -> Vec<&str> {
     found
 }
 
-/// The draft of the same name or, where there is none, the one in the same place of those without a
-/// namesake: a new checkpoint is compared with the old one.
+/// The draft with the same name or, if there is none, the one at the same position among those
+/// without a match: a new checkpoint is compared with the old one.
 fn counterpart<'a>(draft: &'a str, own: &[&str], others: &[&'a str]) -> Option<&'a str> {
     if !own.contains(&draft) || others.contains(&draft) {
         return Some(draft);
@@ -174,14 +174,14 @@ fn changes(
     now.figures.named().into_iter().filter_map(change).collect()
 }
 
-/// `now - before`, but for what reading numbers from a file may change in their last places.
+/// `now - before`, ignoring differences from reading numbers from a file.
 fn difference(now: f64, before: f64) -> f64 {
     let change = now - before;
     if change.abs() <= 1e-12 * now.abs() { 0.0 } else { change }
 }
 
-/// For each answer of `now` the index of that in `before` to the same prompt; `None` unless the
-/// prompts are the same.
+/// For each answer of `now` the index of the answer of `before` to the same prompt; `None` unless
+/// the prompts are the same.
 fn same_prompts(now: &Measured, before: &Measured) -> Option<Vec<usize>> {
     let key = |answer: &crate::Answer| (answer.row, answer.turn, answer.prompt_tokens);
     let places: HashMap<_, usize> =
@@ -191,7 +191,8 @@ fn same_prompts(now: &Measured, before: &Measured) -> Option<Vec<usize>> {
     order.filter(|order| order.len() == before.answers.len())
 }
 
-/// The spread of each figure's change over draws of the same prompts for both.
+/// The standard error of each metric's change, over bootstrap samples with the same prompts for
+/// both.
 fn paired_noise(
     now: &Measured,
     all_now: &[Measured],

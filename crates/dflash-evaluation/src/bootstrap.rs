@@ -1,17 +1,17 @@
-//! How far chance moves a figure: the spread over answers drawn again and again from those there are.
+//! Standard errors by the bootstrap: the spread of a metric over resampled answers.
 
 use std::collections::BTreeMap;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// Draws. The spread of a spread falls with their root: 3% at 500.
+/// Number of bootstrap samples. The relative error of the spread is 3% at 500.
 const DRAWS: usize = 500;
-/// Any seed does; the same one gives the same report.
+/// Fixed, so that the same answers give the same report.
 const SEED: u64 = 0;
 
-/// Standard deviation of every figure that `figures` gives, over answers drawn with replacement from
-/// `count`: it gets the drawn indices. Nothing where fewer than two answers are.
+/// Standard deviation of every metric that `figures` computes, over samples of `count` answers
+/// drawn with replacement: it gets the drawn indices. Empty if there are fewer than two answers.
 pub(crate) fn spread(
     count: usize,
     mut figures: impl FnMut(&[usize]) -> Vec<(String, f64)>,

@@ -1,21 +1,20 @@
-//! What can go wrong with reports.
+//! Errors of reports.
 
 use std::path::PathBuf;
 
-/// Errors name the file and the remedy.
+/// An error names the file and the remedy.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read the baseline {path}: {source}; pass the --json of an earlier evaluation")]
     ReadBaseline { path: PathBuf, source: std::io::Error },
     #[error(
-        "{path} is not a report that can be compared with: {source}; pass the --json of an earlier \
+        "{path} is not a report to compare with: {source}; pass the --json of an earlier \
          evaluation by this release"
     )]
     BadBaseline { path: PathBuf, source: serde_json::Error },
     #[error(
-        "{path} has nothing in common with this evaluation: no same set, temperature, thinking and \
-         concurrency; measure what it measured ({there})"
+        "{path} has nothing in common with this evaluation: they share no combination of set, temperature, thinking and concurrency; measure what it measured ({there})"
     )]
     NothingInCommon { path: PathBuf, there: String },
     #[error("cannot make the directory {path}: {source}")]

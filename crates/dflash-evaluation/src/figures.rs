@@ -1,4 +1,4 @@
-//! The figures of one set, way and draft, from its answers.
+//! The metrics of one set, mode and draft, computed from its answers.
 
 use std::collections::BTreeMap;
 
@@ -8,17 +8,17 @@ use crate::answer::{Answer, Verification};
 use crate::bootstrap::spread;
 use crate::speed::{DECODE, WHOLE, median, ratio, total_rate};
 
-/// What is known only of all answers together.
+/// Measurements of all answers together.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Whole {
-    /// Seconds from the first request to the last answer, where several were made at a time.
+    /// Seconds from the first request to the last answer, with concurrency above 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// Verify steps of all answers, where those of each are not known.
+    /// Verify steps of all answers, if they are not known per answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification: Option<Verification>,
-    /// The parts in which a set was answered, each by all ways in turn, where several answers were made at
-    /// a time: their spread tells how far chance moves the times.
+    /// The parts in which a set was answered, each in all modes in turn, with concurrency above 1:
+    /// their spread is the error of the times.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parts: Vec<Part>,
 }
@@ -33,8 +33,8 @@ pub struct Part {
 }
 
 impl Whole {
-    /// Standard errors of what is measured by the clock of the whole, by drawing parts; those of `plain`
-    /// decoding are the same parts of the set.
+    /// Standard errors of metrics measured over the whole set, by resampling parts; those of
+    /// `plain` decoding are the same parts of the set.
     pub(crate) fn noise(&self, plain: Option<&Self>) -> BTreeMap<String, f64> {
         let rate = |parts: &[Part], drawn: &[usize]| {
             let sum = |of: fn(&Part) -> f64| drawn.iter().map(|&at| of(&parts[at])).sum::<f64>();
@@ -51,23 +51,23 @@ impl Whole {
     }
 }
 
-/// What was measured; `None` where the way to decode, or the server, does not tell.
+/// The metrics; `None` if the decoding mode, or the server, does not provide them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
-    /// Tau over all steps: tokens by verify steps.
+    /// Tau over all steps: tokens divided by verify steps.
     pub acceptance_length: Option<f64>,
-    /// Tau as papers report it: the mean over answers of each one's tokens by its steps.
+    /// Tau as papers report it: the mean over answers of each one's tokens divided by its steps.
     pub acceptance_length_per_response: Option<f64>,
     /// Share of all steps in which each slot was accepted, the anchor's first (null).
     pub acceptance_by_slot: Vec<Option<f64>>,
-    /// All tokens by all seconds, prompts included; with several answers at a time by the seconds
+    /// All tokens divided by all seconds, prompts included; with concurrency above 1 by the seconds
     /// from the first request to the last answer.
     pub tokens_per_second: Option<f64>,
-    /// Tokens after the first by the seconds after it, summed over answers.
+    /// Tokens after the first divided by the seconds after it, summed over answers.
     pub decode_tokens_per_second: Option<f64>,
-    /// `tokens_per_second` by that of plain decoding.
+    /// `tokens_per_second` divided by that of plain decoding.
     pub speed_up: Option<f64>,
-    /// `decode_tokens_per_second` by that of plain decoding.
+    /// `decode_tokens_per_second` divided by that of plain decoding.
     pub decode_speed_up: Option<f64>,
     /// Seconds from the prompt to the first token, mean over answers.
     pub time_to_first_token_s: Option<f64>,
@@ -76,7 +76,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Figures of `answers` and what is known of the `whole`, against `plain` ones, if there are any.
+    /// The metrics of `answers` and of the `whole`, relative to `plain` ones, if there are any.
     pub(crate) fn of(
         answers: &[&Answer],
         whole: &Whole,
@@ -120,7 +120,7 @@ impl Figures {
         }
     }
 
-    /// Every figure that is known, by its name in CSV and JSON; those by slot with the slot's number.
+    /// Every known metric by its name in CSV and JSON; those by slot with the slot's number.
     pub fn named(&self) -> Vec<(String, f64)> {
         let single = [
             ("acceptance_length", self.acceptance_length),
@@ -139,7 +139,7 @@ impl Figures {
     }
 }
 
-/// The mean; `None` of nothing.
+/// The mean; `None` if there are no values.
 pub(crate) fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
     (count > 0).then(|| sum / f64::from(count))
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     fn answer(tokens: usize, first_token_s: f64, total_s: f64, accepted: &[usize]) -> Answer {
-        let verification = (!accepted.is_empty()).then(|| Verification::of(accepted, 4));
+        let verification = (!accepted.is_empty()).then(|| Verification::of(accepted, 3));
         Answer { tokens, first_token_s, total_s, verification, ..Answer::default() }
     }
 
@@ -185,7 +185,7 @@ mod tests {
         };
         let (fast, plain) = (whole(&[1.0, 1.2, 0.8, 1.0]), whole(&[2.0, 2.4, 1.6, 2.0]));
         let noise = fast.noise(Some(&plain));
-        // Both are slow in the same parts: the quotient is known better than either.
+        // Both are slow in the same parts, so their quotient has a smaller error.
         assert!(noise["tokens_per_second"] > 3.0 && noise["speed_up"] < 1e-9, "{noise:?}");
         assert!(fast.noise(Some(&whole(&[2.0, 1.6, 2.4, 2.0])))["speed_up"] > 0.1);
         assert!(!fast.noise(None).contains_key("speed_up"));

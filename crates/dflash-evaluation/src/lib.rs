@@ -1,8 +1,10 @@
-//! What an evaluation measured, whoever decoded: answers, the figures that follow from them, how far
-//! chance moves these, and reports for people and programs.
+//! The results of an evaluation, by whatever engine: answers, metrics computed from them, standard
+//! errors, and reports for people and programs.
 //!
-//! Everything is computed from [`Answer`]s, one for each prompt and way to decode. A [`Measured`] has
-//! those of one set, way and draft; a [`EvalReport`] all of them.
+//! Everything is computed from [`Answer`]s, one for each prompt and decoding mode: times, tokens,
+//! counts of verify steps. A [`Measured`] holds those of one set, mode and draft; an [`EvalReport`]
+//! holds all of them. So every report uses the same definitions, whether this process or a server
+//! decoded.
 
 mod advice;
 mod answer;

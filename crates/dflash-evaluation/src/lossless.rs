@@ -1,32 +1,32 @@
-//! Proof that speculative decoding changed nothing: the two texts, token for token.
+//! Checks that speculative decoding changed nothing: compares the two texts token for token.
 //!
-//! Verifying a block and decoding one token take differently shaped matrix products, whose sums
-//! round differently. Where two tokens' logits agree to that rounding, either text is the target's;
+//! Verifying a block and decoding one token use differently shaped matrix products, whose sums
+//! round differently. If two tokens' logits agree up to that rounding, either text is the target's;
 //! such a first difference is listed as a tie with its gap. Anything larger is a failure.
 
 use std::fmt::{self, Display, Formatter};
 
 use serde::{Deserialize, Serialize};
 
-/// Where two texts part, and by how little.
+/// The first difference of two texts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Difference {
     /// Which answer, counted from 0.
     pub response: usize,
     /// Index of the first differing token in the answer.
     pub position: usize,
-    /// Plain decoding's token; `None` when its text ends here.
+    /// Plain decoding's token; `None` if its text ends here.
     pub plain: Option<i64>,
-    /// Speculative decoding's token; `None` when its text ends here.
+    /// Speculative decoding's token; `None` if its text ends here.
     pub speculative: Option<i64>,
-    /// How far the target's logits of the two are apart; `None` when one text ends here.
+    /// The difference of the target's logits of the two; `None` if one text ends here.
     pub logit_gap: Option<f64>,
-    /// The largest gap that is a tie here; `None` when one text ends here.
+    /// The largest gap that is a tie here; `None` if one text ends here.
     pub tie_tolerance: Option<f64>,
 }
 
 impl Difference {
-    /// Whether the target prefers neither text by more than rounding.
+    /// Whether the target prefers neither token by more than rounding.
     pub fn is_tie(&self) -> bool {
         self.logit_gap.zip(self.tie_tolerance).is_some_and(|(gap, tolerance)| gap <= tolerance)
     }
@@ -39,9 +39,9 @@ pub struct Lossless {
     pub holds: bool,
     /// Answers compared.
     pub responses: usize,
-    /// Answers that are the same token for token.
+    /// Answers that are identical token for token.
     pub identical: usize,
-    /// Largest logit gap that counts as a tie; `None` where it follows the precision.
+    /// Largest logit gap that counts as a tie; `None` if it depends on the precision.
     pub tie_tolerance: Option<f64>,
     /// First differences that are ties.
     pub ties: Vec<Difference>,
@@ -55,7 +55,7 @@ impl Lossless {
         Self { holds: true, tie_tolerance, ..Self::default() }
     }
 
-    /// Adds the comparison of the next answer, `None` where its texts are the same.
+    /// Adds the comparison of the next answer, `None` if its texts are the same.
     pub fn record(&mut self, difference: Option<Difference>) {
         let response = self.responses;
         self.responses += 1;
@@ -69,7 +69,8 @@ impl Lossless {
 }
 
 impl Lossless {
-    /// The comparisons of several sets as one; answers are counted through. `None` of none.
+    /// The comparisons of several sets as one; answers are numbered consecutively. `None` if there
+    /// are none.
     pub(crate) fn sum<'a>(all: impl Iterator<Item = &'a Self>) -> Option<Self> {
         all.fold(None, |sum, one| {
             let Some(mut sum): Option<Self> = sum else { return Some(one.clone()) };

@@ -9,9 +9,10 @@ use crate::report::{EvalReport, Measured};
 use crate::table::{self, Table};
 use dflash_run::Way;
 
-/// Most points of a line over prompt lengths: each is the mean over equally many answers.
+/// Maximum number of points of a line over prompt lengths: each is the mean over equally many
+/// answers.
 const BINS: usize = 8;
-/// Fewest answers behind a point.
+/// Minimum number of answers per point.
 const LEAST_IN_BIN: usize = 4;
 
 /// Everything but the plots.
@@ -29,7 +30,7 @@ pub(crate) fn markdown(report: &EvalReport) -> String {
     text
 }
 
-/// The page, complete in itself.
+/// The page, which needs no other file.
 pub(crate) fn html(report: &EvalReport) -> String {
     let facts: String = facts(report)
         .iter()
@@ -115,7 +116,7 @@ fn html_table(table: &Table) -> String {
     format!("<h2>{title}</h2>\n<table>\n{}{rows}</table>\n", row(&table.columns, "th"))
 }
 
-/// The plots of one way.
+/// The plots of one mode.
 fn charts(report: &EvalReport, way: Way) -> String {
     let drafted: Vec<&Measured> =
         report.results.iter().filter(|one| one.way == way && !one.is_plain()).collect();

@@ -1,4 +1,4 @@
-//! The whole of an evaluation: what was measured with what, set by set, and all of the first draft.
+//! The report of an evaluation: configuration, results by set, and totals of the first draft.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,12 +16,12 @@ use crate::figures::{Figures, Whole};
 use crate::lossless::{Difference, Lossless};
 use crate::speed::{DECODE, Speed, WHOLE, median, rate};
 
-/// One set, answered in one way by one draft.
+/// One set, answered in one mode by one draft.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// Name of the set.
     pub set: String,
-    /// How.
+    /// The mode.
     #[serde(flatten)]
     pub way: Way,
     /// Name of the draft; `none` is plain decoding.
@@ -30,37 +30,37 @@ pub struct Measured {
     pub responses: usize,
     /// Their tokens.
     pub tokens: usize,
-    /// What follows from them.
+    /// The metrics.
     #[serde(flatten)]
     pub figures: Figures,
-    /// Standard error of each figure, by its name: the spread of 500 bootstrap draws of the answers.
+    /// Standard error of each metric by name, from 500 bootstrap samples of the answers.
     pub noise: BTreeMap<String, f64>,
-    /// Comparison with plain greedy decoding; `None` when sampling, where texts differ by chance, and
-    /// of servers, which do not show their logits.
+    /// Comparison with plain greedy decoding; `None` if tokens are sampled, because texts then
+    /// differ by chance, and for servers, which do not return their logits.
     #[serde(default)]
     pub lossless: Option<Lossless>,
-    /// What is known only of all answers together.
+    /// Measurements of all answers together.
     #[serde(default)]
     pub whole: Whole,
-    /// Seconds of a step with no proposals, one and so on, where the number is chosen by them.
+    /// Seconds of a step with no proposals, with one and so on, if lengths are chosen by them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub step_seconds: Vec<f64>,
     /// The answers.
     pub answers: Vec<Answer>,
 }
 
-/// A draft that took part.
+/// A draft of the evaluation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct DraftFacts {
     /// Its name in tables.
     pub label: String,
-    /// What the user called it.
+    /// The name given by the user.
     pub name: String,
-    /// Slots of a block, the anchor's included; `None` where not known.
+    /// Slots of a block, including the anchor's; `None` if not known.
     pub block_size: Option<usize>,
-    /// Tokens that it can propose, where these are not all of the target's.
+    /// Number of tokens that it can propose, if fewer than the target has.
     pub vocabulary: Option<usize>,
-    /// Digest of the file of its weights; `None` where it has none, or they are in shards.
+    /// Digest of its weights file; `None` if it has none, or weights are in shards.
     pub weights: Option<String>,
 }
 
@@ -73,31 +73,31 @@ pub struct SetFacts {
     pub title: String,
     /// Where its rows came from: a file, or a repository with configuration and split.
     pub source: String,
-    /// The repository's commit, where there is one.
+    /// The repository's commit, if there is one.
     pub revision: Option<String>,
     /// Rows read.
     pub rows: usize,
-    /// Rows left out because prompt and answer exceed the target's context.
+    /// Rows skipped because prompt and answer exceed the target's context.
     pub skipped: usize,
-    /// Rows that a server did not answer to their end, once for each way.
+    /// Rows that a server did not answer completely, counted once per mode.
     pub failed: usize,
 }
 
-/// High-water marks of memory, MiB; `None` where not known.
+/// Peak memory, MiB; `None` if not known.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Memory {
     /// Resident memory of the process.
     pub process_mib: Option<f64>,
-    /// What tensors have taken on the GPU.
+    /// Tensors on the GPU.
     pub device_mib: Option<f64>,
 }
 
-/// What an evaluation was made with.
+/// The configuration of an evaluation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Facts {
-    /// The target's directory, or what a server calls it.
+    /// The target's directory, or the server's name for it.
     pub target: String,
-    /// Which model that is; `None` of a server, which does not tell.
+    /// The target's identity; `None` for a server, which does not provide it.
     pub target_identity: Option<TargetIdentity>,
     /// The server that was measured, and its kind.
     pub endpoint: Option<String>,
@@ -107,46 +107,46 @@ pub struct Facts {
     pub sets: Vec<SetFacts>,
     /// Longest answer, in tokens.
     pub max_new_tokens: usize,
-    /// Seed of the samples.
+    /// Random seed for sampling.
     pub seed: u64,
-    /// Device and precision, and CPU threads; empty of servers.
+    /// Device and precision, and CPU threads; empty for servers.
     pub device: String,
-    /// The level of the processor's instructions in force; `None` on a GPU and of servers.
+    /// The CPU instruction level in force; `None` on a GPU and for servers.
     pub cpu_level: Option<String>,
     /// Peak memory.
     pub memory: Memory,
 }
 
-/// Everything an evaluation found. On its top level is the first draft over all sets, in the first way.
+/// The whole report. Its top level has the first draft over all sets in the first mode.
 #[allow(missing_docs, reason = "settings under their own names")]
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EvalReport {
     pub target: String,
-    /// Which model that is; `None` of a server, which does not tell.
+    /// The target's identity; `None` for a server, which does not provide it.
     pub target_identity: Option<TargetIdentity>,
     pub draft: String,
     pub prompts: String,
     /// Answers made.
     pub responses: usize,
-    /// Rows left out because prompt and answer exceed the target's context.
+    /// Rows skipped because prompt and answer exceed the target's context.
     pub skipped: usize,
     /// Tokens of all its answers.
     pub tokens: usize,
     pub max_new_tokens: usize,
     /// 0 for greedy decoding.
     pub temperature: f64,
-    /// Slots of a block, the anchor's included; `None` where a server does not tell.
+    /// Slots of a block, including the anchor's; `None` if a server does not provide it.
     pub block_size: Option<usize>,
-    /// Tokens that a draft with a pruned vocabulary can say; `None` when it says all.
+    /// Number of tokens of a pruned vocabulary; `None` if the draft can propose all.
     pub draft_vocabulary: Option<usize>,
     /// Device and precision, and CPU threads.
     pub device: String,
-    /// The level of the processor's instructions in force; `None` on a GPU and of servers.
+    /// The CPU instruction level in force; `None` on a GPU and for servers.
     pub cpu_level: Option<String>,
     /// Verify steps.
     pub steps: u64,
-    /// What the target accepted: the figures of a validation. What was not measured is no number, which
-    /// JSON has as null.
+    /// Acceptance, with the metrics of a validation. A value that was not measured is NaN, which is
+    /// null in JSON.
     #[serde(flatten)]
     pub acceptance: AcceptanceFigures,
     /// Every slot after the anchor.
@@ -157,23 +157,24 @@ pub struct EvalReport {
     pub decode_tokens_per_second: Speed,
     /// Comparison with plain greedy decoding.
     pub lossless: Option<Lossless>,
-    /// Seed of the samples.
+    /// Random seed for sampling.
     pub seed: u64,
     /// The server that was measured, and its kind.
     pub endpoint: Option<String>,
     pub memory: Memory,
     pub drafts: Vec<DraftFacts>,
     pub sets: Vec<SetFacts>,
-    /// Each set, way and draft.
+    /// Each set, mode and draft.
     pub results: Vec<Measured>,
-    /// What is kept of each trained draft, set and way, for publication.
+    /// The results of each trained draft, set and mode that are kept for publication.
     pub evaluations: Vec<Evaluation>,
-    /// Against an earlier report.
+    /// The comparison with an earlier report.
     pub comparison: Option<Comparison>,
 }
 
 impl Measured {
-    /// Of `answers` to `set`; `plain` are those of plain decoding in the same way, if it was measured.
+    /// The result of `answers` to `set`; `plain` are those of plain decoding in the same mode, if
+    /// it was measured.
     pub fn new(
         set: &str,
         way: Way,
@@ -213,7 +214,8 @@ impl Measured {
         measured
     }
 
-    /// Figures of the answers with these indices alone, against the plain answers to the same prompts.
+    /// The metrics of the answers with these indices only, relative to the plain answers to the
+    /// same prompts.
     pub(crate) fn figures_of(&self, indices: &[usize], pairs: Option<&Pairs<'_>>) -> Figures {
         let own: Vec<&Answer> = indices.iter().map(|&index| &self.answers[index]).collect();
         let plain = pairs.map(|pairs| (pairs.of(indices), pairs.whole));
@@ -221,7 +223,7 @@ impl Measured {
         Figures::of(&own, &self.whole, plain)
     }
 
-    /// Whether the number of proposals was chosen step by step.
+    /// Whether the number of proposals was chosen in each step.
     pub fn is_auto(&self) -> bool {
         self.draft.ends_with(AUTO_SUFFIX)
     }
@@ -236,8 +238,8 @@ impl Measured {
         median(self.answers.iter().map(|answer| rate(DECODE(answer))).collect())
     }
 
-    /// Speed-up as the field's tables have it: of decoding after the first token where answers are
-    /// made one by one, of all tokens by all time where they are not.
+    /// Speed-up as in papers: of decoding after the first token at concurrency 1, of all tokens in
+    /// the total time otherwise.
     pub fn table_speed_up(&self) -> Option<f64> {
         match self.way.concurrency {
             _ if self.is_plain() => Some(1.0),
@@ -246,14 +248,14 @@ impl Measured {
         }
     }
 
-    /// Tau as the field's tables have it: per response, or over all steps where only that is known.
+    /// Tau as in papers: per response, or over all steps if only that is known.
     pub fn table_tau(&self) -> Option<f64> {
         self.figures.acceptance_length_per_response.or(self.figures.acceptance_length)
     }
 }
 
 impl Whole {
-    /// Whether a figure is one of the whole, which no drawing of answers moves.
+    /// Whether a metric is one of the whole, which resampling answers does not change.
     fn says(&self, figure: &str) -> bool {
         let of_time = ["tokens_per_second", "speed_up"].contains(&figure);
         (self.seconds.is_some() && of_time)
@@ -269,7 +271,7 @@ pub(crate) struct Pairs<'a> {
 }
 
 impl<'a> Pairs<'a> {
-    /// `None` where an answer has no counterpart: rows of several turns can end at different ones.
+    /// `None` if an answer has no counterpart: rows of several turns can end at different ones.
     pub(crate) fn new(measured: &Measured, plain: &'a Measured) -> Option<Self> {
         let by_prompt: HashMap<_, _> =
             plain.answers.iter().map(|answer| ((answer.row, answer.turn), answer)).collect();
@@ -283,14 +285,14 @@ impl<'a> Pairs<'a> {
     }
 }
 
-/// Plain decoding of the same set in the same way.
+/// Plain decoding of the same set in the same mode.
 pub(crate) fn plain_of<'a>(results: &'a [Measured], measured: &Measured) -> Option<&'a Measured> {
     let same = |other: &&Measured| other.set == measured.set && other.way == measured.way;
     results.iter().filter(|other| other.is_plain() && !measured.is_plain()).find(same)
 }
 
 impl EvalReport {
-    /// The report of `results`, which are in the order of sets, ways and drafts.
+    /// The report of `results`, which are in the order of sets, modes and drafts.
     pub fn new(facts: Facts, results: Vec<Measured>) -> Self {
         let of_draft = |result: &&Measured| !result.is_plain() && !result.is_auto();
         let drafted = || results.iter().find(|result| !result.is_plain());
@@ -341,7 +343,7 @@ impl EvalReport {
         }
     }
 
-    /// Fails when speculative decoding changed a text by more than a tie.
+    /// Fails if speculative decoding changed a text by more than a tie.
     ///
     /// # Errors
     /// [`Error::NotLossless`].
@@ -354,7 +356,7 @@ impl EvalReport {
         if failures > 0 { Err(Error::NotLossless { failures, responses }) } else { Ok(()) }
     }
 
-    /// The ways that were measured, in order.
+    /// The measured modes, in order.
     pub(crate) fn ways(&self) -> Vec<Way> {
         let mut ways: Vec<Way> = Vec::new();
         for result in &self.results {
@@ -371,7 +373,7 @@ impl EvalReport {
     }
 }
 
-/// Figures of so many steps: none where none was counted.
+/// The metrics of `steps` steps: NaN if there were none.
 fn measured_alone(figures: AcceptanceFigures, steps: u64) -> AcceptanceFigures {
     let known = |value: f64, is_known: bool| if is_known { value } else { f64::NAN };
     AcceptanceFigures {
@@ -399,7 +401,7 @@ fn pairs_of<'a>(
     all
 }
 
-/// What is published of a result: `None` of drafts that have no weights, and of answers too short for
+/// The published form of a result: `None` for drafts without weights, and for answers too short for
 /// a step.
 fn evaluation(facts: &Facts, results: &[Measured], result: &Measured) -> Option<Evaluation> {
     let draft = facts.drafts.iter().find(|draft| draft.label == result.draft)?;
@@ -470,7 +472,7 @@ pub(crate) mod tests {
             tokens: 11,
             first_token_s: 0.5,
             total_s: 0.5 + (10.0 + row as f64) / speed,
-            verification: drafted.then(|| Verification::of(&[3, row % 4, 1], 4)),
+            verification: drafted.then(|| Verification::of(&[3, row % 4, 1], 3)),
         };
         let plain: Vec<Answer> = (0..8).map(|row| answer(row, 1.0, false)).collect();
         let drafted: Vec<Answer> = (0..8).map(|row| answer(row, faster, true)).collect();

@@ -1,15 +1,16 @@
-//! Two ways to decode the same prompts, against each other.
+//! Speed of two decoding modes on the same prompts.
 
 use serde::{Deserialize, Serialize};
 
 use crate::answer::Answer;
 
-/// Tokens per second of both ways to decode, over the same prompts.
+/// Tokens per second of both decoding modes, over the same prompts.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Speed {
-    /// All tokens by all seconds, speculative.
+    /// All tokens divided by all seconds, speculative.
     pub speculative: f64,
-    /// The same, plain. This and what follows from it is `None` where nothing was decoded plainly.
+    /// The same, plain. This and the values derived from it are `None` if nothing was decoded
+    /// plainly.
     pub plain: Option<f64>,
     /// `speculative / plain`.
     pub speed_up: Option<f64>,
@@ -34,7 +35,7 @@ pub(crate) fn rate((tokens, seconds): (f64, f64)) -> f64 {
     tokens / seconds.max(1e-9)
 }
 
-/// All tokens by all seconds.
+/// All tokens divided by all seconds.
 pub(crate) fn total_rate<'a>(answers: impl Iterator<Item = &'a Answer>, timing: Timing) -> f64 {
     rate(
         answers.map(timing).fold((0.0, 0.0), |(tokens, seconds), (more, longer)| {
@@ -48,7 +49,7 @@ pub(crate) fn ratio(above: f64, below: f64) -> Option<f64> {
 }
 
 impl Speed {
-    /// Of `[speculative, plain]` answers, pair by pair; without plain ones where there are none.
+    /// From `[speculative, plain]` answers, pair by pair; without plain ones if there are none.
     pub(crate) fn of(pairs: &[(&Answer, Option<&Answer>)], timing: Timing) -> Self {
         let plain: Vec<&Answer> = pairs.iter().filter_map(|(_, plain)| *plain).collect();
         let rates =

@@ -1,4 +1,4 @@
-//! Tables of a report, for whatever form shows them.
+//! Tables of a report, independent of their output format.
 
 use crate::baseline::Comparison;
 use crate::report::{EvalReport, Measured};
@@ -9,12 +9,12 @@ use dflash_run::Way;
 pub(crate) struct Table {
     pub(crate) title: String,
     pub(crate) columns: Vec<String>,
-    /// How many columns at the left are text.
+    /// Number of text columns at the left.
     pub(crate) text_columns: usize,
     pub(crate) rows: Vec<Vec<String>>,
 }
 
-/// Where a figure is not known.
+/// Shown for an unknown metric.
 const UNKNOWN: &str = "-";
 
 impl Table {
@@ -24,7 +24,7 @@ impl Table {
     }
 }
 
-/// The field's table for each way: a row for each set, speed-up and tau of each draft, plain decoding
+/// The paper's table for each mode: a row per set, speed-up and tau of each draft, plain decoding
 /// as 1.
 pub(crate) fn summary(report: &EvalReport) -> Vec<Table> {
     report.ways().into_iter().map(|way| summary_of(report, way)).collect()
@@ -63,7 +63,7 @@ fn cells(measured: Option<&Measured>) -> Vec<String> {
     std::iter::once(times(measured.table_speed_up())).chain(tau).collect()
 }
 
-/// The mean over sets, where every set has the figure.
+/// The mean over sets, if every set has the metric.
 fn mean_cells(of_draft: &[&Measured]) -> Vec<String> {
     let mean = |of: fn(&Measured) -> Option<f64>| {
         let values: Option<Vec<f64>> = of_draft.iter().map(|one| of(one)).collect();
@@ -74,7 +74,7 @@ fn mean_cells(of_draft: &[&Measured]) -> Vec<String> {
     std::iter::once(times(mean(Measured::table_speed_up))).chain(tau).collect()
 }
 
-/// Every result with its main figures and their standard errors.
+/// Every result with its main metrics and their standard errors.
 pub(crate) fn details(report: &EvalReport) -> Table {
     let columns = [
         "set",
@@ -121,7 +121,7 @@ pub(crate) fn details(report: &EvalReport) -> Table {
     table
 }
 
-/// The share of all steps in which each slot was accepted, for every result that tells.
+/// The share of all steps in which each slot was accepted, for every result that has it.
 pub(crate) fn slots(report: &EvalReport) -> Table {
     let mut table =
         Table::new("Acceptance by position, % of all steps", &["set", "way", "draft"], 3);
@@ -139,7 +139,7 @@ pub(crate) fn slots(report: &EvalReport) -> Table {
     table
 }
 
-/// What moved since an earlier report.
+/// The changes since an earlier report.
 pub(crate) fn changes(report: &EvalReport, comparison: &Comparison) -> Table {
     let columns = [
         "set",
@@ -193,7 +193,7 @@ fn fixed(value: Option<f64>, digits: usize) -> String {
     value.map_or(UNKNOWN.into(), |value| format!("{value:.digits$}"))
 }
 
-/// Four digits after the point, more of what is small.
+/// Four decimals, more for small values.
 fn significant(value: f64) -> String {
     if value.abs() < 0.01 && value != 0.0 { format!("{value:.2e}") } else { format!("{value:.4}") }
 }

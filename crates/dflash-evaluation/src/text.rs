@@ -1,4 +1,4 @@
-//! A report on a terminal.
+//! A report for the terminal.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -11,7 +11,7 @@ use crate::table::{self, Table};
 impl Display for EvalReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         self.write_facts(f)?;
-        // Beside a draft alone, its chosen lengths take a line.
+        // A single draft's `auto` results are one additional line.
         let fixed = || self.results.iter().filter(|result| !result.is_auto());
         let drafts = fixed().filter(|result| !result.is_plain()).count();
         if fixed().count() > drafts + 1 || drafts != 1 {
@@ -164,10 +164,10 @@ impl EvalReport {
 
     fn write_lossless(&self, f: &mut Formatter<'_>) -> fmt::Result {
         if self.endpoint.is_some() {
-            return writeln!(f, "lossless  not compared: servers do not show their logits");
+            return writeln!(f, "lossless  not compared: servers do not return their logits");
         }
         if self.drafts.is_empty() {
-            return writeln!(f, "lossless  nothing to compare: plain decoding alone");
+            return writeln!(f, "lossless  nothing to compare: plain decoding only");
         }
         let all = || self.results.iter().filter(|one| one.lossless.is_some());
         if all().next().is_none() {
@@ -203,12 +203,12 @@ impl EvalReport {
         Ok(())
     }
 
-    /// What the comparison's columns mean.
+    /// The meaning of the comparison's columns.
     pub(crate) fn legend(&self) -> String {
         let Some(comparison) = &self.comparison else { return String::new() };
         let unmatched = match comparison.unmatched {
             0 => String::new(),
-            count => format!(" {count} results have no counterpart there."),
+            count => format!(" {count} results are not in the baseline."),
         };
         format!(
             "Noise is the standard error of the change, by 500 bootstrap draws of the answers, the \

@@ -1,20 +1,20 @@
-//! In which parts, and in which order, several ways answer one set: each answers a part before the next one
-//! begins, so that a machine that warms up, or has other work, slows all alike.
+//! The parts of a set and the order of modes in each: every mode answers a part before the next
+//! part begins, so that warm-up or other load slows all alike.
 
 use std::ops::Range;
 
-/// Parts of a set at most, and rounds of answers in a part at least: at its end fewer and fewer are made at
-/// a time.
+/// Maximum number of parts of a set, and minimum rounds of answers per part: at the end of a part
+/// concurrency drops.
 const MOST_PARTS: usize = 8;
 const LEAST_ROUNDS: usize = 2;
 
-/// The rows of each part of a set of `rows`, `concurrency` of which are answered at a time.
+/// The rows of each part of a set of `rows`, answered with `concurrency`.
 pub fn parts(rows: usize, concurrency: usize) -> Vec<Range<usize>> {
     let parts = (rows / (LEAST_ROUNDS * concurrency)).clamp(1, MOST_PARTS);
     (0..parts).map(|part| part * rows / parts..(part + 1) * rows / parts).collect()
 }
 
-/// The order of `ways` in a part: the first `fixed` of them always begin, of the others each in its turn.
+/// The order of `ways` in a part: the first `fixed` of them always begin, the others rotate.
 pub fn order(part: usize, ways: usize, fixed: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..ways).collect();
     let turning = &mut order[fixed.min(ways)..];

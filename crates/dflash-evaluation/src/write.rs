@@ -1,4 +1,4 @@
-//! A report into the files that the user asked for.
+//! Writes a report to the files that the user requested.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use crate::Error;
 use crate::page::{html, markdown};
 use crate::report::EvalReport;
 
-/// A form of a report, with the flag and the name in `--output`.
+/// A format of a report, with the flag and the name in `--output`.
 struct Form {
     flag: &'static str,
     name: &'static str,
@@ -34,8 +34,8 @@ const FORMS: [Form; 4] = [
     },
 ];
 
-/// Makes the directory of `--output`, and finds out before the work whether files can be written and
-/// the baseline is there.
+/// Makes the directory of `--output`, and checks before the work that files can be written and that
+/// the baseline exists.
 ///
 /// # Errors
 /// A directory that does not exist, or cannot be made; a baseline that cannot be read.
@@ -59,7 +59,7 @@ pub fn check_outputs(settings: &EvalSettings) -> Result<(), Error> {
     }
 }
 
-/// Writes every form of `report` that the settings name.
+/// Writes every requested format of `report`.
 ///
 /// # Errors
 /// A file that cannot be written.
@@ -82,10 +82,10 @@ fn json(report: &EvalReport) -> Vec<u8> {
     serde_json::to_vec_pretty(report).expect("a report holds numbers and strings")
 }
 
-/// A line for each result, a column for each figure and its standard error.
+/// A line per result, a column per metric and its standard error.
 fn csv(report: &EvalReport) -> Vec<u8> {
     let mut figures: Vec<String> = Vec::new();
-    // Drafts first: they have all the figures of plain decoding, and in their own order.
+    // Drafts first, because they have all metrics of plain decoding, and in their own order.
     let (plain, drafted): (Vec<_>, Vec<_>) =
         report.results.iter().partition(|result| result.is_plain());
     for (name, _) in drafted.iter().chain(&plain).flat_map(|one| one.figures.named()) {

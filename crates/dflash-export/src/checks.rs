@@ -2,7 +2,7 @@
 //! wrongly without a word.
 
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::LayerKind;
+use dflash_model::draft::{LayerKind, unservable};
 use dflash_model::target::{TargetFacts, check_layer_ids};
 use dflash_settings::{ExportFormat, ExportSettings};
 
@@ -52,6 +52,9 @@ pub(crate) fn servable(
     target: &TargetFacts,
     settings: &ExportSettings,
 ) -> Result<()> {
+    if let Some(reason) = unservable(source.config(), settings.format)? {
+        return Err(Error::Unservable { engine: "an engine", reason });
+    }
     match settings.format {
         ExportFormat::Zlab => zlab(source, settings.full_vocabulary),
         ExportFormat::Speculators => speculators(source),
@@ -64,8 +67,7 @@ fn zlab(source: &Source, full_vocabulary: bool) -> Result<()> {
         Some(vocabulary) if !full_vocabulary => {
             let (size, all) = (vocabulary.selected().len(), vocabulary.target_size());
             let reason = format!(
-                "z-lab's layout cannot say that it was trained to say {size} of {all} tokens, so it \
-                 would draft from all of them; take --format speculators or gguf, or accept that \
+                "z-lab's layout cannot express that it was trained on {size} of {all} tokens, so it would draft from all of them; use --format speculators or gguf, or accept that \
                  with --full-vocabulary"
             );
             Err(Error::Unservable { engine: "an engine", reason })
@@ -76,8 +78,7 @@ fn zlab(source: &Source, full_vocabulary: bool) -> Result<()> {
 
 fn speculators(source: &Source) -> Result<()> {
     if is_mixed(source) {
-        let reason = "it takes one causality for all layers from this layout, and here sliding \
-                      layers are causal in their block and full layers are not; take --format zlab";
+        let reason = "it uses one causality for all layers in this layout, but sliding layers are causal in their block and full layers are not; use --format zlab";
         return Err(Error::Unservable { engine: VLLM, reason: reason.into() });
     }
     Ok(())
@@ -87,35 +88,33 @@ fn llama_cpp(source: &Source, target: &TargetFacts) -> Result<()> {
     let refuse = |reason: String| Err(Error::Unservable { engine: LLAMA_CPP, reason });
     if is_mixed(source) {
         return refuse(
-            "it has one causality for all layers, and here sliding layers are causal in their block \
-             and full layers are not; take --format zlab"
+            "it has one causality for all layers, but sliding layers are causal in their block and full layers are not; use --format zlab"
                 .into(),
         );
     }
     let last = target.num_hidden_layers;
     if source.config().target_layer_ids.iter().any(|&id| id as usize == last) {
         return refuse(format!(
-            "it gives out what enters a layer, and nothing after the last: layer id {last} cannot be \
-             captured"
+            "it returns inputs of layers only: layer id {last} is not available"
         ));
     }
     if source.config().attention_bias {
         return refuse(
-            "its dflash has no biases, and the draft's attention has (attention_bias); take --format \
+            "its dflash has no biases, but the draft's attention has (attention_bias); use --format \
              zlab"
                 .into(),
         );
     }
     if let Some(scaling) = &source.config().rope_scaling {
         return refuse(format!(
-            "dflash writes no rotary scaling into GGUF, and the draft has {}; take --format zlab",
+            "dflash writes no rotary scaling into GGUF, but the draft has {}; use --format zlab",
             scaling.name()
         ));
     }
     let architecture = &target.architecture;
     if !LLAMA_CPP_TARGETS.contains(&architecture.as_str()) {
         return refuse(format!(
-            "it does not give out hidden states of {architecture} targets, only of {}",
+            "it does not return hidden states of {architecture} targets, only of {}",
             LLAMA_CPP_TARGETS.join(", ")
         ));
     }

@@ -16,24 +16,13 @@ pub enum Error {
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
     #[error(transparent)]
+    Format(#[from] dflash_formats::Error),
+    #[error(transparent)]
     Write(#[from] dflash_files::Error),
-    #[error("{path} is there already; remove it or name another --output")]
+    #[error("{path} already exists; remove it or name another --output")]
     Exists { path: PathBuf },
-    #[error("cannot read {path}: {source}")]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("{path} is not a readable GGUF file: {reason}")]
-    Damaged { path: PathBuf, reason: String },
-    /// A key of a GGUF file's metadata.
-    #[error("{path}: `{key}` is {found}, but {expected}")]
-    Key { path: PathBuf, key: String, found: String, expected: String },
-    #[error("{path} has no tensor {name}")]
-    MissingTensor { path: PathBuf, name: String },
     #[error("{path}: tensor {name} has shape {found:?}, expected {expected:?}")]
     Shape { path: PathBuf, name: String, found: Vec<i64>, expected: Vec<i64> },
-    #[error(
-        "{path}: tensor {name} has ggml's type {found}; F32 (0), F16 (1), Q8_0 (8), I64 (27) and BF16 (30) can be read"
-    )]
-    TensorType { path: PathBuf, name: String, found: u32 },
     /// The draft cannot belong to the target.
     #[error("{draft} does not fit the target: `{key}` is {found}, the target's is {expected}")]
     Foreign { draft: PathBuf, key: &'static str, found: String, expected: String },
@@ -43,7 +32,7 @@ pub enum Error {
     OtherTarget { draft: PathBuf, made_for: String, target: String },
     #[error("{engine} would serve this draft wrongly: {reason}")]
     Unservable { engine: &'static str, reason: String },
-    #[error("tensor {name} has rows of {width}, which q8_0 cannot hold: pass --dtype bf16")]
+    #[error("tensor {name} has rows of {width}, which q8_0 cannot represent: pass --dtype bf16")]
     Q8Width { name: String, width: i64 },
     /// The export does not hold what was exported.
     #[error("the export was discarded: read back, {what} differs: {detail}")]

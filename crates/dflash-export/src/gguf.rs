@@ -6,18 +6,23 @@
 //! - `dflash.target_layers` counts as we do: id k is the input of layer k, 0 the embedding.
 //! - The embedding and the head are the target's. Only a pruned draft brings a head, whose rows are
 //!   the target's of `d2t`, which holds target ids (speculators' holds offsets).
-//! - The vocabulary must be as long as the target's embedding, and it is where the mask token stands.
-//!   Text is tokenized with the target's alone, so the tokens' names are enough.
+//! - The vocabulary must be as long as the target's embedding, and it is where the mask token
+//!   stands. Text is tokenized with the target's alone, so the tokens' names are enough.
 //! - Norms are float32 whatever the matrices are.
+//!
+//! Files are written with ggus: candle writes no 64-bit integers, which a pruned vocabulary needs,
+//! and holds the whole model in memory. They are read with our own code, because ggus trusts the
+//! numbers in a file; so an export that reads back the same has passed two implementations.
 
-mod file;
 mod keys;
-mod write;
+mod tensors;
 
 use std::path::Path;
 
+use dflash_formats::gguf::GgufFile;
+pub(crate) use dflash_formats::gguf::TensorType;
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{Draft, DraftLayout, Parameter};
+use dflash_model::draft::{Draft, DraftLayout, Parameter, Role};
 use dflash_model::objective::DraftVocabulary;
 use dflash_settings::ExportDtype;
 use dflash_text::ChatTokenizer;
@@ -25,12 +30,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::source::Source;
 use crate::{Error, Result};
-use file::GgufFile;
-pub(crate) use file::TensorType;
-use write::Named;
-
-/// llama.cpp's name of the architecture, with which its keys begin.
-const ARCHITECTURE: &str = "dflash";
+use tensors::{Named, check_shape, matrix_type, read_into};
 
 /// Target ids that a pruned draft can say.
 const D2T: &str = "d2t";
@@ -69,7 +69,7 @@ fn tensor_name(name: &str) -> String {
 
 /// The type of `parameter` in a file of `dtype`.
 pub(crate) fn tensor_type(parameter: &Parameter, dtype: ExportDtype) -> TensorType {
-    if parameter.is_matrix() { TensorType::of(dtype) } else { TensorType::F32 }
+    if parameter.role == Role::Vector { TensorType::F32 } else { matrix_type(dtype) }
 }
 
 /// Writes `source` as the file `path`; a pruned draft with its rows `head_vh` [Vd, H] of the target's
@@ -88,25 +88,22 @@ pub(crate) fn write(
         .layout()
         .parameters()
         .iter()
-        .map(|parameter| Named {
-            name: tensor_name(&parameter.name),
-            tensor_type: tensor_type(parameter, dtype),
-            tensor: parameter.view(draft.flat()),
+        .map(|parameter| {
+            let (name, view) = (tensor_name(&parameter.name), parameter.view(draft.flat()));
+            Named::new(&name, tensor_type(parameter, dtype), view)
         })
         .collect();
     if let (Some(vocabulary), Some(head_vh)) = (&source.vocabulary, head_vh) {
         let ids = Tensor::from_slice(vocabulary.selected());
-        tensors.push(Named { name: D2T.into(), tensor_type: TensorType::I64, tensor: ids });
-        let tensor_type = TensorType::of(dtype);
-        let tensor = head_vh.shallow_clone();
-        tensors.push(Named { name: HEAD.into(), tensor_type, tensor });
+        tensors.push(Named::new(D2T, TensorType::I64, ids));
+        tensors.push(Named::new(HEAD, matrix_type(dtype), head_vh.shallow_clone()));
     }
-    if let Some(odd) = tensors.iter().find(|named| !named.fits()) {
-        let width = odd.tensor.size().last().copied().unwrap_or_default();
+    if let Some(odd) = tensors.iter().map(|named| &named.stored).find(|stored| !stored.fits()) {
+        let width = odd.shape.last().copied().unwrap_or_default();
         return Err(Error::Q8Width { name: odd.name.clone(), width });
     }
     let keys = keys::of(source.config(), dtype, (tokenizer, identity))?;
-    write::file(path, &keys, &tensors)
+    tensors::write(path, &keys, &tensors)
 }
 
 /// A draft read from a GGUF file, in float32 on the CPU.
@@ -129,22 +126,22 @@ pub(crate) fn read(path: &Path) -> Result<Read> {
     let layout = DraftLayout::new(&config);
     // Before memory is taken for what the metadata says.
     for parameter in layout.parameters() {
-        file.check_shape(&tensor_name(&parameter.name), &parameter.shape)?;
+        check_shape(&file, &tensor_name(&parameter.name), &parameter.shape)?;
     }
     let flat = Tensor::zeros([layout.elements()], (Kind::Float, Device::Cpu));
     for parameter in layout.parameters() {
-        file.read_into(&tensor_name(&parameter.name), &parameter.view(&flat))?;
+        read_into(&file, &tensor_name(&parameter.name), &parameter.view(&flat))?;
     }
     let mut vocabulary = None;
     let mut head_vh = None;
     if file.has(D2T) {
-        let size = file.shape(D2T)?.iter().product();
-        file.check_shape(HEAD, &[size, config.hidden_size])?;
+        let size = file.tensor(D2T)?.shape.iter().product();
+        check_shape(&file, HEAD, &[size, config.hidden_size])?;
         let ids = Tensor::zeros([size], (Kind::Int64, Device::Cpu));
-        file.read_into(D2T, &ids)?;
+        read_into(&file, D2T, &ids)?;
         vocabulary = Some(selection(&file, Vec::try_from(ids)?, config.vocab_size)?);
         let head = Tensor::zeros([size, config.hidden_size], (Kind::Float, Device::Cpu));
-        file.read_into(HEAD, &head)?;
+        read_into(&file, HEAD, &head)?;
         head_vh = Some(head);
     }
     Ok(Read { draft: Draft::new(config, flat), vocabulary, identity, head_vh })
@@ -154,7 +151,7 @@ fn selection(file: &GgufFile, ids: Vec<i64>, rows: i64) -> Result<DraftVocabular
     let ascending = ids.is_sorted_by(|a, b| a < b);
     if ids.is_empty() || !ascending || !ids.iter().all(|id| (0..rows).contains(id)) {
         let expected = format!("ascending ids of the target's {rows} tokens are needed");
-        return Err(file.refuse(D2T, "another list", &expected));
+        return Err(file.refuse(D2T, "another list", &expected).into());
     }
     Ok(DraftVocabulary::new(ids, rows as usize))
 }

@@ -18,7 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_files::PendingDir;
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{Parameter, Verifier};
+use dflash_model::draft::{Parameter, Role, Verifier};
+use dflash_model::kind_name;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{TargetFacts, TargetHead};
 use dflash_settings::{ExportDtype, ExportFormat, ExportSettings};
@@ -143,7 +144,7 @@ fn write_directory(
         more.push(("t2d".to_owned(), members));
     }
     if settings.format == ExportFormat::Zlab {
-        source.config().save(dir, kind)?;
+        source.config().save(dir, &kind_name(kind))?;
     } else {
         let sizes = source.vocabulary.as_ref().map(|vocabulary| vocabulary.selected().len());
         let says = sizes.unwrap_or(source.config().vocab_size as usize);
@@ -151,7 +152,7 @@ fn write_directory(
         // Not its path: an export is for other machines too.
         let name_or_path = target.identity.name.clone();
         let verifier = Verifier { name_or_path, architectures };
-        source.config().save_speculators(dir, (kind, says), &verifier)?;
+        source.config().save_speculators(dir, (&kind_name(kind), says), &verifier)?;
     }
     target.identity.write_into_draft(dir)?;
     Ok(source.draft.save_weights(dir, kind, &more)?)
@@ -189,7 +190,7 @@ fn check(
         compare::tensor("the pruned head", (own, &read), settings.dtype)?;
     }
     let stored = |parameter: &Parameter| match settings.format {
-        ExportFormat::Gguf if !parameter.is_matrix() => ExportDtype::F32,
+        ExportFormat::Gguf if parameter.role == Role::Vector => ExportDtype::F32,
         _ => settings.dtype,
     };
     compare::compare(&source.draft, &loaded.draft, stored)
@@ -197,7 +198,7 @@ fn check(
 
 /// Bytes of a file, or of the files of a directory.
 fn size(path: &Path) -> Result<u64> {
-    let unreadable = |source| Error::Read { path: path.into(), source };
+    let unreadable = |source| dflash_formats::Error::Read { path: path.into(), source };
     if path.is_file() {
         return Ok(path.metadata().map_err(unreadable)?.len());
     }

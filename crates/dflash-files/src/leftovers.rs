@@ -1,26 +1,26 @@
-//! What processes that were killed left of a directory that they were making.
+//! Leftovers of killed processes that were making a directory.
 //!
-//! They are told from those at work by a lock, and by their number besides: between a directory and its
-//! lock there is a moment.
+//! A lock distinguishes them from running processes, and the process id does too: there is a moment
+//! between creating a directory and locking it.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// What the name of a directory ends with that had to go out of the way.
+/// The ending of the name of a directory that was moved out of the way.
 const OLD: &str = ".old";
 
-/// Where the directory goes in whose place the one at `aside` comes.
+/// Where the directory is moved that the one at `aside` replaces.
 pub(crate) fn old_name(aside: &Path) -> PathBuf {
     let name = aside.file_name().unwrap_or_default().to_string_lossy();
     aside.with_file_name(format!("{name}{OLD}"))
 }
 
-/// Removes what is left of earlier makings of `destination`.
+/// Removes what earlier processes left of making `destination`.
 ///
 /// # Errors
-/// [`Error::InUse`] where a process is making it now; I/O.
+/// [`Error::InUse`] if a process is making it now; I/O.
 pub(crate) fn sweep(destination: &Path) -> Result<(), Error> {
     for (path, process) in of(destination)? {
         let Ok(lock) = File::open(&path) else { continue };
@@ -36,8 +36,8 @@ pub(crate) fn sweep(destination: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Puts back what a process took out of the name `destination` and was killed before it put something else
-/// there.
+/// Restores what a process moved away from the name `destination` if it was killed before it put a
+/// replacement there.
 ///
 /// # Errors
 /// I/O.
@@ -56,7 +56,8 @@ pub(crate) fn restore(destination: &Path) -> Result<(), Error> {
     }
 }
 
-/// The directories beside `destination` that are called as those under construction, with their processes.
+/// The directories beside `destination` that are named like directories under construction, with
+/// their processes.
 fn of(destination: &Path) -> Result<Vec<(PathBuf, u32)>, Error> {
     let parent = match destination.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -88,7 +89,7 @@ fn process_of(found: &str, name: &str) -> Option<u32> {
     process.parse().ok()
 }
 
-/// Whether a process of this machine has the number, as far as can be told.
+/// Whether a process of this machine has this id, as far as can be determined.
 fn is_alive(process: u32) -> bool {
     Path::new("/proc/self").exists() && Path::new("/proc").join(process.to_string()).exists()
 }

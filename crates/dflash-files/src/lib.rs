@@ -1,8 +1,8 @@
-//! Files that are whole or absent.
+//! Atomic files and directories.
 //!
-//! Everything that another process (or a later run) will read is written aside under a
-//! temporary name in the same directory, fsynced, and renamed. A crash or a full disk leaves the
-//! old content or none, never half of the new.
+//! Everything that another process (or a later run) will read is written under a temporary name in
+//! the same directory, fsynced, and renamed. A crash or a full disk leaves the old content or none,
+//! never a mixture.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Write};
@@ -35,7 +35,7 @@ pub enum Error {
         /// The destination.
         path: PathBuf,
     },
-    /// The destination of a new directory holds something already.
+    /// The destination of a new directory is not empty.
     #[error("{path} exists and is not empty; name another directory or remove it")]
     Occupied {
         /// The destination.
@@ -60,7 +60,7 @@ fn disk_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
-/// The part of the message that says what to do, where the kind of error tells.
+/// The part of the message that says what to do, if the kind of error tells.
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         _ if disk_full(error) => "; free some space or choose a path on another disk",
@@ -80,7 +80,7 @@ pub struct PendingFile {
 }
 
 impl PendingFile {
-    /// Starts a file that will become `destination`, in place of what may be there.
+    /// Starts a file that will become `destination` and replace any file there.
     ///
     /// # Errors
     /// I/O.
@@ -120,7 +120,7 @@ impl Drop for PendingFile {
     }
 }
 
-/// Writes `path` through `fill`, so that it appears whole or not at all.
+/// Writes `path` through `fill`, so that it appears complete or not at all.
 ///
 /// # Errors
 /// Any I/O error of `fill`, or of the write, fsync or rename; the temporary file is removed.
@@ -145,8 +145,8 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 
 /// A directory under construction: removed when dropped, renamed into place by [`Self::commit`].
 ///
-/// One process makes a directory at a time, and what processes that were killed left of it is removed when
-/// the next one begins: whoever makes it holds a lock on it, which the kernel lets go.
+/// Only one process makes a directory at a time: it holds a lock on it, which the kernel releases
+/// when the process ends. What killed processes left is removed when the next one starts.
 #[derive(Debug)]
 pub struct PendingDir {
     aside: PathBuf,
@@ -163,8 +163,8 @@ impl PendingDir {
     /// Starts a directory that will become `destination`, which must be absent or empty.
     ///
     /// # Errors
-    /// [`Error::Occupied`] when `destination` holds something, [`Error::InUse`] while another process makes
-    /// it; otherwise I/O.
+    /// [`Error::Occupied`] if `destination` is not empty, [`Error::InUse`] while another process
+    /// makes it; otherwise I/O.
     pub fn create(destination: &Path) -> Result<Self, Error> {
         leftovers::restore(destination)?;
         if !is_absent_or_empty(destination)? {
@@ -173,8 +173,8 @@ impl PendingDir {
         Self::start(destination, false)
     }
 
-    /// Starts a directory whose commit will replace `destination` and all that it holds, which
-    /// stays as it is until then. Whether that may be deleted is for the caller to decide.
+    /// Starts a directory whose commit will replace `destination` with all its contents. Until then
+    /// it stays unchanged. The caller decides whether it may be deleted.
     ///
     /// # Errors
     /// [`Error::InUse`], I/O.
@@ -195,7 +195,7 @@ impl PendingDir {
         let lock = File::open(&aside).map_err(Error::io("open", &aside))?;
         match lock.try_lock() {
             Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: destination.into() }),
-            // Some network file systems have no locks; there nothing is swept either.
+            // Some network file systems have no locks; leftovers are not removed there.
             Ok(()) | Err(TryLockError::Error(_)) => (),
         }
         Ok(Self {
@@ -214,13 +214,13 @@ impl PendingDir {
         &self.aside
     }
 
-    /// What the directory will be called: the name that the user knows.
+    /// The final name of the directory, which the user knows.
     pub fn destination(&self) -> &Path {
         &self.destination
     }
 
-    /// Fsyncs every file, then renames the directory into place. What it replaces is under the name until
-    /// that moment, and afterwards under a temporary one until it is removed.
+    /// Fsyncs every file, then renames the directory into place. The directory that it replaces
+    /// keeps its name until that moment, and then has a temporary one until it is removed.
     ///
     /// # Errors
     /// I/O; the directory is then removed.
@@ -247,14 +247,14 @@ impl PendingDir {
         }
     }
 
-    /// Puts the directory in the place of another; where that is now.
+    /// Swaps the directory with another one; returns where that one is now.
     fn exchange(&self) -> Result<PathBuf, Error> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         let (aside, destination) = (&self.aside, &self.destination);
         match renameat_with(CWD, aside, CWD, destination, RenameFlags::EXCHANGE) {
             Ok(()) => return Ok(aside.clone()),
-            // A file system that cannot, as NFS: then there is a moment with nothing under the name, and
-            // the next process that makes it puts back what it finds.
+            // A file system without this operation, such as NFS: for a moment nothing has the name,
+            // and the next process that makes the directory restores what it finds.
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {}
             Err(error) => return Err(Error::io("replace", destination)(error.into())),
         }
@@ -270,18 +270,18 @@ impl Drop for PendingDir {
         if !self.committed {
             let _ = fs::remove_dir_all(&self.aside);
             for parent in self.new_parents.iter().rev() {
-                // Fails, as it should, where somebody else has put something meanwhile.
+                // Fails, as it should, if another process has put something there.
                 let _ = fs::remove_dir(parent);
             }
         }
     }
 }
 
-/// Removes a directory and all that it holds. It goes out of its name first, so that whoever finds
-/// the name finds all of it, also when the removal is cut short.
+/// Removes a directory and all its contents. It is renamed first, so that the name never stands for
+/// a partly removed directory, even if the removal is interrupted.
 ///
 /// # Errors
-/// I/O; what is left then has a temporary name.
+/// I/O; the rest then has a temporary name.
 pub fn remove_dir(path: &Path) -> Result<(), Error> {
     let aside = aside_name(path);
     let _pending = Pending::note(&aside);
@@ -289,11 +289,11 @@ pub fn remove_dir(path: &Path) -> Result<(), Error> {
     fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))
 }
 
-/// Makes `path` a symbolic link to `target`, in place of the link that may be there: at any moment
-/// it leads to the one or to the other.
+/// Makes `path` a symbolic link to `target`, replacing any link there: at any moment it leads to
+/// the old or to the new target.
 ///
 /// # Errors
-/// I/O, as on a file system without links.
+/// I/O, for example on a file system without links.
 pub fn replace_link(path: &Path, target: &Path) -> Result<(), Error> {
     let aside = aside_name(path);
     if aside.is_symlink() {
@@ -329,7 +329,7 @@ pub fn is_absent_or_empty(path: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The name under which `path` is written before it is renamed: hidden, beside it, ours.
+/// The temporary name of `path`: hidden, in the same directory, unique to this process.
 fn aside_name(path: &Path) -> PathBuf {
     static NAMES: AtomicU64 = AtomicU64::new(0);
     // Two threads may write the same file.
@@ -440,7 +440,7 @@ mod tests {
     #[test]
     fn one_process_makes_a_directory_at_a_time_and_the_next_sweeps() {
         let dir = tempfile::tempdir().unwrap();
-        // A name with a dot, whose neighbours are of other names.
+        // A name with a dot, with neighbours of other names.
         let destination = dir.path().join("ds.v1");
         let first = PendingDir::create(&destination).unwrap();
         for second in [PendingDir::create(&destination), PendingDir::create_replacing(&destination)]

@@ -1,5 +1,5 @@
-//! What is being written aside at the moment, so that a process that has to leave at once can take
-//! its half-written files with it.
+//! Files and directories that are being written, so that a process that must exit at once can
+//! remove its unfinished ones.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ static PENDING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 pub(crate) struct Pending(PathBuf);
 
 impl Pending {
-    /// Notes that `path` is about to be created.
+    /// Records that `path` is about to be created.
     pub(crate) fn note(path: &Path) -> Self {
         list().push(path.to_owned());
         Self(path.to_owned())
@@ -28,10 +28,10 @@ impl Drop for Pending {
     }
 }
 
-/// Removes every half-written file and directory of this process.
+/// Removes every unfinished file and directory of this process.
 ///
-/// For a process that ends without unwinding: on a panic, or when a deadline has passed. Its other
-/// threads must not outlive the call by long, since what they go on writing is not seen.
+/// For a process that ends without unwinding: on a panic, or when a deadline has passed. It must
+/// exit soon after the call, because files that its other threads create later are not removed.
 pub fn remove_pending() {
     for path in list().drain(..) {
         // A second attempt, because a thread may have added a file between listing and removal.

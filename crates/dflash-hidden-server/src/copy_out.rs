@@ -1,4 +1,4 @@
-//! Rows on their way from a GPU, copied on a stream of their own while the next batch computes.
+//! Copies rows from a GPU to the host on a stream of its own while the next batch computes.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,14 +9,14 @@ use tch::Tensor;
 
 use crate::target::Unfit;
 
-/// Copies the rows of one batch after another, of which two may be under way.
+/// Copies the rows of batches in order, of which two may be in flight.
 pub(crate) struct CopyOut {
     download: Box<dyn Download>,
-    /// Buffers that hold no rows; as many as batches have been under way.
+    /// Buffers without rows; as many as batches have been in flight.
     free: Arc<Mutex<Vec<HostBuffer>>>,
 }
 
-/// The rows of a batch, under way.
+/// The rows of a batch, being copied.
 pub(crate) struct Coming {
     arrival: Arrival,
     /// Bytes of each prompt in one layer.
@@ -30,7 +30,7 @@ impl CopyOut {
         Self { download, free: Arc::default() }
     }
 
-    /// Begins to copy `layers`, each [T, H] contiguous in the wire's type, of prompts that begin at
+    /// Starts copying `layers`, each [T, H] contiguous in the wire's type, of prompts that begin at
     /// `starts`.
     pub(crate) fn begin(&self, layers: Vec<Tensor>, starts: &[i64]) -> Result<Coming, Unfit> {
         let row =
@@ -48,7 +48,7 @@ impl CopyOut {
 }
 
 impl Coming {
-    /// For each prompt and each layer its rows, in memory of their own, once the copy is over.
+    /// The rows of each prompt and each layer, in their own memory, once the copy has finished.
     pub(crate) fn rows(self) -> Result<Vec<Vec<Bytes>>, Unfit> {
         let mut buffer = self.arrival.wait()?;
         let mut rows = vec![Vec::with_capacity(self.layers); self.lengths.len()];
@@ -75,7 +75,7 @@ fn bytes_of(tensor: &Tensor) -> usize {
     tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
-/// A copy of `rows`. An allocation that cannot fail would end the process where there is no memory.
+/// A copy of `rows`. An infallible allocation would end the process if memory ran out.
 fn copied(rows: &[u8]) -> Result<Bytes, Unfit> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(rows.len())?;

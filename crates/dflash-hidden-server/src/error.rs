@@ -13,10 +13,10 @@ pub enum Error {
     Http(#[from] dflash_http::Error),
     #[error(transparent)]
     Model(#[from] dflash_model::Error),
-    /// Another process of a divided target is gone or does not answer.
+    /// Another process of a split target has gone or does not answer.
     #[error(transparent)]
     Peers(#[from] dflash_dist::Error),
-    /// A pass of a divided target for which a rank had no memory.
+    /// A rank of a split target ran out of memory in a pass.
     #[error("no memory: {reason}")]
     NoMemory { reason: String },
     #[error(transparent)]
@@ -29,18 +29,18 @@ pub enum Error {
     #[error("the target failed on a batch of {tokens} tokens: {reason}")]
     Batch { tokens: usize, reason: String },
     /// Fewer tokens may fit.
-    #[error("no memory for a batch of {tokens} tokens: {reason}")]
+    #[error("out of memory on a batch of {tokens} tokens: {reason}")]
     OutOfMemory { tokens: usize, reason: String },
-    /// As many have fitted before.
-    #[error("no memory at present for a batch of {tokens} tokens: {reason}")]
+    /// As many tokens have fit before.
+    #[error("temporarily out of memory on a batch of {tokens} tokens: {reason}")]
     ShortOfMemory { tokens: usize, reason: String },
-    /// A fault of the model side.
+    /// An error of the model.
     #[error("the target's rows do not form a record")]
     Rows(#[from] dflash_hidden::Error),
 }
 
 impl Error {
-    /// Whether the model that met it cannot be used any more: a part of it is gone.
+    /// Whether the model cannot be used any more, because a part of it is gone.
     pub(crate) fn is_lasting(&self) -> bool {
         matches!(self, Self::Peers(_))
     }

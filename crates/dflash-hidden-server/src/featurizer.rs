@@ -1,4 +1,4 @@
-//! The seam between HTTP and model: prompts in, rows of captured layers out.
+//! The interface between HTTP and model: prompts in, rows of the requested layers out.
 
 use bytes::Bytes;
 use dflash_hidden::Metadata;
@@ -6,10 +6,10 @@ use dflash_model::target::PackedPrompts;
 
 use crate::error::Error;
 
-/// What the server says about the model and checks requests against.
+/// The model's properties, which the server publishes and checks requests against.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelFacts {
-    /// The id that requests may name: the directory's name, or the repository's.
+    /// The model id for requests: the directory's name, or the repository's.
     pub name: String,
     /// The directory.
     pub root: String,
@@ -17,33 +17,34 @@ pub struct ModelFacts {
     pub max_model_len: usize,
     /// Where and how the model runs, for the log.
     pub device: String,
-    /// The part that clients check. Its layers are sent when a request names none.
+    /// The properties that clients check. Its layers are sent if a request names none.
     pub metadata: Metadata,
 }
 
 impl ModelFacts {
-    /// Whether a request may ask for layer `id`.
+    /// Whether a request may name layer `id`.
     pub(crate) fn serves(&self, id: u32) -> bool {
         self.metadata.layer_ids.contains(&id) || id == self.metadata.num_hidden_layers
     }
 }
 
-/// For each prompt and each layer the rows of its tokens.
+/// The rows of each prompt and each layer.
 pub type Rows = Vec<Vec<Bytes>>;
 
-/// What a batch comes to.
+/// The result of a batch.
 pub enum Features {
     /// The rows.
     Here(Rows),
-    /// What waits for the rows. They are on their way to the host, and the next batch may begin.
+    /// A function that waits for the rows. They are being copied to the host, and the next batch
+    /// may begin.
     Coming(Box<dyn FnOnce() -> Result<Rows, Error>>),
 }
 
 impl Features {
-    /// The rows, once they are here.
+    /// Waits for the rows.
     ///
     /// # Errors
-    /// The device has failed, or the host has no memory for the rows.
+    /// The device failed, or the host has no memory for the rows.
     pub fn rows(self) -> Result<Rows, Error> {
         match self {
             Self::Here(rows) => Ok(rows),
@@ -63,18 +64,19 @@ impl std::fmt::Debug for Features {
 
 /// A model that turns prompts into hidden states. It stays on one thread.
 pub trait Featurizer {
-    /// What the model is.
+    /// The model's properties.
     fn facts(&self) -> &ModelFacts;
 
     /// Runs `prompts`, each of which attends only to itself.
     ///
-    /// Returns for each prompt and each of `layer_ids` (ascending) the rows of its tokens, row-major
-    /// `[tokens, hidden_size]` in the dtype of [`Metadata`], little-endian. Each prompt has memory
-    /// of its own, so that a client that takes its rows slowly holds no others. Layers beyond the
-    /// last id need not run. At most one more batch is begun before rows that are coming are waited for.
+    /// Returns for each prompt and each of `layer_ids` (ascending) the rows of its tokens,
+    /// row-major `[tokens, hidden_size]` in the dtype of [`Metadata`], little-endian. Each prompt
+    /// has its own memory, so that a slow client does not keep the rows of others alive. Layers
+    /// beyond the last id need not run. At most one more batch is begun before the rows of a batch
+    /// are waited for.
     ///
     /// # Errors
-    /// When this batch cannot be run; the model stays usable. A panic for want of memory counts as
-    /// an error.
+    /// If this batch cannot be run; the model stays usable. A panic because memory ran out counts
+    /// as an error.
     fn features(&mut self, prompts: &PackedPrompts, layer_ids: &[u32]) -> Result<Features, Error>;
 }

@@ -1,9 +1,9 @@
-//! Serves the hidden states of chosen target layers over HTTP.
+//! Serves the hidden states of selected target layers over HTTP.
 //!
 //! `POST /v1/hidden_states` takes a prompt as token ids and streams an Arrow IPC reply
-//! (`dflash_hidden`). Requests wait in a bounded queue; one thread owns the model and runs what
-//! waits in batches up to a token budget; the HTTP side never touches the model. `GET /v1/models`
-//! tells a client what it can expect; `/health` and `/metrics` are for people.
+//! (`dflash_hidden`). Requests wait in a bounded queue; one thread owns the model and runs waiting
+//! requests in batches up to a token budget; the HTTP side never touches the model. `GET
+//! /v1/models` describes the model to clients; `/health` and `/metrics` are for people.
 
 mod copy_out;
 mod divided;

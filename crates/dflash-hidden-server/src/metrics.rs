@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dflash_http::Count;
 
-/// What has happened since the start.
+/// Counters since the start.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     /// Prompts run.
@@ -16,11 +16,11 @@ pub(crate) struct Metrics {
     pub(crate) batches: Count,
     /// Nanoseconds spent in them.
     pub(crate) busy_nanos: Count,
-    /// Bytes of rows handed out.
+    /// Bytes of rows sent.
     pub(crate) bytes: Count,
     /// Requests refused as malformed.
     pub(crate) invalid: Count,
-    /// Requests put off because the queue was full.
+    /// Requests refused because the queue was full.
     pub(crate) put_off: Count,
     /// Requests whose client left before they were run.
     pub(crate) cancelled: Count,
@@ -50,11 +50,21 @@ impl Metrics {
         line("tokens_total", "counter", "Tokens run.", count(&self.tokens));
         line("batches_total", "counter", "Forward passes.", count(&self.batches));
         line("busy_seconds_total", "counter", "Time in forward passes.", seconds);
-        line("bytes_total", "counter", "Bytes of rows handed out.", count(&self.bytes));
+        line("bytes_total", "counter", "Bytes of rows sent.", count(&self.bytes));
         line("invalid_total", "counter", "Malformed requests.", count(&self.invalid));
-        line("put_off_total", "counter", "Requests beyond the queue.", count(&self.put_off));
-        line("cancelled_total", "counter", "Requests left by clients.", count(&self.cancelled));
-        line("failed_total", "counter", "Prompts the model failed on.", count(&self.failed));
+        line(
+            "put_off_total",
+            "counter",
+            "Requests refused because the queue was full.",
+            count(&self.put_off),
+        );
+        line(
+            "cancelled_total",
+            "counter",
+            "Requests abandoned by their client.",
+            count(&self.cancelled),
+        );
+        line("failed_total", "counter", "Prompts that the model failed on.", count(&self.failed));
         line("out_of_memory_total", "counter", "Batches split.", count(&self.out_of_memory));
         line("cut_total", "counter", "Connections cut.", cut as f64);
         line("in_use", "gauge", "Requests being served.", in_use as f64);

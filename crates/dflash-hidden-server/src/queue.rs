@@ -12,13 +12,13 @@ use crate::error::Error;
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) input_ids: Vec<i64>,
-    /// Ascending, all of them served.
+    /// Ascending, all of them available.
     pub(crate) layer_ids: Vec<u32>,
     /// Closed when the client has left.
     pub(crate) reply: oneshot::Sender<Result<HiddenStates, Error>>,
 }
 
-/// What one forward pass should run, and how many jobs were dropped on the way.
+/// The jobs of one forward pass, and how many jobs were dropped on the way.
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub(crate) jobs: Vec<Job>,
@@ -39,13 +39,13 @@ struct State {
 }
 
 impl Queue {
-    /// Appends a job; gives it back when the queue is closed.
+    /// Appends a job; returns it if the queue is closed.
     pub(crate) fn push(&self, job: Job) -> Result<(), Job> {
         let mut state = self.state();
         if state.closed {
             return Err(job);
         }
-        // Clients that left hold no slot any more: without this their jobs could pile up.
+        // Clients that left hold no slot, so without this their jobs could pile up.
         if state.jobs.len() == state.jobs.capacity() {
             state.jobs.retain(|job| !job.reply.is_closed());
         }
@@ -64,13 +64,13 @@ impl Queue {
         (!state.closed).then(|| state.batch(max_tokens))
     }
 
-    /// As [`Self::next_batch`], of what waits already; `None` when nothing does.
+    /// As [`Self::next_batch`], from the jobs that wait already; `None` if there are none.
     pub(crate) fn waiting_batch(&self, max_tokens: usize) -> Option<Batch> {
         let mut state = self.state();
         (!state.jobs.is_empty()).then(|| state.batch(max_tokens))
     }
 
-    /// Drops what waits, which tells its clients, and ends [`Self::next_batch`].
+    /// Drops all waiting jobs, which notifies their clients, and ends [`Self::next_batch`].
     pub(crate) fn close(&self) {
         let mut state = self.state();
         state.closed = true;

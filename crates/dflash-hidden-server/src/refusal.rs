@@ -1,4 +1,4 @@
-//! Why a request gets no rows, as a status and a JSON body.
+//! Errors of a request, as a status and a JSON body.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use dflash_http::NoSlot;
 
 use crate::error::Error;
 
-/// How often a client asks a server that is still loading, or has no memory.
+/// Retry interval while the server is loading, or has no memory.
 const FOR_THE_SERVER: Duration = Duration::from_secs(1);
 
 /// A refused request; the message goes to the client.
@@ -30,11 +30,11 @@ pub(crate) enum Refusal {
     TokenOutOfRange { field: &'static str, position: usize, id: i64, vocab_size: usize },
     #[error("{field} has {tokens} tokens, this server takes up to {limit}")]
     PromptTooLong { field: &'static str, tokens: usize, limit: usize },
-    #[error("layer_ids is empty; leave it out for all captured layers")]
+    #[error("layer_ids is empty; omit it for all served layers")]
     NoLayers,
-    #[error("layer {id} is not captured; this server has {served:?} and the last layer, {last}")]
+    #[error("layer {id} is not served; this server has {served:?} and the last layer, {last}")]
     LayerNotCaptured { id: u32, served: Vec<u32>, last: u32 },
-    #[error("the body does not have the digest that came with it; it was damaged on its way")]
+    #[error("the body does not match its digest; it was damaged on its way")]
     Damaged,
     #[error("model {asked:?} is not served here; this server runs {served:?}")]
     OtherModel { asked: String, served: String },
@@ -62,7 +62,7 @@ pub(crate) enum Refusal {
 }
 
 impl Refusal {
-    /// What a prompt's failure on the model side means for its client.
+    /// The client's error for a prompt that failed in the model.
     pub(crate) fn of_model(error: Error) -> Self {
         match error {
             Error::OutOfMemory { tokens, .. } => Self::TooLargeForMemory { tokens },
@@ -82,9 +82,9 @@ impl Refusal {
             | Self::PromptTooLong { .. }
             | Self::NoLayers
             | Self::LayerNotCaptured { .. } => StatusCode::BAD_REQUEST,
-            // Not the client's fault: it sends the same again.
+            // Not the client's fault: it sends the same request again.
             Self::Damaged => StatusCode::CONFLICT,
-            // The prompt alone is too large for this server, and will be the next time.
+            // The prompt alone is too large for this server, and will be the next time too.
             Self::BodyTooLarge { .. } | Self::TooLargeForMemory { .. } => {
                 StatusCode::PAYLOAD_TOO_LARGE
             }

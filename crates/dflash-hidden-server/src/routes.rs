@@ -1,4 +1,4 @@
-//! What each path answers.
+//! The HTTP routes.
 
 use std::convert::Infallible;
 use std::sync::{Arc, OnceLock};
@@ -30,15 +30,15 @@ use crate::metrics::Metrics;
 use crate::queue::{Job, Queue};
 use crate::refusal::Refusal;
 
-/// Room in a body for what is not tokens, for generous spacing, and for prompts that are too long by
-/// so little that they deserve to be told by how much.
+/// Bytes of a body for other fields and generous spacing, and for prompts that are slightly too
+/// long, so that the error can say by how much.
 const BODY_ROOM: usize = 1 << 20;
-/// What a token may take in a body: its digits, a comma, and the indentation of pretty printers.
+/// Bytes per token in a body: its digits, a comma, and the indentation of pretty printers.
 const TOKEN_ROOM: usize = 16;
-/// What all bodies under way may take together, or one of the largest.
+/// Memory of all bodies in flight together, or of one of the largest.
 const BODIES: usize = 64 << 20;
 
-/// What the HTTP side and the model's thread share.
+/// State shared between the HTTP side and the model's thread.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// Set when the model has been loaded.
@@ -49,14 +49,14 @@ pub(crate) struct Shared {
     pub(crate) connections: Arc<Connections>,
     pub(crate) guard: Arc<Guard>,
     start: Instant,
-    /// Bytes of bodies under way.
+    /// Bytes of bodies in flight.
     bodies: Semaphore,
 }
 
 impl Shared {
     pub(crate) fn new(settings: &HiddenServerSettings) -> Self {
         let metrics = Arc::<Metrics>::default();
-        // Room for those in the queue and in line, and as many again for others.
+        // Room for requests in the queue and in line, and for as many others.
         let most = settings.max_queue + 3 * LONGEST_LINE;
         let client_timeout = Duration::from_secs_f64(settings.client_timeout);
         Self {
@@ -74,7 +74,7 @@ impl Shared {
         }
     }
 
-    /// Sends away what waits.
+    /// Refuses all waiting requests.
     pub(crate) fn close(&self) {
         self.admission.close();
         self.queue.close();
@@ -103,7 +103,7 @@ async fn wrong_method(uri: Uri, method: Method) -> Refusal {
     Refusal::WrongMethod { path: uri.path().into(), method: method.to_string() }
 }
 
-/// 200 once prompts can be taken, 503 while the model loads.
+/// 200 once prompts are accepted, 503 while the model loads.
 async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusal> {
     let facts = shared.loaded()?;
     let metrics = &shared.metrics;
@@ -142,7 +142,7 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
 
 async fn models(State(shared): State<Arc<Shared>>) -> Result<Response, Refusal> {
     let facts = shared.loaded()?;
-    // Its directory is nobody's business: the name stands for it.
+    // The name instead of the directory, which clients need not know.
     let (id, root) = (facts.name.clone(), facts.name.clone());
     let card = ModelCard::new(id, root, facts.max_model_len, facts.metadata.clone());
     let body = Bytes::from(serde_json::to_vec(&ModelList::of(card))?);
@@ -177,7 +177,7 @@ async fn serve_prompt(
         return Err(put_off(Refusal::BodyTooLarge { limit }, client, request).await);
     }
     client.served();
-    // First the place, then the body, so that uploads count against the queue.
+    // The slot first, then the body, so that uploads count against the queue.
     let slot = match shared.admission.enter().await {
         Ok(slot) => slot,
         Err(no_slot) => return Err(put_off(no_slot.into(), client, request).await),
@@ -212,22 +212,22 @@ async fn serve_prompt(
     Ok(reply)
 }
 
-/// Reads over the body of a request that gets `refusal`.
+/// Reads and drops the body of a request that gets `refusal`.
 async fn put_off(refusal: Refusal, client: &Client, request: Request) -> Refusal {
     client.receiving();
     drain(request).await;
     refusal
 }
 
-/// Refuses a body that does not have the digest that came with it.
+/// Refuses a body that does not match its digest.
 fn check_digest(sent: Option<&HeaderValue>, body: &Bytes) -> Result<(), Refusal> {
     let Some(sent) = sent else { return Ok(()) };
     let own = Digest::of(None, [body]).to_string();
     if sent.as_bytes() == own.as_bytes() { Ok(()) } else { Err(Refusal::Damaged) }
 }
 
-/// Sends `chunks` as they are; the slot goes along, until the socket has taken the last of them or
-/// the client has left.
+/// Sends `chunks` unchanged; the slot is kept until the socket has taken the last of them or the
+/// client has left.
 fn stream(chunks: Vec<Bytes>, prompt: String, slot: Slot) -> Response {
     let digest = Digest::of(Some(prompt), &chunks);
     let chunks = futures::stream::iter(chunks).map(Ok::<_, Infallible>);
@@ -240,7 +240,7 @@ fn stream(chunks: Vec<Bytes>, prompt: String, slot: Slot) -> Response {
     (headers, Extension(slot), Body::from_stream(chunks)).into_response()
 }
 
-/// The prompt and the layers of a request, both as the model takes them.
+/// The prompt and the layers of a request, both in the model's types.
 fn validate(request: StatesRequest, facts: &ModelFacts) -> Result<(Vec<i64>, Vec<u32>), Refusal> {
     let StatesRequest { model, input_ids, prompt, layer_ids } = request;
     if let Some(asked) = model.filter(|asked| *asked != facts.name && *asked != facts.root) {

@@ -1,7 +1,7 @@
 //! The life of a server: listen, load, serve, stop.
 //!
-//! It listens before it loads, because a large model takes minutes and a taken port should be
-//! reported at once; meanwhile it answers 503. The model has a thread of its own.
+//! It listens before it loads, because a large model takes minutes and an occupied port should be
+//! reported at once; meanwhile it answers 503. The model runs on a thread of its own.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -20,13 +20,13 @@ use crate::featurizer::{Featurizer, ModelFacts};
 use crate::routes::{Shared, router};
 use crate::worker;
 
-/// How long replies may take to go out after the stop; then connections are cut.
+/// How long replies may take to be sent after the stop; then connections are closed.
 const REPLY_GRACE: Duration = Duration::from_secs(2);
 
 /// Loads the model on the thread that will run it.
 pub type Loader = Box<dyn FnOnce() -> Result<Box<dyn Featurizer>, Error> + Send>;
 
-/// A server that takes prompts.
+/// A server that accepts prompts.
 #[derive(Debug, Clone)]
 pub struct Ready {
     /// Where it listens.
@@ -55,7 +55,7 @@ impl fmt::Display for Ready {
 
 /// Serves until `stop` is set, then returns within about three seconds.
 ///
-/// `ready` is called once, when prompts can be taken.
+/// `ready` is called once, when prompts are accepted.
 ///
 /// # Errors
 /// An address that cannot be listened on, a model that cannot be loaded, a port file that cannot
@@ -82,7 +82,7 @@ pub fn serve(
     };
     let is_ready = || {
         if let Some(path) = &settings.port_file {
-            // Loading took its time.
+            // Checked again, because loading takes a while.
             settings.check_port_file()?;
             Listening::write_port(address, path)?;
         }

@@ -1,4 +1,4 @@
-//! The real featurizer: a target on the CPU or a GPU, or divided among several processes.
+//! The real featurizer: a target on a CPU or a GPU, or split over several processes.
 
 use std::path::Path;
 use std::rc::Rc;
@@ -21,12 +21,12 @@ use crate::divided::{InFlight, Lead, Peers, Stage};
 use crate::error::Error;
 use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
 
-/// A target that hands out rows.
+/// A target that returns rows.
 #[derive(Debug)]
 pub struct TargetFeaturizer {
     target: Loaded,
     facts: ModelFacts,
-    /// Where rows are not on the host: what brings them there beside the next batch.
+    /// Copies rows to the host while the next batch runs, if they are not on the host.
     copy_out: Option<Rc<CopyOut>>,
 }
 
@@ -53,22 +53,22 @@ impl Loaded {
     }
 }
 
-/// How a server divides its target.
+/// How a server splits its target.
 pub fn grid(division: DivisionSettings) -> Grid {
     Grid { pipeline: division.pipeline, tensor: division.tensor_parallel_size }
 }
 
-/// Loads the part of the target in `dir` that the rank `env`, which is not 0, has of it, and runs what
-/// rank 0 sends until that ends.
+/// Loads the part of the target in `dir` that belongs to the rank `env`, which is not 0, and runs
+/// the jobs from rank 0 until they end.
 ///
 /// # Errors
-/// As [`TargetFeaturizer::load`]; a rank that is gone.
+/// As [`TargetFeaturizer::load`]; a rank that has gone.
 pub fn follow(dir: &Path, settings: &HiddenServerSettings, env: &WorkerEnv) -> Result<(), Error> {
     let (options, peers) = join(dir, settings, env)?;
     Stage::load(dir, &options, peers)?.follow()
 }
 
-/// This rank's device and its ways to the others, once all have come.
+/// This rank's device and its connections to the others, once all have joined.
 fn join(
     dir: &Path,
     settings: &HiddenServerSettings,
@@ -80,7 +80,7 @@ fn join(
     Ok((options, peers))
 }
 
-/// What the settings say of the device, of which `local` is this process's if there are several.
+/// The settings for the device; `local` is this process's number if there are several.
 fn options(
     settings: &HiddenServerSettings,
     local: usize,
@@ -89,7 +89,7 @@ fn options(
         tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
     }
     let place = place(settings.device, settings.dtype, local)?;
-    // The last layer can always be asked for.
+    // The last layer is always available.
     Ok(PrefillOptions { place, asked: settings.dtype, highest: None, embedding_vh: None })
 }
 
@@ -105,10 +105,10 @@ impl TargetFeaturizer {
         Self::of(target, &options, dir, settings)
     }
 
-    /// Loads the first part of a target that is divided, as rank 0 of `env`; the others [`follow`].
+    /// Loads the first part of a split target, as rank 0 of `env`; the others run [`follow`].
     ///
     /// # Errors
-    /// As [`Self::load`]; a target that cannot be divided so; a rank that is gone.
+    /// As [`Self::load`]; a target that cannot be split this way; a rank that has gone.
     pub fn lead(
         dir: &Path,
         settings: &HiddenServerSettings,
@@ -194,7 +194,7 @@ impl Featurizer for TargetFeaturizer {
     }
 }
 
-/// Where the rows of a batch go.
+/// A batch whose rows are being written.
 struct Batch {
     kind: Kind,
     /// Where prompts begin, and the number of tokens.
@@ -231,7 +231,7 @@ impl Batch {
     }
 }
 
-/// The rows of prompts that begin at `starts`, of states that are on the host.
+/// The rows of prompts that begin at `starts`, from states on the host.
 fn host_rows(states: &[Tensor], kind: Kind, starts: &[i64]) -> Result<Rows, Unfit> {
     let mut rows = vec![Vec::with_capacity(states.len()); starts.len() - 1];
     for state_th in states {
@@ -243,7 +243,7 @@ fn host_rows(states: &[Tensor], kind: Kind, starts: &[i64]) -> Result<Rows, Unfi
     Ok(rows)
 }
 
-/// Why there are no rows: libtorch's reason, or the allocator's.
+/// Why there are no rows: libtorch's error, or the allocator's.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unfit {
     #[error(transparent)]
@@ -272,7 +272,7 @@ fn wire_kind(dtype: WireDtype) -> Kind {
     }
 }
 
-/// `state_th` [T, H] on the host as `kind`, in one piece.
+/// `state_th` [T, H] on the host as `kind`, contiguous.
 fn on_host(state_th: &Tensor, kind: Kind) -> Result<Tensor, tch::TchError> {
     state_th.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()
 }
@@ -282,7 +282,7 @@ fn row_bytes(host_th: &Tensor) -> Result<Bytes, Unfit> {
     let elements = host_th.numel();
     let length = elements * host_th.kind().elt_size_in_bytes();
     let mut bytes = Vec::new();
-    // An allocation that cannot fail would end the process where there is no memory.
+    // An infallible allocation would end the process if memory ran out.
     bytes.try_reserve_exact(length)?;
     bytes.resize(length, 0);
     host_th.f_copy_data_u8(&mut bytes, elements)?;
@@ -301,7 +301,7 @@ mod tests {
 
     use super::*;
 
-    /// Copies beside the computation, as a GPU's: each ends when the test lets it.
+    /// Copies that run beside the computation, like a GPU's: each ends when the test allows it.
     #[derive(Clone, Default)]
     struct Gated {
         buffers: Arc<AtomicUsize>,

@@ -1,7 +1,7 @@
 //! The thread that owns the model: batches in, one record per prompt out.
 //!
-//! Rows may still be on their way from the device when a batch has been computed. Then the next batch,
-//! if one waits, begins before they are waited for: two are under way.
+//! Rows may still be on their way from the device when a batch has been computed. Then the next
+//! batch, if there is one, begins before they are waited for: two batches are in flight.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};
 use crate::metrics::Metrics;
 use crate::queue::{Batch, Job, Queue};
 
-/// How often a busy server says so.
+/// How often a busy server logs its progress.
 const REPORT_EVERY: Duration = Duration::from_secs(30);
 
 /// Runs batches until the queue closes.
@@ -56,7 +56,7 @@ struct Worker<'a> {
     broken: bool,
 }
 
-/// A batch that has been computed, or is being computed, or could not be.
+/// A batch that has been computed, is being computed, or has failed.
 struct Begun {
     jobs: Vec<Job>,
     layer_ids: Vec<u32>,
@@ -64,7 +64,7 @@ struct Begun {
 }
 
 impl Worker<'_> {
-    /// Begins a batch, then finishes the one before it; what is still under way after that.
+    /// Begins a batch, then finishes the previous one; returns the batch that is still in flight.
     fn run_beside(&mut self, before: Option<Begun>, jobs: Vec<Job>) -> Option<Begun> {
         let begun = self.begin(jobs);
         let alone = before.is_none();
@@ -73,7 +73,7 @@ impl Worker<'_> {
         }
         match &begun.features {
             Ok(Features::Coming(_)) => return Some(begun),
-            // What the batch before held is free now.
+            // The memory of the previous batch is free now.
             Err(Error::OutOfMemory { .. }) if !alone => self.run_batch(begun.jobs),
             _ => self.settle(begun),
         }
@@ -94,7 +94,7 @@ impl Worker<'_> {
         Begun { jobs, layer_ids, features }
     }
 
-    /// Answers the jobs of a batch, once its rows are here.
+    /// Waits for a batch's rows and answers its jobs.
     fn settle(&mut self, Begun { jobs, layer_ids, features }: Begun) {
         let start = Instant::now();
         let rows = features.and_then(Features::rows);
@@ -108,13 +108,13 @@ impl Worker<'_> {
         }
     }
 
-    /// Runs a batch that failed in halves, or answers its only job.
+    /// Runs a failed batch again in halves, or answers its only job.
     fn fail(&mut self, mut jobs: Vec<Job>, error: Error) {
         if error.is_lasting() {
             self.broken = true;
             tracing::error!("{error}");
             self.metrics.failed.add(jobs.len() as u64);
-            // Whoever waits hears that the server ends.
+            // Dropping the jobs tells their clients that the server is shutting down.
             return;
         }
         let error = match error {
@@ -125,8 +125,8 @@ impl Worker<'_> {
             error => error,
         };
         if jobs.len() > 1 {
-            // One prompt may need more memory than is left; that must not fail the others.
-            tracing::warn!("{error}; running its {} prompts in halves", jobs.len());
+            // One prompt may need more memory than is left; the others must not fail with it.
+            tracing::warn!("{error}; running its {} prompts again in halves", jobs.len());
             let rest = jobs.split_off(jobs.len() / 2);
             self.run_batch(jobs);
             self.run_batch(rest);
@@ -138,8 +138,8 @@ impl Worker<'_> {
     }
 }
 
-/// What came of a batch that did not fit. One prompt that has no memory where as many tokens had some
-/// before is not too long; the server is short of memory, and may have more later.
+/// The error for a batch that ran out of memory. If as many tokens have fit before, a single prompt
+/// is not too long: the server is short of memory, and may have more later.
 fn no_memory(budget: &mut TokenBudget, tokens: usize, reason: String) -> Error {
     match budget.failed(tokens) {
         true => Error::ShortOfMemory { tokens, reason },
@@ -147,7 +147,7 @@ fn no_memory(budget: &mut TokenBudget, tokens: usize, reason: String) -> Error {
     }
 }
 
-/// The rows of each job, or the error that a panic for want of memory is as well.
+/// The rows of each job, or the error; running out of memory is an error too.
 fn features(
     model: &mut dyn Featurizer,
     jobs: &[Job],
@@ -155,12 +155,12 @@ fn features(
 ) -> Result<Features, Error> {
     let prompts = PackedPrompts::new(jobs.iter().map(|job| job.input_ids.as_slice()));
     let tokens = prompts.input_ids.len();
-    // A forward pass changes nothing that outlives it.
+    // A forward pass has no lasting side effects.
     want_of_memory(|| model.features(&prompts, layer_ids))
         .unwrap_or_else(|reason| Err(Error::OutOfMemory { tokens, reason }))
 }
 
-/// All layers that some job wants, ascending.
+/// All layers that some job needs, ascending.
 fn needed_layers(jobs: &[Job]) -> Vec<u32> {
     let mut layer_ids: Vec<u32> = jobs.iter().flat_map(|job| job.layer_ids.clone()).collect();
     layer_ids.sort_unstable();
@@ -168,7 +168,7 @@ fn needed_layers(jobs: &[Job]) -> Vec<u32> {
     layer_ids
 }
 
-/// The record of one prompt: of `rows`, a layer each of `layer_ids`, those that it asked for.
+/// The record of one prompt: its layers out of `rows`, which has one per entry of `layer_ids`.
 fn record(
     facts: &ModelFacts,
     job: &Job,
@@ -188,12 +188,12 @@ fn answer(facts: &ModelFacts, jobs: Vec<Job>, layer_ids: &[u32], rows: Rows, met
         metrics.prompts.add(1);
         metrics.tokens.add(job.input_ids.len() as u64);
         metrics.bytes.add(record.as_ref().map_or(0, |record| record.byte_len() as u64));
-        // A client that has left has no use for it.
+        // If the client has left, the record is dropped.
         let _ = job.reply.send(record);
     }
 }
 
-/// Logs a line now and then, to show that the server is at work.
+/// Logs a line now and then, to show that the server is working.
 struct Report {
     last: Instant,
     prompts: u64,

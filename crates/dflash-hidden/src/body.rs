@@ -1,4 +1,4 @@
-//! Bodies of replies, read no further than they should go.
+//! Reads bodies of replies with limits on size and time.
 
 use std::time::Duration;
 
@@ -6,17 +6,17 @@ use bytes::{Bytes, BytesMut};
 use reqwest::Response;
 use tokio::time::timeout;
 
-/// Between two pieces of a body; whoever sends one has all of it.
+/// Longest pause between two pieces of a body; the sender has all of it ready.
 const STALL: Duration = Duration::from_secs(20);
-/// What is read of an error's reason.
+/// Bytes that are read of an error's body.
 const LONGEST_REASON: usize = 64 << 10;
-/// How long a reason may take.
+/// Time for reading an error's body.
 const REASON_TIME: Duration = Duration::from_secs(5);
 
-/// Why a body is not there.
+/// Why a body could not be read.
 #[derive(Debug)]
 pub(crate) enum BodyFault {
-    /// It is longer than any right one.
+    /// It is longer than any valid one.
     TooLong,
     /// Nothing came for this long.
     Stalled(Duration),
@@ -40,7 +40,7 @@ pub(crate) async fn read(mut reply: Response, limit: usize) -> Result<Bytes, Bod
     }
 }
 
-/// The start of an error's body, as far as it comes soon.
+/// The start of an error's body, as far as it arrives in time.
 pub(crate) async fn read_reason(mut reply: Response) -> Vec<u8> {
     let mut body = Vec::new();
     let reading = async {
@@ -50,7 +50,7 @@ pub(crate) async fn read_reason(mut reply: Response) -> Vec<u8> {
             body.extend_from_slice(&chunk[..chunk.len().min(LONGEST_REASON - body.len())]);
         }
     };
-    // What has come by then is reason enough.
+    // The part that has arrived by then is enough.
     let _ = timeout(REASON_TIME, reading).await;
     body
 }

@@ -1,11 +1,11 @@
-//! What happened on the way, for the metrics file.
+//! Counters of a stream, for the metrics file.
 
-/// What a stream has counted since its start.
+/// Counters since a stream's start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
     /// Requests sent to servers.
     pub requests: u64,
-    /// Attempts after a first one that failed.
+    /// Retries of failed attempts.
     pub retries: u64,
     /// Requests that a full server put off.
     pub busy: u64,
@@ -15,15 +15,15 @@ pub struct Counters {
     pub generated: u64,
     /// Samples read from stored files.
     pub stored: u64,
-    /// Stored files of other tokens, treated as missing.
+    /// Stored files with other tokens, treated as missing.
     pub stale: u64,
-    /// Samples left out because they are not stored (`--on-missing skip|warn`).
+    /// Samples skipped because they are not stored (`--on-missing skip|warn`).
     pub missing: u64,
-    /// Samples left out because the server refused them for good.
+    /// Samples skipped because the server refused them for good.
     pub rejected: u64,
-    /// Samples left out because what came was unusable.
+    /// Samples skipped because the reply was unusable.
     pub invalid: u64,
-    /// Replies, or requests, that were damaged on the way and sent again.
+    /// Replies or requests that were damaged in transit and sent again.
     pub damaged: u64,
     /// Samples written for later (`--on-generate cache`).
     pub cached: u64,

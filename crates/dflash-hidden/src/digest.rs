@@ -1,4 +1,4 @@
-//! Checksums of what travels: CRC-32, of the prompt and of the body that answers it.
+//! Checksums of messages: CRC-32 of the prompt and of the body of the reply.
 //!
 //! TCP's own checksum misses one damaged packet in some ten thousand, and proxies and memory have
 //! none. CRC-32 finds every change of up to three bits in a record of usual size and all but one in
@@ -13,7 +13,7 @@ use crc32fast::Hasher;
 /// The header of requests and replies that holds the [`Digest`] of their body.
 pub const DIGEST_HEADER: &str = "dflash-digest";
 
-/// The checksum of what a prompt asks for: its tokens, and the layers where it names them.
+/// The checksum of a request: its tokens, and the layers if it names them.
 pub fn prompt_digest(input_ids: &[i64], layer_ids: Option<&[u32]>) -> String {
     let layer_ids = layer_ids.unwrap_or_default();
     let mut bytes = Vec::with_capacity(8 * (1 + input_ids.len() + layer_ids.len()));
@@ -23,10 +23,10 @@ pub fn prompt_digest(input_ids: &[i64], layer_ids: Option<&[u32]>) -> String {
     hex(crc32fast::hash(&bytes))
 }
 
-/// What a message says of itself.
+/// The digest header of a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
-    /// In a reply, [`prompt_digest`] of the request as the server has read it.
+    /// In a reply, [`prompt_digest`] of the request as the server read it.
     pub prompt: Option<String>,
     /// Checksum of the body.
     pub body: String,

@@ -1,4 +1,4 @@
-//! The servers of a run: their addresses, what they are, how busy and how healthy.
+//! The servers of a run: addresses, models, load and health.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -26,11 +26,11 @@ use crate::vllm_check;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// A hundred times what the longest known list takes.
 const LARGEST_LIST: usize = 1 << 20;
-/// Longest name of a model, and most layers of one. Both are quoted in errors.
+/// Longest name of a model, and largest number of layers. Both are quoted in errors.
 const LONGEST_NAME: usize = 512;
 const MOST_LAYERS: usize = 1024;
 
-/// What answers at an endpoint.
+/// The kind of server at an endpoint.
 #[derive(Debug, Clone)]
 pub(crate) enum Kind {
     /// `dflash hidden-server`.
@@ -40,7 +40,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// What must stay the same while a run lasts.
+    /// The properties that must not change during a run.
     fn identity(&self) -> String {
         match self {
             Self::Own { model, metadata } => match &metadata.target {
@@ -52,7 +52,7 @@ impl Kind {
     }
 }
 
-/// Which model each endpoint gave samples of: the same for all streams of a run.
+/// The model that each endpoint delivered samples of; shared by all streams of a run.
 #[derive(Debug, Clone, Default)]
 pub struct ServersSeen(Arc<Mutex<BTreeMap<String, String>>>);
 
@@ -65,11 +65,11 @@ impl ServersSeen {
 /// One server.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
-    /// May hold a password.
+    /// May contain a password.
     base: String,
-    /// Holds none.
+    /// Contains no password.
     shown: String,
-    /// `None` until it is known, and again when there is reason to doubt it.
+    /// `None` until it is known, and again when it is in doubt.
     kind: tokio::sync::Mutex<Option<Arc<Kind>>>,
     element_size: AtomicUsize,
     outstanding: AtomicU64,
@@ -84,7 +84,7 @@ struct Health {
     down_until: Option<Instant>,
 }
 
-/// Bytes that an endpoint owes; given back when dropped.
+/// Bytes requested from an endpoint; released when dropped.
 #[derive(Debug)]
 pub(crate) struct Lease<'a> {
     endpoint: &'a Endpoint,
@@ -130,12 +130,12 @@ impl Endpoint {
         })
     }
 
-    /// The URL of `path`, which starts with a slash, as errors show it.
+    /// The URL of `path`, which starts with a slash, as shown in errors.
     pub(crate) fn url(&self, path: &str) -> String {
         format!("{}{path}", self.shown)
     }
 
-    /// The same to send requests to.
+    /// The same URL for requests.
     pub(crate) fn address(&self, path: &str) -> String {
         format!("{}{path}", self.base)
     }
@@ -150,12 +150,12 @@ impl Endpoint {
         Lease { endpoint: self, bytes }
     }
 
-    /// How far the check of a stock vLLM's model has come.
+    /// The progress of the check of a stock vLLM's model.
     pub(crate) fn check(&self) -> &vllm_check::Progress {
         &self.check
     }
 
-    /// A sample has come.
+    /// Records that a sample has arrived.
     pub(crate) fn mark_up(&self, kind: &Kind, seen: &ServersSeen) {
         if std::mem::take(&mut *self.health()).failures > 0 {
             self.check.restart();
@@ -167,8 +167,8 @@ impl Endpoint {
         }
     }
 
-    /// Keeps new samples away for a while that grows with every failure in a row. The first one
-    /// is logged, so that nobody wonders why nothing moves.
+    /// Suspends the endpoint for a time that grows with every failure in a row. The first failure
+    /// is logged, so that users know why nothing happens.
     pub(crate) fn mark_down(&self, policy: &RetryPolicy, error: &Error) {
         let mut health = self.health();
         health.failures += 1;
@@ -179,12 +179,12 @@ impl Endpoint {
         }
     }
 
-    /// Keeps new samples away while the server is busy, if others can take them.
+    /// Suspends the endpoint while the server is busy, if others are available.
     pub(crate) fn rest(&self, pause: Duration) {
         self.health().down_until = Some(Instant::now() + pause);
     }
 
-    /// Counts a damaged message, and says so at the first, second, fourth and so on.
+    /// Counts a damaged message, and logs the first, second, fourth and so on.
     pub(crate) fn note_damage(&self, error: &Error) {
         let count = self.damaged.fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
@@ -200,7 +200,8 @@ impl Endpoint {
         self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the server is, asked once and checked against the target and against what it was.
+    /// The kind of server, queried once and checked against the target and against its earlier
+    /// kind.
     pub(crate) async fn probe(
         &self,
         client: &Client,
@@ -219,17 +220,17 @@ impl Endpoint {
         Ok(kind)
     }
 
-    /// Whether it is known what the server is.
+    /// Whether the kind of server is known.
     pub(crate) async fn is_asked(&self) -> bool {
         self.kind.lock().await.is_some()
     }
 
-    /// Makes the next request ask again what the server is.
+    /// Makes the next request query the kind of server again.
     pub(crate) async fn forget(&self) {
         *self.kind.lock().await = None;
     }
 
-    /// Whether it has given samples in this run.
+    /// Whether it has delivered samples in this run.
     pub(crate) fn is_known(&self, seen: &ServersSeen) -> bool {
         seen.lock().contains_key(&self.base)
     }
@@ -242,13 +243,13 @@ impl Endpoint {
         }
     }
 
-    /// The server is not what it was.
+    /// The error of a server that has changed.
     pub(crate) fn changed(&self, before: String, now: String) -> Failure {
         let now = clean(&now, LONGEST_NAME);
         Failure::Doubtful(Error::ServerChanged { url: self.shown.clone(), before, now })
     }
 
-    /// A failed exchange with `path`, which had the time `after`.
+    /// The error of a failed exchange with `path`, which had the timeout `after`.
     pub(crate) fn transport(&self, path: &str, error: reqwest::Error, after: Duration) -> Failure {
         let url = self.url(path);
         Failure::Transient(if error.is_timeout() && !error.is_connect() {
@@ -298,7 +299,7 @@ impl Endpoint {
             .map_err(|_| unknown("what it sends is not a list of models".into()))?;
         let card = list.data.into_iter().next();
         let card = card.ok_or_else(|| unknown("it lists no model".into()))?;
-        // It is sent and shown as it is.
+        // It is sent and shown unchanged.
         if card.id.is_empty() || clean(&card.id, LONGEST_NAME) != card.id {
             return Err(unknown("its model's name is not one".into()));
         }
@@ -390,7 +391,7 @@ impl Endpoint {
             return self.redirected(path, &reply);
         }
         let header = |name: &str| reply.headers().get(name)?.to_str().ok();
-        // Our server knows it to the millisecond.
+        // Our server gives it in milliseconds.
         let after = header("retry-after-ms").and_then(|ms| ms.parse().ok());
         let after = after.map(Duration::from_millis).or_else(|| {
             header(RETRY_AFTER.as_str()).and_then(|text| retry_after(text, SystemTime::now()))
@@ -404,7 +405,7 @@ impl Endpoint {
                 Failure::Busy { after, error }
             }
             StatusCode::REQUEST_TIMEOUT => Failure::Transient(error),
-            // Our server's word for a prompt that does not have its digest.
+            // Our server's status for a prompt that does not match its digest.
             StatusCode::CONFLICT => Failure::Damaged(error),
             StatusCode::UNAUTHORIZED
             | StatusCode::FORBIDDEN
@@ -440,7 +441,7 @@ impl Endpoint {
     }
 }
 
-/// The digest that a reply brings, if it can be read.
+/// The digest of a reply, if it is valid.
 pub(crate) fn digest_of(headers: &HeaderMap) -> Option<Digest> {
     headers.get(DIGEST_HEADER)?.to_str().ok()?.parse().ok()
 }
@@ -452,7 +453,7 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Each text may hold several endpoints, separated by commas.
+    /// Each text may contain several endpoints, separated by commas.
     pub(crate) fn parse(texts: &[String]) -> Result<Self, Error> {
         let parts = texts.iter().flat_map(|text| text.split(','));
         let parts = parts.map(str::trim).filter(|part| !part.is_empty());
@@ -478,7 +479,8 @@ impl Pool {
         &self.endpoints
     }
 
-    /// The healthy endpoint that owes least; without one, the one that is due back first.
+    /// The healthy endpoint with the fewest bytes requested; if there is none, the one that is
+    /// available first.
     pub(crate) fn pick(&self) -> Option<&Endpoint> {
         let healthy = self.endpoints.iter().filter(|endpoint| endpoint.is_up());
         let owed = |endpoint: &&Endpoint| endpoint.outstanding.load(Ordering::Relaxed);
@@ -491,7 +493,7 @@ impl Pool {
         self.endpoints.iter().any(Endpoint::is_up)
     }
 
-    /// Bytes per element on the wire, as far as the servers have said.
+    /// Bytes per element on the wire, as far as the servers have reported it.
     pub(crate) fn element_size(&self) -> usize {
         let size = |endpoint: &Endpoint| endpoint.element_size.load(Ordering::Relaxed);
         self.endpoints.iter().map(size).max().unwrap_or(Dtype::Bf16.size())

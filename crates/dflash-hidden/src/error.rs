@@ -1,4 +1,4 @@
-//! What can go wrong between a target's layers and the trainer, each with what to do about it.
+//! Errors between a target's layers and the trainer, each with its remedy.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,11 +9,11 @@ use arrow_schema::ArrowError;
 use crate::record::Dtype;
 use crate::text::clean;
 
-/// What the network says of a failed exchange, fit for a terminal.
+/// The text of a network error, safe for a terminal.
 #[derive(Debug)]
 pub struct NetworkFault(String);
 
-/// A failure, naming the endpoint, file or sample it concerns.
+/// An error, naming the endpoint, file or sample it concerns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say what the variants and their fields are")]
@@ -48,18 +48,16 @@ pub enum Error {
     )]
     OtherVersion { url: String, got: u32, ours: u32 },
     #[error(
-        "{url} now serves {now}; when the run began it served {before}. Start that server again \
-         and go on with --resume"
+        "{url} now serves {now}; when the run began it served {before}. Start that server again and continue with --resume"
     )]
     ServerChanged { url: String, before: String, now: String },
     #[error(
-        "{url} redirects to {to}; redirects are not followed, because prompts would go to another \
-         address: pass the one that answers"
+        "{url} redirects to {to}; redirects are not followed, because prompts would go to another address: pass that address"
     )]
     Redirected { url: String, to: String },
-    #[error("{url}: {what} was damaged on its way: it does not have the digest that came with it")]
+    #[error("{url}: {what} was damaged on its way: it does not match its digest")]
     Damaged { url: String, what: &'static str },
-    #[error("{url} sends more than {limit} bytes where fewer would do")]
+    #[error("{url}: the response exceeds the limit of {limit} bytes")]
     TooLong { url: String, limit: usize },
     #[error(
         "{url} serves layers {served:?}, the draft needs {wanted:?}; start the server with \
@@ -78,7 +76,7 @@ pub enum Error {
     OtherTarget { url: String, found: String, expected: String },
     #[error(
         "{url}: {model} is not {target}: its log-probabilities differ from what the target computes \
-         from its last state by {difference:.3} nats, where rounding explains {bound:.3}; start the \
+         from its last state by {difference:.3} nats, but rounding explains only {bound:.3}; start the \
          server with the target's files, or pass its model as --target"
     )]
     OtherHead { url: String, model: String, target: String, difference: f32, bound: f32 },
@@ -108,13 +106,11 @@ pub enum Error {
          extract_hidden_states method and the ExampleHiddenStatesConnector as KV connector"
     )]
     NoStatesPath { url: String },
-    /// `position` is the shorter prompt's length when one is a prefix of the other.
+    /// `position` is the shorter prompt's length if one is a prefix of the other.
     #[error("{origin} has other tokens than sample {sample}, first at position {position}")]
     OtherTokens { origin: String, sample: u64, position: usize },
     #[error(
-        "{origin} ran token {token} before the tokens of the prompt, so its states are of other \
-         positions; it must take token ids as they are: set add_special_tokens to false in it, or in \
-         what stands between"
+        "{origin} put token {token} before the prompt, so its states are of other positions; it must use token ids unchanged: set add_special_tokens to false in it, or in a proxy between"
     )]
     AddedToken { origin: String, token: i64 },
     #[error(
@@ -124,7 +120,7 @@ pub enum Error {
     RowCount { origin: String, expected: usize, got: usize },
     #[error("{origin} holds {got}, expected {expected}")]
     Shape { origin: String, expected: String, got: String },
-    /// The server handed out memory that it had not written.
+    /// The server sent memory that it had not written.
     #[error(
         "{origin}: row {row} of layer {layer} is all zero; a vLLM must run with \
          --no-enable-prefix-caching and --no-enable-chunked-prefill"
@@ -138,16 +134,15 @@ pub enum Error {
     #[error("layer {layer} has {got} bytes, {expected} make {dtype} rows of its shape")]
     LayerBytes { layer: u32, expected: usize, got: usize, dtype: Dtype },
     #[error(
-        "{url} is a vLLM, which leaves hidden states in files; they are read and removed only in a \
-         directory named for it: pass its shared_storage_path as --shared-storage-path DIR"
+        "{url} is a vLLM, which passes hidden states in files; they are read and removed only in a directory that you name: pass its shared_storage_path as --shared-storage-path DIR"
     )]
     NoStorage { url: String },
     #[error(
         "--shared-storage-path {} is not usable; it must be the directory of vLLM's \
-         shared_storage_path, which this machine sees and may change", .dir.display()
+         shared_storage_path, which this machine can read and write", .dir.display()
     )]
     BadStorage { dir: PathBuf, source: io::Error },
-    /// `path` as the server names it.
+    /// `path` as given by the server.
     #[error(
         "{url} names {path} for its hidden states, which is not a .safetensors file in \
          --shared-storage-path {}; start vLLM with this directory as its shared_storage_path",
@@ -155,11 +150,10 @@ pub enum Error {
     )]
     OutsideStorage { url: String, path: String, dir: PathBuf },
     #[error(
-        "cannot read {path}, where vLLM says it left hidden states; its shared_storage_path must \
-         be a directory that this machine sees and may change"
+        "cannot read {path}, where vLLM says it wrote hidden states; its shared_storage_path must be a directory that this machine can read and write"
     )]
     SharedFile { path: PathBuf, source: io::Error },
-    #[error("{path} has {got} bytes, and {expected} were expected; it is left alone")]
+    #[error("{path} has {got} bytes, but {expected} were expected; it was not removed")]
     FileSize { path: PathBuf, got: u64, expected: String },
     #[error(
         "{path} was still locked, or absent, after {} s; vLLM did not finish writing",
@@ -174,16 +168,15 @@ pub enum Error {
     Files(#[from] dflash_files::Error),
     #[error(
         "no stored hidden states for sample {sample} in {} ({reason}); generate them (--on-missing \
-         generate) or leave such samples out (--on-missing skip)", .dir.display()
+         generate) or skip such samples (--on-missing skip)", .dir.display()
     )]
     Missing { sample: u64, dir: PathBuf, reason: String },
     #[error(
-        "gave up on sample {sample} after {attempts} attempts in {} s; see that the server runs and go \
-         on with --resume, or give it more time with --server-timeout", .after.as_secs()
+        "gave up on sample {sample} after {attempts} attempts in {} s; make sure that the server runs and continue with --resume, or give it more time with --server-timeout", .after.as_secs()
     )]
     GaveUp { sample: u64, attempts: u32, after: Duration, source: Box<Error> },
-    /// The setting is wrong then, not the samples.
-    #[error("{count} samples in a row could not be used; the last one")]
+    /// Then the setting is wrong, not the samples.
+    #[error("{count} consecutive samples could not be used; the last one")]
     TooManyFailures { count: u32, source: Box<Error> },
     #[error("interrupted while waiting for hidden states")]
     Interrupted,
@@ -202,7 +195,7 @@ impl std::fmt::Display for NetworkFault {
 impl std::error::Error for NetworkFault {}
 
 impl From<reqwest::Error> for NetworkFault {
-    /// Without the address, which may hold a password; its text may quote what the server sent.
+    /// Without the address, which may contain a password; the text may quote the server.
     fn from(error: reqwest::Error) -> Self {
         Self(clean(&chain_of(&error.without_url()), 300))
     }

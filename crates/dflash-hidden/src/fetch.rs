@@ -1,4 +1,4 @@
-//! One sample: from storage if it is there, else from a server, with retries, or left out.
+//! Fetches one sample: from storage if it is there, else from a server, with retries; or skips it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
@@ -21,7 +21,7 @@ use crate::stream::StreamConfig;
 use crate::tensor_file::Wanted;
 use crate::{own, vllm};
 
-/// A prompt whose hidden states are wanted.
+/// A request for the hidden states of a prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
     /// The dataset row, which also names the stored file.
@@ -35,22 +35,22 @@ pub struct Request {
 pub struct Fetched {
     /// The request's dataset row.
     pub sample: u64,
-    /// `None` when the sample is left out; the counters say why.
+    /// `None` if the sample is skipped; the counters say why.
     pub states: Option<HiddenStates>,
 }
 
-/// What came of a sample.
+/// The result for a sample.
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// It is here.
+    /// Its states.
     Have(HiddenStates),
-    /// It is left out because it is not stored, as the user chose.
+    /// It is skipped because it is not stored, as the user chose.
     NotStored,
-    /// It is left out because no server gives it or what came was unusable.
+    /// It is skipped because no server delivers it or the reply was unusable.
     Failed(Error),
 }
 
-/// Everything that all samples of a stream share.
+/// State shared by all samples of a stream.
 #[derive(Debug)]
 pub(crate) struct Fetcher {
     pub(crate) config: StreamConfig,
@@ -58,14 +58,15 @@ pub(crate) struct Fetcher {
     pool: Pool,
     files: Option<OfflineFiles>,
     counters: Mutex<Counters>,
-    /// That vLLM does not say which layers it captures.
+    /// Logs once that vLLM does not say which layers it returns.
     told: Once,
 }
 
-/// Failed questions after which a run says that it waits for a server: two or three tenths of a second.
+/// Failed probes after which a run logs that it waits for a server: two or three tenths of a
+/// second.
 const TELL_AFTER: u32 = 3;
 
-/// How far the attempts at one sample have come.
+/// The attempts at one sample so far.
 pub(crate) struct Attempts {
     start: Instant,
     made: u32,
@@ -87,9 +88,9 @@ impl Attempts {
 
 /// What to do after a failed attempt.
 pub(crate) enum Next {
-    /// After a pause.
+    /// Retry after a pause.
     AskAgain(Duration),
-    /// The same endpoint, which is first asked what it is.
+    /// Retry the same endpoint, whose kind is queried first.
     AskTheSame(Duration),
     LeaveOut(Error),
 }
@@ -100,11 +101,11 @@ impl Fetcher {
         if pool.endpoints().is_empty() && config.on_missing == OnMissing::Generate {
             return Err(Error::NoEndpoint);
         }
-        // Hidden states stay inside the cluster: a proxy for web pages must not see them, nor
-        // another host that a server sends us to.
+        // Hidden states stay inside the cluster: they must not pass through a web proxy, nor go to
+        // another host by a redirect.
         let client = Client::builder().no_proxy().redirect(Policy::none());
         let client = client.connect_timeout(Duration::from_secs(3));
-        // A client that can speak TLS would fail on a machine without certificates.
+        // A client with TLS would fail on a machine without certificates.
         let client = if pool.any_https() { client } else { client.tls_certs_only([]) };
         Ok(Self {
             client: client.build().map_err(Error::Client)?,
@@ -119,7 +120,7 @@ impl Fetcher {
         })
     }
 
-    /// What has happened so far.
+    /// The counters so far.
     pub(crate) fn counters(&self) -> MutexGuard<'_, Counters> {
         self.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -136,14 +137,14 @@ impl Fetcher {
         self.files.as_ref()
     }
 
-    /// Expected bytes of the states of so many tokens.
+    /// Expected bytes of the states of this many tokens.
     pub(crate) fn bytes_of(&self, tokens: usize) -> usize {
         let row = self.config.hidden_size * self.pool.element_size();
         tokens * self.config.layer_ids.len() * row
     }
 
-    /// Asks every server what it is, before the first sample. With samples in storage a server
-    /// may not be needed at all; it is then asked when the first one is missing.
+    /// Queries every server before the first sample. If samples are stored a server may not be
+    /// needed at all; it is then queried when the first sample is missing.
     pub(crate) async fn preflight(&self) -> Result<(), Error> {
         let stored = self.files.as_ref().is_some_and(OfflineFiles::has_any);
         if self.config.on_missing != OnMissing::Generate {
@@ -174,7 +175,7 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Asks every server once, and takes no for an answer: only one of another target is refused.
+    /// Queries every server once and ignores failures: only a server of another target is refused.
     async fn refuse_other_targets(&self) -> Result<(), Error> {
         let endpoints = self.pool.endpoints().iter();
         let probes = endpoints.map(|endpoint| endpoint.probe(&self.client, &self.config));
@@ -186,10 +187,10 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Gives a starting server time to listen and to load; less where another is ready.
+    /// Gives a starting server time to listen and to load; less if another one is ready.
     async fn wait_for(&self, endpoint: &Endpoint, reached: &AtomicBool) -> Result<(), Failure> {
         let policy = &self.config.retry;
-        // What has answered before is on its way back.
+        // A server that answered before is expected to come back.
         let known = endpoint.is_known(&self.config.servers);
         let startup = if known { policy.startup.max(policy.deadline) } else { policy.startup };
         let (start, mut failed, mut doubted) = (Instant::now(), 0, 0);
@@ -255,7 +256,7 @@ impl Fetcher {
         let read =
             move || files.read(&request, Wanted { layer_ids: &layer_ids, hidden_size, tokens });
         match blocking(read).await {
-            // As good as absent: another program that was killed may have cut it short.
+            // Treated as absent: another program that was killed may have truncated it.
             Err(
                 error @ (Error::BadFile { .. } | Error::ZeroRow { .. } | Error::NonFinite { .. }),
             ) => Ok(Stored::Stale(error)),
@@ -301,7 +302,7 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Asks until there is an answer, good or final.
+    /// Retries until there is an answer, successful or final.
     async fn ask(&self, request: &Request) -> Result<Outcome, Error> {
         let mut attempts = Attempts::from(Instant::now());
         let mut same = None;
@@ -431,7 +432,7 @@ impl Fetcher {
             return Err(Error::GaveUp { sample, attempts, after, source: Box::new(error) });
         }
         tracing::debug!("sample {sample}, attempt {}: {}", attempts.made, error.chain());
-        // Not beyond the deadline: the last attempt is at its end.
+        // Not beyond the deadline: the last attempt starts at its end.
         let pause = pause.min(left);
         Ok(if same { Next::AskTheSame(pause) } else { Next::AskAgain(pause) })
     }
@@ -454,8 +455,8 @@ pub(crate) async fn blocking<T: Send + 'static>(
     joined(tokio::task::spawn_blocking(work).await)?
 }
 
-/// The result of a task. Its panic goes on here; a task that the end of the stream cancelled was
-/// interrupted.
+/// The result of a task. Its panic is propagated; a task that was cancelled when the stream ended
+/// was interrupted.
 pub(crate) fn joined<T>(outcome: Result<T, JoinError>) -> Result<T, Error> {
     outcome.map_err(|error| match error.try_into_panic() {
         Ok(panic) => std::panic::resume_unwind(panic),

@@ -1,10 +1,10 @@
-//! Hidden states on their way from a target to a trainer.
+//! Hidden states between a target and a trainer.
 //!
-//! A [`HiddenStates`] is what one forward pass of the target leaves behind for one prompt: for
-//! each captured layer the rows of the residual stream. This crate says how such a record looks
-//! on the wire (an Arrow IPC stream, [`encode_stream`] and [`decode_stream`]) and on disk
-//! (`hs_{row}.safetensors`), where it can come from (our own server, a stock vLLM, files), and
-//! hands it to a synchronous trainer in order and under a memory bound ([`Stream`]).
+//! A [`HiddenStates`] is the result of one forward pass of the target for one prompt: for each
+//! selected layer the rows of the residual stream. This crate defines the record's format on the
+//! wire (an Arrow IPC stream, [`encode_stream`] and [`decode_stream`]) and on disk
+//! (`hs_{row}.safetensors`), implements its sources (our own server, a stock vLLM, files), and
+//! delivers records to a synchronous trainer in order and within a memory bound ([`Stream`]).
 //!
 //! Layer ids count decoder layers that have run: 0 is the embedding's output, `k` the residual
 //! stream after `k` layers, `n` the one after the last layer, before the final norm.

@@ -1,8 +1,8 @@
 //! Stored hidden states: one safetensors file per dataset row, as speculators writes them.
 //!
-//! `hs_{row}.safetensors` holds `hidden_states` [tokens, slots, hidden] and `token_ids`; the
-//! slots are the captured layers in ascending order and usually the last layer's output. The
-//! format does not say which layers those are. Our files do, in their metadata, and have a digest.
+//! `hs_{row}.safetensors` holds `hidden_states` [tokens, slots, hidden] and `token_ids`; the slots
+//! are the auxiliary layers in ascending order and usually the last layer's output. The format does
+//! not say which layers those are. Our files record them in their metadata, together with a digest.
 
 use std::collections::HashMap;
 use std::fs;
@@ -30,14 +30,14 @@ pub struct OfflineFiles {
     target: Option<TargetIdentity>,
 }
 
-/// What looking for a stored sample found.
+/// The result of looking for a stored sample.
 #[derive(Debug)]
 pub(crate) enum Stored {
     /// The sample.
     Found(HiddenStates),
     /// No file.
     Absent,
-    /// A file of other tokens: the dataset has changed since.
+    /// A file with other tokens: the dataset has changed since.
     Stale(Error),
 }
 
@@ -47,8 +47,8 @@ impl OfflineFiles {
         Self { dir, target: None }
     }
 
-    /// The same files as ones of `target`: what is written says so, and what another target's
-    /// files say is refused.
+    /// The same files, for `target`: files that are written record it, and files of another target
+    /// are refused.
     #[must_use]
     pub fn of_target(self, target: Option<TargetIdentity>) -> Self {
         Self { target, ..self }
@@ -69,8 +69,8 @@ impl OfflineFiles {
         fs::read_dir(&self.dir).is_ok_and(|mut dir| dir.any(|entry| entry.is_ok_and(is_sample)))
     }
 
-    /// Reads the sample of `request`. A longer stored prompt that starts with the request's
-    /// tokens serves too: targets are causal.
+    /// Reads the sample of `request`. A longer stored prompt that starts with the request's tokens
+    /// can be used too, because targets are causal.
     ///
     /// # Errors
     /// [`Error::ReadFile`], [`Error::BadFile`], [`Error::StatesOfOtherTarget`], [`Error::Shape`],
@@ -97,7 +97,7 @@ impl OfflineFiles {
         Ok(Stored::Found(states))
     }
 
-    /// Whether the file of a sample says which layers its states are of.
+    /// Whether the file of a sample records which layers its states are of.
     ///
     /// # Errors
     /// [`Error::ReadFile`], [`Error::BadFile`].
@@ -109,7 +109,7 @@ impl OfflineFiles {
         Ok(TensorFile::open(&path, file, size)?.stated(LAYER_IDS).is_some())
     }
 
-    /// Other software's files do not say which target they are of; ours do.
+    /// Other software's files do not record their target; ours do.
     fn check_target(&self, path: &Path, stated: Option<String>) -> Result<(), Error> {
         let (Some(target), Some(stated)) = (&self.target, stated) else { return Ok(()) };
         let stated: TargetIdentity =
@@ -121,7 +121,7 @@ impl OfflineFiles {
         Err(Error::StatesOfOtherTarget { path, found, expected })
     }
 
-    /// Stores a sample for later runs, whole or not at all.
+    /// Stores a sample for later runs, completely or not at all.
     ///
     /// # Errors
     /// [`Error::Files`], for instance when the disk is full.
@@ -165,7 +165,7 @@ fn stored_dtype(dtype: Dtype) -> StoredDtype {
     }
 }
 
-/// [tokens, layers, hidden], the order of the file.
+/// [tokens, layers, hidden], the file's order.
 fn interleave(states: &HiddenStates) -> Vec<u8> {
     let width = states.row_bytes();
     let mut out = Vec::with_capacity(states.byte_len());
@@ -178,7 +178,7 @@ fn interleave(states: &HiddenStates) -> Vec<u8> {
     out
 }
 
-/// Where `prompt` stops being a prefix of `stored`, if it does.
+/// The position where `prompt` and `stored` differ, if they do.
 pub(crate) fn first_difference(stored: &[i64], prompt: &[i64]) -> Option<usize> {
     let differs = stored.iter().zip(prompt).position(|(a, b)| a != b);
     differs.or((stored.len() < prompt.len()).then_some(stored.len()))
@@ -281,7 +281,7 @@ mod tests {
     fn what_is_no_regular_file_or_claims_too_much_is_not_read() {
         let (dir, files) = stored(&[2, 5]);
         let path = files.path(7);
-        // As large as no memory is, and no larger on disk.
+        // Larger than any memory, but not on disk.
         fs::File::options().write(true).open(&path).unwrap().set_len(1 << 42).unwrap();
         assert!(matches!(read(&files, &request(&[10])), Err(Error::BadFile { .. })));
         fs::remove_file(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Asking our own server for one sample.
+//! Requests one sample from our own server.
 
 use bytes::Bytes;
 use dflash_settings::OnGenerate;
@@ -17,7 +17,7 @@ use crate::text::clean;
 use crate::wire::decode;
 
 const PATH: &str = "/v1/hidden_states";
-/// Room for the stream's header and padding beside the rows.
+/// Bytes for the stream's header and padding in addition to the rows.
 const STREAM_OVERHEAD: usize = 1 << 20;
 
 /// One exchange with one endpoint.
@@ -29,12 +29,12 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Whether to bring the last layer's output too, which other readers of stored files expect.
+    /// Whether to fetch the last layer's output too, which other readers of stored files expect.
     pub(crate) fn with_last(&self) -> bool {
         self.config.on_generate == OnGenerate::Cache
     }
 
-    /// Posts `body` to `path`, with its digest, and hands back a successful reply.
+    /// Posts `body` to `path`, with its digest, and returns a successful reply.
     pub(crate) async fn post(
         &self,
         path: &str,
@@ -64,7 +64,7 @@ impl Call<'_> {
     }
 }
 
-/// What is right for one prompt.
+/// The expected reply to one prompt.
 struct Expected<'a> {
     model: &'a str,
     prompt: &'a str,
@@ -73,7 +73,7 @@ struct Expected<'a> {
     hidden_size: usize,
 }
 
-/// The record of a prompt: the captured layers, and the last one with [`Call::with_last`].
+/// The record of a prompt: the auxiliary layers, and the last one with [`Call::with_last`].
 pub(crate) async fn fetch(
     call: &Call<'_>,
     model: &str,
@@ -102,7 +102,8 @@ pub(crate) async fn fetch(
     accept(call.endpoint, digest, body, &Expected { model, prompt, layer_ids, tokens, hidden_size })
 }
 
-/// A damaged length would have us wait for what never comes. Proxies may send a body in chunks.
+/// With a damaged length the client would wait for bytes that never come. Proxies may send a body
+/// in chunks.
 fn check_length(
     endpoint: &Endpoint,
     digest: Option<&Digest>,
@@ -117,7 +118,7 @@ fn check_length(
     }
 }
 
-/// The record in a reply's body, if both are what was asked for.
+/// The record in a reply's body, if both match the request.
 fn accept(
     endpoint: &Endpoint,
     digest: Option<Digest>,
@@ -142,13 +143,13 @@ fn accept(
     Ok(states)
 }
 
-/// Catches another model that came behind the same address, or is behind it beside the right one.
+/// Detects another model at the same address, or one that alternates with the right one.
 fn check_target(call: &Call<'_>, reply: &Response) -> Result<(), Failure> {
     let Some(target) = &call.config.target else { return Ok(()) };
     let digests = reply.headers().get(TARGET_HEADER).and_then(|value| value.to_str().ok());
     match digests.filter(|digests| target.contradicts(digests)) {
         None => Ok(()),
-        // A damaged header says so once, another model says so again.
+        // A damaged header differs once, another model differs again.
         Some(digests) => Err(Failure::Doubtful(Error::OtherTarget {
             url: call.endpoint.url(PATH),
             found: format!("a model of {}", clean(digests, 100)),
@@ -157,7 +158,7 @@ fn check_target(call: &Call<'_>, reply: &Response) -> Result<(), Failure> {
     }
 }
 
-/// Catches a server that is not the one that its list of models describes.
+/// Detects a server that does not match its own list of models.
 fn check_shape(states: &HiddenStates, expected: &Expected<'_>, url: &str) -> Result<(), Failure> {
     let url = url.to_owned();
     if states.layer_ids != expected.layer_ids {
@@ -190,7 +191,7 @@ mod tests {
     use crate::endpoint::Pool;
     use crate::tests::{damaged, sample};
 
-    /// 15,000 replies with damaged bodies, heads or both.
+    /// 15,000 replies with damaged bodies, headers or both.
     #[test]
     fn a_damaged_reply_is_never_taken_for_a_good_one() {
         let pool = Pool::parse(&["h:1".into()]).unwrap();
@@ -224,7 +225,7 @@ mod tests {
                 Ok(taken) => assert_eq!(taken, states),
             }
         }
-        // Nor one for other tokens, or by another model, with digests to match.
+        // Nor one for other tokens, or from another model, with matching digests.
         let other = prompt_digest(&[1, 2, 3, 4, 5, 6, 8], Some(&[2, 5]));
         let other = Digest::of(Some(other), [&body]).to_string();
         assert!(matches!(take(&other, body), Err(Failure::Damaged(_))));

@@ -1,8 +1,9 @@
-//! One sample of every source before a run begins, with what a check of the source needs beside it.
+//! Probes every source with one sample before a run begins.
 //!
-//! A stream brings the layers that the draft takes. A probe brings the last layer too, where the source
-//! has it, and the log-probabilities that the source itself reports, where it reports any: what can be
-//! computed of the last states must agree with them. It asks once for each server, or reads one file.
+//! A stream delivers the layers that the draft uses. A probe also delivers the last layer, if the
+//! source has it, and the log-probabilities that the source reports, if any: log-probabilities
+//! computed from the last states must agree with them. It sends one request per server, or reads
+//! one file.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -24,48 +25,49 @@ use crate::{own, vllm};
 /// A log-probability that a source reports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogProbability {
-    /// The token's position, from 1: it follows the tokens before it. One more than the last position
-    /// of the prompt is the place after it.
+    /// The token's position, from 1: it follows the tokens before it. The position after the prompt
+    /// is one more than its length.
     pub position: usize,
     /// The token.
     pub token: i64,
     /// Nats.
     pub value: f32,
-    /// The token as the source's tokenizer has it, where it says so.
+    /// The token as the source's tokenizer spells it, if it says so.
     pub text: Option<String>,
 }
 
-/// What a source gives of one sample.
+/// A source's data for one sample.
 #[derive(Debug, Clone)]
 pub struct Probe {
     /// A URL without its password, or a file.
     pub origin: String,
     /// The tokens.
     pub input_ids: Vec<i64>,
-    /// The layers that were asked for, by the ids that they are taken for, and the last layer where the
+    /// The requested layers, under the ids that they are assumed to have, and the last layer if the
     /// source has it.
     pub states: HiddenStates,
-    /// Whether the source says which layers its states are of; else they are taken in ascending order.
+    /// Whether the source says which layers its states are of; otherwise ascending order is
+    /// assumed.
     pub says_layers: bool,
-    /// Those of tokens of the sample and of the place after it; empty where the source reports none.
+    /// Those of the sample's tokens and of the position after it; empty if the source reports none.
     pub log_probabilities: Vec<LogProbability>,
-    /// Requests that it took; 0 for a file.
+    /// Number of requests; 0 for a file.
     pub requests: u32,
 }
 
-/// Probes every source of a stream of `config`: the stored states of the first of `candidates` that is
-/// stored, else every server with the first candidate. Empty where none of them is stored and no server
-/// may be asked.
+/// Probes every source of a stream of `config`: the stored states of the first of `candidates` that
+/// is stored, or every server with the first candidate. Empty if none of them is stored and no
+/// server may be used.
 ///
 /// # Errors
-/// As [`crate::Stream::start`], and what a server or a file has of the sample is unusable.
+/// As [`crate::Stream::start`]; unusable data from a server or a file.
 pub fn probe(config: StreamConfig, candidates: &[Request]) -> Result<Vec<Probe>, Error> {
     let fetcher = Fetcher::new(config)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Error::Runtime)?;
     let stop: Arc<AtomicBool> = Arc::clone(&fetcher.config.stop);
     let probed = runtime.block_on(unless_set(&[&*stop], fetcher.probe(candidates)));
-    // What still runs is a read of a file.
+    // The only task that may still run is a file read.
     runtime.shutdown_timeout(Duration::from_millis(200));
     probed.unwrap_or(Err(Error::Interrupted))
 }
@@ -79,7 +81,8 @@ impl Fetcher {
         let mut probes = Vec::new();
         let Some(request) = candidates.first() else { return Ok(probes) };
         for endpoint in self.endpoints() {
-            // Who was not there at the start is checked by its name and its replies, when it comes.
+            // A server that was absent at the start is checked by its name and its replies when it
+            // appears.
             if endpoint.is_asked().await {
                 probes.push(self.probe_server(endpoint, request).await?);
             }
@@ -109,7 +112,8 @@ impl Fetcher {
                     Err(Error::Shape { .. }) => read(&layers[1]),
                     found => found,
                 };
-                // What is unusable or of other tokens is left to the stream, which counts it.
+                // Unusable files and files with other tokens are left to the stream, which counts
+                // them.
                 if let Ok(Stored::Found(states)) = found {
                     return Ok(Some(stored(&files, request, states)?));
                 }

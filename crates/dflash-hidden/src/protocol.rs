@@ -1,4 +1,4 @@
-//! The JSON around the rows: requests, the model list, errors. Client and server share it.
+//! The JSON of requests, model lists and errors, shared by client and server.
 
 use dflash_identity::TargetIdentity;
 use serde::{Deserialize, Serialize};
@@ -7,17 +7,17 @@ use serde_json::Value;
 use crate::record::Dtype;
 use crate::text::clean;
 
-/// The protocol that this release speaks. It grows when an older peer would misread a message; 2
-/// brought the digests.
+/// The version of the protocol. It is increased when an older peer would misread a message; 2
+/// introduced the digests.
 pub const PROTOCOL_VERSION: u32 = 2;
-/// What is shown of a server's reason.
+/// Longest part of a server's error message that is shown.
 const LONGEST_REASON: usize = 300;
 
-/// `owned_by` of the models that our server lists; how a client knows it.
+/// `owned_by` of the models that our server lists, by which clients recognise it.
 pub(crate) const OWNER: &str = "dflash";
 
-/// Header of every reply with states: digests of the target that they come from, so that another
-/// model behind the same address is noticed at its first reply.
+/// Header of every reply with states: digests of their target, so that another model at the same
+/// address is noticed at its first reply.
 pub const TARGET_HEADER: &str = "x-dflash-target";
 
 /// Body of `POST /v1/hidden_states`.
@@ -33,7 +33,7 @@ pub struct StatesRequest {
     /// The same under the name that completion servers use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt: Option<Vec<i64>>,
-    /// The layers to send; all captured ones when absent.
+    /// The layers to send; by default all that the server was started with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer_ids: Option<Vec<u32>>,
 }
@@ -68,25 +68,25 @@ pub struct ModelCard {
     /// [`PROTOCOL_VERSION`] of our server.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub protocol: Option<u32>,
-    /// What our server adds.
+    /// Our server's additional properties.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Metadata>,
 }
 
-/// The facts a client checks before its first request.
+/// The properties that a client checks before its first request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Metadata {
     /// Elements per row.
     pub hidden_size: usize,
-    /// Decoder layers of the target. The last one's output can always be asked for.
+    /// Decoder layers of the target. The last one's output is always available.
     pub num_hidden_layers: u32,
     /// Rows of the target's embedding.
     pub vocab_size: usize,
-    /// Captured layers, ascending.
+    /// Served layers, ascending.
     pub layer_ids: Vec<u32>,
     /// Element type on the wire.
     pub dtype: Dtype,
-    /// Which model it is; `None` from a server that cannot tell.
+    /// The target's identity; `None` from a server that does not know it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<TargetIdentity>,
 }
@@ -113,8 +113,8 @@ impl ModelList {
     }
 }
 
-/// The message inside an error reply, which OpenAI-compatible servers put at `error.message`, or the
-/// start of whatever the server sent instead; fit for a terminal.
+/// The message of an error reply, which OpenAI-compatible servers put at `error.message`, or the
+/// start of the body; safe for a terminal.
 pub(crate) fn error_message(body: &[u8]) -> String {
     let reply: Value = serde_json::from_slice(body).unwrap_or_default();
     match reply["error"]["message"].as_str() {
@@ -123,14 +123,14 @@ pub(crate) fn error_message(body: &[u8]) -> String {
     }
 }
 
-/// Whether an error reply is one of a server that read the request: OpenAI-compatible ones answer with an
-/// object that has an `error`, older vLLMs with one whose `object` is "error".
+/// Whether an error reply comes from a server that read the request: OpenAI-compatible ones answer
+/// with an object that has an `error`, older vLLMs with one whose `object` is "error".
 pub(crate) fn is_error(body: &[u8]) -> bool {
     let reply: Value = serde_json::from_slice(body).unwrap_or_default();
     !reply["error"].is_null() || reply["object"] == "error" || !reply["detail"].is_null()
 }
 
-/// Ids the way the command line takes them.
+/// Ids in the form of the command line.
 pub(crate) fn spaced(ids: &[u32]) -> String {
     ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
 }

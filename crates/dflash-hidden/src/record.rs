@@ -1,4 +1,4 @@
-//! The record: one prompt's rows for each captured layer, shared and never copied.
+//! The record: one prompt's rows for each selected layer, shared and never copied.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::error::Error;
 /// Layers ascend by id; each is row-major `[tokens, hidden_size]`. Clones share the bytes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HiddenStates {
-    /// Captured layers, ascending.
+    /// Layer ids, ascending.
     pub layer_ids: Vec<u32>,
     /// Rows per layer.
     pub tokens: usize,
@@ -26,11 +26,11 @@ pub struct HiddenStates {
 }
 
 impl HiddenStates {
-    /// Puts a record together; `layers` go with `layer_ids` one to one.
+    /// Builds a record; `layers` correspond to `layer_ids` one to one.
     ///
     /// # Errors
-    /// [`Error::LayerBytes`] when a layer is not `tokens * hidden_size` elements long,
-    /// [`Error::Shape`] when the ids do not ascend or do not go with the layers.
+    /// [`Error::LayerBytes`] if a layer is not `tokens * hidden_size` elements long,
+    /// [`Error::Shape`] if the ids do not ascend or do not match the layers.
     pub fn new(
         layer_ids: Vec<u32>,
         tokens: usize,
@@ -70,7 +70,7 @@ impl HiddenStates {
         self.layers.iter().map(Bytes::len).sum()
     }
 
-    /// The record restricted to `layer_ids` (ascending); `None` when one is absent.
+    /// The record restricted to `layer_ids` (ascending); `None` if one is absent.
     pub fn select(&self, layer_ids: &[u32]) -> Option<Self> {
         let layers = layer_ids
             .iter()
@@ -96,11 +96,11 @@ impl HiddenStates {
         self.hidden_size * self.dtype.size()
     }
 
-    /// Writes `rows` of layer `id` in `dtype` to `out`, a row every `stride` bytes; false when the layer
-    /// is absent. What is narrowed is rounded to the nearest, ties to even.
+    /// Writes `rows` of layer `id` in `dtype` to `out`, a row every `stride` bytes; false if the
+    /// layer is absent. Narrowing rounds to the nearest, ties to even.
     ///
     /// # Panics
-    /// When rows are not there, or `out` is too short for them.
+    /// If rows do not exist, or `out` is too short.
     #[must_use]
     pub fn write_rows(
         &self,
@@ -150,7 +150,7 @@ impl HiddenStates {
     }
 }
 
-/// What one pass over a row finds.
+/// The result of one pass over a row.
 struct RowScan {
     zero: bool,
     finite: bool,

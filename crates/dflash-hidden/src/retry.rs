@@ -1,36 +1,37 @@
-//! When to ask again, and what kind of failure deserves it.
+//! When to retry, and which failures are retried.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, SystemTime};
 
 use crate::error::Error;
 
-/// How long and how often a sample is asked for.
+/// How long and how often a sample is requested.
 #[derive(Debug, Clone)]
 pub struct RetryPolicy {
-    /// Longest time for one request, its body included.
+    /// Timeout of one request, including its body.
     pub request_timeout: Duration,
-    /// Longest time for one sample over all its requests: what a server may take to come back.
+    /// Timeout of one sample over all its requests: the time that a server may take to come back.
     pub deadline: Duration,
     /// How long a server may take to answer when the stream starts; one that says it is loading
     /// has `deadline` if that is longer.
     pub startup: Duration,
     /// First pause; it doubles with every attempt.
     pub first_pause: Duration,
-    /// Longest pause of our own choice.
+    /// Longest pause that we choose.
     pub longest_pause: Duration,
-    /// Longest pause that a busy server gets by asking for it.
+    /// Longest pause that a busy server may request.
     pub longest_wait: Duration,
     /// Attempts at a sample whose content was unusable (NaN, zero rows, wrong length).
     pub invalid_attempts: u32,
-    /// Times that a server must refuse a sample before it is left out.
+    /// Number of times that a server must refuse a sample before it is skipped.
     pub refusals: u32,
-    /// The same of a bare 400, which says nothing of the sample: what comes of a request that was garbled
-    /// on its way.
+    /// The same for a bare 400, which says nothing about the sample: it can result from a request
+    /// that was damaged in transit.
     pub bare_refusals: u32,
-    /// Answers that speak against a server before it is taken for the wrong one.
+    /// Number of replies that cast doubt on a server before it is considered the wrong one.
     pub doubts: u32,
-    /// Samples in a row that may be left out as refused or unusable before the stream fails.
+    /// Number of consecutive samples that may be skipped as refused or unusable before the stream
+    /// fails.
     pub failures_in_a_row: u32,
 }
 
@@ -54,16 +55,16 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// The pause after `failed` attempts: exponential, between half of it and all of it at
-    /// random, so that clients that failed together do not come back together.
+    /// The pause after `failed` attempts: exponential, with a random factor between one half and
+    /// one, so that clients that failed together do not return together.
     pub(crate) fn pause(&self, failed: u32) -> Duration {
         let doubled = self.first_pause.saturating_mul(1 << failed.saturating_sub(1).min(16));
         doubled.min(self.longest_pause).mul_f64(0.5 + 0.5 * random_fraction())
     }
 
-    /// The pause that a busy server gets: what it asks for within reason, and up to a quarter more,
-    /// so that those who were put off together do not come back together. One that asks for none is
-    /// not believed.
+    /// The pause for a busy server: what it requests within reason, plus up to a quarter, so that
+    /// clients that were refused together do not return together. A request for no pause is
+    /// ignored.
     pub(crate) fn busy_pause(&self, failed: u32, asked: Option<Duration>) -> Duration {
         match asked {
             Some(asked) if asked >= self.first_pause => {
@@ -74,7 +75,7 @@ impl RetryPolicy {
     }
 }
 
-/// The pause that a `Retry-After` asks for: seconds, also fractions, or a date. `None` for anything
+/// The pause that a `Retry-After` requests: seconds, also fractions, or a date. `None` for anything
 /// else.
 pub(crate) fn retry_after(text: &str, now: SystemTime) -> Option<Duration> {
     let text = text.trim();
@@ -96,24 +97,24 @@ fn random_fraction() -> f64 {
     bits as f64 / (1u64 << 53) as f64
 }
 
-/// What one request's failure means for what to do next.
+/// What a failed request means for the next step.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The server is alive and full, or still loading: ask again after the pause it named.
+    /// The server is alive and full, or still loading: retry after the pause that it named.
     Busy { after: Option<Duration>, error: Error },
-    /// The endpoint is in trouble: ask again, preferably another one.
+    /// The endpoint has a problem: retry, preferably at another one.
     Transient(Error),
-    /// The server does not take this prompt. It is left out once it has been refused again.
+    /// The server refuses this prompt. The sample is skipped once it has been refused again.
     Rejected(Error),
-    /// A refusal without a word that a server of ours or vLLM says: the request may have been garbled.
+    /// A refusal that is not in the form of our server or vLLM: the request may have been damaged.
     Garbled(Error),
-    /// What came back is unusable; it may be better next time.
+    /// The reply is unusable; another attempt may succeed.
     Invalid(Error),
-    /// What came back, or what was sent, was damaged on the way: ask again.
+    /// The request or the reply was damaged in transit: retry.
     Damaged(Error),
-    /// The answer speaks against the server. It is the wrong one if it says so again.
+    /// The reply casts doubt on the server. If it is repeated, it is the wrong server.
     Doubtful(Error),
-    /// No sample will ever be right.
+    /// No sample can succeed.
     Fatal(Error),
 }
 

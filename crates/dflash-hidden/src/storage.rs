@@ -1,8 +1,8 @@
-//! Files that a stock vLLM leaves: read and removed only where the user allows it.
+//! Files that a stock vLLM writes: read and removed only where the user allows it.
 //!
-//! A server names files of this machine, and may be wrong or mean ill. So nothing is touched that is
-//! not a regular file directly inside the directory that the user named, and nothing is removed whose
-//! tokens are not those that were asked for.
+//! A server names files of this machine, and may be faulty or malicious. So only regular files
+//! directly inside the directory that the user named are touched, and only files with the requested
+//! tokens are removed.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,22 +14,23 @@ use crate::retry::Failure;
 use crate::tensor_file::{TensorFile, open_regular};
 use crate::text::clean;
 
-/// Room for a file's header.
+/// Bytes for a file's header.
 const HEADER_ROOM: u64 = 64 << 10;
 
-/// The file of one prompt and its lock, as yet unread. Dropping removes both if they are right.
+/// The file of one prompt and its lock, not read yet. Dropping removes both if they are the right
+/// ones.
 #[derive(Debug)]
 pub(crate) struct SharedFiles {
     pub(crate) data: PathBuf,
     pub(crate) lock: PathBuf,
     prompt: Vec<i64>,
-    /// Bytes that its rows may take.
+    /// Maximum number of bytes of its rows.
     most: u64,
 }
 
 impl Drop for SharedFiles {
     fn drop(&mut self) {
-        // Shared memory fills up otherwise. A file that is not there was never written.
+        // Otherwise shared memory would fill up. A file that does not exist was never written.
         let Ok(file) = self.open() else { return };
         if let Ok(inode) = self.inode_of_prompt(file)
             && fs::symlink_metadata(&self.data).is_ok_and(|now| (now.dev(), now.ino()) == inode)
@@ -79,7 +80,7 @@ impl SharedFiles {
         TensorFile::open(&self.data, file, got)
     }
 
-    /// Which file it is, if it holds the prompt and nothing else.
+    /// The file's inode, if it holds the prompt and nothing else.
     fn inode_of_prompt(&self, mut file: TensorFile<File>) -> Result<(u64, u64), Error> {
         let (tokens, ids) = file.token_ids(self.prompt.len())?;
         if tokens != self.prompt.len() || ids != self.prompt || file.rows() != Some(tokens) {
@@ -91,7 +92,7 @@ impl SharedFiles {
             .map_err(|source| Error::SharedFile { path: self.data.clone(), source })
     }
 
-    /// Whether the data is there; an error for what is no regular file.
+    /// Whether the data has been written; an error if it is not a regular file.
     pub(crate) fn has_data(&self) -> io::Result<bool> {
         match fs::symlink_metadata(&self.data) {
             Ok(kind) if kind.is_file() => Ok(true),

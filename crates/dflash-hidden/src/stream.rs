@@ -1,10 +1,10 @@
-//! Rows of samples, fetched ahead and handed over in order.
+//! Rows of samples, prefetched and delivered in order.
 //!
 //! The trainer is synchronous and must see the same rows in the same order whatever the network
-//! does, or runs could not be repeated. So requests run concurrently, results wait for their
-//! turn, and a window bounds the bytes that are requested or waiting: that is the back-pressure.
-//! The trainer's own row travels with its samples, so that nobody has to make it twice; an error
-//! in making a row comes out in its place.
+//! does, or runs could not be repeated. So requests run concurrently, results wait for their turn,
+//! and a window bounds the bytes that are requested or waiting, which gives back-pressure. The
+//! trainer's own row travels with its samples, so that it is made only once; an error in making a
+//! row is delivered in its place.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ use crate::vllm_check::TargetLogits;
 
 /// How soon a set stop flag is noticed.
 const STOP_POLL: Duration = Duration::from_millis(25);
-/// How long dropping a stream waits for file work that has begun.
+/// How long dropping a stream waits for file operations in progress.
 const DROP_GRACE: Duration = Duration::from_millis(200);
 /// The window is granted in these units, because a semaphore counts in 32 bits.
 const WINDOW_UNIT: usize = 4096;
@@ -39,13 +39,13 @@ const WINDOW_UNIT: usize = 4096;
 pub struct StreamConfig {
     /// Servers, each `host:port` or a URL with or without `/v1`; commas separate several.
     pub endpoints: Vec<String>,
-    /// Directory in which a stock vLLM leaves hidden states; they are read and removed there alone.
+    /// Directory in which a stock vLLM writes hidden states; they are read and removed only there.
     pub shared_storage: Option<PathBuf>,
-    /// Directory of stored samples: looked at first, and written to by [`OnGenerate::Cache`].
+    /// Directory of stored samples: checked first, and written to by [`OnGenerate::Cache`].
     pub offline_dir: Option<PathBuf>,
-    /// The captures the draft needs, ascending.
+    /// The auxiliary layers of the draft, ascending.
     pub layer_ids: Vec<u32>,
-    /// The target's hidden size; a server of another one is refused.
+    /// The target's hidden size; a server with another one is refused.
     pub hidden_size: usize,
     /// Rows of the target's embedding, compared with the server's if given.
     pub vocab_size: Option<usize>,
@@ -53,21 +53,21 @@ pub struct StreamConfig {
     pub num_hidden_layers: Option<u32>,
     /// The target, if given: servers and stored samples of another one are refused.
     pub target: Option<TargetIdentity>,
-    /// What checks a stock vLLM, which does not say what it serves, against the target.
+    /// Checks a stock vLLM, which does not identify its model, against the target.
     pub target_logits: Option<TargetLogits>,
-    /// What to do about samples that are not stored.
+    /// What to do with samples that are not stored.
     pub on_missing: OnMissing,
     /// What to do with samples that were generated.
     pub on_generate: OnGenerate,
-    /// Bytes of hidden states that may be requested or waiting. A larger row goes alone.
+    /// Bytes of hidden states that may be requested or waiting. A larger row is fetched alone.
     pub window_bytes: usize,
-    /// Tokens whose hidden states the window holds in any case, however few its bytes are.
+    /// Minimum size of the window in tokens, however few bytes it has.
     pub window_tokens: usize,
     /// Samples that may be requested at the same time.
     pub max_in_flight: usize,
-    /// How often and how long to ask.
+    /// Retry settings.
     pub retry: RetryPolicy,
-    /// What the servers were to the streams before this one; clones share it.
+    /// The servers' models in earlier streams; clones share them.
     pub servers: ServersSeen,
     /// Set from outside to make a waiting call return [`Error::Interrupted`].
     pub stop: Arc<AtomicBool>,
@@ -101,7 +101,7 @@ impl StreamConfig {
 /// A row that goes into a stream.
 #[derive(Debug, Clone)]
 pub struct WantedRow<T> {
-    /// What the row is to the trainer.
+    /// The trainer's row.
     pub row: T,
     /// Its samples.
     pub requests: Vec<Request>,
@@ -110,17 +110,17 @@ pub struct WantedRow<T> {
 /// A row that comes out of a stream.
 #[derive(Debug, Clone)]
 pub struct FetchedRow<T> {
-    /// As it went in.
+    /// The row, unchanged.
     pub row: T,
     /// One entry for each request, in their order.
     pub samples: Vec<Fetched>,
 }
 
-/// Rows of type `T` on their way; making one may fail with an `E`. Dropping it ends its threads,
-/// also when a server hangs.
+/// Rows of type `T` in flight; making one may fail with an `E`. Dropping it ends its threads, even
+/// if a server hangs.
 #[derive(Debug)]
 pub struct Stream<T, E> {
-    /// Always there until the drop.
+    /// Always `Some` until the drop.
     runtime: Option<Runtime>,
     rows: mpsc::UnboundedReceiver<Result<Pending<T>, E>>,
     current: Option<Pending<T>>,
@@ -130,7 +130,7 @@ pub struct Stream<T, E> {
     closed: Arc<AtomicBool>,
 }
 
-/// A row whose samples are being fetched, holding its part of the window.
+/// A row whose samples are being fetched, with its part of the window.
 #[derive(Debug)]
 struct Pending<T> {
     row: T,
@@ -142,7 +142,7 @@ struct Pending<T> {
 impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
     /// Checks the servers, then starts fetching `rows` ahead of [`Self::next_row`].
     ///
-    /// `rows` runs on a thread of its own, is pulled as the window allows, and up to its first
+    /// `rows` runs on a thread of its own and is pulled as the window allows, up to its first
     /// error.
     ///
     /// # Errors
@@ -179,7 +179,7 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
     /// The next row; `None` after the last row, and after an error.
     ///
     /// # Errors
-    /// The row could not be made, or one of its samples could be neither fetched nor left out.
+    /// The row could not be made, or one of its samples could be neither fetched nor skipped.
     #[allow(clippy::should_implement_trait, reason = "a row can fail without ending the iterator")]
     pub fn next_row(&mut self) -> Option<Result<FetchedRow<T>, E>> {
         let runtime = self.runtime.take().filter(|_| !self.failed)?;
@@ -191,13 +191,13 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
         row
     }
 
-    /// A flag of this stream's own which does what [`StreamConfig::stop`] does: for whoever drops a
-    /// stream that another thread waits in.
+    /// A flag of this stream that has the effect of [`StreamConfig::stop`]: for dropping a stream
+    /// that another thread waits for.
     pub fn closer(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.closed)
     }
 
-    /// What has happened so far.
+    /// The counters so far.
     pub fn counters(&self) -> Counters {
         *self.fetcher.counters()
     }
@@ -222,8 +222,8 @@ impl<T: Send + 'static, E: From<Error> + Send + 'static> Stream<T, E> {
         self.current.take().map(|Pending { row, done, .. }| Ok(FetchedRow { row, samples: done }))
     }
 
-    /// What the trainer gets of a sample. Unusable samples are counted here, in the order of the
-    /// rows, so that a stream fails at the same sample whatever the network does.
+    /// The trainer's states of a sample. Unusable samples are counted here, in row order, so that a
+    /// stream fails at the same sample whatever the network does.
     fn states_of(&mut self, sample: u64, outcome: Outcome) -> Result<Option<HiddenStates>, Error> {
         match outcome {
             Outcome::Have(states) => {
@@ -252,10 +252,10 @@ impl<T, E> Drop for Stream<T, E> {
     }
 }
 
-/// A row, or why there is none.
+/// A row, or the error of making it.
 type Made<T, E> = Result<WantedRow<T>, E>;
 
-/// Hands rows over until the stream is gone, or one could not be made.
+/// Delivers rows until the stream is gone, or one could not be made.
 fn feed<T, E>(rows: impl Iterator<Item = Made<T, E>>, sender: &mpsc::Sender<Made<T, E>>) {
     for row in rows {
         let failed = row.is_err();
@@ -280,7 +280,7 @@ async fn prefetch<T, E>(
         let WantedRow { row, requests } = match made {
             Ok(wanted) => wanted,
             Err(error) => {
-                // Nobody needs the reason if the stream is gone.
+                // If the stream is gone, nobody needs the error.
                 let _ = pending.send(Err(error));
                 return;
             }
@@ -291,7 +291,8 @@ async fn prefetch<T, E>(
         let Ok(permit) = Arc::clone(&window).acquire_many_owned(share).await else { return };
         let mut samples = VecDeque::with_capacity(requests.len());
         for request in requests {
-            // Taken here, not in the task: samples are asked for in the order of their use.
+            // Acquired here, not in the task, so that samples are requested in the order of their
+            // use.
             let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
             let (fetcher, sample) = (Arc::clone(&fetcher), request.sample);
             let work = tokio::spawn(async move {

@@ -11,8 +11,7 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use crc32fast::Hasher;
-use safetensors::Dtype as StoredDtype;
-use safetensors::tensor::{Metadata, TensorInfo};
+use dflash_formats::safetensors::{Dtype as StoredDtype, Header, TensorInfo};
 
 use crate::digest::hex;
 use crate::error::Error;
@@ -48,9 +47,7 @@ pub(crate) struct Wanted<'a> {
 pub(crate) struct TensorFile<R> {
     path: PathBuf,
     reader: R,
-    header: Metadata,
-    /// Where the header ends.
-    data: u64,
+    header: Header,
 }
 
 /// Opens a regular file, and nothing else: a pipe or a device would keep the reader waiting.
@@ -93,27 +90,13 @@ impl<R: Read + Seek> TensorFile<R> {
     /// # Errors
     /// [`Error::BadFile`], [`Error::ReadFile`].
     pub(crate) fn open(path: &Path, mut reader: R, size: u64) -> Result<Self, Error> {
-        let bad = |reason: &str| bad_file(path, reason);
-        let fault = |source| Error::ReadFile { path: path.into(), source };
-        if size < 8 {
-            return Err(bad("it is shorter than any header"));
-        }
-        let mut length = [0; 8];
-        reader.read_exact(&mut length).map_err(fault)?;
-        let length = u64::from_le_bytes(length);
-        if length > LARGEST_HEADER.min(size - 8) {
-            return Err(bad("its header is longer than any header, or than the file"));
-        }
-        let mut text = vec![0; length as usize];
-        reader.read_exact(&mut text).map_err(fault)?;
-        let header: Metadata =
-            serde_json::from_slice(&text).map_err(|error| bad(&error.to_string()))?;
-        let data = 8 + length;
-        let end = header.tensors().values().map(|info| info.data_offsets.1 as u64).max();
-        if end.and_then(|end| end.checked_add(data)) != Some(size) {
-            return Err(bad("its length is not what its header says"));
-        }
-        Ok(Self { path: path.into(), reader, header, data })
+        let header = Header::read(path, &mut reader, (size, LARGEST_HEADER));
+        let header = header.map_err(|error| match error {
+            dflash_formats::Error::Read { path, source } => Error::ReadFile { path, source },
+            dflash_formats::Error::Damaged { reason, .. } => bad_file(path, &reason),
+            other => bad_file(path, &other.to_string()),
+        })?;
+        Ok(Self { path: path.into(), reader, header })
     }
 
     /// How many tokens it holds, and those of them that come first, up to `most`.
@@ -171,7 +154,7 @@ impl<R: Read + Seek> TensorFile<R> {
 
     /// How many rows of hidden states its header tells of.
     pub(crate) fn rows(&self) -> Option<usize> {
-        self.header.info("hidden_states")?.shape.first().copied()
+        self.header.metadata.info("hidden_states")?.shape.first().copied()
     }
 
     pub(crate) fn into_inner(self) -> R {
@@ -180,11 +163,11 @@ impl<R: Read + Seek> TensorFile<R> {
 
     /// What the header's metadata says under `key`.
     pub(crate) fn stated(&self, key: &str) -> Option<String> {
-        self.header.metadata().as_ref()?.get(key).cloned()
+        self.header.metadata.metadata().as_ref()?.get(key).cloned()
     }
 
     fn info(&self, name: &str) -> Result<TensorInfo, Error> {
-        let info = self.header.info(name).cloned();
+        let info = self.header.metadata.info(name).cloned();
         info.ok_or_else(|| bad_file(&self.path, &format!("it has no {name}")))
     }
 
@@ -199,7 +182,7 @@ impl<R: Read + Seek> TensorFile<R> {
     /// Other writers' files have no digest, and no metadata but perhaps a format: a key beside it
     /// is one of ours, of a file from before digests or of a damaged one.
     fn check_foreign(&self) -> Result<(), Error> {
-        let keys = self.header.metadata().iter().flat_map(HashMap::keys);
+        let keys = self.header.metadata.metadata().iter().flat_map(HashMap::keys);
         let reason = match keys.filter(|key| *key != FORMAT).max_by_key(|key| *key == LAYER_IDS) {
             None => return Ok(()),
             Some(key) if key == LAYER_IDS => "an earlier release wrote it, without a digest",
@@ -272,7 +255,7 @@ impl<R: Read + Seek> TensorFile<R> {
     }
 
     fn read_at(&mut self, offset: usize, buffer: &mut [u8]) -> Result<(), Error> {
-        let start = SeekFrom::Start(self.data + offset as u64);
+        let start = SeekFrom::Start(self.header.data_start + offset as u64);
         let read = self.reader.seek(start).and_then(|_| self.reader.read_exact(buffer));
         read.map_err(|source| Error::ReadFile { path: self.path.clone(), source })
     }

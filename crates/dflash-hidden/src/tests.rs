@@ -1,4 +1,4 @@
-//! What the tests of several modules share.
+//! Helpers for the tests of several modules.
 
 use bytes::Bytes;
 use dflash_test_support::{ChaCha8Rng, Rng};
@@ -6,7 +6,7 @@ use half::bf16;
 
 use crate::{Dtype, HiddenStates};
 
-/// Rows whose every value tells its layer, row and column; all exact in bf16.
+/// Rows in which every value encodes its layer, row and column; all exact in bf16.
 pub(crate) fn sample(layer_ids: &[u32], tokens: usize, hidden: usize) -> HiddenStates {
     let layer = |&id: &u32| -> Bytes {
         let value = |index: usize| bf16::from_f32(1.0 + id as f32 + (index % 64) as f32 / 64.0);
@@ -21,7 +21,8 @@ pub(crate) fn f32s(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
 }
 
-/// A copy with one to three damages: flipped bits, other bytes, pieces missing, doubled or zeroed.
+/// A copy with one to three kinds of damage: flipped bits, other bytes, pieces missing, doubled or
+/// zeroed.
 pub(crate) fn damaged(bytes: &[u8], random: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     for _ in 0..random.random_range(1..=3) {

@@ -1,11 +1,11 @@
-//! Text from servers and files on its way to a terminal.
+//! Makes text from servers and files safe for a terminal.
 //!
-//! A server's answer is quoted in errors and log lines. What it says must neither steer the terminal
-//! nor fill it, and the passwords of endpoints stay with us.
+//! A server's answer is quoted in errors and log lines. It must not control the terminal or fill
+//! it, and passwords of endpoints must not be shown.
 
-/// `text` on one line, without characters that terminals act on, cut to `longest` characters.
+/// `text` on one line, without characters that control terminals, cut to `longest` characters.
 pub(crate) fn clean(text: &str, longest: usize) -> String {
-    // What is cut off is not looked at: it may be long.
+    // The rest is not processed: it may be long.
     let mut shown: String = text.chars().take(longest + 1).map(visible).collect();
     if shown.chars().count() > longest {
         shown = shown.chars().take(longest).collect();
@@ -14,7 +14,7 @@ pub(crate) fn clean(text: &str, longest: usize) -> String {
     shown.trim().to_owned()
 }
 
-/// Control characters end or steer a line; the invisible ones beside them turn its direction.
+/// Control characters end or control a line; some invisible characters change its direction.
 fn visible(c: char) -> char {
     match c {
         '\t' | '\n' | '\r' => ' ',

@@ -1,7 +1,7 @@
-//! Asking a stock vLLM for one sample: it answers with the name of a file on shared storage.
+//! Requests one sample from a stock vLLM, which answers with the name of a file on shared storage.
 //!
 //! vLLM runs the prompt, replies, and writes the file afterwards, holding an exclusive flock on
-//! `<file>.lock` until it is whole. The client waits for the lock, reads, and deletes both.
+//! `<file>.lock` until it is complete. The client waits for the lock, reads, and deletes both.
 
 use std::fs::TryLockError;
 use std::io;
@@ -24,10 +24,10 @@ use crate::tensor_file::{Wanted, open_regular};
 use crate::vllm_check::{Check, Extra, Finding, reported};
 
 const PATH: &str = "/v1/completions";
-/// Room for a reply beside its tokens, and for each of them.
+/// Bytes of a reply in addition to its tokens, and per token.
 const REPLY_ROOM: usize = 1 << 20;
 const TOKEN_ROOM: usize = 32;
-/// The same where each token has two log-probabilities.
+/// The same if each token has two log-probabilities.
 const PROBE_ROOM: usize = 1 << 10;
 
 /// How long a file may take to appear. It is created before the reply or right after it, so a
@@ -35,7 +35,7 @@ const PROBE_ROOM: usize = 1 << 10;
 const APPEARS_WITHIN: Duration = Duration::from_secs(5);
 /// How long vLLM may take to write it.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(30);
-/// Between two looks at the lock; writing takes a few milliseconds.
+/// Interval between checks of the lock; writing takes a few milliseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 #[derive(Serialize)]
@@ -75,7 +75,7 @@ pub(crate) async fn fetch(
     check_length(call, max_model_len)?;
     let mut check = Check::due(call, model);
     let reply = match post(call, model, check.as_ref().map(|_| Extra::AFTER)).await {
-        // It may take the prompt and refuse what the check asks for.
+        // It may accept the prompt but refuse the check's parameters.
         Err(Failure::Rejected(_) | Failure::Garbled(_)) if check.is_some() => {
             let reply = post(call, model, None).await?;
             let refused = Finding::Unknown("it refuses to send log-probabilities");
@@ -109,8 +109,9 @@ pub(crate) async fn fetch(
     Ok(states)
 }
 
-/// The states of one prompt with the last layer's, where they are in the file, the log-probabilities that
-/// came with them, and how many requests it took: a server may refuse to send log-probabilities.
+/// The states of one prompt including the last layer's, if they are in the file, the
+/// log-probabilities in the reply, and the number of requests: a server may refuse to send
+/// log-probabilities.
 pub(crate) async fn probe(
     call: &Call<'_>,
     model: &str,
@@ -159,7 +160,7 @@ fn check_length(call: &Call<'_>, max_model_len: Option<usize>) -> Result<(), Fai
     }
 }
 
-/// The files that a reply names, if it is one to this prompt.
+/// The files that a reply names, if it is a reply to this prompt.
 fn named_files(call: &Call<'_>, body: &[u8]) -> Result<SharedFiles, Failure> {
     let url = call.endpoint.url(PATH);
     let (config, request) = (call.config, call.request);
@@ -167,7 +168,7 @@ fn named_files(call: &Call<'_>, body: &[u8]) -> Result<SharedFiles, Failure> {
         return Err(Failure::Doubtful(Error::NoStorage { url }));
     };
     let path = path_in(body, request, &url)?;
-    // One slot more than wanted may be there, of the widest type.
+    // It may have one slot more than requested, of the widest type.
     let largest_row = (config.layer_ids.len() + 1) * config.hidden_size * Dtype::F32.size();
     SharedFiles::new(&path, dir, &url, (&request.input_ids, largest_row))
 }
@@ -201,7 +202,7 @@ fn unreadable(files: &SharedFiles, source: io::Error) -> Failure {
     Failure::Fatal(Error::SharedFile { path: files.data.clone(), source })
 }
 
-/// Waits for vLLM's exclusive lock to go.
+/// Waits until vLLM releases its exclusive lock.
 async fn wait_until_written(files: &SharedFiles) -> Result<(), Failure> {
     let start = Instant::now();
     loop {
@@ -230,14 +231,14 @@ enum LockState {
 fn lock_state(files: &SharedFiles) -> io::Result<LockState> {
     let file = match open_regular(&files.lock, false) {
         Ok(file) => file,
-        // vLLM makes the lock before it replies, unless it was told to do without.
+        // vLLM creates the lock before it replies, unless locks were turned off.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Ok(if files.has_data()? { LockState::Written } else { LockState::Absent });
         }
         Err(error) => return Err(error),
     };
     match file.try_lock_shared() {
-        // Free before the data is there: vLLM has made the file and not locked it yet.
+        // Unlocked before the data is there: vLLM has created the file but not locked it yet.
         Ok(()) if files.has_data()? => Ok(LockState::Written),
         Ok(()) => Ok(LockState::Absent),
         Err(TryLockError::WouldBlock) => Ok(LockState::Held),
@@ -245,8 +246,8 @@ fn lock_state(files: &SharedFiles) -> io::Result<LockState> {
     }
 }
 
-/// The wanted layers, and the last one if the server has captured it. Refuses what prefix caching,
-/// chunked prefill or a broken server leave behind.
+/// The requested layers, and the last one if the server has returned it. Refuses the results of
+/// prefix caching, chunked prefill or a broken server.
 fn read(
     files: &SharedFiles,
     request: &Request,
@@ -325,7 +326,7 @@ mod tests {
         }
     }
 
-    /// As vLLM writes it, with one slot more than is wanted.
+    /// As vLLM writes it, with one slot more than requested.
     fn write(path: &Path) -> Vec<u8> {
         let states = sample(&[2, 5, 8], 3, 4);
         let row = |row: usize, id: u32| states.layer(id).unwrap()[row * 8..][..8].to_vec();

@@ -1,11 +1,11 @@
-//! Whether a stock vLLM serves the trainer's target, as far as can be told.
+//! Checks that a stock vLLM serves the trainer's target, as far as possible.
 //!
-//! It knows its model by a name that anyone may choose, and states fit that come from any model of
-//! the same shape. What can be computed without running the target is its final norm and lm_head on
-//! the last state that vLLM hands out, for the tokens that it calls most likely after the prompt:
-//! the differences between their logits must be those between vLLM's log-probabilities. So the
-//! first samples of each server ask for these too. A model that shares norm and lm_head with the
-//! target passes; states of it or of the target differ by what lies before.
+//! vLLM identifies its model by a name that anyone may choose, and states of any model of the same
+//! shape fit. Without running the target one can compute its final norm and lm_head on the last
+//! state that vLLM returns, for the tokens that vLLM considers most likely after the prompt:
+//! differences between these logits must equal the differences between vLLM's log-probabilities. So
+//! the first samples of each server request these too. A model that shares norm and lm_head with
+//! the target passes.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,23 +22,23 @@ use crate::protocol::ModelCard;
 use crate::record::{Dtype, HiddenStates, bf16_to_f32};
 use crate::retry::Failure;
 
-/// Samples of a server that are checked: a wrong model is found by the first one.
+/// Number of samples of a server that are checked: a wrong model is found by the first one.
 const CHECKED_SAMPLES: u32 = 8;
-/// Log-probabilities to ask for: as many as every server gives (OpenAI's limit).
+/// Number of log-probabilities to request: as many as every server returns (OpenAI's limit).
 const LOG_PROBABILITIES: u32 = 5;
-/// Less is what vLLM sends for minus infinity, of tokens that sampling leaves out.
+/// vLLM sends less than this for minus infinity, for tokens that sampling excludes.
 const IMPOSSIBLE: f32 = -1000.0;
-/// Root mean square of the differences that rounding explains, in units in the last place of the
-/// largest logit in bf16. Servers round logits so, by half a unit at most; with the roundings before,
-/// a bf16 model showed up to 0.45 units, and its own weights with noise of a tenth of their size 1.6
-/// and more (LOG.md).
+/// Bound on the root mean square of the differences, in units in the last place of the largest
+/// logit in bf16. Servers round logits to bf16, which is half a unit at most; with earlier
+/// roundings, a bf16 model showed up to 0.45 units, and its own weights with noise of a tenth of
+/// their size 1.6 and more (LOG.md).
 const UNITS: f32 = 1.5;
 
-/// What computes the target's logits for some tokens from a last state, before the final norm.
+/// Computes the target's logits for some tokens from a last state, before the final norm.
 #[derive(Clone)]
 pub struct TargetLogits(pub Arc<LogitsFunction>);
 
-/// From a state and token ids to the logits of these, or why there are none.
+/// From a state and token ids to their logits, or an error.
 pub type LogitsFunction = dyn Fn(&[f32], &[i64]) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>
     + Send
     + Sync;
@@ -49,7 +49,7 @@ impl fmt::Debug for TargetLogits {
     }
 }
 
-/// How far the check of a server has come.
+/// The progress of the check of a server.
 #[derive(Debug, Default)]
 pub(crate) struct Progress(AtomicU32);
 
@@ -58,32 +58,32 @@ impl Progress {
         self.0.load(Ordering::Relaxed) < CHECKED_SAMPLES
     }
 
-    /// Begins again, since another model may have come.
+    /// Starts again, because the model may have changed.
     pub(crate) fn restart(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
 
-    /// Counts a sample; whether it was the last to be checked.
+    /// Counts a sample; returns whether it was the last to be checked.
     fn count(&self) -> bool {
         self.0.fetch_add(1, Ordering::Relaxed) + 1 == CHECKED_SAMPLES
     }
 
-    /// Ends the check; whether it had not ended before.
+    /// Ends the check; returns whether it had not ended before.
     fn end(&self) -> bool {
         self.0.swap(CHECKED_SAMPLES, Ordering::Relaxed) < CHECKED_SAMPLES
     }
 }
 
-/// What a request asks for beside the states.
+/// Additional parameters of a request.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Extra {
     logprobs: u32,
-    /// Of the prompt's own tokens, and so many of the likeliest in their places.
+    /// Of the prompt's own tokens, and this many of the most likely ones at each position.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<u32>,
-    /// Else tokens come as text, which may be the same for several.
+    /// Otherwise tokens are returned as text, which may be the same for several.
     return_tokens_as_token_ids: bool,
-    /// For servers that report what they sample from; the model's own default is theirs.
+    /// For servers that report the distribution they sample from; the default is the model's own.
     temperature: f32,
 }
 
@@ -99,7 +99,7 @@ impl Extra {
     pub(crate) const OF_PROMPT: Self = Self { prompt_logprobs: Some(1), ..Self::AFTER };
 }
 
-/// All log-probabilities of a reply to a prompt of so many `tokens`.
+/// All log-probabilities of a reply to a prompt of `tokens` tokens.
 pub(crate) fn reported(reply: &[u8], tokens: usize) -> Vec<LogProbability> {
     let Ok(reply) = serde_json::from_slice::<Reply>(reply) else { return Vec::new() };
     let Some(choice) = reply.choices.into_iter().next() else { return Vec::new() };
@@ -117,7 +117,7 @@ pub(crate) fn reported(reply: &[u8], tokens: usize) -> Vec<LogProbability> {
     });
     let mut all: Vec<LogProbability> =
         of_prompt.chain(after).filter(|of| of.value > IMPOSSIBLE && of.position > 0).collect();
-    // A table has no order of its own.
+    // Maps have no order of their own.
     all.sort_by_key(|of| (of.position, of.token));
     all
 }
@@ -133,7 +133,7 @@ pub(crate) struct Check {
     vocab_size: Option<usize>,
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Debug)]
 pub(crate) enum Finding {
     /// The root mean square of the differences.
@@ -166,8 +166,8 @@ struct LogProbabilities {
     top_logprobs: Vec<Option<HashMap<String, f32>>>,
 }
 
-/// Compares the names. Both a repository's on the Hub and different: refused. Anything else may be
-/// a path of another machine or an alias: said.
+/// Compares the names. Two different repositories of the Hub are refused. Other names may be a path
+/// of another machine or an alias, and are only reported.
 ///
 /// # Errors
 /// [`Error::OtherTarget`].
@@ -199,7 +199,7 @@ fn is_repository(name: &str) -> bool {
 }
 
 impl Check {
-    /// The check of the next sample, where one is due.
+    /// The check of the next sample, if it is due.
     pub(crate) fn due(call: &Call<'_>, model: &str) -> Option<Self> {
         let config = call.config;
         call.endpoint.check().is_due().then_some(())?;
@@ -213,7 +213,8 @@ impl Check {
         })
     }
 
-    /// Compares the log-probabilities of a `reply` with what the target makes of `states`.
+    /// Compares the log-probabilities of a `reply` with those that the target computes from
+    /// `states`.
     ///
     /// # Errors
     /// [`Error::OtherHead`], [`Error::TargetLogits`].
@@ -241,7 +242,7 @@ impl Check {
         if difference <= bound {
             return Ok(Finding::Agrees(difference));
         }
-        // A damaged reply says so once, another model says so again.
+        // A damaged reply differs once, another model differs again.
         Err(Failure::Doubtful(Error::OtherHead {
             url: self.url.clone(),
             model: self.model.clone(),
@@ -266,7 +267,7 @@ impl Check {
         top.into_iter().flatten().filter_map(pair).collect()
     }
 
-    /// Says once what came of it.
+    /// Logs the result once.
     pub(crate) fn note(&self, progress: &Progress, finding: &Finding) {
         let Self { url, model, target, .. } = self;
         match finding {
@@ -288,7 +289,7 @@ impl Check {
     }
 }
 
-/// Root mean square of what remains of the differences when both have the same mean: logits and
+/// Root mean square of the differences after both means are subtracted: logits and
 /// log-probabilities differ by a constant.
 fn difference(logits: &[f32], reported: &[f32]) -> f32 {
     let gaps: Vec<f32> = logits.iter().zip(reported).map(|(a, b)| a - b).collect();
@@ -299,7 +300,7 @@ fn difference(logits: &[f32], reported: &[f32]) -> f32 {
 
 fn bound(logits: &[f32]) -> f32 {
     let largest = logits.iter().fold(1.0, |largest: f32, logit| largest.max(logit.abs()));
-    // bf16 has seven bits behind the leading one.
+    // bf16 has seven bits after the leading one.
     UNITS * (largest.log2().floor() - 7.0).exp2()
 }
 

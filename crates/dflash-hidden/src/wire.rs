@@ -2,8 +2,8 @@
 //!
 //! Columns are `FixedSizeBinary(hidden_size * element size)` named `layer_{id}`; the schema's
 //! metadata holds `dtype`, `layer_ids` (a JSON list), `hidden_size` and `model`. Any Arrow reader
-//! takes it. Arrow's own writer would copy every row into a message body; since our columns are
-//! plain byte ranges, the record batch's header is built here and the rows go out as they are.
+//! can read it. Arrow's own writer would copy every row into a message body; since our columns are
+//! plain byte ranges, the record batch's header is built here and the rows are sent unchanged.
 
 use std::collections::HashMap;
 
@@ -28,7 +28,7 @@ static PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
 /// The stream as chunks to send one after the other. The rows are shared, not copied.
 ///
 /// # Errors
-/// [`Error::Encode`] when Arrow refuses the schema, which a valid record rules out.
+/// [`Error::Encode`] if Arrow refuses the schema, which cannot happen for a valid record.
 pub fn encode_stream(states: &HiddenStates, model: &str) -> Result<Vec<Bytes>, Error> {
     let header = || -> Result<Vec<u8>, ArrowError> {
         let schema = schema_of(states, model);
@@ -50,16 +50,16 @@ pub fn encode_stream(states: &HiddenStates, model: &str) -> Result<Vec<Bytes>, E
     Ok(chunks)
 }
 
-/// Reads a whole stream back. The record's layers are slices of `body` when the stream holds one
-/// batch, as ours does; several batches are joined, which copies once.
+/// Reads a whole stream. The record's layers are slices of `body` if the stream holds one batch, as
+/// ours does; several batches are joined, which copies once.
 ///
 /// # Errors
-/// [`Error::BrokenStream`] for what is cut short or not such a stream; it names `origin`.
+/// [`Error::BrokenStream`] if it is truncated or not such a stream; it names `origin`.
 pub fn decode_stream(body: Bytes, origin: &str) -> Result<HiddenStates, Error> {
     Ok(decode(body, origin)?.0)
 }
 
-/// As [`decode_stream`], with the model that the stream names.
+/// As [`decode_stream`], with the stream's model name.
 pub(crate) fn decode(body: Bytes, origin: &str) -> Result<(HiddenStates, String), Error> {
     let broken = |Flaw(reason)| Error::BrokenStream { origin: origin.to_owned(), reason };
     read_stream(body).map_err(broken)
@@ -126,12 +126,12 @@ fn batch_message(states: &HiddenStates) -> Vec<u8> {
     builder.finished_data().to_vec()
 }
 
-/// Why bytes are not a stream of ours.
+/// Why bytes are not a valid stream.
 struct Flaw(&'static str);
 
-/// Arrow's own reader panics on damaged offsets and on types that it does not know, so the few messages
-/// that make up a stream are read here. The flatbuffers' verifier vouches for their structure, and
-/// every range is checked.
+/// Arrow's own reader panics on damaged offsets and on unknown types, so the few messages of a
+/// stream are read here. The flatbuffers verifier checks their structure, and every range is
+/// checked.
 fn read_stream(body: Bytes) -> Result<(HiddenStates, String), Flaw> {
     let mut messages = Messages { rest: body };
     let (header, _) = messages.next()?.ok_or(Flaw("it is empty"))?;
@@ -184,7 +184,7 @@ fn parsed(header: &[u8]) -> Result<ipc::Message<'_>, Flaw> {
     ipc::root_as_message(header).map_err(|_| Flaw("a message's header is broken"))
 }
 
-/// What the schema says about the rows.
+/// The schema's information about the rows.
 struct StreamFacts {
     layer_ids: Vec<u32>,
     hidden_size: usize,
@@ -254,7 +254,7 @@ impl StreamFacts {
     }
 }
 
-/// One column of all batches; shared where there is one batch.
+/// One column of all batches; shared if there is only one batch.
 fn joined(batches: &[Vec<Bytes>], column: usize) -> Bytes {
     match batches {
         [batch] => batch[column].clone(),

@@ -1,4 +1,4 @@
-//! One line for each request: method, path, status, how long it took. No text of it, no header, no query.
+//! One log line per request: method, path, status, duration. No body, header or query.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -6,11 +6,11 @@ use std::time::Instant;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode};
 
-/// A path is the client's: longer ones are cut.
+/// Paths come from clients: longer ones are cut.
 const LONGEST_PATH: usize = 100;
 
-/// At which level a server writes its requests down. What only asks how it is, and is answered, is
-/// written at `debug` by any.
+/// The level at which a server logs its requests. Successful health checks are always logged at
+/// `debug`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AccessLog {
     /// Requests come one by one from people and their programs.
@@ -19,12 +19,12 @@ pub enum AccessLog {
     Debug,
 }
 
-/// What else is to be said of a request, known at its end. A reply brings it along.
+/// Additional text for the log line, known when the request ends. A reply carries it along.
 #[derive(Debug, Clone, Default)]
 pub struct Note(Arc<Mutex<String>>);
 
 impl Note {
-    /// Replaces what is to be said.
+    /// Replaces the text.
     pub fn set(&self, text: String) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }

@@ -1,11 +1,13 @@
-//! Places in the queue: who gets one, who waits for one in line, who is told to come back and when.
+//! Places in the queue: which requests get one, which wait in line, and which are told to retry and
+//! when.
 //!
-//! A slot is held from before a request's body is read until the last byte of its reply has gone
-//! out. So the bound covers uploads, waiting prompts, and finished rows that a client has not taken.
+//! A slot is held from before a request's body is read until the last byte of its reply has been
+//! sent. So the bound covers uploads, waiting prompts, and finished rows that a client has not read
+//! yet.
 //!
-//! Turning everyone away while all slots are taken would be unfair: a client whose answer has just
-//! come asks again at once and takes the slot that it gave back, and those who were told to wait
-//! find none. So requests stand in line for a while, first come first served, which costs a
+//! Refusing every request while all slots are taken would be unfair: a client that just got its
+//! reply asks again at once and takes the slot that it released, and those that were told to wait
+//! find none. So requests wait in line for a while, first come first served, which costs a
 //! connection but no memory for prompts or rows.
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,17 +16,17 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-/// How many requests may stand in line; each costs a connection.
+/// How many requests may wait in line; each costs a connection.
 pub const LONGEST_LINE: usize = 256;
 /// The shortest and the longest time that a client is told to wait.
 const WAITS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(30));
-/// How much a new gap between two answers counts in their mean.
+/// The weight of the newest interval between two replies in their mean.
 const NEWEST: f64 = 0.125;
 
-/// Why a request gets no slot.
+/// Why a request does not get a slot.
 #[derive(Debug)]
 pub enum NoSlot {
-    /// All are taken, and the line is too long.
+    /// All are taken, and the line is full.
     Full {
         /// How many there are.
         slots: usize,
@@ -35,19 +37,19 @@ pub enum NoSlot {
     Closed,
 }
 
-/// The slots and the line before them.
+/// The slots and the line of waiting requests.
 #[derive(Debug)]
 pub struct Admission {
     slots: Arc<Semaphore>,
     max_queue: usize,
     line: Semaphore,
-    /// How long a request may stand in line.
+    /// How long a request may wait in line.
     patience: Duration,
     pace: Arc<Mutex<Pace>>,
 }
 
 impl Admission {
-    /// `max_queue` slots; a request may stand in line for `patience`.
+    /// `max_queue` slots; a request may wait in line for `patience`.
     pub fn new(max_queue: usize, patience: Duration) -> Self {
         Self {
             slots: Arc::new(Semaphore::new(max_queue)),
@@ -58,13 +60,13 @@ impl Admission {
         }
     }
 
-    /// A slot, at once or after a while in line.
+    /// A slot, at once or after waiting in line.
     ///
     /// # Errors
     /// [`NoSlot`].
     pub async fn enter(&self) -> Result<Slot, NoSlot> {
         let Ok(_place) = self.line.try_acquire() else { return Err(self.full()) };
-        // In order, and so never ahead of those who came before.
+        // In order, so never ahead of earlier requests.
         match timeout(self.patience, Arc::clone(&self.slots).acquire_owned()).await {
             Ok(permit) => {
                 let permit = permit.map_err(|_closed| NoSlot::Closed)?;
@@ -79,14 +81,14 @@ impl Admission {
         }
     }
 
-    /// The answer to one who gets no slot, with the time to wait.
+    /// The refusal for a request without a slot, with the time to wait.
     pub fn full(&self) -> NoSlot {
         let ahead = self.in_use() + self.in_line();
         let after = self.pace().time_for(ahead + 1);
         NoSlot::Full { slots: self.max_queue, after }
     }
 
-    /// Sends those in line away.
+    /// Refuses all requests in line.
     pub fn close(&self) {
         self.slots.close();
     }
@@ -96,7 +98,7 @@ impl Admission {
         self.max_queue - self.slots.available_permits()
     }
 
-    /// Requests in line, those about to get a slot included.
+    /// Requests in line, including those about to get a slot.
     pub fn in_line(&self) -> usize {
         LONGEST_LINE - self.line.available_permits()
     }
@@ -111,7 +113,7 @@ impl Admission {
     }
 }
 
-/// A place in the queue; free again when the last clone is dropped. A reply carries one along.
+/// A place in the queue, released when the last clone is dropped. A reply carries one along.
 #[derive(Debug, Clone)]
 pub struct Slot(Arc<Held>);
 
@@ -124,7 +126,7 @@ impl Slot {
 
 #[derive(Debug)]
 struct Held {
-    /// What else goes with it.
+    /// Other permits that are released with it.
     kept: Mutex<Vec<OwnedSemaphorePermit>>,
     since: Instant,
     pace: Arc<Mutex<Pace>>,
@@ -140,26 +142,26 @@ impl Drop for Held {
 /// How fast slots become free.
 #[derive(Debug)]
 struct Pace {
-    /// Mean seconds between two that became free while the server was busy.
+    /// Mean seconds between two releases while the server was busy.
     gap: f64,
     last: Instant,
     put_off: u32,
 }
 
 impl Pace {
-    /// A slot taken `since` then is free again. A server that had nothing to do in between was not
-    /// slow: no gap is longer than the slot was held.
+    /// Counts the release of a slot taken at `since`. An idle server was not slow: no gap is longer
+    /// than the slot was held.
     fn count(&mut self, since: Instant) {
         let gap = self.last.max(since).elapsed().as_secs_f64();
         self.gap += NEWEST * (gap - self.gap);
         self.last = Instant::now();
     }
 
-    /// When `slots` slots are likely to have become free, and up to half of that again, so that
-    /// those who were put off together do not come back together.
+    /// When `slots` slots are likely to be free, plus up to half of that, so that clients that were
+    /// refused together do not return together.
     fn time_for(&mut self, slots: usize) -> Duration {
         self.put_off = self.put_off.wrapping_add(1);
-        // Multiples of the golden ratio spread evenly, however many are taken.
+        // Multiples of the golden ratio are evenly spread for any number of refusals.
         let spread = (f64::from(self.put_off) * 0.618_033_988_75).fract();
         let seconds = slots as f64 * self.gap * (1.0 + 0.5 * spread);
         Duration::from_secs_f64(seconds.min(WAITS.1.as_secs_f64())).max(WAITS.0)
@@ -206,7 +208,7 @@ mod tests {
             tokio::task::yield_now().await;
         }
         drop(first);
-        // Free, and yet not for whoever comes now.
+        // Free, but not for a new request.
         let mut third = std::pin::pin!(admission.enter());
         assert!(futures::poll!(third.as_mut()).is_pending());
         drop(second.await.unwrap().unwrap());

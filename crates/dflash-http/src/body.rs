@@ -1,4 +1,4 @@
-//! Reading a request's body within bounds.
+//! Reads request bodies within memory bounds.
 
 use std::sync::Arc;
 
@@ -9,43 +9,44 @@ use bytes::Bytes;
 use futures::StreamExt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// What all bodies under way may take together, or one of the largest.
+/// Memory of all bodies in flight together, or of one of the largest.
 const ALL_BODIES: usize = 64 << 20;
 
-/// The memory of all bodies under way, bounded together.
+/// The memory of all bodies in flight, bounded together.
 #[derive(Debug)]
 pub struct Bodies {
     room: Arc<Semaphore>,
     limit: usize,
 }
 
-/// A body that has come, with the room that it takes until it is dropped.
+/// A received body, and the memory that it counts for until it is dropped.
 #[derive(Debug)]
 pub struct Received {
-    /// All of it.
+    /// Its contents.
     pub bytes: Bytes,
     _room: OwnedSemaphorePermit,
 }
 
-/// Why a body is not taken.
+/// Why a body is refused.
 #[derive(Debug)]
 pub enum BodyFault {
-    /// The client breaks off.
+    /// The client broke off.
     Broken(axum::Error),
-    /// It has more bytes than one may have.
+    /// It is larger than the limit for one body.
     TooLarge,
-    /// Those of others leave no room.
+    /// Other bodies leave no memory.
     NoRoom,
 }
 
 impl Bodies {
-    /// For bodies of `limit` bytes at most.
+    /// For bodies of at most `limit` bytes.
     pub fn new(limit: usize) -> Self {
         Self { room: Arc::new(Semaphore::new(limit.max(ALL_BODIES))), limit }
     }
 
-    /// The whole body. It takes room as it comes, not as it is announced, so that clients who announce
-    /// much and send little keep nobody out. The rest of one that is refused is read over.
+    /// The whole body. It counts memory as it arrives, not as announced, so that clients that
+    /// announce much and send little do not keep others out. The rest of a refused body is read and
+    /// dropped.
     ///
     /// # Errors
     /// [`BodyFault`].
@@ -76,11 +77,11 @@ impl Bodies {
     }
 }
 
-/// The whole body, or `None` where it has more than `limit` bytes; the rest is then read over, as
-/// [`drain`] does. It takes the memory of what has come, not of what is announced.
+/// The whole body, or `None` if it has more than `limit` bytes; the rest is then read and dropped,
+/// as in [`drain`]. It allocates what has arrived, not what is announced.
 ///
 /// # Errors
-/// The client breaks off.
+/// The client broke off.
 pub async fn read_body(request: Request, limit: usize) -> Result<Option<Bytes>, axum::Error> {
     let mut chunks = request.into_body().into_data_stream();
     let mut whole = Vec::new();
@@ -96,12 +97,12 @@ pub async fn read_body(request: Request, limit: usize) -> Result<Option<Bytes>, 
     Ok(Some(whole.into()))
 }
 
-/// Bytes of a refused body that are read over.
+/// Bytes of a refused body that are read and dropped.
 const DRAINED: usize = 64 << 20;
 
-/// Reads over the body of a request that is refused or put off: a client that is still sending would
-/// find its connection closed instead of a reply. What is larger than anything meant is cut, at once
-/// where it says so.
+/// Reads and drops the body of a refused request: a client that is still sending would find its
+/// connection closed instead of a reply. A connection whose body exceeds the maximum is closed,
+/// immediately if the header announces it.
 pub async fn drain(request: Request) {
     if announced_length(request.headers()).is_none_or(|length| length <= DRAINED) {
         read_over(request.into_body().into_data_stream()).await;
@@ -118,7 +119,7 @@ async fn read_over(mut chunks: BodyDataStream) {
     }
 }
 
-/// The length of the body by its headers.
+/// The length of the body according to its headers.
 pub fn announced_length(headers: &HeaderMap) -> Option<usize> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }

@@ -1,15 +1,16 @@
-//! Who is connected, and for how long without doing their part.
+//! Open connections, and how long each has been waiting for its client.
 //!
-//! A client that stops in the middle of a request, or does not take its reply, holds a connection,
-//! a place in the queue and the reply's rows. Every connection therefore says what it waits for
-//! ([`Phase`]); one that waits for its client longer than it should is cut, and when there are too
-//! many, the one that has been waiting for its client longest makes room. A connection whose
-//! request is being served, or whose next piece of a reply is being made, is never cut.
+//! A client that stops in the middle of a request, or does not read its reply, holds a connection,
+//! a place in the queue and the reply's rows. So every connection records what it waits for
+//! ([`Phase`]). One that waits for its client too long is closed, and when there are too many, the
+//! one that has waited for its client longest is closed for a new one. A connection whose request
+//! is being processed, or whose next piece of a reply is being made, is never closed.
 //!
-//! A client may close its own side and wait for the reply; one that has left closes it just so. Which
-//! of the two it is shows when something is sent: a socket that nobody holds answers with a reset. So
-//! the end of what a client sends is kept from HTTP while its request is under way, and the client gets
-//! an interim response, `100 Continue`, which HTTP/1.1 lets a server send at any time.
+//! A client may close its sending side and wait for the reply; a client that has left looks the
+//! same. They can be told apart by sending something: a socket that nobody holds answers with a
+//! reset. So the end of a client's input is hidden from HTTP while its request is in progress, and
+//! the client gets an interim response, `100 Continue`, which HTTP/1.1 lets a server send at any
+//! time.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -35,22 +36,22 @@ use crate::access::{AccessLog, Entry, Note};
 use crate::admission::Slot;
 use crate::count::Count;
 
-/// How long a connection may stay open between two requests: longer than the 90 s for which HTTP
-/// clients keep one, so that they close first and no request meets a closing connection.
+/// How long a connection may stay open between two requests: longer than the 90 s of common HTTP
+/// clients, so that they close first and no request meets a closing connection.
 const KEPT_OPEN: Duration = Duration::from_secs(120);
-/// A request's first lines; ours have some 200 bytes.
+/// Largest head of a request; ours have some 200 bytes.
 const LARGEST_HEAD: usize = 64 << 10;
-/// What a reply may take beyond the client's time, for each byte: a mebibyte per second, a tenth of
-/// a slow network.
+/// Time that a reply may take in addition to the client's timeout, per byte: a mebibyte per second,
+/// a tenth of a slow network.
 const SECONDS_PER_BYTE: f64 = 1.0 / (1 << 20) as f64;
 /// How often overdue connections are looked for.
 const SWEEP: Duration = Duration::from_millis(200);
-/// What tells a client that has left from one that has only closed its side.
+/// Tells a client that has left from one that has only closed its sending side.
 const INTERIM: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
-/// How long the end of what a client sends is kept from HTTP while a request is still being read: the request may
-/// be whole, and HTTP about to say so. One that is not is given up then.
+/// How long the end of a client's input is hidden from HTTP while a request is still being read:
+/// the request may be complete, and HTTP about to notice. One that is not is then dropped.
 const END_KEPT: Duration = Duration::from_secs(1);
-/// How many connections make room at once where the process may open no more files.
+/// How many connections are closed at once if the process may open no more files.
 const ROOM: usize = 16;
 /// The time that they get to close.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
@@ -65,12 +66,12 @@ pub struct Connections {
 }
 
 impl Connections {
-    /// For `most` connections at a time, whose clients have `client_timeout` to do their part.
+    /// For at most `most` connections, whose clients have `client_timeout` for each step.
     pub fn new(most: usize, client_timeout: Duration) -> Arc<Self> {
         Arc::new(Self { open: Mutex::default(), most, client_timeout, cut: Count::default() })
     }
 
-    /// Connections cut because their client did not do its part.
+    /// Connections closed because the client was too slow.
     pub fn cut_so_far(&self) -> u64 {
         self.cut.get()
     }
@@ -80,14 +81,14 @@ impl Connections {
         lock(&self.open).iter().filter(|connection| connection.strong_count() > 0).count()
     }
 
-    /// Cuts overdue connections, for ever.
+    /// Closes overdue connections, forever.
     pub(crate) async fn sweep(self: Arc<Self>) {
         loop {
             tokio::time::sleep(SWEEP).await;
             let now = Instant::now();
             for connection in self.all() {
                 if connection.half_closed.load(Ordering::Relaxed) {
-                    // It looks whether its client is still there.
+                    // It checks whether its client is still there.
                     connection.waker.wake();
                 }
                 let deadline = connection.state().deadline(self.client_timeout);
@@ -107,7 +108,7 @@ impl Connections {
         connection
     }
 
-    /// Cuts the connection that has been waiting for its client longest.
+    /// Closes the connection that has waited for its client longest.
     fn make_room(&self) {
         let waiting = |connection: &Arc<Connection>| connection.state().waits_for_its_client();
         let all = self.all().into_iter().filter(waiting);
@@ -118,7 +119,7 @@ impl Connections {
 
     fn cut(&self, connection: &Connection) {
         if !connection.cut.swap(true, Ordering::Relaxed) {
-            // Nothing is lost with one that is merely kept open.
+            // Closing an idle connection loses nothing.
             if !matches!(connection.state().phase, Phase::Idle) {
                 self.cut.add(1);
             }
@@ -126,7 +127,7 @@ impl Connections {
         }
     }
 
-    /// Those still open and not cut; the others are forgotten.
+    /// The connections that are still open and were not closed by us; the others are forgotten.
     fn all(&self) -> Vec<Arc<Connection>> {
         let mut open = lock(&self.open);
         let mut all = Vec::with_capacity(open.len());
@@ -144,21 +145,21 @@ impl Connections {
 /// What a connection waits for.
 #[derive(Debug, Default)]
 enum Phase {
-    /// The next request; nothing of it has come.
+    /// The next request; nothing of it has arrived.
     #[default]
     Idle,
-    /// The rest of a request's first lines, of which so many bytes have come.
+    /// The rest of a request's head, of which this many bytes have arrived.
     Head { bytes: usize },
     /// The rest of a request's body.
     Body,
     /// The server's own work.
     Served,
-    /// The client, to take its reply. `whole`: HTTP has all of it, and what is not sent yet is in
-    /// its buffer.
+    /// The client, to read its reply. `whole`: HTTP has all of it, and unsent parts are in its
+    /// buffer.
     Sending { whole: bool, time: Duration, _slot: Option<Slot> },
-    /// The client, to take what has been made so far of a reply that comes piece by piece.
+    /// The client, to read what has been made so far of a streamed reply.
     Streaming { whole: bool, _slot: Option<Slot> },
-    /// The server, to make the next piece.
+    /// The server, to make the next piece of a streamed reply.
     Making { _slot: Option<Slot> },
 }
 
@@ -189,15 +190,15 @@ impl State {
     }
 }
 
-/// One connection, as its socket, its requests and the sweep see it.
+/// One connection, shared by its socket, its requests and the sweep.
 #[derive(Debug)]
 pub struct Connection {
     state: Mutex<State>,
     cut: AtomicBool,
-    /// Whether its client sends nothing any more, and who wants to know.
+    /// Whether its client has closed its sending side, and the task to notify.
     half_closed: AtomicBool,
     when_half_closed: Notify,
-    /// Whether its client knows interim responses.
+    /// Whether its client supports interim responses.
     takes_interim: AtomicBool,
     /// Wakes the task that serves it.
     waker: AtomicWaker,
@@ -218,37 +219,38 @@ impl Default for Connection {
 }
 
 impl Connection {
-    /// From now on the client is to send its request's body.
+    /// The connection now waits for the request's body.
     pub fn receiving(&self) {
         self.state().enter(Phase::Body);
     }
 
-    /// From now on the client has nothing to do.
+    /// The connection now waits for the server.
     pub fn served(&self) {
         self.state().enter(Phase::Served);
     }
 
-    /// Returns once the client has closed its side, and may have left. What is sent then tells.
+    /// Returns once the client has closed its sending side and may have left. Sending something
+    /// then shows which.
     pub async fn half_closed(&self) {
         self.when_half_closed.notified().await;
     }
 
-    /// Whether all of a request is here and its reply is not out.
+    /// Whether a complete request is here and its reply has not been sent.
     fn owes_a_reply(&self) -> bool {
         !matches!(self.state().phase, Phase::Idle | Phase::Head { .. } | Phase::Body)
     }
 
-    /// Whether something of a request has come.
+    /// Whether part of a request has arrived.
     fn has_begun(&self) -> bool {
         !matches!(self.state().phase, Phase::Idle)
     }
 
-    /// Whether nothing of the reply has gone out.
+    /// Whether no part of the reply has been sent.
     fn is_served(&self) -> bool {
         matches!(self.state().phase, Phase::Served)
     }
 
-    /// A reply begins to go out: of so many bytes, or piece by piece.
+    /// A reply starts: of this many bytes, or streamed.
     fn sending(&self, bytes: Option<u64>, slot: Option<Slot>) {
         self.state().enter(match bytes {
             Some(bytes) => {
@@ -281,7 +283,7 @@ impl Connection {
         }
     }
 
-    /// The socket has taken all that HTTP had.
+    /// The socket has taken everything that HTTP had.
     fn flushed(&self) {
         let mut state = self.state();
         match &mut state.phase {
@@ -296,7 +298,7 @@ impl Connection {
         }
     }
 
-    /// `bytes` have come in.
+    /// `bytes` have arrived.
     fn received(&self, bytes: usize) {
         let mut state = self.state();
         match &mut state.phase {
@@ -306,7 +308,7 @@ impl Connection {
         }
     }
 
-    /// Whether the first lines of a request have no end.
+    /// Whether the head of a request is too long.
     fn head_is_too_large(&self) -> bool {
         matches!(self.state().phase, Phase::Head { bytes } if bytes > LARGEST_HEAD)
     }
@@ -320,7 +322,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The connection that a request came by.
+/// The connection of a request.
 #[derive(Debug, Clone)]
 pub struct Client(Arc<Connection>);
 
@@ -332,8 +334,8 @@ impl std::ops::Deref for Client {
     }
 }
 
-/// Around every request: watches its reply go out, keeps the slot that the reply brings along until
-/// the socket has taken it all, and writes the request down.
+/// Wraps every request: tracks its reply until it is sent, keeps the slot that the reply carries
+/// until the socket has taken all of it, and logs the request.
 pub async fn watch(
     Shared(log): Shared<AccessLog>,
     ConnectInfo(client): ConnectInfo<Client>,
@@ -357,11 +359,11 @@ pub async fn watch(
     response.map(|body| Body::new(Outgoing { body, client, _entry: entry }))
 }
 
-/// A reply's body that says when HTTP has all of it.
+/// A reply's body that reports when HTTP has all of it.
 struct Outgoing {
     body: Body,
     client: Client,
-    /// Written when the body, before it, is gone.
+    /// Logged when the body, which is dropped before it, is gone.
     _entry: Entry,
 }
 
@@ -395,7 +397,7 @@ impl HttpBody for Outgoing {
     }
 }
 
-/// Accepts whoever comes.
+/// Accepts connections.
 #[derive(Debug)]
 pub(crate) struct Door {
     pub(crate) listener: TcpListener,
@@ -422,12 +424,12 @@ impl Door {
     }
 }
 
-/// A socket that can be cut from elsewhere.
+/// A socket that can be closed from elsewhere.
 #[derive(Debug)]
 pub(crate) struct Socket {
     stream: TcpStream,
     client: Client,
-    /// When its client was seen to have closed its side.
+    /// When its client closed its sending side.
     ended_at: Option<Instant>,
     /// Whether a client that closed its side got an interim response.
     has_asked: bool,
@@ -438,7 +440,8 @@ impl Socket {
         self.client.clone()
     }
 
-    /// The client has closed its side. While it is owed a reply that is no end, unless it has left.
+    /// The client has closed its sending side. While a reply is due this is not the end, unless the
+    /// client has left.
     fn ended(&mut self) -> Poll<io::Result<()>> {
         let kept = self.ended_at.get_or_insert_with(Instant::now).elapsed() < END_KEPT;
         if !(self.client.owes_a_reply() || kept && self.client.has_begun()) {
@@ -459,7 +462,7 @@ impl Socket {
         Poll::Pending
     }
 
-    /// The stream, unless it has been cut. Then it closes without waiting for what is unsent.
+    /// The stream, unless it has been closed by us. Then it closes without waiting for unsent data.
     fn uncut(&mut self, context: &Context<'_>) -> io::Result<Pin<&mut TcpStream>> {
         self.client.waker.register(context.waker());
         if self.client.cut.load(Ordering::Relaxed) {
@@ -476,7 +479,7 @@ impl AsyncRead for Socket {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // Before the read: what a read brings behind the last of these lines is body.
+        // Before the read, because bytes that a read returns after the head are body.
         if self.client.head_is_too_large() {
             return Poll::Ready(Err(io::ErrorKind::InvalidData.into()));
         }

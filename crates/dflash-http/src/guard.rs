@@ -1,10 +1,10 @@
 //! Which web pages may use a server.
 //!
-//! A browser lets any page send requests to any address, a loopback one included, and only keeps the
-//! replies from it. A page can even read these where its own name is made to resolve to 127.0.0.1 while
-//! it is open. So a server that listens on loopback alone answers to loopback's own names alone, and one
-//! that gets an `Origin`, which browsers send and other clients do not, answers to those origins that
-//! its owner has named.
+//! A browser lets any page send requests to any address, including loopback, and only hides the
+//! replies from it. A page can even read replies if its own host name is made to resolve to
+//! 127.0.0.1 while it is open (DNS rebinding). So a server that listens on loopback only answers
+//! only to loopback's own names, and a request with an `Origin`, which browsers send and other
+//! clients do not, is answered only for origins that the server's owner has listed.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
@@ -16,27 +16,27 @@ use axum::response::{IntoResponse, Response};
 
 use crate::refusal::Refusal;
 
-/// For how long a browser may remember what it was allowed, in seconds.
+/// How long a browser may cache a permission, in seconds.
 const REMEMBERED: &str = "600";
-/// Chrome asks with it before a public page may reach a private address.
+/// Chrome sends it before a public page may access a private address.
 const ASKS_PRIVATE: HeaderName = HeaderName::from_static("access-control-request-private-network");
 const ALLOWS_PRIVATE: HeaderName = HeaderName::from_static("access-control-allow-private-network");
 
-/// What a server lets in.
+/// What a server allows.
 #[derive(Debug, Default)]
 pub struct Guard {
     /// Origins whose pages may use it; `*` for all.
     pub allowed_origins: Vec<String>,
-    /// Whether requests are recognised by a key: then a page cannot make them, whatever its name.
+    /// Whether requests need a key: then a page cannot make them, whatever its name.
     pub has_key: bool,
-    /// The name that it was told to listen on.
+    /// The host name that it was told to listen on.
     pub host: String,
-    /// Set once it is known where it listens.
+    /// Set once the address is known.
     pub listens_on: OnceLock<SocketAddr>,
 }
 
 impl Guard {
-    /// Whether `host`, a header `Host`, is a name of this machine's own.
+    /// Whether `host`, the value of a `Host` header, is a loopback name.
     fn is_own(&self, host: &str) -> bool {
         let name = match host.strip_prefix('[') {
             Some(rest) => rest.split(']').next().unwrap_or_default(),
@@ -58,8 +58,7 @@ impl Guard {
             if !self.is_own(host) {
                 let host: String = host.chars().take(100).collect();
                 let message = format!(
-                    "this server listens on loopback and does not answer to the host {host:?}; ask \
-                     localhost or 127.0.0.1, or start it with an --api-key or another --host"
+                    "this server listens on loopback and does not answer to the host {host:?}; use localhost or 127.0.0.1, or start it with an --api-key or another --host"
                 );
                 return Err(Refusal::new(StatusCode::FORBIDDEN, message));
             }
@@ -67,7 +66,7 @@ impl Guard {
         Ok(())
     }
 
-    /// The origin of a page that may use the server; `None` where no page asks.
+    /// The origin of a page that may use the server; `None` if the request has no origin.
     fn check_origin(&self, headers: &HeaderMap) -> Result<Option<HeaderValue>, Refusal> {
         let Some(origin) = headers.get(header::ORIGIN) else { return Ok(None) };
         let text = origin.to_str().unwrap_or_default();
@@ -83,8 +82,8 @@ impl Guard {
     }
 }
 
-/// Around every request: refuses what a page may not ask, answers a browser that asks beforehand, and
-/// lets an allowed page read the reply.
+/// Wraps every request: refuses requests of other pages, answers CORS preflight requests, and lets
+/// an allowed page read the reply.
 pub async fn guard(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     if let Err(refusal) = guard.check_host(request.headers()) {
         return refusal.into_response();
@@ -106,14 +105,14 @@ pub async fn guard(State(guard): State<Arc<Guard>>, request: Request, next: Next
     response
 }
 
-/// The answer to a browser that asks what a page may send.
+/// The answer to a CORS preflight request.
 fn allowance(asked: &HeaderMap) -> Response {
     let mut response = StatusCode::NO_CONTENT.into_response();
     let headers = response.headers_mut();
     let methods = HeaderValue::from_static("GET, POST, OPTIONS");
     headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
     headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(REMEMBERED));
-    // Clients send headers of their own, such as x-stainless-lang: none of them does anything here.
+    // Clients send headers of their own, such as x-stainless-lang; none of them has an effect here.
     let wanted = asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
     let plain = HeaderValue::from_static("authorization, content-type");
     headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, wanted.unwrap_or(plain));
@@ -123,8 +122,8 @@ fn allowance(asked: &HeaderMap) -> Response {
     response
 }
 
-/// Whether a request says that its body is JSON. A form, or a page that has not asked beforehand, does
-/// not.
+/// Whether a request declares a JSON body. A form does not, nor does a page without a preflight
+/// request.
 pub fn says_json(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let kind = kind.and_then(|kind| kind.split(';').next()).unwrap_or_default().trim();

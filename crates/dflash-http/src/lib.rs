@@ -1,9 +1,9 @@
 //! What the project's HTTP servers share.
 //!
-//! A [`Server`] listens before its model is loaded and ends in an orderly way; [`Connections`] cuts
-//! clients that do not do their part; [`Admission`] bounds how many requests are under way and makes
-//! further ones wait in line for a while; a [`Guard`] keeps web pages out; [`Refusal`] is the reply to a request that gets nothing
-//! else, in the shape that OpenAI-compatible clients read. No model, no route of its own.
+//! A [`Server`] listens before its model is loaded and shuts down in order; [`Connections`] closes
+//! connections of slow clients; [`Admission`] bounds the requests in flight and makes others wait
+//! in line for a while; a [`Guard`] keeps web pages out; [`Refusal`] is an error reply in the shape
+//! that OpenAI-compatible clients read. There is no model and no route here.
 
 mod access;
 mod admission;

@@ -7,26 +7,26 @@ use axum::http::{HeaderName, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
-/// When to ask again, in milliseconds.
+/// When to retry, in milliseconds.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
-/// Why a request gets no other reply.
+/// An error reply.
 #[derive(Debug)]
 pub struct Refusal {
     /// The status.
     pub status: StatusCode,
-    /// For the client's people.
+    /// The message for people.
     pub message: String,
     /// The field of the request that is at fault, if one is.
     pub param: Option<String>,
-    /// A word for programs, where the protocol has one.
+    /// An error code for programs, if the protocol has one.
     pub code: Option<&'static str>,
-    /// When to ask again.
+    /// When to retry.
     pub after: Option<Duration>,
 }
 
 impl Refusal {
-    /// One that concerns the request as a whole.
+    /// An error of the request as a whole.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
         Self { status, message: message.into(), param: None, code: None, after: None }
     }
@@ -44,7 +44,7 @@ impl IntoResponse for Refusal {
         let error = json!({"message": message, "type": kind, "param": param, "code": code});
         let mut response = (status, Json(json!({"error": error}))).into_response();
         let Some(after) = after else { return response };
-        // Whole seconds for everyone, and what OpenAI's clients look for first.
+        // Whole seconds for everyone, and the header that OpenAI's clients look for first.
         let seconds = after.as_secs_f64().ceil() as u64;
         let headers = response.headers_mut();
         headers.insert(header::RETRY_AFTER, seconds.max(1).into());

@@ -1,7 +1,7 @@
 //! The life of a server: listen, load, serve, stop.
 //!
-//! It listens before it loads, because a large model takes minutes and a taken port should be
-//! reported at once. The model has a thread of its own.
+//! It listens before it loads, because a large model takes minutes and an occupied port should be
+//! reported at once. The model runs on a thread of its own.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -26,7 +26,7 @@ use crate::connections::{Connections, Door, Socket};
 
 /// How soon a set stop flag is noticed.
 const STOP_POLL: Duration = Duration::from_millis(25);
-/// How long the model may take to end what it does once nobody waits for it.
+/// How long the model may take to finish its work once no request waits for it.
 const MODEL_GRACE: Duration = Duration::from_secs(1);
 
 /// Why a server does not start, or ends.
@@ -52,7 +52,7 @@ pub enum Error {
     Serve { address: SocketAddr, source: io::Error },
 }
 
-/// A socket that listens, and the threads for what comes in.
+/// A listening socket, and the threads for connections.
 #[derive(Debug)]
 pub struct Listening {
     listener: TcpListener,
@@ -98,25 +98,25 @@ fn listen(host: &str, port: u16) -> Result<(TcpListener, SocketAddr), Error> {
     Ok((listener, actual))
 }
 
-/// A server between its start and its end.
+/// A server from start to shutdown.
 #[derive(Debug)]
 pub struct Server {
     /// Routes under [`crate::watch`].
     pub router: Router,
-    /// Who is connected.
+    /// The open connections.
     pub connections: Arc<Connections>,
-    /// Ends it once set.
+    /// Shuts the server down once set.
     pub stop: Arc<AtomicBool>,
     /// The model's thread; its end is the server's.
     pub model: JoinHandle<()>,
-    /// How long replies may take to go out after the stop; then connections are cut.
+    /// How long replies may take to be sent after the stop; then connections are closed.
     pub reply_grace: Duration,
 }
 
 impl Server {
-    /// Serves until the stop flag is set. `when_loaded` tells whether the model has been loaded; then
-    /// `ready` is called. After the stop `refuse_new` is called at once, and `close` when all replies
-    /// are out or have had their time; it must end the model's thread.
+    /// Serves until the stop flag is set. `when_loaded` reports whether the model has been loaded;
+    /// then `ready` is called. After the stop `refuse_new` is called at once, and `close` when all
+    /// replies have been sent or their time is over; it must end the model's thread.
     ///
     /// # Errors
     /// The loader's, or that of `ready`; [`Error::ModelGone`], [`Error::Serve`].
@@ -136,7 +136,7 @@ impl Server {
         outcome.map(join_within_grace)
     }
 
-    /// Hands the model's thread back when the stop flag has ended the server.
+    /// Returns the model's thread when the stop flag has ended the server.
     async fn serve<E: From<Error>>(
         self,
         listener: TcpListener,
@@ -152,7 +152,7 @@ impl Server {
         let (closing, closed) = watch::channel(false);
         let mut server = tokio::spawn(answer_all(door, self.router.clone(), closed));
         let loaded = tokio::select! {
-            // A loader that fails also ends its thread; its reason comes first.
+            // A loader that fails also ends its thread; its error takes precedence.
             biased;
             loaded = when_loaded => match loaded {
                 Ok(loaded) => loaded.map(|()| true),
@@ -175,7 +175,7 @@ impl Server {
         refuse_new();
         closing.send_replace(true);
         if tokio::time::timeout(self.reply_grace, server).await.is_err() {
-            tracing::warn!("cutting the connections that are still open");
+            tracing::warn!("closing the connections that are still open");
         }
         Ok(self.model)
     }
@@ -188,9 +188,9 @@ impl Server {
     }
 }
 
-/// Answers whoever comes until `closed` says so; returns when the last reply is out.
+/// Serves connections until `closed` is set; returns when the last reply has been sent.
 async fn answer_all(door: Door, router: Router, mut closed: watch::Receiver<bool>) {
-    // Its receiver learns when all connections, which hold a sender each, are gone.
+    // Every connection holds a sender, so the receiver learns when all are gone.
     let (alive, mut all_gone) = mpsc::channel::<()>(1);
     let closing = closed.clone();
     let mut is_closed =
@@ -211,8 +211,8 @@ async fn answer_all(door: Door, router: Router, mut closed: watch::Receiver<bool
     all_gone.recv().await;
 }
 
-/// Answers the requests of one connection, one after the other. HTTP/1 alone: slots and deadlines are a
-/// connection's, and under HTTP/2 many requests share one.
+/// Serves the requests of one connection, one after the other. HTTP/1 only: slots and deadlines
+/// belong to connections, and under HTTP/2 many requests share one.
 async fn answer(socket: Socket, router: Router, mut closed: watch::Receiver<bool>) {
     let client = socket.client();
     let service = service_fn(move |request: hyper::Request<Incoming>| {
@@ -235,8 +235,8 @@ async fn answer(socket: Socket, router: Router, mut closed: watch::Receiver<bool
     }
 }
 
-/// A forward pass cannot be interrupted. The thread is left behind when it takes too long; the
-/// process is about to end.
+/// A forward pass cannot be interrupted. If the thread takes too long it is abandoned; the process
+/// is about to exit.
 fn join_within_grace(model: JoinHandle<()>) {
     let start = Instant::now();
     while !model.is_finished() && start.elapsed() < MODEL_GRACE {

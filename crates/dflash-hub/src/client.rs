@@ -1,4 +1,4 @@
-//! The official client, asked for exactly the files that are needed.
+//! The official client, limited to the files that are needed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use crate::progress::Meter;
 
 /// The branch on which the Hub keeps its Parquet conversion of a dataset.
 const PARQUET_BRANCH: &str = "refs/convert/parquet";
-/// How long the Hub may take to say that it knows a repository.
+/// How long the Hub may take to confirm that a repository exists.
 const FIRST_ANSWER: Duration = Duration::from_secs(30);
-/// The same where somebody only waits to be told so.
+/// The same if only the login is checked.
 const LOGIN_ANSWER: Duration = Duration::from_secs(10);
 
 /// A client, and whether it may use the network.
@@ -43,7 +43,7 @@ impl Session {
         Ok(Self { client: builder.build().map_err(reason)?, offline })
     }
 
-    /// The name that the Hub knows us by.
+    /// Our user name on the Hub.
     pub(crate) async fn whoami(&self) -> Result<String, Reason> {
         match tokio::time::timeout(LOGIN_ANSWER, self.client.whoami().send()).await {
             Ok(answer) => answer.map(|user| user.username).map_err(reason),
@@ -63,7 +63,7 @@ impl Session {
         let dir = self.snapshot(&repository, id.clone(), name.revision, part.files()).await?;
         let weights = part.weights(&dir);
         if !weights.is_empty() {
-            // Of the same commit, even if somebody pushes meanwhile: its hash names the directory.
+            // Of the same commit, even if someone pushes meanwhile: its hash names the directory.
             let commit = dir.file_name().and_then(|name| name.to_str());
             let label = format!("the weights of {id}");
             self.snapshot(&repository, label, commit, weights).await?;
@@ -116,7 +116,7 @@ impl Session {
         }
     }
 
-    /// The snapshot's directory, with what the repository has of `files`; offline, as it is.
+    /// The snapshot's directory, with those of `files` that the repository has; offline, as it is.
     async fn snapshot<T: RepoType>(
         &self,
         repository: &HFRepository<T>,
@@ -147,8 +147,8 @@ impl Session {
     }
 }
 
-/// Asks for the repository first: later answers do not tell it from its revision, and a host that
-/// never answers would hold us until the kernel gives up.
+/// Checks the repository first: later answers do not distinguish a missing repository from a
+/// missing revision, and an unresponsive host would block us until the kernel gives up.
 async fn known<T: RepoType>(repository: &HFRepository<T>) -> Result<(), Reason> {
     match tokio::time::timeout(FIRST_ANSWER, repository.exists().send()).await {
         Err(_) => {

@@ -7,7 +7,7 @@ use crate::push::Refusal;
 /// Messages name the model or dataset and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A name that is neither a directory nor of the Hub's form.
+    /// A name that is neither a directory nor a valid name on the Hub.
     #[error(
         "the {model} {name}: no such directory, and not a name on the Hub (OWNER/NAME or \
          OWNER/NAME@REVISION)"
@@ -23,7 +23,7 @@ pub enum Error {
     Fetch {
         /// The object.
         what: String,
-        /// Where from, if not from the usual place.
+        /// Where from, if not from the usual address.
         from: String,
         /// Why.
         reason: Reason,
@@ -50,22 +50,22 @@ pub enum Error {
         repository: String,
         /// Its page.
         url: String,
-        /// The collection as it was named.
+        /// The collection as given.
         collection: String,
         /// Why.
         reason: Box<Refusal>,
     },
-    /// Nobody has logged in.
+    /// There is no login.
     #[error(
         "a push needs a token with write access: set HF_TOKEN, name a file with --token-file, or log \
          in with `hf auth login` (which leaves {})",
         .file.display()
     )]
     NoToken {
-        /// Where a login would have left it.
+        /// Where a login would have stored it.
         file: PathBuf,
     },
-    /// A file of a token.
+    /// A token file that cannot be read.
     #[error("cannot read the token in {}: {source}", .path.display())]
     TokenFile {
         /// The file.
@@ -73,13 +73,13 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// Something else than a token.
-    #[error("{origin} holds no token of the Hub, which is one word of plain letters and digits")]
+    /// A value that is not a token.
+    #[error("{origin} has no valid Hub token, which is one word of plain letters and digits")]
     TokenShape {
         /// The variable or file.
         origin: String,
     },
-    /// A file that is to go.
+    /// A file to upload that cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
     File {
         /// The file.
@@ -87,10 +87,10 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// The system refuses threads for the network.
+    /// The system cannot start threads for the network.
     #[error("cannot start threads for the network: {0}")]
     Threads(std::io::Error),
-    /// The run was asked to stop.
+    /// The run was told to stop.
     #[error("interrupted")]
     Interrupted,
 }
@@ -101,7 +101,7 @@ pub enum Reason {
     /// Offline, and the cache has never seen this revision.
     #[error("it is not in the local cache")]
     NotCached,
-    /// Offline, and the cache holds other parts only.
+    /// Offline, and the cache has only other parts.
     #[error("the local cache lacks its {0}")]
     NotCachedWhole(String),
     /// The Hub says 404, or 401 without a login.
@@ -130,7 +130,7 @@ pub enum Reason {
         /// The split.
         split: String,
     },
-    /// A file arrived that is not the announced one.
+    /// A file arrived with another size than announced.
     #[error("{file} arrived with {found} of {expected} bytes; try again")]
     WrongSize {
         /// The file.

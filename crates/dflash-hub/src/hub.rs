@@ -1,4 +1,4 @@
-//! From a name to a directory or files, blocking, with an eye on the stop flag.
+//! From a name to a directory or files: blocking calls that watch the stop flag.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::error::{Error, Reason};
 use crate::name::Name;
 use crate::part::Part;
 
-/// How often a download looks whether it should stop.
+/// How often a download checks the stop flag.
 const STOP_POLL: Duration = Duration::from_millis(100);
 
 /// The Hub, or a mirror of it, and its cache on this machine.
@@ -39,7 +39,7 @@ pub struct Split {
 }
 
 impl Hub {
-    /// The Hub as the environment describes it; `HF_HUB_OFFLINE` in the words of the official
+    /// The Hub as the environment describes it; `HF_HUB_OFFLINE` is parsed as in the official
     /// Python client.
     pub fn from_env() -> Self {
         let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
@@ -48,7 +48,7 @@ impl Hub {
         Self { endpoint: std::env::var("HF_ENDPOINT").ok(), cache: None, offline }
     }
 
-    /// The directory with `part` of the model `name`: as it is, or fetched into the cache.
+    /// The directory with `part` of the model `name`: a local one, or fetched into the cache.
     ///
     /// # Errors
     /// [`Error::NoDirectory`], [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
@@ -68,7 +68,7 @@ impl Hub {
 
     /// The Parquet files of `split`, in order.
     ///
-    /// They are of the Hub's own conversion, which spares us every repository's layout.
+    /// They come from the Hub's own conversion, so that each repository's layout does not matter.
     ///
     /// # Errors
     /// [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
@@ -86,7 +86,7 @@ impl Hub {
         })
     }
 
-    /// One file of the dataset `repo`, for those that the Hub does not convert.
+    /// One file of the dataset `repo`, for datasets that the Hub does not convert.
     ///
     /// # Errors
     /// [`Error::Fetch`] or, once `stop` is set, [`Error::Interrupted`].
@@ -106,7 +106,7 @@ impl Hub {
         })
     }
 
-    /// Runs `work`; where the Hub does not answer, once more with the cache alone.
+    /// Runs `work`; if the Hub does not answer, once more with the cache only.
     fn fetch<T>(
         &self,
         name: &str,
@@ -142,7 +142,7 @@ impl Hub {
     }
 }
 
-/// Runs `work` until it ends or the run is asked to stop.
+/// Runs `work` until it ends or the run is told to stop.
 pub(crate) fn until_stopped<T>(
     stop: &AtomicBool,
     work: impl Future<Output = T>,
@@ -160,7 +160,7 @@ pub(crate) fn until_stopped<T>(
             () = stopped => Err(Error::Interrupted),
         }
     });
-    // Looking up a host name, or waiting for another process's lock, cannot be cut short.
+    // A host name lookup, or waiting for another process's lock, cannot be interrupted.
     runtime.shutdown_background();
     outcome
 }

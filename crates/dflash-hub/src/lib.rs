@@ -1,11 +1,10 @@
-//! Models and datasets by name: the one place where anything is fetched, and from which anything is
-//! published.
+//! Models and datasets by name: the only place that fetches and publishes.
 //!
-//! A name is a directory, which is used as it is, or `OWNER/NAME` or `OWNER/NAME@REVISION` of the
-//! Hugging Face Hub. The official client fetches, with its cache, token, `HF_ENDPOINT` and
-//! `HF_HOME`; under `HF_HUB_OFFLINE`, or where the Hub does not answer, what the cache holds is
-//! used. Only what dflash reads is fetched: never pickled weights or GGUF. The other way, a list of
-//! files becomes one commit of a repository.
+//! A name is a local directory, or `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hugging Face Hub.
+//! The official client fetches, with its cache, token, `HF_ENDPOINT` and `HF_HOME`; with
+//! `HF_HUB_OFFLINE`, or if the Hub does not answer, the cache is used. Only files that dflash reads
+//! are fetched: never pickled weights or GGUF. For publishing, a list of files becomes one commit
+//! of a repository.
 
 mod client;
 mod error;

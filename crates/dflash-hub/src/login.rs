@@ -1,4 +1,4 @@
-//! Who we are to the Hub.
+//! The login on the Hub.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,25 +7,25 @@ use crate::client::Session;
 use crate::error::Reason;
 use crate::hub::Hub;
 
-/// The Hub itself, where no other is named.
+/// The Hub's own address, the default.
 const HUGGING_FACE: &str = "https://huggingface.co";
 
-/// Who is logged in.
+/// The result of checking the login.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Login {
     /// A user or an organisation, by name.
     As(String),
     /// There is no token; public repositories can be read.
     NoToken,
-    /// There is a token, and the Hub does not know it.
+    /// There is a token, but the Hub does not accept it.
     Refused,
 }
 
 impl Hub {
-    /// Asks the Hub who we are. The token itself is never shown.
+    /// Asks the Hub for our user name. The token itself is never shown.
     ///
     /// # Errors
-    /// [`Reason::Unreachable`] and other failures to ask, after at most 10 s.
+    /// [`Reason::Unreachable`] and other failures of the request, after at most 10 s.
     pub fn login(&self) -> Result<Login, Reason> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -33,7 +33,7 @@ impl Hub {
         let answer = runtime.block_on(async {
             Session::open(self.endpoint.as_deref(), None, false)?.whoami().await
         });
-        // Looking up a host name cannot be cut short.
+        // A host name lookup cannot be interrupted.
         runtime.shutdown_background();
         match answer {
             Ok(name) => Ok(Login::As(name)),

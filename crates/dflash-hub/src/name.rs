@@ -1,6 +1,6 @@
 //! Names of repositories: `OWNER/NAME`, and `OWNER/NAME@REVISION` for a branch, tag or commit.
 
-/// A repository and, where one is named, its revision.
+/// A repository and an optional revision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Name<'a> {
     pub(crate) owner: &'a str,
@@ -20,7 +20,7 @@ impl<'a> Name<'a> {
     }
 }
 
-/// Whether `name` has the form of a repository of the Hub, with or without a revision.
+/// Whether `name` has the form of a repository on the Hub, with or without a revision.
 pub fn is_repository(name: &str) -> bool {
     Name::parse(name).is_some()
 }

@@ -1,4 +1,4 @@
-//! What of a model's repository a command needs.
+//! The parts of a model's repository that commands need.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,11 +7,11 @@ use serde_json::Value;
 
 /// Weights in one file.
 const WEIGHTS: &str = "model.safetensors";
-/// Weights in shards: which tensor is in which.
+/// Weights in shards: maps each tensor to its file.
 const INDEX: &str = "model.safetensors.index.json";
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
-/// A tokenizer with its chat template; config.json bounds its ids.
+/// A tokenizer with its chat template; config.json gives the number of ids.
 const TOKENIZER_FILES: [&str; 7] = [
     TOKENIZER,
     "tokenizer_config.json",
@@ -21,10 +21,10 @@ const TOKENIZER_FILES: [&str; 7] = [
     "chat_template.json",
     CONFIG,
 ];
-/// A draft but for its weights; the second holds the tokens that a pruned draft can say.
+/// A draft without its weights; the second file has the tokens of a pruned vocabulary.
 const DRAFT_FILES: [&str; 2] = [CONFIG, "draft_vocabulary.safetensors"];
 
-/// The part of a model that is wanted.
+/// A part of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
     /// A target's tokenizer and chat template.
@@ -33,7 +33,7 @@ pub enum Part {
     Config,
     /// A target: configuration, tokenizer and weights.
     Target,
-    /// What training a draft needs of a target: configuration, tokenizer, and the shards that hold its
+    /// What training a draft needs of a target: configuration, tokenizer, and the shards with its
     /// embedding, final norm and output projection.
     Head,
     /// A draft: configuration, vocabulary and weights.
@@ -41,7 +41,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// What kind of model it is a part of.
+    /// The kind of model that it belongs to.
     pub(crate) fn model(self) -> &'static str {
         match self {
             Self::Tokenizer | Self::Config | Self::Target | Self::Head => "target",
@@ -49,7 +49,7 @@ impl Part {
         }
     }
 
-    /// As messages call the part of `repository`.
+    /// The name of this part of `repository` in messages.
     pub(crate) fn of(self, repository: &str) -> String {
         match self {
             Self::Tokenizer => format!("the tokenizer of {repository}"),
@@ -59,7 +59,7 @@ impl Part {
         }
     }
 
-    /// Every file but the weights, as far as the repository has it.
+    /// Every file except the weights that the repository has.
     pub(crate) fn files(self) -> Vec<String> {
         let mut files: Vec<&str> = match self {
             Self::Tokenizer => TOKENIZER_FILES.to_vec(),
@@ -73,7 +73,7 @@ impl Part {
         files.into_iter().map(str::to_owned).collect()
     }
 
-    /// The files of weights, by the index among the [`Self::files`] in `dir`.
+    /// The weight files, according to the index among the [`Self::files`] in `dir`.
     pub(crate) fn weights(self, dir: &Path) -> Vec<String> {
         match shards(dir, self) {
             _ if !self.has_weights() => Vec::new(),
@@ -82,10 +82,10 @@ impl Part {
         }
     }
 
-    /// The files of `dir` that make up this part; the weights last.
+    /// The files of `dir` that make up this part, the weights last.
     ///
     /// # Errors
-    /// The name of one that is missing and nothing works without.
+    /// The name of a required file that is missing.
     pub fn present(self, dir: &Path) -> Result<Vec<String>, String> {
         if let Some(missing) = self.missing(dir) {
             return Err(missing);
@@ -94,7 +94,7 @@ impl Part {
         Ok(there.chain(self.weights(dir)).collect())
     }
 
-    /// The first file that `dir` lacks and nothing works without.
+    /// The first required file that `dir` lacks.
     pub(crate) fn missing(self, dir: &Path) -> Option<String> {
         let needed = if self == Self::Tokenizer { TOKENIZER } else { CONFIG };
         let mut files = std::iter::once(needed.to_owned()).chain(self.weights(dir));
@@ -106,8 +106,8 @@ impl Part {
     }
 }
 
-/// The shards of the part that the index names; only names of plain files, since they come from
-/// elsewhere.
+/// The shards of the part that the index names; only plain file names, because the index comes from
+/// outside.
 fn shards(dir: &Path, part: Part) -> Option<BTreeSet<String>> {
     let index: Value = serde_json::from_slice(&std::fs::read(dir.join(INDEX)).ok()?).ok()?;
     let tensors = index["weight_map"].as_object()?.iter();
@@ -121,8 +121,8 @@ fn shards(dir: &Path, part: Part) -> Option<BTreeSet<String>> {
     )
 }
 
-/// Whether a tensor is in no numbered layer and in no tower beside the text model, as every embedding,
-/// final norm and output projection is, whatever its name.
+/// Whether a tensor is outside all numbered layers and other towers, as every embedding, final norm
+/// and output projection is.
 fn is_outside_layers(tensor: &str) -> bool {
     const BESIDE: [&str; 5] = ["vis", "audio", "speech", "projector", "mtp"];
     tensor.split('.').all(|part| {

@@ -1,4 +1,4 @@
-//! How far a download is, on stderr; silent when nothing is left to fetch.
+//! Progress of a download on stderr; silent if nothing has to be fetched.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub(crate) struct Meter {
 struct State {
     files: usize,
     bytes: u64,
-    /// Of each file that is streamed: bytes so far, bytes announced, and whether it is whole.
+    /// For each streamed file: bytes so far, bytes announced, and whether it is complete.
     streamed: HashMap<String, (u64, u64, bool)>,
     /// Bytes so far of the files that come in deduplicated chunks, which are counted together.
     chunked: u64,
@@ -32,7 +32,7 @@ struct State {
 impl State {
     fn fetched(&self) -> u64 {
         let streamed: u64 = self.streamed.values().map(|(done, ..)| done).sum();
-        // A file in chunks is counted once more when it is whole.
+        // A chunked file is counted again when it is complete.
         (self.chunked + streamed).min(self.bytes)
     }
 
@@ -55,7 +55,7 @@ impl Meter {
         Self { label, state: Mutex::default() }
     }
 
-    /// Says once that another process is fetching it.
+    /// Reports once that another process is fetching it.
     pub(crate) fn wait_for_another(&self) {
         self.with_state(|state| {
             if !std::mem::replace(&mut state.waits, true) {
@@ -73,8 +73,9 @@ impl Meter {
         });
     }
 
-    /// Compares what was streamed into `dir` with the announced sizes: the client keeps anything that
-    /// the server sends, even an error page, and would use it from then on. Such a file is removed.
+    /// Compares the files streamed into `dir` with the announced sizes: the client keeps anything
+    /// that the server sends, even an error page, and would use it from then on. Such a file is
+    /// removed.
     pub(crate) fn verify(&self, dir: &Path) -> Result<(), Reason> {
         self.with_state(|state| {
             for (file, &(_, expected, _)) in &state.streamed {
@@ -82,7 +83,7 @@ impl Meter {
                 let Ok(found) = path.metadata().map(|facts| facts.len()) else { continue };
                 if expected > 0 && found != expected {
                     for path in [path.canonicalize().unwrap_or_default(), path] {
-                        // What cannot be removed is still reported.
+                        // A file that cannot be removed is still reported.
                         let _ = std::fs::remove_file(path);
                     }
                     let file = file.clone();

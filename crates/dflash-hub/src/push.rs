@@ -1,11 +1,12 @@
-//! A model's files as one commit in a repository of the Hub.
+//! Uploads a model's files as one commit to a repository of the Hub.
 //!
-//! The official client makes and finds repositories. Its commits send large files over Xet alone, and
-//! put them into the commit itself, in memory and as base64, where a server has no Xet. So files and
-//! commit go here by the older way, which every Hub and its mirrors know: the Hub says which files are
-//! large (`preupload`); these go to its large-file storage by Git LFS's batch protocol, whole or in
-//! parts; and a commit of JSON lines then names them and holds the small ones. Until that commit
-//! nothing is seen of a push, and what the storage holds is not sent again.
+//! hf-hub creates and finds repositories. Its commits upload large files only by Xet; where a
+//! server has no Xet it puts them into the commit itself, base64 in memory. So files and commit are
+//! sent here by the older protocol, which every Hub and its mirrors support: the Hub says which
+//! files are large (`preupload`); these go to its large-file storage by Git LFS's batch protocol,
+//! whole or in parts; then a commit of JSON lines names them and contains the small ones. Nothing
+//! of a push is visible before that commit, and files that the storage already has are not sent
+//! again.
 
 mod api;
 mod commit;
@@ -33,19 +34,19 @@ pub use outgoing::Outgoing;
 pub use refusal::Refusal;
 pub use token::Token;
 
-/// The branch that everybody sees.
+/// The default branch.
 const MAIN: &str = "main";
 
-/// Where files go, and how.
+/// Where and how files are published.
 #[derive(Debug, Clone)]
 pub struct Publication {
     /// `OWNER/NAME`.
     pub repository: String,
-    /// Whether a new repository, or collection, is seen by its owner alone.
+    /// Whether a new repository, or collection, is private.
     pub private: bool,
     /// The branch; `None` for `main`.
     pub revision: Option<String>,
-    /// Whether it is proposed as a pull request instead.
+    /// Whether to open a pull request instead.
     pub create_pr: bool,
     /// First line of the commit's message.
     pub message: String,
@@ -53,14 +54,14 @@ pub struct Publication {
     pub collection: Option<String>,
 }
 
-/// What became of a push.
+/// The result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Published {
-    /// The commit's page, the pull request's, or the repository's where nothing had changed.
+    /// The page of the commit or pull request, or of the repository if nothing had changed.
     pub url: String,
-    /// Bytes that went to the storage of large files.
+    /// Bytes sent to the large-file storage.
     pub sent: u64,
-    /// Whether the repository held all of it already, so that no commit was made.
+    /// Whether the repository had everything already, so that no commit was made.
     pub unchanged: bool,
     /// The page of the collection.
     pub collection: Option<String>,
@@ -78,15 +79,16 @@ impl Publication {
 }
 
 impl Hub {
-    /// Makes `files` a commit of the repository, which is created where there is none.
+    /// Makes `files` a commit of the repository, which is created if it does not exist.
     ///
-    /// Until the commit nothing is seen of them; it makes all of them visible at once. A repository
-    /// that was created for a push that failed stays, empty, and so do large files that arrived:
-    /// the next push goes on from there.
+    /// Nothing is visible until the commit, which makes everything visible at once. If the push
+    /// fails, a repository that it created stays, empty, and so do large files that arrived: the
+    /// next push continues from there.
     ///
     /// # Errors
-    /// [`Error::Publish`], before which nothing was published; [`Error::Collection`], before which all
-    /// was; [`Error::Interrupted`] where `stop` is set before the commit.
+    /// [`Error::Publish`], if nothing was published; [`Error::Collection`], if everything was
+    /// published but the collection failed; [`Error::Interrupted`] if `stop` is set before the
+    /// commit.
     pub fn publish(
         &self,
         token: &Token,
@@ -101,7 +103,7 @@ impl Hub {
             upload(&api, publication, files).await
         })?;
         let (draft, sent) = uploaded.map_err(refused)?;
-        // From here on the work is short, and cut off nobody would know what the Hub has made of it.
+        // The rest is short, and if it were interrupted nobody would know what the Hub had done.
         let never = AtomicBool::new(false);
         let committed = until_stopped(&never, async {
             let api = Api::open(self.address(), token)?;
@@ -110,10 +112,7 @@ impl Hub {
         let url = committed.map_err(refused)?;
         let unchanged = url.is_none();
         if unchanged {
-            say(format!(
-                "{} holds all of it already; nothing was committed",
-                publication.repository
-            ));
+            say(format!("{} already has all of it; nothing was committed", publication.repository));
         }
         let url = url.unwrap_or_else(|| self.page(&publication.repository));
         let mut published = Published { url, sent, unchanged, collection: None };
@@ -145,7 +144,7 @@ impl Hub {
     }
 }
 
-/// Sends the large files that the Hub lacks; returns what is left to commit, and the bytes sent.
+/// Sends the large files that the Hub lacks; returns the rest to commit, and the bytes sent.
 async fn upload<'a>(
     api: &Api<'_>,
     publication: &Publication,
@@ -162,7 +161,7 @@ async fn upload<'a>(
     let sent = meter.finish();
     if total > 0 {
         let there = DecimalBytes(total - sent);
-        say(format!("uploaded {}; {there} were there already", DecimalBytes(sent)));
+        say(format!("uploaded {}; {there} were already there", DecimalBytes(sent)));
     }
     Ok((draft, sent))
 }

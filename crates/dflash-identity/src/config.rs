@@ -1,15 +1,15 @@
-//! The part of config.json that decides a model's numbers, in one form.
+//! The part of config.json that determines a model's numbers, in normalised form.
 //!
-//! The file says more than that, and the same in several ways: releases of Transformers rename keys
-//! and write out what was a default. A model that was only loaded and saved again must stay the
-//! same. What is not known here counts, so that no option of a new family is passed over.
+//! The file contains more than that, and the same information in several ways: releases of
+//! Transformers rename keys and write out defaults. A model that was only loaded and saved again
+//! must keep its digest. Unknown keys count, so that no option of a new family is overlooked.
 
 use serde_json::{Map, Value};
 
 use crate::digest::Digest;
 
-/// Keys that decide no hidden state and no logit: where the file comes from, how it is stored,
-/// training, special tokens, limits, what callers get. Those that begin with `_` neither.
+/// Keys that do not affect hidden states and logits: origin, storage, training, special tokens,
+/// limits, return values. Keys that begin with `_` do not either.
 const IRRELEVANT: [&str; 38] = [
     "attention_dropout",
     "attn_pdrop",
@@ -63,7 +63,8 @@ pub(crate) fn digest(config: &Value) -> String {
     digest.hex()
 }
 
-/// Whether the lm_head is the embedding; multimodal models say it of their text model.
+/// Whether the lm_head is the embedding; multimodal models have the key in their text model's
+/// configuration.
 pub(crate) fn is_tied(config: &Value) -> bool {
     let key = "tie_word_embeddings";
     config[key].as_bool().or_else(|| config["text_config"][key].as_bool()).unwrap_or_default()
@@ -77,7 +78,7 @@ fn normalised(value: &Value) -> Value {
                 .iter()
                 .filter(|(key, value)| counts(key, value))
                 .map(|(key, value)| match ROPE.contains(&key.as_str()) {
-                    // Taken apart below.
+                    // Handled below.
                     true => (key.clone(), value.clone()),
                     false => (key.clone(), normalised(value)),
                 })
@@ -94,13 +95,13 @@ fn normalised(value: &Value) -> Value {
     }
 }
 
-/// Absent, null and false are the same to the models.
+/// Absent, null and false mean the same to the models.
 fn counts(key: &str, value: &Value) -> bool {
     let says_something = !matches!(value, Value::Null | Value::Bool(false));
     says_something && !key.starts_with('_') && !IRRELEVANT.contains(&key)
 }
 
-/// Gathers what older files say of RoPE in several places as newer ones do.
+/// Collects what older files say about RoPE in several places into the form of newer ones.
 fn unify_rope(map: &mut Map<String, Value>) {
     let mut rope = Map::new();
     for key in ROPE {
@@ -124,7 +125,7 @@ fn unify_rope(map: &mut Map<String, Value>) {
     ];
     drop_equal(&mut rope, defaults);
     if !rope.contains_key("rope_type") {
-        // Other kinds of scaling depend on it; plain ones are only limited by it.
+        // Other kinds of scaling depend on it; for plain ones it is only a limit.
         map.remove("max_position_embeddings");
     }
     if !rope.is_empty() {
@@ -133,7 +134,7 @@ fn unify_rope(map: &mut Map<String, Value>) {
     }
 }
 
-/// Drops what some releases write out and others leave to the model.
+/// Drops defaults, which some releases write and others leave out.
 fn drop_defaults(map: &mut Map<String, Value>, slides: bool) {
     if !slides || !map.contains_key("sliding_window") {
         for key in ["sliding_window", "use_sliding_window", "max_window_layers"] {
@@ -160,7 +161,8 @@ fn drop_equal<const N: usize>(map: &mut Map<String, Value>, defaults: [(&str, Va
     }
 }
 
-/// Compact JSON with sorted keys. A `Map` keeps the file's order where some crate asks for that.
+/// Compact JSON with sorted keys. A `Map` keeps the file's order if some crate enables that
+/// feature.
 pub(crate) fn write(value: &Value, out: &mut String) {
     match value {
         Value::Object(map) => {

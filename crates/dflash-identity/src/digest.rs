@@ -8,8 +8,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::Error;
 
-/// Hexadecimal digits of a digest. 48 bits tell the models of a lifetime apart; this guards against
-/// mix-ups, not against people.
+/// Hexadecimal digits of a digest. 48 bits are enough to tell models apart; this guards against
+/// mistakes, not against attacks.
 const DIGITS: usize = 12;
 
 /// A running digest.

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Errors name the file.
+/// An error names the file.
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -14,9 +14,9 @@ pub enum Error {
     #[error("{path} is not valid JSON")]
     Json { path: PathBuf, source: serde_json::Error },
     /// Weights that are not as a safetensors file must be.
-    #[error("{path} is not a safetensors file: {reason}; fetch or copy it again")]
-    Header { path: PathBuf, reason: String },
-    /// An identity that was tampered with.
+    #[error(transparent)]
+    Format(#[from] dflash_formats::Error),
+    /// An identity entry that was altered.
     #[error("{path}: {key} is not a target's identity; remove the key, or fetch the file again")]
     Entry { path: PathBuf, key: &'static str, source: serde_json::Error },
     /// A file could not be written.

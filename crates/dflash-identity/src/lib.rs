@@ -1,11 +1,11 @@
-//! Which target it is.
+//! Digests that identify a target.
 //!
-//! Models of one shape are told apart by nothing that a run would notice: hidden states of another
-//! one fit, and the draft learns the wrong thing. So a target has an identity: a digest of the part
-//! of its configuration that decides its numbers, and one of its weights, sampled so that it takes
-//! milliseconds whatever the model's size. It is served with hidden states, stored with whatever is
-//! made from a target, and compared wherever two of these meet. The name is for people: directories
-//! are renamed and repositories mirrored, so it takes no part in the comparison.
+//! A run cannot notice that it got another model of the same shape: the hidden states fit, and the
+//! draft learns the wrong thing. So a target has an identity: a digest of the part of its
+//! configuration that determines its numbers, and one of its weights, sampled so that it takes
+//! milliseconds for a model of any size. The identity is served with hidden states, stored with
+//! everything that is made from a target, and compared whenever two of these meet. The name is for
+//! people and is not compared, because directories are renamed and repositories mirrored.
 
 mod config;
 mod digest;
@@ -25,20 +25,20 @@ pub use error::Error;
 pub use name::{same_name, short_name};
 pub use tokenizer::tokenizer_digest;
 
-/// A target's identity. Its name does not count: see [`Self::is_same_as`].
+/// A target's identity. Its name is not compared: see [`Self::is_same_as`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetIdentity {
     /// The directory's name, or the repository's on the Hub.
     pub name: String,
-    /// Digest of what in config.json decides the numbers.
+    /// Digest of the part of config.json that determines the numbers.
     pub config: String,
-    /// Digest of the sampled weights; `None` where they were not there.
+    /// Digest of the sampled weights; `None` if they were not available.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights: Option<String>,
 }
 
-/// The key of a draft's config.json under which the target's identity stands. Serving software
-/// passes over keys that it does not know.
+/// The key of a draft's config.json that holds the target's identity. Serving software ignores keys
+/// that it does not know.
 const DRAFT_KEY: &str = "dflash_target";
 
 impl TargetIdentity {
@@ -55,8 +55,8 @@ impl TargetIdentity {
         })
     }
 
-    /// As [`Self::read`]; `None` where the directory has no config.json, as one with a tokenizer
-    /// alone.
+    /// As [`Self::read`]; `None` if the directory has no config.json, for example if it has only a
+    /// tokenizer.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -64,8 +64,8 @@ impl TargetIdentity {
         dir.join("config.json").is_file().then(|| Self::read(dir, name)).transpose()
     }
 
-    /// Whether both are the same model, as far as can be told: where one knows no weights, the
-    /// configuration alone decides.
+    /// Whether both are the same model, as far as can be determined: if one has no weights digest,
+    /// only the configuration is compared.
     pub fn is_same_as(&self, other: &Self) -> bool {
         let weights = match (&self.weights, &other.weights) {
             (Some(own), Some(theirs)) => own == theirs,
@@ -74,7 +74,7 @@ impl TargetIdentity {
         self.config == other.config && weights
     }
 
-    /// What is compared, without the name: equal for the same files wherever they lie.
+    /// The compared digests, without the name: equal for the same files in any location.
     pub fn digests(&self) -> String {
         match &self.weights {
             Some(weights) => format!("config {}, weights {weights}", self.config),
@@ -82,13 +82,13 @@ impl TargetIdentity {
         }
     }
 
-    /// Whether `digests`, as [`Self::digests`] prints them, are of another model.
+    /// Whether `digests`, as [`Self::digests`] prints them, belong to another model.
     pub fn contradicts(&self, digests: &str) -> bool {
         let (own, theirs) = (self.weights.is_some(), digests.contains(", weights "));
         own == theirs && digests != self.digests()
     }
 
-    /// Notes in the config.json of the draft in `draft_dir` that it was made for this target.
+    /// Records in the config.json of the draft in `draft_dir` that it was made for this target.
     ///
     /// # Errors
     /// The file cannot be read or written.
@@ -99,7 +99,7 @@ impl TargetIdentity {
         Ok(dflash_files::write_bytes(&path, format!("{config:#}\n").as_bytes())?)
     }
 
-    /// The target that the draft in `draft_dir` was made for; `None` where its config.json does not
+    /// The target that the draft in `draft_dir` was made for; `None` if its config.json does not
     /// say.
     ///
     /// # Errors

@@ -1,9 +1,9 @@
-//! What a target is called.
+//! Names of targets.
 
 use std::path::Path;
 
-/// A repository's name on the Hub, also of a directory in the Hub's cache; else the directory's
-/// own, even if the user wrote `.` or a trailing slash.
+/// A repository's name on the Hub, also for a directory in the Hub's cache; otherwise the
+/// directory's own name, even if the user wrote `.` or a trailing slash.
 pub fn short_name(name: &str, dir: &Path) -> String {
     if Path::new(name) != dir {
         return name.split('@').next().unwrap_or(name).to_owned();
@@ -19,8 +19,8 @@ fn cached_repository(dir: &Path) -> Option<String> {
     Some(folder.strip_prefix("models--")?.replacen("--", "/", 1))
 }
 
-/// Whether `ours` may be what another program calls `theirs`, a path or a repository: whether their
-/// last parts agree. Owners differ between mirrors, and paths between machines.
+/// Whether `ours` may be the model that another program calls `theirs`, a path or a repository:
+/// whether the last parts agree. Owners differ between mirrors, and paths between machines.
 pub fn same_name(ours: &str, theirs: &str) -> bool {
     let theirs = cached_repository(Path::new(theirs)).unwrap_or_else(|| theirs.to_owned());
     let theirs = theirs.split('@').next().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! A digest of what turns conversations into tokens, which is all that prepared data takes of a
-//! target.
+//! A digest of tokenizer and chat template, the only parts of a target that prepared data depends
+//! on.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::digest::Digest;
 use crate::{Error, config, read_json};
 
-/// Digest of `tokenizer.json` and the chat template in `dir`; `None` where there is no
+/// Digest of `tokenizer.json` and the chat template in `dir`; `None` if there is no
 /// `tokenizer.json`.
 ///
 /// # Errors
@@ -20,7 +20,7 @@ pub fn tokenizer_digest(dir: &Path) -> Result<Option<String>, Error> {
     }
     let mut tokenizer = read_json(&path)?;
     if let Some(tokenizer) = tokenizer.as_object_mut() {
-        // What the last program asked of it, which is stored with it.
+        // Settings of the last program that used it, which are stored with it.
         tokenizer.retain(|key, _| !["truncation", "padding"].contains(&key.as_str()));
     }
     let mut text = String::new();
@@ -31,7 +31,7 @@ pub fn tokenizer_digest(dir: &Path) -> Result<Option<String>, Error> {
     Ok(Some(digest.hex()))
 }
 
-/// The template in the file `path`, with the one for tools where the model has one beside it.
+/// The template in the file `path`, with the one for tools if the model has one beside it.
 fn with_tools(dir: &Path, path: PathBuf) -> Result<String, Error> {
     let read = |path: PathBuf| {
         std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source })
@@ -44,7 +44,7 @@ fn with_tools(dir: &Path, path: PathBuf) -> Result<String, Error> {
     Ok(template)
 }
 
-/// The chat template, from where the tokenizer takes it.
+/// The chat template, from where the tokenizer reads it.
 fn template(dir: &Path) -> Result<String, Error> {
     let path = dir.join("chat_template.jinja");
     if path.is_file() {

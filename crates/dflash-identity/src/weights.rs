@@ -1,81 +1,62 @@
 //! A digest of a model's weights that reads a few megabytes of any model.
 //!
-//! Training moves all elements of a matrix, so a few stripes of each tell two checkpoints apart.
-//! Every tensor counts, and not only those of captured layers: what is fine-tuned may be one
-//! projection of one layer, and a digest must not depend on what a run captures. Names, types and
-//! shapes count; how tensors are spread over files does not.
+//! Training changes all elements of a matrix, so a few stripes of each tell two checkpoints apart.
+//! Every tensor counts, not only those of auxiliary layers: fine-tuning may change one projection
+//! of one layer, and a digest must not depend on a run's layers. Names, types and shapes count; the
+//! distribution of tensors over files does not.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
-use serde_json::Value;
+use dflash_formats::safetensors::{Header, INDEX, SINGLE, TensorInfo};
 
 use crate::digest::Digest;
 use crate::{Error, read_json};
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
-/// The format's own limit.
-const LONGEST_HEADER: u64 = 100_000_000;
-/// A page: less costs as much to read.
+/// One page: reading less costs as much.
 const STRIPE: u64 = 4096;
-/// Stripes of the embedding and of the lm_head, whose rows may have been trained apart.
+/// Stripes of the embedding and of the lm_head, whose rows may be trained individually.
 const STRIPES_OF_A_TABLE: u64 = 16;
 /// Stripes of any other tensor. 8B models have 400 tensors: 1,700 reads, 8 MB.
 const STRIPES: u64 = 4;
-/// Tables and other tensors up to these sizes count whole: all of a small model, the norms of a large
-/// one.
+/// Tables and other tensors up to these sizes are read whole: all of a small model, the norms of a
+/// large one.
 const WHOLE: [u64; 2] = [4 << 20, 1 << 20];
-
-/// A tensor's place.
-#[derive(Debug, Deserialize)]
-struct Place {
-    dtype: String,
-    shape: Vec<u64>,
-    data_offsets: (u64, u64),
-    #[serde(skip)]
-    shard: usize,
-}
 
 struct Shard {
     path: PathBuf,
     file: File,
-    data_start: u64,
+    header: Header,
 }
 
-/// The digest; `None` where the directory has no weights, or not all of them.
+/// The digest; `None` if the directory has no weights, or not all of them.
 pub(crate) fn digest(dir: &Path, tied: bool) -> Result<Option<String>, Error> {
     let Some(paths) = shard_paths(dir)? else { return Ok(None) };
-    let (mut shards, mut places) = (Vec::new(), BTreeMap::new());
-    for path in paths {
-        let (shard, tensors) = Shard::open(path)?;
-        let number = shards.len();
-        places.extend(
-            tensors.into_iter().map(|(name, place)| (name, Place { shard: number, ..place })),
-        );
-        shards.push(shard);
+    let shards = paths.into_iter().map(Shard::open).collect::<Result<Vec<_>, _>>()?;
+    let mut tensors = BTreeMap::new();
+    for shard in &shards {
+        let own = shard.header.metadata.tensors().into_iter();
+        tensors.extend(own.map(|(name, tensor)| (name, (shard, tensor))));
     }
     let mut digest = Digest::default();
     let mut stripe = vec![0; STRIPE as usize];
-    for (name, place) in places.iter().filter(|(name, _)| counts(name, tied)) {
-        digest.add(format!("{name} {} {:?}", place.dtype, place.shape).as_bytes());
-        let shard = &shards[place.shard];
-        for start in stripes(place, name) {
-            let length = STRIPE.min(place.data_offsets.1 - start);
+    for (name, (shard, tensor)) in tensors.iter().filter(|(name, _)| counts(name, tied)) {
+        digest.add(format!("{name} {:?} {:?}", tensor.dtype, tensor.shape).as_bytes());
+        for start in stripes(tensor, name) {
+            let length = STRIPE.min(tensor.data_offsets.1 as u64 - start);
             let part = &mut stripe[..length as usize];
-            shard.read(part, shard.data_start + start)?;
+            shard.read(part, shard.header.data_start + start)?;
             digest.add(part);
         }
     }
     Ok(Some(digest.hex()))
 }
 
-/// Whether a tensor takes part. An lm_head that is the embedding may be stored or not; rotary
-/// frequencies follow from the configuration; of the experts of a layer, which have as many
-/// matrices as all else together, the first stands for all.
+/// Whether a tensor counts. An lm_head that is the embedding may be stored or not; rotary
+/// frequencies follow from the configuration; of a layer's experts, which have as many matrices as
+/// everything else together, only the first counts.
 fn counts(name: &str, tied: bool) -> bool {
     let copy = tied && name.ends_with("lm_head.weight");
     let expert = name.split_once(".experts.").and_then(|(_, rest)| rest.split('.').next());
@@ -83,12 +64,12 @@ fn counts(name: &str, tied: bool) -> bool {
     !copy && !later_expert && !name.ends_with("rotary_emb.inv_freq")
 }
 
-/// Where the stripes of a tensor begin, from its first byte to its last.
-fn stripes(place: &Place, name: &str) -> impl Iterator<Item = u64> {
+/// The offsets of a tensor's stripes, spread from its first byte to its last.
+fn stripes(tensor: &TensorInfo, name: &str) -> impl Iterator<Item = u64> {
     let is_table = name.ends_with("embed_tokens.weight") || name.ends_with("lm_head.weight");
     let (wanted, whole) =
         if is_table { (STRIPES_OF_A_TABLE, WHOLE[0]) } else { (STRIPES, WHOLE[1]) };
-    let (begin, end) = place.data_offsets;
+    let (begin, end) = (tensor.data_offsets.0 as u64, tensor.data_offsets.1 as u64);
     let all = (end - begin).div_ceil(STRIPE);
     let count = if end - begin <= whole { all } else { wanted.min(all) };
     let room = (end - begin).saturating_sub(STRIPE);
@@ -112,48 +93,13 @@ fn shard_paths(dir: &Path) -> Result<Option<Vec<PathBuf>>, Error> {
 }
 
 impl Shard {
-    /// Opens a file and reads its header.
-    fn open(path: PathBuf) -> Result<(Self, HashMap<String, Place>), Error> {
-        let file =
-            File::open(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
-        let mut shard = Self { path, file, data_start: 8 };
-        let length = shard.file.metadata().map_err(|source| shard.unreadable(source))?.len();
-        let mut prefix = [0; 8];
-        shard.read(&mut prefix, 0)?;
-        let header_length = u64::from_le_bytes(prefix);
-        if header_length > LONGEST_HEADER.min(length) {
-            return Err(shard.damaged("its header is longer than the file"));
-        }
-        let mut header = vec![0; header_length as usize];
-        shard.read(&mut header, 8)?;
-        shard.data_start += header_length;
-        let tensors = tensors(&header).map_err(|error| shard.damaged(&error.to_string()))?;
-        let holds = |place: &Place| {
-            let (begin, end) = place.data_offsets;
-            begin <= end && end <= length.saturating_sub(shard.data_start)
-        };
-        match tensors.iter().find(|(_, place)| !holds(place)) {
-            Some((name, _)) => Err(shard.damaged(&format!("{name} lies beyond its end"))),
-            None => Ok((shard, tensors)),
-        }
+    fn open(path: PathBuf) -> Result<Self, Error> {
+        let (file, header) = Header::open(&path)?;
+        Ok(Self { path, file, header })
     }
 
     fn read(&self, part: &mut [u8], at: u64) -> Result<(), Error> {
-        self.file.read_exact_at(part, at).map_err(|source| self.unreadable(source))
+        let fault = |source| Error::Read { path: self.path.clone(), source };
+        self.file.read_exact_at(part, at).map_err(fault)
     }
-
-    fn unreadable(&self, source: std::io::Error) -> Error {
-        Error::Read { path: self.path.clone(), source }
-    }
-
-    fn damaged(&self, reason: &str) -> Error {
-        Error::Header { path: self.path.clone(), reason: reason.to_owned() }
-    }
-}
-
-fn tensors(header: &[u8]) -> serde_json::Result<HashMap<String, Place>> {
-    let mut entries: HashMap<String, Value> = serde_json::from_slice(header)?;
-    entries.remove("__metadata__");
-    let entries = entries.into_iter();
-    entries.map(|(name, entry)| Ok((name, serde_json::from_value(entry)?))).collect()
 }

@@ -1,15 +1,25 @@
 //! Attention of the draft: every block sees the context before its anchor, and itself.
 //!
 //! No mask over (slots, context + slots) is ever built. What the blocks see is cut into parts, each
-//! with its output and its log-sum-exp, and the parts are merged by these; in the backward pass each
-//! part receives the *merged* output and log-sum-exp, which makes its gradients exact (as in ring
-//! attention). There are two ways of cutting, [`Method`]: `halves` into rectangles, one
-//! variable-length call a depth, which is what GPUs want, and `chunks` with masks at their edges,
-//! which is faster on CPUs.
+//! with its own output and log-sum-exp, and the parts are merged by these. In the backward pass
+//! each part receives the *merged* output and log-sum-exp, which makes its gradients exact (as in
+//! ring attention). There are two ways of cutting, [`Method`]: `halves` into rectangles, one
+//! variable-length call per depth, which suits GPUs, and `chunks` with masks at their edges, which
+//! is faster on CPUs (LOG.md).
 //!
-//! Shapes: `q_jngd` [kv heads, slots, queries per kv head, D]; `k_jtd` and `v_jtd` [kv heads, context,
-//! D] or [kv heads, slots, D] for the blocks' own. Which of the heads of a slot are neighbours in
-//! memory is the method's own, `HeadOrder`.
+//! `halves`: the context that the blocks of a document see is a staircase. Halving its anchors
+//! recursively cuts it into rectangles: the later half sees everything between the first anchors of
+//! the two halves. Rectangles of one depth are disjoint over all documents of a row, so each depth
+//! is one variable-length flash call, with no wasted work and gradients that never overlap. Where
+//! slots of one block see different context (a sliding window as it is served), they see it in the
+//! call of their own block, as a band. On a CPU the portable path runs the same calls with the same
+//! arguments, sequence by sequence.
+//!
+//! Shapes: `q_jngd` [kv heads, slots, queries per kv head, D]; `k_jtd` and `v_jtd` [kv heads,
+//! context, D] or [kv heads, slots, D] for the blocks' own. Memory order is the method's own,
+//! `HeadOrder`: in `chunks` the kv head comes before slots and queries, so results of the parts are
+//! merged over contiguous memory and `o_proj` is applied with permuted columns (copying a weight,
+//! not all slots); variable-length calls keep the heads in the checkpoint's order.
 
 mod chunks;
 mod halves;

@@ -11,15 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use dflash_files::PendingFile;
+use dflash_formats::safetensors::{Dtype, Header, TensorInfo};
 use dflash_torch_sys::mapped::{CopyError, MappedFile, Stored};
-use safetensors::SafeTensorError;
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
-
-/// Longest header we accept; the format's own limit.
-const MAX_HEADER: u64 = 100_000_000;
 
 /// Elements that are copied at a time, 4 MiB of float32: far above the cost of a call to the kernel,
 /// far below any model.
@@ -38,8 +34,7 @@ pub struct TensorFile {
     file: File,
     /// Made when a tensor is first read: headers alone need no room for it.
     map: OnceLock<MappedFile>,
-    metadata: Metadata,
-    data_start: u64,
+    header: Header,
 }
 
 impl TensorFile {
@@ -48,27 +43,8 @@ impl TensorFile {
     /// # Errors
     /// I/O, or a damaged header.
     pub fn open(path: &Path) -> Result<Self> {
-        let read = |source| Error::Read { path: path.into(), source };
-        let damaged = |source| Error::Safetensors { path: path.into(), source };
-        let file = File::open(path).map_err(read)?;
-        let mut length = [0; 8];
-        file.read_exact_at(&mut length, 0).map_err(read)?;
-        let header_length = u64::from_le_bytes(length);
-        if header_length > MAX_HEADER.min(file.metadata().map_err(read)?.len()) {
-            return Err(damaged(SafeTensorError::HeaderTooLarge));
-        }
-        let mut header = vec![0; 8 + header_length as usize];
-        file.read_exact_at(&mut header, 0).map_err(read)?;
-        let metadata: Metadata = serde_json::from_slice(&header[8..])
-            .map_err(|error| damaged(SafeTensorError::InvalidHeaderDeserialization(error)))?;
-        let data_start = 8 + header_length;
-        let expected = data_start + metadata.data_len() as u64;
-        let found = file.metadata().map_err(read)?.len();
-        if found < expected {
-            return Err(Error::Truncated { path: path.into(), found, expected });
-        }
-        let map = OnceLock::new();
-        Ok(Self { path: path.into(), file, map, metadata, data_start })
+        let (file, header) = Header::open(path)?;
+        Ok(Self { path: path.into(), file, map: OnceLock::new(), header })
     }
 
     fn map(&self) -> Result<&MappedFile> {
@@ -82,7 +58,7 @@ impl TensorFile {
 
     /// Names of all tensors.
     pub fn names(&self) -> Vec<String> {
-        self.metadata.tensors().into_keys().collect()
+        self.header.metadata.tensors().into_keys().collect()
     }
 
     /// CRC-32 of the whole file. Reads all of it, a part at a time.
@@ -106,7 +82,7 @@ impl TensorFile {
 
     /// The free-form entries of the header.
     pub fn notes(&self) -> Option<&HashMap<String, String>> {
-        self.metadata.metadata().as_ref()
+        self.header.metadata.metadata().as_ref()
     }
 
     /// Makes sure that the tensor `name` is there and has shape `expected`.
@@ -161,7 +137,7 @@ impl TensorFile {
         let count = elements.end - elements.start;
         let mut bytes = vec![0; count as usize * width];
         assert!(at + bytes.len() <= info.data_offsets.1, "{name} has no elements {elements:?}");
-        let from = self.data_start + at as u64;
+        let from = self.header.data_start + at as u64;
         self.file.read_exact_at(&mut bytes, from).map_err(|source| self.unreadable(source))?;
         Ok(Tensor::f_from_data_size(&bytes, &[count], kind)?)
     }
@@ -177,7 +153,7 @@ impl TensorFile {
         let start = info.data_offsets.0 + first as usize * kind.elt_size_in_bytes();
         let end = start + destination.numel() * kind.elt_size_in_bytes();
         assert!(end <= info.data_offsets.1, "{name} has no {shape:?} from {first} on");
-        let offset = self.data_start as usize + start;
+        let offset = self.header.data_start as usize + start;
         let stored = Stored { offset, kind, shape: &shape };
         self.copied(self.map()?.copy_part(stored, 0, 0, destination, PIECE))
     }
@@ -200,7 +176,7 @@ impl TensorFile {
             expected[dim] = shape[dim];
         }
         self.check_shape(name, &expected)?;
-        let offset = self.data_start as usize + info.data_offsets.0;
+        let offset = self.header.data_start as usize + info.data_offsets.0;
         let stored = Stored { offset, kind, shape: &shape };
         self.copied(self.map()?.copy_part(stored, dim as i64, start, destination, PIECE))
     }
@@ -251,7 +227,7 @@ impl TensorFile {
 
     fn info(&self, name: &str) -> Result<&TensorInfo> {
         let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
-        self.metadata.info(name).ok_or_else(missing)
+        self.header.metadata.info(name).ok_or_else(missing)
     }
 }
 
@@ -357,11 +333,7 @@ fn header(entries: &[Entry]) -> Vec<u8> {
         let dtype = dtype_of(entry.kind);
         (entry.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) })
     });
-    let format = HashMap::from([("format".to_string(), "pt".to_string())]);
-    let metadata = Metadata::new(Some(format), infos.collect()).expect("offsets follow shapes");
-    let mut text = serde_json::to_vec(&metadata).expect("a header prints");
-    text.resize(text.len().next_multiple_of(8), b' ');
-    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+    Header::encode(infos.collect())
 }
 
 /// Writes named tensors as `path`, whole or not at all, in `kind` or else each in its own.

@@ -1,8 +1,10 @@
-//! Want of memory as an error instead of a panic.
+//! Out-of-memory as an error instead of a panic.
 //!
-//! libtorch throws when it gets no memory, and the bindings turn that into a panic. The programs end
-//! on any panic, as they should on a bug; here the batch is at fault and not the program, so such a
-//! panic ends the call alone. Others pass as they are.
+//! libtorch throws when an allocation fails, and the bindings turn that into a panic. The programs
+//! exit on any panic, as they should for a bug. Running out of memory is not a bug, so such a panic
+//! ends only the innermost call that can do without the result: a server's batch, a pass of the
+//! engine, a rank's part of a step (which still joins all collectives, votes the step void, and the
+//! run ends saved). Other panics pass through. An unhandled out-of-memory error exits with code 1.
 
 use std::cell::Cell;
 use std::panic::{
@@ -38,7 +40,7 @@ pub fn want_of_memory_in(panic: &str) -> Option<String> {
     is_want_of_memory(panic).then(|| first_line(panic))
 }
 
-/// Runs `work`; a panic for want of memory becomes its message. Calls may be nested.
+/// Runs `work`; a panic because memory ran out becomes its message. Calls may be nested.
 ///
 /// What `work` changes must be as good after a panic as before.
 ///

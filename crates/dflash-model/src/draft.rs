@@ -1,13 +1,24 @@
 //! The DFlash draft model: Qwen3-style layers whose keys and values also come from the target.
 //!
 //! Dimensions: H hidden, K captured layers, D head dimension. Token embedding and lm_head are the
-//! target's and not part of the draft. All parameters live in one flat buffer; [`DraftLayout`]
-//! says where, and every weight (or gradient) is a view into such a buffer, so that the optimizer,
-//! the collectives and the checkpoint each handle one tensor.
+//! target's and not part of the draft. All parameters live in one flat buffer; [`DraftLayout`] says
+//! where, and every weight (or gradient) is a view into such a buffer, so that the optimizer, the
+//! collectives and the checkpoint each handle one tensor.
+//!
+//! The backward pass is written out by hand. Attention merges parts by their log-sum-exp and runs
+//! each part's own backward pass with the merged result, and the frozen output projection is fused
+//! with the loss, so that gradients replace logits in place. Master weights and moments are
+//! float32, because small updates vanish in bfloat16.
+//!
+//! Fresh matrices are normally distributed, except `fc`, which starts as the sum of the auxiliary
+//! hidden states plus noise. From a purely random start, seeds differ by up to ten percent in
+//! acceptance after a thousand steps (LOG.md), and this start is better than all of them.
 
-mod config;
 mod decode;
+mod head;
+mod heads;
 mod layout;
+mod loaded;
 mod train;
 
 use std::cell::OnceCell;
@@ -18,36 +29,46 @@ use dflash_torch_sys::gpu::HeadNorms;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
-pub use config::{DraftConfig, LayerKind, Verifier};
 use decode::DecodeWeights;
 pub use decode::{ContextCache, ContextPart, FewRows};
-pub use layout::{BiasViews, DraftLayout, DraftViews, LayerViews, Parameter};
-pub use train::{Keep, PackedInput, Saved};
+pub use dflash_formats::draft::{BlockShape, DraftConfig, HeadFields, LayerKind, Verifier};
+pub use head::{
+    AuxiliaryLoss, Choose, Head, HeadChunk, HeadConfig, HeadKind, HeadStart, HeadViews, LmHead,
+    MetricSums, ProposalBlock, check_head, fresh_head, loss_of_guesses, unservable,
+};
+pub(crate) use head::{CHECKED_HEAD, head_config};
+pub use heads::HEADS;
+pub(crate) use heads::dflash::Dflash;
+pub use layout::{
+    BiasViews, DraftLayout, DraftViews, Fresh, LayerViews, Parameter, ParameterSpec, Role,
+};
+pub use loaded::LoadedDraft;
+pub(crate) use train::visibility;
+pub use train::{Keep, PackedInput, Saved, plan_blocks};
 
 use crate::Result;
 use crate::attention::KeyValue;
 use crate::checkpoint::{Entry, TensorFile, TensorWriter, pieces};
 use crate::fused::{HeadOrder, Norm, Projected};
 use crate::ops::{Rotary, RotaryTables};
+use crate::rope;
 use crate::target::Weights;
 
 /// File that holds the weights of a draft checkpoint.
 const WEIGHTS: &str = "model.safetensors";
 
-/// Name of the matrix that joins the captured layers.
-const FC: &str = "fc.weight";
-
 /// Root mean square of what the noise in a fresh `fc` makes of inputs of size one. The captures'
 /// own part is one where they do not correlate, and more where they do.
 const FC_NOISE: f64 = 0.64;
 
-/// A draft model: configuration, weights and rotary frequencies.
+/// A draft model: configuration, weights and rotary frequencies of the trunk, and the head on it.
 #[derive(Debug)]
 pub struct Draft {
     config: DraftConfig,
     layout: DraftLayout,
     flat: Tensor,
     views: DraftViews,
+    head: Box<dyn Head>,
     rotary: Rotary,
     kernels: Kernels,
     decode: OnceCell<DecodeWeights>,
@@ -57,12 +78,16 @@ pub struct Draft {
 
 impl Draft {
     /// Wraps a flat parameter buffer of [`DraftLayout::elements`] elements.
+    ///
+    /// # Panics
+    /// When the head was not checked: see [`check_head`].
     pub fn new(config: DraftConfig, flat: Tensor) -> Self {
         let layout = DraftLayout::new(&config);
         let views = DraftViews::new(&config, &layout, &flat);
-        let rotary = config.rotary(flat.device());
+        let head = head_config(&config).expect(CHECKED_HEAD).build(&views.head);
+        let rotary = rope::of_draft(&config, flat.device());
         let (kernels, decode, few_rows) = (Kernels::Fast, OnceCell::new(), OnceCell::new());
-        Self { config, layout, flat, views, rotary, kernels, decode, few_rows }
+        Self { config, layout, flat, views, head, rotary, kernels, decode, few_rows }
     }
 
     /// The same draft, computed by `kernels`.
@@ -76,8 +101,7 @@ impl Draft {
         Self::new(config, Tensor::zeros([elements], (Kind::Float, device)))
     }
 
-    /// A freshly initialised draft: matrices normal with `initializer_range`, norms one, biases zero,
-    /// and `fc` near the mean of the captured layers (`fresh_fc`).
+    /// A freshly initialised draft: each parameter as its [`Fresh`] says.
     ///
     /// `normal` fills a tensor of the given shape with standard normal numbers; the caller owns
     /// the generator, so that the same seed gives the same draft on every device.
@@ -89,14 +113,11 @@ impl Draft {
         let draft = Self::zeros(config, device);
         for parameter in draft.layout.parameters() {
             let mut view = parameter.view(&draft.flat);
-            if parameter.is_bias() {
-                let _ = view.zero_();
-            } else if !parameter.is_matrix() {
-                let _ = view.fill_(1.0);
-            } else if parameter.name == FC {
-                view.copy_(&fresh_fc(&normal(&parameter.shape)));
-            } else {
-                view.copy_(&(normal(&parameter.shape) * draft.config.initializer_range));
+            match parameter.fresh {
+                Fresh::Zeros => {}
+                Fresh::Ones => drop(view.fill_(1.0)),
+                Fresh::MeanOfCaptures => view.copy_(&fresh_fc(&normal(&parameter.shape))),
+                Fresh::Normal(deviation) => view.copy_(&(normal(&parameter.shape) * deviation)),
             }
         }
         draft
@@ -108,6 +129,7 @@ impl Draft {
     /// Missing or damaged files, unsupported settings, missing or misshapen tensors: each named.
     pub fn load(dir: &Path, device: Device, kind: Kind) -> Result<Self> {
         let config = DraftConfig::load(dir)?;
+        check_head(&config)?;
         let weights = Weights::open(dir)?;
         let layout = DraftLayout::new(&config);
         let flat = Tensor::zeros([layout.elements()], (kind, device));
@@ -122,7 +144,7 @@ impl Draft {
     /// # Errors
     /// I/O. Each file is whole or absent; for both together write into a pending directory.
     pub fn save(&self, dir: &Path) -> Result<()> {
-        self.config.save(dir, Kind::BFloat16)?;
+        self.config.save(dir, "bfloat16")?;
         self.save_weights(dir, Kind::BFloat16, &[])
     }
 
@@ -147,13 +169,18 @@ impl Draft {
         dir: &Path,
     ) -> Result<()> {
         file.check_shape(name, &[DraftLayout::new(config).elements()])?;
-        config.save(dir, Kind::BFloat16)?;
+        config.save(dir, "bfloat16")?;
         save_weights(config, (dir, Kind::BFloat16), &[], |range| file.part(name, range))
     }
 
     /// The configuration.
     pub fn config(&self) -> &DraftConfig {
         &self.config
+    }
+
+    /// What makes logits and proposals of the hidden states.
+    pub fn head(&self) -> &dyn Head {
+        &*self.head
     }
 
     /// Where each parameter lies in the flat buffer.
@@ -350,7 +377,7 @@ mod tests {
         let draft = Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, options));
         let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         draft.save(whole.path()).unwrap();
-        draft.config().save(sharded.path(), Kind::BFloat16).unwrap();
+        draft.config().save(sharded.path(), "bfloat16").unwrap();
         let mut weight_map = serde_json::Map::new();
         for (number, parameters) in draft.layout().parameters().chunks(5).enumerate() {
             let shard = format!("model-{number}.safetensors");

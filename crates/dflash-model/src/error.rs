@@ -1,7 +1,7 @@
 //! What can go wrong with a model on disk or a model's settings.
 #![allow(missing_docs, reason = "the messages say it")]
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -11,22 +11,22 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     #[error("cannot read {path}: {source}")]
     Read { path: PathBuf, source: std::io::Error },
-    /// A model directory lacks a file that every model has.
-    #[error("{dir} has no {file}; pass the directory of a model, or of one checkpoint (step-...)")]
-    MissingFile { dir: PathBuf, file: String },
+    /// A file of a format that others have too.
+    #[error(transparent)]
+    Format(#[from] dflash_formats::Error),
     #[error(
-        "{dir} lacks the shard {shard}, in which its model.safetensors.index.json places the tensor {tensor}; download it again"
+        "{dir} lacks the shard {shard}, which has the tensor {tensor} according to its model.safetensors.index.json; download it again"
     )]
     MissingShard { dir: PathBuf, shard: String, tensor: String },
-    /// A JSON file does not parse; the source names the line.
-    #[error("{path}: {source}")]
-    Json { path: PathBuf, source: serde_json::Error },
-    /// A key of a configuration has a value that we cannot honour.
-    #[error("{path}: `{key}` is {found}, but {expected}")]
-    Config { path: PathBuf, key: String, found: String, expected: String },
     /// The model is of a family that we do not run.
     #[error("{path}: architecture {found} is not supported; supported: {supported}")]
     Architecture { path: PathBuf, found: String, supported: String },
+    /// The draft's head is of a kind that we do not run.
+    #[error("the draft's head is {found}, which this program does not know; it knows {known}")]
+    UnknownHead { found: String, known: String },
+    /// The draft's head has a value that we cannot honour.
+    #[error("the draft's head {kind}: `{key}` is {found}, but {expected}")]
+    Head { kind: &'static str, key: &'static str, found: String, expected: &'static str },
     /// The target is of a family whose head is not known, and no description says how it is.
     #[error(
         "{path}: architecture {found} is not known (docs/targets.md lists those that are); describe it in a file and pass --target-spec FILE:\n{example}"
@@ -52,14 +52,9 @@ pub enum Error {
     },
     /// The tensor of a head is stored in few bits.
     #[error(
-        "{dir}: tensor {name} is stored as {found} ({method}), and a draft learns from the unquantized one; pass the directory or name of a checkpoint of the same model that stores it as F32, F16 or BF16 as --target"
+        "{dir}: tensor {name} is stored as {found} ({method}), but training needs it unquantized; pass the directory or name of a checkpoint of the same model that stores it as F32, F16 or BF16 as --target"
     )]
     QuantizedHead { dir: PathBuf, name: String, found: String, method: String },
-    #[error("{path} is not a readable safetensors file: {source}")]
-    Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
-    /// A safetensors file is shorter than its header says.
-    #[error("{path} is cut off: {found} bytes of {expected}; fetch or write it again")]
-    Truncated { path: PathBuf, found: u64, expected: u64 },
     #[error("{path} has no tensor {name}")]
     MissingTensor { path: PathBuf, name: String },
     #[error("{path}: tensor {name} has shape {found:?}, expected {expected:?}")]
@@ -70,7 +65,7 @@ pub enum Error {
         "target layer id {id} is out of range: the target has {layers} layers, so ids run from 0 (embedding output) to {layers} (after the last layer)"
     )]
     LayerId { id: u32, layers: usize },
-    #[error("target layer ids {ids:?} must be ascending and without repeats")]
+    #[error("target layer ids {ids:?} must be ascending, without repetition")]
     LayerIdOrder { ids: Vec<u32> },
     #[error("mask token {id} {reason}; pass --mask-token-id with a reserved id below {rows}")]
     MaskToken { id: i64, reason: &'static str, rows: i64 },
@@ -84,7 +79,7 @@ pub enum Error {
     )]
     MoreStagesThanLayers { stages: usize, layers: usize },
     #[error(
-        "--tensor-parallel-size is {ranks}, which {relation} {key}, {size}, of this {architecture}; possible: {possible}. --pipeline divides by layers"
+        "--tensor-parallel-size is {ranks}, which {relation} {key}, {size}, of this {architecture}; possible: {possible}. --pipeline splits by layers"
     )]
     Indivisible {
         architecture: String,
@@ -104,11 +99,4 @@ pub enum Error {
     /// libtorch refused an operation on data from outside.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
-}
-
-impl Error {
-    pub(crate) fn config(path: &Path, key: &str, found: impl ToString, expected: &str) -> Self {
-        let (found, expected) = (found.to_string(), expected.into());
-        Self::Config { path: path.into(), key: key.into(), found, expected }
-    }
 }

@@ -8,7 +8,7 @@
 //! none (the lm_head): there it is one.
 
 use crate::attention::{BlockPlan, Visibility, WindowRule};
-use crate::draft::{DraftConfig, LayerKind};
+use crate::draft::{CHECKED_HEAD, DraftConfig, LayerKind, head_config, visibility};
 use crate::target::divided::Shard;
 use crate::target::{Reach, TargetConfig};
 
@@ -32,7 +32,7 @@ pub struct RowWork {
 }
 
 /// Floating-point operations of one packed row.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowFlops {
     /// Of the forward pass.
     pub forward: f64,
@@ -52,7 +52,7 @@ impl RowWork {
     pub fn of_plan(config: &DraftConfig, plan: &BlockPlan) -> Self {
         let pairs = |kind: LayerKind| {
             if config.layers.contains(&kind) {
-                visible_pairs(plan, &config.visibility(kind, WindowRule::Serving)) as f64
+                visible_pairs(plan, &visibility(config, kind, WindowRule::Serving)) as f64
             } else {
                 0.0
             }
@@ -63,6 +63,37 @@ impl RowWork {
             full_pairs: pairs(LayerKind::Full),
             sliding_pairs: pairs(LayerKind::Sliding),
             ..Self::default()
+        }
+    }
+
+    /// Operations that it takes in a draft of `config`.
+    pub fn flops(&self, config: &DraftConfig) -> RowFlops {
+        let (h, i) = (config.hidden_size as f64, config.intermediate_size as f64);
+        let q_width = (config.num_attention_heads * config.head_dim) as f64;
+        let kv_width = 2.0 * config.kv_width() as f64;
+        let layers = config.layers.len() as f64;
+        let fusion = 2.0 * self.context_rows * config.captures() as f64 * h * h;
+        let slot_projection = 2.0 * self.slots * h * (q_width + kv_width);
+        let context_projection = 2.0 * self.context_rows * h * kv_width;
+        let output = 2.0 * self.slots * q_width * h;
+        let mlp = 6.0 * self.slots * h * i;
+        let pairs: f64 = config
+            .layers
+            .iter()
+            .map(|kind| match kind {
+                LayerKind::Full => self.full_pairs,
+                LayerKind::Sliding => self.sliding_pairs,
+            })
+            .sum();
+        // scores and their product with the values
+        let attention = 4.0 * q_width * pairs;
+        let head = 2.0 * self.active_slots * h * self.head_rows;
+        let teacher = 2.0 * self.teacher_slots * h * self.head_rows;
+        let stack = layers * (slot_projection + context_projection + output + mlp) + attention;
+        let own = head_config(config).expect(CHECKED_HEAD).flops(self);
+        RowFlops {
+            forward: fusion + stack + head + teacher + own.forward,
+            backward: fusion + 2.0 * stack - slot_projection + head + own.backward,
         }
     }
 }
@@ -78,38 +109,6 @@ pub(crate) fn visible_pairs(plan: &BlockPlan, visibility: &Visibility) -> usize 
         }
     };
     plan.anchor_positions().map(|anchor| own + context(anchor)).sum()
-}
-
-impl DraftConfig {
-    /// Operations that a row of `work` needs.
-    pub fn flops(&self, work: &RowWork) -> RowFlops {
-        let (h, i) = (self.hidden_size as f64, self.intermediate_size as f64);
-        let q_width = (self.num_attention_heads * self.head_dim) as f64;
-        let kv_width = 2.0 * self.kv_width() as f64;
-        let layers = self.layers.len() as f64;
-        let fusion = 2.0 * work.context_rows * self.captures() as f64 * h * h;
-        let slot_projection = 2.0 * work.slots * h * (q_width + kv_width);
-        let context_projection = 2.0 * work.context_rows * h * kv_width;
-        let output = 2.0 * work.slots * q_width * h;
-        let mlp = 6.0 * work.slots * h * i;
-        let pairs: f64 = self
-            .layers
-            .iter()
-            .map(|kind| match kind {
-                LayerKind::Full => work.full_pairs,
-                LayerKind::Sliding => work.sliding_pairs,
-            })
-            .sum();
-        // scores and their product with the values
-        let attention = 4.0 * q_width * pairs;
-        let head = 2.0 * work.active_slots * h * work.head_rows;
-        let teacher = 2.0 * work.teacher_slots * h * work.head_rows;
-        let stack = layers * (slot_projection + context_projection + output + mlp) + attention;
-        RowFlops {
-            forward: fusion + stack + head + teacher,
-            backward: fusion + 2.0 * stack - slot_projection + head,
-        }
-    }
 }
 
 impl TargetConfig {
@@ -182,6 +181,7 @@ fn causal_pairs(length: usize, reach: Reach) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::draft::plan_blocks;
 
     #[test]
     fn a_prefill_by_hand() {
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn a_tiny_row_by_hand() {
         let config = config(&["full_attention"]);
-        let plan = config.plan(&[0, 5], &[1, 3], WindowRule::Serving);
+        let plan = plan_blocks(&config, &[0, 5], &[1, 3], WindowRule::Serving);
         let work =
             RowWork { active_slots: 2.0, head_rows: 10.0, ..RowWork::of_plan(&config, &plan) };
         // Context before the last anchor: 3 rows. Two blocks of 2. The first block's slots see 1
@@ -234,23 +234,23 @@ mod tests {
         // Once: the fusion and the first layer's slots (weights only), the head (input only).
         let backward = fusion + qkv + 2 * context_kv + 2 * output + 2 * mlp + 2 * attention + head;
         assert_eq!(backward, 3008);
-        let flops = config.flops(&work);
+        let flops = work.flops(&config);
         assert_eq!((flops.forward, flops.backward), (forward as f64, backward as f64));
         let teacher = RowWork { teacher_slots: 2.0, ..work };
-        assert_eq!(config.flops(&teacher).total(), flops.total() + head as f64);
+        assert_eq!(teacher.flops(&config).total(), flops.total() + head as f64);
     }
 
     #[test]
     fn sliding_layers_count_their_window() {
         let config = config(&["full_attention", "sliding_attention"]);
-        let plan = config.plan(&[0, 3, 9], &[1, 7], WindowRule::Serving);
+        let plan = plan_blocks(&config, &[0, 3, 9], &[1, 7], WindowRule::Serving);
         let work = RowWork::of_plan(&config, &plan);
         // Full: anchors at 1 and 4 of their documents: 2 (1 + 2) + 2 (4 + 2).
         assert_eq!(work.full_pairs, 18.0);
         // Window 2, causal: slot 0 sees one position before it, slot 1 only the block: 1 + 3 each.
         assert_eq!(work.sliding_pairs, 8.0);
-        let both = config.flops(&work).total();
+        let both = work.flops(&config).total();
         let wider = RowWork { sliding_pairs: 9.0, ..work };
-        assert_eq!(config.flops(&wider).total() - both, 3.0 * 4.0 * 4.0);
+        assert_eq!(wider.flops(&config).total() - both, 3.0 * 4.0 * 4.0);
     }
 }

@@ -28,17 +28,16 @@ pub mod target;
 
 mod contain;
 mod error;
-mod fields;
 mod flash;
 mod fused;
 
 pub use contain::{is_want_of_memory, want_of_memory, want_of_memory_in};
+pub use dflash_formats::RopeScaling;
 pub use dflash_torch_sys::kernels::Kernels;
 pub use error::{Error, Result};
 pub use placement::{
     device_name, gpus_for, kind_name, peak_resident_mib, place, resident_mib, upload,
 };
-pub use rope::RopeScaling;
 
 /// Memory of a tensor beside its elements: libtorch's two objects, our handle, and what their allocations
 /// round up to. With 30 tokens of a small model it is a fifth of a kept cache.

@@ -1,6 +1,7 @@
 //! The training objective: loss and gradient of the slots without a tensor of all logits.
 //!
-//! The lm_head is the target's and frozen. So for a chunk of supervised slots the logits, the loss
+//! The lm_head is the target's and frozen; the draft's head may add to its products, and has gradients
+//! of its own then. So for a chunk of supervised slots the logits, the loss
 //! and the gradient of the logits are computed in place, and two matrix products (to the logits
 //! and back) are all that is needed: nothing is kept for a later pass, and slots without a label
 //! cost nothing. Everything past the logits is float32 (float64 for gradient checks).
@@ -30,6 +31,7 @@ pub use weight::{
     Confidence, Denominator, MASKED_SLOTS_EPSILON, Weighting, decay_weights, dpace_weights,
 };
 
+use crate::draft::{Dflash, Head, HeadChunk, HeadViews};
 use crate::ops::accumulate_kind;
 use crate::target::LogitTransform;
 use placed::{ChunkPlace, Placed};
@@ -60,8 +62,27 @@ pub struct Teacher {
     pub rows_m: Tensor,
     /// The target's lm_head, pruned as the draft's, [V, H].
     pub head_vh: Tensor,
-    /// What makes the target's logits of the products with it; the draft's are the products.
+    /// Scale and soft-cap from the lm_head's output to the target's logits; the draft's logits have
+    /// none.
     pub output: LogitTransform,
+}
+
+/// What makes logits of hidden states, and learns from them.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadPass<'a> {
+    /// The draft's head.
+    pub head: &'a dyn Head,
+    /// The target's lm_head [V, H], pruned as the draft's vocabulary, in the kind of the hidden states.
+    pub lm_head_vh: &'a Tensor,
+    /// Where gradients of the head's own parameters are added up; `None` where nothing is learned.
+    pub gradient: Option<&'a HeadViews>,
+}
+
+impl<'a> HeadPass<'a> {
+    /// The lm_head alone, as DFlash has it.
+    pub fn plain(lm_head_vh: &'a Tensor) -> Self {
+        Self { head: &Dflash, lm_head_vh, gradient: None }
+    }
 }
 
 /// What one packed row contributes.
@@ -82,45 +103,67 @@ impl Objective {
 
     /// Loss numerator, its gradient and the counts of one packed row.
     ///
-    /// `hidden_nh` [N, H] is the draft's output after its norm, `head_vh` [V, H] the lm_head
-    /// (pruned rows for a pruned vocabulary), in the same kind. Call it without autograd.
+    /// `hidden_nh` [N, H] is the trunk's output after its norm. Call it without autograd.
     ///
     /// # Panics
     /// When a teacher is needed and absent: a bug of the caller.
     pub fn evaluate(
         &self,
+        pass: HeadPass<'_>,
         hidden_nh: &Tensor,
-        head_vh: &Tensor,
         labels: &BlockLabels,
         teacher: Option<&Teacher>,
     ) -> LossOutput {
-        let placed = Placed::new(labels, &self.weighting, hidden_nh);
+        let HeadPass { head, lm_head_vh, gradient } = pass;
+        let placed = Placed::new(labels, &self.weighting, hidden_nh, head);
         let mut dhidden_nh = hidden_nh.zeros_like();
-        let mut tally = statistics::Tally::new(labels, hidden_nh);
-        for chunk in labels.chunks(self.chunk_rows(head_vh, teacher.is_some())) {
+        let mut tally = statistics::Tally::new(labels, hidden_nh, head);
+        for chunk in labels.chunks(self.chunk_rows(pass, teacher.is_some())) {
             let place = placed.chunk(&chunk);
             let hidden_mh = hidden_nh.index_select(0, &place.slots_m);
-            let input = element::ChunkInput {
-                logits_mv: self.worked_on(hidden_mh.matmul(&head_vh.tr())),
-                teacher_mv: teacher.map(|teacher| teacher.logits(&chunk)),
-                tokens_m: place.tokens_m.shallow_clone(),
+            let of_head = HeadChunk {
+                hidden_nh,
+                hidden_mh: &hidden_mh,
+                slots_m: &place.slots_m,
+                tokens_m: &place.tokens_m,
+                previous_n: placed.previous_n.as_ref(),
+                decay_m: place.decay_m.as_ref(),
+                gradient,
             };
-            let output = self.chunk(input, &place);
+            let base_mv = self.worked_on(hidden_mh.matmul(&lm_head_vh.tr()), head);
+            let logits_mv = head.logits(&of_head, base_mv, &mut tally.metrics);
+            let teacher_mv = teacher.map(|teacher| teacher.logits(&chunk));
+            let metrics = &mut tally.metrics;
+            let own = head.auxiliary_loss(&of_head, &logits_mv, teacher_mv.as_ref(), metrics);
+            let tokens_m = place.tokens_m.shallow_clone();
+            let mut output =
+                self.chunk(element::ChunkInput { logits_mv, teacher_mv, tokens_m }, &place);
+            if let Some(own) = &own {
+                output.add(own);
+            }
             tally.add(&place.slots_m, &output);
-            let dhidden_mh = output.dlogits_mv.to_kind(hidden_nh.kind()).matmul(head_vh);
+            let mut dhidden_mh = output.dlogits_mv.to_kind(hidden_nh.kind()).matmul(lm_head_vh);
+            let of_logits = head.backward(&of_head, &output.dlogits_mv);
+            for more in [of_logits, own.and_then(|own| own.dhidden_mh)].into_iter().flatten() {
+                dhidden_mh += more.to_kind(dhidden_mh.kind());
+            }
             let _ = dhidden_nh.index_copy_(0, &place.slots_m, &dhidden_mh);
         }
-        LossOutput { dhidden_nh, statistics: tally.finish(&placed, self.denominator) }
+        LossOutput {
+            dhidden_nh,
+            statistics: tally.finish(&placed, self.denominator, head.metrics()),
+        }
     }
 
     /// Logits as the loss takes them.
-    fn worked_on(&self, logits_mv: Tensor) -> Tensor {
-        if self.takes_any_kind(&logits_mv) { logits_mv } else { wide(logits_mv) }
+    fn worked_on(&self, logits_mv: Tensor, head: &dyn Head) -> Tensor {
+        if self.takes_any_kind(&logits_mv, head) { logits_mv } else { wide(logits_mv) }
     }
 
     /// Whether the logits stay in the kind of the products: the kernels for GPUs take them so.
-    fn takes_any_kind(&self, like: &Tensor) -> bool {
-        let is_plain = self.labels == LabelSource::Data
+    fn takes_any_kind(&self, like: &Tensor, head: &dyn Head) -> bool {
+        let is_plain = head.is_plain()
+            && self.labels == LabelSource::Data
             && matches!(self.terms[..], [(ElementLoss::CrossEntropy, _)]);
         is_plain && self.kernels.gpu(like).is_some()
     }
@@ -139,9 +182,11 @@ impl Objective {
 
     /// Slots of a chunk within the budget; the teacher's logits and the mixtures' temporaries
     /// count too.
-    fn chunk_rows(&self, head_vh: &Tensor, with_teacher: bool) -> usize {
+    fn chunk_rows(&self, pass: HeadPass<'_>, with_teacher: bool) -> usize {
+        let head_vh = pass.lm_head_vh;
         let copies = if with_teacher { 6 } else { 1 };
-        let number = if self.takes_any_kind(head_vh) { head_vh.kind() } else { Kind::Float };
+        let number =
+            if self.takes_any_kind(head_vh, pass.head) { head_vh.kind() } else { Kind::Float };
         let row_bytes = head_vh.size()[0] as usize * number.elt_size_in_bytes() * copies;
         (self.chunk_bytes / row_bytes).max(1)
     }

@@ -91,7 +91,7 @@ impl Gpus {
                 (format!("libtorch's CUDA library does not load: {reason}"), whole.to_owned())
             }
             Some(CudaLibrary::Absent) | None => {
-                ("this libtorch comes without CUDA".to_owned(), whole.to_owned())
+                ("this libtorch is built without CUDA".to_owned(), whole.to_owned())
             }
         };
         format!(
@@ -219,7 +219,7 @@ mod tests {
             Asked::Auto,
             &["libcudart.so.13 is missing", "pip install", "--device cpu"],
         );
-        refused(&gpus(0, true, Some(CudaLibrary::Absent)), Asked::Auto, &["comes without CUDA"]);
+        refused(&gpus(0, true, Some(CudaLibrary::Absent)), Asked::Auto, &["built without CUDA"]);
         let none = gpus(0, false, None);
         assert_eq!(none.device(Asked::Auto, 0).unwrap(), Device::Cpu);
         refused(&none, Asked::Cuda(Some(1)), &["libtorch sees 0 CUDA devices here"]);

@@ -49,18 +49,15 @@ use self::packed::PackedAttention;
 use self::packed_weight::{PackedWeight, Packing};
 use self::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use self::rotary::HeadTables;
+use crate::Result;
 use crate::checkpoint::write_safetensors_as;
 use crate::ops::{Rotary, most_likely, rms_norm};
-use crate::{Error, Result};
 
 pub use self::blocks::rope::Rope;
 pub use self::cache::{KvCache, SequencePart};
 pub use self::config::{Outer, TargetConfig};
 pub use self::facts::{DraftDefaults, DraftHeads, HeadNumbers, NormKind, TargetFacts, TargetSpec};
-pub use self::families::{
-    DeepseekV3Config, DenseConfig, DenseKind, Family, Gemma3Config, Gemma4Config, Glm4MoeConfig,
-    GptOssConfig, HybridConfig, Llama4Config, MiniMaxM2Config, Phi3Config, Qwen3MoeConfig,
-};
+pub use self::families::{DenseConfig, DenseKind, Family};
 pub use self::few_rows::{FewRows, PrunedRows};
 pub use self::head::{LogitTransform, TargetHead};
 pub(crate) use self::layer::Reach;
@@ -411,8 +408,7 @@ impl Target {
         write_safetensors_as(&dir.join("model.safetensors"), &tensors, Some(kind))?;
         let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
         let path = dir.join("config.json");
-        let config = serde_json::to_string_pretty(&self.config.to_json(dtype))
-            .map_err(|source| Error::Json { path: path.clone(), source })?;
+        let config = format!("{:#}", self.config.to_json(dtype));
         Ok(dflash_files::write_bytes(&path, config.as_bytes())?)
     }
 

@@ -10,9 +10,10 @@
 mod reference;
 
 use dflash_model::Kernels;
+use dflash_model::draft::BlockShape;
 use dflash_model::objective::{
-    BlockLabels, Confidence, Denominator, DraftVocabulary, ElementLoss, LabelSource, LabelledRow,
-    Objective, Teacher, Weighting,
+    BlockLabels, Confidence, Denominator, DraftVocabulary, ElementLoss, HeadPass, LabelSource,
+    LabelledRow, Objective, Teacher, Weighting,
 };
 use dflash_model::target::LogitTransform;
 use dflash_test_support::alone;
@@ -74,7 +75,7 @@ impl World {
             loss_mask: &self.loss_mask,
             document_starts: &self.document_starts,
         };
-        BlockLabels::new(row, &self.anchors, BLOCK, self.vocabulary.as_ref())
+        BlockLabels::new(row, &self.anchors, BlockShape::fill_in(BLOCK), self.vocabulary.as_ref())
     }
 
     /// Loss, its denominator and the gradient of their quotient [N, H], as the trainer sees them.
@@ -88,7 +89,7 @@ impl World {
             output: LogitTransform::identity(),
         });
         let (hidden, head) = (self.hidden_nh.to_kind(kind), self.head_vh.to_kind(kind));
-        let output = objective.evaluate(&hidden, &head, &labels, teacher.as_ref());
+        let output = objective.evaluate(HeadPass::plain(&head), &hidden, &labels, teacher.as_ref());
         let epsilon = objective.denominator.epsilon();
         let report = output.statistics.report(epsilon);
         let divisor = report.denominator + epsilon;

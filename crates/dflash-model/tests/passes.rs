@@ -3,7 +3,9 @@
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind, PackedInput};
+use dflash_model::draft::{
+    Draft, DraftConfig, Fresh, HeadFields, Keep, LayerKind, PackedInput, plan_blocks,
+};
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -36,6 +38,7 @@ fn config() -> DraftConfig {
         max_position_embeddings: 256,
         initializer_range: 0.05,
         eos_token_id: None,
+        head: HeadFields::default(),
     }
 }
 
@@ -44,7 +47,9 @@ fn fresh(config: DraftConfig) -> Draft {
     tch::manual_seed(4);
     let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
     let draft = Draft::init(config, Device::Cpu, normal);
-    for bias in draft.layout().parameters().iter().filter(|parameter| parameter.is_bias()) {
+    for bias in
+        draft.layout().parameters().iter().filter(|parameter| parameter.fresh == Fresh::Zeros)
+    {
         let mut view = bias.view(draft.flat());
         assert_eq!(view.abs().max().double_value(&[]), 0.0, "a fresh bias is zero");
         view.copy_(&normal(&bias.shape));
@@ -61,7 +66,7 @@ fn configs() -> [DraftConfig; 2] {
 fn row(draft: &Draft) -> (PackedInput, Tensor, (i64, i64)) {
     let (config, kind) = (draft.config(), draft.flat().kind());
     let anchors: Vec<usize> = (0..18).chain(21..38).collect();
-    let plan = config.plan(&[0, 20, 40], &anchors, WindowRule::Serving);
+    let plan = plan_blocks(config, &[0, 20, 40], &anchors, WindowRule::Serving);
     let (context, slots) = (plan.context_rows() as i64, plan.slots() as i64);
     let normal = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind);
     let features = normal([context, config.captures() * HIDDEN]);
@@ -128,8 +133,12 @@ fn a_decoded_block_is_the_one_that_training_saw() {
             for anchor in [0, 1, 3, 17] {
                 let block_bh = normal(block);
                 let (trained, decoded) = no_grad(|| {
-                    let plan =
-                        config.plan(&[0, TOKENS as usize], &[anchor as usize], WindowRule::Serving);
+                    let plan = plan_blocks(
+                        &config,
+                        &[0, TOKENS as usize],
+                        &[anchor as usize],
+                        WindowRule::Serving,
+                    );
                     let sources = plan.context_sources().flatten().map(|row| row as i64);
                     let rows = Tensor::from_slice(&sources.collect::<Vec<_>>());
                     let features = features_tk.index_select(0, &rows);

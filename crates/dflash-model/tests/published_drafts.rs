@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use dflash_model::RopeScaling;
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Fresh, LayerKind};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-fn parse(config: &Value) -> Result<DraftConfig, dflash_model::Error> {
+fn parse(config: &Value) -> Result<DraftConfig, dflash_formats::Error> {
     DraftConfig::parse(Path::new("config.json"), &config.to_string())
 }
 
@@ -109,7 +109,7 @@ fn biases_of_the_attention_are_laid_out_under_their_names() {
     let widths = ["q_proj", "k_proj", "v_proj", "o_proj"].map(width);
     assert_eq!(widths, [[query], [key], [key], [2880]].map(Vec::from));
     let plain = DraftLayout::new(&parse(&kimi()).unwrap());
-    assert!(plain.parameters().iter().all(|parameter| !parameter.is_bias()));
+    assert!(plain.parameters().iter().all(|parameter| parameter.fresh != Fresh::Zeros));
 }
 
 #[test]

@@ -3,9 +3,9 @@
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig, Keep, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, Fresh, HeadFields, Keep, LayerKind, plan_blocks};
 use dflash_model::objective::{
-    BlockLabels, Denominator, ElementLoss, LabelSource, LabelledRow, Objective, Weighting,
+    BlockLabels, Denominator, ElementLoss, HeadPass, LabelSource, LabelledRow, Objective, Weighting,
 };
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
@@ -34,6 +34,7 @@ fn config() -> DraftConfig {
         max_position_embeddings: 4096,
         initializer_range: 0.05,
         eos_token_id: None,
+        head: HeadFields::default(),
     }
 }
 
@@ -41,7 +42,9 @@ fn config() -> DraftConfig {
 fn fresh(config: DraftConfig) -> Tensor {
     let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
     let draft = Draft::init(config, Device::Cpu, normal);
-    for bias in draft.layout().parameters().iter().filter(|parameter| parameter.is_bias()) {
+    for bias in
+        draft.layout().parameters().iter().filter(|parameter| parameter.fresh == Fresh::Zeros)
+    {
         bias.view(draft.flat()).copy_(&(normal(&bias.shape) * 0.3));
     }
     draft.flat().shallow_clone()
@@ -78,7 +81,7 @@ impl Row {
     /// Loss and flat gradient of its numerator.
     fn gradient(&self, draft: &Draft, (weighting, kernels): (Weighting, Kernels)) -> (f64, Tensor) {
         let (config, kind) = (draft.config(), draft.flat().kind());
-        let plan = config.plan(&self.starts, &self.anchors, WindowRule::Serving);
+        let plan = plan_blocks(config, &self.starts, &self.anchors, WindowRule::Serving);
         let rows: Vec<i64> = plan.context_sources().flatten().map(|row| row as i64).collect();
         let features = self.features_tk.index_select(0, &Tensor::from_slice(&rows)).to_kind(kind);
         let mut ids = vec![config.mask_token_id; plan.slots()];
@@ -91,7 +94,7 @@ impl Row {
             loss_mask: &self.mask,
             document_starts: &self.starts,
         };
-        let labels = BlockLabels::new(labelled, &self.anchors, config.block_size, None);
+        let labels = BlockLabels::new(labelled, &self.anchors, config.block(), None);
         let objective = Objective {
             terms: vec![(ElementLoss::CrossEntropy, 1.0)],
             weighting,
@@ -102,8 +105,10 @@ impl Row {
         };
         let input = draft.prepare(&plan, WindowRule::Serving, features, slots);
         let (hidden, saved) = draft.forward_keeping(&input, Keep::Activations);
-        let output = objective.evaluate(&hidden, &self.head_vh.to_kind(kind), &labels, None);
         let (flat, views) = draft.zero_gradients();
+        let lm_head_vh = &self.head_vh.to_kind(kind);
+        let pass = HeadPass { head: draft.head(), lm_head_vh, gradient: Some(&views.head) };
+        let output = objective.evaluate(pass, &hidden, &labels, None);
         draft.backward(output.dhidden_nh, &input, saved, (&views, &mut |_| ()));
         (output.statistics.report(0.0).loss, flat)
     }

@@ -1,14 +1,14 @@
 //! Loss masks by render boundary.
 //!
-//! For the assistant turn j the target would have seen the conversation before it, rendered with
-//! the generation prompt (P), and has then written what the full render (F) adds. So F after P is
-//! supervised. This holds for any template, without knowing its markers. Two complications:
+//! Before the assistant turn j the target sees the conversation rendered with the generation prompt
+//! (P); the full render (F) adds what it has then written. So the part of F after P is supervised.
+//! This works for any template, without knowing its markers. Two complications:
 //!
 //! - Some generation prompts open something that a recorded answer does not repeat (an empty
-//!   `<think>`): P is then not a prefix of F, and what both share counts as the prompt, provided
-//!   that it covers the history.
-//! - Some templates rewrite history (they drop earlier reasoning): each turn then needs a sample
-//!   of its own. Where every F is a prefix of the next, one sample with several spans says the same.
+//!   `<think>`). P is then not a prefix of F, and their common prefix counts as the prompt,
+//!   provided that it covers the history.
+//! - Some templates rewrite history (they drop earlier reasoning): each turn then needs its own
+//!   sample. If every F is a prefix of the next, one sample with several spans is equivalent.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ use crate::outcome::DropReason;
 /// Why a conversation gives no samples.
 #[derive(Debug)]
 pub enum Refusal {
-    /// There is nothing in it to train on.
+    /// It contains nothing to train on.
     Dropped(DropReason),
     /// The template refused or the tokenizer failed.
     Failed(Error),
@@ -33,10 +33,10 @@ impl From<Error> for Refusal {
     }
 }
 
-/// What a conversation gives.
+/// The samples of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
-    /// The samples, in order; none where no turn is trained on.
+    /// The samples, in order; none if no turn is trained on.
     pub samples: Vec<Sample>,
     /// Assistant turns of tool calls that the template does not print. They are context only.
     pub unprinted_calls: usize,
@@ -48,15 +48,15 @@ struct Turn {
     boundary: usize,
 }
 
-/// The samples of a conversation: one where every turn's render continues the previous one's,
+/// The samples of a conversation: one if every turn's render continues the previous one's,
 /// otherwise one for each assistant turn. A first turn by the assistant is context only, and
-/// messages after the last assistant turn are left out.
+/// messages after the last assistant turn are dropped.
 ///
 /// Of a render far longer than `seq_length` tokens only the start is encoded, one token beyond
-/// `seq_length`, and a conversation far longer than that is not rendered to its end.
+/// `seq_length`, and a conversation far longer than that is not rendered completely.
 ///
 /// # Errors
-/// Why the conversation gives none.
+/// Why the conversation has no samples.
 pub fn conversation_rows(
     tokenizer: &ChatTokenizer,
     conversation: &Conversation,
@@ -79,7 +79,7 @@ pub fn conversation_rows(
             turns.beyond += 1;
             continue;
         }
-        // The first turn beyond it still tells where the row is cut.
+        // The first turn beyond it still determines where the row is cut.
         turns.reach_end = index >= within_reach;
         if renderer.leaves_calls_out(index)? {
             unprinted_calls += 1;
@@ -117,7 +117,7 @@ struct Renderer<'a> {
     tokenizer: &'a ChatTokenizer,
     conversation: &'a Conversation,
     cache: &'a mut SegmentCache,
-    /// Tokens at most of a long render.
+    /// Maximum number of tokens of a long render.
     longest: usize,
     /// Whether a render was longer.
     is_cut: bool,
@@ -154,14 +154,14 @@ impl Renderer<'_> {
         self.tokenizer.render(messages, tools, add_generation_prompt)
     }
 
-    /// Renders are compared: once one is cut, all must be.
+    /// Renders are compared with each other: once one is cut, all must be.
     fn cut(&self, renders: [&mut Vec<i64>; 2]) {
         if self.is_cut {
             renders.into_iter().for_each(|ids| ids.truncate(self.longest));
         }
     }
 
-    /// Whether the turn says nothing but tool calls, and the template leaves those out.
+    /// Whether the turn has only tool calls, and the template does not print them.
     fn leaves_calls_out(&self, index: usize) -> Result<bool, Error> {
         let messages = &self.conversation.messages[..=index];
         let turn = &messages[index];
@@ -170,7 +170,7 @@ impl Renderer<'_> {
         }
         let silent = Message { tool_calls: None, content: "".into(), ..turn.clone() };
         let without: Vec<Message> = messages[..index].iter().cloned().chain([silent]).collect();
-        // A template may refuse a turn without calls; then it prints them.
+        // A template may refuse a turn without calls; then it does print them.
         let without = self.text(&without, false).ok();
         Ok(without == Some(self.text(messages, false)?))
     }
@@ -179,11 +179,11 @@ impl Renderer<'_> {
 /// The turns of a conversation. As long as every render continues the one before, the last is
 /// enough.
 struct Turns {
-    /// Tokens that a sample needs at most.
+    /// Maximum number of tokens that a sample needs.
     longest: usize,
     /// The render of the last of the turns that continue each other.
     chain: Vec<i64>,
-    /// Of each turn in the chain, where its answer starts and ends.
+    /// Where each turn's answer in the chain starts and ends.
     spans: Vec<Range<usize>>,
     /// The turns from the first that did not continue the chain.
     after: Vec<Sample>,

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-/// A fault that ends the run. Messages name the object and the remedy; lines (of a Parquet file:
-/// rows) count from 1.
+/// An error that ends the run. Messages name the object and the remedy; lines (rows of a Parquet
+/// file) count from 1.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

@@ -2,8 +2,8 @@
 //!
 //! [`prepare`] is the whole command: it finds the data (local files, or a preset from the Hub),
 //! renders every conversation with the target's own chat template, derives the loss mask from
-//! render boundaries, cuts samples to the sequence length, and writes a dataset that appears whole
-//! or not at all. Samples keep the order of the input whatever the number of workers.
+//! render boundaries, cuts samples to the sequence length, and writes a dataset that appears
+//! complete or not at all. Samples keep the order of the input for any number of workers.
 
 mod boundary;
 mod error;

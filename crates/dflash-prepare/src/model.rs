@@ -16,9 +16,9 @@ use crate::error::Error;
 pub(crate) struct Model {
     pub(crate) tokenizer: ChatTokenizer,
     pub(crate) dir: PathBuf,
-    /// Rows of the target's embedding, or the tokenizer's size where no configuration says.
+    /// Rows of the target's embedding, or the tokenizer's size if there is no configuration.
     pub(crate) vocab_size: usize,
-    /// What the dataset says of it.
+    /// The identity that the dataset records.
     pub(crate) identity: PreparedFor,
 }
 

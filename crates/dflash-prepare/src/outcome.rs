@@ -1,4 +1,4 @@
-//! What became of the rows, counted.
+//! What happened to the input rows, counted.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub enum DropReason {
     /// Of a turn, not of a row.
     #[error("assistant turn with neither content nor tool calls")]
     EmptyTurn,
-    /// Of a turn, not of a row: what it would teach is to say nothing.
+    /// Of a turn, not of a row: training on it would teach the draft to say nothing.
     #[error("assistant turn of tool calls, which the chat template does not print")]
     UnprintedCalls,
     #[error("refused by the chat template")]
@@ -44,7 +44,7 @@ pub enum DropReason {
 pub struct Dropped {
     /// How many.
     pub count: u64,
-    /// The first one's place, and what was wrong with it.
+    /// The place of the first one, and what was wrong with it.
     pub first: String,
 }
 
@@ -57,15 +57,16 @@ pub struct Tally {
     pub truncated: u64,
     /// What was dropped, by reason.
     pub dropped: BTreeMap<DropReason, Dropped>,
-    /// Turns that were taken out of their conversations, or left as context, by reason.
+    /// Turns that were removed from their conversations, or left as context, by reason.
     pub turns_dropped: BTreeMap<DropReason, Dropped>,
-    /// Keys of messages that nothing reads, and how many messages have them.
+    /// Unknown keys of messages, and how many messages have them.
     pub unknown_keys: BTreeMap<String, u64>,
-    /// Columns of rows of conversation that nothing reads, and how many rows hold something there.
+    /// Unknown columns of rows, and how many rows have a value there.
     pub unread_columns: BTreeMap<String, u64>,
 }
 
-/// Names of unknown keys that are told apart; more come from data whose keys are values.
+/// Maximum number of unknown keys that are listed separately; more occur in data whose keys are
+/// values.
 const KEYS_SHOWN: usize = 32;
 /// Longest name shown, in characters.
 const KEY_LENGTH: usize = 40;
@@ -84,12 +85,12 @@ impl Tally {
         self.turns_dropped.entry(reason).or_insert_with(none).count += 1;
     }
 
-    /// Counts messages that have a key that nothing reads.
+    /// Counts messages that have an unknown key.
     pub(crate) fn unknown_key(&mut self, key: &str, messages: u64) {
         count(&mut self.unknown_keys, key, messages);
     }
 
-    /// Counts rows that have a column that nothing reads.
+    /// Counts rows that have an unknown column.
     pub(crate) fn unread_column(&mut self, name: &str, rows: u64) {
         count(&mut self.unread_columns, name, rows);
     }
@@ -136,7 +137,7 @@ impl Tally {
     }
 }
 
-/// Counts under `name`, or under [`OTHER_KEYS`] where there are too many names already.
+/// Counts under `name`, or under [`OTHER_KEYS`] if there are too many names already.
 fn count(names: &mut BTreeMap<String, u64>, name: &str, times: u64) {
     let name: String = name.chars().take(KEY_LENGTH).collect();
     let shown = names.len() - usize::from(names.contains_key(OTHER_KEYS));

@@ -1,9 +1,9 @@
 //! Records to samples on several threads, in the order of the input.
 //!
-//! One thread reads and hands out chunks; workers render and tokenize; the caller's thread takes
-//! the results in order. Each chunk brings its own reply channel, and the replies queue up in the
-//! order of reading. So the order is fixed and the number of chunks in flight is bounded, whatever
-//! the workers' speed.
+//! One thread reads and distributes chunks; workers render and tokenize; the caller's thread takes
+//! the results in order. Each chunk brings its own reply channel, and the replies queue up in
+//! reading order. So the order is fixed and the number of chunks in flight is bounded, however fast
+//! the workers are.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,7 +42,7 @@ pub(crate) struct Prepared {
     pub(crate) tally: Tally,
     /// Samples of each file, in the order of reading.
     pub(crate) by_file: Vec<(Arc<Path>, u64)>,
-    /// Input bytes that went into it.
+    /// Input bytes of the chunk.
     pub(crate) bytes: u64,
 }
 
@@ -65,12 +65,12 @@ pub(crate) fn process(
         for _ in 0..workers {
             scope.spawn(|| work(&waiting, job));
         }
-        // An error drops the replies' receivers; the threads notice and end.
+        // An error drops the receivers of replies; the threads notice and end.
         for reply in ordered {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            // A worker that panics takes the process with it, so every chunk is answered.
+            // A panic in a worker ends the process, so every chunk gets a reply.
             if let Ok(prepared) = reply.recv() {
                 sink(prepared?)?;
             }
@@ -116,7 +116,7 @@ fn hand_out(
 fn work(waiting: &Mutex<Receiver<Task>>, job: Job<'_>) {
     let mut cache = SegmentCache::default();
     loop {
-        // The lock is held while waiting: whoever has it takes the next chunk.
+        // The lock is held while waiting; its holder takes the next chunk.
         let task = match waiting.lock() {
             Ok(waiting) => waiting.recv(),
             Err(_) => return,
@@ -128,7 +128,7 @@ fn work(waiting: &Mutex<Receiver<Task>>, job: Job<'_>) {
 }
 
 impl Job<'_> {
-    /// The results of a chunk; its first fault, of the reader or of a row, takes their place.
+    /// The results of a chunk, or its first error, of the reader or of a row.
     fn chunk(&self, records: Vec<Result<Record, Error>>, cache: &mut SegmentCache) -> Reply {
         let mut prepared = Prepared::default();
         for record in records {
@@ -185,7 +185,7 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// The samples of a conversation, after its faults are counted.
+    /// The samples of a conversation; its faults are counted first.
     fn conversation(
         &self,
         record: &Record,
@@ -246,7 +246,7 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// What is wrong with a pre-tokenized row that another tokenizer made.
+    /// What is wrong with a pre-tokenized row that was made with another tokenizer.
     fn foreign_id(&self, input_ids: &[i64]) -> Option<String> {
         let vocabulary = self.model.vocab_size;
         let id = input_ids.iter().find(|&&id| id as usize >= vocabulary)?;

@@ -1,4 +1,4 @@
-//! `dflash_prepare.json`: where a dataset comes from and what became of the input.
+//! `dflash_prepare.json`: where a dataset comes from and what happened to the input.
 //!
 //! It names neither time nor host, so equal inputs give equal files.
 

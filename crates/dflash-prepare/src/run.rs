@@ -18,23 +18,23 @@ use crate::pipeline::{Job, process};
 use crate::provenance;
 use crate::source::{self, Source};
 
-/// What a run did. Prints as a small table.
+/// The result of a run. Prints as a small table.
 #[derive(Debug, Clone)]
 pub struct Summary {
     /// The new dataset.
     pub output: PathBuf,
     /// What was written.
     pub written: WriteSummary,
-    /// What became of the input.
+    /// What happened to the input.
     pub tally: Tally,
     /// Time from the first row read to the last one written.
     pub elapsed: Duration,
 }
 
-/// Prepares a dataset. Ends when `stop` is set, and then leaves nothing behind.
+/// Prepares a dataset. Ends early if `stop` is set, and then leaves nothing behind.
 ///
 /// # Errors
-/// See [`Error`]. In every case the output is whole or absent.
+/// See [`Error`]. In every case the output is complete or absent.
 pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary, Error> {
     settings.check()?;
     let output = settings.output();
@@ -60,7 +60,7 @@ pub fn prepare(settings: &PrepareSettings, stop: &AtomicBool) -> Result<Summary,
     let provenance = provenance::document(settings, &model, &sources, &tally, &writer);
     writer.add_file(provenance::FILE, &provenance)?;
     let mut written = writer.finish()?;
-    // As training names it, in its records and where it refuses another dataset.
+    // The name that training uses, in its records and when it refuses another dataset.
     written.fingerprint = Dataset::open(&output)?.fingerprint();
     Ok(Summary { output, written, tally, elapsed: started.elapsed() })
 }
@@ -97,8 +97,8 @@ fn fill(
     Ok(tally)
 }
 
-/// Notes how many samples came of each source. A file that two sources name is not told apart, and then
-/// nothing is noted.
+/// Records how many samples came from each source. If two sources name the same file they cannot be
+/// told apart, and nothing is recorded.
 fn count_samples(sources: &mut [Source], by_file: BTreeMap<Arc<Path>, u64>) {
     let mut files: Vec<&PathBuf> = sources.iter().flat_map(|source| &source.files).collect();
     files.sort();

@@ -1,4 +1,4 @@
-//! From the words after `--data` to records, read one at a time.
+//! From the arguments of `--data` to records, read one at a time.
 
 mod files;
 mod sample;
@@ -16,12 +16,12 @@ use serde_json::Value;
 use crate::error::Error;
 use sample::sampled;
 
-/// One word after `--data` and the files that it stands for.
+/// One argument of `--data` and its files.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Source {
     pub(crate) data: String,
     pub(crate) files: Vec<PathBuf>,
-    /// Samples that come of it, where those of a source stay together: not where rows are shuffled.
+    /// Samples from this source, if those of a source stay together: not if rows are shuffled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rows: Option<u64>,
 }
@@ -43,7 +43,7 @@ pub(crate) struct Record {
 pub(crate) enum Content {
     Json(RawRow),
     Value(Value),
-    /// A row that is no row of text, and why.
+    /// A row that is not text, and why.
     Refused(String),
 }
 
@@ -52,7 +52,7 @@ impl Record {
         format!("{}:{}", self.path.display(), self.line)
     }
 
-    /// The row, which the record then holds no more: rows can be large.
+    /// Takes the row out of the record, because rows can be large.
     ///
     /// # Errors
     /// What is wrong with it, without its place.
@@ -68,7 +68,7 @@ impl Record {
     }
 }
 
-/// All records of all files, limited and shuffled as asked.
+/// All records of all files, limited and shuffled as requested.
 pub(crate) fn read(
     files: &[PathBuf],
     limit: Option<usize>,
@@ -93,12 +93,12 @@ pub(crate) enum Place {
     Hub(Split),
 }
 
-/// Finds out what every word stands for, without fetching anything.
+/// Finds out what each argument stands for, without fetching anything.
 pub(crate) fn locate(specs: &[String]) -> Result<Vec<(String, Place)>, Error> {
     specs.iter().map(|spec| Ok((spec.clone(), place(spec)?))).collect()
 }
 
-/// Fetches what is on the Hub.
+/// Fetches files that are on the Hub.
 pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<Vec<Source>, Error> {
     let fetched = |(data, place)| {
         let files = match place {

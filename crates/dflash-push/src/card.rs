@@ -7,14 +7,14 @@ mod yaml;
 
 use std::fmt::Write;
 
+use dflash_formats::draft::Layout;
 use dflash_run::{Evaluation, ServedWeights};
 use dflash_settings::PushSettings;
 
 use crate::drafter::{Drafter, VOCABULARY};
 use crate::origin::{Data, Origin};
-use crate::shape::Layout;
 
-/// What a card is made of.
+/// The data of a card.
 pub(crate) struct Card<'a> {
     pub(crate) settings: &'a PushSettings,
     pub(crate) drafter: &'a Drafter,
@@ -35,14 +35,14 @@ impl Card<'_> {
         format!("---\n{}---\n\n{}", self.front_matter(), sections.join("\n"))
     }
 
-    /// The target's name on the Hub, where it is known.
+    /// The target's name on the Hub, if it is known.
     pub(crate) fn base_model(&self) -> Option<String> {
         let own = self.drafter.made_for.as_ref().map(|target| target.name.as_str());
         let own = own.filter(|name| dflash_hub::is_repository(name));
         self.settings.base_model.clone().or(own.map(str::to_owned))
     }
 
-    /// The target as people call it.
+    /// The target's name for people.
     fn target(&self) -> String {
         let own = self.drafter.made_for.as_ref().map(|target| plain(&target.name));
         match self.base_model() {
@@ -72,8 +72,8 @@ impl Card<'_> {
 
     fn shape(&self) -> String {
         let shape = &self.drafter.shape;
-        let number = |number: Option<u64>| number.map(|number| number.to_string());
-        let layers: Vec<String> = shape.target_layers.iter().map(u64::to_string).collect();
+        let number = |number: Option<i64>| number.map(|number| number.to_string());
+        let layers: Vec<String> = shape.target_layer_ids.iter().map(u32::to_string).collect();
         let layers = (!layers.is_empty()).then(|| layers.join(", "));
         let layout = match shape.layout {
             Layout::ZLab => "z-lab's: `config.json` and `model.safetensors`",
@@ -88,8 +88,8 @@ impl Card<'_> {
         let pruned = pruned.then(|| format!("pruned; its tokens are in `{VOCABULARY}`"));
         let facts = [
             ("layout", Some(layout.to_owned())),
-            ("parameters", number(shape.parameters)),
-            ("stored as", shape.dtype.clone()),
+            ("parameters", self.drafter.parameters.map(|number| number.to_string())),
+            ("stored as", self.drafter.dtype.clone()),
             ("layers", number(shape.layers)),
             ("hidden size", number(shape.hidden_size)),
             ("block size, the anchor included", number(shape.block_size)),
@@ -143,7 +143,7 @@ impl Card<'_> {
         text
     }
 
-    /// Datasets on the Hub: what the run knows of, and what the settings add.
+    /// Datasets on the Hub: those that the run recorded, and those that the settings add.
     pub(crate) fn datasets(&self) -> Vec<String> {
         let data = self.drafter.origin.as_ref().and_then(Origin::data);
         let mut names = data.map(|data| data.datasets()).unwrap_or_default();
@@ -162,7 +162,7 @@ fn facts_of(data: &Data<'_>) -> Vec<(String, String)> {
     facts.chain(dropped).collect()
 }
 
-/// How far the run had come, in a sentence.
+/// The run's position, in a sentence.
 fn progress(origin: &Origin) -> String {
     let Some(position) = &origin.position else {
         return format!("The checkpoint of step {}.", origin.step);
@@ -199,13 +199,13 @@ fn known<const N: usize>(
     facts.into_iter().filter_map(|(name, value)| Some((name, value?)))
 }
 
-/// Text from elsewhere in a table or a sentence: nothing in it is markup that crosses a line or a cell.
+/// Outside text for a table or a sentence, without markup that crosses a line or a cell.
 fn plain(text: &str) -> String {
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     text.replace('|', "\\|").replace('<', "&lt;")
 }
 
-/// Text from elsewhere as code.
+/// Outside text as code.
 fn code(text: &str) -> String {
     format!("`{}`", plain(text).replace('`', "'").replace("&lt;", "<"))
 }

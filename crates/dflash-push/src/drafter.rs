@@ -1,48 +1,52 @@
-//! The drafter that a path stands for, and those of its files that serving needs.
+//! The drafter at a path, and those of its files that serving needs.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use dflash_formats::draft::{ARCHITECTURE, Layout, Outline};
+use dflash_formats::fields::Fields;
+use dflash_formats::gguf::{self, GgufFile};
+use dflash_formats::safetensors::Header;
 use dflash_hub::Part;
 use dflash_identity::{TargetIdentity, file_digest};
 use dflash_run::{Checkpoint, Evaluation, draft_dir};
 use serde_json::Value;
 
 use crate::Error;
-use crate::gguf::Header;
 use crate::origin::Origin;
-use crate::shape::{Layout, Shape};
-use crate::weights::parameters;
 
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 pub(crate) const VOCABULARY: &str = "draft_vocabulary.safetensors";
 pub(crate) const GGUF: &str = ".gguf";
 
-/// A drafter that could be published.
+/// A drafter to publish.
 #[derive(Debug)]
 pub(crate) struct Drafter {
-    /// What its path stands for: a directory, or a GGUF file.
+    /// Its location: a directory, or a GGUF file.
     pub(crate) place: PathBuf,
-    /// What goes, by its name in the repository.
+    /// The files to upload, by name in the repository.
     pub(crate) files: BTreeMap<String, PathBuf>,
-    pub(crate) shape: Shape,
+    pub(crate) shape: Outline,
+    /// Numbers in its weights, and their type where it is one.
+    pub(crate) parameters: Option<u64>,
+    pub(crate) dtype: Option<String>,
     /// The target that it was made for, where it says.
     pub(crate) made_for: Option<TargetIdentity>,
     /// The run that made it.
     pub(crate) origin: Option<Origin>,
-    /// The digest that reports of it name; `None` where its weights are in shards.
+    /// The digest by which reports identify it; `None` if its weights are in shards.
     pub(crate) digest: Option<String>,
-    /// What stands with it, and where.
+    /// Reports stored beside it, with their files.
     pub(crate) evaluations: Vec<(PathBuf, Evaluation)>,
 }
 
 impl Drafter {
-    /// The drafter at `path`, with further GGUF files of it.
+    /// The drafter at `path`, with additional GGUF files.
     ///
     /// # Errors
-    /// Something else than a drafter, files that are not whole or do not belong together, and what
-    /// must not be published.
+    /// Something that is not a drafter, files that are damaged or do not belong together, and
+    /// contents that must not be published.
     pub(crate) fn find(path: &Path, gguf: &[PathBuf]) -> Result<Self, Error> {
         let place = draft_dir(path)?;
         let mut drafter = match place.is_dir() {
@@ -65,13 +69,13 @@ impl Drafter {
         refuse_paths(&place.join(CONFIG), "", &config)?;
         let missing = |missing| Error::NoDrafter { path: place.clone(), missing };
         let names = Part::Draft.present(&place).map_err(missing)?;
-        let mut shape = Shape::of_config(&config);
+        let (mut parameters, mut dtype) = (None, None);
         for name in
             names.iter().filter(|name| name.ends_with(".safetensors") && **name != VOCABULARY)
         {
-            let (count, dtype) = parameters(&place.join(name))?;
-            shape.parameters = Some(shape.parameters.unwrap_or_default() + count);
-            shape.dtype = dtype;
+            let (count, of_file) = count_parameters(&place.join(name))?;
+            parameters = Some(parameters.unwrap_or_default() + count);
+            dtype = of_file;
         }
         let modules = modules(&config).into_iter().filter(|name| place.join(name).is_file());
         let names = names.into_iter().chain(modules);
@@ -85,7 +89,9 @@ impl Drafter {
         let report = place.join(Checkpoint::EVALUATIONS);
         let mut drafter = Self {
             files,
-            shape,
+            shape: Outline::of_config(&Fields::of(&place.join(CONFIG), &config)),
+            parameters,
+            dtype,
             made_for: TargetIdentity::of_draft(&place)?,
             origin: checkpoint.map(|checkpoint| Origin::of(&checkpoint)).transpose()?.flatten(),
             digest: weights.is_file().then(|| file_digest(&weights)).transpose()?,
@@ -98,7 +104,7 @@ impl Drafter {
         Ok(drafter)
     }
 
-    /// A GGUF file alone, or the only ones in a directory.
+    /// A GGUF file, or the only ones in a directory.
     fn of_gguf(place: PathBuf) -> Result<Self, Error> {
         let found = if place.is_dir() { gguf_files(&place)? } else { vec![place.clone()] };
         let Some(first) = found.first() else {
@@ -107,7 +113,9 @@ impl Drafter {
         };
         let mut drafter = Self {
             files: BTreeMap::new(),
-            shape: Shape::of_gguf(&Header::read(first)?),
+            shape: Outline::of_gguf(&open_gguf(first)?),
+            parameters: None,
+            dtype: None,
             made_for: None,
             origin: None,
             digest: Some(file_digest(first)?),
@@ -121,8 +129,7 @@ impl Drafter {
     }
 
     fn add_gguf(&mut self, file: &Path) -> Result<(), Error> {
-        let header = Header::read(file)?;
-        let own = Shape::of_gguf(&header);
+        let own = Outline::of_gguf(&open_gguf(file)?);
         let facts = [
             ("block size", own.block_size, self.shape.block_size),
             ("number of layers", own.layers, self.shape.layers),
@@ -154,7 +161,34 @@ impl Drafter {
     }
 }
 
-/// The Python files that `auto_map` names, without which Transformers does not load such a model.
+/// Numbers in the safetensors file at `path`, and their type where it is one.
+///
+/// # Errors
+/// A file that is not whole.
+fn count_parameters(path: &Path) -> Result<(u64, Option<String>), Error> {
+    let (_, header) = Header::open(path)?;
+    let tensors = header.metadata.tensors();
+    let count = tensors.values().map(|tensor| tensor.shape.iter().product::<usize>() as u64).sum();
+    let mut types = tensors.values().map(|tensor| tensor.dtype);
+    let first = types.next().filter(|first| types.all(|other| other == *first));
+    Ok((count, first.map(|dtype| format!("{dtype:?}"))))
+}
+
+/// Opens a drafter's GGUF file.
+///
+/// # Errors
+/// A file that is damaged, or of another model.
+fn open_gguf(path: &Path) -> Result<GgufFile, Error> {
+    let file = GgufFile::open(path)?;
+    let architecture = match file.value("general.architecture") {
+        Some(gguf::Value::Text(name)) if name == ARCHITECTURE => return Ok(file),
+        Some(gguf::Value::Text(name)) => name.clone(),
+        _ => "unknown".to_owned(),
+    };
+    Err(Error::OtherArchitecture { path: path.into(), architecture })
+}
+
+/// The Python files that `auto_map` names, which Transformers needs to load such a model.
 fn modules(config: &Value) -> Vec<String> {
     let entries = config["auto_map"].as_object().into_iter().flatten();
     let classes = entries.filter_map(|(_, class)| class.as_str());

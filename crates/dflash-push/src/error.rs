@@ -2,20 +2,23 @@
 
 use std::path::PathBuf;
 
-/// Errors name the file and the remedy.
+/// An error names the file and the remedy.
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A run's directory.
     #[error(transparent)]
     Run(#[from] dflash_run::Error),
-    /// The Hub, or the way there.
+    /// Files that are not whole.
+    #[error(transparent)]
+    Format(#[from] dflash_formats::Error),
+    /// The Hub, or the connection to it.
     #[error(transparent)]
     Hub(#[from] dflash_hub::Error),
-    /// Whose drafter it is, or a digest.
+    /// The identity of the target, or a digest.
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),
-    /// Something else than a drafter.
+    /// Something that is not a drafter.
     #[error(
         "{} is not a drafter: it has no {missing}; name a run, a checkpoint, an exported drafter or a \
          GGUF file",
@@ -28,17 +31,13 @@ pub enum Error {
     /// A file does not parse.
     #[error("{}: {source}", .path.display())]
     Json { path: PathBuf, source: serde_json::Error },
-    /// A run's record that says nothing.
+    /// A file that no run wrote.
     #[error(
-        "{} is not what a run writes; put it back, or remove it to publish without what it says of the \
-         training",
+        "{} was not written by a training run; restore it, or remove it to publish without its information on training",
         .path.display()
     )]
     BrokenRecord { path: PathBuf },
-    /// Weights that are not whole.
-    #[error("{} is damaged: {reason}; make the checkpoint or the export again", .path.display())]
-    Damaged { path: PathBuf, reason: String },
-    /// A GGUF file of something else.
+    /// A GGUF file of another kind of model.
     #[error(
         "{} holds a model of architecture {architecture}, and a drafter's is dflash; name the \
          drafter's file",
@@ -51,18 +50,17 @@ pub enum Error {
          again",
         .path.display()
     )]
-    OtherDrafter { path: PathBuf, what: &'static str, found: u64, expected: u64 },
-    /// Two files for one name.
+    OtherDrafter { path: PathBuf, what: &'static str, found: i64, expected: i64 },
+    /// Two files with the same name.
     #[error("{} and {} would both be {name} in the repository; rename one", .first.display(), .second.display())]
     SameName { name: String, first: PathBuf, second: PathBuf },
     /// A path in a file that is published.
     #[error(
-        "{}: {key} is {value}, a path of this machine, which nobody else can use; replace it, as by the \
-         model's name on the Hub",
+        "{}: {key} is {value}, a path of this machine, which nobody else can use; replace it, e.g. with the model's name on the Hub",
         .path.display()
     )]
     LocalPath { path: PathBuf, key: String, value: String },
-    /// Nothing was measured.
+    /// There is no evaluation.
     #[error(
         "{} was never evaluated; measure it with `dflash eval --target TARGET --draft {} --prompts \
          FILE`, name a report with --evaluation, or pass --allow-unevaluated to publish it with a \
@@ -70,22 +68,21 @@ pub enum Error {
         .draft.display(), .draft.display()
     )]
     Unevaluated { draft: PathBuf },
-    /// A choice of what is not there.
+    /// A choice of results that do not exist.
     #[error(
-        "--results names {named}, but the results of this drafter are of {there}; name these, or none"
+        "--results names {named}, but the results of this drafter are for {there}; name these, or none"
     )]
     NoSuchResult { named: String, there: String },
-    /// A report of other weights.
+    /// A report for other weights.
     #[error(
-        "{} is a report of other weights (digest {found}; these have {expected}); evaluate this \
+        "{} is a report for other weights (digest {found}; these have {expected}); evaluate this \
          drafter",
         .report.display()
     )]
     OtherWeights { report: PathBuf, found: String, expected: String },
-    /// A report that does not say what it is of.
+    /// A report that does not identify its weights.
     #[error(
-        "{} does not say which weights it is of, since an earlier release wrote it, or the weights are \
-         in shards; evaluate the drafter again",
+        "{} does not say which weights it is for, because an earlier release wrote it, or the weights are in shards; evaluate the drafter again",
         .report.display()
     )]
     UnknownWeights { report: PathBuf },

@@ -1,4 +1,4 @@
-//! Reports of `dflash eval`, held against the drafter that they are to speak for.
+//! Reports of `dflash eval`, checked against the drafter.
 
 use std::path::{Path, PathBuf};
 
@@ -8,10 +8,10 @@ use dflash_run::Evaluation;
 use crate::Error;
 use crate::drafter::Drafter;
 
-/// The reports that stand with the drafter and those in `files`, all of its weights.
+/// The reports stored with the drafter and those in `files`, all for its weights.
 ///
 /// # Errors
-/// A report of other weights or of another target; no report where one is `needed`.
+/// A report for other weights or another target; no report if one is `needed`.
 pub(crate) fn gather(
     drafter: &Drafter,
     files: &[PathBuf],
@@ -38,8 +38,8 @@ pub(crate) fn gather(
     Ok(evidence)
 }
 
-/// Those of the weights with this digest, of a file that may have several drafters; all where there is
-/// none, so that the first can be refused with its reason.
+/// The reports for the weights with this digest, from a file that may have several drafters; all if
+/// there are none, so that the first can be refused with its reason.
 fn of_weights(reports: Vec<Evaluation>, digest: Option<&String>) -> Vec<Evaluation> {
     let is_own = |report: &Evaluation| report.draft_weights.as_ref() == digest;
     match reports.iter().any(is_own) {
@@ -48,15 +48,15 @@ fn of_weights(reports: Vec<Evaluation>, digest: Option<&String>) -> Vec<Evaluati
     }
 }
 
-/// Those of the sets that `chosen` names, all without a choice; says which they are.
+/// The reports for the sets that `chosen` names, or all without a choice; prints which they are.
 ///
 /// # Errors
-/// A name that no result has.
+/// A name without a result.
 pub(crate) fn choose(
     evidence: Vec<Evaluation>,
     chosen: Option<&[String]>,
 ) -> Result<Vec<Evaluation>, Error> {
-    // As the card has it: older reports hold paths.
+    // As on the card: older reports contain paths.
     let name = |report: &Evaluation| {
         let name = report.prompts.file_name().unwrap_or(report.prompts.as_os_str());
         name.to_string_lossy().into_owned()

@@ -1,19 +1,15 @@
-//! Publishing a drafter: which of its files serving needs, the card that tells what it is, how it was
-//! trained and what was measured, and the push itself.
+//! Publishing a drafter: its files, its model card, and the push itself.
 //!
-//! A card states nothing that was not recorded: the shape is read from the drafter's own files, the
-//! recipe and the data from the run that made it, the figures from reports of `dflash eval` that name
-//! the very weights. What is not known is said to be so. Paths of this machine stay here.
+//! A card states only recorded facts: the shape comes from the drafter's own files, recipe and data
+//! from the run that made it, results from reports of `dflash eval` for exactly these weights.
+//! Unknown facts are marked as unknown. Paths of this machine are not published.
 
 mod card;
 mod drafter;
 mod error;
 mod evidence;
-mod gguf;
 mod origin;
 mod push;
-mod shape;
-mod weights;
 
 pub use error::Error;
 pub use push::{Outcome, Plan, push};

@@ -1,7 +1,7 @@
-//! How a drafter was made, as its run recorded it.
+//! How a drafter was made, according to its run.
 
 use dflash_run::{Checkpoint, Position, Provenance, RunDir, State};
-use dflash_settings::{Classed, DATA_PRESETS, TrainSettings};
+use dflash_settings::{Classed, DATA_PRESETS, TrainSettings, present_record};
 use serde_json::Value;
 
 use crate::Error;
@@ -10,13 +10,13 @@ use crate::Error;
 #[derive(Debug)]
 pub(crate) struct Origin {
     provenance: Provenance,
-    /// `None` where the trainer's state was removed.
+    /// `None` if the trainer's state was removed.
     pub(crate) position: Option<Position>,
     pub(crate) step: u64,
 }
 
 impl Origin {
-    /// What the run of `checkpoint` says; `None` where it left no record.
+    /// The run of `checkpoint`; `None` if it left no record.
     ///
     /// # Errors
     /// A record or a state that cannot be read, or is broken.
@@ -34,14 +34,16 @@ impl Origin {
         Ok(Some(Self { provenance, position, step: checkpoint.step }))
     }
 
-    /// The settings that decide what a drafter becomes, as far as they were given or have a default, by name.
+    /// The settings that affect the drafter and that were given or have a default, by name.
     pub(crate) fn recipe(&self) -> Vec<(&'static str, String)> {
-        let value = |key| shown(&self.provenance.config[key]);
+        let mut config = self.provenance.config.clone();
+        config.as_object_mut().into_iter().for_each(present_record);
+        let value = |key| shown(&config[key]);
         let recipe = TrainSettings::settings().into_iter().filter(|setting| setting.in_recipe);
         recipe.filter_map(|setting| Some((setting.key, value(setting.key)?))).collect()
     }
 
-    /// Releases and machine: name and value.
+    /// Versions and machine: name and value.
     pub(crate) fn surroundings(&self) -> Vec<(&'static str, String)> {
         let setting = |key| self.provenance.settings.get(key).cloned();
         let ranks = self.provenance.world_size.map(|ranks| ranks.to_string());
@@ -61,22 +63,22 @@ impl Origin {
         self.provenance.resumes()
     }
 
-    /// How the dataset was prepared, if that is known.
+    /// How the dataset was prepared, if it is recorded.
     pub(crate) fn data(&self) -> Option<Data<'_>> {
         self.provenance.data.as_ref().filter(|data| data.is_object()).map(Data)
     }
 }
 
-/// What `dflash_prepare.json` said of the dataset.
+/// The contents of the dataset's `dflash_prepare.json`.
 pub(crate) struct Data<'a>(&'a Value);
 
 impl Data<'_> {
-    /// Where the rows are from: datasets by their names, files by theirs without directories.
+    /// Where the rows come from: names of datasets, and file names without directories.
     pub(crate) fn sources(&self) -> Vec<String> {
         self.specs().map(|spec| repository(spec).unwrap_or_else(|| file_name(spec))).collect()
     }
 
-    /// Of these the datasets on the Hub.
+    /// Those that are datasets on the Hub.
     pub(crate) fn datasets(&self) -> Vec<String> {
         self.specs().filter_map(repository).collect()
     }
@@ -109,7 +111,7 @@ impl Data<'_> {
     }
 }
 
-/// The dataset on the Hub that a word after `--data` stands for.
+/// The dataset on the Hub that an argument of `--data` stands for.
 fn repository(spec: &str) -> Option<String> {
     let preset =
         DATA_PRESETS.iter().find(|(name, _)| *name == spec).map(|(_, stands_for)| *stands_for);
@@ -117,12 +119,12 @@ fn repository(spec: &str) -> Option<String> {
     name.split(':').next().map(str::to_owned)
 }
 
-/// The last part of a path: the rest is of this machine.
+/// The last part of a path: the rest belongs to this machine.
 pub(crate) fn file_name(path: &str) -> String {
     path.trim_end_matches('/').rsplit(['/', '\\']).next().unwrap_or_default().to_owned()
 }
 
-/// A setting for people; `None` where there is none.
+/// A setting for people; `None` if it has no value.
 fn shown(value: &Value) -> Option<String> {
     match value {
         Value::Null => None,

@@ -1,4 +1,4 @@
-//! The push: what would go, and sending it.
+//! The push: its plan, and sending it.
 
 use std::fmt::{self, Display, Formatter};
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,7 @@ use crate::evidence::{choose, gather};
 /// The card's name in a repository.
 const CARD: &str = "README.md";
 
-/// What goes.
+/// What a push would upload.
 #[derive(Debug)]
 pub struct Plan {
     publication: Publication,
@@ -24,19 +24,19 @@ pub struct Plan {
     card: String,
 }
 
-/// How a push ended.
+/// The result of a push.
 #[derive(Debug)]
 pub enum Outcome {
-    /// Nothing was sent; this would go.
+    /// Nothing was sent; this would be uploaded.
     DryRun(Plan),
     /// It is on the Hub.
     Published(Published),
 }
 
-/// Publishes the drafter that `settings` names, or says what would be published.
+/// Publishes the drafter that `settings` names, or shows what would be published.
 ///
 /// # Errors
-/// A drafter that cannot or must not be published, and what the Hub refuses; see [`Error`].
+/// A drafter that cannot or must not be published, and refusals of the Hub; see [`Error`].
 pub fn push(settings: &PushSettings, hub: &Hub, stop: &AtomicBool) -> Result<Outcome, Error> {
     let plan = Plan::make(settings, stop)?;
     if settings.dry_run {
@@ -50,7 +50,7 @@ pub fn push(settings: &PushSettings, hub: &Hub, stop: &AtomicBool) -> Result<Out
 }
 
 impl Plan {
-    /// Reads all that goes, and nothing of the Hub.
+    /// Reads all local files; does not contact the Hub.
     fn make(settings: &PushSettings, stop: &AtomicBool) -> Result<Self, Error> {
         let drafter = Drafter::find(&settings.draft, &settings.gguf)?;
         let evidence = gather(&drafter, &settings.evaluation, !settings.allow_unevaluated)?;
@@ -82,7 +82,7 @@ impl Plan {
     }
 }
 
-/// What the commit is called where nobody says.
+/// The default commit message.
 fn message(drafter: &Drafter) -> String {
     match &drafter.origin {
         Some(origin) => format!("Upload the drafter of step {}", origin.step),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use dflash_run::{Line, MetricLine, RunDir};
 
-/// Errors name the path and the remedy.
+/// An error names the path and the remedy.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

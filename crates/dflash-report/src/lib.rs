@@ -1,7 +1,7 @@
-//! A training run as one page that needs nothing else: curves, settings, provenance, checkpoints.
+//! A training run as one HTML page: curves, settings, provenance, checkpoints.
 //!
-//! [`write_report`] reads what `dflash train` leaves in its save path, finished or in progress, and
-//! writes HTML with its drawings inside.
+//! [`write_report`] reads the files of `dflash train` in its save path, finished or in progress,
+//! and writes HTML with SVG charts inside.
 
 mod error;
 mod page;
@@ -11,10 +11,11 @@ pub use error::Error;
 
 use std::path::{Path, PathBuf};
 
-/// Name of the page in the run's directory, where none is given.
+/// Default name of the page in the run's directory.
 const PAGE: &str = "report.html";
 
-/// Writes the page of the run in `run_dir` to `output`, or into the run's directory. Returns where.
+/// Writes the page of the run in `run_dir` to `output`, by default into the run's directory.
+/// Returns its path.
 ///
 /// # Errors
 /// A directory that is not a run's, or files that cannot be read or written.

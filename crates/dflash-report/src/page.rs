@@ -1,4 +1,4 @@
-//! The page: what the run is, its curves, its settings. Whatever comes from a file is escaped.
+//! The page: the run's state, curves and settings. All text from files is escaped.
 
 use dflash_chart::{Chart, STYLE, escape, number};
 use dflash_run::{
@@ -68,12 +68,12 @@ fn charts(run: &Run) -> Vec<Chart> {
     ]
 }
 
-/// Runs of earlier releases have only the seconds.
+/// Runs of earlier releases record only the seconds.
 fn wait_share(line: &MetricLine) -> Option<f64> {
     line.data_wait_share.or_else(|| Some(line.data_wait_s? / line.interval_s?.max(1e-9)))
 }
 
-/// Accuracy over the slots of a block, at the run's quarters.
+/// Accuracy by slot of a block, at each quarter of the run.
 fn by_slot(run: &Run) -> Chart {
     let lines: Vec<&MetricLine> = run.metrics.by_step.values().collect();
     let mut indices: Vec<usize> =
@@ -88,7 +88,7 @@ fn by_slot(run: &Run) -> Chart {
     Chart { title: "Accuracy by slot".to_owned(), axis: "slot", lines: lines.collect() }
 }
 
-/// What a reader should know about the files.
+/// Problems with the files that a reader should know.
 fn notes(run: &Run) -> String {
     let mut notes = lines_note(&run.metrics) + &lines_note(&run.validation);
     if run.provenance.is_none() {
@@ -112,7 +112,7 @@ fn lines_note<T: Line>(lines: &Lines<T>) -> String {
     note
 }
 
-/// The run's state by its last lines.
+/// The run's state, from its last lines.
 fn summary(run: &Run) -> String {
     let train = run.metrics.last().map(|line| {
         let figures = &line.figures;
@@ -167,7 +167,7 @@ fn summary(run: &Run) -> String {
     format!("<table>\n{}</table>", parts.collect::<String>())
 }
 
-/// A row for each figure that is known.
+/// One row per known value.
 fn rows(figures: &[(&str, Option<f64>)]) -> String {
     let row = |&(name, figure): &(&str, Option<f64>)| {
         let figure = number(figure.filter(|figure| figure.is_finite())?);

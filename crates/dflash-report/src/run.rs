@@ -1,4 +1,4 @@
-//! A run's files. The run may be in progress, and a line half written.
+//! A run's files. The run may be in progress, and a line incomplete.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use dflash_run::{Checkpoint, Lines, MetricLine, Provenance, RunDir, ValidationLi
 
 use crate::Error;
 
-/// Everything that a run left.
+/// All files of a run.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) dir: PathBuf,

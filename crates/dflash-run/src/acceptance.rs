@@ -1,24 +1,24 @@
-//! Counting what the target accepts.
+//! Counts accepted proposals.
 //!
 //! The convention is the published one: a verify step drafts B-1 tokens and yields the accepted
 //! ones plus one of the target's own, so its acceptance length (tau) is `1 + accepted`. A step is
-//! counted as it was verified, even if the answer ends inside the block: the reference loop and
-//! vLLM's counters do the same, since they count before they cut.
+//! counted as verified, even if the answer ends inside the block, as in the reference loop and in
+//! vLLM's counters, which count before they truncate.
 
 use serde::{Deserialize, Serialize};
 
-/// Counts over any number of answers. All of them may be added up over ranks.
+/// Counts over any number of answers. All of them can be summed over ranks.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Acceptance {
     /// `reached[k]`: steps in which at least k proposals were accepted.
     pub reached: Vec<u64>,
     /// Answers with at least one step.
     pub responses: u64,
-    /// Sum over these of their own acceptance lengths.
+    /// Sum of the acceptance lengths of these answers.
     pub length_sum: f64,
 }
 
-/// What the counts mean, measured by real decoding.
+/// The metrics that follow from the counts, measured by real decoding.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AcceptanceFigures {
@@ -44,15 +44,16 @@ pub struct SlotCounts {
 }
 
 impl Acceptance {
-    /// Counts for blocks of `block_size` slots.
-    pub fn new(block_size: usize) -> Self {
-        Self { reached: vec![0; block_size], ..Self::default() }
+    /// Counts for blocks of so many proposals.
+    pub fn new(proposals: usize) -> Self {
+        Self { reached: vec![0; proposals + 1], ..Self::default() }
     }
 
-    /// Adds one answer: accepted proposals of each of its steps. One without steps adds nothing.
+    /// Adds one answer: the accepted proposals of each of its steps. An answer without steps adds
+    /// nothing.
     ///
     /// # Panics
-    /// When a step accepted more than a block proposes.
+    /// If a step accepted more than a block proposes.
     pub fn record(&mut self, accepted: &[usize]) {
         if accepted.is_empty() {
             return;
@@ -70,7 +71,7 @@ impl Acceptance {
         self.reached.first().copied().unwrap_or_default()
     }
 
-    /// The figures that these counts give.
+    /// The metrics of these counts.
     pub fn figures(&self) -> AcceptanceFigures {
         let (steps, after_anchor) = (self.steps(), self.reached.iter().skip(1));
         let shares = after_anchor.clone().map(|&count| Some(ratio(count, steps)));
@@ -104,7 +105,7 @@ mod tests {
 
     #[test]
     fn micro_and_macro_means_differ_by_their_weights() {
-        let mut acceptance = Acceptance::new(4);
+        let mut acceptance = Acceptance::new(3);
         acceptance.record(&[3, 0, 0]);
         acceptance.record(&[2]);
         acceptance.record(&[]);
@@ -116,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_slot_counts_only_when_all_before_it_matched() {
-        let mut acceptance = Acceptance::new(4);
+        let mut acceptance = Acceptance::new(3);
         acceptance.record(&[3, 0, 1, 1]);
         let counts: Vec<_> = acceptance
             .slots()
@@ -131,7 +132,7 @@ mod tests {
 
     #[test]
     fn nothing_recorded_is_no_division_by_zero() {
-        let acceptance = Acceptance::new(3);
+        let acceptance = Acceptance::new(2);
         let figures = acceptance.figures();
         assert_eq!(figures.acceptance_length, 1.0);
         assert_eq!(figures.acceptance_length_per_response, 0.0);

@@ -1,32 +1,33 @@
-//! Which settings decide what a run computes, and which of them a resumed run changes.
+//! Which settings affect the result of a run, and which of them a resumed run changes.
 //!
-//! Each setting says what it is beside its name, in `dflash-settings`. What a run knows only when it
-//! computes (its ranks, threads, processor) is recorded under keys of its own.
+//! Each setting's class stands beside its field in `dflash-settings`. Facts that a run knows only
+//! when it computes (ranks, threads, processor) are recorded under their own keys.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-use dflash_settings::{Classed, Resume, TrainSettings};
-use serde_json::Value;
+use dflash_settings::{Classed, Resume, TrainSettings, present_record};
+use serde_json::{Map, Value};
 
-/// What train records of the machine and the programs, beside the settings: a change moves last bits.
+/// Facts about the machine and the programs that train records in addition to the settings: a
+/// change affects the last bits.
 const MACHINE: [&str; 7] =
     ["device", "threads", "ranks", "processor", "cpu_level", "dflash", "libtorch"];
 
 /// A setting that differs from the one that a checkpoint was trained with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// As a flag is called, without its dashes.
+    /// The flag's name without dashes.
     pub name: String,
-    /// What the checkpoint was trained with.
+    /// The checkpoint's value.
     pub was: String,
-    /// What the run is asked for.
+    /// The run's value.
     pub now: String,
-    /// Whether it must be allowed by its name.
+    /// Whether `--allow-changed` must name it.
     pub needs_leave: bool,
 }
 
-/// The settings that decide what a run computes, as far as the user's settings say.
+/// The settings that affect the result of a run, as far as the user's settings determine them.
 pub fn recorded(settings: &TrainSettings) -> BTreeMap<String, String> {
     let settings = serde_json::to_value(settings).expect("settings print");
     let Value::Object(settings) = settings else { unreachable!("settings are a table") };
@@ -36,9 +37,14 @@ pub fn recorded(settings: &TrainSettings) -> BTreeMap<String, String> {
     decisive.map(|setting| (setting.key.to_owned(), text(&settings[setting.key]))).collect()
 }
 
-/// What differs between the settings that a checkpoint `was` trained with and those that a run has
-/// `now`. What an earlier release did not record is not compared.
+/// The differences between the settings of a checkpoint (`was`) and those of a run (`now`).
+/// Settings that an earlier release did not record are not compared; renamed ones are.
 pub fn changes(was: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<Change> {
+    let mut record: Map<String, Value> =
+        was.iter().map(|(key, value)| (key.clone(), value.as_str().into())).collect();
+    present_record(&mut record);
+    let was: BTreeMap<String, String> =
+        record.iter().map(|(key, value)| (key.clone(), text(value))).collect();
     let told = TrainSettings::settings().into_iter().filter(|it| it.resume == Resume::Told);
     let told: Vec<&str> = told.map(|setting| setting.key).chain(MACHINE).collect();
     let both = was.iter().filter_map(|(key, was)| Some((key, was, now.get(key)?)));
@@ -98,5 +104,10 @@ mod tests {
         let needy: Vec<bool> = found.iter().map(|change| change.needs_leave).collect();
         assert_eq!(needy, [true, true, false]);
         assert_eq!(changes(&map(&[]), &now), [], "an earlier release recorded nothing");
+        let was = [("warmup_ratio", "0.04"), ("warmup_steps", "default")];
+        let was = [&was[..], &[("adam_beta1", "default"), ("adam_beta2", "default")]].concat();
+        let now = map(&[("warmup", "0.04"), ("adam_betas", "0.9,0.95")]);
+        let said: Vec<String> = changes(&map(&was), &now).iter().map(ToString::to_string).collect();
+        assert_eq!(said, ["adam-betas 0.9,0.999 -> 0.9,0.95"]);
     }
 }

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use crate::directory::names;
 use crate::{Error, State, ValidationLine};
 
-/// What every name of a checkpoint begins with.
+/// The prefix of every checkpoint's name.
 pub(crate) const PREFIX: &str = "step-";
-/// What engines read first; a checkpoint without it is not one.
+/// The file that engines read first; a checkpoint without it is incomplete.
 const CONFIG: &str = "config.json";
 
 /// A directory named as a step's checkpoint.
@@ -33,7 +33,7 @@ pub struct Best {
 }
 
 impl Best {
-    /// What a validation found: of real decoding, where there was any, else on held-out rows.
+    /// The result of a validation: of real decoding if there was any, else on held-out rows.
     pub(crate) fn of(line: &ValidationLine) -> Option<Self> {
         let measured = line.prompts.as_ref().map(|prompts| prompts.figures.acceptance_length);
         let rows = line.rows.as_ref().and_then(|rows| rows.figures.expected_acceptance_length);
@@ -46,14 +46,15 @@ impl Best {
         best.quantity().map(|_| best)
     }
 
-    /// The quantity that makes it the best, and its value.
+    /// The metric that makes it the best, and its value.
     pub fn quantity(&self) -> Option<(&'static str, f64)> {
         let measured = self.acceptance_length.map(|length| ("acceptance length", length));
         let expected = self.expected_acceptance_length;
         measured.or(expected.map(|length| ("expected acceptance length", length)))
     }
 
-    /// Whether it takes the place of `other`. What decoding measured outweighs what rows let expect.
+    /// Whether it is better than `other`. Measured acceptance takes precedence over expected
+    /// acceptance.
     pub(crate) fn beats(&self, other: &Self) -> bool {
         match (self.acceptance_length, other.acceptance_length) {
             (Some(own), Some(others)) => own > others,
@@ -65,42 +66,42 @@ impl Best {
 }
 
 impl Checkpoint {
-    /// The folder of what `--resume` needs.
+    /// The folder with the state for `--resume`.
     pub const TRAINER: &str = "trainer";
     /// The run's position.
     pub const STATE: &str = "trainer/state.json";
     /// The float32 state.
     pub const TENSORS: &str = "trainer/state.safetensors";
 
-    /// The checkpoint of `step` in a run's directory, there or not.
+    /// The checkpoint of `step` in a run's directory, whether it exists or not.
     pub fn at(run: &Path, step: u64) -> Self {
         Self { step, dir: run.join(format!("{PREFIX}{step:06}")) }
     }
 
-    /// Whether it has what engines load first, which every checkpoint is written with.
+    /// Whether it has the file that engines load first, which every checkpoint has.
     pub fn is_complete(&self) -> bool {
         self.dir.join(CONFIG).is_file()
     }
 
-    /// Whether it was saved by a run that had diverged, or found to be since; without a state that can
-    /// be read it is not known to be.
+    /// Whether it was saved by a run that had diverged, or was marked later; false if its state
+    /// cannot be read.
     pub fn is_diverged(&self) -> bool {
         State::load(&self.dir).is_ok_and(|state| state.position.diverged)
     }
 
-    /// Notes that it is the state of a run that had diverged.
+    /// Marks it as a state of a run that had diverged.
     pub fn mark_diverged(&self) -> Result<(), Error> {
         let mut state = State::load(&self.dir)?;
         state.position.diverged = true;
         state.save(&self.dir)
     }
 
-    /// Bytes of its files, the trainer's state included, as far as they can be read.
+    /// Bytes of its files, including the trainer's state, as far as they can be read.
     pub fn bytes(&self) -> u64 {
         bytes_below(&self.dir)
     }
 
-    /// The error of this checkpoint, which does not load because of `source`, and what to do.
+    /// The error for this checkpoint, which does not load because of `source`, with the remedy.
     pub fn damaged(self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
         let others = self.dir.parent().and_then(|run| named(run).ok()).unwrap_or_default();
         let before = others.iter().rfind(|other| other.is_complete() && other.step < self.step);
@@ -108,18 +109,18 @@ impl Checkpoint {
         Error::DamagedCheckpoint { path: self.dir, before, source: source.into() }
     }
 
-    /// Whether a run gave it this name: `step-7` is someone else's.
+    /// Whether a run gave it this name: `step-7` has a different origin.
     pub(crate) fn has_our_name(&self) -> bool {
         self.dir.parent().is_some_and(|run| Self::at(run, self.step) == *self)
     }
 }
 
-/// The checkpoint that the run would go on from: the newest that is not of a run that had diverged.
+/// The checkpoint to resume from: the newest that is not of a run that had diverged.
 ///
 /// # Errors
-/// An unreadable directory, checkpoints of a diverged run alone, or a newer checkpoint that is not
-/// complete: since it had its name only when it was whole, someone removed something, and should
-/// know what the run goes back to.
+/// An unreadable directory, only checkpoints of a diverged run, or a newer checkpoint that is not
+/// complete: it got its name when it was complete, so someone removed a file, and should know how
+/// far back the run would go.
 pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
     let mut complete = named(run)?;
     complete.retain(Checkpoint::is_complete);
@@ -127,7 +128,7 @@ pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
     if let (None, Some(last)) = (&latest, complete.last()) {
         return Err(Error::OnlyDiverged { path: run.into(), step: last.step });
     }
-    // Another run may be writing: only what lacks something now is damaged.
+    // Another run may be writing: only a checkpoint that lacks a file now is damaged.
     let torn = named(run)?.into_iter().rfind(|other| other.has_our_name() && !other.is_complete());
     match torn {
         Some(torn) if latest.as_ref().is_none_or(|latest| latest.step < torn.step) => {
@@ -138,7 +139,7 @@ pub(crate) fn to_resume(run: &Path) -> Result<Option<Checkpoint>, Error> {
     }
 }
 
-/// What in `run` is named as a checkpoint, ascending.
+/// The entries of `run` that are named as checkpoints, ascending.
 pub(crate) fn named(run: &Path) -> Result<Vec<Checkpoint>, Error> {
     let checkpoint = |name: String| {
         let step = name.strip_prefix(PREFIX)?.parse().ok()?;
@@ -193,9 +194,9 @@ mod tests {
         std::fs::remove_file(dir.path().join("step-000010").join(CONFIG)).unwrap();
         let error = to_resume(dir.path()).unwrap_err().to_string();
         assert!(error.contains("step-000010, which is damaged"), "{error}");
-        assert!(error.ends_with("to go on from step 2"), "{error}");
+        assert!(error.ends_with("to continue from step 2"), "{error}");
         std::fs::remove_dir_all(dir.path().join("step-000002")).unwrap();
         let error = to_resume(dir.path()).unwrap_err().to_string();
-        assert!(error.ends_with("to go on from the start"), "{error}");
+        assert!(error.ends_with("to continue from the start"), "{error}");
     }
 }

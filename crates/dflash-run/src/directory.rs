@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use dflash_settings::Begin;
+use dflash_settings::ResumeMode;
 use serde_json::Value;
 
 use crate::checkpoints::{self, Best, Checkpoint};
@@ -13,7 +13,7 @@ use crate::provenance::Provenance;
 use crate::save_path::{is_in_use, is_negligible};
 use crate::{Error, served};
 
-/// A run's directory, which may be absent, someone else's, or in use.
+/// A run's directory, which may be absent, foreign, or in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunDir(PathBuf);
 
@@ -24,7 +24,7 @@ impl RunDir {
     pub const BEST: &str = "best.json";
     /// Name of the directory of TensorBoard's files.
     pub const EVENTS: &str = "tensorboard";
-    /// The untrained draft that a dry run leaves: not a checkpoint of the run.
+    /// The untrained draft of a dry run: not a checkpoint of the run.
     pub const DRY_RUN: &str = "dry-run";
 
     /// The directory at `path`.
@@ -37,7 +37,7 @@ impl RunDir {
         &self.0
     }
 
-    /// The lines of one kind; none where the file is not there.
+    /// The lines of one kind; none if the file does not exist.
     pub fn lines<T: Line>(&self) -> Result<Lines<T>, Error> {
         Ok(Lines::parse(self.text(T::FILE)?.as_deref()))
     }
@@ -53,8 +53,8 @@ impl RunDir {
         Ok(written.map_err(dflash_files::Error::io("write", path))?)
     }
 
-    /// Drops the lines of steps after `step`, which a resumed run will write again, and what is not
-    /// a line of ours.
+    /// Drops the lines of steps after `step`, which a resumed run will write again, and invalid
+    /// lines.
     pub fn keep_until<T: Line>(&self, step: u64) -> Result<(), Error> {
         let Some(bytes) = self.read(T::FILE)? else { return Ok(()) };
         let lines = bytes.split(|&byte| byte == b'\n');
@@ -63,7 +63,7 @@ impl RunDir {
         Ok(dflash_files::write_bytes(&self.0.join(T::FILE), &kept)?)
     }
 
-    /// What made the run; `None` where run.json is missing or broken.
+    /// How the run was made; `None` if run.json is missing or broken.
     pub fn provenance(&self) -> Result<Option<Provenance>, Error> {
         Ok(self.text(Self::PROVENANCE)?.and_then(|text| serde_json::from_str(&text).ok()))
     }
@@ -73,10 +73,10 @@ impl RunDir {
         self.0.join(Self::PROVENANCE).is_file()
     }
 
-    /// Writes how the run was started. A resumed run keeps a list of the starts before it.
+    /// Records how the run was started. A resumed run keeps a list of earlier starts.
     pub fn record(&self, mut provenance: Provenance) -> Result<(), Error> {
         if provenance.resumed_at_step > 0 {
-            // A run must not fail for its own records: broken ones say nothing.
+            // A run must not fail because of its own records: broken ones are ignored.
             let last = self.provenance().ok().flatten();
             provenance.earlier_starts = last.map_or_else(Vec::new, Provenance::into_starts);
         }
@@ -104,29 +104,29 @@ impl RunDir {
         serde_json::from_str(&text).map(Some).map_err(|source| Error::Json { path, source })
     }
 
-    /// The checkpoint that a run begins from, if any.
+    /// The checkpoint that a run starts from, if any: `None` requests a new run.
     ///
     /// # Errors
-    /// What does not fit `begin`: checkpoints of an earlier run, or none; files that no run wrote; a
-    /// newest checkpoint that is damaged.
-    pub fn start(&self, begin: Begin) -> Result<Option<Checkpoint>, Error> {
+    /// A state that does not match `resume`: checkpoints of an earlier run, or none; files that no
+    /// run wrote; a newest checkpoint that is damaged.
+    pub fn start(&self, resume: Option<ResumeMode>) -> Result<Option<Checkpoint>, Error> {
         let path = || self.0.clone();
-        match begin {
-            Begin::ResumeFrom(step) => return self.checkpoint(step).map(Some),
-            Begin::Fresh => {
+        match resume {
+            Some(ResumeMode::Step(step)) => return self.checkpoint(step).map(Some),
+            None => {
                 if let Some(Checkpoint { step, .. }) = self.checkpoints()?.pop() {
                     return Err(Error::EarlierRun { path: path(), step });
                 }
-                // What is left of a damaged checkpoint is not for a new run to write into.
+                // A new run must not write into the remains of a damaged checkpoint.
                 checkpoints::to_resume(&self.0)?;
             }
-            Begin::Resume | Begin::ResumeOrStart => {
+            Some(ResumeMode::Latest | ResumeMode::Auto) => {
                 if let Some(latest) = checkpoints::to_resume(&self.0)? {
                     return Ok(Some(latest));
                 }
             }
         }
-        // A run that ended before its first checkpoint leaves its provenance, and may begin again.
+        // A run that ended before its first checkpoint leaves its provenance, and may start again.
         if !self.has_provenance() {
             let is_link = |name: &String| {
                 served::LINKS.contains(&name.as_str()) && self.0.join(name).is_symlink()
@@ -139,10 +139,10 @@ impl RunDir {
                 return Err(Error::Foreign { path: path(), found });
             }
         }
-        match begin {
+        match resume {
             // It may be about to save its first checkpoint.
-            Begin::Resume if is_in_use(&self.0) => Err(Error::InUse { path: path() }),
-            Begin::Resume => Err(Error::NothingToResume { path: path() }),
+            Some(ResumeMode::Latest) if is_in_use(&self.0) => Err(Error::InUse { path: path() }),
+            Some(ResumeMode::Latest) => Err(Error::NothingToResume { path: path() }),
             _ => Ok(None),
         }
     }
@@ -150,7 +150,7 @@ impl RunDir {
     /// The newest checkpoint that is not of a run that had diverged.
     ///
     /// # Errors
-    /// A newer one that is damaged, or diverged ones alone.
+    /// A newer one that is damaged, or only diverged ones.
     pub fn latest(&self) -> Result<Option<Checkpoint>, Error> {
         checkpoints::to_resume(&self.0)
     }
@@ -165,7 +165,7 @@ impl RunDir {
         Err(Error::NoSuchStep { path: self.0.clone(), step, there })
     }
 
-    /// A file's text with what is not UTF-8 replaced; `None` when there is no such file.
+    /// A file's text with invalid UTF-8 replaced; `None` if there is no such file.
     fn text(&self, name: &str) -> Result<Option<String>, Error> {
         Ok(self.read(name)?.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
     }
@@ -183,12 +183,12 @@ impl RunDir {
     }
 }
 
-/// The step of a line whatever else it says; `None` where a full disk cut it off.
+/// The step of a line whatever else it contains; `None` if a full disk truncated it.
 fn step_of(line: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Value>(line).ok()?["step"].as_u64()
 }
 
-/// The names in the directory `path`, if it is there.
+/// The names in the directory `path`, if it exists.
 pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
     let entries = match std::fs::read_dir(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -203,20 +203,20 @@ pub(crate) fn names(path: &Path) -> Result<Vec<String>, Error> {
 mod tests {
     use super::*;
 
-    fn start(names: &[&str], begin: Begin) -> Result<Option<u64>, String> {
+    fn start(names: &[&str], resume: Option<ResumeMode>) -> Result<Option<u64>, String> {
         let dir = tempfile::tempdir().unwrap();
         for name in names {
             let path = dir.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, "{}").unwrap();
         }
-        let found = RunDir::at(dir.path()).start(begin).map_err(|error| error.to_string())?;
+        let found = RunDir::at(dir.path()).start(resume).map_err(|error| error.to_string())?;
         Ok(found.map(|checkpoint| checkpoint.step))
     }
 
     #[test]
     fn a_run_begins_where_nothing_of_value_lies() {
-        for begin in [Begin::Fresh, Begin::ResumeOrStart] {
+        for begin in [None, Some(ResumeMode::Auto)] {
             assert_eq!(start(&[], begin), Ok(None));
             assert_eq!(start(&[".lock", ".run.json.17.tmp"], begin), Ok(None));
             assert_eq!(start(&["run.json", "notes.txt"], begin), Ok(None));
@@ -224,25 +224,25 @@ mod tests {
             let refused = start(&["thesis.tex", ".lock"], begin).unwrap_err();
             assert!(refused.contains("holds thesis.tex, which no training run wrote"), "{refused}");
         }
-        let refused = start(&["step-000004/config.json"], Begin::Fresh).unwrap_err();
+        let refused = start(&["step-000004/config.json"], None).unwrap_err();
         assert!(refused.contains("(last: step 4); pass --resume"), "{refused}");
     }
 
     #[test]
     fn a_run_is_resumed_where_there_is_one() {
         let two = ["step-000004/config.json", "step-000006/config.json", "run.json"];
-        for begin in [Begin::Resume, Begin::ResumeOrStart, Begin::ResumeFrom(6)] {
-            assert_eq!(start(&two, begin), Ok(Some(6)));
+        for mode in [ResumeMode::Latest, ResumeMode::Auto, ResumeMode::Step(6)] {
+            assert_eq!(start(&two, Some(mode)), Ok(Some(6)));
         }
-        assert_eq!(start(&two, Begin::ResumeFrom(4)), Ok(Some(4)));
-        let refused = start(&two, Begin::ResumeFrom(5)).unwrap_err();
-        assert!(refused.ends_with("for --resume-from; there are 4, 6"), "{refused}");
-        let refused = start(&[], Begin::ResumeFrom(5)).unwrap_err();
+        assert_eq!(start(&two, Some(ResumeMode::Step(4))), Ok(Some(4)));
+        let refused = start(&two, Some(ResumeMode::Step(5))).unwrap_err();
+        assert!(refused.ends_with("for --resume; there are 4, 6"), "{refused}");
+        let refused = start(&[], Some(ResumeMode::Step(5))).unwrap_err();
         assert!(refused.ends_with("it has none"), "{refused}");
         for nothing in [&[][..], &["run.json"], &[".lock"]] {
-            let refused = start(nothing, Begin::Resume).unwrap_err();
+            let refused = start(nothing, Some(ResumeMode::Latest)).unwrap_err();
             assert!(refused.contains("there is no checkpoint in "), "{refused}");
-            assert!(refused.contains("pass --resume-or-start"), "{refused}");
+            assert!(refused.contains("pass --resume=auto"), "{refused}");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! What can go wrong with a run's directory.
+//! Errors of a run's directory.
 
 use std::path::PathBuf;
 
-/// Errors name the path and the remedy.
+/// An error names the path and the remedy.
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -16,7 +16,7 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
-    /// A file of measurements holds something else.
+    /// A file of evaluations has other contents.
     #[error("{} is not a report of `dflash eval`: {source}", .path.display())]
     Evaluation {
         path: PathBuf,
@@ -31,30 +31,28 @@ pub enum Error {
         "{path} holds checkpoints of an earlier run (last: step {step}); pass --resume to continue it or name another --save-path"
     )]
     EarlierRun { path: PathBuf, step: u64 },
-    /// There is nothing to go on from.
+    /// There is no checkpoint to resume from.
     #[error(
-        "there is no checkpoint in {path} to resume; leave out --resume to start a run there, or pass --resume-or-start, which starts one wherever there is none"
+        "there is no checkpoint in {path} to resume; omit --resume to start a run there, or pass --resume=auto, which starts one wherever there is none"
     )]
     NothingToResume { path: PathBuf },
-    /// The step that was asked for has no checkpoint.
+    /// The requested step has no checkpoint.
     #[error(
-        "{path} has no checkpoint of step {step} for --resume-from; {}",
+        "{path} has no checkpoint of step {step} for --resume; {}",
         if .there.is_empty() { "it has none".to_owned() } else { format!("there are {}", steps(.there)) }
     )]
     NoSuchStep { path: PathBuf, step: u64, there: Vec<u64> },
     /// All checkpoints are of a run that had diverged.
     #[error(
-        "all checkpoints in {path} are of a run that had diverged; start again with another --save-path and a lower --lr, or pass --resume-from {step} to take the last one as it is"
+        "all checkpoints in {path} are of a run that had diverged; start again with another --save-path and a lower --lr, or pass --resume={step} to use the last one anyway"
     )]
     OnlyDiverged { path: PathBuf, step: u64 },
     /// Another process trains into the directory.
-    #[error(
-        "another run is writing to {path}; wait until it has ended, or name another --save-path"
-    )]
+    #[error("another run is writing to {path}; wait until it ends, or name another --save-path")]
     InUse { path: PathBuf },
-    /// A checkpoint that is not as it was written.
+    /// A damaged checkpoint.
     #[error(
-        "cannot resume {}, which is damaged; remove it to go on from {}",
+        "cannot resume {}, which is damaged; remove it to continue from {}",
         .path.display(),
         .before.map_or_else(|| "the start".to_owned(), |step| format!("step {step}"))
     )]
@@ -69,12 +67,12 @@ pub enum Error {
     NoCheckpoint { path: PathBuf },
     /// Nothing was validated.
     #[error(
-        "{path} has no best checkpoint, because no checkpoint was validated (--eval-every); name {}",
+        "{path} has no best checkpoint, because no checkpoint was validated (--validation-ratio); name {}",
         .path.join("latest").display()
     )]
     NoBest { path: PathBuf },
-    /// Something of the user's is where a link should be.
-    #[error("{path} is not a link that this run made; move it away")]
+    /// A file of the user is in the place of a link.
+    #[error("{path} is not a link made by this run; move it away")]
     NotALink { path: PathBuf },
     /// A checkpoint lacks a file.
     #[error("{path} is missing")]

@@ -1,6 +1,6 @@
-//! What `dflash eval` measured, kept beside the draft that it measured: `evaluations.json` in a
-//! checkpoint of a run. Each report tells by a digest which weights it is of, so that a table of
-//! figures never goes with another draft.
+//! Results of `dflash eval`, kept beside the draft: `evaluations.json` in a checkpoint of a run.
+//! Each report identifies its weights by a digest, so that results are never shown for another
+//! draft.
 
 use std::fmt::{self, Display, Formatter};
 use std::io::ErrorKind;
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::{AcceptanceFigures, Checkpoint, Error, RunDir, served};
 
-/// The keys that make two reports measurements of the same thing: the later one counts.
+/// The keys that identify a measurement: of two reports that agree in them, the later one counts.
 const SAME: [&str; 8] = [
     "prompts",
     "responses",
@@ -26,8 +26,8 @@ const SAME: [&str; 8] = [
 ];
 const WEIGHTS: &str = "draft_weights";
 
-/// What an evaluation says of one drafter on one set of prompts, as far as it is published. What
-/// reports of earlier releases do not say is none or zero.
+/// The published part of an evaluation of one drafter on one set of prompts. Values that reports of
+/// earlier releases lack are none or zero.
 #[expect(missing_docs, reason = "docs/eval.md describes the keys of a report")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
@@ -49,15 +49,15 @@ pub struct Evaluation {
     pub lossless: Option<Identical>,
 }
 
-/// How answers were made.
+/// The mode in which answers were made.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Way {
     /// 0 for greedy decoding.
     pub temperature: f64,
-    /// What the chat template was told.
+    /// The chat template's `enable_thinking`.
     #[serde(default)]
     pub thinking: Thinking,
-    /// Answers made at a time.
+    /// Concurrency.
     #[serde(default = "one_at_a_time")]
     pub concurrency: usize,
 }
@@ -71,7 +71,7 @@ pub struct Rates {
     pub speed_up: f64,
 }
 
-/// How many answers are those of plain greedy decoding.
+/// How many answers equal those of plain greedy decoding.
 #[expect(missing_docs, reason = "docs/eval.md describes the keys of a report")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Identical {
@@ -106,10 +106,11 @@ impl Display for Way {
 }
 
 impl Evaluation {
-    /// The reports in `path`: what `dflash eval --json` wrote, or a checkpoint's `evaluations.json`.
+    /// The reports in `path`: the output of `dflash eval --json`, or a checkpoint's
+    /// `evaluations.json`.
     ///
     /// # Errors
-    /// An unreadable file, or one that holds something else.
+    /// An unreadable file, or one with other contents.
     pub fn read(path: &Path) -> Result<Vec<Self>, Error> {
         let bytes = std::fs::read(path).map_err(dflash_files::Error::io("read", path))?;
         let reports = reports(&bytes).and_then(|reports| {
@@ -120,10 +121,10 @@ impl Evaluation {
 }
 
 impl Checkpoint {
-    /// What was measured of it.
+    /// The file with its evaluations.
     pub const EVALUATIONS: &str = "evaluations.json";
 
-    /// The checkpoint that `dir` is, if a run of ours made it.
+    /// The checkpoint in `dir`, if one of our runs made it.
     ///
     /// # Errors
     /// An unreadable directory.
@@ -133,12 +134,12 @@ impl Checkpoint {
         Ok(found.filter(Self::has_our_name))
     }
 
-    /// The run that it is of.
+    /// Its run.
     pub fn run(&self) -> RunDir {
         RunDir::at(self.dir.parent().unwrap_or(Path::new(".")))
     }
 
-    /// What was measured of it; nothing where nothing was.
+    /// Its evaluations; empty if there are none.
     ///
     /// # Errors
     /// As [`Evaluation::read`].
@@ -147,11 +148,11 @@ impl Checkpoint {
         if path.is_file() { Evaluation::read(&path) } else { Ok(Vec::new()) }
     }
 
-    /// Adds an evaluation, in place of one of the same prompts and settings and of those of other
+    /// Adds an evaluation, replacing one of the same prompts and settings and those of other
     /// weights.
     ///
     /// # Errors
-    /// A file that cannot be written, or holds something else than reports.
+    /// A file that cannot be written, or has other contents.
     pub fn keep_evaluation(&self, evaluation: &Evaluation) -> Result<(), Error> {
         let report = serde_json::to_value(evaluation).expect("it holds numbers and strings");
         let path = self.dir.join(Self::EVALUATIONS);
@@ -173,7 +174,7 @@ impl Checkpoint {
     }
 }
 
-/// What a checkpoint keeps, or the evaluations that a report has, or a report of an earlier release.
+/// The reports of a checkpoint, those of a report, or a report of an earlier release.
 fn reports(bytes: &[u8]) -> serde_json::Result<Vec<Value>> {
     match serde_json::from_slice(bytes)? {
         Value::Array(reports) => Ok(reports),
@@ -184,7 +185,7 @@ fn reports(bytes: &[u8]) -> serde_json::Result<Vec<Value>> {
     }
 }
 
-/// Reports that do not say it are of earlier releases.
+/// The default for reports of earlier releases.
 fn one_at_a_time() -> usize {
     1
 }

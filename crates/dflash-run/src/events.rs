@@ -2,7 +2,8 @@
 //!
 //! A file is a sequence of TFRecords, each a protobuf `Event` framed by its length (u64,
 //! little-endian) and masked CRC-32C sums of length and message. Field numbers are those of
-//! TensorBoard's `event.proto` and `summary.proto`; tests/tensorboard holds a file of its own writer.
+//! TensorBoard's `event.proto` and `summary.proto`; tests/tensorboard has a file from its own
+//! writer.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,7 +17,7 @@ use crate::{Error, RunDir};
 /// What TensorBoard expects in the first event of a file.
 const FILE_VERSION: &str = "brain.Event:2";
 
-/// An open file of events. Every line is handed to the operating system at once.
+/// An open event file. Every line is passed to the operating system at once.
 #[derive(Debug)]
 pub(crate) struct Events {
     path: PathBuf,
@@ -38,7 +39,8 @@ struct Event {
     session_log: Option<SessionLog>,
 }
 
-/// That a run began, or went on: what was recorded of this step and later ones is void.
+/// Marks the start of a run or of a resumed one: earlier records of this step and later ones are
+/// void.
 #[derive(Clone, PartialEq, Message)]
 struct SessionLog {
     #[prost(int32, tag = "1")]
@@ -64,12 +66,12 @@ struct Scalar {
 }
 
 impl Events {
-    /// Begins a file in the run's directory. Each start of a run has its own; that of one that goes on after
-    /// `step` tells readers to drop what earlier files hold of later steps.
+    /// Begins a file in the run's directory, one per start. The file of a run that resumes after
+    /// `step` tells readers to drop later steps of earlier files.
     pub(crate) fn create(run: &RunDir, step: u64) -> Result<Self, Error> {
         let dir = run.path().join(RunDir::EVENTS);
         std::fs::create_dir_all(&dir).map_err(dflash_files::Error::io("create", &dir))?;
-        // TensorBoard reads what has "tfevents" in its name, in the order of the names.
+        // TensorBoard reads files with "tfevents" in their name, in the order of the names.
         let (seconds, process) = (seconds_since_1970() as u64, std::process::id());
         let path = dir.join(format!("events.out.tfevents.{seconds:010}.{process}"));
         let file = File::options().create(true).append(true).open(&path);
@@ -103,7 +105,7 @@ impl Track for Events {
         self.write(&Event { step, wall_time, summary: Some(Summary { value }), ..Event::default() })
     }
 
-    /// The format has no word for it.
+    /// The format has no record for it.
     fn close(&mut self, _: End) -> Result<(), Error> {
         Ok(())
     }
@@ -116,7 +118,7 @@ fn framed(message: &[u8]) -> Vec<u8> {
     [&length, &sums[0][..], message, &sums[1]].concat()
 }
 
-/// TFRecord's disguise of a sum, for messages that hold sums themselves.
+/// TFRecord masks sums, for messages that contain sums themselves.
 fn masked(crc: u32) -> u32 {
     crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -204,7 +206,7 @@ mod tests {
         let written = messages(&bytes);
         let event = Event::decode(written[1]).unwrap();
         assert_eq!((event.step, event.session_log), (21, Some(SessionLog { status: START })));
-        // Field 7, of two bytes: field 1 is 1. As TensorBoard's event.proto has it.
+        // Field 7, of two bytes: field 1 is 1. As in TensorBoard's event.proto.
         assert!(written[1].ends_with(&[0x3a, 2, 0x08, 1]), "{:?}", written[1]);
     }
 

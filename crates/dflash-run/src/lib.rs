@@ -1,20 +1,22 @@
-//! The directory of a training run: who may write to it, what its files are called and what is in
-//! them. `train` writes through this crate, and whoever reads a run reads through it.
+//! The directory of a training run: its lock, the names of its files and their contents. `train`
+//! writes through this crate, and every reader of a run uses it.
 //!
 //! - [`RunDir`] names the files and reads them, also while the run is in progress; [`SavePath`] is
-//!   the lock of the one process that writes, which sweeps, prunes and notes the best step;
+//!   the lock of the one process that writes, which removes leftovers, prunes checkpoints and
+//!   records the best step;
 //! - [`MetricLine`] and [`ValidationLine`] are the lines of the two JSONL files, [`Provenance`] is
 //!   `run.json`;
-//! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] what `--resume` needs of it
-//!   besides tensors;
-//! - [`recorded`] and [`changes()`] say which settings decide what a run computes, and which of them a
-//!   resumed run changes;
-//! - [`Acceptance`] counts what a target accepts, the same way while training and in `dflash eval`;
-//! - [`Evaluation`] is what `dflash eval` found, kept beside the checkpoint that it measured;
-//! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands for;
-//! - [`Trackers`] writes the lines again for TensorBoard, MLflow and Weights & Biases.
+//! - [`Checkpoint`] is a step's directory, [`State`] and [`Position`] the state for `--resume`
+//!   other than tensors;
+//! - [`recorded`] and [`changes()`] determine which settings affect the result of a run, and which
+//!   of them a resumed run changes;
+//! - [`Acceptance`] counts accepted proposals, in training and in `dflash eval`;
+//! - [`Evaluation`] is a result of `dflash eval`, kept beside the checkpoint that it measured;
+//! - [`draft_dir`] finds the checkpoint that a run's directory, its `latest` or its `best` stands
+//!   for;
+//! - [`Trackers`] writes the lines for TensorBoard, MLflow and Weights & Biases.
 //!
-//! docs/formats.md describes all of it; a test holds the keys there against the types here.
+//! docs/formats.md describes all of it; a test compares its keys with the types here.
 
 mod acceptance;
 mod changes;

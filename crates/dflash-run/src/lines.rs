@@ -1,6 +1,6 @@
 //! The lines of `metrics.jsonl` and `validation.jsonl`.
 //!
-//! Validation's figures have the names of training's; the file says which they are. The aliases are
+//! Validation's metrics have the names of training's; the file tells them apart. The aliases are
 //! the names in runs of earlier releases.
 
 use std::collections::BTreeMap;
@@ -17,14 +17,14 @@ pub trait Line: Serialize + DeserializeOwned {
     const FILE: &'static str;
     /// Trackers' name of the group.
     const GROUP: &'static str;
-    /// Whether a line is on the disk before the run goes on.
+    /// Whether a line must be on disk before the run continues.
     const DURABLE: bool;
 
     /// Optimizer steps taken.
     fn step(&self) -> u64;
 
-    /// The finite numbers of the line under trackers' tags, which docs/formats.md describes. Step and
-    /// time are not among them: they are what the numbers are drawn over.
+    /// The finite numbers of the line under trackers' tags, which docs/formats.md describes,
+    /// without step and time, which are the axes.
     fn scalars(&self) -> Vec<(String, f64)> {
         let mut found = Vec::new();
         let mut line = serde_json::to_value(self).expect("a line prints");
@@ -37,7 +37,7 @@ pub trait Line: Serialize + DeserializeOwned {
     }
 }
 
-/// Teacher-forced figures: every block starts from the data's own context. `None` where no slot was
+/// Teacher-forced metrics: every block starts from the data's own context. `None` if no slot was
 /// supervised.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -50,10 +50,13 @@ pub struct TeacherForced {
     pub accuracy_by_slot: Vec<Option<f64>>,
     #[serde(alias = "expected_accepted", alias = "eval_expected_length")]
     pub expected_acceptance_length: Option<f64>,
+    /// The figures of the draft's head, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub head: BTreeMap<String, Option<f64>>,
 }
 
-/// One line of metrics: sums and ratios over the steps since the last. A number that is not known,
-/// or not finite, is null.
+/// One line of metrics: sums and ratios over the steps since the last. A number that is unknown, or
+/// not finite, is null.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricLine {
@@ -75,7 +78,7 @@ pub struct MetricLine {
     pub mfu: Option<f64>,
     pub data_wait_s: Option<f64>,
     pub data_wait_share: Option<f64>,
-    /// With a target in the trainer's process alone.
+    /// Only with a target in the trainer's process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_s: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -93,14 +96,15 @@ pub struct MetricLine {
     pub skipped_samples: u64,
     #[serde(default)]
     pub bad_steps: u64,
-    /// With it the checkpoints serve averaged weights, while the figures are the trained weights'.
+    /// With it the checkpoints serve averaged weights, while the metrics are those of the trained
+    /// weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ema_decay: Option<f64>,
     #[serde(default)]
     pub stream: Option<StreamCounters>,
 }
 
-/// How hidden states came since the process started, all ranks.
+/// Statistics of the hidden-state requests since the process started, all ranks.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -119,7 +123,7 @@ pub struct StreamCounters {
     pub bytes: u64,
 }
 
-/// One line of validation; what was not asked for is absent.
+/// One line of validation; keys that were not requested are absent.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ValidationLine {
@@ -131,7 +135,7 @@ pub struct ValidationLine {
     pub seconds: Option<f64>,
 }
 
-/// Teacher-forced figures of the held-out rows, with the same anchors every time.
+/// Teacher-forced metrics of the held-out rows, with the same anchors every time.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeldOutRows {
@@ -143,7 +147,7 @@ pub struct HeldOutRows {
     pub skipped_samples: u64,
 }
 
-/// Figures of real greedy decoding on the held-out prompts.
+/// Metrics of real greedy decoding on the held-out prompts.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeldOutPrompts {
@@ -153,10 +157,10 @@ pub struct HeldOutPrompts {
     pub responses: u64,
 }
 
-/// Lines of one kind by their step; of several with one step the last.
+/// Lines of one kind by step; of several for one step the last.
 #[derive(Debug)]
 pub struct Lines<T> {
-    /// Whether the file is there.
+    /// Whether the file exists.
     pub present: bool,
     /// By optimizer steps taken.
     pub by_step: BTreeMap<u64, T>,
@@ -188,7 +192,7 @@ impl Line for ValidationLine {
 }
 
 impl StreamCounters {
-    /// All counts, so that ranks can add them up.
+    /// All counts, for summing over ranks.
     pub fn counts(&mut self) -> [&mut u64; 12] {
         let Self { requests, retries, busy, generated, stored, stale, .. } = self;
         let Self { missing, rejected, invalid, damaged, cached, bytes, .. } = self;
@@ -200,7 +204,7 @@ impl StreamCounters {
 }
 
 impl<T: Line> Lines<T> {
-    /// The lines in `text`, the content of their file if there is one.
+    /// The lines in `text`, the contents of their file if it exists.
     pub(crate) fn parse(text: Option<&str>) -> Self {
         let (present, by_step) = (text.is_some(), BTreeMap::new());
         let mut lines = Self { present, by_step, broken: 0, replaced: 0 };
@@ -216,7 +220,7 @@ impl<T: Line> Lines<T> {
         lines
     }
 
-    /// (step, what `of` finds in the line) of every line where that is a finite number.
+    /// (step, value of `of`) of every line for which it is a finite number.
     pub fn points(&self, of: impl Fn(&T) -> Option<f64>) -> Vec<(f64, f64)> {
         let point = |(&step, line): (&u64, &T)| Some((step as f64, of(line)?));
         self.by_step.iter().filter_map(point).filter(|(_, value)| value.is_finite()).collect()
@@ -252,6 +256,7 @@ mod tests {
             accuracy: Some(f64::NAN),
             accuracy_by_slot: vec![None, Some(0.5)],
             expected_acceptance_length: None,
+            head: BTreeMap::from([("gain".to_owned(), Some(0.25))]),
         }
     }
 
@@ -317,6 +322,7 @@ mod tests {
         let expected = [
             ("validation/loss", 2.0),
             ("validation/accuracy_by_slot/01", 0.5),
+            ("validation/head/gain", 0.25),
             ("validation/blocks", 4.0),
             ("validation/skipped_samples", 0.0),
         ];

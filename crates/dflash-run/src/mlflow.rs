@@ -8,7 +8,8 @@
 //! mlruns/0/ID/tags/mlflow.runName      the name again
 //! ```
 //!
-//! tests/trackers holds what MLflow's own client makes of it. A resumed run goes on in the same one.
+//! tests/trackers has the output of MLflow's own client for it. A resumed run continues the same
+//! MLflow run.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -24,7 +25,7 @@ const STORE: &str = "mlruns";
 const EXPERIMENT: &str = "0";
 const META: &str = "meta.yaml";
 
-/// The longest parameter that MLflow takes.
+/// The longest parameter that MLflow accepts.
 const LONGEST_PARAMETER: usize = 6000;
 
 /// Numbers of MLflow's `RunStatus`.
@@ -40,7 +41,7 @@ pub(crate) struct MlflowRun {
     id: String,
     name: String,
     started_ms: u64,
-    /// Open files of metrics, by their tags.
+    /// Open files of metrics, by tag.
     metrics: BTreeMap<String, File>,
 }
 
@@ -128,7 +129,7 @@ fn experiment_meta(dir: &Path, now: u64) -> String {
     )
 }
 
-/// Removes the points after `step` below `dir`, which a resumed run makes again.
+/// Removes the points after `step` below `dir`, which a resumed run writes again.
 fn drop_after(dir: &Path, step: u64) -> Result<(), Error> {
     for name in names(dir)? {
         let path = dir.join(name);
@@ -147,7 +148,7 @@ fn drop_after(dir: &Path, step: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// When the run in `dir` began, as its record says.
+/// When the run in `dir` began, according to its record.
 fn started(dir: &Path) -> Option<u64> {
     let text = fs::read_to_string(dir.join(META)).ok()?;
     text.lines().find_map(|line| line.strip_prefix("start_time: ")?.parse().ok())
@@ -174,7 +175,7 @@ fn uri(path: &Path) -> String {
     format!("file://{}", encoded.collect::<String>())
 }
 
-/// A text as YAML takes it, which knows JSON's.
+/// Text in YAML, as a JSON string, which YAML accepts.
 fn quoted(text: &str) -> String {
     serde_json::to_string(text).expect("a text prints")
 }

@@ -1,4 +1,4 @@
-//! `run.json`: what made a run, and what went on with it.
+//! `run.json`: the program, settings and starts of a run.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use dflash_identity::TargetIdentity;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Content of `run.json`: the last start, and what is known of those before.
+/// Contents of `run.json`: the last start, and what is recorded of earlier ones.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -24,7 +24,7 @@ pub struct Provenance {
     pub config: Value,
 }
 
-/// What was found out about a source of hidden states before the first step.
+/// The result of checking a source of hidden states before the first step.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -40,7 +40,8 @@ pub struct SourceCheck {
     pub trusted_layer_ids: Vec<u32>,
 }
 
-/// How near the log-probabilities that a source reports are to those of its last states, nats.
+/// How close the log-probabilities that a source reports are to those computed from its last
+/// states, nats.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -51,7 +52,7 @@ pub struct Agreement {
     pub bound: f64,
 }
 
-/// A start of the run before the last.
+/// An earlier start of the run.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -68,7 +69,7 @@ impl Provenance {
         Vec::deserialize(&self.config["command"]).ok()
     }
 
-    /// Steps at which the run went on, ascending.
+    /// Steps at which the run was resumed, ascending.
     pub fn resumes(&self) -> Vec<u64> {
         let earlier = self.earlier_starts.iter().map(|start| start.resumed_at_step);
         earlier.chain([self.resumed_at_step]).filter(|&step| step > 0).collect()

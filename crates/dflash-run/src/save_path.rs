@@ -1,4 +1,4 @@
-//! The lock on a run's directory: one process writes, sweeps and prunes.
+//! The lock on a run's directory: one process writes, removes leftovers and prunes checkpoints.
 
 use std::fs::{File, TryLockError};
 use std::io::Write;
@@ -14,21 +14,21 @@ use crate::{Error, Line, MetricLine, RunDir, ValidationLine, served};
 /// Locked by rank 0 for the whole run; the kernel unlocks it when the process dies.
 const LOCK: &str = ".lock";
 
-/// Whether a run is alive in the directory `path`, where the file system has locks.
+/// Whether a run is alive in the directory `path`, if the file system has locks.
 pub(crate) fn is_in_use(path: &Path) -> bool {
     let lock = File::open(path.join(LOCK));
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
 impl RunDir {
-    /// Whether this directory is the one that was claimed with this [`SavePath::mark`], and not another
-    /// of its name on another machine.
+    /// Whether this directory is the one that was claimed with this [`SavePath::mark`], not another
+    /// one with the same name on another machine.
     pub fn is_claimed_as(&self, mark: &[u8]) -> bool {
         std::fs::read(self.path().join(LOCK)).is_ok_and(|found| found == mark)
     }
 }
 
-/// Writes into the lock's file who holds it since when, which no other claim has.
+/// Writes a unique mark of this claim into the lock's file.
 fn leave_mark(mut lock: &File) -> std::io::Result<Vec<u8>> {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let mark = format!("{} {}\n", std::process::id(), since.as_nanos()).into_bytes();
@@ -41,25 +41,25 @@ fn leave_mark(mut lock: &File) -> std::io::Result<Vec<u8>> {
 #[derive(Debug)]
 pub struct SavePath {
     run: RunDir,
-    /// What the lock's file holds: which claim it is.
+    /// The contents of the lock's file, which identify the claim.
     mark: Vec<u8>,
     _lock: File,
 }
 
 impl SavePath {
-    /// Creates the directory, takes it for this run, and removes what killed runs left behind.
+    /// Creates the directory, locks it for this run, and removes what killed runs left behind.
     ///
     /// # Errors
-    /// [`Error::InUse`] where another run is alive in it.
+    /// [`Error::InUse`] if another run is alive in it.
     pub fn claim(path: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(path).map_err(dflash_files::Error::io("create", path))?;
         let lock_path = path.join(LOCK);
-        // What another run has written there is its own.
+        // Another run's mark must not be truncated.
         let options = File::options().create(true).truncate(false).write(true).open(&lock_path);
         let lock = options.map_err(dflash_files::Error::io("create", &lock_path))?;
         match lock.try_lock() {
             Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: path.into() }),
-            // Some network file systems have no locks; there the user must see to it.
+            // Some network file systems have no locks; there the user must take care.
             Ok(()) | Err(TryLockError::Error(_)) => (),
         }
         let mark = leave_mark(&lock).unwrap_or_default();
@@ -69,13 +69,12 @@ impl SavePath {
         Ok(claimed)
     }
 
-    /// What [`RunDir::is_claimed_as`] finds wherever this directory is seen; empty where the disk had no
-    /// room for it.
+    /// The mark that [`RunDir::is_claimed_as`] looks for; empty if the disk was full.
     pub fn mark(&self) -> &[u8] {
         &self.mark
     }
 
-    /// Removes files and directories under temporary names of ours.
+    /// Removes files and directories with our temporary names.
     fn sweep(&self) -> Result<(), Error> {
         for name in names(self.run.path())?.iter().filter(|name| is_leftover(name)) {
             let path = self.run.path().join(name);
@@ -88,9 +87,9 @@ impl SavePath {
         Ok(())
     }
 
-    /// Removes the checkpoints that need not stay, which `spared` does too; returns their steps. Each
-    /// is renamed first, so that a name that exists is complete at any moment. Of those of a run that
-    /// had diverged as many stay, beside the good ones.
+    /// Removes the checkpoints that are neither kept by the settings nor by `spared`; returns their
+    /// steps. Each is renamed first, so that a checkpoint's name always stands for a complete one.
+    /// As many checkpoints of a diverged run are kept, in addition to the good ones.
     ///
     /// # Errors
     /// An unreadable record of the best step, a directory that cannot be removed.
@@ -99,13 +98,13 @@ impl SavePath {
         retention: &CheckpointSettings,
         spared: Option<u64>,
     ) -> Result<Vec<u64>, Error> {
-        let Some(keep_last) = retention.keep_last else { return Ok(Vec::new()) };
+        let Some(keep_last) = retention.kept() else { return Ok(Vec::new()) };
         let mut checkpoints = self.run.checkpoints()?;
         checkpoints.retain(|checkpoint| checkpoint.has_our_name() && is_real_dir(&checkpoint.dir));
         let (mut diverged, mut good): (Vec<_>, Vec<_>) =
             checkpoints.into_iter().partition(Checkpoint::is_diverged);
         for kind in [&mut diverged, &mut good] {
-            kind.truncate(kind.len().saturating_sub(keep_last.max(1) as usize));
+            kind.truncate(kind.len().saturating_sub(keep_last as usize));
         }
         let best = self.run.best()?.map(|best| best.step);
         let shown = served::shown(&self.run);
@@ -121,9 +120,9 @@ impl SavePath {
     }
 
     /// Moves the checkpoints after `step` into a directory of their own, with copies of the lines,
-    /// for a run that goes on from there and will take these steps again. Returns their steps, and the
-    /// directory; `None` where there are none. They go newest first, so that what is left at any
-    /// moment is a run that can be resumed.
+    /// for a run that resumes from there and will repeat these steps. Returns their steps, and the
+    /// directory; `None` if there are none. The newest are moved first, so that the run can be
+    /// resumed at any moment.
     ///
     /// # Errors
     /// A file that cannot be copied or moved.
@@ -151,7 +150,7 @@ impl SavePath {
         Ok(Some((later.into_iter().map(|checkpoint| checkpoint.step).collect(), aside)))
     }
 
-    /// A name beginning with `name` that nothing has here.
+    /// An unused name that begins with `name`.
     fn unused(&self, name: &str) -> PathBuf {
         let numbered = (2u64..).map(|number| format!("{name}-{number}"));
         let mut names = std::iter::once(name.to_owned()).chain(numbered);
@@ -162,7 +161,7 @@ impl SavePath {
         path.expect("there is a number that no name has")
     }
 
-    /// Makes the best step one that is not after `step`.
+    /// Chooses a best step that is not after `step`.
     fn forget_best_after(&self, step: u64) -> Result<(), Error> {
         if self.run.best()?.is_none_or(|best| best.step <= step) {
             return Ok(());
@@ -177,8 +176,8 @@ impl SavePath {
         Ok(())
     }
 
-    /// Removes what [`Self::prune`] would remove once one more checkpoint is there; returns the steps.
-    /// The newest stays in any case.
+    /// Removes what [`Self::prune`] would remove after one more checkpoint; returns the steps. The
+    /// newest is kept in any case.
     ///
     /// # Errors
     /// As [`Self::prune`].
@@ -187,11 +186,11 @@ impl SavePath {
         retention: &CheckpointSettings,
         spared: Option<u64>,
     ) -> Result<Vec<u64>, Error> {
-        let keep_last = retention.keep_last.map(|last| last.saturating_sub(1).max(1));
+        let keep_last = retention.kept().map(|last| last.saturating_sub(1).max(1));
         self.prune(&CheckpointSettings { keep_last, ..retention.clone() }, spared)
     }
 
-    /// Notes a validation, if its step has a checkpoint; returns the quantity in which that is the
+    /// Records a validation, if its step has a checkpoint; returns the metric in which that is the
     /// best so far.
     pub fn note_validation(&self, line: &ValidationLine) -> Result<Option<&'static str>, Error> {
         let Some(found) = Best::of(line) else { return Ok(None) };
@@ -204,7 +203,7 @@ impl SavePath {
         Ok(found.quantity().map(|(quantity, _)| quantity))
     }
 
-    /// Lets links in the directory show its newest and its best checkpoint.
+    /// Updates the links to the newest and the best checkpoint.
     ///
     /// # Errors
     /// A file system without links, or something else under a link's name.
@@ -218,12 +217,12 @@ fn is_real_dir(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir())
 }
 
-/// What a run that ended before its first record may leave.
+/// Files that a run which ended before its first record may leave.
 pub(crate) fn is_negligible(name: &str) -> bool {
     name == LOCK || is_leftover(name)
 }
 
-/// `.NAME.PID.tmp`, under which files and directories of a run are written aside or removed.
+/// `.NAME.PID.tmp`, the temporary name of files and directories being written or removed.
 fn is_leftover(name: &str) -> bool {
     let Some(inner) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")) else {
         return false;
@@ -291,7 +290,7 @@ mod tests {
         check(keep(Some(1), None), Some(best), &[FIVE[0], FIVE[4]]);
     }
 
-    /// Gives a checkpoint a state, of a run that had diverged or not.
+    /// Gives a checkpoint a state, diverged or not.
     fn mark(dir: &tempfile::TempDir, name: &str, diverged: bool) {
         let path = dir.path().join(name);
         std::fs::create_dir_all(path.join(Checkpoint::TRAINER)).unwrap();
@@ -310,7 +309,7 @@ mod tests {
         assert_eq!(claimed.prune(&keep(Some(1), None), None).unwrap(), [10]);
         Checkpoint::at(dir.path(), 20).mark_diverged().unwrap();
         let refused = latest().unwrap_err().to_string();
-        assert!(refused.contains("--resume-from 50 to take the last"), "{refused}");
+        assert!(refused.contains("--resume=50 to use the last"), "{refused}");
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! Which checkpoint of a run others are given: the newest, the best, and the one that the run's
-//! directory itself stands for, which is the best where a validation named one, else the newest.
+//! Which checkpoint of a run is used: the newest, the best, and the one that the run's directory
+//! itself stands for, which is the best if a validation named one, else the newest.
 //!
-//! Our own programs ask [`draft_dir`], which reads the directory and best.json. Engines know paths
-//! only, so links lie beside the checkpoints:
+//! Our own programs call [`draft_dir`], which reads the directory and best.json. Engines know only
+//! paths, so there are links beside the checkpoints:
 //!
 //! ```text
 //! latest -> step-000120
@@ -11,9 +11,9 @@
 //! model.safetensors -> best/model.safetensors
 //! ```
 //!
-//! Each is replaced by a rename after what it names is whole, and what it names is not pruned, so that
-//! it leads to a whole checkpoint at any moment. All drafts of a run have the same shape: the files of
-//! two of them fit together while the links change.
+//! Each is replaced by a rename once its target is complete, and its target is not pruned, so it
+//! leads to a complete checkpoint at any moment. All drafts of a run have the same shape, so files
+//! of two of them fit together while the links change.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -30,9 +30,9 @@ const FILES: [&str; 3] = ["config.json", "model.safetensors", "draft_vocabulary.
 /// All names of links.
 pub(crate) const LINKS: [&str; 5] = [LATEST, BEST, FILES[0], FILES[1], FILES[2]];
 
-/// The draft that `path` stands for: of a run's directory its best checkpoint, or the newest where
-/// nothing was validated, of `RUN/latest` and `RUN/best` the one of that name; any other path is
-/// itself.
+/// The draft that `path` stands for: for a run's directory its best checkpoint, or the newest if
+/// nothing was validated, for `RUN/latest` and `RUN/best` the one of that name; any other path
+/// stands for itself.
 ///
 /// # Errors
 /// A run without such a checkpoint, an unreadable directory.
@@ -53,7 +53,7 @@ pub fn draft_dir(path: &Path) -> Result<PathBuf, Error> {
     }
     match found(run.best_checkpoint()?).or(found(newest(&run)?)) {
         Some(dir) => Ok(dir),
-        // Copied somewhere with its links followed, and without its checkpoints.
+        // A copy with its links followed, and without its checkpoints.
         None if path.join(FILES[0]).is_file() => Ok(path.into()),
         None => Err(Error::NoCheckpoint { path: path.into() }),
     }
@@ -64,7 +64,7 @@ fn newest(run: &RunDir) -> Result<Option<Checkpoint>, Error> {
     Ok(run.checkpoints()?.into_iter().rfind(|checkpoint| !checkpoint.is_diverged()))
 }
 
-/// Makes the links of `run` show what there is.
+/// Updates the links of `run`.
 pub(crate) fn publish(run: &RunDir) -> Result<(), Error> {
     let (latest, best) = (newest(run)?, run.best_checkpoint()?);
     let name = |checkpoint: &Checkpoint| checkpoint.dir.file_name().map(PathBuf::from);
@@ -78,7 +78,7 @@ pub(crate) fn publish(run: &RunDir) -> Result<(), Error> {
     Ok(())
 }
 
-/// Removes links that lead nowhere, as when somebody removed checkpoints.
+/// Removes dangling links, for example after someone removed checkpoints.
 pub(crate) fn withdraw(run: &RunDir) -> Result<(), Error> {
     for name in LINKS {
         let path = run.path().join(name);
@@ -89,7 +89,7 @@ pub(crate) fn withdraw(run: &RunDir) -> Result<(), Error> {
     Ok(())
 }
 
-/// The steps that `latest` and `best` show at this moment.
+/// The steps that `latest` and `best` currently lead to.
 pub(crate) fn shown(run: &RunDir) -> Vec<u64> {
     let target = |name| std::fs::read_link(run.path().join(name)).ok();
     let targets: Vec<PathBuf> = [LATEST, BEST].into_iter().filter_map(target).collect();
@@ -98,7 +98,7 @@ pub(crate) fn shown(run: &RunDir) -> Vec<u64> {
     checkpoints.into_iter().filter(is_shown).map(|it| it.step).collect()
 }
 
-/// Makes `name` a link to `target`, or takes it away.
+/// Makes `name` a link to `target`, or removes it.
 fn link(run: &RunDir, name: &str, target: Option<PathBuf>) -> Result<(), Error> {
     let path = run.path().join(name);
     let found = match path.symlink_metadata() {
@@ -115,7 +115,7 @@ fn link(run: &RunDir, name: &str, target: Option<PathBuf>) -> Result<(), Error> 
     }
 }
 
-/// The run's directory that `path` is in.
+/// The run's directory that contains `path`.
 pub(crate) fn parent_run(path: &Path) -> Result<Option<RunDir>, Error> {
     let Some(parent) = path.parent() else { return Ok(None) };
     let run = RunDir::at(if parent.as_os_str().is_empty() { Path::new(".") } else { parent });

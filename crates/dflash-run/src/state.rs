@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Checkpoint, Error};
 
-/// How far a run has come. What runs of earlier releases did not write has its default.
+/// How far a run has come. Fields that earlier releases did not write have defaults.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Position {
@@ -27,7 +27,7 @@ pub struct Position {
     #[serde(default)]
     pub anchors: u64,
     pub dataset: String,
-    /// `None` in runs of releases that did not read the tokens.
+    /// `None` in runs of releases that did not digest the tokens.
     #[serde(default)]
     pub dataset_content: Option<String>,
     /// `None` in runs of releases that did not compare targets.
@@ -35,7 +35,7 @@ pub struct Position {
     pub target: Option<TargetIdentity>,
     pub seed: u64,
     pub total_seq_len: usize,
-    /// `None` in runs from before there was validation, which train on all samples.
+    /// `None` in runs from before validation existed, which train on all samples.
     #[serde(default)]
     pub trained_samples: Option<usize>,
     #[serde(default = "adamw")]
@@ -48,19 +48,21 @@ pub struct Position {
     pub schedule: Option<SchedulePosition>,
     #[serde(default)]
     pub first_loss: Option<f64>,
-    /// `None` in runs of releases that did not keep it.
+    /// `None` in runs of releases that did not record it.
     #[serde(default)]
     pub highest_loss: Option<f64>,
-    /// Such a state is never resumed unless it is asked for by its step.
+    /// Such a state is only resumed if its step is requested explicitly.
     #[serde(default)]
     pub diverged: bool,
-    /// What decides what the run computes ([`crate::recorded`]); empty in runs of earlier releases.
+    /// The settings that affect the result ([`crate::recorded`]); empty in runs of earlier
+    /// releases.
     #[serde(default)]
     pub settings: BTreeMap<String, String>,
 }
 
-/// Where a learning-rate schedule stands, which is laid out over `planned` steps and stretched when
-/// the run's length changes: step `since` was at `at`, and the last one, `total`, will be at the end.
+/// The position of a learning-rate schedule, which is laid out over `planned` steps and stretched
+/// if the run's length changes: step `since` was at `at`, and the last one, `total`, will be at the
+/// end.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SchedulePosition {
@@ -81,7 +83,7 @@ pub enum ServedWeights {
     Averaged,
 }
 
-/// Content of `trainer/state.json`: how far the run had come.
+/// Contents of `trainer/state.json`: how far the run had come.
 #[expect(missing_docs, reason = "docs/formats.md describes every key")]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
@@ -93,14 +95,14 @@ pub struct State {
 }
 
 impl Position {
-    /// Steps that moved the parameters, which are those that the optimizer counted.
+    /// Steps that updated the parameters, which are those that the optimizer counted.
     pub fn optimizer_steps(&self) -> i64 {
         self.step.saturating_sub(self.bad_steps + self.empty_steps) as i64
     }
 }
 
 impl ServedWeights {
-    /// What a run with or without averaged weights serves.
+    /// The weights that a run with or without averaging serves.
     pub fn of(ema_decay: Option<f64>) -> Self {
         if ema_decay.is_some() { Self::Averaged } else { Self::Last }
     }
@@ -114,7 +116,7 @@ impl State {
         serde_json::from_slice(&bytes).map_err(|source| Error::Json { path, source })
     }
 
-    /// Writes the state into the checkpoint in `dir`, which has its folder already.
+    /// Writes the state into the checkpoint in `dir`, whose folder exists already.
     pub fn save(&self, dir: &Path) -> Result<(), Error> {
         let state = serde_json::to_vec_pretty(self).expect("a position prints");
         Ok(dflash_files::write_bytes(&dir.join(Checkpoint::STATE), &state)?)

@@ -1,6 +1,6 @@
-//! A run's lines again, as files for the programs that draw runs.
+//! Writes a run's lines for experiment trackers.
 //!
-//! All of them are files in the run's directory, written as the run goes; nothing is sent.
+//! All of them are files in the run's directory, written during the run; nothing is sent.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,7 +12,7 @@ use crate::mlflow::MlflowRun;
 use crate::wandb::WandbRun;
 use crate::{Error, Line, RunDir};
 
-/// A line as trackers take it.
+/// A line in the form for trackers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Entry {
     /// Optimizer steps taken.
@@ -23,14 +23,14 @@ pub struct Entry {
     pub scalars: Vec<(String, f64)>,
 }
 
-/// What trackers show of a run besides its lines.
+/// Information about a run besides its lines.
 #[derive(Clone, Debug, Default)]
 pub struct RunAbout {
     /// Its name.
     pub name: String,
     /// Its settings.
     pub config: Value,
-    /// The step from which this start goes on.
+    /// The step from which this start continues.
     pub step: u64,
 }
 
@@ -41,7 +41,7 @@ pub enum End {
     Finished,
     /// It was told to stop.
     Stopped,
-    /// It met a fault.
+    /// It failed.
     Failed,
 }
 
@@ -52,19 +52,19 @@ pub(crate) trait Track: std::fmt::Debug {
     fn close(&mut self, end: End) -> Result<(), Error>;
 }
 
-/// The files of all trackers that a run writes for.
+/// The files of all trackers of a run.
 #[derive(Debug)]
 pub struct Trackers(Vec<Box<dyn Track>>);
 
 impl Entry {
-    /// The numbers of a line that was written at `time`.
+    /// The numbers of a line written at `time`.
     pub fn of<T: Line>(line: &T, time: f64) -> Self {
         Self { step: line.step(), time, scalars: line.scalars() }
     }
 }
 
 impl Trackers {
-    /// Begins or goes on with the files of `trackers` in the run's directory, whose path must be
+    /// Begins or continues the files of `trackers` in the run's directory, whose path must be
     /// absolute for MLflow.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl Trackers {
         Ok(Self(open))
     }
 
-    /// Writes a line's numbers for all of them.
+    /// Writes a line's numbers for all trackers.
     ///
     /// # Errors
     /// I/O.
@@ -91,7 +91,7 @@ impl Trackers {
         self.0.iter_mut().try_for_each(|tracker| tracker.add(entry))
     }
 
-    /// Tells them how the run ended.
+    /// Records how the run ended.
     ///
     /// # Errors
     /// I/O.
@@ -100,7 +100,8 @@ impl Trackers {
     }
 }
 
-/// The settings as one level of keys, without what is null: `objective.loss` for a member's member.
+/// The settings flattened to one level of keys, without nulls: `objective.loss` for a nested
+/// member.
 pub(crate) fn flat(config: &Value) -> Vec<(String, String)> {
     let mut found = Vec::new();
     flatten(String::new(), config, &mut found);

@@ -1,9 +1,9 @@
-//! A run of Weights & Biases that was made offline: `wandb sync RUN/wandb/offline-run-*` sends it.
+//! An offline run of Weights & Biases: `wandb sync RUN/wandb/offline-run-*` uploads it.
 //!
-//! `run-ID.wandb` is a log as LevelDB writes it: after seven bytes that name the format, blocks of 32
-//! KiB whose records, whole or in parts, have a CRC-32, a length and a kind. Each is a protobuf
-//! `Record` with the field numbers of wandb's `wandb_internal.proto`; tests/trackers holds what
-//! wandb's own reader makes of it. Each start of a run has a file of its own, in one group.
+//! `run-ID.wandb` is a log in LevelDB's format: after seven bytes that name the format, blocks of
+//! 32 KiB whose records, whole or in parts, have a CRC-32, a length and a kind. Each is a protobuf
+//! `Record` with the field numbers of wandb's `wandb_internal.proto`; tests/trackers has the output
+//! of wandb's own reader for it. Each start of a run has its own file, all in one group.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -31,7 +31,7 @@ const FIRST: u8 = 2;
 const MIDDLE: u8 = 3;
 const LAST: u8 = 4;
 
-/// The oldest reader that knows what we write, as wandb 0.19 counts them.
+/// The oldest reader that supports these records, in wandb 0.19's numbering.
 const OLDEST_READER: &str = "0.40.0";
 
 /// An open log.
@@ -43,7 +43,7 @@ pub(crate) struct WandbRun {
     written: usize,
     records: i64,
     began: f64,
-    /// The numbers of one step, which wandb wants together.
+    /// The numbers of one step, which wandb expects together.
     step: Option<Entry>,
     summary: BTreeMap<String, f64>,
 }
@@ -146,7 +146,7 @@ impl WandbRun {
         let id = id(began);
         let date = Local::now().format("%Y%m%d_%H%M%S");
         let dir = run.path().join(DIRECTORY).join(format!("offline-run-{date}-{id}"));
-        // wandb looks for what is to be sent besides the log in here.
+        // wandb looks here for files to upload besides the log.
         let files = dir.join("files");
         std::fs::create_dir_all(&files).map_err(dflash_files::Error::io("create", &files))?;
         let path = dir.join(format!("run-{id}.wandb"));
@@ -170,7 +170,7 @@ impl WandbRun {
         Ok(own)
     }
 
-    /// Writes the numbers of the step that is complete.
+    /// Writes the numbers of the completed step.
     fn finish_step(&mut self) -> Result<(), Error> {
         let Some(Entry { step, time, scalars }) = self.step.take() else { return Ok(()) };
         let own = [("_step", step as f64), ("_timestamp", time), ("_runtime", time - self.began)];
@@ -222,7 +222,7 @@ impl Track for WandbRun {
     }
 }
 
-/// A message as it stands in the log from byte `at` on.
+/// A message in the log's format, starting at byte `at`.
 fn framed(at: usize, mut message: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(message.len() + 2 * RECORD_HEADER);
     let mut kinds = [FIRST, FULL];

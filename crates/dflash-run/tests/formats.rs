@@ -69,5 +69,5 @@ fn every_figure_is_in_the_table_of_names() {
     let measured = serde_json::to_value(AcceptanceFigures::default()).unwrap();
     let mut names = [keys(&forced, ""), keys(&measured, "")].concat();
     names.push("responses".to_owned());
-    assert_eq!(documented("Names of quantities"), names);
+    assert_eq!(documented("Names of metrics"), names);
 }

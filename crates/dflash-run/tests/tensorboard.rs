@@ -13,6 +13,7 @@ fn line(step: u64) -> MetricLine {
         accuracy: None,
         accuracy_by_slot: vec![None, Some(0.5)],
         expected_acceptance_length: Some(1.5),
+        ..TeacherForced::default()
     };
     let stream = Some(StreamCounters { retries: step, ..StreamCounters::default() });
     MetricLine { step, figures, stream, ..MetricLine::default() }

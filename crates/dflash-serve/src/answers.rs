@@ -1,4 +1,4 @@
-//! A request's answers while they come, handed on whole or piece by piece.
+//! The answers of a request as they are generated, returned whole or streamed.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -15,7 +15,7 @@ use crate::queue::{Dropped, Event};
 use crate::refusal::Refusal;
 use crate::reply::{Choice, Envelope, Usage};
 
-/// What the access log is to say of a request.
+/// What the access log records about a request.
 pub(crate) struct Noted {
     note: Note,
     since: Instant,
@@ -34,18 +34,18 @@ impl Noted {
         );
         let Usage { prompt, cached, completion } = usage;
         let line = format!(
-            "{prompt} tokens of prompts ({cached} cached), {completion} of answers, {first}"
+            "{prompt} prompt tokens ({cached} cached), {completion} answer tokens, {first}"
         );
         self.note.set(line);
     }
 }
 
-/// The answers to a request while they come.
+/// The answers of a request, in progress.
 pub(crate) struct Answers {
     envelope: Envelope,
     events: UnboundedReceiver<Result<Event, Dropped>>,
     choices: Vec<Choice>,
-    /// Answers to each prompt.
+    /// Answers per prompt.
     n: usize,
     usage: Usage,
     noted: Noted,
@@ -77,7 +77,7 @@ impl Answers {
         let event = self.events.recv().await.ok_or(Refusal::ShuttingDown)??;
         self.usage.completion += event.count;
         self.noted.first.get_or_insert_with(|| self.noted.since.elapsed());
-        // Once for each prompt, with its first piece.
+        // Once per prompt, with its first piece.
         let choice = &mut self.choices[event.index];
         if event.index % self.n == 0 && choice.is_untouched() {
             self.usage.cached += event.cached_tokens;
@@ -114,15 +114,16 @@ struct Streamed {
     answers: Answers,
     include_usage: bool,
     client: Client,
-    /// Whether a client that closed its side has been sent something since.
+    /// Whether the server has probed a client that closed its sending side.
     has_asked: bool,
-    /// What is to be sent before anything else comes.
+    /// Pieces to send before the next event.
     pieces: VecDeque<String>,
     ended: bool,
 }
 
 impl Streamed {
-    /// The next event; before it a comment, which clients pass over, to one that may have left.
+    /// The next event. If the client may have left, a comment, which clients ignore, is sent first
+    /// to find out.
     async fn next_or_question(&mut self) -> Option<String> {
         let client = self.client.clone();
         let has_asked = self.has_asked;

@@ -1,7 +1,7 @@
-//! Calls of tools in an answer's text, told from the text around them while it comes.
+//! Recognises tool calls in an answer's text while it is generated.
 //!
-//! Text is released once it can be no part of a call; blanks around calls are dropped. What looks like a
-//! call and turns out to be none stays in the text, letter for letter.
+//! Text is released once it cannot be part of a call; blanks around calls are dropped. Text that
+//! looks like a call but is not stays in the answer unchanged.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use crate::reply::random;
 use crate::tool_form::{Opening, Reading, ToolForm};
 use crate::tools::Tools;
 
-/// A call that a model has made.
+/// A call made by the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Call {
-    /// What the tool's answer refers to. Mistral's templates take nine letters and digits.
+    /// The id that the tool's answer refers to. Mistral's templates accept nine letters and digits.
     id: String,
     name: String,
     /// A JSON object.
@@ -35,10 +35,10 @@ pub(crate) struct CallReader {
     tools: Arc<Tools>,
     /// Not released yet.
     pending: String,
-    /// Whether it begins as a call.
+    /// Whether it begins like a call.
     is_call: bool,
     calls: usize,
-    /// Whether there was text that is no blank.
+    /// Whether there was text other than blanks.
     has_text: bool,
 }
 
@@ -48,13 +48,13 @@ impl Call {
         Self { id: format!("{:09x}", random() >> 28), name, arguments }
     }
 
-    /// As a message has it.
+    /// In the form of a message.
     pub(crate) fn json(&self) -> Value {
         let function = json!({"name": self.name, "arguments": self.arguments});
         json!({"id": self.id, "type": "function", "function": function})
     }
 
-    /// As the pieces of a stream have the call number `index`: first its name, then its arguments.
+    /// Call number `index` in the form of stream chunks: first its name, then its arguments.
     pub(crate) fn deltas(&self, index: usize) -> [Value; 2] {
         let mut begins = self.json();
         begins["index"] = index.into();
@@ -74,11 +74,11 @@ impl CallReader {
         self.calls > 0
     }
 
-    /// Takes more text; it is the last at the `end`.
+    /// Takes more text; `is_end` marks the last.
     pub(crate) fn push(&mut self, text: &str, is_end: bool) -> Vec<Piece> {
         self.pending += text;
         let mut pieces = Vec::new();
-        // A call ends with one of these: without, there is no use in reading it once more.
+        // A call ends with one of these characters; without one, parsing again is useless.
         if self.is_call && !is_end && !text.contains(['}', ']', '>']) {
             return pieces;
         }
@@ -86,7 +86,7 @@ impl CallReader {
         pieces
     }
 
-    /// False once nothing more is certain.
+    /// False once nothing more can be decided.
     fn step(&mut self, is_end: bool, pieces: &mut Vec<Piece>) -> bool {
         let is_over = self.calls > 0 && !self.tools.parallel;
         let is_blank = self.pending.trim().is_empty();
@@ -96,7 +96,7 @@ impl CallReader {
         }
         let (is_start, is_behind) = (!self.has_text, self.calls > 0);
         let opening = match self.is_call {
-            // Blanks before it wait to see whether it is one.
+            // Blanks before a possible call wait until it is decided.
             true => Opening::At(self.call_start(is_start, is_behind)),
             false => self.form.opening(&self.pending, is_start, is_behind),
         };
@@ -127,21 +127,21 @@ impl CallReader {
         }
     }
 
-    /// Whether text stands between two calls of Llama's alone.
+    /// Whether text consists only of a separator between two calls of Llama.
     fn is_between(&self, text: &str) -> bool {
         self.form == ToolForm::Llama
             && self.calls > 0
             && text.chars().all(|c| c == ';' || c.is_whitespace())
     }
 
-    /// Where the call begins that `pending` is.
+    /// Where the call in `pending` begins.
     fn call_start(&self, is_start: bool, is_behind: bool) -> usize {
         match self.form.opening(&self.pending, is_start, is_behind) {
             Opening::At(at) | Opening::NotBefore(at) => at,
         }
     }
 
-    /// Reads the call that begins at `at`, behind blanks.
+    /// Reads the call that begins at `at`, after blanks.
     fn read(&mut self, at: usize, is_end: bool, pieces: &mut Vec<Piece>) -> bool {
         let reading = self.form.read(&self.pending[at..], is_end, &self.tools);
         match reading {
@@ -158,7 +158,7 @@ impl CallReader {
         true
     }
 
-    /// Releases so many bytes as text.
+    /// Releases this many bytes as text.
     fn say(&mut self, bytes: usize, pieces: &mut Vec<Piece>) {
         let text: String = self.pending.drain(..bytes).collect();
         self.has_text |= !text.trim().is_empty();
@@ -194,7 +194,7 @@ mod tests {
         pieces.iter().map(show).collect()
     }
 
-    /// Cut at any place, at all of them and nowhere.
+    /// Split at every position, at all of them and not at all.
     fn check_of(form: ToolForm, parallel: bool, text: &str, expect: &str) {
         let tools = some_tools(parallel);
         let read = |parts: &[&str]| {
@@ -233,7 +233,7 @@ mod tests {
         check(&format!("Let me look. <b\n\n{}", mark(CALL)), &format!("Let me look. <b{READ}"));
         check(&format!("{}\n{}\n", mark(CALL), mark(CALL)), &format!("{READ}{READ}"));
         check(&format!("{} so", mark(CALL)), &format!("{READ} so"));
-        // The end of the answer in place of the mark.
+        // The end of the answer instead of the closing marker.
         check(&format!("<tool_call>{CALL}"), READ);
         let tricky = r#"{"name": "f", "arguments": {"city": "</tool_call> {"}}"#;
         check(&mark(tricky), r#"[f {"city":"</tool_call> {"}]"#);
@@ -244,7 +244,7 @@ mod tests {
         {
             check(plain, plain);
         }
-        // What is no call is not lost, nor what stands before it.
+        // Text that is not a call is not lost, nor is the text before it.
         for wrong in [
             "{\"name\": \"f\", ",
             "nonsense",
@@ -269,7 +269,7 @@ mod tests {
             &format!("<tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>"),
             &format!("{READ}{READ}"),
         );
-        // A text that looks like a number is a text; what is no JSON is text too.
+        // A string that looks like a number stays a string; so does text that is not JSON.
         let odd = call.replace("Århus", "12").replace("\n2\n", "\ntwo\n");
         check(&odd, r#"[f {"city":"12","days":"two"}]"#);
         check("<function=f>\n</function>", "[f {}]");
@@ -294,7 +294,7 @@ mod tests {
         check(&format!("<|python_tag|>{call}"), READ);
         check(&format!("\n\n{call}\n"), READ);
         check(&format!("{call}; {call}"), &format!("{READ}{READ}"));
-        // Another tool's, another JSON, and one behind a text.
+        // Another tool's call, other JSON, and a call after text.
         for plain in [
             &call.replace("\"f\"", "\"g\""),
             "{\"a\": [1, {}]} and",

@@ -1,8 +1,9 @@
-//! The fields of a request, taken one by one: what is left at the end is unknown, and refused.
+//! The fields of a request, taken one by one: fields that are left at the end are unknown, and
+//! refused.
 //!
-//! A body of two bytes a value, such as `[0,0,0]`, takes forty times its size as JSON values. So a
-//! request may have a bounded number of these, and the ids of prompts, which may be many, are read as
-//! numbers where they stand, no more of them than a prompt may have.
+//! A body with two bytes per value, such as `[0,0,0]`, takes forty times its size as JSON values.
+//! So the number of values of a request is bounded, and the ids of prompts, which may be many, are
+//! parsed as numbers directly, no more than a prompt may have.
 
 use std::cell::Cell;
 use std::fmt;
@@ -15,9 +16,10 @@ use serde_json::{Map, Value};
 
 use crate::refusal::Refusal;
 
-/// JSON values of a request at most, the ids of prompts not counted: 10 MB, or 30,000 messages.
+/// Maximum number of JSON values of a request, without the ids of prompts: 10 MB, or 30,000
+/// messages.
 const MOST_VALUES: usize = 1 << 17;
-/// Prompts of a request that are kept; more than any request may have.
+/// Maximum number of prompts that are parsed; more than any request may have.
 const MOST_PROMPTS: usize = 1 << 10;
 
 /// A request's fields that have not been read yet.
@@ -27,7 +29,7 @@ pub(crate) struct Fields {
     prompts: Option<Vec<Prompt>>,
 }
 
-/// A prompt as text or as tokens; of too many tokens one more than there may be.
+/// A prompt as text or as tokens; if there are too many tokens, one more than the maximum.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Prompt {
     Text(String),
@@ -37,7 +39,7 @@ pub(crate) enum Prompt {
 }
 
 impl Fields {
-    /// `most` ids of a prompt are of use.
+    /// At most `most` ids of a prompt are used.
     pub(crate) fn parse(body: &[u8], most: usize) -> Result<Self, Refusal> {
         let left = Cell::new(MOST_VALUES);
         let mut json = serde_json::Deserializer::from_slice(body);
@@ -52,12 +54,12 @@ impl Fields {
         }
     }
 
-    /// The prompts, one or several; `Wrong` among them where there is something else.
+    /// The prompts, one or several; an element of another type becomes `Wrong`.
     pub(crate) fn take_prompts(&mut self) -> Option<Vec<Prompt>> {
         self.prompts.take()
     }
 
-    /// The value of `param`; null is as good as none.
+    /// The value of `param`; null counts as absent.
     pub(crate) fn take<T: DeserializeOwned>(
         &mut self,
         param: &'static str,
@@ -90,12 +92,12 @@ impl Fields {
         Ok(count.map(|count| within(param, count, range)).transpose()?.map(|count| count as usize))
     }
 
-    /// Passes over fields that clients send and that change nothing here.
+    /// Ignores fields that clients send and that have no effect here.
     pub(crate) fn pass_over(&mut self, params: &[&str]) {
         params.iter().for_each(|param| drop(self.others.shift_remove(*param)));
     }
 
-    /// Refuses a field of OpenAI's that has no effect here, unless its value asks for none.
+    /// Refuses an OpenAI field that is not supported, unless its value requests nothing.
     pub(crate) fn unsupported(
         &mut self,
         param: &'static str,
@@ -113,7 +115,7 @@ impl Fields {
     }
 
     /// # Errors
-    /// A field that nothing has read.
+    /// A field that was not read.
     pub(crate) fn end(self) -> Result<(), Refusal> {
         if self.prompts.is_some() {
             return Err(Refusal::Unknown { param: "prompt".into() });
@@ -164,7 +166,7 @@ impl<'de> Visitor<'de> for FieldsVisitor<'_> {
     }
 }
 
-/// Any value, of not too many parts.
+/// Any value, with a bounded number of parts.
 #[derive(Clone, Copy)]
 struct Bounded<'a> {
     left: &'a Cell<usize>,
@@ -235,7 +237,7 @@ impl<'de> Visitor<'de> for Bounded<'_> {
     }
 }
 
-/// The field `prompt`: a text, ids, or a list of either. Null is as good as none.
+/// The field `prompt`: a text, ids, or a list of either. Null counts as absent.
 struct Prompts {
     most: usize,
 }
@@ -254,7 +256,7 @@ impl<'de> DeserializeSeed<'de> for Prompts {
     }
 }
 
-/// What stands in the field `prompt`, or in a list there.
+/// The contents of the field `prompt`, or of a list in it.
 enum PromptPart {
     Null,
     Id(i64),
@@ -325,7 +327,7 @@ impl<'de> Visitor<'de> for Part {
         let inner = Self { depth: self.depth.saturating_sub(1), ..self };
         while let Some(part) = list.next_element_seed(inner)? {
             match part {
-                // One more than is of use tells that there are too many.
+                // One more than the maximum shows that there are too many.
                 PromptPart::Id(id) if ids.len() <= self.most => ids.push(id),
                 PromptPart::Id(_) => {}
                 PromptPart::Text(_) | PromptPart::Ids(_) if prompts.len() > MOST_PROMPTS => {}
@@ -363,7 +365,7 @@ mod tests {
         check("[1, -2]", Some(vec![Prompt::Tokens(vec![1, -2])]));
         check("[]", Some(vec![Prompt::Tokens(vec![])]));
         check("[\"a\", [1]]", Some(vec![text("a"), Prompt::Tokens(vec![1])]));
-        // Of too many it is enough to see that they are.
+        // Of too many, only their number matters.
         check("[1, 2, 3, 4, 5, 6]", Some(vec![Prompt::Tokens(vec![1, 2, 3, 4])]));
         for wrong in
             ["1", "1.5", "true", "{\"a\": [1]}", "[1, \"a\"]", "[[[1]]]", "[1.5]", "[null]"]

@@ -1,4 +1,4 @@
-//! `response_format`: what the text of an answer must be.
+//! `response_format`: the required format of an answer.
 
 use dflash_decode::GrammarSource;
 use serde::Deserialize;
@@ -7,10 +7,10 @@ use serde_json::{Map, Value};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
 
-/// Bytes of a schema, written as JSON: OpenAI's bound for its names and values together is near it.
+/// Maximum size of a schema as JSON, bytes: near OpenAI's bound for its names and values together.
 const LARGEST_SCHEMA: usize = 128 << 10;
 
-/// A format, and the field that errors of it name.
+/// A format, and the field that its error messages name.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Format {
     pub(crate) param: &'static str,
@@ -35,12 +35,12 @@ struct JsonSchema {
     #[serde(rename = "description")]
     _description: Option<String>,
     schema: Value,
-    /// Every schema is kept to, whatever this says.
+    /// Every schema is enforced, whatever this says.
     #[serde(rename = "strict")]
     _strict: Option<bool>,
 }
 
-/// The format that a request asks for; `None` for any text.
+/// The requested format; `None` for any text.
 pub(crate) fn read(fields: &mut Fields) -> Result<Option<Format>, Refusal> {
     let format = match fields.take("response_format")? {
         None | Some(ResponseFormat::Text) => return Ok(None),
@@ -56,8 +56,8 @@ pub(crate) fn read(fields: &mut Fields) -> Result<Option<Format>, Refusal> {
     Ok(Some(format))
 }
 
-/// Refuses a schema that is too large, or has options of the library that reads it, or of which it is
-/// known that reading it may take for ever.
+/// Refuses a schema that is too large, contains options of the parsing library, or is known to take
+/// very long to compile.
 pub(crate) fn check_schema(param: &str, schema: &Value) -> Result<(), Refusal> {
     let bad = |reason: String| Err(Refusal::BadField { param: param.into(), reason });
     let bytes = schema.to_string().len();
@@ -90,29 +90,29 @@ pub(crate) fn check_schema(param: &str, schema: &Value) -> Result<(), Refusal> {
     }
 }
 
-/// Patterns and formats of a schema.
+/// Maximum number of patterns and formats of a schema.
 const MOST_PATTERNS: usize = 64;
-/// The same where a string may have to match several at once: what reads them takes ten times as long for
-/// every few more, and four take a millisecond.
+/// The same if a string may have to match several at once: compilation then takes ten times as long
+/// for every few more; four take a millisecond.
 const COMBINED_PATTERNS: usize = 4;
-/// Remainders that have to be told apart: as many states as that.
+/// Maximum number of remainders that must be distinguished, which is the number of states.
 const LARGEST_MULTIPLE: u64 = 1000;
 
-/// Keywords that put schemas together with those beside them.
+/// Keywords that combine schemas.
 const APPLICATORS: [&str; 6] = ["allOf", "anyOf", "oneOf", "$ref", "enum", "const"];
 
-/// What makes a schema hard to read.
+/// Properties that make a schema expensive to compile.
 #[derive(Debug, Default)]
 struct Cost {
     patterns: usize,
-    /// Whether several schemas may hold for one value.
+    /// Whether several schemas may apply to one value.
     combines: bool,
     /// The least common multiple of all `multipleOf`.
     multiple: u64,
 }
 
 impl Cost {
-    /// Counts all that could be a keyword, names of properties included.
+    /// Counts everything that could be a keyword, including names of properties.
     fn add(&mut self, schema: &Value) {
         match schema {
             Value::Array(items) => items.iter().for_each(|item| self.add(item)),

@@ -1,8 +1,8 @@
-//! Grammars of requests, made beside the model's thread.
+//! Compiles the grammars of requests, outside the model's thread.
 //!
-//! Most are made in milliseconds. One that was written to take long has a thread of its own with much
-//! stack, of which there are [`MAKERS`], and so long as [`LONGEST`]: its request is refused then, and others
-//! that want none do not notice.
+//! Most take milliseconds. An expensive one gets a thread of its own with a large stack; there are
+//! [`MAKERS`] of these. After [`LONGEST`] its request is refused. Requests without a grammar are
+//! not affected.
 
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -17,17 +17,18 @@ use tokio::time::timeout;
 use crate::format::Format;
 use crate::refusal::Refusal;
 
-/// Grammars made at a time.
+/// Number of grammars compiled at a time.
 const MAKERS: usize = 2;
-/// Grammars of requests under way, each of 75 MB at most with what it takes while it is followed. Others wait
-/// for these.
+/// Number of grammars of requests in flight, each of at most 75 MB with the memory for following
+/// it. Other requests wait for these.
 const ALIVE: usize = 32;
-/// For one grammar, and before it for its turn.
+/// Maximum time to compile one grammar, and to wait for a maker before that.
 const LONGEST: Duration = Duration::from_secs(10);
-/// Schemas may be nested, and so are the calls that read them. It is only taken as it is used.
+/// Schemas may be nested, and the compiler is recursive. Stack memory is only allocated as it is
+/// used.
 const STACK: usize = 64 << 20;
 
-/// The vocabulary that grammars speak of, made for the first, and those that make them.
+/// The vocabulary for grammars, made for the first one, and the makers.
 #[derive(Debug)]
 pub(crate) struct Grammars {
     vocabulary: Arc<OnceLock<Result<GrammarVocabulary, Error>>>,
@@ -39,7 +40,7 @@ pub(crate) struct Grammars {
 }
 
 impl Grammars {
-    /// For answers of a target with so many rows, which end with one of `end_ids`.
+    /// For answers of a target with `rows` rows, which end with one of `end_ids`.
     pub(crate) fn new(tokenizer: &Arc<ChatTokenizer>, rows: i64, end_ids: Vec<i64>) -> Self {
         Self {
             vocabulary: Arc::default(),
@@ -51,10 +52,11 @@ impl Grammars {
         }
     }
 
-    /// The grammar of a request, whose `slot` holds the room for it.
+    /// The grammar of a request, whose `slot` holds the memory for it.
     ///
     /// # Errors
-    /// A format that is not understood, too large, or takes too long; all makers busy with such.
+    /// A format that is not supported, too large, or takes too long; all makers busy with such
+    /// grammars.
     pub(crate) async fn make(&self, format: Format, slot: &Slot) -> Result<Grammar, Refusal> {
         let Format { param, source } = format;
         let room = Arc::clone(&self.alive).acquire_owned().await;
@@ -72,7 +74,7 @@ impl Grammars {
                 Ok(vocabulary) => vocabulary.compile(&source).map_err(|error| error.to_string()),
                 Err(error) => Err(error.to_string()),
             };
-            // Who waited may have left.
+            // The waiting client may have left.
             let _ = made.send(grammar);
             drop(turn);
         };
@@ -83,7 +85,7 @@ impl Grammars {
         let reason = match timeout(LONGEST, when_made).await {
             Ok(Ok(Ok(grammar))) => return Ok(grammar),
             Ok(Ok(Err(reason))) => format!("cannot be used: {reason}"),
-            // The thread ended without a word: it does so only in a panic, which ends the process.
+            // The thread ended without a result: only a panic does that, and it ends the process.
             Ok(Err(_)) => return Err(Refusal::ShuttingDown),
             Err(_) => format!("took more than {} s to read; simplify it", LONGEST.as_secs()),
         };

@@ -1,10 +1,10 @@
-//! Serves a target and its drafter under OpenAI's HTTP interface.
+//! OpenAI-compatible HTTP server for a target and its drafter.
 //!
-//! `POST /v1/chat/completions` and `/v1/completions` answer at once or as server-sent events. The HTTP
-//! side renders and tokenizes prompts and puts a job for every choice into a queue; one thread owns
-//! the models and decodes up to a fixed number of sequences together ([`dflash_decode::Engine`]), and
-//! sends each one's text while it is made. A client that leaves takes its sequences with it. No text
-//! of a prompt or an answer goes into a log.
+//! `POST /v1/chat/completions` and `/v1/completions` return whole answers or server-sent events.
+//! The HTTP side renders and tokenizes prompts and queues a job per choice. One thread owns the
+//! models, decodes up to a fixed number of sequences together ([`dflash_decode::Engine`]), and
+//! streams each one's text. When a client disconnects, its sequences are dropped. No text of a
+//! prompt or an answer is logged.
 
 mod answers;
 mod calls;

@@ -1,5 +1,4 @@
-//! What has happened since the start, under vLLM's names where it has one: dashboards made for it
-//! work.
+//! Metrics since the start, with vLLM's names where it has one, so that its dashboards work.
 
 use std::time::Duration;
 
@@ -49,13 +48,13 @@ pub(crate) struct Metrics {
     drafting: Option<Drafting>,
 }
 
-/// Of a server with a draft.
+/// Metrics of a server with a draft.
 #[derive(Debug)]
 struct Drafting {
     drafts: IntCounter,
     draft_tokens: IntCounter,
     accepted: IntCounter,
-    /// By position, from 0 on.
+    /// By position, starting at 0.
     accepted_at: Vec<IntCounter>,
 }
 
@@ -98,13 +97,13 @@ impl Maker<'_> {
 }
 
 impl Metrics {
-    /// For `model`, whose blocks have so many proposals; 0 without a draft.
+    /// For `model`, whose blocks have `proposals` proposals; 0 without a draft.
     pub(crate) fn new(model: &str, proposals: usize) -> Self {
         let registry = Registry::new();
         let make = Maker { registry: &registry, model };
         let ended = make.counters(
             "vllm:request_success_total",
-            "Count of processed requests by how they ended.",
+            "Number of finished requests by finish reason.",
             "finished_reason",
         );
         for reason in ["stop", "length", "abort", "error"] {
@@ -115,29 +114,31 @@ impl Metrics {
             waiting: make.gauge("vllm:num_requests_waiting", "Sequences waiting for a place."),
             resting: make.gauge(
                 "dflash:num_sequences_resting",
-                "Sequences that gave their place to another request for a while.",
+                "Preempted sequences, which continue later.",
             ),
             cache_bytes: make
                 .gauge("dflash:kv_cache_bytes", "Keys and values of sequences, bytes."),
             kept_bytes: make.gauge(
                 "dflash:prefix_cache_bytes",
-                "Keys and values kept of sequences that ended, bytes.",
+                "Keys and values of finished sequences in the prefix cache, bytes.",
             ),
             prompt_tokens: make.counter("vllm:prompt_tokens_total", "Tokens of prompts."),
             generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated."),
             prefix_queries: make.counter(
                 "vllm:prefix_cache_queries_total",
-                "Tokens of prompts that might have been copied.",
+                "Prompt tokens looked up in the prefix cache.",
             ),
-            prefix_hits: make
-                .counter("vllm:prefix_cache_hits_total", "Tokens of prompts that were copied."),
+            prefix_hits: make.counter(
+                "vllm:prefix_cache_hits_total",
+                "Prompt tokens copied from the prefix cache.",
+            ),
             cut: make.counter(
                 "dflash:connections_cut_total",
-                "Connections cut because their client did not do its part.",
+                "Connections closed because the client was too slow.",
             ),
             refused: make.counters(
                 "dflash:requests_refused_total",
-                "Requests that got no answer, by status.",
+                "Refused requests, by status.",
                 "status",
             ),
             ended,
@@ -153,7 +154,7 @@ impl Metrics {
             ),
             queue_time: make.histogram(
                 "vllm:request_queue_time_seconds",
-                "From a request to its place in the engine, seconds.",
+                "Time a request waits for a place in the engine, seconds.",
                 &LATENCY,
             ),
             inference_time: make.histogram(
@@ -171,7 +172,7 @@ impl Metrics {
         }
     }
 
-    /// The page, with what others count.
+    /// The page, including counts kept elsewhere.
     pub(crate) fn page(&self, waiting: usize, cut: u64) -> String {
         self.waiting.set(waiting as f64);
         self.cut.inc_by(cut.saturating_sub(self.cut.get()));
@@ -210,8 +211,8 @@ impl Metrics {
         self.refused.with_label_values(&[&status.to_string()]).inc();
     }
 
-    /// A sequence has ended, `all` since its request, `within` the engine, after its first token
-    /// `decoding` the others of `tokens`.
+    /// A sequence has ended: `all` is the time since its request, `within` the time in the engine,
+    /// `decoding` the time of its `tokens` after the first.
     pub(crate) fn ended(
         &self,
         reason: &str,

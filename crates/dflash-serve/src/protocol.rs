@@ -1,4 +1,4 @@
-//! What a request asks for: OpenAI's fields, checked, as the engine takes them.
+//! Parses and checks OpenAI's request fields for the engine.
 
 use std::sync::Arc;
 
@@ -13,21 +13,21 @@ use crate::refusal::Refusal;
 use crate::tool_form::ToolForm;
 use crate::tools::{self, Tools};
 
-/// Choices of a request at most, over all of its prompts.
+/// Maximum number of choices of a request, over all its prompts.
 const MOST_CHOICES: u64 = 128;
 /// As OpenAI's.
 const MOST_LOGPROBS: u64 = 20;
-/// Log-probabilities that a request may be told at most, over all choices, tokens and alternatives: 100 MB
-/// of a reply.
+/// Maximum number of log-probabilities of a request, over all choices, tokens and alternatives: a
+/// reply of 100 MB.
 const MOST_SHARES: usize = 1 << 20;
-/// Stop strings, and stop tokens, of a request at most.
+/// Maximum number of stop strings, and of stop tokens, of a request.
 const MOST_STOPS: usize = 16;
-/// Tokens that a request may favour or forbid.
+/// Maximum number of tokens in `logit_bias`.
 const MOST_BIASES: usize = 1024;
-/// OpenAI's, and vLLM's, for completions.
+/// OpenAI's and vLLM's default for completions.
 const DEFAULT_COMPLETION_TOKENS: usize = 16;
 
-/// Fields that say who asks, and change nothing.
+/// Fields that identify the caller, and have no effect.
 const PASSED_OVER: [&str; 7] = [
     "user",
     "metadata",
@@ -38,7 +38,7 @@ const PASSED_OVER: [&str; 7] = [
     "verbosity",
 ];
 
-/// Fields of OpenAI's, and vLLM's, that this server does not have, with the value that asks for
+/// Fields of OpenAI and vLLM that this server does not support, with the value that requests
 /// nothing.
 const UNSUPPORTED: [(&str, &str); 13] = [
     ("best_of", "1"),
@@ -56,33 +56,33 @@ const UNSUPPORTED: [(&str, &str); 13] = [
     ("store", "false"),
 ];
 
-/// How the answers are to be given.
+/// The requested form of the answers.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Asked {
     pub(crate) model: Option<String>,
-    /// Answers to each prompt.
+    /// Answers per prompt.
     pub(crate) n: usize,
     pub(crate) sampling: Sampling,
     pub(crate) adjustments: LogitAdjustments,
-    /// Tokens that end an answer beside the target's own, and whether those do not.
+    /// Tokens that end an answer in addition to the target's own, and whether those do not.
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) ignore_eos: bool,
-    /// What the text must be.
+    /// The required format of the text.
     pub(crate) format: Option<Format>,
-    /// What it may call.
+    /// The tools that it may call.
     pub(crate) tools: Option<Arc<Tools>>,
     pub(crate) seed: Option<u64>,
     pub(crate) stops: Vec<String>,
-    /// `None` for as many as there is room for.
+    /// `None` for as many as fit.
     pub(crate) max_tokens: Option<usize>,
     pub(crate) logprobs: Option<usize>,
-    /// Whether the prompt stands before the answer.
+    /// Whether the prompt is returned before the answer.
     pub(crate) echo: bool,
     pub(crate) speculative: bool,
     pub(crate) stream: Option<Streaming>,
 }
 
-/// A reply that comes piece by piece.
+/// Settings of a streamed reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Streaming {
@@ -122,11 +122,11 @@ impl<T> OneOrMore<T> {
 }
 
 impl Asked {
-    /// Log-probabilities that `choices` of `tokens` tokens at most each are told, the prompt's among them where
-    /// that comes before the answer.
+    /// Log-probabilities for `choices` of at most `tokens` tokens each, including the prompt's if
+    /// it is returned.
     ///
     /// # Errors
-    /// More of them than a request may have.
+    /// More than a request may have.
     pub(crate) fn shares(&self, choices: usize, tokens: usize) -> Result<usize, Refusal> {
         let Some(top) = self.logprobs else { return Ok(0) };
         let shares = choices.saturating_mul(tokens).saturating_mul(1 + top);
@@ -142,7 +142,7 @@ impl Asked {
     }
 
     /// # Errors
-    /// A token that the target does not have.
+    /// A token outside the target's vocabulary.
     pub(crate) fn check_ids(&self, vocab_size: i64) -> Result<(), Refusal> {
         let stops = self.stop_ids.iter().map(|id| ("stop_token_ids", id));
         let biases = self.adjustments.logit_bias.iter().map(|(id, _)| ("logit_bias", id));
@@ -158,10 +158,10 @@ impl Asked {
 }
 
 impl ChatRequest {
-    /// Lets the answer be calls where it has to be some, as the target writes them.
+    /// Constrains the answer to calls if calls are required.
     ///
     /// # Errors
-    /// A target that writes none in a known form, or none that can be asked for.
+    /// A target without a known call format, or without one that can be required.
     pub(crate) fn ask_for_calls(
         &mut self,
         form: Option<ToolForm>,
@@ -210,7 +210,7 @@ impl ChatRequest {
         Ok(Self { asked, messages, template })
     }
 
-    /// The tokens of the prompt, `most` at most: of a longer one only that it is longer.
+    /// The tokens of the prompt, at most `most`; of a longer one only that it is too long.
     pub(crate) fn prompts(
         &self,
         tokenizer: &ChatTokenizer,
@@ -225,7 +225,7 @@ impl ChatRequest {
 }
 
 impl CompletionRequest {
-    /// Prompts have `most` tokens at most, or are too long.
+    /// Prompts have at most `most` tokens, or are too long.
     pub(crate) fn parse(body: &[u8], most: usize) -> Result<Self, Refusal> {
         let mut fields = Fields::parse(body, most)?;
         let logprobs = fields.count("logprobs", 0..=MOST_LOGPROBS)?;
@@ -251,7 +251,7 @@ impl CompletionRequest {
         Ok(Self { asked, prompts })
     }
 
-    /// The tokens of each prompt, `most` at most: of a longer one only that it is longer.
+    /// The tokens of each prompt, at most `most`; of a longer one only that it is too long.
     pub(crate) fn prompts(
         &self,
         tokenizer: &ChatTokenizer,
@@ -278,7 +278,7 @@ impl CompletionRequest {
 }
 
 /// # Errors
-/// An answer that has to be longer than it may be.
+/// An answer whose minimum length exceeds its maximum.
 fn check_least(asked: &Asked) -> Result<(), Refusal> {
     match asked.max_tokens {
         Some(most) if asked.adjustments.min_tokens > most => {
@@ -288,7 +288,7 @@ fn check_least(asked: &Asked) -> Result<(), Refusal> {
     }
 }
 
-/// What both kinds of requests have.
+/// Fields of both kinds of requests.
 fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
     let stream: Option<bool> = fields.take("stream")?;
     let options: Option<Streaming> = fields.take("stream_options")?;
@@ -304,7 +304,7 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
         return Err(bad("stop", &reason));
     }
     let seed: Option<i64> = fields.take("seed")?;
-    // vLLM's way to say all: -1, or 0.
+    // In vLLM -1 and 0 mean all.
     let top_k: Option<i64> = fields.take("top_k")?;
     if top_k.is_some_and(|top_k| top_k < -1) {
         return Err(bad("top_k", "must be 1 or more, or -1 for all"));
@@ -348,7 +348,7 @@ fn common(fields: &mut Fields) -> Result<Asked, Refusal> {
     Ok(asked)
 }
 
-/// What is done to the logits, in OpenAI's ranges, or vLLM's where it has none.
+/// Changes to the logits, within OpenAI's ranges, or vLLM's if it has none.
 fn adjustments(fields: &mut Fields) -> Result<LogitAdjustments, Refusal> {
     let repetition_penalty = fields.number("repetition_penalty", 0.0..=10.0)?.unwrap_or(1.0);
     if repetition_penalty == 0.0 {
@@ -373,7 +373,7 @@ fn adjustments(fields: &mut Fields) -> Result<LogitAdjustments, Refusal> {
     })
 }
 
-/// The turns of a conversation, their parts of text joined: templates take strings.
+/// The turns of a conversation, with their text parts joined: templates take strings.
 fn read_messages(messages: Vec<Value>) -> Result<Vec<Message>, Refusal> {
     if messages.is_empty() {
         return Err(bad("messages", "is empty; it must have at least one message"));
@@ -406,7 +406,7 @@ fn text_of(part: &Value) -> Option<&str> {
     part["text"].as_str().filter(|_| part["type"] == "text")
 }
 
-/// One token more than `most` at most: enough to see that a text is too long.
+/// Returns at most one token more than `most`: enough to see that a text is too long.
 fn encode(tokenizer: &ChatTokenizer, text: &str, most: usize) -> Result<Vec<i64>, Refusal> {
     let start = tokenizer.encode_start(text, most.saturating_add(1), &mut Default::default());
     Ok(start.map_err(|_| Refusal::Tokenizer)?.ids)

@@ -1,8 +1,8 @@
-//! Choices waiting for a place in the engine, and what they get.
+//! Choices that wait for a place in the engine.
 //!
-//! Places go round by turns: first to whom has fewest of them, by the key that a request bears; then to
-//! the request that has fewest; then to the one that came first. So a request of many choices, or a
-//! client of many requests, uses what others leave and does not keep them out.
+//! Places are assigned fairly: first to the API key with the fewest, then to the request with the
+//! fewest, then to the oldest request. So a request with many choices, or a client with many
+//! requests, uses free places but does not block others.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,16 +11,17 @@ use std::time::Instant;
 use dflash_decode::{NewToken, Request};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Whose turn it is taken from: a request, and the client that it is of.
+/// The request of a job and its client, which determine its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Party {
-    /// Number of the request, ascending as they come.
+    /// Number of the request, ascending by arrival.
     pub(crate) request: u64,
-    /// What its key, if it bears one, is told from others by.
+    /// Identifies its API key, if it has one.
     pub(crate) owner: u64,
 }
 
-/// How many places a party has: all requests of its owner, and its own request. Who has less is first.
+/// How many places a party has: all requests of its owner, and its own request. The smaller share
+/// comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Share {
     pub(crate) of_owner: usize,
@@ -28,7 +29,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// What `party` has of the places that `holders` have.
+    /// The share of `party` in the places of `holders`.
     pub(crate) fn of(party: Party, holders: &[Party]) -> Self {
         let count = |is_same: &dyn Fn(&Party) -> bool| {
             holders.iter().filter(|holder| is_same(holder)).count()
@@ -40,9 +41,9 @@ impl Share {
     }
 }
 
-/// Which of `holders` is to give its place to `next`: one of the owner who has two more at least, or of
-/// the same owner's request that has several while `next` has none. The one with most gives, and of
-/// these the last.
+/// The holder that gives its place to `next`: one of an owner with at least two more places, or of
+/// another request of the same owner that has several while `next` has none. It is taken from the
+/// party with the most places, and there from the latest.
 pub(crate) fn gives_way(next: Party, holders: &[Party]) -> Option<usize> {
     let own = Share::of(next, holders);
     let share = |at: usize| Share::of(holders[at], holders);
@@ -60,12 +61,12 @@ pub(crate) fn gives_way(next: Party, holders: &[Party]) -> Option<usize> {
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) party: Party,
-    /// Which of its request's choices.
+    /// Its index among the request's choices.
     pub(crate) index: usize,
     /// Without its prompt, which the choices of a request share until they begin.
     pub(crate) request: Request,
     pub(crate) prompt: Arc<[i64]>,
-    /// Whether the prompt stands before the answer.
+    /// Whether the prompt is returned before the answer.
     pub(crate) echo: bool,
     /// Special tokens that belong to its text.
     pub(crate) shown: Vec<i64>,
@@ -77,14 +78,14 @@ pub(crate) struct Job {
     pub(crate) since: Instant,
 }
 
-/// What a step made of a choice.
+/// The result of a step for a choice.
 #[derive(Debug, Clone)]
 pub(crate) struct Event {
     pub(crate) index: usize,
     /// New text, whole characters.
     pub(crate) text: String,
-    /// New tokens of the answer, without one that ends it; before the first ones those of the prompt, where
-    /// these are told.
+    /// New tokens of the answer, without an end token; before the first ones the prompt's tokens,
+    /// if these are returned.
     pub(crate) tokens: Vec<NewToken>,
     /// All new tokens of the answer.
     pub(crate) count: usize,
@@ -93,21 +94,21 @@ pub(crate) struct Event {
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// Why there is no more of an answer.
+/// Why an answer was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dropped {
-    /// There was no memory for a pass.
+    /// A pass ran out of memory.
     OutOfMemory,
-    /// Its grammar could not be followed any further.
+    /// Following its grammar exceeded the limits.
     Grammar,
 }
 
-/// Why a choice ended, in OpenAI's words.
+/// Why a choice ended, in OpenAI's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FinishReason {
     Stop,
     Length,
-    /// With calls of tools.
+    /// With tool calls.
     ToolCalls,
 }
 
@@ -130,7 +131,7 @@ pub(crate) struct Queue {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The choices of each request that wait, in the order in which the requests came.
+    /// The waiting choices of each request, in order of arrival.
     requests: VecDeque<VecDeque<Job>>,
     closed: bool,
 }
@@ -148,7 +149,7 @@ impl Queue {
         true
     }
 
-    /// Who is next while `holders` have the places.
+    /// The next party, given the current `holders`.
     pub(crate) fn next(&self, holders: &[Party]) -> Option<Party> {
         let mut state = self.state();
         state.forget_those_left();
@@ -165,7 +166,7 @@ impl Queue {
         job
     }
 
-    /// Waits until something is there; false once the queue is closed.
+    /// Waits for a job; false once the queue is closed.
     pub(crate) fn wait(&self) -> bool {
         let mut state = self.state();
         while state.requests.is_empty() && !state.closed {
@@ -178,7 +179,7 @@ impl Queue {
         self.state().closed
     }
 
-    /// Drops what waits, which tells its clients, and ends [`Self::wait`].
+    /// Drops all waiting jobs, which notifies their clients, and ends [`Self::wait`].
     pub(crate) fn close(&self) {
         let mut state = self.state();
         state.closed = true;
@@ -186,7 +187,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Jobs not yet begun.
+    /// Jobs that have not begun.
     pub(crate) fn waiting(&self) -> usize {
         let mut state = self.state();
         state.forget_those_left();
@@ -199,7 +200,7 @@ impl Queue {
 }
 
 impl State {
-    /// Clients that left hold no slot any more: without this their jobs could pile up.
+    /// Clients that left hold no slot, so without this their jobs could pile up.
     fn forget_those_left(&mut self) {
         let is_there =
             |jobs: &VecDeque<Job>| jobs.front().is_some_and(|job| !job.events.is_closed());
@@ -222,11 +223,11 @@ mod tests {
         };
         let many = vec![party(1, 0); 4];
         check(party(2, 0), &many, Some(3));
-        // A request does not drive out itself, nor one that has a single place.
+        // A request does not preempt itself, nor a request with a single place.
         check(party(1, 0), &many, None);
         check(party(9, 0), &[party(1, 0), party(2, 0)], None);
         check(party(3, 0), &[party(1, 0), party(2, 0), party(2, 0), party(2, 0)], Some(3));
-        // Between owners their places count, however many requests these are of.
+        // Between owners only the number of places counts, over all their requests.
         let singles: Vec<Party> = (0..4).map(|request| party(request, 7)).collect();
         check(party(9, 8), &singles, Some(3));
         check(party(9, 8), &[party(1, 7)], None);

@@ -1,4 +1,4 @@
-//! Why a request gets no answer, as a status and a JSON body.
+//! Errors of a request, as a status and a JSON body.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use dflash_http::NoSlot;
 
 use crate::queue::Dropped;
 
-/// How often a client asks a server that is still loading.
+/// Retry interval while the server is loading.
 const WHILE_LOADING: Duration = Duration::from_secs(1);
 
 /// A refused request; the message goes to the client.
@@ -26,7 +26,7 @@ pub(crate) enum Refusal {
     BodyTooLarge { limit: usize },
     #[error("a body of {found} is not read; send it with `Content-Type: application/json`")]
     NotJson { found: String },
-    #[error("the requests under way leave no memory for this one; try again in {:.1} s", .after.as_secs_f64())]
+    #[error("the requests in flight leave no memory for this one; try again in {:.1} s", .after.as_secs_f64())]
     NoRoom { after: Duration },
     #[error("{param} is missing")]
     Missing { param: &'static str },
@@ -61,8 +61,7 @@ pub(crate) enum Refusal {
     )]
     OutOfMemory,
     #[error(
-        "what the format of this answer allows next takes more to find out than a request may have; simplify \
-         its schema"
+        "following the format of this answer exceeds the limit for a request; simplify its schema"
     )]
     Grammar,
     #[error("the tokenizer failed")]
@@ -114,7 +113,7 @@ impl Refusal {
         }
     }
 
-    /// OpenAI's words for programs.
+    /// OpenAI's error code.
     fn code(&self) -> Option<&'static str> {
         match self {
             Self::TooLong { .. } => Some("context_length_exceeded"),

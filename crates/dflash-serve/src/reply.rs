@@ -1,4 +1,4 @@
-//! Answers in OpenAI's shapes, whole or piece by piece.
+//! Answers in OpenAI's format, whole or as stream chunks.
 
 use std::cell::RefCell;
 use std::collections::hash_map::RandomState;
@@ -15,14 +15,14 @@ use serde_json::{Value, json};
 use crate::calls::{Call, CallReader, Piece};
 use crate::queue::{Event, FinishReason};
 
-/// Which endpoint answers.
+/// The endpoint of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Chat,
     Completion,
 }
 
-/// What all pieces of a reply have in common.
+/// Fields that all chunks of a reply share.
 #[derive(Debug)]
 pub(crate) struct Envelope {
     pub(crate) kind: Kind,
@@ -33,7 +33,7 @@ pub(crate) struct Envelope {
     pub(crate) logprobs: bool,
 }
 
-/// How many tokens a request took.
+/// Token counts of a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Usage {
     pub(crate) prompt: usize,
@@ -45,25 +45,25 @@ pub(crate) struct Usage {
 #[derive(Debug, Default)]
 pub(crate) struct Choice {
     text: String,
-    /// Where its text may have calls of tools.
+    /// Set if its text may contain tool calls.
     reader: Option<CallReader>,
     calls: Vec<Call>,
     tokens: Vec<NewToken>,
     pub(crate) finish: Option<FinishReason>,
     /// Characters of the tokens so far, for offsets.
     offset: usize,
-    /// Whether its first chunk has gone out.
+    /// Whether its first chunk has been sent.
     begun: bool,
     touched: bool,
 }
 
 impl Choice {
-    /// With calls of tools where there is a `reader`.
+    /// With tool calls if there is a `reader`.
     pub(crate) fn reading(reader: Option<CallReader>) -> Self {
         Self { reader, ..Self::default() }
     }
 
-    /// What a stream has of `pieces`: calls by their numbers, and text that is none left out.
+    /// The stream chunks of `pieces`: calls with their numbers, and text unless it is empty.
     fn deltas(&mut self, pieces: Vec<Piece>) -> Vec<Value> {
         let mut deltas = Vec::new();
         for piece in pieces {
@@ -80,7 +80,7 @@ impl Choice {
         deltas
     }
 
-    /// What text and calls an event adds, and why the choice ends with it.
+    /// The text and calls that an event adds, and the finish reason if the choice ends with it.
     fn read(&mut self, event: &Event) -> (Vec<Piece>, Option<FinishReason>) {
         let Some(reader) = &mut self.reader else {
             return (vec![Piece::Text(event.text.clone())], event.finish);
@@ -93,7 +93,7 @@ impl Choice {
         (pieces, finish)
     }
 
-    /// Whether nothing has come of it yet.
+    /// Whether nothing has been added yet.
     pub(crate) fn is_untouched(&self) -> bool {
         !self.touched
     }
@@ -102,7 +102,7 @@ impl Choice {
         self.touched = true;
     }
 
-    /// Takes a piece; its tokens where their log-probabilities are told.
+    /// Adds an event, with its tokens if their log-probabilities are returned.
     pub(crate) fn add(&mut self, event: Event, keeps_tokens: bool) {
         let (pieces, finish) = self.read(&event);
         for piece in pieces {
@@ -118,7 +118,7 @@ impl Choice {
     }
 }
 
-/// A number that nobody can foresee: the standard library seeds its hashers from the system.
+/// An unpredictable number: the standard library seeds its hashers from the system.
 pub(crate) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -204,8 +204,8 @@ impl Envelope {
         }
     }
 
-    /// The pieces of a choice that an event gives; `usage` is null where it comes at the end. None where
-    /// the step said nothing yet.
+    /// The chunks of an event of a choice; `usage` is null if it comes at the end. None if the step
+    /// produced no text yet.
     pub(crate) fn chunks(
         &self,
         choice: &mut Choice,
@@ -249,7 +249,7 @@ impl Envelope {
         chunks
     }
 
-    /// The last piece, which tells the usage.
+    /// The last chunk, which has the usage.
     pub(crate) fn usage_chunk(&self, usage: Usage) -> Value {
         self.object(self.chunk_object(), Vec::new(), Some(usage.json()))
     }
@@ -258,13 +258,13 @@ impl Envelope {
         self.tokenizer.decode(&[id], false).unwrap_or_default()
     }
 
-    /// Null where none were asked for.
+    /// Null if none were requested.
     fn logprobs(&self, tokens: &[NewToken], offset: usize) -> Value {
         let logprobs = Logprobs { envelope: self, tokens, offset };
         serde_json::to_value(logprobs).expect("its keys are strings")
     }
 
-    /// OpenAI gives a token's bytes where its text alone may not be valid UTF-8.
+    /// OpenAI returns a token's bytes because its text alone may not be valid UTF-8.
     fn entry(&self, id: i64, share: f64) -> Entry {
         let text = self.text(id);
         let bytes = match text.contains(char::REPLACEMENT_CHARACTER) {
@@ -274,15 +274,15 @@ impl Envelope {
         Entry { token: text, logprob: share, bytes, top_logprobs: None }
     }
 
-    /// The bytes of a token that is a part of a character, by the vocabulary's spelling of it.
+    /// The bytes of a token that is part of a character, from its spelling in the vocabulary.
     fn bytes_of_part(&self, id: i64, text: &str) -> Option<Vec<u8>> {
         let bytes = self.tokenizer.token_bytes(u32::try_from(id).ok()?)?;
-        // Whatever else the spelling may be: a reader must get the same text from them.
+        // Whatever the spelling: a reader must get the same text from the bytes.
         (String::from_utf8_lossy(&bytes) == text).then_some(bytes)
     }
 }
 
-/// A whole answer; one that is calls alone has no content.
+/// A whole answer; an answer of calls only has no content.
 fn message(choice: &Choice) -> Value {
     let mut message = json!({"role": "assistant", "content": choice.text, "refusal": null});
     if !choice.calls.is_empty() {
@@ -294,8 +294,8 @@ fn message(choice: &Choice) -> Value {
     message
 }
 
-/// Fields of which one is written from elsewhere: a long list is never a tree of JSON values, which
-/// would take five times as much.
+/// A JSON object with one field serialized on the fly: a long list never becomes a tree of JSON
+/// values, which would take five times the memory.
 struct With<T> {
     fields: Value,
     key: &'static str,
@@ -317,7 +317,7 @@ impl<T: Serialize> Serialize for With<T> {
     }
 }
 
-/// A token with its log-probability, and those of others in its place.
+/// A token with its log-probability, and alternatives with theirs.
 #[derive(Serialize)]
 struct Entry {
     token: String,
@@ -327,7 +327,7 @@ struct Entry {
     top_logprobs: Option<Vec<Self>>,
 }
 
-/// The log-probabilities of tokens, made while they are written.
+/// The log-probabilities of tokens, computed while they are written.
 struct Logprobs<'a> {
     envelope: &'a Envelope,
     tokens: &'a [NewToken],
@@ -336,7 +336,7 @@ struct Logprobs<'a> {
 }
 
 impl<'a> Logprobs<'a> {
-    /// Of a prompt's first token nothing is known.
+    /// A prompt's first token has no log-probability.
     fn each(&self) -> impl Iterator<Item = (i64, Option<&'a Logprob>)> {
         self.tokens.iter().map(|token| (token.id, token.logprob.as_ref()))
     }
@@ -385,7 +385,7 @@ impl Serialize for Logprobs<'_> {
     }
 }
 
-/// A list that is made while it is written, once.
+/// A list that is generated while it is written, once.
 struct Each<I>(RefCell<Option<I>>);
 
 impl<I> Each<I> {

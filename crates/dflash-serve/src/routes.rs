@@ -1,4 +1,4 @@
-//! What each path answers.
+//! The HTTP routes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -33,19 +33,20 @@ use crate::refusal::Refusal;
 use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
 use crate::tool_form::ToolForm;
 
-/// Requests that are read at a time: what JSON, templates and tokenizers take for it is theirs alone.
+/// Number of requests parsed at a time, which bounds the memory for JSON, templates and tokenizers.
 const READERS: usize = 2;
-/// Tokens of all prompts under way, 8 bytes each, or those of one of the largest.
+/// Tokens of all prompts in flight, 8 bytes each, or of one of maximum length.
 const ALL_TOKENS: usize = 16 << 20;
-/// Log-probabilities of all requests under way: twice those of the largest. Others wait for these.
+/// Log-probabilities of all requests in flight: twice the maximum of one. Other requests wait for
+/// these.
 const ALL_SHARES: usize = 2 << 20;
 
-/// What is known once the models are loaded.
+/// State that is known once the models are loaded.
 #[derive(Debug)]
 pub(crate) struct Loaded {
-    /// What clients call the model.
+    /// The model name for clients.
     pub(crate) name: String,
-    /// Whether they may call it anything: nobody has named it.
+    /// Whether any name is accepted, because none was configured.
     pub(crate) any_name: bool,
     /// The target's directory.
     pub(crate) root: String,
@@ -54,12 +55,12 @@ pub(crate) struct Loaded {
     pub(crate) stop_ids: Vec<i64>,
     pub(crate) tokenizer: Arc<ChatTokenizer>,
     pub(crate) grammars: Grammars,
-    /// How the target writes calls of tools.
+    /// The target's format for tool calls.
     pub(crate) tool_form: Option<ToolForm>,
     pub(crate) metrics: Metrics,
 }
 
-/// What the HTTP side and the models' thread share.
+/// State shared between the HTTP side and the models' thread.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) loaded: OnceLock<Loaded>,
@@ -67,7 +68,7 @@ pub(crate) struct Shared {
     pub(crate) admission: Admission,
     pub(crate) connections: Arc<Connections>,
     pub(crate) guard: Arc<Guard>,
-    /// Digest of the key that requests must bear.
+    /// Digest of the API key.
     key: Option<[u8; 32]>,
     max_body: usize,
     bodies: Bodies,
@@ -81,7 +82,7 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(settings: &ServeSettings) -> Self {
-        // Room for those in the queue and in line, and as many again for others.
+        // Room for requests in the queue and in line, and for as many others.
         let most = settings.max_queue + 3 * LONGEST_LINE;
         let client_timeout = Duration::from_secs_f64(settings.client_timeout);
         let patience = Duration::from_secs_f64(settings.max_wait);
@@ -107,7 +108,7 @@ impl Shared {
         }
     }
 
-    /// There is no memory for a request now.
+    /// The refusal if there is no memory for a request now.
     fn no_room(&self) -> Refusal {
         let after = match self.admission.full() {
             NoSlot::Full { after, .. } => after,
@@ -121,7 +122,7 @@ impl Shared {
     }
 }
 
-/// Of keys their digests are compared, so that neither content nor length shows in the time it takes.
+/// Digests of keys are compared, so that timing reveals neither content nor length.
 fn digest(key: &[u8]) -> [u8; 32] {
     Sha256::digest(key).into()
 }
@@ -178,14 +179,14 @@ async fn authorize(
     Ok(next.run(request).await)
 }
 
-/// The key that a request bears. The scheme's name may be in any case.
+/// The key of a request. The scheme's name may be in any case.
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let sent = headers.get(header::AUTHORIZATION)?.as_bytes();
     let (scheme, key) = sent.split_at_checked(b"bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii_start())
 }
 
-/// 200 once requests can be taken, 503 while the models load.
+/// 200 once requests are accepted, 503 while the models load.
 async fn health(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusal> {
     let loaded = shared.loaded()?;
     Ok(Json(json!({
@@ -209,7 +210,7 @@ async fn models(State(shared): State<Arc<Shared>>) -> Result<Json<Value>, Refusa
     Ok(Json(json!({"object": "list", "data": [card]})))
 }
 
-/// Names of models may have a slash.
+/// Names of models may contain a slash.
 async fn model(
     State(shared): State<Arc<Shared>>,
     Path(id): Path<String>,
@@ -227,7 +228,7 @@ fn card(shared: &Shared, loaded: &Loaded) -> Value {
         "object": "model",
         "created": shared.since,
         "owned_by": "dflash",
-        // Its directory is nobody's business: the name stands for it.
+        // The name instead of the directory, which clients need not know.
         "root": loaded.name,
         "max_model_len": loaded.max_model_len,
     })
@@ -264,7 +265,7 @@ async fn answer(
     let (body, slot) = receive(&shared, &client, request).await?;
     let reader = Arc::clone(&shared);
     let turn = shared.readers.acquire().await.map_err(|_| Refusal::ShuttingDown)?;
-    // Rendering and tokenizing a long prompt take a while.
+    // Rendering and tokenizing a long prompt takes a while.
     let read = tokio::task::spawn_blocking(move || read(&reader, kind, &body.bytes));
     let (mut asked, prompts) = read.await.map_err(|_| Refusal::Tokenizer)??;
     drop(turn);
@@ -299,8 +300,8 @@ async fn answer(
     Ok((Extension(slot), Extension(note), reply).into_response())
 }
 
-/// Lets the slot hold the memory for a request's prompts, if there is some, and for the log-probabilities
-/// that it is told, once there is.
+/// Attaches to the slot the memory for a request's prompts, if there is enough, and for its
+/// log-probabilities, once there is enough.
 async fn hold_room(
     shared: &Shared,
     slot: &Slot,
@@ -347,7 +348,7 @@ async fn receive(
         return Err(refusal);
     }
     client.served();
-    // First the place, then the body, so that uploads count against the queue.
+    // The slot first, then the body, so that uploads count against the queue.
     let slot = match shared.admission.enter().await {
         Ok(slot) => slot,
         Err(no_slot) => {
@@ -366,7 +367,7 @@ async fn receive(
     Ok((body, slot))
 }
 
-/// What is asked, and the tokens of the prompts.
+/// The parsed request, and the tokens of its prompts.
 fn read(shared: &Shared, kind: Kind, body: &[u8]) -> Result<(Asked, Vec<Vec<i64>>), Refusal> {
     let loaded = shared.loaded()?;
     let most = loaded.max_model_len;
@@ -403,7 +404,7 @@ fn check_model(asked: &Asked, loaded: &Loaded) -> Result<(), Refusal> {
     }
 }
 
-/// A job for every choice: those of the first prompt, then those of the second, and so on.
+/// A job per choice: those of the first prompt, then those of the second, and so on.
 fn jobs(
     asked: &Asked,
     grammar: Option<Grammar>,
@@ -428,7 +429,7 @@ fn jobs(
             sampling: asked.sampling,
             adjustments: asked.adjustments.clone(),
             grammar: grammar.clone(),
-            // A choice of its own for each.
+            // Each choice has its own seed.
             seed: seed.wrapping_add((index % asked.n) as u64),
             logprobs: asked.logprobs,
             prompt_logprobs: asked.echo && asked.logprobs.is_some(),

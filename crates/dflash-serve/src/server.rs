@@ -20,21 +20,21 @@ use crate::routes::{Loaded, Shared, router};
 use crate::tool_form::ToolForm;
 use crate::worker;
 
-/// Loads the models on the thread that will run them; also gives the target's directory.
+/// Loads the models on the thread that will run them; also returns the target's directory.
 pub type Loader = Box<dyn FnOnce() -> Result<(Models, PathBuf), Error> + Send>;
 
-/// A server that takes requests.
+/// A server that accepts requests.
 #[derive(Debug, Clone)]
 pub struct Ready {
     /// Where it listens.
     pub address: SocketAddr,
-    /// What clients call the model.
+    /// The model name for clients.
     pub name: String,
     /// Longest prompt and answer together, in tokens.
     pub max_model_len: usize,
     /// Sequences decoded together.
     pub max_num_seqs: usize,
-    /// How the target writes calls of tools, if it does in a known form.
+    /// The target's format for tool calls, if it is a known one.
     pub tools: Option<String>,
 }
 
@@ -54,8 +54,8 @@ impl fmt::Display for Ready {
     }
 }
 
-/// Serves until `stop` is set; then refuses new requests, gives those under way their time to end,
-/// and returns. `ready` is called once, when requests can be taken.
+/// Serves until `stop` is set; then refuses new requests, gives running ones time to finish, and
+/// returns. `ready` is called once, when requests are accepted.
 ///
 /// # Errors
 /// An address that cannot be listened on, models that cannot be loaded, a port file that cannot be
@@ -87,7 +87,7 @@ pub fn serve(
     };
     let is_ready = || {
         if let Some(path) = &settings.port_file {
-            // Loading took its time.
+            // Checked again, because loading takes a while.
             settings.check_port_file()?;
             Listening::write_port(address, path)?;
         }
@@ -101,7 +101,7 @@ pub fn serve(
     let refuse_new = || {
         shared.admission.close();
         let under_way = shared.admission.in_use();
-        tracing::info!("no new requests are taken; {under_way} under way may end");
+        tracing::info!("no new requests are accepted; {under_way} in flight may finish");
     };
     server.run(listening, when_loaded, is_ready, refuse_new, || shared.queue.close())
 }

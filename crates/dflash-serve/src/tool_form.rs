@@ -1,4 +1,4 @@
-//! How a target writes calls of tools, found out from what its own template writes for one.
+//! A target's format for tool calls, derived from what its own template writes for a call.
 
 use std::fmt;
 
@@ -14,16 +14,16 @@ pub(crate) enum ToolForm {
     Hermes,
     /// `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder.
     Tags,
-    /// `{"name": ..., "parameters": {...}}` in place of a text: Llama 3.
+    /// `{"name": ..., "parameters": {...}}` instead of text: Llama 3.
     Llama,
     /// `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`: Mistral.
     Mistral,
 }
 
-/// What stands around a call in JSON, and the key of its arguments.
+/// The text around a call in JSON, and the key of its arguments.
 pub(crate) struct Frame {
     pub(crate) open: &'static [&'static str],
-    /// Between two calls, where an answer may have several.
+    /// The separator of calls, if an answer may have several.
     pub(crate) between: Option<&'static [&'static str]>,
     pub(crate) close: &'static [&'static str],
     pub(crate) arguments: &'static str,
@@ -33,18 +33,18 @@ pub(crate) struct Frame {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Opening {
     At(usize),
-    /// Nowhere before this; behind it what may become its beginning.
+    /// Not before this offset; the text after it may be the start of one.
     NotBefore(usize),
 }
 
-/// What a text that begins as a call is.
+/// How a text that begins like a call reads.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Reading {
-    /// Not whole yet.
+    /// Incomplete.
     More,
-    /// Names and arguments, in so many bytes.
+    /// Names and arguments, in this many bytes.
     Calls(usize, Vec<(String, Map<String, Value>)>),
-    /// So many bytes that are no call.
+    /// This many bytes that are not a call.
     Text(usize),
 }
 
@@ -58,7 +58,7 @@ const PYTHON_TAG: &str = "<|python_tag|>";
 const TOOL_CALLS: &str = "[TOOL_CALLS]";
 
 impl ToolForm {
-    /// That of the template; `None` where it writes no call, or in another form.
+    /// The template's format; `None` if it writes no calls, or in an unknown format.
     pub(crate) fn of(tokenizer: &ChatTokenizer) -> Option<Self> {
         let parameters = json!({"type": "object", "properties": {"probe_key": {"type": "string"}}});
         let function = json!({"name": "probe_name", "description": "d", "parameters": parameters});
@@ -73,7 +73,7 @@ impl ToolForm {
         };
         let messages = [Message::text(Role::User, "probe_question"), answer];
         let text = tokenizer.render(&messages, Some(&tools), false).ok()?;
-        // Before the question the template explains the tools.
+        // Before the question the template describes the tools.
         Self::of_text(text.rsplit("probe_question").next()?)
     }
 
@@ -93,7 +93,7 @@ impl ToolForm {
         }
     }
 
-    /// The special tokens that calls are told by: they belong to a text that may have some.
+    /// Special tokens that mark calls: they must be kept in a text that may contain calls.
     pub(crate) fn shown(self, tokenizer: &ChatTokenizer) -> Vec<i64> {
         let marks: &[&str] = match self {
             Self::Hermes | Self::Tags => &[TOOL_CALL, TOOL_CALL_END],
@@ -103,7 +103,7 @@ impl ToolForm {
         marks.iter().filter_map(|mark| special_id(tokenizer, mark)).collect()
     }
 
-    /// `None` for calls that are no JSON.
+    /// `None` for calls that are not JSON.
     pub(crate) fn frame(self) -> Option<Frame> {
         Some(match self {
             Self::Hermes => Frame {
@@ -123,7 +123,8 @@ impl ToolForm {
         })
     }
 
-    /// The first beginning of a call in `text`. Llama's stand only where an answer begins, or behind another.
+    /// The first possible start of a call in `text`. Llama's calls start only at the beginning of
+    /// an answer, or after another call.
     pub(crate) fn opening(self, text: &str, is_start: bool, is_behind: bool) -> Opening {
         match self {
             Self::Hermes => first_mark(text, &[TOOL_CALL]),
@@ -144,7 +145,7 @@ impl ToolForm {
         }
     }
 
-    /// What `text` is, which begins as a call; nothing follows it at the `end`.
+    /// Interprets `text`, which begins like a call; `is_end` means that nothing follows.
     pub(crate) fn read(self, text: &str, is_end: bool, tools: &Tools) -> Reading {
         match self {
             Self::Hermes => read_hermes(text, is_end),
@@ -156,7 +157,7 @@ impl ToolForm {
 }
 
 impl fmt::Display for ToolForm {
-    /// As what calls are written.
+    /// A description of the format.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Hermes => "as <tool_call>{json}",
@@ -167,7 +168,7 @@ impl fmt::Display for ToolForm {
     }
 }
 
-/// The id of a mark that is a special token of the vocabulary.
+/// The id of a marker that is a special token of the vocabulary.
 pub(crate) fn special_id(tokenizer: &ChatTokenizer, mark: &str) -> Option<i64> {
     let (id, _) = tokenizer.added().into_iter().find(|(_, content)| content == mark)?;
     let (_, kind) = tokenizer.token(u32::try_from(id).ok()?)?;
@@ -190,7 +191,7 @@ fn call_of(call: &Value) -> Option<(String, Map<String, Value>)> {
     let arguments = match arguments {
         None | Some(Value::Null) => Map::new(),
         Some(Value::Object(arguments)) => arguments.clone(),
-        // Written as text, as OpenAI has them.
+        // Encoded as a string, as in OpenAI's API.
         Some(Value::String(text)) => serde_json::from_str(text).ok()?,
         Some(_) => return None,
     };
@@ -206,7 +207,7 @@ fn read_hermes(text: &str, is_end: bool) -> Reading {
                 return call_of(&call)
                     .map_or(Reading::Text(whole), |call| Reading::Calls(whole, vec![call]));
             }
-            // The mark stands within a string.
+            // The marker is inside a string.
             Err(error) if error.is_eof() && !body[..at].trim().is_empty() => {}
             Err(_) => return Reading::Text(whole),
         }
@@ -214,7 +215,7 @@ fn read_hermes(text: &str, is_end: bool) -> Reading {
     if !is_end {
         return Reading::More;
     }
-    // The end of the answer stands for the mark.
+    // The end of the answer replaces the marker.
     let call = serde_json::from_str(body).ok().and_then(|call| call_of(&call));
     call.map_or(Reading::Text(text.len()), |call| Reading::Calls(text.len(), vec![call]))
 }
@@ -238,7 +239,7 @@ fn read_llama(text: &str, is_end: bool, tools: &Tools) -> Reading {
     match first_value(body) {
         FirstJson::Incomplete if !is_end => Reading::More,
         FirstJson::Value(call, bytes) => {
-            // Any JSON may be an answer: only one that names a tool is a call.
+            // Any JSON may be an answer: it is a call only if it names a tool.
             let call = call_of(&call).filter(|(name, _)| tools.has(name));
             let whole = text.len() - body.len() + bytes;
             call.map_or(Reading::Text(text.len()), |call| Reading::Calls(whole, vec![call]))
@@ -247,7 +248,7 @@ fn read_llama(text: &str, is_end: bool, tools: &Tools) -> Reading {
     }
 }
 
-/// The JSON that a text begins with.
+/// The JSON at the start of a text.
 enum FirstJson {
     Value(Value, usize),
     Incomplete,
@@ -270,7 +271,7 @@ fn read_tags(text: &str, is_end: bool, tools: &Tools) -> Reading {
         false => ("", FUNCTION_END),
     };
     let body = &text[open.len()..];
-    // A value may have the mark in it: then what stands before it is no whole call.
+    // A value may contain the marker: then the text before it is not a complete call.
     for (at, _) in body.match_indices(close) {
         let whole = open.len() + at + close.len();
         let inner = if open.is_empty() { &body[..whole] } else { &body[..at] };
@@ -285,7 +286,7 @@ fn read_tags(text: &str, is_end: bool, tools: &Tools) -> Reading {
     }
 }
 
-/// The calls of a text that is nothing else; `None` for another.
+/// The calls of a text that contains nothing else; `None` for other texts.
 fn functions_of(text: &str, tools: &Tools) -> Option<Vec<(String, Map<String, Value>)>> {
     let (mut rest, mut calls) = (text.trim(), Vec::new());
     while !rest.is_empty() {
@@ -299,7 +300,7 @@ fn functions_of(text: &str, tools: &Tools) -> Option<Vec<(String, Map<String, Va
             }
             let (key, behind) = inner.strip_prefix(PARAMETER)?.split_once('>')?;
             let (value, behind) = behind.split_once(PARAMETER_END)?;
-            // Each mark has a line of its own.
+            // Each marker is on its own line.
             let value = value.strip_prefix('\n').unwrap_or(value);
             let value = value.strip_suffix('\n').unwrap_or(value);
             let as_text = || Value::from(value);

@@ -1,4 +1,4 @@
-//! `tools`: what a model may call, and whether it has to.
+//! `tools`: the functions that a model may call, and whether it must.
 
 use std::collections::BTreeSet;
 
@@ -12,15 +12,15 @@ use crate::format::{Format, check_schema};
 use crate::refusal::Refusal;
 use crate::tool_form::ToolForm;
 
-/// OpenAI's.
+/// OpenAI's limit.
 const MOST_TOOLS: usize = 128;
-/// Calls of an answer that has to make some.
+/// Maximum number of calls of an answer for which calls are required.
 const MOST_CALLS: usize = 16;
 
-/// The tools of a request that may call some.
+/// The tools of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Tools {
-    /// As the template takes them.
+    /// In the form that the template takes.
     pub(crate) list: Value,
     functions: Vec<Function>,
     choice: Choice,
@@ -34,12 +34,12 @@ struct Function {
     parameters: Value,
 }
 
-/// What has to be called.
+/// Which call is required.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Choice {
     Auto,
     Required,
-    /// The one at this place of the list.
+    /// The function at this index of the list.
     Named(usize),
 }
 
@@ -61,7 +61,7 @@ struct SentName {
     name: String,
 }
 
-/// The tools that may be called; `None` where there are none, or none is wanted.
+/// The tools that may be called; `None` if there are none, or `tool_choice` is none.
 pub(crate) fn read(fields: &mut Fields) -> Result<Option<Tools>, Refusal> {
     let sent: Vec<Value> = fields.take("tools")?.unwrap_or_default();
     let choice: Option<SentChoice> = fields.take("tool_choice")?;
@@ -140,27 +140,27 @@ fn function(at: usize, tool: &Value) -> Result<Function, Refusal> {
 }
 
 impl Tools {
-    /// Whether a function of that name is among them.
+    /// Whether there is a function of that name.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.functions.iter().any(|function| function.name == name)
     }
 
-    /// Whether a parameter's value is a text by the function's schema, or may be one.
+    /// Whether a parameter's value is or may be a string by the function's schema.
     pub(crate) fn is_text(&self, function: &str, parameter: &str) -> bool {
         let function = self.functions.iter().find(|known| known.name == function);
         let kind = function.map(|known| &known.parameters["properties"][parameter]["type"]);
         kind.is_none_or(|kind| kind.is_null() || kind == "string")
     }
 
-    /// Whether the answer has to be calls.
+    /// Whether the answer must be calls.
     pub(crate) fn are_required(&self) -> bool {
         self.choice != Choice::Auto
     }
 
-    /// What an answer must be that has to call some of these; `None` where it need not.
+    /// The format of an answer that must call some of these; `None` if it need not.
     ///
     /// # Errors
-    /// Calls of another form than JSON; parameters that cannot be kept to.
+    /// A call format other than JSON; parameters whose schema cannot be enforced.
     pub(crate) fn format(
         &self,
         form: ToolForm,
@@ -173,8 +173,7 @@ impl Tools {
         };
         let Some(frame) = form.frame() else {
             let reason = format!(
-                "asks for a call, which this target's template writes {form}: only a call in JSON can be \
-                 asked for. Send auto"
+                "requires a call, but this target's template writes calls {form}, and only calls in JSON can be required. Send auto"
             );
             return Err(bad("tool_choice".into(), reason));
         };
@@ -189,7 +188,7 @@ impl Tools {
             rules +=
                 &format!("call_{at}: {} args_{at} \"}}\"\nargs_{at}: {arguments}\n", text(&begins));
         }
-        // One grammar has them all.
+        // One grammar covers all functions.
         let all: Vec<&Value> = callable.clone().map(|at| &self.functions[at].parameters).collect();
         check_schema("tools", &json!({"anyOf": all}))?;
         let calls: Vec<String> = callable.map(|at| format!("call_{at}")).collect();
@@ -215,7 +214,7 @@ impl Tools {
     }
 }
 
-/// Arguments are an object, also where their schema does not say so.
+/// Arguments are an object, even if their schema does not say so.
 fn as_object(parameters: &Value) -> Value {
     let mut parameters = parameters.clone();
     if let Some(fields) = parameters.as_object_mut().filter(|fields| !fields.contains_key("$ref")) {
@@ -224,16 +223,17 @@ fn as_object(parameters: &Value) -> Value {
     parameters
 }
 
-/// A piece of a call's frame: the token of its own where the vocabulary has one that is not text.
+/// Part of a call's frame: its special token if the vocabulary has one.
 fn lark_mark(tokenizer: &ChatTokenizer, mark: &str) -> String {
     let special = crate::tool_form::special_id(tokenizer, mark);
     special.map_or_else(|| Value::from(mark).to_string(), |id| format!("<[{id}]>"))
 }
 
-/// Arguments of calls in the messages, which OpenAI writes as text, as the objects that templates print.
+/// Parses arguments of calls in the messages, which OpenAI encodes as strings, into the objects
+/// that templates print.
 ///
 /// # Errors
-/// A call without a name, or arguments that are no object.
+/// A call without a name, or arguments that are not an object.
 pub(crate) fn open_arguments(messages: &mut [Message]) -> Result<(), Refusal> {
     for (at, message) in messages.iter_mut().enumerate() {
         let calls = message.tool_calls.as_mut().and_then(Value::as_array_mut);

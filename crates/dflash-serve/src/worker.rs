@@ -1,4 +1,4 @@
-//! The thread that owns the models: jobs in, pieces of text out.
+//! The thread that owns the models: jobs in, text out.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use dflash_text::ChatTokenizer;
 use crate::metrics::Metrics;
 use crate::queue::{Dropped, Event, FinishReason, Job, Party, Queue, Share, gives_way};
 
-/// Adding up all caches takes a noticeable part of a small target's step.
+/// Summing up all caches takes a noticeable part of a small target's step.
 const MEASURE_EVERY: Duration = Duration::from_millis(20);
 
-/// Decodes what the queue holds until it closes.
+/// Decodes the jobs of the queue until it closes.
 pub(crate) fn run(models: &Models, engine: Engine<'_>, queue: &Queue, metrics: &Metrics) {
     let live = HashMap::new();
     Worker { models, engine, queue, metrics, live, measured: None }.run();
@@ -25,17 +25,17 @@ struct Worker<'a> {
     queue: &'a Queue,
     metrics: &'a Metrics,
     live: HashMap<SequenceId, Live<'a>>,
-    /// When the metrics were told what the engine holds.
+    /// When the cache metrics were last updated.
     measured: Option<Instant>,
 }
 
-/// A choice in the making.
+/// A choice in progress.
 struct Live<'a> {
     job: Job,
-    /// Whether it gave its place to another request.
+    /// Whether it was preempted.
     rests: bool,
     text: TextStream<'a>,
-    /// The prompt, while it is to be told before the answer.
+    /// The prompt, while it has yet to be returned before the answer.
     echo: Option<Arc<[i64]>>,
     stop_ids: Vec<i64>,
     begun: Instant,
@@ -48,7 +48,7 @@ impl<'a> Worker<'a> {
     fn run(mut self) {
         loop {
             self.drop_those_left();
-            // Before it may wait, with nothing to do.
+            // Before it may wait without work.
             self.measure();
             if !self.admit() {
                 return;
@@ -60,7 +60,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Tells the metrics what the engine holds: now and then, and always before it may wait.
+    /// Updates the cache metrics: now and then, and always before it may wait.
     fn measure(&mut self) {
         let is_due = self.measured.is_none_or(|last| last.elapsed() > MEASURE_EVERY);
         if is_due || self.engine.is_empty() {
@@ -71,7 +71,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Fills the engine, by turns; waits where nothing is to be done. False once the queue is closed.
+    /// Fills the engine fairly; waits if there is no work. False once the queue is closed.
     fn admit(&mut self) -> bool {
         loop {
             if self.queue.is_closed() {
@@ -95,7 +95,7 @@ impl<'a> Worker<'a> {
                 }
                 continue;
             }
-            // Those that rest keep their caches: no more of them than have a place.
+            // Preempted sequences keep their caches: there are at most as many of them as places.
             let has_rest = self.live.len() < 2 * self.engine.len();
             match gives_way(next, &holders).filter(|_| has_rest) {
                 Some(at) => {
@@ -107,7 +107,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Who has a place, in the order in which they began.
+    /// The holders of places, in the order in which they began.
     fn places(&self) -> Vec<(SequenceId, Party)> {
         let having = self.live.iter().filter(|(_, live)| !live.rests);
         let mut places: Vec<_> = having.map(|(&id, live)| (id, live.job.party)).collect();
@@ -115,7 +115,7 @@ impl<'a> Worker<'a> {
         places
     }
 
-    /// Of those that rest, the one whose turn comes first.
+    /// The preempted sequence whose turn comes first.
     fn first_resting(&self, holders: &[Party]) -> Option<(Share, SequenceId)> {
         let resting = self.live.iter().filter(|(_, live)| live.rests);
         resting.map(|(&id, live)| (Share::of(live.job.party, holders), id)).min()
@@ -147,7 +147,7 @@ impl<'a> Worker<'a> {
         let text = TextStream::new(&self.models.tokenizer, std::mem::take(&mut job.stops));
         let text = text.showing(std::mem::take(&mut job.shown));
         let (stop_ids, prompt_tokens) = (job.request.stop_ids.clone(), job.prompt.len());
-        // What it took in the answer is let go with the sequence.
+        // Its memory for the answer is released with the sequence.
         let grammar = job.request.grammar.take();
         let request = Request { prompt: job.prompt.to_vec(), grammar, ..job.request.clone() };
         let id = self.engine.add(request);
@@ -180,7 +180,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// The engine has dropped its sequences: their clients hear of it, and others are served.
+    /// The engine has dropped its sequences: their clients are notified, and others are served.
     fn drop_all(&mut self, error: &dflash_decode::Error) {
         tracing::error!("{error}");
         let dropped: Vec<SequenceId> = self.live.keys().copied().collect();
@@ -209,11 +209,11 @@ impl<'a> Worker<'a> {
         let event = live.event(output, &self.models.tokenizer);
         self.metrics.generated(event.count);
         let events = live.job.events.clone();
-        // Counted before its client hears of it.
+        // Counted before its client is notified.
         if let Some(finish) = event.finish {
             self.end(id, finish.name());
         }
-        // A client that has left is noticed at the next step.
+        // A disconnected client is noticed at the next step.
         let _ = events.send(Ok(event));
     }
 
@@ -234,7 +234,7 @@ impl<'a> Worker<'a> {
 }
 
 impl Live<'_> {
-    /// The text of new tokens, up to what ends it.
+    /// The text of new tokens, up to a stop.
     fn event(&mut self, output: Output, tokenizer: &ChatTokenizer) -> Event {
         let mut event = Event {
             index: self.job.index,
@@ -250,7 +250,7 @@ impl Live<'_> {
         if let Some(prompt) = self.echo.take() {
             event.text = tokenizer.decode(&prompt, false).unwrap_or_default();
             if self.job.request.prompt_logprobs {
-                // Nothing tells of the first.
+                // The first token has none.
                 let logprobs = std::iter::once(None).chain(output.prompt.into_iter().map(Some));
                 let told = prompt.iter().zip(logprobs);
                 event.tokens = told.map(|(&id, logprob)| NewToken { id, logprob }).collect();
@@ -261,7 +261,7 @@ impl Live<'_> {
             if self.stop_ids.contains(&token.id) {
                 break;
             }
-            // A tokenizer that cannot decode what it has encoded leaves a gap.
+            // If the tokenizer cannot decode a token, its text is left out.
             event.text += &self.text.push(token.id).unwrap_or_default();
             event.tokens.push(token);
             if self.text.has_stopped() {

@@ -1,5 +1,5 @@
-//! `#[derive(Classed)]` for the settings of a training run: a field says what it is beside its name, and one
-//! that does not say so does not compile.
+//! `#[derive(Classed)]` for the settings of a training run: each field states its class; a field
+//! without one does not compile.
 //!
 //! ```text
 //! #[setting(CLASS)]                       what a resumed run may do with it
@@ -40,7 +40,7 @@ fn implementation(input: &DeriveInput) -> syn::Result<TokenStream> {
     })
 }
 
-/// What a field adds to `all`.
+/// The code that adds a field to `all`.
 fn entry(field: &Field) -> syn::Result<TokenStream> {
     let (name, kind) = (field.ident.as_ref().expect("named"), &field.ty);
     let Some(attribute) = field.attrs.iter().find(|it| it.path().is_ident("setting")) else {

@@ -10,7 +10,7 @@ use crate::draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, MOST_DR
 use crate::objective::check_loss_chunk;
 use crate::processor::ProcessorSettings;
 
-/// Nobody waits for more.
+/// More than anyone waits for.
 const MOST_STEPS: u64 = 1_000_000;
 
 /// Blocks are shorter.
@@ -25,12 +25,12 @@ pub enum BenchSubject {
     TrainStep(TrainStepSettings),
     /// Decoding: plain and speculative greedy answers to real prompts, in turns.
     Decode(BenchDecodeSettings),
-    /// A target alone on a CPU, without a tokenizer: its load, and how near steps come to a plain read of
-    /// the bytes that they need.
+    /// A target alone on a CPU, without a tokenizer: loading, and steps compared with a plain read
+    /// of the bytes that they need.
     Target(BenchTargetSettings),
 }
 
-/// Time parts of the work.
+/// Time a training step or decoding.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct BenchSettings {
@@ -46,8 +46,8 @@ pub struct TrainStepSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// A description of the target, for a family that is not known or to overrule what is: names of
-    /// its tensors and the numbers of its norm and logits, in TOML. See docs/targets.md.
+    /// A description of the target in TOML, for an unknown family or to override what is known:
+    /// names of its tensors and the constants of its norm and logits. See docs/targets.md.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub target_spec: Option<PathBuf>,
     /// Tokens of the packed row.
@@ -65,10 +65,10 @@ pub struct TrainStepSettings {
     /// Layers of the draft.
     #[cfg_attr(feature = "clap", arg(long, value_name = "L", default_value_t = DEFAULT_LAYERS))]
     pub layers: usize,
-    /// Captured layers of the target.
+    /// Number of auxiliary layers of the target.
     #[cfg_attr(feature = "clap", arg(long, value_name = "K", default_value_t = DEFAULT_CAPTURES))]
     pub captures: usize,
-    /// Timed steps, after --warmup others.
+    /// Timed steps, after --warmup steps.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 5))]
     pub steps: usize,
     /// Steps before the timed ones.
@@ -77,18 +77,18 @@ pub struct TrainStepSettings {
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,
     /// Seed of weights, tokens and anchors.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
-    /// Memory of one chunk of logits, MiB. Default: that of a training on the device.
+    /// Memory of one chunk of logits, MiB. Default: as in training on the device.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
     pub loss_chunk_mib: Option<usize>,
-    /// Time each matrix product of the step by itself, attention's kernels, a copy and the host's part of an
-    /// operator, after the steps; with --json this is what `dflash plan --measured` takes.
+    /// After the steps, time each of their matrix products by itself, attention's kernels, a copy
+    /// and the host's time per operator; `dflash plan --measured` reads the --json output.
     #[cfg_attr(feature = "clap", arg(long))]
     pub products: bool,
     /// Print one JSON line instead of a table.
@@ -121,11 +121,11 @@ pub struct BenchDecodeSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,
-    /// Time the draft although it was made for another target.
+    /// Time the draft even if it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,
     /// Print one JSON line instead of a table.
@@ -133,29 +133,29 @@ pub struct BenchDecodeSettings {
     pub json: bool,
 }
 
-/// Which target is timed, and at what.
+/// Which target is timed, and how.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct BenchTargetSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// Tokens before the steps that are timed, one number after the other.
+    /// Context lengths of the timed steps, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "0,2048,16384"))]
     pub contexts: Vec<usize>,
-    /// Steps that are timed behind each of these.
+    /// Timed steps at each context length.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 16))]
     pub steps: usize,
     /// Rows of a step: one is plain decoding, more are blocks to verify.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
     pub rows: usize,
-    /// Tokens of the prompts whose reading is timed, one number after the other.
+    /// Lengths of the timed prompts, in tokens.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "8,35,128,512"))]
     pub prompts: Vec<usize>,
     /// Type of weights and activations. auto: float32.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,
@@ -175,7 +175,7 @@ impl BenchSettings {
         }
     }
 
-    /// The processor's instructions.
+    /// The CPU instruction level.
     pub fn processor(&self) -> ProcessorSettings {
         match &self.subject {
             BenchSubject::TrainStep(settings) => settings.processor,

@@ -1,4 +1,4 @@
-//! The error for a setting that cannot be used, and the ranges that several settings share.
+//! The error for an invalid setting, and ranges that several settings share.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -12,7 +12,7 @@ pub(crate) const MOST_STEPS: u64 = 1_000_000_000;
 pub(crate) const MOST_ROWS: u64 = 1_000_000_000_000;
 /// Eleven days. As milliseconds, which is what sockets take, it fits in 31 bits.
 pub(crate) const MOST_SECONDS: u64 = 1_000_000;
-/// Far beyond what any draft guesses right; each anchor costs memory in proportion.
+/// Far more than any draft guesses right; the memory of an anchor is proportional to it.
 const MOST_SLOTS: u64 = 1024;
 /// More than a rack of GPUs has.
 pub(crate) const MOST_TFLOPS: f64 = 1e6;
@@ -24,34 +24,34 @@ pub(crate) const MOST_THREADS: u64 = 1024;
 pub(crate) const MOST_LAYERS: u64 = 1024;
 /// More rows than any embedding has.
 pub(crate) const MOST_VOCABULARY: u64 = 1 << 24;
-/// A rate at which every run diverges, in numbers that float32 has.
+/// A rate at which every run diverges, still representable in float32.
 pub(crate) const MOST_RATE: f64 = 1e12;
 
 /// Each costs a connection, of which a process may have tens of thousands at most.
 pub(crate) const MOST_REQUESTS: u64 = 1 << 16;
 /// A day, in seconds.
 pub(crate) const LONGEST_WAIT: f64 = 86_400.0;
-/// Of what a client is to do, in seconds.
+/// Timeouts for clients, in seconds.
 pub(crate) const SHORTEST_TIMEOUT: f64 = 0.1;
-/// At this temperature all tokens of any vocabulary are as good as equally likely.
+/// At this temperature all tokens of any vocabulary are practically equally likely.
 pub(crate) const MOST_TEMPERATURE: f64 = 1000.0;
 
-/// A setting that cannot be used.
+/// An invalid setting.
 ///
-/// The programs add where the value was given, if it was not typed.
+/// The programs add where the value was given, if not on the command line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("--{} {reason}", .key.replace('_', "-"))]
 pub struct Invalid {
     /// The setting: its field, and its key in a run file.
     pub key: &'static str,
-    /// What is wrong with it, and what would be right.
+    /// What is wrong with it, and what is expected.
     pub reason: String,
-    /// The setting that it needs and that was not given, if that is what is wrong.
+    /// The required setting that is missing, if that is the error.
     pub missing: Option<&'static str>,
 }
 
 impl Invalid {
-    /// `key` has a `value` where something else is `expected`.
+    /// `key` is `value`, but `expected`.
     pub fn new(key: &'static str, value: impl Display, expected: impl Display) -> Self {
         Self { key, reason: format!("is {value}, but {expected}"), missing: None }
     }
@@ -108,11 +108,12 @@ pub(crate) fn seconds<const N: usize>(
     }
 }
 
-/// Refuses a port file that would replace what is not a file, or that has no directory.
+/// Refuses a port file that would replace something that is not a file, or whose directory does not
+/// exist.
 pub(crate) fn port_file(path: Option<&Path>) -> Result<(), Invalid> {
     let Some(path) = path else { return Ok(()) };
     let invalid = |expected: &str| Err(Invalid::new("port_file", path.display(), expected));
-    // Of the path itself: a link is replaced as well.
+    // Of the path itself, because a link would be replaced as well.
     match path.symlink_metadata() {
         Ok(found) if found.is_symlink() => {
             return invalid("that is a symbolic link; name a regular file or a new one");
@@ -128,7 +129,7 @@ pub(crate) fn port_file(path: Option<&Path>) -> Result<(), Invalid> {
     }
 }
 
-/// Layers of the target that are captured.
+/// The auxiliary layers.
 pub(crate) fn layer_ids(ids: Option<&[u32]>) -> Result<(), Invalid> {
     let largest = ids.into_iter().flatten().max().copied().unwrap_or_default();
     within([("target_layer_ids", largest.into(), 0..=MOST_LAYERS)])

@@ -33,11 +33,11 @@ choices! {
         Dflash,
     }
 
-    /// Whether to use colors.
+    /// When to use colors.
     ColorChoice {
         /// On a terminal, unless NO_COLOR is set.
         Auto,
-        /// In any case.
+        /// Always.
         Always,
         /// Never.
         Never,
@@ -101,7 +101,7 @@ choices! {
         Tensorboard,
         /// MLflow's file store.
         Mlflow,
-        /// Weights & Biases, as a run that was made offline.
+        /// Weights & Biases, as an offline run.
         Wandb,
         /// None of them.
         None,
@@ -119,13 +119,13 @@ choices! {
         None,
     }
 
-    /// What to do about a sample whose hidden states are not stored.
+    /// What to do with a sample whose hidden states are not stored.
     OnMissing {
         /// Ask the server.
         Generate,
-        /// Leave it out.
+        /// Skip it.
         Skip,
-        /// Leave it out and say so.
+        /// Skip it and log that.
         Warn,
         /// Fail.
         Raise,
@@ -142,7 +142,7 @@ choices! {
     /// Whether the target thinks before it answers.
     #[derive(Default)]
     Thinking {
-        /// As its chat template does by itself.
+        /// The chat template's own default.
         #[default]
         Auto,
         /// With `enable_thinking` true for the template.
@@ -151,9 +151,9 @@ choices! {
         Off,
     }
 
-    /// Carriers of gradients between GPUs.
+    /// Backend for gradients between GPUs.
     Backend {
-        /// NCCL where all ranks can use it, else gloo.
+        /// NCCL if all ranks can use it, else gloo.
         Auto,
         /// NCCL, or an error.
         Nccl,
@@ -162,8 +162,20 @@ choices! {
     }
 }
 
+impl SpeculatorType {
+    /// All of them.
+    pub const ALL: [Self; 1] = [Self::Dflash];
+
+    /// As the user types it, and as configurations name it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dflash => "dflash",
+        }
+    }
+}
+
 impl Thinking {
-    /// What the chat template is told, if anything.
+    /// The value of `enable_thinking`, if it is set.
     pub const fn template_variable(self) -> Option<bool> {
         match self {
             Self::Auto => None,
@@ -206,16 +218,16 @@ impl fmt::Display for WireDtype {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Speculate {
-    /// As many as pay, chosen step by step: none where plain decoding is faster.
+    /// As many as pay, chosen in each step: none if plain decoding is faster.
     #[default]
     Auto,
     /// None: plain decoding.
     Off,
-    /// So many, or as many as the draft has at a time.
+    /// This many, or as many as the draft can.
     Tokens(usize),
 }
 
-/// Far beyond what is guessed right; each costs a row of the target's pass.
+/// Far more than is guessed right; each costs a row of the target's pass.
 const MOST_PROPOSALS: usize = 1024;
 
 impl FromStr for Speculate {
@@ -259,12 +271,12 @@ impl From<Speculate> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Device {
-    /// CUDA where libtorch has it, else the CPU.
+    /// CUDA if libtorch has it, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// A GPU: of this number, else the one of the process, which is a rank's own or the first.
+    /// A GPU: by number, or the process's own (a rank's GPU, or the first).
     Cuda(Option<usize>),
 }
 

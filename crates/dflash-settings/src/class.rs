@@ -1,16 +1,18 @@
-//! What a setting of a training run is to a run that goes on, to the other ranks, and to a drafter's card.
+//! The class of a training setting: its meaning for resumed runs, for the other ranks, and for a
+//! drafter's card.
 
 /// What a resumed run may do with a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resume {
-    /// Anything: it decides nothing of what is computed, or what it comes to is compared in its place.
+    /// Change it: it does not affect the result, or the value derived from it is compared instead.
     Free,
-    /// Nothing: what it comes to is compared with the checkpoint, and no flag allows another.
+    /// Not change it: the value derived from it is compared with the checkpoint's, and no flag
+    /// allows a difference.
     Lasting,
-    /// Change it, and the run says so: it moves last bits, what is left out and counted, or how the result is
-    /// measured.
+    /// Change it with a message: it affects the last bits, what is skipped and counted, or how the
+    /// result is measured.
     Told,
-    /// Change it where `--allow-changed` names it.
+    /// Change it if `--allow-changed` names it.
     Compared,
 }
 
@@ -21,15 +23,15 @@ pub struct Setting {
     pub key: &'static str,
     /// What a resumed run may do with it.
     pub resume: Resume,
-    /// Whether ranks may have different values: paths, places in the network, what a machine can do.
+    /// Whether ranks may have different values: paths, addresses, machine capabilities.
     pub may_differ: bool,
-    /// Whether a drafter's card shows it: it decides what the drafter becomes.
+    /// Whether a drafter's card shows it: it affects the drafter.
     pub in_recipe: bool,
 }
 
-/// Settings that know what they are; see `dflash-settings-derive`.
+/// Settings with classes; see `dflash-settings-derive`.
 pub trait Classed {
-    /// All of them, those of flattened structs in their place.
+    /// All of them, including those of flattened structs in their position.
     fn settings() -> Vec<Setting>;
 }
 
@@ -48,7 +50,7 @@ mod tests {
         assert_eq!(of("speculator_type").resume, Resume::Lasting);
         assert_eq!((of("lr").resume, of("lr").may_differ), (Resume::Compared, false));
         assert!(of("save_path").may_differ && !of("save_path").in_recipe);
-        // What is not free and changes the drafter stands on its card.
+        // Settings that are not free and affect the drafter are on its card.
         let decides = |setting: &&Setting| setting.resume == Resume::Compared;
         let hidden: Vec<&str> =
             all.iter().filter(decides).filter(|it| !it.in_recipe).map(|it| it.key).collect();

@@ -10,8 +10,8 @@ use crate::choices::{Dtype, MatmulPrecision};
 #[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ComputeSettings {
-    /// Type of weights and activations in forward and backward; masters, gradients and the optimizer's
-    /// state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
+    /// Type of weights and activations in forward and backward; master weights, gradients and the
+    /// optimizer's state are float32 in any case. auto: float32 on a CPU, bfloat16 on a GPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     // What auto came to is recorded and compared.
     #[setting(free)]
@@ -21,19 +21,23 @@ pub struct ComputeSettings {
     // The same gradients, bit for bit.
     #[setting(free)]
     pub recompute: bool,
-    /// What the ranks shard (ZeRO stage): 0 nothing, 1 the master weights and the optimizer state.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "STAGE", default_value_t = 0))]
-    #[setting(told)]
+    /// What the ranks split (ZeRO stage): 0 nothing, 1 the master weights and the optimizer state.
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, hide = true, value_name = "STAGE", default_value_t = 1)
+    )]
+    // The same numbers, bit for bit.
+    #[setting(free)]
     pub zero: u8,
-    /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster where the
+    /// How float32 matrices are multiplied on the CPU; bfloat16 is several times faster if the
     /// processor has instructions for it (AMX).
-    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = MatmulPrecision::Float32))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_enum, default_value_t = MatmulPrecision::Float32))]
     #[setting(compared)]
     pub matmul_precision: MatmulPrecision,
 }
 
 impl ComputeSettings {
-    /// Whether the ranks split masters and the optimizer's state among themselves.
+    /// Whether the ranks split master weights and the optimizer's state.
     pub fn splits_state(&self) -> bool {
         self.zero > 0
     }

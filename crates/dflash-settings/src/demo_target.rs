@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, within};
 
-/// The corpus is made in memory, of a language of a few thousand words.
+/// The corpus is made in memory, from a language of a few thousand words.
 const MOST: u64 = 1_000_000;
-/// Far beyond any cache.
+/// Far larger than any cache.
 const MOST_MEGABYTES: u64 = 100_000;
 
 /// Make the demo's corpus and train its tiny target.
@@ -34,9 +34,9 @@ pub struct DemoTargetSettings {
     /// Seed of the corpus, the initial weights and the order of training.
     #[cfg_attr(feature = "clap", arg(long, default_value_t = 0))]
     pub seed: u64,
-    /// Also write DIR/wide: the same target with its MLPs widened by zeros until its weights take MB
-    /// megabytes. It says the same, and reads its weights from memory and not from a cache, as real
-    /// models do.
+    /// Also write DIR/wide: the same target with its MLPs widened by zeros until its weights take
+    /// MB megabytes. Its output is the same, but its weights are read from memory instead of a
+    /// cache, as in real models.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MB"))]
     #[serde(default)]
     pub widen_to: Option<u64>,

@@ -6,23 +6,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, within};
 
-/// Look at this machine: programs, libtorch, GPUs, disk, Hub and ports, and what is missing.
+/// Check this machine: programs, libtorch, GPUs, disk, Hub and ports, and what is missing.
 ///
-/// A line for each finding, with what to do about it. Exit code 1 where something is missing without
-/// which nothing runs; the rest are warnings.
+/// Prints one line per finding, with its remedy. The exit code is 1 if something essential is
+/// missing; everything else is a warning.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DoctorSettings {
     /// Print the findings as a JSON array.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,
-    /// Ports to look at. 8000 is the default of `dflash hidden-server`.
+    /// Ports to check. 8000 is the default of `dflash hidden-server`.
     #[cfg_attr(feature = "clap", arg(long, value_name = "PORT", num_args = 1.., value_delimiter = ',', default_values_t = [8000]))]
     pub ports: Vec<u16>,
-    /// Directory for data and checkpoints, whose disk is looked at.
+    /// Directory for data and checkpoints, whose disk is checked.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR", default_value = "."))]
     pub dir: PathBuf,
-    /// Leave the Hub out: no network is used.
+    /// Do not check the Hub: no network is used.
     #[cfg_attr(feature = "clap", arg(long))]
     pub offline: bool,
 }

@@ -4,29 +4,35 @@ use dflash_settings_derive::Classed;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_TOKENS, MOST_VOCABULARY, block_size, layer_ids, within};
+use crate::choices::SpeculatorType;
 
-/// Default captured layers of a draft: the paper's.
+/// Default number of auxiliary layers of a draft: the paper's.
 pub const DEFAULT_CAPTURES: usize = 5;
 /// Default layers of a draft: the paper's.
 pub const DEFAULT_LAYERS: usize = 5;
 /// Default slots of a block: the paper's.
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
 
-/// More than targets have, whose work a draft is to save.
+/// More layers than targets have.
 pub(crate) const MOST_DRAFT_LAYERS: u64 = 128;
 
 /// Shape of the draft; the rest is copied from the target.
 #[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DraftSettings {
-    /// Start from the weights of this draft: a checkpoint directory written by dflash,
-    /// z-lab or speculators, a run's directory (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub. The flags below
-    /// default to its values.
+    /// Start from the weights of this draft, a directory or OWNER/NAME on the Hub. The flags below default
+    /// to its values.
+    ///
+    /// The directory is a checkpoint written by dflash, z-lab or speculators, a run's (its best
+    /// checkpoint, or the newest if nothing was validated), or RUN_DIR/latest or RUN_DIR/best.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     // What the run began with is compared by what it is.
     #[setting(free, may_differ)]
     pub from_pretrained: Option<String>,
+    /// Kind of drafter.
+    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SpeculatorType::Dflash))]
+    #[setting(lasting, recipe)]
+    pub speculator_type: SpeculatorType,
     /// Layers of the draft. Default: 5.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     #[setting(lasting, recipe)]
@@ -35,12 +41,13 @@ pub struct DraftSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
     #[setting(lasting, recipe)]
     pub block_size: Option<usize>,
-    /// Captured layers: 0 = embedding output, k = after k layers. Default: five spread evenly.
+    /// Target layers whose hidden states the draft takes as context: 0 = embedding output, k =
+    /// after k layers. Default: five spread evenly.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ID", action = clap::ArgAction::Set, num_args = 1.., value_delimiter = ','))]
     #[setting(lasting)]
     pub target_layer_ids: Option<Vec<u32>>,
-    /// Token of the slots to be predicted. Default: the tokenizer's mask token, else the first
-    /// embedding row that the tokenizer does not use.
+    /// Mask token, which fills the slots to be predicted. Default: the tokenizer's mask token, else
+    /// the first embedding row that the tokenizer does not use.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ID"))]
     #[setting(lasting)]
     pub mask_token_id: Option<i64>,

@@ -10,27 +10,27 @@ use crate::check::{
 use crate::choices::{Device, Dtype, Speculate, Thinking};
 use crate::processor::ProcessorSettings;
 
-/// Beyond the difference of any two logits.
+/// More than the difference of any two logits.
 const MOST_TOLERANCE: f64 = 1e6;
 /// Requests at a time: more than any server takes.
 const MOST_CONCURRENCY: u64 = 65536;
-/// Far beyond what look-up guesses right; each costs a row of the target's pass.
+/// Far more than lookup guesses right; each costs a row of the target's pass.
 const MOST_PROPOSALS: u64 = 1024;
 
-/// The draft that stands for plain decoding alone.
+/// The draft name for plain decoding only.
 pub const NO_DRAFT: &str = "none";
-/// The draft that stands for looking up the last words in the text before them.
+/// The draft name for lookup decoding.
 pub const NGRAM_DRAFT: &str = "ngram";
-/// The longest run of last words that it looks up, and tokens that it proposes at a time.
+/// The longest sequence of last tokens that it looks up.
 pub const NGRAM_SIZE: usize = 3;
-/// As [`NGRAM_SIZE`].
+/// The tokens that it proposes at a time.
 pub const NGRAM_TOKENS: usize = 10;
 
 /// Measure drafters: real speculative decoding against plain decoding.
 ///
 /// Answers every prompt without and with each drafter, and prints acceptance, speed-up and whether
-/// the texts are identical token for token. With --endpoint, measures what a running vLLM, SGLang,
-/// llama.cpp or dflash server does by its own counters.
+/// the texts are identical token for token. With --endpoint, measures a running vLLM, SGLang,
+/// llama.cpp or dflash server by its own counters.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct EvalSettings {
@@ -38,15 +38,16 @@ pub struct EvalSettings {
     /// without --endpoint.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: Option<String>,
-    /// A drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes
-    /// what followed the last words earlier in the text, and `none` is plain decoding alone. May be
-    /// given several times: the drafters are measured side by side.
+    /// A drafter: its directory, that of a run (its best checkpoint, or the newest if nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram`
+    /// proposes the tokens that followed an earlier occurrence of the last few, and `none` is plain
+    /// decoding. May be given several times: the drafters are measured together.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: Vec<String>,
     /// Prompts: a set by name (gsm8k, math500, aime24, aime25, humaneval, mbpp, livecodebench,
-    /// swe-bench, mt_bench, alpaca, or all of them: all), or FILE or NAME=FILE, JSON, JSONL or Parquet
-    /// with question/answer, messages, ShareGPT, `turns` or input_ids rows. Several are reported apart.
+    /// swe-bench, mt_bench, alpaca, or all of them: all), or FILE or NAME=FILE, JSON, JSONL or
+    /// Parquet with question/answer, messages, ShareGPT, `turns` or input_ids rows. Several are
+    /// reported separately.
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "sets", value_name = "SET|FILE", required = true, num_args = 1..))]
     pub prompts: Vec<String>,
     /// Longest answer, in tokens.
@@ -56,42 +57,43 @@ pub struct EvalSettings {
     /// aime24, aime25, humaneval and mt_bench.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub limit: Option<usize>,
-    /// Ask only the first question of each row, where others would follow it.
+    /// Ask only the first question of rows with several turns.
     #[cfg_attr(feature = "clap", arg(long))]
     pub first_turn: bool,
-    /// Sample at these temperatures, one after the other; 0 is greedy.
+    /// Sample at these temperatures; 0 is greedy. Several are measured in turn.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "0"))]
     pub temperature: Vec<f64>,
-    /// Whether the target thinks before it answers: on and off tell its chat template
-    /// `enable_thinking`, auto tells it nothing. Several are measured one after the other.
+    /// Whether the target thinks before it answers: on and off set `enable_thinking` for its chat
+    /// template, auto does not set it. Several are measured in turn.
     #[cfg_attr(feature = "clap", arg(long, value_enum, value_name = "MODE", action = clap::ArgAction::Set, value_delimiter = ',', default_values_t = [Thinking::Auto]))]
     pub thinking: Vec<Thinking>,
-    /// Answers made at a time, one number after the other.
+    /// Number of answers made at a time. Several are measured in turn.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "1"))]
     pub concurrency: Vec<usize>,
-    /// Seed of the samples.
+    /// Random seed for sampling.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
-    /// Tokens that each drafter proposes at a time, one number after the other: as many as that, or auto,
-    /// which chooses step by step as many as pay. Default: all that it can, and auto.
+    /// Tokens that each drafter proposes at a time: numbers, or auto, which chooses in each step as
+    /// many as pay. Several are measured in turn. Default: whole blocks, and auto.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto", action = clap::ArgAction::Set, value_delimiter = ','))]
     #[serde(default)]
     pub speculate: Vec<Speculate>,
-    /// Of `ngram`: the longest run of last tokens that is looked up; shorter ones follow, down to one.
+    /// For `ngram`: the longest sequence of last tokens that is looked up; then shorter ones, down
+    /// to one token.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = NGRAM_SIZE))]
     pub ngram_size: usize,
-    /// Of `ngram`: tokens proposed at a time.
+    /// For `ngram`: tokens proposed at a time.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = NGRAM_TOKENS))]
     pub ngram_tokens: usize,
-    /// Leave the figures out of the checkpoints of runs that are measured: `dflash push` publishes what is
-    /// kept there.
+    /// Do not store the results beside the measured checkpoints, from where `dflash push` publishes
+    /// them.
     #[cfg_attr(feature = "clap", arg(long))]
     #[serde(default)]
     pub no_record: bool,
     /// Also write the report as JSON.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub json: Option<PathBuf>,
-    /// Also write every figure as CSV, a line for each set, way and draft.
+    /// Also write every metric as CSV, one line per set, mode and draft.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub csv: Option<PathBuf>,
     /// Also write the tables as Markdown.
@@ -103,27 +105,27 @@ pub struct EvalSettings {
     /// Write all four into this directory: eval.json, eval.csv, eval.md, eval.html.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub output: Option<PathBuf>,
-    /// The JSON of an earlier report: say what moved, and by how many times the noise.
+    /// The JSON of an earlier report: print the changes, and how many standard errors they are.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub baseline: Option<PathBuf>,
-    /// Measure a running server instead: its URL, such as http://localhost:8000/v1.
-    /// OPENAI_API_KEY is its key, if it wants one.
+    /// Measure a running server instead: its URL, such as http://localhost:8000/v1. OPENAI_API_KEY
+    /// is its key, if it needs one.
     #[cfg_attr(feature = "clap", arg(long, value_name = "URL"))]
     pub endpoint: Option<String>,
     /// With --endpoint: a server of the same target without a drafter, for the speed-up.
     #[cfg_attr(feature = "clap", arg(long, value_name = "URL"))]
     pub plain_endpoint: Option<String>,
-    /// With --endpoint: the model to ask for. Default: the first that the server lists.
+    /// With --endpoint: the model name to request. Default: the first that the server lists.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
     pub endpoint_model: Option<String>,
-    /// With --endpoint: seconds that an answer may take.
+    /// With --endpoint: timeout of an answer, in seconds.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 600))]
     pub request_timeout: u64,
-    /// Two tokens whose logits differ by no more than this are a tie. Default: by --dtype, in units
-    /// in the last place of the logits.
+    /// Treat two tokens as a tie if their logits differ by no more than this. Default: by --dtype,
+    /// in units in the last place of the logits.
     #[cfg_attr(feature = "clap", arg(long, value_name = "X"))]
     pub tie_tolerance: Option<f64>,
-    /// Measure the draft although it was made for another target.
+    /// Measure the draft even if it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,
     /// Where to compute: auto, cpu, cuda or cuda:N.
@@ -132,14 +134,14 @@ pub struct EvalSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,
 }
 
 impl Default for EvalSettings {
-    /// As without a flag.
+    /// The defaults of the flags.
     fn default() -> Self {
         Self {
             target: None,
@@ -177,7 +179,7 @@ impl Default for EvalSettings {
 
 impl EvalSettings {
     /// # Errors
-    /// A number out of its range, or settings that do not go together.
+    /// A number out of its range, or settings that cannot be combined.
     pub fn check(&self) -> Result<(), Invalid> {
         within([
             ("max_new_tokens", self.max_new_tokens as u64, 1..=MOST_TOKENS),
@@ -221,7 +223,7 @@ impl EvalSettings {
         if self.draft.is_empty() {
             return Err(missing(
                 "draft",
-                "is needed: a drafter, ngram, or none for plain decoding alone",
+                "is needed: a drafter, ngram, or none for plain decoding only",
             ));
         }
         match (&self.plain_endpoint, &self.endpoint_model) {
@@ -242,7 +244,7 @@ impl EvalSettings {
     }
 }
 
-/// Refuses what would be measured twice, and counted twice.
+/// Refuses values that would be measured and counted twice.
 fn once<T: PartialEq + std::fmt::Display>(key: &'static str, all: &[T]) -> Result<(), Invalid> {
     match all.iter().enumerate().find(|(at, one)| all[..*at].contains(one)) {
         Some((_, one)) => Err(Invalid::new(key, one, "named twice; name it once")),
@@ -273,7 +275,7 @@ mod tests {
     fn what_does_not_go_together_is_refused_with_the_remedy() {
         assert_eq!(refusal(|_| ()), "");
         assert!(refusal(|s| s.target = None).starts_with("--target is needed"));
-        assert!(refusal(|s| s.draft.clear()).contains("none for plain decoding alone"));
+        assert!(refusal(|s| s.draft.clear()).contains("none for plain decoding only"));
         assert!(refusal(|s| s.temperature = vec![0.0, -1.0]).starts_with("--temperature is -1"));
         assert!(refusal(|s| s.speculate = vec![Speculate::Off]).contains("in any case"));
         assert_eq!(

@@ -15,8 +15,8 @@ use crate::processor::ProcessorSettings;
 
 /// Answer a prompt, or chat, in the terminal.
 ///
-/// Without a prompt it chats, turn by turn, when standard input is a terminal, and else takes all of
-/// standard input as the prompt. The answer goes to standard output while it is made.
+/// Without a prompt it chats if standard input is a terminal, and otherwise reads the prompt from
+/// standard input. The answer is streamed to standard output.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct GenerateSettings {
@@ -26,23 +26,24 @@ pub struct GenerateSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes
-    /// what followed the last words earlier in the text. Without it the target decodes alone.
+    /// The drafter: its directory, that of a run (its best checkpoint, or the newest if nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram`
+    /// proposes the tokens that followed an earlier occurrence of the last few. Without it the
+    /// target decodes alone.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: Option<String>,
-    /// Tokens that the draft proposes at a time: auto chooses step by step as many as pay, none where plain
-    /// decoding is faster; off proposes none. The text does not depend on it.
+    /// Tokens that the draft proposes at a time: auto chooses in each step as many as pay, none if
+    /// plain decoding is faster; off proposes none.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto|off", default_value_t = Speculate::Auto))]
     #[serde(default)]
     pub speculate: Speculate,
-    /// File that holds the prompt.
+    /// File with the prompt.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub prompt_file: Option<PathBuf>,
-    /// Instructions that go before the conversation.
+    /// System prompt of the conversation.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TEXT"))]
     pub system: Option<String>,
-    /// Give the prompt to the target as it is, without the chat template.
+    /// Pass the prompt to the target unchanged, without the chat template.
     #[cfg_attr(feature = "clap", arg(long, conflicts_with = "system"))]
     pub raw: bool,
     /// Variables for the chat template as a JSON object, such as '{"enable_thinking": false}'.
@@ -54,28 +55,28 @@ pub struct GenerateSettings {
     /// Sample at this temperature; 0 is greedy.
     #[cfg_attr(feature = "clap", arg(long, value_name = "T", default_value_t = 0.0))]
     pub temperature: f64,
-    /// Sample from the most likely tokens that together have this probability.
+    /// Sample from the most likely tokens whose probabilities sum to this.
     #[cfg_attr(feature = "clap", arg(long, value_name = "P", default_value_t = 1.0))]
     pub top_p: f64,
-    /// Sample from so many of the most likely tokens. Default: all.
+    /// Sample from this many of the most likely tokens. Default: all.
     #[cfg_attr(feature = "clap", arg(long, value_name = "K"))]
     pub top_k: Option<usize>,
-    /// Seed of the samples.
+    /// Random seed for sampling.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 0))]
     pub seed: u64,
     /// End the answer before this text. May be given several times.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TEXT", action = clap::ArgAction::Append))]
     #[serde(default)]
     pub stop: Vec<String>,
-    /// Show in each block what the target accepted of the draft (green, or {+so+} without colors) and
-    /// what it rejected (red, or [-so-]), and at the end the acceptance length and the speed beside
-    /// that of plain decoding.
+    /// Show accepted draft tokens of each block (green, or {+so+} without colors) and rejected ones
+    /// (red, or [-so-]), and at the end the acceptance length and the speed compared with plain
+    /// decoding.
     #[cfg_attr(feature = "clap", arg(long))]
     pub show_blocks: bool,
     /// Whether --show-blocks uses colors. auto: on a terminal, unless NO_COLOR is set or TERM is dumb.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = ColorChoice::Auto))]
     pub color: ColorChoice,
-    /// Use the draft although it was made for another target.
+    /// Use the draft even if it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,
     /// Where to compute: auto, cpu, cuda or cuda:N.
@@ -84,7 +85,7 @@ pub struct GenerateSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,

@@ -11,7 +11,7 @@ use crate::check::{
 use crate::choices::{Device, Dtype, WireDtype};
 use crate::processor::ProcessorSettings;
 
-/// Run the target and serve hidden states of chosen layers.
+/// Run the target and serve hidden states of selected layers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct HiddenServerSettings {
@@ -19,8 +19,8 @@ pub struct HiddenServerSettings {
     /// given without the flag.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// Layers to serve: 0 is the embedding's output, k the residual stream after k layers.
-    /// The last layer's output can always be asked for. Default: five, evenly spread.
+    /// Layers to serve: 0 is the embedding's output, k the residual stream after k layers. The last
+    /// layer's output is always available. Default: five, evenly spread.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ID", action = clap::ArgAction::Set, num_args = 1.., value_delimiter = ','))]
     pub target_layer_ids: Option<Vec<u32>>,
     /// Interface to listen on; 0.0.0.0 for all.
@@ -29,17 +29,17 @@ pub struct HiddenServerSettings {
     /// Port to listen on; 0 for any free one.
     #[cfg_attr(feature = "clap", arg(long, default_value_t = 8000))]
     pub port: u16,
-    /// File that gets the port once prompts can be taken.
+    /// File to write the port to once prompts are accepted.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub port_file: Option<PathBuf>,
     /// Where to run the target: auto, cpu, cuda or cuda:N.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DEVICE", default_value_t = Device::Auto))]
     pub device: Device,
-    /// Type of weights and activations. `auto`: bfloat16 on CUDA, float32 on a CPU; there a
-    /// bfloat16 checkpoint's products are multiplied in bfloat16 if the CPU can.
+    /// Type of weights and activations. `auto`: bfloat16 on CUDA, float32 on a CPU; on a CPU, a
+    /// bfloat16 checkpoint's products are computed in bfloat16 if the CPU supports it.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,
@@ -49,11 +49,11 @@ pub struct HiddenServerSettings {
     /// Maximum number of requests being received, waiting or being answered.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_queue: usize,
-    /// How long further ones stand in line before they get a 429, in seconds.
+    /// How long requests beyond --max-queue wait before they get a 429, in seconds.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
     pub max_wait: f64,
-    /// How long a client may take to send the head of a request, to send its body, or to take its
-    /// reply (there a second more for each MiB), in seconds. Then its connection is cut.
+    /// Seconds that a client may take to send the head of a request, to send its body, or to read
+    /// its reply (one more per MiB). Then its connection is closed.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
     pub client_timeout: f64,
     /// Maximum number of tokens in one forward pass.
@@ -62,28 +62,27 @@ pub struct HiddenServerSettings {
     /// Longest prompt. Default: the target's max_position_embeddings.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub max_model_len: Option<usize>,
-    /// CPU threads of one operation, in each process. Default: libtorch's choice.
+    /// CPU threads per operation, in each process. Default: libtorch's choice.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub threads: Option<usize>,
-    /// How the target is divided among processes.
+    /// How the target is split over processes.
     #[cfg_attr(feature = "clap", command(flatten))]
     #[serde(flatten)]
     pub division: DivisionSettings,
 }
 
-/// A target that is larger than one device. The processes are started on this machine, one for each
-/// GPU.
+/// For a target larger than one device. One process per GPU is started on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct DivisionSettings {
-    /// Stages of consecutive layers, each in a process of its own.
+    /// Number of stages of consecutive layers, each in its own process.
     #[cfg_attr(
         feature = "clap",
         arg(long, visible_alias = "pipeline-parallel-size", value_name = "N", default_value_t = 1)
     )]
     pub pipeline: usize,
-    /// Processes that share the heads and the inner width of every layer; with --pipeline, in every
-    /// stage.
+    /// Number of processes that split the heads and the inner width of every layer; with
+    /// --pipeline, of every stage.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
     pub tensor_parallel_size: usize,
 }
@@ -95,13 +94,13 @@ impl Default for DivisionSettings {
 }
 
 impl DivisionSettings {
-    /// Processes in all.
+    /// Total number of processes.
     pub fn ranks(&self) -> usize {
         self.pipeline * self.tensor_parallel_size
     }
 
     /// # Errors
-    /// A number out of its range, or a device that only one process can have.
+    /// A number out of its range, or a device that only one process can use.
     pub fn check(&self, device: Device) -> Result<(), Invalid> {
         within([
             ("pipeline", self.pipeline as u64, 1..=MOST_PARTS),
@@ -148,7 +147,8 @@ impl HiddenServerSettings {
     }
 
     /// # Errors
-    /// A port file that would replace what is not a file, or that has no directory.
+    /// A port file that would replace something that is not a file, or whose directory does not
+    /// exist.
     pub fn check_port_file(&self) -> Result<(), Invalid> {
         port_file(self.port_file.as_deref())
     }

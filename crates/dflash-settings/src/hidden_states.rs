@@ -11,14 +11,15 @@ use crate::choices::{Dtype, OnGenerate, OnMissing, WireDtype};
 /// Connections that a rank may hold: servers answer a few requests at a time.
 const MOST_REQUESTS: u64 = 4096;
 
-/// The least window where none is asked for, MiB.
+/// Minimum default window, MiB.
 const WINDOW_MIB: usize = 256;
-/// Rows that such a window holds in any case: one that is being made into a batch, and two on their way.
+/// Minimum number of rows in the default window: one that is being made into a batch, and two in
+/// flight.
 const WINDOW_ROWS: usize = 3;
-/// Of one forward pass of the target, as the hidden-state server has it.
+/// Tokens of one forward pass of the target, as in the hidden-state server.
 pub(crate) const TARGET_BATCH_TOKENS: usize = 2048;
 
-/// Servers, stored states, and how much of them is held.
+/// Servers, stored states, and the memory for states.
 #[derive(Debug, Clone, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct HiddenStatesSettings {
@@ -27,28 +28,31 @@ pub struct HiddenStatesSettings {
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "endpoint", value_name = "URL", action = clap::ArgAction::Set, value_delimiter = ',', default_value = "http://127.0.0.1:8000/v1"))]
     #[setting(free, may_differ)]
     pub vllm_endpoint: Vec<String>,
-    /// Directory in which a stock vLLM leaves hidden states (its shared_storage_path). The files that
-    /// it names are read and removed only there.
+    /// Directory in which a stock vLLM writes hidden states (its shared_storage_path). The files
+    /// that it names are read and removed only there.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     #[setting(free, may_differ)]
     pub shared_storage_path: Option<PathBuf>,
-    /// Take your word that the source's states are of the layers of --target-layer-ids, in this order: a
-    /// stock vLLM and other software's files do not say which they are of. Needed once for the layers that
-    /// no check proves; run.json records it, and a run that goes on does not ask again.
+    /// Trust that the source's layers are --target-layer-ids, in this order. A stock vLLM and other
+    /// software's files do not say which layers they hold. Needed once for the layers that no check
+    /// verifies; run.json records it, and a resumed run does not need it again.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long))]
     #[setting(free)]
     pub trust_layer_ids: bool,
-    /// How long to wait for a server at the start, seconds; one that says it is loading gets
-    /// --server-timeout if that is longer, and so does any server of a run that goes on.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 60))]
+    /// Seconds to wait for a server at the start; a server that reports that it is loading gets
+    /// --server-timeout if that is longer, and so does any server of a resumed run.
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, hide = true, value_name = "SECONDS", default_value_t = 60)
+    )]
     #[setting(free, may_differ)]
     pub wait_for_server: u64,
-    /// How long a server may be gone or busy in the middle of a run, seconds.
+    /// How long a server may be unreachable or busy during a run, seconds.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 300))]
     #[setting(free, may_differ)]
     pub server_timeout: u64,
-    /// Directory of stored hidden states (hs_ROW.safetensors), looked at first.
+    /// Directory of stored hidden states (hs_ROW.safetensors), checked first.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     #[setting(free, may_differ)]
     pub hidden_states_path: Option<PathBuf>,
@@ -56,21 +60,21 @@ pub struct HiddenStatesSettings {
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnMissing::Generate))]
     #[setting(told)]
     pub on_missing: OnMissing,
-    /// What to do with a generated sample once it is trained on.
+    /// What to do with a generated sample after training on it.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = OnGenerate::Delete))]
     #[setting(free)]
     pub on_generate: OnGenerate,
     /// Hidden states in flight or waiting, MiB per rank. Default: 256, or three rows of
-    /// --total-seq-len where these are more.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    /// --total-seq-len if that is more.
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "MIB"))]
     #[setting(free, may_differ)]
     pub window_mib: Option<usize>,
     /// Requests in flight per rank.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 16))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "N", default_value_t = 16))]
     #[setting(free, may_differ)]
     pub max_in_flight: usize,
-    /// Run the target in the trainer's own process, on its device and in turns with the training,
-    /// instead of asking a server. Each rank holds the target.
+    /// Run the target in the trainer's own process, on its device and alternating with training,
+    /// instead of using a server. Each rank holds the target.
     #[serde(default)]
     #[cfg_attr(feature = "clap", arg(long, conflicts_with_all = ["vllm_endpoint", "shared_storage_path", "hidden_states_path"]))]
     // The same states, bit for bit on a CPU.
@@ -84,12 +88,12 @@ pub struct HiddenStatesSettings {
     pub target_dtype: Dtype,
     /// With --colocate: type that the target's states are rounded to, as --wire-dtype of hidden-server.
     #[serde(default)]
-    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = WireDtype::Bf16))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_enum, default_value_t = WireDtype::Bf16))]
     #[setting(told)]
     pub states_dtype: WireDtype,
     /// With --colocate: maximum number of tokens in one forward pass of the target.
     #[serde(default = "target_batch_tokens")]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = TARGET_BATCH_TOKENS))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "N", default_value_t = TARGET_BATCH_TOKENS))]
     #[setting(free)]
     pub target_batch_tokens: usize,
 }
@@ -99,18 +103,19 @@ fn target_batch_tokens() -> usize {
 }
 
 impl HiddenStatesSettings {
-    /// Bytes of hidden states in flight or waiting; more where [`Self::window_tokens`] have more.
+    /// Bytes of hidden states in flight or waiting; more if [`Self::window_tokens`] need more.
     pub fn window_bytes(&self) -> usize {
         self.window_mib.unwrap_or(WINDOW_MIB) << 20
     }
 
-    /// Tokens whose hidden states may be in flight or waiting in any case, for rows of `total_seq_len`.
+    /// Minimum number of tokens whose hidden states may be in flight or waiting, for rows of
+    /// `total_seq_len`.
     pub fn window_tokens(&self, total_seq_len: usize) -> usize {
         if self.window_mib.is_some() { 0 } else { WINDOW_ROWS.saturating_mul(total_seq_len) }
     }
 
     /// # Errors
-    /// A number out of its range, or a use of stored states without a folder of them.
+    /// A number out of its range, or a setting for stored states without their folder.
     pub fn check(&self) -> Result<(), Invalid> {
         self.check_window()?;
         self.check_colocation()?;
@@ -129,7 +134,8 @@ impl HiddenStatesSettings {
     }
 
     /// # Errors
-    /// A place that states come from beside the target here, or a setting of a target that is not here.
+    /// A second source of states in addition to the target here, or a setting of a target that is
+    /// not here.
     pub(crate) fn check_colocation(&self) -> Result<(), Invalid> {
         within([("target_batch_tokens", self.target_batch_tokens as u64, 1..=MOST_TOKENS)])?;
         if !self.colocate {

@@ -1,9 +1,9 @@
 //! The settings of every command, each stated once.
 //!
 //! A setting is a field here: its name is the flag (in kebab-case) and the key of the run file (in
-//! snake_case), its comment the help text, and its default and range are beside it. The programs
-//! parse these structs from flags (feature `clap`) and run files (serde), check them, and hand them
-//! to the libraries, which take them as they are.
+//! snake_case), its comment is the help text, and its default and range are beside it. The programs
+//! parse these structs from flags (feature `clap`) and run files (serde), check them, and pass them
+//! unchanged to the libraries.
 
 mod bench;
 mod check;
@@ -14,6 +14,7 @@ mod demo;
 mod demo_target;
 mod doctor;
 mod draft;
+mod earlier;
 mod eval;
 mod export;
 mod generate;
@@ -29,12 +30,14 @@ mod processor;
 mod push;
 mod regenerate;
 mod report;
+mod resume_mode;
 mod rows;
 mod secrets;
 mod serve;
 mod shell_support;
 mod train;
 mod validation;
+mod warmup;
 
 pub use bench::{
     BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
@@ -51,6 +54,7 @@ pub use demo_target::DemoTargetSettings;
 pub use dflash_cpu::CpuLevel;
 pub use doctor::DoctorSettings;
 pub use draft::{DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings};
+pub use earlier::{EARLIER_NAMES, present_record, present_settings};
 pub use eval::{EvalSettings, NGRAM_DRAFT, NGRAM_SIZE, NGRAM_TOKENS, NO_DRAFT};
 pub use export::{ExportDtype, ExportFormat, ExportSettings};
 pub use generate::GenerateSettings;
@@ -66,9 +70,11 @@ pub use processor::ProcessorSettings;
 pub use push::PushSettings;
 pub use regenerate::RegenerateSettings;
 pub use report::ReportSettings;
+pub use resume_mode::ResumeMode;
 pub use rows::RowSettings;
 pub use secrets::{hide_passwords, shown_endpoint, shown_settings};
 pub use serve::ServeSettings;
 pub use shell_support::{CompletionsSettings, ManSettings};
-pub use train::{Begin, TrainSettings};
+pub use train::TrainSettings;
 pub use validation::ValidationSettings;
+pub use warmup::Warmup;

@@ -43,6 +43,19 @@ impl ElementLoss {
     pub fn needs_teacher(self) -> bool {
         self != Self::CrossEntropy
     }
+
+    /// Its value, nats, where the draft gives each of so many tokens the same probability: cross-entropy's
+    /// exactly, and of the others, which depend on the target, the most that they come to. That of `rkl`
+    /// has no bound; it is counted as the cross-entropy.
+    pub fn of_guesses(self, tokens: usize) -> f64 {
+        match self {
+            Self::Jsd => std::f64::consts::LN_2,
+            Self::Tv => 1.0,
+            Self::CrossEntropy | Self::Kl | Self::ReverseKl | Self::Nla | Self::Lk => {
+                (tokens as f64).ln()
+            }
+        }
+    }
 }
 
 /// A term of the objective, written `name` or `name=coefficient`.
@@ -107,6 +120,15 @@ mod tests {
             assert_eq!(text.parse::<LossTerm>().unwrap().to_string(), text);
         }
         assert_eq!("ce=1.0".parse::<LossTerm>().unwrap().to_string(), "ce");
+    }
+
+    #[test]
+    fn what_is_bounded_counts_by_its_bound() {
+        let guesses = |text: &str| text.parse::<LossTerm>().unwrap().loss.of_guesses(4096);
+        assert_eq!((guesses("tv"), guesses("jsd")), (1.0, std::f64::consts::LN_2));
+        for text in ["ce", "kl", "nla", "lk"] {
+            assert!((guesses(text) - 8.3178).abs() < 1e-4, "{text}");
+        }
     }
 
     #[test]

@@ -6,19 +6,19 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Invalid, MOST_MIB, positive, shares, within};
 use crate::loss::LossTerm;
 
-/// Default memory of one chunk of logits on a CPU, MiB: what fits its caches.
+/// Default memory of one chunk of logits on a CPU, MiB: fits its caches.
 const CPU_LOSS_CHUNK_MIB: usize = 8;
 
-/// On a GPU at most: 3,500 slots of 152k tokens, which products take at full speed.
+/// Maximum on a GPU: 3,500 slots of 152k tokens, enough for products at full speed.
 const GPU_LOSS_CHUNK_MIB: usize = 2048;
 
-/// On a GPU at least: fewer slots cost more in launches than they save.
+/// Minimum on a GPU: with fewer slots, launches cost more than the memory saves.
 const LEAST_GPU_LOSS_CHUNK_MIB: usize = 64;
 
 /// The share of a GPU's free memory that logits may take: activations need most of it.
 const LOSS_CHUNK_SHARE: u64 = 16;
 
-/// The weight of the last slot of the longest block is then that of the first.
+/// With this gamma the last slot of the longest block has about the weight of the first.
 const MOST_GAMMA: f64 = 1e6;
 
 /// The loss and the weights of slots.
@@ -44,19 +44,25 @@ pub struct ObjectiveSettings {
     pub dpace_alpha: Option<f64>,
     /// Memory of one chunk of logits, MiB. Default: 8 on a CPU; on a GPU a sixteenth of its free memory,
     /// at most 2048.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "MIB"))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "MIB"))]
     #[setting(told)]
     pub loss_chunk_mib: Option<usize>,
 }
 
 impl ObjectiveSettings {
-    /// Whether the target's distribution is needed.
+    /// Whether the target distribution is needed.
     pub fn needs_teacher(&self) -> bool {
         self.teacher_labels || self.loss.iter().any(|term| term.loss.needs_teacher())
     }
 
-    /// [`Self::gamma`], by default the paper's values for blocks of 16, 10 and 8; between and
-    /// beyond them the nearest.
+    /// The loss of a draft that gives each of so many tokens the same probability, nats: as far as it can
+    /// be known without the target, the most that the terms come to then.
+    pub fn loss_of_guesses(&self, tokens: usize) -> f64 {
+        self.loss.iter().map(|term| term.coefficient * term.loss.of_guesses(tokens)).sum()
+    }
+
+    /// [`Self::gamma`], by default the paper's values for blocks of 16, 10 and 8; for other sizes
+    /// that of the nearest.
     pub fn gamma(&self, block_size: usize) -> f64 {
         self.gamma.unwrap_or(match block_size {
             0..=8 => 4.0,
@@ -79,8 +85,8 @@ impl ObjectiveSettings {
     }
 }
 
-/// Bytes of one chunk of logits where `mib` are asked for: by default what suits a CPU, or a GPU with
-/// this much free memory.
+/// Bytes of one chunk of logits if `mib` is given; by default what suits a CPU, or a GPU with this
+/// much free memory.
 pub fn loss_chunk_bytes(mib: Option<usize>, gpu_free_bytes: Option<u64>) -> usize {
     match (mib, gpu_free_bytes) {
         (Some(mib), _) => mib << 20,
@@ -92,7 +98,7 @@ pub fn loss_chunk_bytes(mib: Option<usize>, gpu_free_bytes: Option<u64>) -> usiz
 }
 
 /// # Errors
-/// A chunk of no memory, or of more than there is anywhere.
+/// A chunk of no memory, or of more than any machine has.
 pub(crate) fn check_loss_chunk(mib: Option<usize>) -> Result<(), Invalid> {
     within([("loss_chunk_mib", mib.unwrap_or(1) as u64, 1..=MOST_MIB)])
 }

@@ -5,10 +5,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_RATE, MOST_STEPS, at_odds, positive, shares, within};
 use crate::choices::{OptimizerKind, SchedulerType};
+use crate::warmup::Warmup;
 
-/// Beyond this even small rates turn weights around.
+/// Decays of AdamW's means. The second averages over some 20 steps, where PyTorch's 0.999 takes
+/// 1,000: a drafter trains for tens of thousands of steps at most, on gradients whose size changes
+/// early on, and language-model recipes use this value (GPT-3, LLaMA, OLMo).
+pub(crate) const DEFAULT_BETAS: [f64; 2] = [0.9, 0.95];
+
+/// Beyond this even small rates flip the sign of weights.
 const MOST_DECAY: f64 = 1e6;
-/// Clips nothing: sums of squares in float32 overflow before.
+/// A norm that clips nothing: sums of squares in float32 overflow before.
 const MOST_NORM: f64 = 1e20;
 
 /// Learning rate, its schedule, and the optimizer.
@@ -23,20 +29,16 @@ pub struct OptimizerSettings {
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SchedulerType::Cosine))]
     #[setting(compared, recipe)]
     pub scheduler_type: SchedulerType,
-    /// Fraction of all steps used for the warm-up.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.04))]
+    /// Warm-up: a fraction of all steps, below 1, or a number of steps.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "R|N", default_value_t = Warmup::Share(0.04)))]
     #[setting(compared, recipe)]
-    pub warmup_ratio: f64,
-    /// Warm-up steps, instead of a fraction.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", conflicts_with = "warmup_ratio"))]
-    #[setting(compared, recipe)]
-    pub warmup_steps: Option<u64>,
+    pub warmup: Warmup,
     /// Final learning rate, as a fraction of the peak.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.0))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "R", default_value_t = 0.0))]
     #[setting(compared, recipe)]
     pub min_lr_ratio: f64,
     /// Fraction of all steps used for the decay, for wsd.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "R", default_value_t = 0.2))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "R", default_value_t = 0.2))]
     #[setting(compared, recipe)]
     pub decay_ratio: f64,
     /// Optimizer of the matrices; norms always use AdamW.
@@ -47,16 +49,13 @@ pub struct OptimizerSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "LR"))]
     #[setting(compared, recipe)]
     pub muon_lr: Option<f64>,
-    /// Decay of AdamW's mean of gradients. Default: 0.9.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
+    /// Decays of AdamW's means of gradients and of squared gradients. Default: 0.9,0.95.
+    #[cfg_attr(feature = "clap", arg(long, value_name = "B1,B2", action = clap::ArgAction::Set, value_delimiter = ','))]
     #[setting(compared, recipe)]
-    pub adam_beta1: Option<f64>,
-    /// Decay of AdamW's mean of squared gradients. Default: 0.999.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "B"))]
-    #[setting(compared, recipe)]
-    pub adam_beta2: Option<f64>,
-    /// Added to the root of that mean, so that nothing is divided by 0. Default: 1e-8.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "E"))]
+    pub adam_betas: Option<Vec<f64>>,
+    /// Added to the root of AdamW's mean of squared gradients, to avoid division by 0. Default:
+    /// 1e-8.
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "E"))]
     #[setting(compared, recipe)]
     pub adam_epsilon: Option<f64>,
     /// Decoupled weight decay of matrices.
@@ -64,7 +63,7 @@ pub struct OptimizerSettings {
     #[setting(compared, recipe)]
     pub weight_decay: f64,
     /// Decoupled weight decay of norms and biases.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "W", default_value_t = 0.0))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "W", default_value_t = 0.0))]
     #[setting(compared, recipe)]
     pub norm_weight_decay: f64,
     /// Keep a moving average of the weights with this decay; checkpoints then serve the average.
@@ -77,14 +76,36 @@ pub struct OptimizerSettings {
     pub max_grad_norm: f64,
     /// Stop after N consecutive steps with a non-finite gradient (such steps are skipped and
     /// counted).
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 10))]
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "N", default_value_t = 10))]
     #[setting(free)]
     pub max_bad_steps: u64,
 }
 
 impl OptimizerSettings {
+    /// Decays of AdamW's means of gradients and of squared gradients.
+    pub fn adam_betas(&self) -> [f64; 2] {
+        let given = self.adam_betas.as_deref().and_then(|betas| betas.try_into().ok());
+        given.unwrap_or(DEFAULT_BETAS)
+    }
+
+    /// Fills in the defaults of open settings.
+    pub(crate) fn settle(&mut self) {
+        self.adam_betas = Some(self.adam_betas().to_vec());
+    }
+
+    fn check_betas(&self) -> Result<(), Invalid> {
+        let Some(betas) = &self.adam_betas else { return Ok(()) };
+        if betas.len() == 2 && betas.iter().all(|decay| (0.0..1.0).contains(decay)) {
+            return Ok(());
+        }
+        let betas: Vec<String> = betas.iter().map(ToString::to_string).collect();
+        let expected =
+            "it must be two numbers B1,B2: shares of itself that a mean keeps, from 0 and below 1";
+        Err(Invalid::new("adam_betas", betas.join(","), expected))
+    }
+
     /// # Errors
-    /// A number out of its range, or one without effect beside another setting.
+    /// A number out of its range, or one without effect given another setting.
     pub fn check(&self) -> Result<(), Invalid> {
         positive([
             ("lr", self.lr, MOST_RATE),
@@ -92,22 +113,9 @@ impl OptimizerSettings {
             ("adam_epsilon", self.adam_epsilon.unwrap_or(1.0), MOST_RATE),
             ("max_grad_norm", self.max_grad_norm, MOST_NORM),
         ])?;
-        shares([
-            ("warmup_ratio", self.warmup_ratio),
-            ("min_lr_ratio", self.min_lr_ratio),
-            ("decay_ratio", self.decay_ratio),
-        ])?;
-        let means = [("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)];
-        if let Some((key, Some(decay))) =
-            means.into_iter().find(|(_, decay)| !(0.0..1.0).contains(&decay.unwrap_or_default()))
-        {
-            let expected = "a mean keeps a share of itself from 0 and below 1";
-            return Err(Invalid::new(key, decay, expected));
-        }
-        within([
-            ("warmup_steps", self.warmup_steps.unwrap_or_default(), 0..=MOST_STEPS),
-            ("max_bad_steps", self.max_bad_steps, 1..=MOST_STEPS),
-        ])?;
+        shares([("min_lr_ratio", self.min_lr_ratio), ("decay_ratio", self.decay_ratio)])?;
+        self.check_betas()?;
+        within([("max_bad_steps", self.max_bad_steps, 1..=MOST_STEPS)])?;
         if self.muon_lr.is_some() && self.optimizer != OptimizerKind::Muon {
             return Err(at_odds("muon_lr", "needs --optimizer muon"));
         }

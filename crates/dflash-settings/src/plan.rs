@@ -18,7 +18,7 @@ use crate::optimizer::OptimizerSettings;
 use crate::rows::RowSettings;
 use crate::validation::ValidationSettings;
 
-/// All their rows are packed as a run would.
+/// The packing of all their rows is computed as in a run.
 const MOST_DOCUMENTS: u64 = 100_000_000;
 
 /// What a run is planned for.
@@ -80,97 +80,102 @@ impl From<PlanDevice> for String {
     }
 }
 
-/// Say what a training run will take: memory, arithmetic, time, hidden states.
+/// Predict a training run's memory, arithmetic, time and data rate.
 ///
-/// Takes the command line (and the run file) of `dflash train` as it stands: put `plan` in place of
-/// `train`. What does not change the plan, such as --save-path, is passed over. Of the target only config.json is read, and
-/// nothing is computed. Without a dataset, --rows and --mean-length describe one.
+/// Takes the command line (and the run file) of `dflash train`: put `plan` in place of `train`.
+/// Flags that do not affect the plan, such as --save-path, are ignored. Only config.json of the
+/// target is read. Without a dataset, --rows and --mean-length describe one.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct PlanSettings {
     /// The target model: a directory (its config.json is enough), or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// A description of the target, for a family that is not known or to overrule what is: names of
-    /// its tensors and the numbers of its norm and logits, in TOML. See docs/targets.md.
+    /// A description of the target in TOML, for an unknown family or to override what is known:
+    /// names of its tensors and the constants of its norm and logits. See docs/targets.md.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub target_spec: Option<PathBuf>,
     /// Prepared dataset, as `dflash prepare` writes it.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR"))]
     pub data_path: Option<PathBuf>,
-    /// Documents, instead of a dataset; all their tokens count as supervised.
+    /// Number of documents, instead of a dataset; all their tokens count as supervised.
     #[serde(rename = "rows")]
     #[cfg_attr(feature = "clap", arg(long = "rows", id = "rows", value_name = "N"))]
     pub documents: Option<usize>,
-    /// Tokens of a document, with --rows.
+    /// Tokens per document, with --rows.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS"))]
     pub mean_length: Option<usize>,
-    /// Ranks on a machine: GPUs, or processes on CPUs.
+    /// Ranks per machine: GPUs, or processes on CPUs.
     #[cfg_attr(
         feature = "clap",
         arg(long, visible_alias = "gpus", value_name = "N", default_value_t = 1)
     )]
     pub nproc: usize,
-    /// Machines with as many ranks each.
+    /// Number of machines with as many ranks each.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 1))]
     pub nnodes: usize,
-    /// What to plan for: auto looks at this machine, cpu and cuda say what of it, and the name of a
-    /// GPU, such as h200, h100, b200, a100 or 4090, plans for that.
+    /// The device to plan for: auto, cpu and cuda look at this machine; the name of a GPU, such as
+    /// h200, h100, b200, a100 or 4090, plans for that GPU.
     #[cfg_attr(feature = "clap", arg(long, visible_alias = "gpu", value_name = "DEVICE|GPU", default_value_t = PlanDevice::Auto))]
     pub device: PlanDevice,
-    /// Useful TFLOP/s that a rank achieves, as `dflash bench train-step` and a run's metrics report
-    /// them.
+    /// Useful TFLOP/s per rank, as `dflash bench train-step` and a run's metrics report them.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TFLOPS"))]
     pub tflops: Option<f64>,
-    /// What the GPU's kernels reach, as `dflash bench train-step --products --json` measured it there, in
-    /// place of the shares that are assumed (docs/plan.md).
+    /// Measured efficiencies of the GPU's kernels, from `dflash bench train-step --products
+    /// --json`, instead of the assumed ones (docs/plan.md).
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub measured: Option<PathBuf>,
     /// Print JSON instead of a table.
     #[cfg_attr(feature = "clap", arg(long))]
     pub json: bool,
-    /// Precision and memory.
-    #[serde(flatten)]
-    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Device"))]
-    pub compute: ComputeSettings,
-    /// Shape of the draft.
-    #[serde(flatten)]
-    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Draft"))]
-    pub draft: DraftSettings,
     /// Rows and anchors.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Rows"))]
     pub rows: RowSettings,
-    /// Loss.
+    /// Shape of the draft.
     #[serde(flatten)]
-    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Objective"))]
-    pub objective: ObjectiveSettings,
-    /// Optimizer and schedule.
-    #[serde(flatten)]
-    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Optimizer"))]
-    pub optimizer: OptimizerSettings,
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Draft"))]
+    pub draft: DraftSettings,
     /// Hidden states.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Hidden states"))]
     pub hidden_states: HiddenStatesSettings,
-    /// Held-out measurements.
+    /// Optimizer and schedule.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Optimizer"))]
+    pub optimizer: OptimizerSettings,
+    /// Loss.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Objective"))]
+    pub objective: ObjectiveSettings,
+    /// Validation.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Validation"))]
     pub validation: ValidationSettings,
-    /// How `dflash hidden-server` divides the target.
+    /// Precision and memory.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "Device"))]
+    pub compute: ComputeSettings,
+    /// How `dflash hidden-server` splits the target.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten, next_help_heading = "The target's server"))]
     pub division: DivisionSettings,
 }
 
 impl PlanSettings {
-    /// Ranks of all machines.
+    /// Total number of ranks.
     pub fn ranks(&self) -> usize {
         self.nproc * self.nnodes
     }
 
+    /// Fills in the defaults of open settings.
+    pub fn settle(&mut self) {
+        self.rows.settle();
+        self.optimizer.settle();
+    }
+
     /// # Errors
-    /// The first setting that cannot be used, whatever the target and the data are.
+    /// The first setting that is invalid for any target and data.
     pub fn check(&self) -> Result<(), Invalid> {
         within([
             ("nproc", self.nproc as u64, 1..=MOST_RANKS * MOST_NODES),

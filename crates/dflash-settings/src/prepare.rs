@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::check::{Invalid, MOST_ROWS, MOST_THREADS, MOST_TOKENS, positive, within};
 
-/// The target of DFlash's own guide; used when none is named.
+/// The target of DFlash's own guide; the default.
 pub const DEFAULT_TARGET: &str = "Qwen/Qwen3-8B";
 
 /// The short names of datasets that the field's tools share, and what they stand for.
@@ -26,11 +26,10 @@ const MOST_SHARD_MB: f64 = 1e6;
 
 /// Turn conversations into a tokenized, masked dataset.
 ///
-/// Renders every conversation with the target's own chat template, marks what the assistant says
-/// as supervised, and writes a dataset that `dflash train`, speculators and
-/// `datasets.load_from_disk` read. Rows may be ShareGPT (conversations), OpenAI (messages),
-/// question/answer, instruction/input/output, prompt/completion, or pre-tokenized
-/// (input_ids/loss_mask).
+/// Renders every conversation with the target's own chat template, marks the assistant's text as
+/// supervised, and writes a dataset that `dflash train`, speculators and `datasets.load_from_disk`
+/// read. Rows may be ShareGPT (conversations), OpenAI (messages), question/answer,
+/// instruction/input/output, prompt/completion, or pre-tokenized (input_ids/loss_mask).
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct PrepareSettings {
@@ -49,7 +48,7 @@ pub struct PrepareSettings {
     /// Longest row in tokens; longer ones are cut.
     #[cfg_attr(feature = "clap", arg(long, value_name = "TOKENS", default_value_t = 8192))]
     pub seq_length: usize,
-    /// Use at most N input rows, over all --data together.
+    /// Use at most N input rows of all --data together.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ROWS", alias = "max-samples"))]
     pub limit: Option<usize>,
     /// Shuffle the input rows with this seed; with --limit, draw them at random. Keeps the drawn
@@ -90,7 +89,7 @@ pub(crate) fn json_object(text: &str) -> Result<Map<String, Value>, String> {
 }
 
 impl PrepareSettings {
-    /// The target, named or not.
+    /// The target, given or default.
     pub fn target(&self) -> &str {
         self.target.as_deref().unwrap_or(DEFAULT_TARGET)
     }

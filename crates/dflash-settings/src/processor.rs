@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::Invalid;
 
-/// The processor's instructions.
+/// The CPU instruction level.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Classed)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ProcessorSettings {
-    /// Compute on a CPU with its instructions up to this level, in our kernels and in libtorch, oneDNN
-    /// and MKL, to see what another machine would do. Default: all that it has.
+    /// Limit CPU instructions to this level, in our kernels and in libtorch, oneDNN and MKL, to see
+    /// how another machine would perform. Default: everything that the CPU supports.
     #[cfg_attr(feature = "clap", arg(long, value_name = "LEVEL", env = VARIABLE, value_parser = levels()))]
     // The level that ran is recorded and said.
     #[setting(free)]
@@ -20,7 +20,7 @@ pub struct ProcessorSettings {
 
 impl ProcessorSettings {
     /// # Errors
-    /// A level that this machine's processor lacks.
+    /// A level that this machine's processor does not support.
     pub fn check(&self) -> Result<(), Invalid> {
         match self.cpu_level.filter(|level| !level.is_here()) {
             Some(level) => {

@@ -6,41 +6,42 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, at_odds};
 
-/// Longest first line of a commit that the Hub shows whole, and its own limit, characters.
+/// Longest first line of a commit that the Hub shows in full, and its own limit, characters.
 const LONGEST_MESSAGE: usize = 500;
 
 /// Publish a drafter on the Hugging Face Hub, with a model card.
 ///
-/// Uploads what serving needs and nothing else: configuration, weights, and a card that tells how the
-/// drafter was trained, on what, what was measured, and how it is served. One commit makes all of it
-/// visible. The page of the commit goes to standard output.
+/// Uploads only what serving needs: configuration, weights, and a model card with training, data,
+/// results and how to serve it. Everything becomes visible in one commit, whose URL goes to
+/// standard output.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct PushSettings {
-    /// The drafter: the directory of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, a checkpoint, an exported drafter, or a GGUF file.
+    /// The drafter: the directory of a run (its best checkpoint, or the newest if nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, a checkpoint, an exported drafter, or a GGUF
+    /// file.
     #[cfg_attr(feature = "clap", arg(value_name = "DIR|FILE"))]
     pub draft: PathBuf,
-    /// The repository, OWNER/NAME; created where there is none.
+    /// The repository, OWNER/NAME; created if it does not exist.
     #[cfg_attr(feature = "clap", arg(long, value_name = "OWNER/NAME"))]
     pub repo: String,
-    /// Make a new repository, and a new collection, private; refuse one that is public.
+    /// Create the repository, and a new collection, as private; refuse an existing public one.
     #[cfg_attr(feature = "clap", arg(long))]
     pub private: bool,
-    /// Show what would go, and the card, and send nothing.
+    /// Show what would be uploaded, and the card, without sending anything.
     #[cfg_attr(feature = "clap", arg(long))]
     pub dry_run: bool,
-    /// A GGUF file of the same drafter, to go beside its weights. Repeatable.
+    /// A GGUF file of the same drafter, to upload as well. Repeatable.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     #[serde(default)]
     pub gguf: Vec<PathBuf>,
-    /// A report of `dflash eval --json` for the card, beside those that stand with the checkpoint.
-    /// Repeatable.
+    /// A report of `dflash eval --json` for the card, in addition to those kept with the
+    /// checkpoint. Repeatable.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     #[serde(default)]
     pub evaluation: Vec<PathBuf>,
-    /// Which results the card shows, by the names of their sets, separated by commas; none for no result
-    /// [default: all of this drafter].
+    /// Results for the card: names of sets, separated by commas; none for no results [default: all
+    /// of this drafter].
     #[cfg_attr(feature = "clap", arg(long, value_name = "SET|none", action = clap::ArgAction::Set, value_delimiter = ','))]
     #[serde(default)]
     pub results: Option<Vec<String>>,
@@ -58,32 +59,33 @@ pub struct PushSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "CODE"))]
     #[serde(default)]
     pub language: Vec<String>,
-    /// A dataset on the Hub that the training data is from, beside those that the run knows of.
-    /// Repeatable.
+    /// A dataset on the Hub that the training data comes from, in addition to those that the run
+    /// recorded. Repeatable.
     #[cfg_attr(feature = "clap", arg(long, value_name = "OWNER/NAME"))]
     #[serde(default)]
     pub dataset: Vec<String>,
-    /// A collection for the repository: the slug of one on the Hub, OWNER/TITLE-ID, or the title of a
-    /// new one of the repository's owner.
+    /// A collection to add the repository to: its slug, OWNER/TITLE-ID, or the title of one of the
+    /// repository's owner, created if it does not exist.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SLUG|TITLE"))]
     pub collection: Option<String>,
     /// The branch to commit to [default: main].
     #[cfg_attr(feature = "clap", arg(long, value_name = "BRANCH"))]
     pub revision: Option<String>,
-    /// Propose the commit as a pull request.
+    /// Open a pull request instead of committing to the branch.
     #[cfg_attr(feature = "clap", arg(long))]
     pub create_pr: bool,
     /// The commit's message [default: names the drafter's step].
     #[cfg_attr(feature = "clap", arg(long, value_name = "TEXT"))]
     pub message: Option<String>,
-    /// File with a token that has write access [default: HF_TOKEN, or what `hf auth login` left].
+    /// File with a token that has write access [default: HF_TOKEN, or the token of `hf auth
+    /// login`].
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub token_file: Option<PathBuf>,
 }
 
 impl PushSettings {
     /// # Errors
-    /// A text that the Hub would not take.
+    /// A text that the Hub would refuse.
     pub fn check(&self) -> Result<(), Invalid> {
         repository("repo", &self.repo)?;
         self.base_model.iter().try_for_each(|name| repository("base_model", name))?;
@@ -117,7 +119,7 @@ impl PushSettings {
     }
 }
 
-/// Refuses what the Hub does not take as a repository's name.
+/// Refuses names that are not valid for a repository on the Hub.
 fn repository(key: &'static str, name: &str) -> Result<(), Invalid> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let is_word = |word: &str| {

@@ -11,29 +11,29 @@ use crate::processor::ProcessorSettings;
 /// Each sequence has a cache of its own.
 const MOST_BATCH: u64 = 65536;
 
-/// Replace the answers of a dataset by the target's own.
+/// Replace the answers of a dataset with the target's own.
 ///
-/// Writes one row per question, in order: question, answer, input_ids, loss_mask, finished. Of
-/// conversations every answer is made anew, turn by turn. A stopped run leaves FILE.partial; the
-/// same command continues it, and a larger --limit continues a finished file.
+/// Writes one row per question, in order: question, answer, input_ids, loss_mask, finished. In
+/// conversations every answer is regenerated, turn by turn. A stopped run leaves FILE.partial; the
+/// same command continues it, and a larger --limit extends a finished file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct RegenerateSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// A drafter that makes answers faster and changes none: its directory, that of a run, RUN_DIR/latest or
-    /// RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes what followed the last words
-    /// earlier in the text.
+    /// A drafter, which makes decoding faster and does not change the answers: its directory, that
+    /// of a run, RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram`
+    /// proposes the tokens that followed an earlier occurrence of the last few.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     #[serde(default)]
     pub draft: Option<String>,
-    /// Tokens that the draft proposes at a time: auto chooses step by step as many as pay, none where plain
-    /// decoding is faster; off proposes none. The text does not depend on it.
+    /// Tokens that the draft proposes at a time: auto chooses in each step as many as pay, none if
+    /// plain decoding is faster; off proposes none.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto|off", default_value_t = Speculate::Auto))]
     #[serde(default)]
     pub speculate: Speculate,
-    /// Use the draft although it was made for another target.
+    /// Use the draft even if it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     #[serde(default)]
     pub allow_other_target: bool,
@@ -52,7 +52,7 @@ pub struct RegenerateSettings {
     /// Sequences decoded together.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 128))]
     pub batch: usize,
-    /// Start afresh where --output, or what a stopped run left of it, was made with other settings or
+    /// Start over if --output, or a stopped run's partial file, was made with other settings or
     /// another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub overwrite: bool,
@@ -62,7 +62,7 @@ pub struct RegenerateSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,

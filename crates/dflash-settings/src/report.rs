@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// Show a training run as one page: curves, settings, checkpoints.
 ///
-/// Writes HTML that needs no other file and no network. The run may still be going on. The page's
-/// path goes to standard output.
+/// Writes one HTML file that needs no other file and no network. The run may still be in progress.
+/// The page's path goes to standard output.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ReportSettings {

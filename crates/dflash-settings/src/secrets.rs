@@ -1,15 +1,15 @@
-//! Passwords in the addresses of servers: used, and never shown or recorded.
+//! Passwords in server addresses: used, but never shown or recorded.
 
 use serde::Serialize;
 use serde_json::Value;
 
-/// What stands in place of a user's name and password.
+/// Replaces a user's name and password.
 const HIDDEN: &str = "***";
 
-/// An endpoint without the name and password in front of its host.
+/// An endpoint without the name and password before its host.
 pub fn shown_endpoint(endpoint: &str) -> String {
     let start = endpoint.find("://").map_or(0, |at| at + 3);
-    // The last one: a password that should have been escaped may hold others.
+    // The last one: a password that should have been escaped may contain others.
     match endpoint.rfind('@').filter(|&at| at >= start) {
         Some(at) => format!("{}{HIDDEN}{}", &endpoint[..start], &endpoint[at..]),
         None => endpoint.to_owned(),
@@ -35,11 +35,11 @@ pub fn hide_passwords(text: &str, endpoints: &[String]) -> String {
     shown + rest
 }
 
-/// Settings as they may be printed, recorded and handed to other programs: a table in which no text
-/// holds a password. Whatever shows settings takes them from here.
+/// Settings in a form that may be printed, recorded and passed to other programs: a table in which
+/// no text contains a password. All code that shows settings uses this.
 ///
 /// # Panics
-/// When `settings` are not a table that prints: a bug.
+/// If `settings` cannot be serialized as a table: a bug.
 pub fn shown_settings(settings: &impl Serialize) -> Value {
     let mut shown = serde_json::to_value(settings).expect("settings print");
     let endpoints = endpoints_in(&shown);
@@ -47,8 +47,8 @@ pub fn shown_settings(settings: &impl Serialize) -> Value {
     shown
 }
 
-/// The addresses that a table of settings names, under whatever setting that ends in `endpoint`: those
-/// without a scheme are known as addresses by nothing else.
+/// The addresses in a table of settings, in any setting whose name ends in `endpoint`: addresses
+/// without a scheme cannot be recognised otherwise.
 fn endpoints_in(settings: &Value) -> Vec<String> {
     let named = settings.as_object().into_iter().flatten();
     let named = named.filter(|(key, _)| key.ends_with("endpoint")).map(|(_, value)| value);

@@ -14,31 +14,32 @@ use crate::choices::{Device, Dtype, Speculate};
 use crate::prepare::json_object;
 use crate::processor::ProcessorSettings;
 
-/// More sequences than any machine decodes together.
+/// More sequences than any machine can decode together.
 const MOST_SEQUENCES: u64 = 4096;
 
-/// Serve a target with its drafter: OpenAI's chat completions and completions.
+/// Serve a target with its drafter behind OpenAI's HTTP interface.
 ///
-/// POST /v1/chat/completions and /v1/completions, GET /v1/models, /health and /metrics. Several
-/// requests are decoded together, each speculatively.
+/// POST /v1/chat/completions and /v1/completions, GET /v1/models, /health and /metrics. Requests
+/// are decoded together, each speculatively.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct ServeSettings {
     /// The target model: a Hugging Face model directory, or its name OWNER/NAME on the Hub.
     #[cfg_attr(feature = "clap", arg(long, visible_aliases = ["model", "verifier-name-or-path"], value_name = "DIR|REPO", env = "DFLASH_MODEL"))]
     pub target: String,
-    /// The drafter: its directory, that of a run (its best checkpoint, or the newest where nothing was
-    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram` proposes
-    /// what followed the last words earlier in the text. Without it the target decodes alone.
+    /// The drafter: its directory, that of a run (its best checkpoint, or the newest if nothing was
+    /// validated), RUN_DIR/latest or RUN_DIR/best, or its name OWNER/NAME on the Hub; `ngram`
+    /// proposes the tokens that followed an earlier occurrence of the last few. Without it the
+    /// target decodes alone.
     #[cfg_attr(feature = "clap", arg(long, value_name = "DIR|REPO"))]
     pub draft: Option<String>,
-    /// Tokens that the draft proposes at a time: auto chooses step by step as many as pay, none where plain
-    /// decoding is faster; off proposes none. The text does not depend on it.
+    /// Tokens that the draft proposes at a time: auto chooses in each step as many as pay, none if
+    /// plain decoding is faster; off proposes none.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N|auto|off", default_value_t = Speculate::Auto))]
     #[serde(default)]
     pub speculate: Speculate,
-    /// What clients call the model; others are told that it does not exist. Default: the target's
-    /// name, and whatever else a request says.
+    /// The model name for clients; other names get 404. Default: the target's name, and any other
+    /// name is accepted.
     #[cfg_attr(feature = "clap", arg(long, value_name = "NAME"))]
     pub served_model_name: Option<String>,
     /// Interface to listen on; 0.0.0.0 for all.
@@ -47,18 +48,18 @@ pub struct ServeSettings {
     /// Port to listen on; 0 for any free one.
     #[cfg_attr(feature = "clap", arg(long, default_value_t = 8000))]
     pub port: u16,
-    /// File that gets the port once requests can be taken.
+    /// File to write the port to once requests are accepted.
     #[cfg_attr(feature = "clap", arg(long, value_name = "FILE"))]
     pub port_file: Option<PathBuf>,
-    /// Token that requests to /v1 must bear (`Authorization: Bearer KEY`). In the environment other
-    /// users of the machine do not see it.
+    /// API key that requests to /v1 must carry (`Authorization: Bearer KEY`). Set it in the
+    /// environment to hide it from other users of the machine.
     #[cfg_attr(
         feature = "clap",
         arg(long, value_name = "KEY", env = "DFLASH_API_KEY", hide_env_values = true)
     )]
     pub api_key: Option<String>,
-    /// Origins whose web pages may use the server, such as `https://chat.example`, separated by commas; *
-    /// for all. Without it no page may.
+    /// Origins whose web pages may use the server, such as `https://chat.example`, separated by
+    /// commas; * for all. By default no page may.
     #[cfg_attr(feature = "clap", arg(long, value_name = "ORIGIN", action = clap::ArgAction::Set, value_delimiter = ','))]
     #[serde(default)]
     pub allowed_origins: Vec<String>,
@@ -68,57 +69,57 @@ pub struct ServeSettings {
     /// Type of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.
     #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = Dtype::Auto))]
     pub dtype: Dtype,
-    /// The processor's instructions.
+    /// The CPU instruction level.
     #[serde(flatten)]
     #[cfg_attr(feature = "clap", command(flatten))]
     pub processor: ProcessorSettings,
     /// Longest prompt and answer together, in tokens. Default: the target's max_position_embeddings.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub max_model_len: Option<usize>,
-    /// Maximum number of sequences decoded together; further ones wait.
+    /// Maximum number of sequences decoded together; others wait.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 8))]
     pub max_num_seqs: usize,
-    /// Maximum number of prompt tokens that one step reads, so that a long prompt does not hold up
-    /// those who are decoding.
+    /// Maximum number of prompt tokens per step, so that a long prompt does not delay sequences
+    /// that are decoding.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_prefill_tokens: usize,
-    /// Memory for the caches of finished sequences, from which prompts that begin alike start, in
-    /// MiB; 0 keeps none.
+    /// Memory for the prefix cache, in MiB: caches of finished sequences, reused by prompts that
+    /// begin the same way. 0 keeps none.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 512))]
     pub prefix_cache_mib: u64,
     /// Variables for the chat template as a JSON object, such as '{"enable_thinking": false}';
     /// those of a request win.
     #[cfg_attr(feature = "clap", arg(long, value_name = "JSON", value_parser = json_object))]
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// Serve the draft although it was made for another target.
+    /// Serve the draft even if it was made for another target.
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_other_target: bool,
     /// Maximum number of requests being received, waiting or being answered.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", default_value_t = 256))]
     pub max_queue: usize,
-    /// How long further ones stand in line before they get a 429, in seconds.
+    /// How long requests beyond --max-queue wait before they get a 429, in seconds.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
     pub max_wait: f64,
-    /// How long a client may take to send the head of a request, to send its body, or to take what
-    /// there is of its reply, in seconds. Then its connection is cut.
+    /// Seconds that a client may take to send the head of a request, to send its body, or to read
+    /// its reply. Then its connection is closed.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
     pub client_timeout: f64,
-    /// How long requests under way may take to end after SIGTERM or Ctrl-C, in seconds; new ones are
+    /// Seconds that running requests may take to finish after SIGTERM or Ctrl-C; new ones are
     /// refused.
     #[cfg_attr(feature = "clap", arg(long, value_name = "SECONDS", default_value_t = 30.0))]
     pub drain_timeout: f64,
     /// Largest body of a request, in MiB.
     #[cfg_attr(feature = "clap", arg(long, value_name = "MIB", default_value_t = 8))]
     pub max_body_mib: u64,
-    /// CPU threads of one operation. Default: libtorch's choice.
+    /// CPU threads per operation. Default: libtorch's choice.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     pub threads: Option<usize>,
 }
 
 impl ServeSettings {
     /// # Errors
-    /// A number out of its range, a key that no header can carry, a port file that would replace what
-    /// is not a file.
+    /// A number out of its range, a key that is not a valid header value, a port file that would
+    /// replace something that is not a file.
     pub fn check(&self) -> Result<(), Invalid> {
         within([
             ("max_model_len", self.max_model_len.unwrap_or(2) as u64, 2..=MOST_TOKENS),
@@ -149,7 +150,8 @@ impl ServeSettings {
     }
 
     /// # Errors
-    /// A port file that would replace what is not a file, or that has no directory.
+    /// A port file that would replace something that is not a file, or whose directory does not
+    /// exist.
     pub fn check_port_file(&self) -> Result<(), Invalid> {
         port_file(self.port_file.as_deref())
     }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-/// A fault in what the user gave: every variant names the object and, where it is not obvious,
-/// what to do. Lines count from 1.
+/// An error in the user's input. Every variant names the object and, if it is not obvious, what to
+/// do. Lines count from 1.
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

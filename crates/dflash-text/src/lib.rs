@@ -1,8 +1,8 @@
 //! Conversations, chat templates and tokenizers: what turns messages into token ids.
 //!
 //! Three steps, each usable alone: [`raw_rows`] streams the rows of a JSON or JSON Lines file,
-//! [`parse_row`] recognises the field's row layouts, and [`ChatTokenizer`] renders a conversation
-//! through the model's own chat template and encodes the text. Ids equal those of Transformers'
+//! [`parse_row`] recognises the common row layouts, and [`ChatTokenizer`] renders a conversation
+//! with the model's own chat template and encodes the text. Ids equal those of Transformers'
 //! `apply_chat_template(tokenize=True)`: the template decides about special tokens, the encoder
 //! adds none.
 

@@ -1,11 +1,11 @@
-//! Messages under the names that chat templates read.
+//! Messages under the names that chat templates use.
 
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::error::Error;
 
-/// Who speaks.
+/// The speaker of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -13,20 +13,20 @@ pub enum Role {
     System,
     /// The person.
     User,
-    /// The model: its turns are what a draft learns.
+    /// The model: the draft is trained on its turns.
     Assistant,
     /// The result of a tool call.
     Tool,
 }
 
 impl Role {
-    /// Reads a role under any of the field's names (`human`, `gpt`, `model`, `observation`, ...).
+    /// Reads a role under any of its common names (`human`, `gpt`, `model`, `observation`, ...).
     ///
     /// # Errors
     /// [`Error::UnknownRole`].
     pub fn parse(name: &str) -> Result<Self, Error> {
-        // `chatgpt`, `bing` and `bard` are what ShareGPT's scrapes call the model;
-        // `function_call` and `observation` are LLaMA-Factory's tool turns.
+        // `chatgpt`, `bing` and `bard` are the model's names in ShareGPT's scrapes; `function_call`
+        // and `observation` are LLaMA-Factory's tool turns.
         match name {
             "system" | "developer" => Ok(Self::System),
             "user" | "human" | "prompter" => Ok(Self::User),
@@ -43,7 +43,7 @@ impl Role {
 pub struct Message {
     /// The speaker.
     pub role: Role,
-    /// A string, a list of typed parts, or null where the row has none.
+    /// A string, a list of typed parts, or null if the row has none.
     pub content: Value,
     /// Recorded reasoning. Templates read it as `reasoning_content` or `thinking`.
     #[serde(flatten, serialize_with = "under_both_names")]
@@ -57,7 +57,7 @@ pub struct Message {
     /// The tool's or speaker's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Keys of the row's turn that nothing reads.
+    /// Unknown keys of the row's turn.
     #[serde(skip)]
     pub unknown_keys: Vec<String>,
 }
@@ -76,7 +76,7 @@ impl Message {
         }
     }
 
-    /// Whether there is anything in the content: a list of empty texts is none.
+    /// Whether the content has any text: a list of empty texts has none.
     pub fn has_content(&self) -> bool {
         let is_empty_text = |part: &Value| part["text"].as_str().is_some_and(str::is_empty);
         match &self.content {
@@ -101,7 +101,7 @@ fn under_both_names<S: Serializer>(
 pub struct Conversation {
     /// The turns in order.
     pub messages: Vec<Message>,
-    /// JSON schemas of the tools on offer, a list.
+    /// JSON schemas of the available tools, a list.
     pub tools: Option<Value>,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The file's first character decides: `[` is one array of rows, anything else is one row per line.
 //! Either way only one row is in memory at a time, and every row knows the line that it starts on.
-//! Splitting and parsing are apart ([`raw_rows`], [`RawRow::parse`]), so that a pool of workers can
-//! do the parsing while one thread reads.
+//! Splitting and parsing are separate ([`raw_rows`], [`RawRow::parse`]), so that a pool of workers
+//! can parse while one thread reads.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -36,8 +36,8 @@ impl RawRow {
     }
 }
 
-/// serde_json appends "at line 1 column 7": the column is right, the line is the row's, not the
-/// file's.
+/// serde_json appends "at line 1 column 7": the column is right, but the line is relative to the
+/// row, not the file.
 fn without_position(error: &serde_json::Error) -> String {
     let text = error.to_string();
     match text.rsplit_once(" at line ") {
@@ -75,7 +75,7 @@ enum Layout {
     Array {
         first: bool,
     },
-    /// After the last row or the first fault.
+    /// After the last row or the first error.
     Ended,
 }
 
@@ -118,7 +118,8 @@ impl RawRows {
             let line = self.line;
             self.line += 1;
             if !bytes.trim_ascii().is_empty() {
-                // Without its line break, a row cut short is a fault of this line, not the next.
+                // Without the line break, a row cut short is an error of this line, not of the
+                // next.
                 bytes.truncate(bytes.trim_ascii_end().len());
                 return Ok(Some(RawRow { line, bytes }));
             }
@@ -235,7 +236,7 @@ mod tests {
         file
     }
 
-    /// Every row with its line, up to the first fault.
+    /// Every row with its line, up to the first error.
     fn parsed(path: &Path) -> impl Iterator<Item = Result<(usize, Value), Error>> {
         let parse = |row: RawRow| Ok((row.line, row.parse(path)?));
         raw_rows(path).unwrap().map(move |row| row.and_then(parse))

@@ -1,7 +1,7 @@
-//! The field's row layouts, recognised by their field names.
+//! Row layouts, recognised by their field names.
 //!
-//! Order matters: pre-tokenized columns win over the conversation beside them, because they are
-//! what the target really produced, and a list of turns wins over a prompt column beside it
+//! Order matters: pre-tokenized columns win over a conversation in the same row, because they are
+//! what the target really produced, and a list of turns wins over a prompt column in the same row
 //! (UltraChat has both).
 
 use serde_json::{Map, Value};
@@ -23,7 +23,7 @@ pub enum Row {
     },
 }
 
-/// Column pairs of single-turn layouts: what the user says, what the model answers.
+/// Column pairs of single-turn layouts: the user's text, the model's answer.
 const PAIRS: [(&str, &[&str]); 6] = [
     ("question", &["answer", "response"]),
     ("instruction", &["output", "response"]),
@@ -34,29 +34,29 @@ const PAIRS: [(&str, &[&str]); 6] = [
     ("input", &["output"]),
 ];
 
-/// Columns that hold a list of turns, the first that is there counts.
+/// Columns that hold a list of turns; the first one present is used.
 const TURN_LISTS: [&str; 3] = ["conversations", "conversation", "messages"];
 
 /// Columns that hold the system prompt: OpenOrca and Nemotron have the second.
 const SYSTEM: [&str; 2] = ["system", "system_prompt"];
 
-/// Columns of a single turn that belong to its instruction: Alpaca's and Dolly's. Beside other questions
-/// they are other things.
+/// Columns of a single turn that belong to its instruction: Alpaca's and Dolly's. With other
+/// question columns they mean something else.
 const INPUTS: [&str; 2] = ["input", "context"];
 
-/// Where a row has its turns.
+/// Where a row's turns are.
 enum Layout<'a> {
     /// Its list of turns.
     Turns(&'static str, &'a Value),
     /// A question and an answer.
     Pair((&'static str, &'a Value), (&'static str, &'a Value)),
-    /// What the user says, turn by turn.
+    /// The user's turns.
     Benchmark(&'a Value),
     /// A question alone.
     Question(&'static str, &'a Value),
 }
 
-/// Whether rows may have a column of this `name` that is read, in one layout or another.
+/// Whether a column of this `name` is read in any layout.
 pub fn is_row_column(name: &str) -> bool {
     let fixed = ["turns", "tools", "input_ids", "loss_mask"];
     let lists = [&TURN_LISTS[..], &SYSTEM, &INPUTS, &fixed];
@@ -64,9 +64,9 @@ pub fn is_row_column(name: &str) -> bool {
     lists.concat().contains(&name) || PAIRS.iter().any(is_in_pair)
 }
 
-/// Columns of a row of conversation that [`parse_row`] does not read, though they hold something: what
-/// they say is not in the prompt. None for pre-tokenized rows, which have their prompt, and for rows that
-/// are not understood.
+/// Columns of a conversation row that have a value but that [`parse_row`] does not read, so their
+/// contents are not in the prompt. None for pre-tokenized rows, which have their prompt, and for
+/// rows of no known layout.
 pub fn unread_columns(value: &Value) -> Vec<&str> {
     let Some(row) = value.as_object() else { return Vec::new() };
     if tokens_of(row).is_some() {
@@ -105,8 +105,8 @@ pub fn parse_row(value: &Value) -> Result<Row, Error> {
     parse(value, Answer::Needed)
 }
 
-/// [`parse_row`] for what is still to be answered: a question alone (`question`, `instruction`,
-/// `prompt`, `query`, `problem` or `input`) is a row too.
+/// [`parse_row`] for rows to answer: a question alone (`question`, `instruction`, `prompt`,
+/// `query`, `problem` or `input`) is a row too.
 ///
 /// # Errors
 /// As [`parse_row`].
@@ -114,7 +114,7 @@ pub fn parse_prompt_row(value: &Value) -> Result<Row, Error> {
     parse(value, Answer::Optional)
 }
 
-/// Whether a question needs an answer beside it.
+/// Whether a question needs an answer in the same row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
     Needed,
@@ -144,7 +144,7 @@ fn tokens_of(row: &Map<String, Value>) -> Option<(&Value, &Value)> {
     Some((present(row, "input_ids")?, present(row, "loss_mask")?))
 }
 
-/// The system prompt that stands beside the turns, and its column.
+/// The system prompt in a column of its own, and that column.
 fn system_of(row: &Map<String, Value>) -> Option<(&'static str, &str)> {
     let texts = SYSTEM.iter().filter_map(|&name| Some((name, present(row, name)?.as_str()?)));
     texts.into_iter().find(|(_, text)| !text.is_empty())
@@ -196,7 +196,7 @@ fn pair(
     Ok(messages)
 }
 
-/// What is asked, a text or a list of turns.
+/// The question, a text or a list of turns.
 fn question_turns(
     row: &Map<String, Value>,
     asked: &str,
@@ -214,7 +214,7 @@ fn question_turns(
     }
 }
 
-/// What belongs to an instruction and goes on the lines after it, with its columns.
+/// Text that belongs to an instruction and is appended to it, with its columns.
 fn inputs_of<'a>(
     row: &'a Map<String, Value>,
     asked: &str,
@@ -225,7 +225,7 @@ fn inputs_of<'a>(
     texts.filter(move |(_, text)| takes && !text.is_empty())
 }
 
-/// `turns` of MT-Bench and similar: what the user says, in order, without answers.
+/// `turns` of MT-Bench and similar: the user's turns in order, without answers.
 fn benchmark_turns(turns: &Value) -> Result<Vec<Message>, Error> {
     array(turns, "turns")?
         .iter()
@@ -263,7 +263,7 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
         Some(content @ (Value::String(_) | Value::Array(_))) => content.clone(),
         Some(other) => return Err(field_type(&format!("{field}[].content"), "a string", other)),
     };
-    // Columns of Arrow files are null where a turn has no such key.
+    // Columns of Arrow files are null if a turn has no such key.
     let is_unknown = |key: &&String| !TURN_KEYS.contains(&key.as_str()) && !turn[*key].is_null();
     Ok(Message {
         role,
@@ -276,8 +276,8 @@ fn parse_turn(turn: &Value, field: &str) -> Result<Message, Error> {
     })
 }
 
-/// The first recorded reasoning that is not blank: templates that see an empty one open and close a
-/// channel for nothing.
+/// The first recorded reasoning that is not blank: given an empty one, templates open and close a
+/// reasoning block for nothing.
 fn reasoning_of(turn: &Map<String, Value>, field: &str) -> Result<Option<String>, Error> {
     for name in ["reasoning_content", "thinking", "reasoning"] {
         let Some(reasoning) = present(turn, name) else { continue };
@@ -298,7 +298,7 @@ fn word(turn: &Map<String, Value>, name: &str, field: &str) -> Result<Option<Str
     }
 }
 
-/// A list, or a string of JSON that holds one, as in Arrow files. An empty one is none.
+/// A list, or a JSON string that contains one, as in Arrow files. An empty one counts as none.
 fn list_of(object: &Map<String, Value>, name: &str, field: &str) -> Result<Option<Value>, Error> {
     let expected = "a list or a string of JSON that holds one";
     let list = match present(object, name) {

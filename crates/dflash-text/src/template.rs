@@ -1,8 +1,8 @@
 //! The model's own chat template, rendered as Transformers renders it.
 //!
 //! Transformers uses Jinja2 with `trim_blocks`, `lstrip_blocks`, loop controls, its own `tojson`,
-//! `raise_exception`, `strftime_now` and a `{% generation %}` tag. minijinja differs from Jinja2
-//! in some corners that real templates reach; `template/python.rs` takes care of those.
+//! `raise_exception`, `strftime_now` and a `{% generation %}` tag. minijinja differs from Jinja2 in
+//! some details that real templates use; `template/python.rs` handles those.
 
 mod caught;
 mod no_content;
@@ -23,12 +23,12 @@ pub use caught::panics_are_caught;
 
 /// The environment's name for the template that Transformers calls `default`.
 const DEFAULT: &str = "default";
-/// The named template that Transformers prefers when the conversation offers tools.
+/// The named template that Transformers prefers if the conversation has tools.
 const TOOL_USE: &str = "tool_use";
-/// Where models have named templates as files, beside `chat_template.jinja`.
+/// Where models keep named templates as files, next to `chat_template.jinja`.
 const MORE_TEMPLATES: &str = "additional_chat_templates";
 
-/// A compiled chat template with the variables that it always sees.
+/// A compiled chat template with its constant variables.
 #[derive(Debug)]
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
@@ -39,9 +39,10 @@ pub(crate) struct ChatTemplate {
 
 impl ChatTemplate {
     /// Finds and compiles the template of a model directory: `chat_template.jinja`, with
-    /// `additional_chat_templates/tool_use.jinja` beside it, else `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list
-    /// of named templates of which `default` and `tool_use` count). `variables` are the special
-    /// tokens (`bos_token`, ...) that the template may name.
+    /// `additional_chat_templates/tool_use.jinja`, else `chat_template.json`, else `chat_template`
+    /// of `tokenizer_config.json` (a string, or a list of named templates of which `default` and
+    /// `tool_use` are used). `variables` are the special tokens (`bos_token`, ...) that the
+    /// template may use.
     pub(crate) fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
         let (path, sources) = find_sources(dir)?;
         let mut environment = python::environment();
@@ -88,7 +89,7 @@ impl ChatTemplate {
     }
 }
 
-/// The dictionary that a template sees. See [`no_content`].
+/// The dictionary that a template gets. See [`no_content`].
 fn as_value(message: &Message) -> minijinja::Value {
     let value = minijinja::Value::from_serialize(message);
     if !message.content.is_null() {
@@ -105,17 +106,17 @@ fn as_value(message: &Message) -> minijinja::Value {
     .collect()
 }
 
-/// The engine's message on one line, with the template's line where it is known.
+/// The engine's message on one line, with the template's line if it is known.
 fn explain(error: &minijinja::Error) -> String {
     let text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     match error.line() {
-        // What a template raises on purpose is a complete sentence.
+        // A message that a template raises on purpose is a complete sentence.
         Some(line) if !python::is_raised(error) => format!("{text} (line {line} of the template)"),
         _ => text,
     }
 }
 
-/// The file that holds the template, and its named sources.
+/// The file with the template, and its named sources.
 fn find_sources(dir: &Path) -> Result<(PathBuf, Vec<(String, String)>), Error> {
     let path = dir.join("chat_template.jinja");
     if let Some(source) = read_optional(&path)? {

@@ -22,7 +22,7 @@ use spelling::Spelling;
 const LONG_TEXT: usize = 1 << 18;
 /// Bytes per token beyond which a text is long: eight times the average of English.
 const LONG_TOKEN: usize = 32;
-/// Tokens before a cut that the text behind it might have changed: words of any language end well
+/// Tokens before a cut that the text after it might have changed: words of any language end well
 /// within them.
 const UNSURE_TOKENS: usize = 1024;
 
@@ -31,18 +31,18 @@ const UNSURE_TOKENS: usize = 1024;
 pub struct Start {
     /// The ids.
     pub ids: Vec<i64>,
-    /// Whether the text goes on behind them.
+    /// Whether the text continues after them.
     pub is_cut: bool,
 }
 
-/// What a token is for.
+/// The kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenUse {
     /// A piece of text.
     Text,
     /// Text that was added to the vocabulary as a whole.
     Added,
-    /// A mark that is not text.
+    /// A marker that is not text.
     Special,
 }
 
@@ -50,11 +50,11 @@ pub enum TokenUse {
 #[derive(Debug)]
 pub struct ChatTokenizer {
     tokenizer: Tokenizer,
-    /// A model without a template can still encode; only rendering needs one.
+    /// Without a template a model can still encode; only rendering needs one.
     template: Option<ChatTemplate>,
     segmenter: Option<Segmenter>,
     special: SpecialIds,
-    /// How tokens spell their bytes, where that is known.
+    /// How tokens spell their bytes, if that is known.
     spelling: Option<Spelling>,
     dir: PathBuf,
 }
@@ -94,7 +94,7 @@ impl ChatTokenizer {
         })
     }
 
-    /// Adds variables that the chat template sees, such as `enable_thinking`, or replaces them.
+    /// Adds or replaces variables of the chat template, such as `enable_thinking`.
     ///
     /// # Errors
     /// [`Error::NoTemplate`].
@@ -111,7 +111,7 @@ impl ChatTokenizer {
     /// schemas; `add_generation_prompt` ends the text where the model's answer starts.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`], or [`Error::Render`] with the template's own words.
+    /// [`Error::NoTemplate`], or [`Error::Render`] with the template's own message.
     pub fn render(
         &self,
         messages: &[Message],
@@ -121,8 +121,8 @@ impl ChatTokenizer {
         self.render_with(messages, tools, add_generation_prompt, &Map::new())
     }
 
-    /// [`Self::render`] with more variables for the template, such as `enable_thinking`, which win
-    /// over those it always sees.
+    /// [`Self::render`] with more variables for the template, such as `enable_thinking`, which
+    /// override its constant ones.
     ///
     /// # Errors
     /// As [`Self::render`].
@@ -138,12 +138,12 @@ impl ChatTokenizer {
         template.render(messages, tools, add_generation_prompt, variables)
     }
 
-    /// The chat templates by their names, as the model has them; none for a model without one.
+    /// The chat templates by name; none for a model without one.
     pub fn template_sources(&self) -> &[(String, String)] {
         self.template.as_ref().map_or(&[], ChatTemplate::sources)
     }
 
-    /// Token ids of `text`; special tokens written in it count as such, none are added.
+    /// Token ids of `text`; special tokens written in it are recognised, none are added.
     ///
     /// # Errors
     /// [`Error::Tokenize`].
@@ -164,9 +164,9 @@ impl ChatTokenizer {
         }
     }
 
-    /// The ids of `text` as [`Self::encode_cached`] gives them, but of a text far longer than
-    /// `most` tokens only the first `most`: encoding takes some 140 times the memory of its text,
-    /// and what lies beyond is not wanted.
+    /// The ids of `text` as [`Self::encode_cached`] returns them, but only the first `most` of a
+    /// text far longer than `most` tokens: encoding takes some 140 times the memory of its text,
+    /// and the rest is not needed.
     ///
     /// # Errors
     /// [`Error::Tokenize`].
@@ -202,8 +202,8 @@ impl ChatTokenizer {
         self.encode(&self.render(messages, tools, add_generation_prompt)?)
     }
 
-    /// The text of `ids`; ids outside the vocabulary have none. `skip_special` leaves special
-    /// tokens out.
+    /// The text of `ids`; ids outside the vocabulary have none. `skip_special` drops special
+    /// tokens.
     ///
     /// # Errors
     /// [`Error::Tokenize`].
@@ -220,8 +220,7 @@ impl ChatTokenizer {
         self.tokenizer.get_vocab_size(true)
     }
 
-    /// The token `id` as the vocabulary spells it, and what it is for; `None` for an id that no token
-    /// has.
+    /// The token `id` as the vocabulary spells it, and its kind; `None` for an id without a token.
     pub fn token(&self, id: u32) -> Option<(String, TokenUse)> {
         let spelling = self.tokenizer.id_to_token(id)?;
         let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&id);
@@ -235,8 +234,9 @@ impl ChatTokenizer {
         ))
     }
 
-    /// The bytes that a token adds to a text, which may be a part of a character; `None` for marks that are
-    /// not text, for ids that no token has, and where it is not known how tokens spell their bytes.
+    /// The bytes that a token adds to a text, which may be part of a character; `None` for markers
+    /// that are not text, for ids without a token, and if it is not known how tokens spell their
+    /// bytes.
     pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
         match self.token(id)? {
             (_, TokenUse::Special) => None,
@@ -270,12 +270,13 @@ impl ChatTokenizer {
     }
 }
 
-/// What tokenizer_config.json in `dir` tells of a tokenizer without tokenizer.json, for a model of `rows`
-/// rows: ids of the tokens with a name of their own, and the added tokens. Kimi's tokenizer gives every
-/// row from the first added token on that has no name there the name `<|reserved_token_ID|>`.
+/// The information in tokenizer_config.json of `dir` about a tokenizer without tokenizer.json, for
+/// a model of `rows` rows: ids of special tokens with a role, and the added tokens. Kimi's
+/// tokenizer names every row after the first added token `<|reserved_token_ID|>` unless the file
+/// names it.
 ///
 /// # Errors
-/// [`Error::NoTokenizer`] where there is no such file, [`Error::ModelJson`], [`Error::Read`].
+/// [`Error::NoTokenizer`] if there is no such file, [`Error::ModelJson`], [`Error::Read`].
 pub fn added_tokens(dir: &Path, rows: i64) -> Result<(SpecialIds, Vec<(i64, String)>), Error> {
     let config = read_config(dir)?;
     let named = special::decoder_tokens(&config);
@@ -293,7 +294,7 @@ pub fn added_tokens(dir: &Path, rows: i64) -> Result<(SpecialIds, Vec<(i64, Stri
 
 fn read_config(dir: &Path) -> Result<Map<String, Value>, Error> {
     let mut merged = Map::new();
-    // The older file fills what the newer one leaves out.
+    // The older file fills in what the newer one lacks.
     for file in ["tokenizer_config.json", "special_tokens_map.json"] {
         let path = dir.join(file);
         let Some(text) = read_optional(&path)? else { continue };
@@ -366,7 +367,7 @@ mod tests {
         let long = "é <|a|>x".repeat(LONG_TEXT / 8);
         let whole = tokenizer.encode(&long).unwrap();
         assert_eq!(start(&long, 100), Start { ids: whole[..100].to_vec(), is_cut: true });
-        // So many are wanted that the text is not long.
+        // As many tokens are requested as the text has, so it does not count as long.
         assert_eq!(start(&long, whole.len()), Start { ids: whole.clone(), is_cut: false });
         assert_eq!(
             start("x<|a|>", 1),

@@ -1,5 +1,7 @@
-//! The CUDA half of libtorch, opened when the program starts instead of linked, so that
-//! one program serves machines with and without it.
+//! Loads the CUDA half of libtorch at startup instead of linking it, so that one program serves
+//! machines with and without a GPU. It is loaded where an NVIDIA driver is present; for the same
+//! reason the search for libtorch prefers, on such a machine, a libtorch that has its CUDA
+//! libraries.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -1,9 +1,20 @@
-//! The training pass's elementwise work on a GPU, and its rehearsal on a CPU; see `cuda/kernels.cu`,
-//! whose structs are repeated here field by field.
+//! The training pass's elementwise GPU kernels, and their emulation on a CPU; see
+//! `cuda/kernels.cu`, whose structs are repeated here field by field.
 //!
-//! Tensors are float32 or bfloat16, computed in float32; gradients of weights, and sums of the
-//! attention's parts, are float32. Shapes and layouts are checked: a wrong one is a bug of the caller
-//! and panics. Every function is one launch, those that give a weight's gradient two.
+//! Tensors are float32 or bfloat16 and computed in float32; weight gradients, and sums of the
+//! attention's parts, are float32. Shapes and layouts are checked: a wrong one is a bug of the
+//! caller and panics. Each function is one launch, or two where it returns a weight gradient.
+//! libtorch's fused RMS norm is not used: its backward pass leaves the residual, the second read of
+//! the value and the weight's float32 sum to three more passes. Sums over rows go through one
+//! partial sum per block, and attention gradients are added by lists that the host makes with the
+//! plan: no atomics, one order.
+//!
+//! NVRTC, which comes with libtorch's CUDA wheels, compiles the source for the GPU at the first
+//! start; the result is cached in the user's cache directory under a digest of its inputs. CUDA is
+//! neither linked nor needed to build, and without NVRTC libtorch's operations are used, with one
+//! warning. For tests the same source is compiled for the CPU: each thread of a block is a fiber
+//! that runs to the next barrier. Launch and emulation get the kernel's name, size and argument
+//! struct from one place, so what tests run is what a GPU is given.
 
 mod attention;
 mod heads;

@@ -1,9 +1,11 @@
 //! Fused elementwise kernels for float32 tensors on the CPU; see `cpp/kernels.cpp`. Their loops are
-//! compiled for each level of the processor's instructions, and run at the one in force.
+//! compiled for each instruction-set level.
 //!
 //! Each function is one sweep over memory where libtorch's operations would make several. Shapes
-//! and layouts are checked: a wrong one is a bug of the caller and panics. [`Kernels`] says whether
-//! a caller may use them.
+//! and layouts are checked: a wrong one is a bug of the caller and panics.
+//!
+//! [`Kernels`] says whether a caller may use them. It is a value that draft, target, objective and
+//! optimizer hold, not a feature or a variable, so that one test binary compares all paths.
 
 use std::ptr::null_mut;
 

@@ -1,7 +1,9 @@
-//! Files of numbers, mapped into memory and copied from there straight to where they are computed on.
+//! Memory-mapped files of numbers, copied straight to the device that computes on them.
 //!
-//! The operating system's own pages are what a copy reads: nothing of a file is held a second time, and
-//! the pages of a piece are let go when it has been copied.
+//! Copies read the operating system's page cache: nothing of a file is held twice, and the pages of
+//! a piece are released once it has been copied. Before each piece is read, the kernel is asked to
+//! load its pages (`MADV_POPULATE_READ`). If the file has shrunk or its disk fails, that returns an
+//! error, where a plain access would kill the process.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};

@@ -189,7 +189,7 @@ impl HostBuffer {
 }
 
 impl Shipment {
-    /// Of what is under way to `copied`, uint8; without `copying` it is there.
+    /// Wraps a pending copy into `copied`, uint8; without `copying` it is complete.
     pub fn new(buffer: HostBuffer, copied: Tensor, copying: Option<Box<dyn Copying>>) -> Self {
         Self { copying, copied, buffer }
     }

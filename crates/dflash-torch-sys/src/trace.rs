@@ -1,10 +1,16 @@
-//! What a step asks of a GPU, written down where the GPU is pretended: tensors then have shapes and
-//! no data, and what would be launched is noted instead.
+//! A fake GPU: records what a step would launch, on tensors that have shapes but no data.
 //!
-//! [`pretend`] runs a function so. Inside, tensors on `Device::Cuda(0)` can be made and computed with,
-//! on machines without a GPU and in next to no memory. To read a value of one of them, to wait for
-//! one, or to mix them with tensors on the host is an error that names the operator. Elsewhere
-//! everything here does nothing and costs a look at a variable of the thread.
+//! [`pretend`] runs a function this way, on its own thread and never where libtorch_cuda is loaded.
+//! Inside, tensors on `Device::Cuda(0)` can be created and computed with, on machines without a GPU
+//! and in next to no memory: operators for CUDA take shapes from the meta device and record bytes,
+//! arithmetic and launches. Reading a value of one, waiting for one, or mixing them with host
+//! tensors is an error that names the operator. Outside, everything here does nothing and costs one
+//! check of a thread-local variable.
+//!
+//! The code that runs is the code for CUDA. So tests fail on a synchronisation within a step, on
+//! mixed devices or on extra launches, and `dflash plan` predicts the time of a step. With
+//! `DFLASH_TEST_DEVICE=pretended` the tests for a real GPU run here too; values can then be read,
+//! as zeros, and are not compared.
 
 use std::cell::{Cell, RefCell};
 

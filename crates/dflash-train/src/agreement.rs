@@ -40,7 +40,7 @@ impl Prepared<'_> {
         );
         let prompts = prompts.map(file_digest).transpose()?;
         add("the digest of the prompts (--eval-prompts)", prompts.unwrap_or_else(none));
-        add("the place and type of the computation", computation(place));
+        add("the device and type of the computation", computation(place));
         add("the number of CPU threads (OMP_NUM_THREADS)", tch::get_num_threads().to_string());
         Ok(common)
     }

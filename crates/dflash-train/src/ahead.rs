@@ -1,9 +1,16 @@
-//! Rows made ready while the step computes, on a thread of their own.
+//! Prefetches rows on a thread of its own while the step computes.
 //!
-//! The thread takes loaded rows, does all of a batch that needs only the host ([`Assembler`]), and
-//! brings each to the device one row before the step asks for it. There are three buffers: one is
-//! read by the step, the next waits, and one is being written. What the thread meets, an error, the
-//! end, a stop, comes out in the place of the row that it is about.
+//! The thread takes loaded rows, does all the work of a batch that needs only the host
+//! ([`Assembler`]: anchors, attention plan, one buffer for the device), and copies each row to the
+//! device one row before the step asks for it. There are three buffers: the step reads one, one is
+//! ready, one is being written. Errors, the end of the data and stops are delivered in row order.
+//!
+//! This is the only copy between a received body and the step. On a CPU the step reads the buffer
+//! itself. On a GPU the buffer is page-locked and copied on a stream of its own: the step's stream
+//! waits for the copy, and the buffer is reused only once the copy has finished. A buffer that a
+//! tensor still references is never overwritten; one call checks that. Streams are used through
+//! libtorch's generic guard, so CUDA is not linked, and tests substitute copies whose pace they
+//! control.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -194,7 +201,7 @@ impl Work {
     }
 }
 
-/// The result of `work`; a panic for want of memory is an error as well, which says so.
+/// The result of `work`; a panic because memory ran out becomes an error that says so.
 fn contained<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let operation = "make a row ready";
     want_of_memory(work)

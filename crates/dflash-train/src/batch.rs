@@ -5,7 +5,7 @@
 use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
 use dflash_hidden::Dtype;
 use dflash_model::attention::{BlockPlan, WindowRule};
-use dflash_model::draft::{Draft, DraftConfig, PackedInput};
+use dflash_model::draft::{Draft, DraftConfig, PackedInput, plan_blocks};
 use dflash_model::flops::RowWork;
 use dflash_model::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
 use dflash_model::target::{LogitTransform, TargetHead};
@@ -46,7 +46,7 @@ pub(crate) struct BatchMaker {
     pub(crate) head: TargetHead,
     /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
     pub(crate) lm_head_vh: Tensor,
-    /// What makes the target's logits of products with these rows.
+    /// Scale and soft-cap from the output of these rows to the target's logits.
     pub(crate) output: LogitTransform,
     /// The target's layer after which the distribution is read, where the objective needs it.
     pub(crate) teacher_layer: Option<u32>,
@@ -76,9 +76,8 @@ impl BlockMaker {
             loss_mask: &row.loss_mask,
             document_starts: &row.document_starts,
         };
-        let labels =
-            BlockLabels::new(labelled, anchors, draft.block_size, self.vocabulary.as_ref());
-        let plan = draft.plan(&row.document_starts, anchors, WindowRule::Serving);
+        let labels = BlockLabels::new(labelled, anchors, draft.block(), self.vocabulary.as_ref());
+        let plan = plan_blocks(draft, &row.document_starts, anchors, WindowRule::Serving);
         let active_slots = labels.slots().len() as f64;
         let work = RowWork {
             active_slots,
@@ -154,7 +153,7 @@ impl BatchMaker {
         let Blocks { plan, labels, work } = blocks;
         let slots_nh = self.head.rows(slot_ids_n).to_kind(draft.flat().kind());
         let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
-        let flops = draft.config().flops(&work).total();
+        let flops = work.flops(draft.config()).total();
         Batch { input, labels, teacher: None, flops, lease: None }
     }
 

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
-use dflash_model::draft::{DraftConfig, DraftLayout};
+use dflash_model::draft::{DraftConfig, DraftLayout, HeadFields};
 use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_model::target::{TargetFacts, TargetHead, default_layer_ids};
 use dflash_model::{Kernels, device_name, place, upload};
@@ -195,6 +195,7 @@ fn draft(settings: &TrainStepSettings, target: &TargetFacts) -> Result<DraftConf
         mask_token_id: target.vocab_size - 1,
         sliding_window: None,
         vocab_size: None,
+        head: HeadFields::default(),
         stored: None,
     };
     setup::draft_config(target, &shape)

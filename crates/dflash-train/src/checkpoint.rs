@@ -1,5 +1,10 @@
-//! Checkpoints: a draft that can be served as it is, and beside it all that a resumed run needs,
-//! whatever its world size. docs/formats.md describes the files.
+//! Checkpoints: a draft that can be served as it is, and beside it everything that a resumed run
+//! needs, whatever its world size. docs/formats.md describes the files.
+//!
+//! Tensors are streamed to their files through one buffer of a few MiB, and the checksum is taken
+//! on the way. Split state comes to rank 0 share by share, a piece at a time, by broadcasts in file
+//! order; rank 0 takes part to the end even if its disk is full. The served model is then read from
+//! the state's file, the only place that has all of it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -55,7 +60,8 @@ fn state(optimizer: &OptimizerConfig) -> i64 {
 /// Bytes that a rank on a CPU holds whatever its rows are: the state, of which other ranks may hold a
 /// share, and the gradients.
 pub(crate) fn least_memory(draft: &DraftConfig, settings: &TrainSettings) -> f64 {
-    let own = if settings.compute.splits_state() {
+    let alone = settings.launch.nproc.unwrap_or(1) * settings.launch.nnodes == 1;
+    let own = if settings.compute.splits_state() && !alone {
         1
     } else {
         state(&OptimizerConfig::from(&settings.optimizer))
@@ -183,7 +189,7 @@ fn check_origin(stored: &Position, current: &Position) -> Result<(), Error> {
         return Ok(());
     }
     let began = began.map_or_else(|| "fresh".to_owned(), |draft| format!("from {draft}"));
-    let expected = format!("the run to be resumed began {began}; leave out the flag");
+    let expected = format!("the resumed run began {began}; do not pass the flag");
     Err(Invalid::new("from_pretrained", asked, expected).into())
 }
 
@@ -199,7 +205,8 @@ fn compare(
     (current, allowed): (&Position, &[String]),
     (draft, (stored_size, size)): (&DraftConfig, (Option<usize>, Option<usize>)),
 ) -> Result<Vec<Change>, Error> {
-    let found = lasting(stored, &DraftConfig::load(dir)?, stored_size);
+    let found =
+        lasting(stored, &DraftConfig::load(dir).map_err(dflash_model::Error::from)?, stored_size);
     // runs from before there was validation do not say how many samples they train on
     let trained_samples = stored.trained_samples.and(current.trained_samples);
     // and those from before there was a digest of the tokens do not say which
@@ -274,7 +281,7 @@ fn lasting(
     position: &Position,
     draft: &DraftConfig,
     vocabulary_size: Option<usize>,
-) -> [(&'static str, String); 14] {
+) -> [(&'static str, String); 15] {
     let trained_samples = position.trained_samples.unwrap_or_default();
     let content = position.dataset_content.clone().unwrap_or_default();
     [
@@ -285,6 +292,7 @@ fn lasting(
         ("--validation-ratio leaving so many samples:", trained_samples.to_string()),
         ("--optimizer", position.optimizer.clone()),
         ("--ema-decay", or_off(position.ema_decay)),
+        ("--speculator-type", draft.head.kind.clone()),
         ("--num-layers", draft.layers.len().to_string()),
         ("--block-size", draft.block_size.to_string()),
         ("--target-layer-ids", format!("{:?}", draft.target_layer_ids)),

@@ -1,9 +1,11 @@
 //! Rows whose hidden states this process computes itself, with a target beside the draft.
 //!
-//! Target and draft take turns row by row, on one thread and one device: a row's states are computed
-//! when the step asks for the row, so nothing is ahead of it, and what the target's pass takes is free
-//! again before the draft's begins. The states are those that a hidden-state server sends for the same
-//! documents; they stay where they were computed.
+//! Target and draft take turns row by row, on one thread and one device: a row's states are
+//! computed when the step asks for the row, and the memory of the target's pass is free before the
+//! draft's begins. A prefetch thread would compete for the same cores or GPU and hold one more row.
+//! The states equal, bit for bit, those that a hidden-state server sends for the same documents
+//! (both run `Prefill`), and they stay on the device. How CPU products are rounded is one setting
+//! of the process, so the target's pass sets and restores it.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -131,7 +133,7 @@ impl ColocatedRows {
         };
         Ok(Self {
             samples: prepared.samples(),
-            total_seq_len: settings.rows.total_seq_len,
+            total_seq_len: settings.rows.total_seq_len(),
             candidates: prepared.probe_candidates(),
             head,
             target: Arc::new(Mutex::new(target)),
@@ -318,7 +320,7 @@ impl Colocated {
             return Err((self.refuse)(tokens, reason));
         }
         tracing::warn!(
-            "no memory for the target on {tokens} tokens: {reason}; running its {} documents in halves",
+            "no memory for the target on {tokens} tokens: {reason}; running its {} documents again in halves",
             documents.len()
         );
         let middle = documents.start + documents.len() / 2;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash_model::draft::DraftConfig;
+use dflash_model::draft::{DraftConfig, HeadFields};
 use dflash_model::target::TargetSpec;
 use dflash_settings::{TrainSettings, shown_settings};
 use serde::Serialize;
@@ -67,6 +67,9 @@ pub struct DraftShape {
     pub sliding_window: Option<usize>,
     /// Size of a pruned vocabulary.
     pub vocab_size: Option<usize>,
+    /// What stands on the layers; the settings that ask for it are written beside.
+    #[serde(skip)]
+    pub head: HeadFields,
     /// The draft that training starts from: heads, MLP, rotary embedding and kinds of layers are its own.
     #[serde(skip)]
     pub stored: Option<Box<DraftConfig>>,

@@ -19,7 +19,7 @@ pub enum Error {
     Identity(#[from] dflash_identity::Error),
     /// The run to be resumed trains for another target.
     #[error(
-        "cannot resume {}: it is trained for {found}, and --target is {expected}; pass its own target, or start a run for this one with --from-pretrained {} and another --save-path",
+        "cannot resume {}: it is trained for {found}, and --target is {expected}; pass its own target, or start a new run for this one with --from-pretrained {} and another --save-path",
         .path.display(), .path.display()
     )]
     OtherTarget { path: PathBuf, found: String, expected: String },
@@ -30,11 +30,13 @@ pub enum Error {
     )]
     OtherTokenizer { path: PathBuf, found: String, expected: String },
     /// A source's states are not what the run takes them for.
-    #[error("{origin} does not give the hidden states of --target as this run takes them: {cause}")]
+    #[error(
+        "{origin} does not provide the hidden states of --target as this run uses them: {cause}"
+    )]
     OtherStates { origin: String, cause: String },
     /// Nothing says which layers a source's states are of.
     #[error(
-        "{origin} does not say which layers its states are of, and they are taken for {} in this order: {} proved (0 by the embedding, the last by log-probabilities), {} not; if they are these, say so once with --trust-layer-ids, which the run records",
+        "{origin} does not say which layers its states are of, and they are assumed to be {} in this order: {} verified (0 by the embedding, the last by log-probabilities), {} not; if the assumption is right, pass --trust-layer-ids once, which the run records",
         listed(wanted),
         listed(proved),
         listed(ids)
@@ -66,7 +68,7 @@ pub enum Error {
     Setting(#[from] Invalid),
     /// The dataset has nothing to train on.
     #[error(
-        "{path} has no sample with two supervised tokens in a row; there is nothing to train on"
+        "{path} has no sample with two consecutive supervised tokens; there is nothing to train on"
     )]
     NothingToTrain { path: PathBuf },
     /// A sample cannot be read.
@@ -84,7 +86,7 @@ pub enum Error {
     ForeignToken { path: PathBuf, sample: u32, token: i64, rows: i64 },
     /// Ranks found different checkpoints to resume.
     #[error(
-        "rank {rank} finds {found} in {path}, but rank 0 finds {expected}; --save-path must be one directory that all nodes share"
+        "rank {rank} sees {found} in {path}, but rank 0 sees {expected}; --save-path must be one directory that all nodes share"
     )]
     RanksDisagree { rank: usize, path: PathBuf, found: String, expected: String },
     /// The run to be resumed was made with other settings.
@@ -94,15 +96,15 @@ pub enum Error {
     ResumeMismatch { path: PathBuf, key: &'static str, found: String, expected: String },
     /// The run to be resumed was made with other settings, which may be changed on purpose.
     #[error(
-        "cannot resume {path} with other settings: {changes}; pass what it was trained with, or --allow-changed {names} to go on with these"
+        "cannot resume {path} with other settings: {changes}; use the settings that it was trained with, or pass --allow-changed {names} to continue with these"
     )]
     SettingsChanged { path: PathBuf, changes: String, names: String },
     /// A file of a checkpoint is not the one that was written.
-    #[error("{} is not what this step's state.json describes", .path.display())]
+    #[error("{} does not match this step's state.json", .path.display())]
     Altered { path: PathBuf },
     /// Not one step had a slot to learn from.
     #[error(
-        "{steps} steps had nothing to learn from: {skipped} samples were left out, and the rest have no two supervised tokens in a row within --total-seq-len; nothing is saved"
+        "{steps} steps had no supervised slot: {skipped} samples were skipped, and the rest have no two consecutive supervised tokens within --total-seq-len; nothing is saved"
     )]
     NothingLearned { steps: u64, skipped: u64 },
     /// The draft to start from belongs to another target.
@@ -112,7 +114,7 @@ pub enum Error {
     ForeignDraft { path: PathBuf, key: &'static str, found: String, expected: String },
     /// Weights to start from are not those that were written.
     #[error(
-        "--from-pretrained: {} is not what its state.json describes, so a disk or a copy damaged it; take another checkpoint, or remove its trainer folder to start from model.safetensors",
+        "--from-pretrained: {} does not match its state.json, so a disk or a copy damaged it; take another checkpoint, or remove its trainer folder to start from model.safetensors",
         .path.display()
     )]
     DamagedDraft { path: PathBuf },
@@ -130,17 +132,19 @@ pub enum Error {
     #[error("rank {rank} ran out of memory {doing}: {reason}; {remedy}")]
     OutOfMemory { rank: usize, doing: String, reason: String, remedy: String },
     /// The thread that makes rows ready is gone.
-    #[error("a row could not be made ready, which is a bug of dflash: {reason}")]
+    #[error("a row could not be prepared, which is a bug in dflash: {reason}")]
     Assembly { reason: String },
     /// The target's states are not what can be trained on: the setting is wrong then, not the samples.
-    #[error("{count} samples in a row could not be used; the last one, sample {sample}: {reason}")]
+    #[error(
+        "{count} consecutive samples could not be used; the last one, sample {sample}: {reason}"
+    )]
     Unusable { count: u32, sample: u32, reason: String },
     /// A rank failed and told the others why.
     #[error("another rank failed, and the run ends with it: {report}")]
     AnotherRank { report: String },
     /// Loss or gradient are not finite.
     #[error(
-        "loss or gradient of {count} steps in a row is not finite (last: step {step}); {remedy}"
+        "loss or gradient of {count} consecutive steps is not finite (last: step {step}); {remedy}"
     )]
     NonFinite { count: u64, step: u64, remedy: String },
     /// The weights at the end are worth nothing.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use dflash_data::Dataset;
 use dflash_dist::{Communicator, Pending, Single};
 use dflash_hidden::{Counters, HiddenStates};
-use dflash_model::draft::{DraftConfig, LayerKind};
+use dflash_model::draft::{DraftConfig, HeadFields, LayerKind};
 use dflash_model::place;
 use dflash_model::target::{Target, TargetOptions};
 use dflash_test_support::alone;
@@ -42,6 +42,7 @@ pub(crate) fn draft_config(hidden_size: i64, layers: usize) -> DraftConfig {
         max_position_embeddings: 256,
         initializer_range: 0.02,
         eos_token_id: None,
+        head: HeadFields::default(),
     }
 }
 

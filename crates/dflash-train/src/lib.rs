@@ -73,4 +73,4 @@ pub use dry_run::dry_run;
 pub use error::Error;
 pub use prepared::Prepared;
 pub use run::Outcome;
-pub use validation::{AcceptanceProbe, ProbeError, Served, Share};
+pub use validation::{AcceptanceProbe, ProbeError, Share};

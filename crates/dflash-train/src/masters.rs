@@ -84,7 +84,7 @@ impl Masters {
         }
     }
 
-    /// As [`Self::step`], where the device decides about it. The gradient is not worth anything afterwards.
+    /// As [`Self::step`], but the device decides whether it happens. Consumes the gradient.
     pub(crate) fn steered_step(
         &mut self,
         gradient: &Tensor,

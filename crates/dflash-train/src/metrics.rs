@@ -413,6 +413,7 @@ pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
         accuracy: Some(report.accuracy),
         accuracy_by_slot: report.accuracy_by_slot,
         expected_acceptance_length: Some(report.expected_acceptance_length),
+        head: report.of_head.into_iter().map(|(name, own)| (name.to_owned(), Some(own))).collect(),
     }
 }
 

@@ -1,5 +1,5 @@
-//! Want of memory in a run, on the host or on a GPU: an error of the user's size, which says what to
-//! lower. It is never a bug, and a restart would meet it again.
+//! Out of memory in a run, on the host or on a GPU: an error that says which settings to lower. It
+//! is not a bug, and a restart would run out of memory again.
 
 use dflash_model::{is_want_of_memory, want_of_memory, want_of_memory_in};
 
@@ -73,7 +73,10 @@ fn remedy(config: &TrainConfig) -> String {
         "lower --max-anchors (now {}), --total-seq-len (now {}), --loss-chunk-mib (now {}) or \
          --num-layers (now {}){recompute}{colocate}; `dflash plan` with the same flags shows what takes how \
          much",
-        settings.rows.max_anchors, settings.rows.total_seq_len, chunk, config.draft.num_layers,
+        settings.rows.max_anchors(),
+        settings.rows.total_seq_len(),
+        chunk,
+        config.draft.num_layers,
     )
 }
 

@@ -1,4 +1,5 @@
-//! How parameters move: AdamW for all of them, or Muon for the matrices and AdamW for the norms.
+//! How parameters move: AdamW for all of them, or Muon for the matrices and AdamW for the rest: norms,
+//! biases and embeddings.
 //!
 //! Everything works on one rank's share of the flat parameter buffer (all of it, unless the state
 //! is split over the ranks), in float32 and in place. [`Groups`] say which part of the share is
@@ -13,6 +14,7 @@ use std::ops::Range;
 
 use dflash_settings::{OptimizerKind, OptimizerSettings};
 use dflash_torch_sys::kernels::Kernels;
+use dflash_torch_sys::optimizer::AdamWBuffer;
 use tch::{Kind, Tensor};
 
 pub use adamw::AdamWConfig;
@@ -61,7 +63,7 @@ pub struct Optimizer {
     device_steps: Tensor,
 }
 
-/// What of the parameters a tensor of the state belongs to.
+/// Which parameters a state tensor covers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Extent {
     /// Element by element the whole share.
@@ -84,14 +86,15 @@ impl From<&OptimizerSettings> for OptimizerConfig {
         let (usual, adamw) = (MuonConfig::default(), AdamWConfig::default());
         let rate_ratio = settings.muon_lr.map_or(usual.rate_ratio, |rate| rate / settings.lr);
         let (matrices, norms) = (settings.weight_decay, settings.norm_weight_decay);
+        let [beta1, beta2] = settings.adam_betas();
         Self {
             algorithm: match settings.optimizer {
                 OptimizerKind::Adamw => Algorithm::AdamW,
                 OptimizerKind::Muon => Algorithm::Muon(MuonConfig { rate_ratio, ..usual }),
             },
             adamw: AdamWConfig {
-                beta1: settings.adam_beta1.unwrap_or(adamw.beta1),
-                beta2: settings.adam_beta2.unwrap_or(adamw.beta2),
+                beta1,
+                beta2,
                 epsilon: settings.adam_epsilon.unwrap_or(adamw.epsilon),
             },
             weight_decay: WeightDecay { matrices, norms },
@@ -161,8 +164,8 @@ impl Optimizer {
         }
     }
 
-    /// As [`Self::step`], along the gradient that `verdict` divides, if it lets the step happen. The
-    /// gradient is not worth anything afterwards. Nothing is read.
+    /// As [`Self::step`], along the gradient that `verdict` divides, if it lets the step happen.
+    /// Consumes the gradient. Does not synchronise with the host.
     ///
     /// # Errors
     /// A masters' or gradient's buffer that is not float32 and of the share's length.
@@ -188,14 +191,15 @@ impl Optimizer {
             muon.steered_step(piece, masters, gradient, matrix_rate, verdict, kernels);
         }
         let mut first = 0;
-        let mut part = |piece: &Piece| {
+        let (mut decaying, mut others) = (Vec::new(), Vec::new());
+        for piece in norms {
             let buffer = self.moments.buffer(first, piece.of(masters), piece.of(gradient));
             first += piece.elements;
-            buffer
-        };
-        let parts: Vec<_> = norms.iter().map(&mut part).collect();
+            if piece.decays { decaying.push(buffer) } else { others.push(buffer) }
+        }
         let decayed = DecayedRate { rate, decay: self.weight_decay.norms };
-        Moments::steered_step(&parts, self.adamw, &self.device_steps, decayed, verdict)
+        self.steered_parts(&decaying, decayed, verdict)?;
+        self.steered_parts(&others, DecayedRate { rate, decay: 0.0 }, verdict)
     }
 
     /// All of the share by AdamW: a call for each decay that there is.
@@ -208,11 +212,13 @@ impl Optimizer {
     ) -> Result<(), dflash_torch_sys::Error> {
         let WeightDecay { matrices, norms } = self.weight_decay;
         let whole = 0..masters.numel() as i64;
-        let calls = if matrices == norms {
+        let of = |decays: bool| spans(self.groups.norms.iter().filter(|it| it.decays == decays));
+        let fixed = of(false);
+        let calls = if matrices == norms && (norms == 0.0 || fixed.is_empty()) {
             // padding is 0 and stays 0
             vec![(vec![whole], norms)]
         } else {
-            vec![(spans(&self.groups.matrices), matrices), (spans(&self.groups.norms), norms)]
+            vec![(spans(&self.groups.matrices), matrices), (of(true), norms), (fixed, 0.0)]
         };
         for (spans, decay) in calls {
             let part = |span: &Range<i64>| {
@@ -220,10 +226,22 @@ impl Optimizer {
                 self.moments.buffer(span.start, view(masters), view(gradient))
             };
             let parts: Vec<_> = spans.iter().filter(|span| !span.is_empty()).map(part).collect();
-            let decayed = DecayedRate { rate, decay };
-            Moments::steered_step(&parts, self.adamw, &self.device_steps, decayed, verdict)?;
+            self.steered_parts(&parts, DecayedRate { rate, decay }, verdict)?;
         }
         Ok(())
+    }
+
+    /// Parts that decay alike, by AdamW.
+    fn steered_parts(
+        &self,
+        parts: &[AdamWBuffer],
+        decayed: DecayedRate,
+        verdict: &Verdict,
+    ) -> Result<(), dflash_torch_sys::Error> {
+        if parts.is_empty() {
+            return Ok(());
+        }
+        Moments::steered_step(parts, self.adamw, &self.device_steps, decayed, verdict)
     }
 
     /// Goes on after so many steps.

@@ -19,7 +19,7 @@ use std::path::Path;
 use dflash_model::draft::{DraftConfig, DraftLayout, Keep};
 use dflash_model::target::divided::Grid;
 use dflash_model::target::{TargetConfig, TargetFacts};
-use dflash_settings::{Invalid, PlanDevice, PlanSettings};
+use dflash_settings::{CheckpointSettings, Invalid, PlanDevice, PlanSettings};
 use serde::Serialize;
 use tch::Kind;
 
@@ -254,7 +254,9 @@ impl Planned<'_> {
                 draft,
                 &OptimizerConfig::from(&self.settings.optimizer),
             ),
-            checkpoints: steps.div_ceil(steps_per_epoch.max(1)),
+            checkpoints: steps
+                .div_ceil(steps_per_epoch.max(1))
+                .min(CheckpointSettings::DEFAULT_KEPT),
             flops_per_step,
             target_flops_per_step,
             device: self.device(),

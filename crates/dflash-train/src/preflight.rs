@@ -256,12 +256,12 @@ fn notes(check: &SourceCheck, head: &TargetHead) -> Vec<String> {
     }
     if check.states_are_normed {
         notes.push(format!(
-            "{origin} hands out its last states behind the final norm: they are taken so"
+            "{origin} returns its last states after the final norm: they are used as such"
         ));
     }
     if !check.says_layers {
         notes.push(format!(
-            "{origin} does not say its layers: {} proved, {} by your word",
+            "{origin} does not name its layers: {} verified, {} trusted",
             listed(&check.proved_layer_ids),
             listed(&check.trusted_layer_ids)
         ));

@@ -75,7 +75,7 @@ impl<'a> Prepared<'a> {
         for data in [Some(&dataset), validation_data.as_ref()].into_iter().flatten() {
             remarks.extend(same_target::check_dataset(data, &config.target_dir, &identity)?);
         }
-        let resume = RunDir::at(&settings.save_path).start(settings.begin())?;
+        let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
         let how = (&settings.validation, resume.as_ref());
         let split = Split::new(&dataset, validation_data.as_deref(), how)?;
         remarks.extend(split.note());
@@ -110,12 +110,12 @@ impl<'a> Prepared<'a> {
     pub(crate) fn packing(&self) -> Packing<'_> {
         let rows = &self.config.settings.rows;
         let lengths = self.split.trained_lengths();
-        Packing { lengths, total_seq_len: rows.total_seq_len, seed: rows.seed }
+        Packing { lengths, total_seq_len: rows.total_seq_len(), seed: rows.seed }
     }
 
     /// Rows of the dataset, with the hidden states that the settings ask for.
     pub(crate) fn streamed_rows(&self) -> StreamedRows {
-        let total_seq_len = self.config.settings.rows.total_seq_len;
+        let total_seq_len = self.config.settings.rows.total_seq_len();
         let candidates = self.probe_candidates();
         StreamedRows {
             samples: self.samples(),
@@ -179,7 +179,7 @@ impl<'a> Prepared<'a> {
             on_missing: hidden.on_missing,
             on_generate: hidden.on_generate,
             window_bytes: hidden.window_bytes(),
-            window_tokens: hidden.window_tokens(self.config.settings.rows.total_seq_len),
+            window_tokens: hidden.window_tokens(self.config.settings.rows.total_seq_len()),
             max_in_flight: hidden.max_in_flight,
             stop: Arc::clone(&self.config.stop),
             ..StreamConfig::new(endpoints, layer_ids, target.hidden_size as usize)
@@ -192,7 +192,7 @@ fn check_teacher(config: &TrainConfig, target: &TargetFacts) -> Result<(), Inval
     match target.no_last_state {
         Some(reason) if config.settings.objective.needs_teacher() => {
             let reason = format!(
-                "needs the target's own distribution, which {} does not give: {reason}; train with \
+                "needs the target distribution, which {} does not give: {reason}; train with \
                  --loss ce and the labels of the data",
                 target.architecture
             );

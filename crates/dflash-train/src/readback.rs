@@ -1,6 +1,13 @@
-//! Values that come back from the device. The host waits for each, until the device has done all that it
-//! was asked for, so a step on a GPU reads none: what it leaves behind is read for many steps at once. All
-//! reads of training go through here and are counted.
+//! Values that are read back from the device. All reads of training go through here and are
+//! counted.
+//!
+//! GPU steps never synchronise with the host. Reading a value makes the host wait until the device
+//! has finished everything queued, and then the device waits for the host. So the loss denominator,
+//! the gradient norm, clipping and the decision to skip a step are tensors; the optimizers and the
+//! weight average obey a flag among them. A step's results stay on the device until a metric line,
+//! a checkpoint or a validation needs them; then the results of all steps since come in one copy
+//! and are counted one by one, as on a CPU, where each is read at once. Votes and row counts go
+//! over the host, which waits for no device.
 
 use std::cell::Cell;
 
@@ -48,8 +55,17 @@ pub(crate) struct Finished {
 pub(crate) enum Outcome {
     /// The host knows it.
     Known(StepOutcome),
-    /// Still on the device: the sums of [`Statistics`] and behind them the gradient's norm, float64.
-    Unread(Tensor),
+    /// It is still on the device.
+    Unread(Unread),
+}
+
+/// What a step left on the device.
+#[derive(Debug)]
+pub(crate) struct Unread {
+    /// The sums of [`Statistics`] and behind them the gradient's norm, float64.
+    pub(crate) record: Tensor,
+    /// Names of the head's figures among the sums.
+    pub(crate) metrics: &'static [&'static str],
 }
 
 /// What a step found and did.
@@ -63,10 +79,10 @@ pub(crate) struct StepOutcome {
 }
 
 impl StepOutcome {
-    /// From what the device left: [`Outcome::Unread`], read.
-    fn of(record: &Tensor) -> Self {
+    /// From what the device left, read.
+    fn of(Unread { record, metrics }: &Unread) -> Self {
         let width = record.numel() as i64 - 1;
-        let statistics = Statistics::from_sums(record.narrow(0, 0, width));
+        let statistics = Statistics::from_sums(record.narrow(0, 0, width), metrics);
         let denominator = statistics.denominator().double_value(&[]);
         let norm = record.double_value(&[width]);
         let (effect, gradient_norm) = match denominator {
@@ -84,7 +100,7 @@ pub(crate) fn read(outcomes: Vec<Outcome>) -> Vec<StepOutcome> {
         .iter()
         .filter_map(|outcome| match outcome {
             Outcome::Known(_) => None,
-            Outcome::Unread(record) => Some(record),
+            Outcome::Unread(unread) => Some(&unread.record),
         })
         .collect();
     let records = (!unread.is_empty()).then(|| to_host(&Tensor::stack(&unread, 0)));
@@ -94,7 +110,9 @@ pub(crate) fn read(outcomes: Vec<Outcome>) -> Vec<StepOutcome> {
         .into_iter()
         .map(|outcome| match outcome {
             Outcome::Known(outcome) => outcome,
-            Outcome::Unread(_) => StepOutcome::of(&next()),
+            Outcome::Unread(Unread { metrics, .. }) => {
+                StepOutcome::of(&Unread { record: next(), metrics })
+            }
         })
         .collect()
 }
@@ -127,15 +145,16 @@ pub(crate) fn count() -> u64 {
 mod tests {
     use super::*;
 
-    fn record(denominator: f64, norm: f64) -> Tensor {
-        // loss, denominator, accepted, blocks, one slot right of one
-        Tensor::from_slice(&[3.0, denominator, 2.0, 1.0, 1.0, 1.0, norm])
+    fn record(denominator: f64, norm: f64) -> Unread {
+        // loss, denominator, accepted, blocks, one slot right of one, a head's figure of 6 over 4
+        let sums = [3.0, denominator, 2.0, 1.0, 1.0, 1.0, 6.0, 4.0, norm];
+        Unread { record: Tensor::from_slice(&sums), metrics: &["gain"] }
     }
 
     #[test]
     fn steps_are_read_in_their_order_and_at_once() {
         let known = || {
-            let statistics = Statistics::zero(1, Device::Cpu);
+            let statistics = Statistics::zero(1, &[], Device::Cpu);
             Outcome::Known(StepOutcome { effect: Effect::Empty, gradient_norm: 0.0, statistics })
         };
         let outcomes = vec![
@@ -154,7 +173,8 @@ mod tests {
         assert_eq!(effects, expected);
         assert_eq!((found[0].gradient_norm, found[3].gradient_norm), (0.5, 0.0));
         assert!(found[2].gradient_norm.is_nan());
-        assert_eq!(found[0].statistics.report(0.0).loss, 1.5);
+        let report = found[0].statistics.report(0.0);
+        assert_eq!((report.loss, report.of_head), (1.5, vec![("gain", 1.5)]));
         assert_eq!(found[0].statistics.blocks(), 1);
         assert!(read(vec![known()]).len() == 1 && count() - before == 1);
     }

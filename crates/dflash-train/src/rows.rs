@@ -1,7 +1,9 @@
-//! Packed rows with their hidden states, in order and fetched ahead.
+//! Packed rows with their hidden states, in order and prefetched.
 //!
-//! The feeding thread of the stream reads each sample once and packs each row once; the packed row
-//! travels with the requests for its hidden states and comes out beside them.
+//! The stream's feeder thread reads each sample once and packs each row once. The packed row
+//! travels with the requests for its hidden states and comes out with them, without the samples
+//! that have none. A read error is delivered in place of its row. The step loop takes rows from a
+//! trait, so that tests can run it on rows in memory.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;

@@ -317,7 +317,7 @@ impl Prepared<'_> {
             dataset_content: Some(self.dataset.content()?.to_owned()),
             target: Some(self.identity.clone()),
             seed: config.rows.seed,
-            total_seq_len: config.rows.total_seq_len,
+            total_seq_len: config.rows.total_seq_len(),
             trained_samples: Some(self.packing().lengths.len()),
             optimizer: optimizer.algorithm.name().to_owned(),
             ema_decay: optimizer.ema_decay,

@@ -1,25 +1,7 @@
 //! Learning-rate schedules: a multiplier of the peak rate for each step.
 
 use dflash_run::SchedulePosition;
-use dflash_settings::{OptimizerSettings, SchedulerType};
-
-/// How long the warm-up is.
-#[derive(Clone, Copy, Debug)]
-pub enum Warmup {
-    /// Steps.
-    Steps(u64),
-    /// Share of all steps.
-    Ratio(f64),
-}
-
-impl Warmup {
-    fn steps(self, total: u64) -> u64 {
-        match self {
-            Self::Steps(steps) => steps,
-            Self::Ratio(ratio) => (ratio * total as f64) as u64,
-        }
-    }
-}
+use dflash_settings::{OptimizerSettings, SchedulerType, Warmup};
 
 /// A schedule over a known number of steps.
 #[derive(Clone, Copy, Debug)]
@@ -104,9 +86,8 @@ fn reached(position: &SchedulePosition, step: u64) -> f64 {
 
 impl From<&OptimizerSettings> for Schedule {
     fn from(settings: &OptimizerSettings) -> Self {
-        let OptimizerSettings { scheduler_type: kind, decay_ratio, min_lr_ratio, .. } = *settings;
-        let share = Warmup::Ratio(settings.warmup_ratio);
-        let warmup = settings.warmup_steps.map_or(share, Warmup::Steps);
+        let OptimizerSettings { scheduler_type: kind, warmup, decay_ratio, min_lr_ratio, .. } =
+            *settings;
         Self { kind, warmup, decay_ratio, minimum: min_lr_ratio }
     }
 }
@@ -209,7 +190,7 @@ mod tests {
 
     #[test]
     fn no_step_has_rate_zero() {
-        let schedule = Schedule { warmup: Warmup::Ratio(0.04), ..schedule(SchedulerType::Cosine) };
+        let schedule = Schedule { warmup: Warmup::Share(0.04), ..schedule(SchedulerType::Cosine) };
         assert!((0..1000).all(|step| schedule.of_step(step, 1000) > 0.0));
     }
 }

@@ -65,6 +65,7 @@ pub(crate) fn draft_config(
         max_position_embeddings: target.max_position_embeddings,
         initializer_range: INITIALIZER_RANGE,
         eos_token_id: target.eos_token_ids.first().map(|&id| id.into()),
+        head: settings.head.clone(),
     })
 }
 
@@ -117,7 +118,7 @@ pub(crate) fn trainer(
 pub(crate) fn anchors(rows: &RowSettings) -> AnchorOptions {
     AnchorOptions {
         per_document: rows.anchors_per_sequence,
-        per_row: rows.max_anchors,
+        per_row: rows.max_anchors(),
         seed: rows.seed,
         epoch: 0,
     }

@@ -1,8 +1,14 @@
-//! Which rank holds which share of the flat buffer's masters and optimizer state (ZeRO stage 1).
+//! Which rank holds which share of the flat buffer of master weights and optimizer state (ZeRO
+//! stage 1).
 //!
-//! Shares are contiguous, ascending and together the whole buffer. A run that does not split its
-//! state has one share, of which every rank has a copy. What is exchanged goes in pieces of bounded
-//! size, since the ranks' shares may differ in length while a gather wants equal ones.
+//! Shares are contiguous, ascending and together cover the whole buffer. A run that does not split
+//! its state has one share, and every rank has a copy of it. Exchanges go in pieces of bounded
+//! size, because shares may differ in length while a gather needs equal ones.
+//!
+//! Gradients are all-reduced whole even when the state is split, not reduce-scattered: the
+//! all-reduce overlaps the backward pass bucket by bucket, the global norm is available, and a
+//! split run gives the same numbers as an unsplit one. Rank 0 computes the norm and broadcasts it,
+//! because other thread counts change the last bits and all ranks must clip alike.
 
 use std::ops::Range;
 

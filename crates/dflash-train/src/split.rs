@@ -42,7 +42,7 @@ impl Split {
         (settings, resume): (&ValidationSettings, Option<&Checkpoint>),
     ) -> Result<Self, Error> {
         let samples = dataset.len();
-        let ratio = settings.held_out();
+        let ratio = settings.held_out(samples);
         let whole = vec![(String::new(), samples)];
         let sources = match ratio > 0.0 && !ended_as_a_whole(resume) {
             true => sources(dataset)?.unwrap_or(whole),
@@ -66,6 +66,7 @@ impl Split {
         }
         let own = set.map_or(&[][..], Dataset::lengths);
         held_out.extend((samples..samples + own.len()).map(|sample| sample as u32));
+        settings.check_measures(held_out.len())?;
         let trained_lengths = trained.iter().map(|&sample| dataset.lengths()[sample as usize]);
         Ok(Self {
             trained_lengths: trained_lengths.collect(),
@@ -157,7 +158,7 @@ mod tests {
     fn settings(ratio: f64) -> ValidationSettings {
         ValidationSettings {
             eval_every: Some(1),
-            validation_ratio: ratio,
+            validation_ratio: Some(ratio),
             validation_data: None,
             eval_prompts: None,
             eval_limit: 1,

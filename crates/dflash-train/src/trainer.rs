@@ -2,7 +2,7 @@
 
 use dflash_dist::{Communicator, Pending};
 use dflash_model::draft::{Draft, DraftViews, Keep};
-use dflash_model::objective::{Objective, Statistics};
+use dflash_model::objective::{HeadPass, Objective, Statistics};
 use dflash_model::want_of_memory;
 use dflash_run::StreamCounters;
 use dflash_torch_sys::trace;
@@ -13,7 +13,7 @@ use crate::assembly::{AssembledRow, TrainedRow};
 use crate::batch::{Batch, BatchMaker};
 use crate::masters::Masters;
 use crate::optimizer::{Verdict, gradient_norm};
-use crate::readback::{self, Control, Finished, Outcome, StepOutcome};
+use crate::readback::{self, Control, Finished, Outcome, StepOutcome, Unread};
 use crate::vote::{Vote, add_up};
 
 /// Keeps a loss finite whose weights underflow.
@@ -88,7 +88,7 @@ impl Trainer {
     pub(crate) fn begin<'a>(&'a mut self, communicator: &'a dyn Communicator) -> Step<'a> {
         let _part = trace::part("optimizer");
         let _ = self.gradient.zero_();
-        let statistics = Statistics::zero(self.draft.config().block_size, self.draft.device());
+        let statistics = no_statistics(&self.draft, self.draft.device());
         Step { trainer: self, communicator, statistics, slots: 0.0, reductions: Vec::new() }
     }
 
@@ -101,18 +101,24 @@ impl Trainer {
         let Some(trained) = row.trained else { return Ok(None) };
         let batch = self.batches.make(draft, trained)?;
         let (hidden_nh, _) = draft.forward_keeping(&batch.input, Keep::Inputs);
-        let head_vh = &self.batches.lm_head_vh;
+        let lm_head_vh = &self.batches.lm_head_vh;
+        let pass = HeadPass { head: draft.head(), lm_head_vh, gradient: None };
         let teacher = batch.teacher.as_ref();
-        let output = self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher);
+        let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, teacher);
         Ok(Some(output.statistics))
     }
 
     /// Forward and backward of one batch; gradients of the loss numerator are added up.
     fn accumulate(&mut self, batch: &Batch, finished: &mut dyn FnMut(usize)) -> Statistics {
         let (hidden_nh, saved) = self.draft.forward_keeping(&batch.input, self.keep);
-        let (head_vh, teacher) = (&self.batches.lm_head_vh, batch.teacher.as_ref());
+        let pass = HeadPass {
+            head: self.draft.head(),
+            lm_head_vh: &self.batches.lm_head_vh,
+            gradient: Some(&self.gradient_views.head),
+        };
         let part = trace::part("loss");
-        let output = self.objective.evaluate(&hidden_nh, head_vh, &batch.labels, teacher);
+        let teacher = batch.teacher.as_ref();
+        let output = self.objective.evaluate(pass, &hidden_nh, &batch.labels, teacher);
         drop((hidden_nh, part));
         let gradients = (&self.gradient_views, finished);
         self.draft.backward(output.dhidden_nh, &batch.input, saved, gradients);
@@ -190,14 +196,18 @@ impl Step<'_> {
             _ if vote.is_void() => self.unmoved(Effect::Void, f64::NAN),
             Control::Host => Outcome::Known(self.decide((rate, max_norm))?),
             Control::Device if self.slots == 0.0 => self.unmoved(Effect::Empty, 0.0),
-            Control::Device => Outcome::Unread(self.let_device_decide((rate, max_norm))?),
+            Control::Device => {
+                let metrics = self.trainer.draft.head().metrics();
+                let record = self.let_device_decide((rate, max_norm))?;
+                Outcome::Unread(Unread { record, metrics })
+            }
         };
         Ok(Finished { sums, vote, outcome })
     }
 
     /// The outcome of a step that the host ends before the device looks at it.
     fn unmoved(&self, effect: Effect, gradient_norm: f64) -> Outcome {
-        let statistics = Statistics::zero(self.trainer.draft.config().block_size, Device::Cpu);
+        let statistics = no_statistics(&self.trainer.draft, Device::Cpu);
         Outcome::Known(StepOutcome { effect, gradient_norm, statistics })
     }
 
@@ -259,6 +269,11 @@ impl Step<'_> {
     }
 }
 
+/// Sums over no rows of `draft`, on `device`.
+pub(crate) fn no_statistics(draft: &Draft, device: Device) -> Statistics {
+    Statistics::zero(draft.config().block_size, draft.head().metrics(), device)
+}
+
 /// Does `collective` with `tensor`, on the host where the communicator does not take it as it is.
 fn exchange(
     communicator: &dyn Communicator,
@@ -312,7 +327,8 @@ impl<'a> GradientSums<'a> {
         }
     }
 
-    /// Begins what the backward pass did not come to: the other ranks do.
+    /// Starts the all-reduces of buckets that this rank's backward pass never reached, so that
+    /// peers do not hang.
     fn start_rest(&mut self) {
         (0..self.buckets.len() - self.reductions.len()).rev().for_each(|bucket| self.start(bucket));
     }

@@ -1,16 +1,20 @@
-//! Validation: teacher-forced figures on held-out rows with fixed anchors, and the acceptance that
-//! real decoding reaches on held-out prompts.
+//! Validation: loss and accuracy on held-out rows with fixed anchors, and the acceptance length
+//! that real decoding reaches on held-out prompts.
 //!
-//! The ranks share both kinds of work, add up their counts and vote: a rank that was told to stop in
+//! The ranks share both kinds of work, sum their counts and vote. A rank that was told to stop in
 //! the middle, or that failed, still takes part in the sum, so that no rank waits for another.
+//!
+//! Training does not depend on the decoder: the engine passes it a function from a draft and a
+//! share of the prompts to counts. That keeps `train` and `decode` apart, and measures the draft as
+//! its checkpoint serves it.
 
 use std::time::Instant;
 
 use dflash_console::{Progress, Show, Unit};
 use dflash_data::pack_rows;
 use dflash_dist::Communicator;
-use dflash_model::draft::Draft;
-use dflash_model::objective::{DraftVocabulary, Statistics};
+use dflash_model::draft::{Draft, LoadedDraft};
+use dflash_model::objective::Statistics;
 use dflash_run::{Acceptance, HeldOutPrompts, HeldOutRows, RunDir, ValidationLine};
 
 use crate::Error;
@@ -20,7 +24,7 @@ use crate::order::PlannedRow;
 use crate::prepared::Prepared;
 use crate::ready::ReadyRows;
 use crate::rows::RowSource;
-use crate::trainer::Trainer;
+use crate::trainer::{Trainer, no_statistics};
 use crate::vote::{Halt, Vote, add_up};
 
 /// The epoch that validation rows draw their anchors as; those of training count from 0.
@@ -29,10 +33,7 @@ const FIXED_DRAW: u64 = u64::MAX;
 /// Measures the real acceptance of a draft on one rank's share of held-out prompts; `None` when it
 /// was told to stop.
 pub type AcceptanceProbe<'a> =
-    &'a mut dyn FnMut(Served<'_>, Share) -> Result<Option<Acceptance>, ProbeError>;
-
-/// A draft as it is served: its weights, and its pruned vocabulary if it has one.
-pub type Served<'a> = (&'a Draft, Option<&'a DraftVocabulary>);
+    &'a mut dyn FnMut(&LoadedDraft, Share) -> Result<Option<Acceptance>, ProbeError>;
 
 /// Whatever stopped a probe.
 pub type ProbeError = Box<dyn std::error::Error + Send + Sync>;
@@ -50,7 +51,8 @@ pub struct Share {
 
 /// One rank's part in the validations of a run.
 pub(crate) struct Validation<'a, 'p> {
-    every: u64,
+    /// Steps between validations; `None` for one with each checkpoint.
+    every: Option<u64>,
     asking: Asking<'a>,
     /// This rank's held-out rows.
     rows: Vec<PlannedRow>,
@@ -74,9 +76,12 @@ impl<'a, 'p> Validation<'a, 'p> {
         (communicator, step): (&dyn Communicator, u64),
     ) -> Result<Option<Self>, Error> {
         let settings = &prepared.config.settings;
-        let Some(every) = settings.validation.eval_every else { return Ok(None) };
         let split = &prepared.split;
-        let packed = pack_rows(split.held_out(), split.lengths(), settings.rows.total_seq_len);
+        if split.held_out().is_empty() && probe.is_none() {
+            return Ok(None);
+        }
+        let every = settings.validation.eval_every;
+        let packed = pack_rows(split.held_out(), split.lengths(), settings.rows.total_seq_len());
         let all_rows = packed.len();
         let show = match communicator.rank() {
             0 if prepared.config.progress => Show::Bar,
@@ -98,9 +103,10 @@ impl<'a, 'p> Validation<'a, 'p> {
         Ok(Some(Self { every, asking, rows, all_rows, show, source, probe, run, last }))
     }
 
-    /// Whether a validation follows `step`, the last of which is `total`, and has not been done.
-    pub(crate) fn is_due(&self, step: u64, total: u64) -> bool {
-        let wanted = step.is_multiple_of(self.every) || step == total;
+    /// Whether a validation follows `step`, the last of which is `total`, and has not been done; `saves` says
+    /// whether a checkpoint does.
+    pub(crate) fn is_due(&self, (step, saves): (u64, bool), total: u64) -> bool {
+        let wanted = self.every.map_or(saves, |every| step.is_multiple_of(every)) || step == total;
         wanted && step > 0 && self.last != Some(step)
     }
 
@@ -127,15 +133,17 @@ impl<'a, 'p> Validation<'a, 'p> {
         communicator: &dyn Communicator,
     ) -> Result<ValidationLine, Halt> {
         let begun = Instant::now();
-        let draft = trainer.masters.served(&trainer.draft, communicator)?;
+        let served = LoadedDraft {
+            draft: trainer.masters.served(&trainer.draft, communicator)?,
+            vocabulary: trainer.batches.blocks.vocabulary.clone(),
+        };
         let mut line = ValidationLine { step, ..ValidationLine::default() };
         if self.all_rows > 0 {
-            line.rows = Some(self.teacher_forced(trainer, &draft, communicator)?);
+            line.rows = Some(self.teacher_forced(trainer, &served.draft, communicator)?);
         }
         if let Some(probe) = &mut self.probe {
-            let served = (&draft, trainer.batches.blocks.vocabulary.as_ref());
             let show = self.show;
-            line.prompts = Some(measured(probe, served, (communicator, show), self.asking)?);
+            line.prompts = Some(measured(probe, &served, (communicator, show), self.asking)?);
         }
         line.seconds = Some(begun.elapsed().as_secs_f64());
         self.last = Some(step);
@@ -151,7 +159,7 @@ impl<'a, 'p> Validation<'a, 'p> {
         draft: &Draft,
         communicator: &dyn Communicator,
     ) -> Result<HeldOutRows, Halt> {
-        let mut statistics = Statistics::zero(draft.config().block_size, draft.device());
+        let mut statistics = no_statistics(draft, draft.device());
         let mut skipped = 0.0;
         let counts = (&mut statistics, &mut skipped);
         let own = self.asking.contain(doing, || self.own_rows(trainer, draft, counts)).err();
@@ -193,12 +201,12 @@ fn doing() -> String {
 /// Lets all ranks decode their share of the prompts.
 fn measured(
     probe: &mut AcceptanceProbe<'_>,
-    served: Served<'_>,
+    served: &LoadedDraft,
     (communicator, show): (&dyn Communicator, Show),
     asking: Asking<'_>,
 ) -> Result<HeldOutPrompts, Halt> {
     let share = Share { rank: communicator.rank(), ranks: communicator.world_size(), show };
-    let block_size = served.0.config().block_size;
+    let proposals = served.draft.config().block().proposals();
     let acceptance = asking.contain(doing, || {
         probe(served, share).map_err(|source| Error::Acceptance { rank: share.rank, source })
     });
@@ -210,7 +218,7 @@ fn measured(
     let Acceptance { reached, responses, mut length_sum } = counts;
     let mut responses = responses as f64;
     // A rank without answers has as many slots.
-    let mut steps = vec![0.0; block_size];
+    let mut steps = vec![0.0; proposals + 1];
     steps.iter_mut().zip(reached).for_each(|(sum, count)| *sum = count as f64);
     let mut sums: Vec<_> = steps.iter_mut().chain([&mut responses, &mut length_sum]).collect();
     add_up(communicator, vote, &mut sums, None)?.settle(own)?;

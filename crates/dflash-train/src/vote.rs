@@ -1,5 +1,10 @@
-//! What ranks tell each other about a step or a validation: a vote on how it went, and numbers to add
-//! up. Both travel in one collective.
+//! What ranks tell each other about a step or a validation: a vote on how it went, and counts to
+//! sum. Both travel in one collective.
+//!
+//! The votes are: continue, save, stop after this step, void because stopped, void because failed.
+//! The strongest vote decides for all ranks. A rank that cannot get its rows therefore still takes
+//! part in the step, all ranks save, and only then does it fail. The others wait for it in a
+//! barrier, so that the launcher sees the cause before its consequences.
 
 use dflash_dist::Communicator;
 use tch::{Device, Tensor};

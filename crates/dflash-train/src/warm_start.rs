@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use dflash_model::checkpoint::{TensorFile, pieces};
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind, Parameter};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind, Parameter, check_head};
 use dflash_model::target::Weights;
 use dflash_run::{Checkpoint, State};
 use tch::Tensor;
@@ -30,7 +30,8 @@ pub(crate) struct WarmStart {
 impl WarmStart {
     /// Reads the checkpoint's configuration and compares it with that of the draft `wanted`.
     pub(crate) fn open(dir: &Path, wanted: &DraftConfig) -> Result<Self, Error> {
-        let stored = DraftConfig::load(dir)?;
+        let stored = DraftConfig::load(dir).map_err(dflash_model::Error::from)?;
+        check_head(&stored)?;
         let facts = |draft: &DraftConfig| {
             // not every layout says how deep its target is
             let target_layers = draft.num_target_layers.or(wanted.num_target_layers);
@@ -41,7 +42,7 @@ impl WarmStart {
                 ("num_key_value_heads", draft.num_key_value_heads.to_string()),
                 ("head_dim", draft.head_dim.to_string()),
                 ("vocab_size", draft.vocab_size.to_string()),
-                ("number of captured layers", draft.captures().to_string()),
+                ("number of auxiliary layers", draft.captures().to_string()),
                 ("rope_theta", draft.rope_theta.to_string()),
                 ("num_target_layers", target_layers.unwrap_or_default().to_string()),
             ]
@@ -70,7 +71,7 @@ impl WarmStart {
         }
         if stored.block_size != wanted.block_size {
             notes.push(format!(
-                "it was trained on blocks of {}, this run on {}: the weights fit, the slots have to adapt",
+                "it was trained on blocks of {}, this run on {}: the weights fit, but the slots have to adapt",
                 stored.block_size, wanted.block_size
             ));
         }
@@ -97,8 +98,12 @@ impl WarmStart {
         };
         let (theirs, ours) = (windows(stored), windows(wanted));
         if theirs != ours {
+            notes.push(format!("its layers see this context: {theirs}; this run's see {ours}"));
+        }
+        if stored.head != wanted.head {
+            let (theirs, ours) = (&stored.head.kind, &wanted.head.kind);
             notes.push(format!(
-                "its layers see these tokens of context: {theirs}; this run's see {ours}"
+                "its head is {theirs}, this run's is {ours}: what they do not share starts fresh"
             ));
         }
         if stored.rms_norm_eps != wanted.rms_norm_eps {
@@ -112,14 +117,15 @@ impl WarmStart {
         self.dir.join(Checkpoint::TENSORS)
     }
 
-    /// Copies every parameter that both drafts have into `draft`, whose buffer is float32.
+    /// Copies every parameter that both drafts have, in the same shape, into `draft`, whose buffer is float32.
     pub(crate) fn copy_into(&self, draft: &Draft) -> Result<(), Error> {
         let layout = DraftLayout::new(&self.stored);
         let read = self.reader(layout.elements())?;
         let names: HashMap<&str, _> =
             layout.parameters().iter().map(|p| (p.name.as_str(), p)).collect();
         for parameter in draft.layout().parameters() {
-            let Some(stored) = names.get(parameter.name.as_str()) else { continue };
+            let stored = names.get(parameter.name.as_str());
+            let Some(stored) = stored.filter(|it| it.shape == parameter.shape) else { continue };
             let weights = parameter.view(draft.flat());
             read(stored, &weights)?;
             let flat = weights.view([-1]);

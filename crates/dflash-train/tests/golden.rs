@@ -3,14 +3,14 @@
 
 use dflash_golden::{Case, rule_trials};
 use dflash_model::Kernels;
-use dflash_model::draft::Parameter;
-use dflash_settings::SchedulerType;
+use dflash_model::draft::{Parameter, ParameterSpec};
+use dflash_settings::{SchedulerType, Warmup};
 use dflash_test_place::place;
 use dflash_train::optimizer::{
     AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, Verdict,
     WeightDecay,
 };
-use dflash_train::schedule::{Schedule, Warmup};
+use dflash_train::schedule::Schedule;
 use libtest_mimic::Arguments;
 use serde_json::Value;
 use tch::Tensor;
@@ -79,6 +79,10 @@ fn muon(Case { value: case, .. }: &Case) {
     follow(config, (&case["w0"], &case["grads"]), case, 1e-5);
 }
 
+fn matrix(shape: [i64; 2]) -> Parameter {
+    Parameter { spec: ParameterSpec::matrix("weight", shape, 0.0), offset: 0 }
+}
+
 /// Takes the steps of a case on all paths and compares the weights after each.
 fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Value, close: f64) {
     let rows = w0.as_array().unwrap().len() as i64;
@@ -88,8 +92,7 @@ fn follow(config: OptimizerConfig, (w0, gradients): (&Value, &Value), case: &Val
     for kernels in [Kernels::Fast, Kernels::Portable] {
         let mut weights = flat(w0);
         let elements = weights.numel() as i64;
-        let shape = vec![rows, elements / rows];
-        let matrix = Parameter { name: "weight".into(), shape, offset: 0 };
+        let matrix = matrix([rows, elements / rows]);
         let groups = Groups::of(&[matrix], &(0..elements));
         let mut optimizer = Optimizer::new(&config, groups, &weights).with_kernels(kernels);
         for (gradient, expected) in gradients.iter().zip(expected) {
@@ -107,7 +110,7 @@ fn steered(config: OptimizerConfig, (w0, gradients): (&Value, &[Value]), case: &
     let weights = flat(w0);
     let rows = w0.as_array().unwrap().len() as i64;
     let elements = weights.numel() as i64;
-    let matrix = Parameter { name: "weight".into(), shape: vec![rows, elements / rows], offset: 0 };
+    let matrix = matrix([rows, elements / rows]);
     let groups = Groups::of(&[matrix], &(0..elements));
     let mut optimizer = Optimizer::new(&config, groups, &weights);
     let rate = case["lr"].as_f64().unwrap();

@@ -1,5 +1,5 @@
-//! The command line of both programs. Commands take the structs of dflash-settings as they are; the
-//! arguments added here name other places to read settings from.
+//! The command line of both programs. Commands take the structs of dflash-settings unchanged; the
+//! arguments added here name other sources of settings.
 
 use clap::{Arg, ArgAction, Args, CommandFactory, Parser, Subcommand, value_parser};
 use dflash_settings::{
@@ -28,7 +28,7 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
-    /// What every command takes.
+    /// Flags of every command.
     #[command(flatten)]
     pub global: GlobalArgs,
 }
@@ -36,10 +36,10 @@ pub struct Cli {
 /// Flags that every command takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Args, Serialize, Deserialize)]
 pub struct GlobalArgs {
-    /// Say more on stderr (twice: everything). DFLASH_LOG takes tracing's filter syntax instead.
+    /// Log more on stderr (twice: everything). DFLASH_LOG takes tracing's filter syntax instead.
     #[arg(short, long, action = ArgAction::Count, global = true, conflicts_with = "quiet")]
     pub verbose: u8,
-    /// Say only what went wrong.
+    /// Log errors only.
     #[arg(short, long, global = true)]
     pub quiet: bool,
 }
@@ -50,7 +50,7 @@ pub struct GlobalArgs {
 pub enum Command {
     /// Turn conversations into a tokenized, masked dataset.
     Prepare(PrepareSettings),
-    /// Run the target and serve hidden states of chosen layers.
+    /// Run the target and serve hidden states of selected layers.
     #[command(
         after_help = "Example: dflash hidden-server Qwen3-8B --target-layer-ids 2 10 18 26 34\n\
                       Training then takes --vllm-endpoint http://localhost:8000/v1. Flags of \
@@ -59,7 +59,7 @@ pub enum Command {
     HiddenServer(HiddenServerSettings),
     /// Train a drafter against a running hidden-state server.
     Train(Box<TrainSettings>),
-    /// Say what a training run will take: memory, arithmetic, time, hidden states.
+    /// Predict a training run's memory, arithmetic, time and data rate.
     Plan(Box<PlanSettings>),
     /// Measure drafters: real speculative decoding against plain decoding.
     #[command(
@@ -68,35 +68,35 @@ pub enum Command {
                       A running server: dflash eval --endpoint http://localhost:8000/v1 --prompts gsm8k"
     )]
     Eval(Box<EvalSettings>),
-    /// Write a drafter in the layout and type that an engine reads, and check it.
+    /// Convert a drafter to the layout and type that an engine reads, and verify it.
     Export(ExportSettings),
     /// Show a training run as one page: curves, settings, checkpoints.
     Report(ReportSettings),
     /// Publish a drafter on the Hugging Face Hub, with a model card.
     Push(Box<PushSettings>),
-    /// Replace the answers of a dataset by the target's own.
+    /// Replace the answers of a dataset with the target's own.
     Regenerate(RegenerateSettings),
     /// Answer a prompt, or chat, in the terminal.
     #[command(after_help = "Example: dflash generate --target Qwen3-8B --draft drafts/qwen3-8b \
                       --show-blocks \"Why is the sky blue?\"")]
     Generate(GenerateSettings),
-    /// Serve the target with its drafter: OpenAI's chat completions and completions.
+    /// Serve a target with its drafter behind OpenAI's HTTP interface.
     Serve(ServeSettings),
-    /// Time parts of the work.
+    /// Time a training step or decoding.
     Bench(BenchSettings),
-    /// Run the whole line on a made-up corpus, without downloads.
+    /// Run the whole pipeline on a synthetic corpus, without downloads.
     Demo(DemoSettings),
-    /// Look at this machine: what is there, what is missing, how to get it.
+    /// Check this machine: what is there, what is missing, how to get it.
     Doctor(DoctorSettings),
     /// Print the completions of a shell.
     Completions(CompletionsSettings),
     /// Write the man pages.
     Man(ManSettings),
-    /// Print the levels of instructions that this processor has, each with the variables that make
-    /// libtorch and its libraries compute at it; scripts ask.
+    /// Print the instruction levels that this processor supports, each with the environment
+    /// variables that limit libtorch and its libraries to it; for scripts.
     #[command(hide = true)]
     CpuLevels,
-    /// Print what libtorch, CUDA and NCCL say of themselves, as JSON; `dflash doctor` asks.
+    /// Print what libtorch, CUDA and NCCL report about themselves, as JSON; for `dflash doctor`.
     #[command(hide = true)]
     EngineInfo,
     /// Make the demo's corpus and train its tiny target.
@@ -106,7 +106,7 @@ pub enum Command {
 
 impl Command {
     /// # Errors
-    /// The first setting that cannot be used, whatever the target and the data are.
+    /// The first setting that is invalid for any target and data.
     pub fn check(&self) -> Result<(), Invalid> {
         match self {
             Self::Prepare(settings) => settings.check(),
@@ -131,7 +131,7 @@ impl Command {
         }
     }
 
-    /// The level of the processor's instructions that the settings ask for.
+    /// The CPU instruction level that the settings request.
     pub fn cpu_level(&self) -> Option<CpuLevel> {
         let processor = match self {
             Self::HiddenServer(settings) => settings.processor,
@@ -147,7 +147,7 @@ impl Command {
         processor.cpu_level
     }
 
-    /// What signals mean to the command.
+    /// How the command handles signals.
     pub fn on_signal(&self) -> OnSignal {
         match self {
             Self::HiddenServer(_) => OnSignal::Shutdown { drain: Duration::ZERO },
@@ -180,7 +180,7 @@ pub(crate) fn table_of(command: &str) -> Option<&'static str> {
     TABLES.into_iter().find(|(name, _)| *name == command).map(|(_, table)| table)
 }
 
-/// Arguments that name other places of settings.
+/// Arguments that name other sources of settings.
 pub(crate) const RUN_FILE: &str = "run_file";
 pub(crate) const SET: &str = "set";
 pub(crate) const DUMP_CONFIG: &str = "dump_config";
@@ -195,18 +195,63 @@ pub fn definition() -> clap::Command {
         let plans = command.get_name() == "plan";
         let command = if plans { command.args(passed_over.clone()) } else { command };
         let Some(table) = table_of(command.get_name()) else { return command };
-        let command = command.args(run_file_arguments(table));
+        let command = with_short_help(command.args(run_file_arguments(table)));
         if table == "hidden_server" { command.args(server_arguments()) } else { command }
     })
 }
 
-/// The flags of `train` that do not change a plan. `plan` takes them and passes them over, so that it
-/// can be put in place of `train` in any command line.
+/// The flags of `train` that do not affect a plan. `plan` accepts and ignores them, so that it can
+/// replace `train` in any command line.
 fn only_for_training(all: &clap::Command) -> Vec<Arg> {
     let arguments = |name| all.find_subcommand(name).into_iter().flat_map(|c| c.get_arguments());
     let own: Vec<_> = arguments("plan").map(Arg::get_id).collect();
     let others = arguments("train").filter(|arg| !own.contains(&arg.get_id()));
     others.map(|arg| arg.clone().required(false).hide(true)).collect()
+}
+
+/// What people set first in a training run: `-h` shows these alone, and `--help` all flags. Settings that
+/// are seldom changed are hidden where they are defined: they are keys of run files and of `--set`.
+const SET_FIRST: [&str; 26] = [
+    "target",
+    "data_path",
+    "save_path",
+    "resume",
+    "epochs",
+    "max_steps",
+    "total_seq_len",
+    "max_anchors",
+    "gradient_accumulation_steps",
+    "seed",
+    "from_pretrained",
+    "num_layers",
+    "block_size",
+    "target_layer_ids",
+    "draft_vocab_size",
+    "vllm_endpoint",
+    "colocate",
+    "lr",
+    "optimizer",
+    "loss",
+    "eval_prompts",
+    "save_every",
+    "nproc",
+    "recompute",
+    RUN_FILE,
+    SET,
+];
+
+/// Leaves what people set first to the short help of a training run and of its plan.
+fn with_short_help(command: clap::Command) -> clap::Command {
+    if !["train", "plan"].contains(&command.get_name()) {
+        return command;
+    }
+    let own = ["rows", "mean_length", "nnodes", "device", "json"];
+    let plans = command.get_name() == "plan";
+    command.mut_args(|arg| {
+        let id = arg.get_id().as_str();
+        let is_first = SET_FIRST.contains(&id) || plans && own.contains(&id);
+        arg.hide_short_help(!is_first)
+    })
 }
 
 /// Of a flag that is given twice the last counts, but for those that collect their values. What
@@ -216,7 +261,7 @@ fn as_typed(command: clap::Command) -> clap::Command {
 }
 
 fn run_file_arguments(table: &str) -> [Arg; 3] {
-    [
+    let arguments = [
         Arg::new(RUN_FILE).value_name("RUN_FILE").value_parser(value_parser!(PathBuf)).help(format!(
             "Run file: TOML whose table `{table}` has the flags below as keys. Flags win over it, \
              and required flags may come from it"
@@ -228,8 +273,10 @@ fn run_file_arguments(table: &str) -> [Arg; 3] {
         Arg::new(DUMP_CONFIG)
             .long("dump-config")
             .action(ArgAction::SetTrue)
-            .help("Print all settings as a run file and do nothing else"),
-    ]
+            .help("Print all settings as a run file and exit"),
+    ];
+    // Else they would stand under the heading of the last setting.
+    arguments.map(|arg| arg.help_heading(None::<&str>))
 }
 
 /// The server's target may be given without its flag, in place of a run file, and flags of vLLM may
@@ -240,12 +287,13 @@ fn server_arguments() -> [Arg; 1] {
         .action(ArgAction::Append)
         .last(true)
         .allow_hyphen_values(true)
-        .help("Flags of `vllm serve`, for launch lines written for it")]
+        .help("Flags of `vllm serve`, for command lines written for it")]
 }
 
 #[cfg(test)]
 mod tests {
     use clap::FromArgMatches;
+    use dflash_settings::ResumeMode;
 
     use super::*;
     use crate::command_line;
@@ -301,7 +349,7 @@ mod tests {
         let args = [&line[..], &more, &last, &["--resume"]].concat();
         let (line, _) = command_line::parse(args.into_iter().map(Into::into).collect()).unwrap();
         let Command::Train(settings) = line.cli.command else { panic!("not a training") };
-        assert_eq!((settings.optimizer.lr, settings.resume), (2.0, true));
+        assert_eq!((settings.optimizer.lr, settings.resume), (2.0, Some(ResumeMode::Latest)));
         assert_eq!(settings.data_path, Some(PathBuf::from("c")));
         assert_eq!(settings.draft.target_layer_ids, Some(vec![3, 4]));
         let loss: Vec<String> = settings.objective.loss.iter().map(ToString::to_string).collect();

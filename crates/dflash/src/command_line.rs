@@ -54,7 +54,7 @@ pub fn read() -> CommandLine {
 
 /// Parses `args`, the program's name first; also tells whether the settings are only to be shown.
 pub(crate) fn parse(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusal> {
-    let args = with_hyphens(args);
+    let args = run_file::with_present_names(with_hyphens(args));
     parse_typed(&args)
         .map_err(|refusal| one_device::explain(&args, numbers::explain(&args, refusal)))
 }

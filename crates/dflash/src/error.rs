@@ -28,7 +28,7 @@ pub enum Error {
     #[error(
         "this command needs libtorch {VERSION}, and none was found. Looked at:\n{report}\
          To get it: `make setup` in the source tree, or `pip install torch=={VERSION}`, or set \
-         DFLASH_LIBTORCH to an unpacked libtorch {VERSION}; `dflash doctor` looks at the rest"
+         DFLASH_LIBTORCH to an unpacked libtorch {VERSION}; `dflash doctor` checks the rest"
     )]
     NoLibtorch {
         /// Every place, with what was found there.
@@ -38,7 +38,7 @@ pub enum Error {
     #[error(transparent)]
     CpuLevel(#[from] dflash_cpu::Error),
     /// The engine was started without the front, and at a level that only the front can set.
-    #[error("--cpu-level {level} takes effect where `dflash` starts its engine; start `dflash`")]
+    #[error("--cpu-level {level} takes effect only when `dflash` starts the engine; run `dflash`")]
     StartedAlone {
         /// The level that was asked for.
         level: CpuLevel,
@@ -86,8 +86,7 @@ pub enum Error {
     },
     /// Flags of vLLM that say what this server does not do.
     #[error(
-        "{reason}; the flags after `--` are read as vLLM's, and this one has no counterpart here: \
-         leave it out (see `dflash hidden-server --help`)"
+        "{reason}; the flags after `--` are read as vLLM's, and this one has no counterpart here: remove it (see `dflash hidden-server --help`)"
     )]
     VllmFlags {
         /// The flag, and what is wrong with it.

@@ -1,15 +1,16 @@
 //! The search for libtorch: which places, in which order, and what makes one usable.
 //!
-//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`: a directory named here is used, or is an error.
+//! 1. `DFLASH_LIBTORCH`, then `LIBTORCH`. An explicit libtorch path is used or refused, never
+//!    silently replaced.
 //! 2. The torch package of the environment that the program is installed in: that of the `python3`
 //!    beside it, then the one under `lib/python3*` of the same prefix. A wheel brings it.
-//! 3. `.deps/libtorch` beside the program or in a directory above it: what `make setup` links.
-//! 4. `dflash/libtorch-2.11.0/torch` in the user's cache: what `make setup` installs.
+//! 3. `.deps/libtorch` beside the program or in a directory above it: `make setup` links it.
+//! 4. `dflash/libtorch-2.11.0/torch` in the user's cache: `make setup` installs it.
 //! 5. The torch package of `VIRTUAL_ENV`, of `CONDA_PREFIX`, and of `python3` on the path.
 //!
-//! Where an NVIDIA driver is present, a usable place with the CUDA libraries beside it wins over
-//! an earlier one without: the CPU set-up of `make setup` leaves them out, and would otherwise
-//! hide the complete Python torch of a GPU machine.
+//! On a machine with an NVIDIA driver, a libtorch with CUDA libraries wins over an earlier one
+//! without: the CPU set-up of `make setup` has none and would otherwise hide the complete Python
+//! torch of a GPU machine.
 
 use std::env;
 use std::fmt;

@@ -7,6 +7,7 @@
 
 mod document;
 mod dump;
+mod earlier;
 mod layers;
 mod value;
 mod vllm;
@@ -24,6 +25,7 @@ use crate::command_line::{CommandLine, Refusal, refusal, usage_error};
 use crate::error::Error;
 use crate::places::Places;
 pub(crate) use dump::dump;
+pub(crate) use earlier::with_present_names;
 use layers::{Level, Setting};
 use value::Given;
 
@@ -132,7 +134,7 @@ pub(crate) fn resolve(args: Vec<OsString>) -> Result<(CommandLine, bool), Refusa
             if name == "hidden-server" {
                 settings.extend(vllm::line(matches, &mut notes)?);
             }
-            for entry in sets(matches, sources.table)? {
+            for entry in earlier::present(sources.table, sets(matches, sources.table)?) {
                 settings.extend(sources.setting(&entry, Level::Set)?);
             }
             if let Some(path) = run_file(name, matches) {
@@ -251,7 +253,7 @@ impl Sources {
     /// The settings of a run file; keys that the table has and this command lacks are left out.
     fn file(&self, path: &Path) -> Result<Vec<Setting>, Error> {
         let mut settings: Vec<Setting> = Vec::new();
-        for entry in document::read(path, self.table)? {
+        for entry in earlier::present(self.table, document::read(path, self.table)?) {
             let Some(setting) = self.setting(&entry, Level::File)? else { continue };
             if settings.iter().any(|earlier| earlier.key == setting.key) {
                 return Err(entry.refuse("is given twice in this file"));

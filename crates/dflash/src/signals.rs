@@ -1,10 +1,11 @@
-//! Signals: flags that long calls poll, and a deadline for those that do not.
+//! Signals: flags that long calls poll, and a deadline for calls that do not.
 //!
-//! The first signal that asks for the end sets the stop flag; the command then has [`GRACE`] to end
-//! on its own, or [`SAVE_GRACE`] (or what [`set_save_grace`] says) where the signal leaves work to be
-//! saved. A second one ends the process at once. A terminal sends Ctrl-C to the whole process group
-//! while a launcher forwards it as well, so signals within [`ECHO`] of the first count as the same
-//! one. SIGUSR1 asks a training to save and go on.
+//! The first SIGINT or SIGTERM (for training also SIGHUP) sets the stop flag. The command then has
+//! [`GRACE`] to end on its own, or [`SAVE_GRACE`] (or what [`set_save_grace`] says) if the signal
+//! leaves work to be saved. Files are always complete or absent, so ending the process at the
+//! deadline loses work but breaks nothing. A second signal ends the process at once. A terminal
+//! sends Ctrl-C to the whole process group and the launcher forwards it too, so signals within
+//! [`ECHO`] of the first count as the same one. SIGUSR1 asks training to save and continue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};

@@ -29,7 +29,9 @@ fn page() -> String {
         test compares.\n\nA flag `--max-steps` is the key `max_steps` of its command's table in a \
         run file and after\n`--set`. A flag wins over `--set`, that over the environment, that \
         over the run file, and that over\nthe default. Of a flag given twice the last counts, \
-        but `--data` and `--set` collect.\n`--max_steps` is read as `--max-steps`.\n"
+        but `--data` and `--set` collect.\n`--max_steps` is read as `--max-steps`. \
+        `dflash train -h` shows what people set\nfirst, `--help` all flags. Keys that are seldom \
+        set are for run files and `--set`; they are read as flags too.\n"
         .to_owned();
     let mut definition = definition();
     definition.build();
@@ -44,9 +46,8 @@ fn command_section(page: &mut String, before: &str, command: &Command) {
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
     write!(page, "\n## dflash {name}\n\n{about}\n").unwrap();
     let general = ["help", "version", "verbose", "quiet"];
-    let args = command
-        .get_arguments()
-        .filter(|arg| !arg.is_hide_set() && !general.contains(&arg.get_id().as_str()));
+    let args = command.get_arguments().filter(|arg| !general.contains(&arg.get_id().as_str()));
+    let (rare, args): (Vec<&Arg>, Vec<&Arg>) = args.partition(|arg| arg.is_hide_set());
     let mut sections: Vec<(&str, Vec<&Arg>)> = Vec::new();
     for arg in args {
         let heading = arg.get_help_heading().unwrap_or("flag");
@@ -61,6 +62,13 @@ fn command_section(page: &mut String, before: &str, command: &Command) {
             writeln!(page, "| {} | {} | {} |", names(arg), default(arg), help(arg)).unwrap();
         }
     }
+    // A plan reads a training's run file.
+    if !rare.is_empty() && name != "plan" {
+        write!(page, "\n| key for run files and `--set` | default | |\n|---|---|---|\n").unwrap();
+        for arg in rare {
+            writeln!(page, "| `{}` | {} | {} |", arg.get_id(), default(arg), help(arg)).unwrap();
+        }
+    }
     for inner in command.get_subcommands() {
         command_section(page, &format!("{name} "), inner);
     }
@@ -72,7 +80,10 @@ fn names(arg: &Arg) -> String {
     let names = arg.get_value_names().unwrap_or_default();
     let value = names.first().filter(|_| takes_value).map(|name| name.to_string());
     let Some(long) = arg.get_long() else { return format!("`{}`", value.unwrap_or_default()) };
-    let value = value.map_or_else(String::new, |value| format!(" {value}"));
+    let value = match value {
+        Some(value) if arg.is_require_equals_set() => format!("[={value}]"),
+        value => value.map_or_else(String::new, |value| format!(" {value}")),
+    };
     let aliases: Vec<String> = arg
         .get_visible_aliases()
         .unwrap_or_default()
@@ -96,7 +107,9 @@ fn default(arg: &Arg) -> String {
 }
 
 fn help(arg: &Arg) -> String {
-    let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let text = arg.get_long_help().or(arg.get_help());
+    let mut text = text.map(ToString::to_string).unwrap_or_default().replace("\n\n", " ");
+    text.truncate(text.trim_end_matches('.').len());
     let choices: Vec<String> = arg
         .get_possible_values()
         .iter()

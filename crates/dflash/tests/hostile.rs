@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Arg, ArgAction};
 use dflash::cli::definition;
+use dflash_settings::Warmup;
 
 /// For one process on a busy machine. Refusals take milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -16,14 +17,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NOWHERE: &str = "/proc/none/x";
 
 /// Flags that may be 0.
-const MAY_BE_ZERO: [&str; 27] = [
-    "adam-beta1",
-    "adam-beta2",
+const MAY_BE_ZERO: [&str; 23] = [
     "contexts",
     "decay-ratio",
     "dpace-alpha",
     "drain-timeout",
     "mask-token-id",
+    "keep-last",
     "max-restarts",
     "max-wait",
     "min-lr-ratio",
@@ -31,7 +31,6 @@ const MAY_BE_ZERO: [&str; 27] = [
     "norm-weight-decay",
     "port",
     "prefix-cache-mib",
-    "resume-from",
     "seed",
     "shuffle-seed",
     "target-layer-ids",
@@ -40,14 +39,12 @@ const MAY_BE_ZERO: [&str; 27] = [
     "validation-ratio",
     "wait-for-server",
     "warmup",
-    "warmup-ratio",
-    "warmup-steps",
     "weight-decay",
     "zero",
 ];
 
 /// Flags that may be any whole number.
-const MAY_BE_ANYTHING: [&str; 3] = ["resume-from", "seed", "shuffle-seed"];
+const MAY_BE_ANYTHING: [&str; 2] = ["seed", "shuffle-seed"];
 
 const WHOLE: [&str; 5] = ["0", "-1", "18446744073709551615", "99999999999999999999999", "nan"];
 const REAL: [&str; 6] = ["0", "-1", "1e308", "inf", "-inf", "nan"];
@@ -70,7 +67,7 @@ fn values(arg: &Arg) -> &'static [&'static str] {
     match arg {
         _ if matches!(arg.get_action(), ArgAction::Count) => &[],
         _ if is_any(arg, &whole) => &WHOLE,
-        _ if is_any(arg, &[TypeId::of::<f64>(), TypeId::of::<f32>()]) => &REAL,
+        _ if is_any(arg, &[TypeId::of::<f64>(), TypeId::of::<Warmup>()]) => &REAL,
         _ => &[],
     }
 }
@@ -98,13 +95,14 @@ fn line(words: &[String], command: &clap::Command, flag: &str) -> Vec<String> {
 }
 
 fn try_all(words: &[String], command: &clap::Command, tried: &mut usize) {
+    let passes_over = words[0] == "plan";
     for arg in command.get_arguments() {
         let Some(flag) = arg.get_long() else { continue };
         for value in values(arg) {
             let mut line = line(words, command, flag);
             line.push(format!("--{flag}={value}"));
             // `plan` passes over what is for training alone.
-            check(&line, flag, arg.is_hide_set() || may_be_taken(flag, value));
+            check(&line, flag, passes_over && arg.is_hide_set() || may_be_taken(flag, value));
             *tried += 1;
         }
     }

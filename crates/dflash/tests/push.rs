@@ -109,10 +109,10 @@ fn a_drafter_that_was_never_evaluated_takes_a_word() {
     let other = String::from_utf8(report.clone()).unwrap().replace(&world.digest(), "0123456789ab");
     std::fs::write(world.path("other.json"), other).unwrap();
     let named = format!("{line} --evaluation");
-    world.fails(&format!("{named} other.json"), "other.json is a report of other weights");
+    world.fails(&format!("{named} other.json"), "other.json is a report for other weights");
     let bare = String::from_utf8(report.clone()).unwrap().replace("draft_weights", "x");
     std::fs::write(world.path("bare.json"), bare).unwrap();
-    world.fails(&format!("{named} bare.json"), "does not say which weights it is of");
+    world.fails(&format!("{named} bare.json"), "does not say which weights it is for");
     std::fs::write(world.path("text.json"), "hello").unwrap();
     world.fails(&format!("{named} text.json"), "text.json is not a report of `dflash eval`");
     assert_eq!(world.hub.requests(), Vec::<String>::new());
@@ -146,14 +146,14 @@ fn a_run_after_a_failure_goes_on_and_until_then_nothing_is_seen() {
     let second =
         format!("PUT /storage/{}", sha256(&world.read("run/step-000010/model.safetensors")));
     world.hub.mishap(String::leak(second), 99, What::Break(1 << 20));
-    let failed = world.fails(&line, "the same command goes on from here");
+    let failed = world.fails(&line, "the same command continues from here");
     assert!(failed.contains("nothing was published"), "{failed}");
     assert!(world.hub.repository(MODEL).unwrap().files("main").is_empty());
     let puts = |requests: &[String]| requests.iter().filter(|it| it.starts_with("PUT")).count();
     assert_eq!(puts(&world.hub.requests()), 1 + 4, "bounded");
     world.hub.heal();
     let done = world.push(&line);
-    assert!(done.stderr.contains("were there already"), "{}", done.stderr);
+    assert!(done.stderr.contains("were already there"), "{}", done.stderr);
     assert_eq!(puts(&world.hub.requests()), 1, "what arrived is not sent again");
     let files = world.hub.repository(MODEL).unwrap().files("main");
     assert_eq!(files["drafter-f16.gguf"].content, world.read("drafter-f16.gguf"));
@@ -206,7 +206,7 @@ fn a_pull_request_whose_answer_is_lost_is_opened_once() {
     // Where the Hub cannot be asked, nobody knows, and it is not told again.
     world.hub.mishap("POST /api/models/me/drafter/commit", 99, What::Lose);
     world.hub.mishap("GET /api/models/me/drafter/discussions", 99, What::Status(403, "no"));
-    let failed = world.fails(&format!("{line} --message third"), "which may have been made");
+    let failed = world.fails(&format!("{line} --message third"), "may have been made");
     assert!(!failed.contains("nothing was published"), "{failed}");
     assert_eq!(world.hub.repository(MODEL).unwrap().proposals().len(), 3);
 }
@@ -217,8 +217,10 @@ fn the_card_shows_the_results_that_are_chosen() {
     let line = format!("run --repo {REPO}");
     let all = world.push(&line);
     assert!(all.stderr.contains("the card shows test.jsonl, greedy: 12 answers"), "{}", all.stderr);
-    world
-        .fails(&format!("{line} --results GSM8K"), "the results of this drafter are of test.jsonl");
+    world.fails(
+        &format!("{line} --results GSM8K"),
+        "the results of this drafter are for test.jsonl",
+    );
     world.push(&format!("{line} --results TEST.jsonl"));
     assert!(world.pushed_card().contains("| test.jsonl | greedy | 12 |"));
     world.push(&format!("{line} --results none"));

@@ -73,13 +73,13 @@ fn keys_are_the_flags_names_in_either_case() {
         "num_layers = 3",
         "block_size = 8",
         "target_layer_ids = [1, 2]",
-        "resume = true",
+        "resume = \"latest\"",
         "loss = [\"ce=0.5\", \"kl\"]",
         "vllm_endpoint = [\"http://a:1/v1\"]",
         "no_progress = false",
         "seed = 1000",
         "scheduler_type = \"wsd\"",
-        "total_seq_len = 3072",
+        "total_seq_len = 8192",
     ] {
         place.check("", line);
     }
@@ -106,23 +106,27 @@ fn flags_beat_set_beats_environment_beats_file_beats_default() {
 
 #[test]
 fn what_set_says_is_read_as_after_a_flag() {
-    let place = Place::with("resume = true");
+    let place = Place::with("resume = true\nwarmup = 0.1");
+    place.check("", "resume = \"latest\"");
+    place.check("", "warmup = 0.1");
+    place.check("--set resume=7 --set warmup=30", "resume = \"7\"");
+    place.check("--set warmup=30", "warmup = 30");
     place.check("--set train.target_layer_ids=1,2", "target_layer_ids = [1, 2]");
     place.check("--set train.target_layer_ids=[1,3]", "target_layer_ids = [1, 3]");
     place.check("--set save-path=1e3", "save_path = \"1e3\"");
-    place.check("--set resume=false", "resume = false");
+    assert!(!place.dump("--set resume=false", &[]).contains("\nresume ="));
     place.refuse("--set lr=fast", "--set: lr is refused: invalid value 'fast' for '--lr <LR>'");
-    place.refuse("--set resume=1", "--set: resume is a string, but true or false is needed");
+    place.refuse("--set resume=yes", "--set: resume is refused: invalid value 'yes'");
+    place.refuse("--set warmup=1.0", "1.0 may mean one step or all steps");
     place.refuse("--set lr", "--set: lr needs a value");
     place.refuse("--set learning=1", "--set: learning is not a setting");
 }
 
 #[test]
 fn a_higher_sources_flag_drops_what_it_conflicts_with() {
-    let place = Place::with("gamma = 7.0\nwarmup_steps = 5");
+    let place = Place::with("gamma = 7.0");
     place.check("--dpace-alpha 0.5", "dpace_alpha = 0.5");
     assert!(!place.dump("--dpace-alpha 0.5", &[]).contains("gamma = "));
-    place.check("--warmup-ratio 0.1", "warmup_ratio = 0.1");
     let both = Place::with("gamma = 7.0\ndpace_alpha = 0.5");
     let output = both.run("run.toml --dump-config", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
@@ -131,21 +135,21 @@ fn a_higher_sources_flag_drops_what_it_conflicts_with() {
 
 #[test]
 fn a_flag_and_what_it_requires_may_come_from_two_places() {
-    let place = Place::with("keep_last = 3");
-    place.check("--keep-every 5", "keep_every = 5");
-    place.check("--set keep_every=5", "keep_last = 3");
-    let output = Place::with("keep_every = 5").run("run.toml --dump-config", &[]);
+    let place = Place::with("optimizer = 'muon'");
+    place.check("--muon-lr 0.5", "muon_lr = 0.5");
+    place.check("--set muon_lr=0.5", "optimizer = \"muon\"");
+    let output = Place::with("muon_lr = 0.5").run("run.toml --dump-config", &[]);
     let errors = String::from_utf8(output.stderr).unwrap();
-    assert!(errors.contains("run.toml:5: --keep-every needs --keep-last"), "{errors}");
+    assert!(errors.contains("run.toml:5: --muon-lr needs --optimizer muon"), "{errors}");
 }
 
 #[test]
 fn what_is_dumped_gives_the_same_run() {
-    let settings = "warmup_steps = 5\ntarget_layer_ids = [1, 2]\nloss = ['ce', 'kl=.5']\n\
+    let settings = "warmup = 5\nresume = 'auto'\nadam_betas = [0.8, 0.9]\ntarget_layer_ids = [1, 2]\nloss = ['ce', 'kl=.5']\n\
                     weight_decay = 1\nseed = 18446744073709551615";
     let place = Place::with(settings);
     let first = place.dump("--max-steps 7 --set lr=.5", &[]);
-    assert!(!first.contains("warmup_ratio ="), "{first}");
+    assert!(first.contains("warmup = 5\n") && first.contains("[0.8, 0.9]"), "{first}");
     assert!(first.contains("lr = 0.5\n") && first.contains("max_steps = 7\n"), "{first}");
     place.write("run.toml", &first);
     assert_eq!(place.dump("", &[]), first);
@@ -158,7 +162,8 @@ fn mistakes_in_the_file_are_named_with_their_line() {
     check("set = ['lr=1']", "run.toml:5: set is not a setting");
     check("lr = 'fast'", "run.toml:5: lr is a string, but a number is needed");
     check("lr = true", "run.toml:5: lr is true or false, but a number is needed");
-    check("resume = 'yes'", "run.toml:5: resume is a string, but true or false is needed");
+    check("resume = 'yes'", "run.toml:5: resume is refused: invalid value 'yes' for '--resume");
+    check("resume = [1]", "run.toml:5: resume is a list, but a number or a string is needed");
     check("lr = [1, 2]", "run.toml:5: lr is a list, but a number is needed");
     check("hidden_states_path = 3", "hidden_states_path is a number, but a string is needed");
     check("target_layer_ids = ['a']", "target_layer_ids is a string, but a number or a list of");
@@ -236,4 +241,27 @@ fn every_command_reads_its_table() {
     assert!(dump("plan", "--model m --data-path d").contains("max_anchors = 7\n"));
     let refused = place.run("run.toml --data-path d --target m --save-path s --dump-config", &[]);
     assert_eq!(refused.status.code(), Some(0));
+}
+
+#[test]
+fn run_files_of_earlier_releases_are_read_as_they_were() {
+    let dumped = "resume = false\nresume_or_start = false\nwarmup_ratio = 0.04\nzero = 0\n\
+                  matmul_precision = 'float32'\njoin_timeout = 120\nwait_for_server = 60\n\
+                  max_in_flight = 16\nvalidation_ratio = 0.0\nmax_anchors = 3072\ngrace = 9";
+    let place = Place::with(dumped);
+    for line in ["warmup = 0.04", "zero = 0", "validation_ratio = 0.0", "max_anchors = 3072"] {
+        place.check("", line);
+    }
+    assert!(!place.dump("", &[]).contains("\nresume ="));
+    let place = Place::with("resume_or_start = true\nwarmup-steps = 30\nadam_beta1 = 0.8");
+    for line in ["resume = \"auto\"", "warmup = 30", "adam_betas = [0.8, 0.95]"] {
+        place.check("", line);
+    }
+    place.check("--resume-from 7", "resume = \"7\"");
+    place.check("--set resume_from=7 --set warmup_ratio=0.5", "warmup = 0.5");
+    place.check("--warmup_steps=2", "warmup = 2");
+    place.refuse("--set warmup_ratio=1", "--set: warmup is refused: invalid value '1.0'");
+    let twice = Place::with("warmup = 5\nwarmup_ratio = 0.1");
+    twice.refuse("", "warmup is given twice in this file");
+    Place::with("warmup_ratio = 'x'").refuse("", "run.toml:5: warmup is refused");
 }

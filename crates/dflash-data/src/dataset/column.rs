@@ -28,7 +28,7 @@ enum Item {
     },
 }
 
-/// The column's place in its file, for one batch.
+/// The column's position in its file, for one batch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ColumnSlice {
     column: Column,

@@ -11,7 +11,7 @@ use crate::error::Error;
 /// Announces a message since Arrow 0.15; older files start with the length itself.
 const CONTINUATION: u32 = u32::MAX;
 
-/// The two columns of a record batch, by their places in the shard.
+/// The two columns of a record batch, with their positions in the shard.
 #[derive(Debug)]
 pub(super) struct Columns {
     pub(super) rows: usize,
@@ -40,7 +40,7 @@ pub(super) fn scan_shard(shard: &Shard) -> Result<Vec<Columns>, Error> {
                     columns.as_ref().ok_or_else(|| shard.broken("no schema comes first"))?;
                 batches.push(read_batch(shard, &message, columns, body)?);
             }
-            // Dictionaries of columns that are not ours.
+            // Dictionaries belong to columns that are not read.
             _ => {}
         }
     }

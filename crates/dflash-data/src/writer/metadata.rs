@@ -1,4 +1,4 @@
-//! The descriptions beside the data that make a directory a Hugging Face dataset.
+//! The metadata files that make a directory a Hugging Face dataset.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use arrow_schema::{DataType, Field, Schema};
 use serde_json::{Value, json};
 
 /// The features as `datasets` 2 to 5 read them. `Sequence` is the older name of `List`, which
-/// versions before 4 do not know and later ones still accept.
+/// versions before 4 do not support and later ones still accept.
 fn features() -> Value {
     let list =
         |dtype: &str| json!({"feature": {"dtype": dtype, "_type": "Value"}, "_type": "Sequence"});

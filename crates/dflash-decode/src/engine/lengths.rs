@@ -1,9 +1,12 @@
-//! How many tokens are proposed: as many as pay, by what passes cost here and by what was accepted.
+//! Chooses how many tokens to propose: as many as pay, given what passes cost here and what was
+//! accepted.
 //!
-//! A step that verifies `k` proposals of a sequence makes one token and, of each slot, the chance that it
-//! and all before it are accepted. Steps of all sizes are timed as they are made; chances are kept for
-//! each sequence, in the light of what all sequences had lately. The lengths of a step are those that make
-//! the most tokens per second, none included. Whatever is chosen, the text is the same.
+//! A step that verifies `k` proposals of a sequence yields one token plus, for each slot, the
+//! probability that it and all before it are accepted. Steps of all sizes are timed as they run, so
+//! a busy machine or a long context is noticed. Acceptance probabilities are estimated from all
+//! sequences, shifted by what this sequence had lately. One threshold on a slot's probability
+//! serves all sequences of a step; of a dozen thresholds, none included, the one with the most
+//! tokens per second is taken. The text is the same whatever is chosen.
 
 use dflash_settings::Speculate;
 

@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use dflash_model::draft::{self, ContextPart};
+use dflash_model::draft::{self, BlockShape, ContextPart};
 use dflash_model::target::{self, KvCache, Target};
 use tch::Tensor;
 
@@ -36,7 +36,7 @@ pub(super) struct Packed<'a> {
 struct PackedDraft<'a> {
     rows: &'a draft::FewRows,
     layer_ids: &'a [u32],
-    /// Embeddings of the mask tokens [b - 1, h].
+    /// Embeddings of a block's mask tokens [b - 1, h].
     masks: Vec<f32>,
 }
 
@@ -51,12 +51,12 @@ impl<'a> Packed<'a> {
             None => None,
             Some(draft) => {
                 let config = draft.config();
-                let slots = config.block_size;
-                if slots > MOST.min(draft::FewRows::MAX_ROWS) {
+                let block = config.block();
+                if block.rows > MOST.min(draft::FewRows::MAX_ROWS) {
                     return None;
                 }
-                let mut masks = vec![0.0; (slots - 1) * config.hidden_size as usize];
-                rows.embed(&vec![config.mask_token_id; slots - 1], &mut masks);
+                let mut masks = vec![0.0; block.masks() * config.hidden_size as usize];
+                rows.embed(&vec![config.mask_token_id; block.masks()], &mut masks);
                 Some(PackedDraft {
                     rows: draft.few_rows()?,
                     layer_ids: &config.target_layer_ids,
@@ -166,7 +166,7 @@ impl<'a> Packed<'a> {
             plans.iter_mut().filter(|plan| plan.drafted > 0).collect();
         let which: Vec<usize> = drafting.iter().map(|plan| plan.at).collect();
         self.catch_up(sequences, &which);
-        for group in drafting.chunks_mut(MOST / drafter.block_size()) {
+        for group in drafting.chunks_mut(MOST / drafter.block().rows) {
             self.propose_together(sequences, group, drafter);
         }
     }
@@ -179,7 +179,8 @@ impl<'a> Packed<'a> {
         drafter: &Drafter<'_>,
     ) {
         let draft = self.draft.as_ref().expect("made with the drafter");
-        let (hidden, block) = (self.hidden, drafter.block_size() * self.hidden);
+        let BlockShape { rows, first_predicting: unread } = drafter.block();
+        let (hidden, block, first) = (self.hidden, rows * self.hidden, unread * self.hidden);
         let x = &mut self.x[..plans.len() * block];
         for (plan, x) in plans.iter().zip(x.chunks_mut(block)) {
             let (anchor, masks) = x.split_at_mut(hidden);
@@ -188,18 +189,20 @@ impl<'a> Packed<'a> {
         }
         let context = |plan: &&mut Plan| sequences[plan.at].context.as_ref().expect("it drafts");
         match &*plans {
-            [plan] => draft.rows.forward_blocks(&[context(plan)], x, 1),
+            [plan] => draft.rows.forward_blocks(&[context(plan)], x, unread),
             plans => {
-                draft.rows.forward_blocks(&plans.iter().map(context).collect::<Vec<_>>(), x, 1)
+                let contexts: Vec<_> = plans.iter().map(context).collect();
+                draft.rows.forward_blocks(&contexts, x, unread);
             }
         }
-        if plans.iter().any(|plan| !sequences[plan.at].sampler.is_greedy()) {
+        let is_greedy = |plan: &&mut Plan| sequences[plan.at].sampler.is_greedy();
+        if !(drafter.draft.head().is_plain() && plans.iter().all(is_greedy)) {
             for (plan, x) in plans.iter_mut().zip(x.chunks(block)) {
-                let rows = Tensor::from_slice(&x[hidden..][..plan.drafted * hidden]);
+                let rows = Tensor::from_slice(&x[first..][..plan.drafted * hidden]);
                 let normed_nh = rows.view([-1, hidden as i64]).to_kind(drafter.target.dtype());
                 let sequence = &sequences[plan.at];
                 let first = sequence.tokens().len();
-                let proposed = drafter.choose(&normed_nh, &sequence.sampler, first);
+                let proposed = drafter.choose(&normed_nh, plan.ids[0], &sequence.sampler, first);
                 plan.ids.extend(proposed.ids);
                 plan.shares = proposed.shares;
             }
@@ -208,12 +211,12 @@ impl<'a> Packed<'a> {
         // The rows that are wanted, moved together.
         let mut rows = 0;
         for (number, plan) in plans.iter().enumerate() {
-            let start = number * block + hidden;
+            let start = number * block + first;
             x.copy_within(start..start + plan.drafted * hidden, rows * hidden);
             rows += plan.drafted;
         }
         let (normed, best) = (&x[..rows * hidden], &mut self.own[..rows]);
-        match drafter.head.as_ref().and_then(|head| head.few.as_ref()) {
+        match drafter.pruned.as_ref().and_then(|pruned| pruned.few.as_ref()) {
             Some(pruned) => pruned.most_likely(normed, best),
             None => self.target.most_likely_of_normed(normed, best),
         }

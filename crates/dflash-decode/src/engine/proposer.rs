@@ -1,7 +1,6 @@
 //! Where proposals come from: nowhere, the text so far, or a draft.
 
-use dflash_model::draft::Draft;
-use dflash_model::objective::DraftVocabulary;
+use dflash_model::draft::{Draft, LoadedDraft};
 use dflash_model::target::Target;
 
 use crate::Error;
@@ -21,7 +20,7 @@ pub enum Proposals<'a> {
         tokens: usize,
     },
     /// A draft, which proposes only tokens of its vocabulary where it was trained to say no others.
-    Draft(&'a Draft, Option<&'a DraftVocabulary>),
+    Draft(&'a LoadedDraft),
 }
 
 /// The same, made ready for a target.
@@ -42,9 +41,7 @@ impl<'a> Proposer<'a> {
                 check_block(target, tokens + 1)?;
                 Self::Ngram { size, tokens }
             }
-            Proposals::Draft(draft, vocabulary) => {
-                Self::Draft(Box::new(Drafter::new(target, draft, vocabulary)?))
-            }
+            Proposals::Draft(loaded) => Self::Draft(Box::new(Drafter::new(target, loaded)?)),
         })
     }
 
@@ -53,7 +50,23 @@ impl<'a> Proposer<'a> {
         match self {
             Self::None => 0,
             Self::Ngram { tokens, .. } => *tokens,
-            Self::Draft(drafter) => drafter.block_size() - 1,
+            Self::Draft(drafter) => drafter.block().proposals(),
+        }
+    }
+
+    /// Tokens that it could propose behind `text`.
+    pub(super) fn most_behind(&self, text: &[i64]) -> usize {
+        match self {
+            Self::Ngram { size, tokens } => look_up(text, *size, *tokens).len(),
+            Self::None | Self::Draft(_) => self.most(),
+        }
+    }
+
+    /// Up to `proposals` tokens behind `text` that take no pass of a draft.
+    pub(super) fn looked_up<'t>(&self, text: &'t [i64], proposals: usize) -> &'t [i64] {
+        match self {
+            Self::Ngram { size, .. } => look_up(text, *size, proposals),
+            Self::None | Self::Draft(_) => &[],
         }
     }
 
@@ -68,7 +81,7 @@ impl<'a> Proposer<'a> {
 
 /// What followed the last tokens of `text` where they stood before: of the longest run of at most
 /// `size` that is found, and there the latest place, at most `proposals` tokens.
-pub(super) fn look_up(text: &[i64], size: usize, proposals: usize) -> &[i64] {
+fn look_up(text: &[i64], size: usize, proposals: usize) -> &[i64] {
     let end = text.len();
     for size in (1..=size.min(end.saturating_sub(1))).rev() {
         let (earlier, last) = (&text[..end - 1], &text[end - size..]);

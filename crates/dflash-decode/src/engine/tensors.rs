@@ -97,7 +97,9 @@ fn drafted(
             (proposed, shares) = proposals.next().expect("one for each that drafts");
             ids_t = Tensor::cat(&[ids_t, proposed], 0);
         }
-        Turn { at: plan.at, ids_t, rows: plan.rows(), shares }
+        // A head may have proposed fewer than the plan has room for.
+        let rows = ids_t.size()[0] as usize;
+        Turn { at: plan.at, ids_t, rows, shares }
     };
     plans.iter().map(turn).collect()
 }
@@ -114,8 +116,9 @@ fn propose(
     let blocks_nh = drafter.blocks(&to_device(&bonus, drafter.target));
     let normed_nh = drafter.draft.forward_blocks(&caches, &blocks_nh);
     let each = plans.iter().map(|plan| plan.drafted).max().unwrap_or(0);
-    let normed_nh = drafter.behind_anchors(&normed_nh, each);
-    let is_greedy = |plan: &&Plan| sequences[plan.at].sampler.is_greedy();
+    let normed_nh = drafter.predicting(&normed_nh, each);
+    let is_plain = drafter.draft.head().is_plain();
+    let is_greedy = |plan: &&Plan| is_plain && sequences[plan.at].sampler.is_greedy();
     let greedy_n = plans.iter().any(is_greedy).then(|| drafter.most_likely(&normed_nh));
     let choose = |(number, plan): (usize, &&Plan)| {
         let rows = |x: &Tensor| x.narrow(0, (number * each) as i64, plan.drafted as i64);
@@ -124,7 +127,8 @@ fn propose(
             Some(greedy_n) => (rows(greedy_n), None),
             None => {
                 let first = sequence.tokens().len();
-                let proposed = drafter.choose(&rows(&normed_nh), &sequence.sampler, first);
+                let proposed =
+                    drafter.choose(&rows(&normed_nh), plan.ids[0], &sequence.sampler, first);
                 (to_device(&proposed.ids, drafter.target), proposed.shares)
             }
         }

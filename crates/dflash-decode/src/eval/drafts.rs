@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use dflash_console::say;
 use dflash_evaluation::{AUTO_SUFFIX, DraftFacts};
 use dflash_identity::{TargetIdentity, file_digest};
-use dflash_model::draft::Draft;
-use dflash_model::objective::DraftVocabulary;
+use dflash_model::draft::LoadedDraft;
 use dflash_model::target::Target;
 use dflash_run::{Checkpoint, Evaluation};
 use dflash_settings::{EvalSettings, NGRAM_DRAFT, Speculate};
@@ -140,10 +139,9 @@ impl<'a> DraftWay<'a> {
             _ => draft.proposals,
         };
         let (name, vocabulary) = match &draft.proposer {
-            LoadedProposer::Draft(_, vocabulary) => {
+            LoadedProposer::Draft(loaded) => {
                 let dir = draft.dir.as_deref().unwrap_or(Path::new(""));
-                let vocabulary = vocabulary.as_ref();
-                (dir.display().to_string(), vocabulary.map(|tokens| tokens.selected().len()))
+                (dir.display().to_string(), loaded.pruned_size())
             }
             LoadedProposer::Ngram { size, .. } => {
                 (format!("{}: last {size} tokens or fewer, {most} proposals", draft.label), None)
@@ -165,11 +163,11 @@ impl<'a> DraftWay<'a> {
 impl Loaded {
     fn trained(label: String, dir: &Path, target: &Target) -> Result<Self, Error> {
         let weights = dir.join("model.safetensors");
-        let draft = Draft::load(dir, target.device(), target.dtype())?;
+        let loaded = LoadedDraft::load(dir, target.device(), target.dtype())?;
         Ok(Self {
             label,
-            proposals: draft.config().block_size - 1,
-            proposer: LoadedProposer::Draft(Box::new(draft), DraftVocabulary::load(dir)?),
+            proposals: loaded.draft.config().block().proposals(),
+            proposer: LoadedProposer::Draft(Box::new(loaded)),
             dir: Some(dir.to_owned()),
             weights: weights.is_file().then(|| file_digest(&weights)).transpose()?,
         })
@@ -184,7 +182,7 @@ impl Loaded {
             let (dir, figures) = (dir.display(), kept.len());
             say(format!(
                 "kept beside the checkpoint {dir}: {figures} results, which `dflash push` publishes; \
-                 --no-record keeps none"
+                 --no-record turns this off"
             ));
         }
         Ok(())

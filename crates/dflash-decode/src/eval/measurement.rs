@@ -118,8 +118,7 @@ impl<'a> Measurement<'a> {
             };
             let drafted = &mut self.drafted[index];
             let made = answer(&mut drafted.engine, request.clone(), stop, |_| Ok(true))?;
-            let block_size = drafted.engine.proposals() + 1;
-            let verification = Verification::of(&made.accepted(), block_size);
+            let verification = Verification::of(&made.accepted(), drafted.engine.proposals());
             drafted.answers.push(answer_of(place, ids, &made, Some(verification)));
             texts[index] = made.tokens;
         }

@@ -238,7 +238,7 @@ impl Round {
 
     fn record(&mut self, one: Active, proposals: usize) {
         let total_s = one.began.elapsed().as_secs_f64();
-        let verification = Verification::of(&one.accepted, proposals + 1);
+        let verification = Verification::of(&one.accepted, proposals);
         let (row, turn) = one.place;
         self.answers.push(Answer {
             row,

@@ -37,7 +37,7 @@ impl Place {
         write_tokenizer(&target_dir);
         let target = Target::load(&target_dir, &F32).unwrap();
         fs::create_dir(&draft_dir).unwrap();
-        random_draft(draft_config(&target, 4), 2).save(&draft_dir).unwrap();
+        random_draft(draft_config(&target, 4), 2).draft.save(&draft_dir).unwrap();
         place
     }
 

@@ -7,6 +7,7 @@ use crate::models::{
 };
 use dflash_decode::{Difference, Error, Limits, Sampling, compare};
 use dflash_model::Kernels;
+use dflash_model::draft::LoadedDraft;
 use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::Target;
 use tch::{Kind, Tensor};
@@ -34,7 +35,7 @@ fn speculative_text_is_plain_text() {
         let target = random_target(vocab, case as i64);
         let draft = random_draft(draft_config(&target, block_size), case as i64);
         let mut plain = Decoder::plain(&target, greedy());
-        let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
+        let mut speculator = Decoder::speculative(&target, &draft, greedy()).unwrap();
         for (length, max_new_tokens, stop_ids) in [
             (1, 40, vec![]),
             (9, 1, vec![]),
@@ -70,10 +71,11 @@ fn as_much_is_accepted_as_with_libtorchs_operations() {
         for vocabulary in [None, Some(&selected)] {
             let run = |kernels: Kernels| {
                 let target = random_target(4, seed).with_kernels(kernels);
-                let draft = random_draft(draft_config(&target, 6), seed).with_kernels(kernels);
+                let draft = random_draft(draft_config(&target, 6), seed).draft;
+                let vocabulary = vocabulary.cloned();
+                let draft = LoadedDraft { draft: draft.with_kernels(kernels), vocabulary };
                 let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
-                let mut speculator =
-                    Decoder::speculative(&target, (&draft, vocabulary), greedy()).unwrap();
+                let mut speculator = Decoder::speculative(&target, &draft, greedy()).unwrap();
                 // The first prompt is few rows itself, the second is not.
                 let prompts = [prompt(9, seed as usize, 4), prompt(45, seed as usize, 4)];
                 prompts.map(|ids| speculator.generate(&ids, &limits, &GO).unwrap())
@@ -88,6 +90,30 @@ fn as_much_is_accepted_as_with_libtorchs_operations() {
         }
     }
     assert!(some > 40 && some < steps, "{some} of {steps} steps accepted something");
+}
+
+/// Rows that all predict propose one token more, each the one behind its own; texts stay the target's.
+#[test]
+fn a_block_whose_anchor_predicts_proposes_a_token_more() {
+    let mut longest = 0;
+    for (case, kernels) in (0..16).zip([Kernels::Fast, Kernels::Portable].into_iter().cycle()) {
+        let target = random_target(3, case).with_kernels(kernels);
+        let mut config = draft_config(&target, 3);
+        config.head.sample_from_anchor = true;
+        let draft: LoadedDraft = random_draft(config, case).draft.with_kernels(kernels).into();
+        let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
+        let ids = prompt(9, case as usize, 3);
+        let made = Decoder::speculative(&target, &draft, greedy())
+            .unwrap()
+            .generate(&ids, &limits, &GO)
+            .unwrap();
+        let plain = Decoder::plain(&target, greedy()).generate(&ids, &limits, &GO).unwrap();
+        let difference = compare(&target, &ids, [plain.tokens.as_slice(), &made.tokens], None);
+        assert!(same_or_tied(&difference), "case {case}: {difference:?}");
+        check_steps(&made.accepted(), made.tokens.len(), 4);
+        longest = longest.max(made.accepted().into_iter().max().unwrap_or(0));
+    }
+    assert_eq!(longest, 3, "a block of three rows proposes three tokens");
 }
 
 /// Steps yield the whole answer, and without the last one they would not.
@@ -106,11 +132,10 @@ fn a_pruned_draft_proposes_only_what_it_can_say() {
     for case in 0..24 {
         let vocab = 4;
         let target = random_target(vocab, case);
-        let draft = random_draft(draft_config(&target, 5), case);
         let selected = vec![1, 2];
-        let vocabulary = DraftVocabulary::new(selected.clone(), vocab as usize);
-        let mut pruned =
-            Decoder::speculative(&target, (&draft, Some(&vocabulary)), greedy()).unwrap();
+        let vocabulary = Some(DraftVocabulary::new(selected.clone(), vocab as usize));
+        let draft = LoadedDraft { vocabulary, ..random_draft(draft_config(&target, 5), case) };
+        let mut pruned = Decoder::speculative(&target, &draft, greedy()).unwrap();
         let limits = Limits { max_new_tokens: 60, stop_ids: vec![] };
         let ids = prompt(7, case as usize, vocab);
         let made = pruned.generate(&ids, &limits, &GO).unwrap();
@@ -135,17 +160,18 @@ fn a_pruned_draft_proposes_only_what_it_can_say() {
 #[test]
 fn a_vocabulary_of_all_tokens_changes_nothing() {
     let target = random_target(6, 2);
-    let draft = random_draft(draft_config(&target, 4), 2);
+    let draft =
+        |vocabulary| LoadedDraft { vocabulary, ..random_draft(draft_config(&target, 4), 2) };
     let all = DraftVocabulary::new((0..6).collect(), 6);
+    let drafts = [draft(None), draft(Some(all))];
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
     for temperature in [0.0, 0.9] {
-        let generate = |vocabulary| {
+        let generate = |draft: &LoadedDraft| {
             let sampler = Sampling::at(temperature);
-            let mut speculator =
-                Decoder::speculative(&target, (&draft, vocabulary), sampler).unwrap();
+            let mut speculator = Decoder::speculative(&target, draft, sampler).unwrap();
             speculator.generate(&[1, 5], &limits, &GO).unwrap()
         };
-        let (plain, pruned) = (generate(None), generate(Some(&all)));
+        let [plain, pruned] = drafts.each_ref().map(generate);
         assert_eq!(pruned.accepted(), plain.accepted());
         assert_eq!(pruned.tokens, plain.tokens);
     }
@@ -203,7 +229,7 @@ fn texts_in_bf16_part_at_ties_only_and_speculation_has_none() {
         let plain = |target: &Target| {
             Decoder::plain(target, greedy()).generate(&ids, &limits, &GO).unwrap().tokens
         };
-        let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
+        let mut speculator = Decoder::speculative(&target, &draft, greedy()).unwrap();
         let made = speculator.generate(&ids, &limits, &GO).unwrap();
         let fast = plain(&target);
         assert_eq!(made.tokens, fast, "seed {seed}");
@@ -228,17 +254,17 @@ fn sampled_text_follows_the_targets_distribution() {
 
 #[test]
 fn a_pruned_draft_keeps_the_targets_distribution() {
-    check_distribution(Some(&DraftVocabulary::new(vec![0, 2], 4)));
+    check_distribution(Some(DraftVocabulary::new(vec![0, 2], 4)));
 }
 
 /// Draws texts of three tokens and compares their frequencies with the target's probabilities.
-fn check_distribution(vocabulary: Option<&DraftVocabulary>) {
+fn check_distribution(vocabulary: Option<DraftVocabulary>) {
     let target = random_target(4, 21);
-    let draft = random_draft(draft_config(&target, 4), 5);
+    let draft = LoadedDraft { vocabulary, ..random_draft(draft_config(&target, 4), 5) };
     let limits = Limits { max_new_tokens: 3, stop_ids: vec![] };
     let ids = prompt(5, 2, 4);
     let sampler = Sampling::at(1.3);
-    let mut speculator = Decoder::speculative(&target, (&draft, vocabulary), sampler).unwrap();
+    let mut speculator = Decoder::speculative(&target, &draft, sampler).unwrap();
     let samples = 4000;
     let mut counts = [0.0; 64];
     let mut accepted = 0;
@@ -282,16 +308,15 @@ fn models_that_do_not_fit_are_refused() {
         let mut config = draft_config(&target, 4);
         change(&mut config);
         let draft = random_draft(config, 1);
-        Decoder::speculative(&target, (&draft, None), greedy()).unwrap_err().to_string()
+        Decoder::speculative(&target, &draft, greedy()).unwrap_err().to_string()
     };
     assert!(refuse(&|config| config.vocab_size = 7).contains("vocab_size is 7 in the draft and 6"));
     assert!(refuse(&|config| config.hidden_size = 24).contains("hidden_size"));
     assert!(refuse(&|config| config.target_layer_ids = vec![1, 4]).contains("layer id 4"));
     assert!(refuse(&|config| config.mask_token_id = 6).contains("mask_token_id"));
-    let draft = random_draft(draft_config(&target, 4), 1);
-    let foreign = DraftVocabulary::new(vec![0, 3], 7);
-    let message =
-        Decoder::speculative(&target, (&draft, Some(&foreign)), greedy()).unwrap_err().to_string();
+    let vocabulary = Some(DraftVocabulary::new(vec![0, 3], 7));
+    let foreign = LoadedDraft { vocabulary, ..random_draft(draft_config(&target, 4), 1) };
+    let message = Decoder::speculative(&target, &foreign, greedy()).unwrap_err().to_string();
     assert!(message.contains("selected from is 7 in the draft and 6 in the target"), "{message}");
 }
 
@@ -302,7 +327,7 @@ fn a_set_stop_flag_ends_a_generation() {
     let limits = Limits { max_new_tokens: 50, stop_ids: vec![] };
     let stop = AtomicBool::new(true);
     let plain = Decoder::plain(&target, greedy()).generate(&[1], &limits, &stop);
-    let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
+    let mut speculator = Decoder::speculative(&target, &draft, greedy()).unwrap();
     let speculative = speculator.generate(&[1], &limits, &stop);
     assert!(matches!(plain, Err(Error::Interrupted)));
     assert!(matches!(speculative, Err(Error::Interrupted)));

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use dflash_decode::{EngineOptions, LogitAdjustments, Request, Sampling};
-use dflash_model::draft::Draft;
+use dflash_model::draft::LoadedDraft;
 use dflash_model::target::Target;
 
 use crate::engine::{OPTIONS, answers, engine, models, prompt, request};
@@ -56,7 +56,7 @@ fn check_adjusted(sampling: Sampling, adjustments: &LogitAdjustments, speculativ
 
 /// Draws texts and compares their frequencies with the target's probabilities, `changed` behind each text.
 pub(crate) fn check_texts(
-    models: &(Target, Draft),
+    models: &(Target, LoadedDraft),
     asked: &Request,
     changed: impl Fn(&mut [f64], &[i64]),
 ) {

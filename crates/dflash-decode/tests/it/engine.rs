@@ -9,7 +9,7 @@ use dflash_decode::{
     Engine, EngineOptions, Finish, Limits, NewToken, Output, Proposals, Request, Sampling,
     SequenceId, compare,
 };
-use dflash_model::draft::Draft;
+use dflash_model::draft::LoadedDraft;
 use dflash_model::target::Target;
 use dflash_settings::Speculate;
 
@@ -43,17 +43,17 @@ pub(crate) fn request(prompt: Vec<i64>, max_new_tokens: usize) -> Request {
     }
 }
 
-pub(crate) fn models(vocab: i64, seed: i64) -> (Target, Draft) {
+pub(crate) fn models(vocab: i64, seed: i64) -> (Target, LoadedDraft) {
     let target = random_target(vocab, seed);
     let draft = random_draft(draft_config(&target, 4), seed);
     (target, draft)
 }
 
 pub(crate) fn engine<'a>(
-    (target, draft): &'a (Target, Draft),
+    (target, draft): &'a (Target, LoadedDraft),
     options: EngineOptions,
 ) -> Engine<'a> {
-    Engine::new(target, Proposals::Draft(draft, None), options).unwrap()
+    Engine::new(target, Proposals::Draft(draft), options).unwrap()
 }
 
 /// What became of a request.
@@ -185,7 +185,7 @@ fn what_is_proposed_changes_no_text() {
     };
     let plain = texts(Proposals::None, Speculate::Auto, 1);
     assert!(plain.windows(2).all(|pair| pair[0] != pair[1]), "seeds and prompts differ");
-    for proposals in [Proposals::Draft(draft, None), Proposals::Ngram { size: 2, tokens: 5 }] {
+    for proposals in [Proposals::Draft(draft), Proposals::Ngram { size: 2, tokens: 5 }] {
         for speculate in
             [Speculate::Auto, Speculate::Off, Speculate::Tokens(1), Speculate::Tokens(9)]
         {
@@ -202,7 +202,7 @@ fn what_is_proposed_changes_no_text() {
         }
     }
     // With a fixed number a draft's sampled texts are their own, and the same whoever is beside them.
-    let fixed = |sequences| texts(Proposals::Draft(draft, None), Speculate::Tokens(9), sequences);
+    let fixed = |sequences| texts(Proposals::Draft(draft), Speculate::Tokens(9), sequences);
     let (alone, together) = (fixed(1), fixed(8));
     assert_eq!(alone, together);
     assert!(alone.iter().zip(&plain).skip(1).step_by(2).all(|(text, plain)| text != plain));

@@ -119,7 +119,7 @@ fn answers_satisfy_their_schema_and_no_proposal_changes_them() {
         found.iter().map(Answer::ids).collect::<Vec<_>>()
     };
     let plain = texts(Proposals::None, Speculate::Auto);
-    for proposals in [Proposals::Draft(&models.1, None), Proposals::Ngram { size: 2, tokens: 5 }] {
+    for proposals in [Proposals::Draft(&models.1), Proposals::Ngram { size: 2, tokens: 5 }] {
         for speculate in [Speculate::Auto, Speculate::Tokens(3)] {
             let found = texts(proposals, speculate);
             let rejects =

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{Engine, EngineOptions, Limits, Proposals, Request, Sampling, compare};
 use dflash_golden::entries;
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{DraftConfig, HeadFields, LayerKind, LoadedDraft};
 use dflash_model::target::{Target, TargetOptions};
 use dflash_settings::Speculate;
 use tch::{Device, Kind};
@@ -48,7 +48,7 @@ fn load(dir: &Path) -> Target {
     Target::load(dir, &TargetOptions { device: Device::Cpu, dtype: Kind::Float }).unwrap()
 }
 
-fn draft_for(target: &Target, block_size: usize) -> Draft {
+fn draft_for(target: &Target, block_size: usize) -> LoadedDraft {
     let config = target.config();
     let draft = DraftConfig {
         hidden_size: config.hidden_size,
@@ -70,6 +70,7 @@ fn draft_for(target: &Target, block_size: usize) -> Draft {
         max_position_embeddings: config.max_position_embeddings,
         initializer_range: 0.3,
         eos_token_id: None,
+        head: HeadFields::default(),
     };
     random_draft(draft, 7)
 }
@@ -95,7 +96,7 @@ fn every_text_is_that_of_plain_decoding() {
     for name in NAMES {
         let target = load(&dir(name));
         let draft = draft_for(&target, 5);
-        let mut engine = Engine::new(&target, Proposals::Draft(&draft, None), OPTIONS).unwrap();
+        let mut engine = Engine::new(&target, Proposals::Draft(&draft), OPTIONS).unwrap();
         let requests: Vec<Request> = (0..8)
             .map(|n| Request {
                 speculative: n % 4 != 1,
@@ -115,7 +116,7 @@ fn one_sequence_at_a_time_by_draft_and_by_look_up() {
         let target = load(&dir(name));
         let draft = draft_for(&target, 6);
         let greedy = || Sampling::GREEDY;
-        let mut speculator = Decoder::speculative(&target, (&draft, None), greedy()).unwrap();
+        let mut speculator = Decoder::speculative(&target, &draft, greedy()).unwrap();
         let mut ngram = Decoder::ngram(&target, (2, 8), greedy());
         let mut plain = Decoder::plain(&target, greedy());
         let (limits, go) =
@@ -140,7 +141,7 @@ fn what_prompts_begin_with_is_read_once_or_again_but_never_wrongly() {
     for name in NAMES {
         let target = load(&dir(name));
         let draft = draft_for(&target, 4);
-        let start = || Engine::new(&target, Proposals::Draft(&draft, None), OPTIONS).unwrap();
+        let start = || Engine::new(&target, Proposals::Draft(&draft), OPTIONS).unwrap();
         let behind = |n: usize| [prompt(50, 5), prompt(9 + n, 6 + n)].concat();
         let ask = |n: usize| request(behind(n), 12);
         // At once: the first one stops where they part, and the others begin there, or at the end of a
@@ -186,7 +187,7 @@ fn a_prompt_with_frequencies_of_its_own_is_read_whole_and_shares_nothing() {
     let requests: Vec<Request> =
         lengths.iter().map(|&length| request(prompt(length, 1), 8)).collect();
     for at_once in [true, false] {
-        let mut engine = Engine::new(&target, Proposals::Draft(&draft, None), OPTIONS).unwrap();
+        let mut engine = Engine::new(&target, Proposals::Draft(&draft), OPTIONS).unwrap();
         let found: Vec<Answer> = match at_once {
             true => answers(&mut engine, &requests, 0),
             false => requests
@@ -205,11 +206,11 @@ fn a_prompt_with_frequencies_of_its_own_is_read_whole_and_shares_nothing() {
 fn a_block_too_long_to_take_back_is_refused() {
     let hybrid = load(&dir("qwen3_5"));
     let draft = draft_for(&hybrid, 129);
-    let refused = Decoder::speculative(&hybrid, (&draft, None), Sampling::GREEDY);
+    let refused = Decoder::speculative(&hybrid, &draft, Sampling::GREEDY);
     let Err(error) = refused else { panic!("it is taken") };
     let message = error.to_string();
     assert!(message.contains("129 tokens") && message.contains("128"), "{message}");
     let latent = load(&dir("deepseek_v3"));
     let draft = draft_for(&latent, 129);
-    assert!(Decoder::speculative(&latent, (&draft, None), Sampling::GREEDY).is_ok());
+    assert!(Decoder::speculative(&latent, &draft, Sampling::GREEDY).is_ok());
 }

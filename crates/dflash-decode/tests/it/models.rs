@@ -5,8 +5,7 @@ use std::sync::atomic::AtomicBool;
 use dflash_decode::{
     Engine, EngineOptions, Error, Generation, Limits, Proposals, Request, Sampling, answer,
 };
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
-use dflash_model::objective::DraftVocabulary;
+use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind, LoadedDraft};
 use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_settings::Speculate;
 use dflash_test_support::alone;
@@ -65,21 +64,23 @@ pub(crate) fn draft_config(target: &Target, block_size: usize) -> DraftConfig {
         max_position_embeddings: config.max_position_embeddings,
         initializer_range: 0.3,
         eos_token_id: None,
+        head: HeadFields::default(),
     }
 }
 
 /// A draft with random weights.
-pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> Draft {
+pub(crate) fn random_draft(config: DraftConfig, seed: i64) -> LoadedDraft {
     let _alone = alone();
     tch::manual_seed(seed);
-    Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, (Kind::Float, Device::Cpu)))
+    let normal = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+    Draft::init(config, Device::Cpu, normal).into()
 }
 
 /// The same as it is loaded in `dtype`.
-pub(crate) fn draft_in(config: DraftConfig, seed: i64, dtype: Kind) -> Draft {
+pub(crate) fn draft_in(config: DraftConfig, seed: i64, dtype: Kind) -> LoadedDraft {
     let dir = tempfile::tempdir().unwrap();
-    random_draft(config, seed).save(dir.path()).unwrap();
-    Draft::load(dir.path(), Device::Cpu, dtype).unwrap()
+    random_draft(config, seed).draft.save(dir.path()).unwrap();
+    LoadedDraft::load(dir.path(), Device::Cpu, dtype).unwrap()
 }
 
 /// One answer at a time; each draws by a seed of its own.
@@ -106,10 +107,10 @@ impl<'a> Decoder<'a> {
 
     pub(crate) fn speculative(
         target: &'a Target,
-        (draft, vocabulary): (&'a Draft, Option<&'a DraftVocabulary>),
+        draft: &'a LoadedDraft,
         sampling: Sampling,
     ) -> Result<Self, Error> {
-        Self::new(target, Proposals::Draft(draft, vocabulary), sampling)
+        Self::new(target, Proposals::Draft(draft), sampling)
     }
 
     pub(crate) fn ngram(

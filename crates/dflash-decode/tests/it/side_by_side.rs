@@ -166,7 +166,7 @@ fn plain_decoding_alone_needs_no_draft() {
     let settings = EvalSettings { draft: drafts(&["none"]), ..place.settings(&prompts) };
     let report = place.evaluate_with(&settings, &GO).unwrap();
     assert_eq!((report.results.len(), report.steps, report.draft.as_str()), (1, 0, "none"));
-    assert!(report.to_string().contains("plain decoding alone"));
+    assert!(report.to_string().contains("plain decoding only"));
 }
 
 #[test]

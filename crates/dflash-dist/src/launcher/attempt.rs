@@ -1,4 +1,4 @@
-//! One start of all workers of this machine, followed to its end.
+//! One start of all workers of this machine, from beginning to end.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -11,8 +11,8 @@ use super::workers::{Death, Workers};
 use super::{Finished, LaunchConfig, POLL};
 use crate::Error;
 
-/// How long to watch for further deaths after the first: a rank that ends in an orderly way
-/// closes its connections first, so that a peer may well be gone before it is.
+/// How long to watch for further deaths after the first: a rank that shuts down in order closes its
+/// connections first, so that a peer may die before it ends.
 const FURTHER_DEATHS: Duration = Duration::from_millis(600);
 
 /// How long to wait for the cause of a lost peer, if it is on another node.
@@ -71,7 +71,7 @@ impl Attempt<'_> {
         Ok(ended)
     }
 
-    /// Waits for the end of the attempt, whatever it is.
+    /// Waits for the end of the attempt.
     fn follow(&self, workers: &mut Workers, nodes: &mut Nodes) -> End {
         let mut watched_until: Option<Instant> = None;
         loop {
@@ -97,8 +97,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// Passes SIGUSR1 on, once the ranks listen to it: before, it would end them. To one of them, which
-    /// asks the others: two that heard of it in different steps would save twice.
+    /// Forwards SIGUSR1 once the ranks handle it; before that it would kill them. Only one rank
+    /// gets it and tells the others: two that got it in different steps would save twice.
     fn pass_on_save(&self, workers: &Workers) {
         let save = self.signals.save();
         if save.load(Ordering::Relaxed) && self.store.has_begun() {
@@ -107,7 +107,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// Waits for the rest of ranks that save and end because some of them were told to.
+    /// Waits for the other ranks, which save and end because some of them were told to.
     fn see_off(&self, workers: &mut Workers, nodes: &Nodes) -> Result<Ended, Error> {
         let killed = workers.finish(self.config.save_grace);
         let deaths = workers.deaths();
@@ -125,8 +125,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// Passes the signal on and waits for the workers to end. SIGTERM tells them to save, so after
-    /// it a worker that could not is a fault.
+    /// Forwards the signal and waits for the workers to end. SIGTERM tells them to save, so a
+    /// worker that could not is an error.
     fn stop(&self, workers: &mut Workers, nodes: &Nodes) -> Result<Ended, Error> {
         let signal = self.signals.to_pass_on();
         workers.signal(signal);
@@ -146,19 +146,19 @@ impl Attempt<'_> {
             return Err(Error::NotStopped { ranks: killed, after: grace });
         }
         if killed.is_empty() && workers.deaths().is_empty() {
-            // They were at their end when the signal came.
+            // They were about to end when the signal came.
             let elsewhere = nodes.all_done(LAST_TO_STOP);
             return Ok(elsewhere.map_or(Ended::Well(Finished::Completed), Ended::Badly));
         }
         self.stopped_well(nodes)
     }
 
-    /// Stops the rest after a death, and finds its cause among all nodes.
+    /// Stops the other ranks after a death, and finds its cause among all nodes.
     fn fall(&self, workers: &mut Workers, deaths: &[Death], nodes: &Nodes) -> Failure {
         let mut failure = failure::of_deaths(deaths, self.config, &self.store);
         workers.signal(libc::SIGTERM);
         if failure.is_cause {
-            // The other nodes learn of it before our own ranks have ended.
+            // The other nodes are told before our own ranks have ended.
             failure = nodes.agree(failure);
             workers.finish(self.config.grace);
             return failure;

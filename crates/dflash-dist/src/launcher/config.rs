@@ -1,4 +1,4 @@
-//! What is to be launched.
+//! Configuration of a launch.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use crate::Error;
 
-/// From asking to killing after a death or Ctrl-C. Together with the wait for other deaths and for
-/// the last lines it is less than the five seconds that we promise.
+/// Time between asking and killing after a death or Ctrl-C. Together with the wait for other deaths
+/// and for the last lines it is less than the documented five seconds.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// From SIGTERM to killing: ranks save what they have, and a small job ends within 20 s.
+/// Time between SIGTERM and killing: ranks save their state, and a small job ends within 20 s.
 const SAVE_GRACE: Duration = Duration::from_millis(17_500);
 
 /// How long the nodes wait for one another, at the start and after a death.
@@ -21,10 +21,10 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 pub struct LaunchConfig {
     /// The worker program.
     pub program: PathBuf,
-    /// Its arguments, the same for all ranks; its environment tells it that it is a worker (see
+    /// Its arguments, the same for all ranks; environment variables make it a worker (see
     /// [`Role`](crate::Role)).
     pub args: Vec<OsString>,
-    /// More variables for all ranks.
+    /// Additional variables for all ranks.
     pub env: Vec<(OsString, OsString)>,
     /// Workers to start on this machine.
     pub nproc: usize,
@@ -34,18 +34,18 @@ pub struct LaunchConfig {
     pub node_rank: usize,
     /// `host:port` of node 0, where its launcher opens the store; only for several nodes.
     pub rdzv_endpoint: Option<String>,
-    /// How often all ranks are started again after a death.
+    /// How often all ranks are restarted after a death.
     pub max_restarts: usize,
     /// How long the nodes wait for one another.
     pub join_timeout: Duration,
-    /// How long ranks may run after SIGINT was passed on or a rank died; then they are killed.
+    /// How long ranks may run after SIGINT was forwarded or a rank died; then they are killed.
     pub grace: Duration,
     /// The same after SIGTERM, when ranks save.
     pub save_grace: Duration,
 }
 
 impl LaunchConfig {
-    /// `nproc` copies of `program` on this machine alone, started once.
+    /// `nproc` copies of `program` on this machine only, without restarts.
     pub fn new(program: PathBuf, args: Vec<OsString>, nproc: usize) -> Self {
         Self {
             program,
@@ -67,7 +67,7 @@ impl LaunchConfig {
         self.nnodes * self.nproc
     }
 
-    /// Refuses what contradicts itself; [`launch`](crate::launch) does so as well.
+    /// Refuses contradictory settings; [`launch`](crate::launch) does so as well.
     ///
     /// # Errors
     /// [`Error::BadLaunch`] and [`Error::MissingFlag`] name the flag.

@@ -1,37 +1,36 @@
-//! What ended an attempt: the cause told from its consequences, and whether to try again.
+//! Why an attempt ended: separates the cause from its consequences, and decides whether to retry.
 
 use super::LaunchConfig;
 use super::launch_store::AttemptStore;
 use super::workers::Death;
 use crate::{Error, ExitCause};
 
-/// Exit codes that say that starting a rank again cannot help: its settings or its command line are
-/// wrong.
+/// Exit codes that mean that a restart cannot help: the rank's settings or command line are wrong.
 const REFUSALS: [i32; 2] = [1, 2];
 
-/// Exit codes of a rank that was asked to end (SIGHUP, SIGINT, SIGTERM). It has saved, or says that
-/// there was no time for it.
+/// Exit codes of a rank that was told to end (SIGHUP, SIGINT, SIGTERM). It has saved, or reports
+/// that there was no time to.
 const ASKED: [i32; 3] = [129, 130, 143];
 
 /// Why an attempt failed.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) error: Error,
-    /// Whether another attempt may end better.
+    /// Whether a retry may succeed.
     pub(super) may_pass: bool,
-    /// Whether it is the cause itself; else a peer was lost, and another node may know why.
+    /// Whether it is the cause itself; otherwise a peer was lost, and another node may know why.
     pub(super) is_cause: bool,
     /// The node that reported it, if it was not this one.
     from: Option<usize>,
 }
 
 impl Failure {
-    /// A fault that stays.
+    /// A permanent error.
     pub(super) fn lasting(error: Error) -> Self {
         Self { error, may_pass: false, is_cause: true, from: None }
     }
 
-    /// The error of a job that was started again `restarts` times.
+    /// The error of a job that was restarted `restarts` times.
     pub(super) fn after(self, restarts: usize) -> Error {
         match restarts {
             0 => self.error,
@@ -39,12 +38,12 @@ impl Failure {
         }
     }
 
-    /// As text for the store.
+    /// Serialized for the store.
     pub(super) fn to_report(&self, node: usize) -> String {
         format!("{} {node} {}", u8::from(self.may_pass), self.error)
     }
 
-    /// What [`Self::to_report`] of another node wrote.
+    /// The inverse of [`Self::to_report`], from another node.
     pub(super) fn from_report(report: &str) -> Self {
         let mut parts = report.splitn(3, ' ');
         let may_pass = parts.next() == Some("1");
@@ -60,8 +59,8 @@ impl Failure {
     }
 }
 
-/// Names the death that ended the attempt: one by a signal, which the end of a peer does not cause,
-/// else the first that no lost peer explains, else the first.
+/// Chooses the death that ended the attempt: one by a signal, because a lost peer does not cause
+/// that; else the first one that no lost peer explains; else the first.
 pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Failure {
     let cause = deaths
         .iter()
@@ -86,8 +85,8 @@ pub(super) fn of_deaths(deaths: &[Death], config: &LaunchConfig, store: &Attempt
     Failure { error, may_pass, is_cause, from: None }
 }
 
-/// The ranks that have neither ended here nor said that they lost a peer: if all others wait in a
-/// collective, the one that hangs.
+/// The ranks that have neither ended here nor reported a lost peer: if all others wait in a
+/// collective, one of these hangs.
 fn silent(deaths: &[Death], config: &LaunchConfig, store: &AttemptStore) -> Vec<usize> {
     (0..config.world_size())
         .filter(|rank| deaths.iter().all(|death| death.rank != *rank))
@@ -100,7 +99,7 @@ pub(super) fn were_stopped(deaths: &[Death]) -> bool {
     deaths.iter().all(|death| matches!(death.cause, ExitCause::Code(code) if ASKED.contains(&code)))
 }
 
-/// Whether a worker that was sent `signal` ended as one should.
+/// Whether a worker that was sent `signal` ended as expected.
 pub(super) fn is_orderly(death: &Death, signal: i32) -> bool {
     match death.cause {
         ExitCause::Code(code) => code == 128 + signal,

@@ -1,4 +1,4 @@
-//! Where the workers meet: the store, which the launcher of node 0 holds.
+//! The store where the workers meet, which the launcher of node 0 holds.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -13,11 +13,11 @@ use crate::Error;
 use crate::gloo::{BEGAN_KEY, PERMANENT_KEY, lost_peer_key};
 use crate::rendezvous::{self, store_prefix};
 
-/// For one answer of the store.
+/// Timeout of a store request.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// So long no more is asked of a store that left a question without an answer: a link that was cut
-/// must not cost the time of every question.
+/// After a timeout the store is not asked again for this long: a broken link must not delay every
+/// request.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// The store and its address, the same for all attempts.
@@ -30,15 +30,15 @@ pub(super) struct LaunchStore {
     pub(super) store: Patient,
 }
 
-/// A store that is asked with patience, but for a limited time. Clones and prefixes share the limit.
+/// A store with a time limit per request. Clones and prefixes share the limit.
 #[derive(Clone)]
 pub(super) struct Patient {
     pub(super) store: Arc<Store>,
-    /// When it last left a question without an answer.
+    /// When a request last timed out.
     silent: Arc<Mutex<Option<Instant>>>,
 }
 
-/// What one attempt's workers are told, and what they say.
+/// The part of the store for one attempt's workers.
 pub(super) struct AttemptStore {
     pub(super) launch: LaunchStore,
     /// 0-based.
@@ -51,7 +51,7 @@ impl LaunchStore {
     /// Opens the store, or connects to that of node 0; `None` if a signal came first.
     pub(super) fn open(config: &LaunchConfig, signals: &Signals) -> Result<Option<Self>, Error> {
         let Some((host, port)) = config.endpoint()? else { return Self::local().map(Some) };
-        // A store serves one job, and nodes may name node 0 differently.
+        // A store serves one job, and nodes may use different names for node 0.
         let run_id = "nodes".to_owned();
         let store = if config.node_rank == 0 {
             serve(&host, port)?
@@ -64,7 +64,7 @@ impl LaunchStore {
         Ok(Some(Self { host, port, run_id, store: Patient::new(store) }))
     }
 
-    /// One machine needs no agreement on a port.
+    /// A single machine needs no agreed port.
     fn local() -> Result<Self, Error> {
         let (host, run_id) = ("127.0.0.1".to_owned(), format!("local-{}", std::process::id()));
         let store = serve(&host, 0)?;
@@ -80,18 +80,18 @@ impl LaunchStore {
 }
 
 impl AttemptStore {
-    /// What the rank wrote about a peer before it ended.
+    /// The rank's report about a lost peer.
     pub(super) fn lost_peer(&self, rank: usize) -> Option<String> {
         self.store.read(lost_peer_key(rank))
     }
 
-    /// Whether a rank has said that its settings were good and its work under way, and none that
-    /// a restart would meet the same fault.
+    /// Whether a rank has reported that its settings are valid and its work in progress, and none
+    /// that a restart would fail in the same way.
     pub(super) fn may_improve(&self) -> bool {
         self.has_begun() && !self.has(PERMANENT_KEY)
     }
 
-    /// Whether the work of the ranks is under way.
+    /// Whether the ranks' work is in progress.
     pub(super) fn has_begun(&self) -> bool {
         self.has(BEGAN_KEY)
     }
@@ -112,8 +112,8 @@ impl Patient {
         Ok(Self { store, silent: Arc::clone(&self.silent) })
     }
 
-    /// Asks on a thread of its own: a node that lost its power does not close connections, and the
-    /// launcher must go on watching its workers. `None` without an answer.
+    /// Makes a request on a thread of its own: a node that lost power does not close connections,
+    /// and the launcher must keep watching its workers. `None` without an answer.
     pub(super) fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce(&Store) -> Option<T> + Send + 'static,

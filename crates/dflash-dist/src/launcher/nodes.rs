@@ -1,8 +1,12 @@
-//! How the launchers of several nodes agree, over the store of node 0: on when an attempt begins,
+//! How the launchers of several nodes agree, over the store of node 0, on when an attempt begins,
 //! what ended it, and when all are done.
 //!
-//! Every node writes keys of its own, except for the failure of an attempt: the first to claim it
-//! writes it, and all take it as theirs. A launcher alone agrees with itself.
+//! Each launcher watches its own ranks. The store outlives every rank. Every node writes its own
+//! keys, except for an attempt's failure: the first launcher to report it names the cause for all,
+//! and a launcher whose ranks only lost a peer waits a moment for one that knows more. A restart is
+//! a new attempt with its own keys; its ranks see a restart count above 0 and resume whatever the
+//! command says. Ranks report their first finished step, so that settings that are refused before
+//! it are not retried. A single launcher agrees with itself.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +19,10 @@ use super::{LaunchConfig, POLL};
 use crate::Error;
 use crate::wait::until;
 
-/// Between two looks at what other nodes say.
+/// Interval between checks of other nodes' keys.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// The other nodes of the job, as this one's launcher knows them.
+/// The other nodes of the job.
 pub(super) struct Nodes {
     node_rank: usize,
     nnodes: usize,
@@ -30,7 +34,7 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    /// Signs in; refuses a second launcher of the same node, and one with other settings than
+    /// Signs in; refuses a second launcher of the same node, and one whose settings differ from
     /// node 0's.
     pub(super) fn join(config: &LaunchConfig, launch: &LaunchStore) -> Result<Self, Error> {
         let LaunchConfig { nnodes, node_rank, join_timeout, .. } = *config;
@@ -61,7 +65,7 @@ impl Nodes {
             self.set("settings", &own);
             return Ok(());
         }
-        // Written as soon as node 0's store is open; the store waits for it.
+        // Written as soon as node 0's store is open; the read waits for it.
         let first = self.ask(|store| store.get("settings").ok()).unwrap_or_default();
         let first = String::from_utf8_lossy(&first).into_owned();
         if first == own { Ok(()) } else { Err(Error::NodesDiffer { node, own, first }) }
@@ -73,7 +77,7 @@ impl Nodes {
         self.set(&self.own_key("ready"), "");
         let start = Instant::now();
         loop {
-            // Without an answer it is node 0, which holds the store, that is gone.
+            // Without an answer node 0, which holds the store, is gone.
             let missing = self.missing("ready").unwrap_or_else(|| vec![0]);
             if missing.is_empty() {
                 return Ok(true);
@@ -89,7 +93,7 @@ impl Nodes {
         }
     }
 
-    /// What ended the attempt on another node; looks only now and then.
+    /// What ended the attempt on another node; checked only now and then.
     pub(super) fn news(&mut self) -> Option<Failure> {
         if self.store.is_none() || self.looked.elapsed() < LOOK {
             return None;
@@ -100,8 +104,8 @@ impl Nodes {
         Some(failure)
     }
 
-    /// Reports what ended the attempt here, and returns what all nodes take as the cause: what the
-    /// first of them reported.
+    /// Reports what ended the attempt here, and returns what all nodes consider the cause: the
+    /// first report.
     pub(super) fn agree(&self, failure: Failure) -> Failure {
         let (claim, key) = (self.key("failing"), self.key("failed"));
         let text = failure.to_report(self.node_rank);
@@ -117,14 +121,14 @@ impl Nodes {
         }
     }
 
-    /// Waits for what another node says about the end of the attempt.
+    /// Waits for another node's report about the end of the attempt.
     pub(super) fn await_failure(&self, limit: Duration) -> Option<Failure> {
         self.store.as_ref()?;
         until((Instant::now(), limit), 5 * POLL, || self.failure())
     }
 
-    /// Says that all is well here, and waits for the others to say so; `Some` is what went wrong
-    /// there. Without an answer within `limit` this node's end is taken as the job's.
+    /// Reports success here, and waits for the others; `Some` is their failure. Without an answer
+    /// within `limit` this node's result is taken as the job's.
     pub(super) fn all_done(&self, limit: Duration) -> Option<Failure> {
         self.set(&self.own_key("done"), "");
         let failure = until((Instant::now(), limit), 5 * POLL, || {
@@ -137,8 +141,8 @@ impl Nodes {
         None
     }
 
-    /// The store goes with the launcher of node 0, so that one waits a little until all others have
-    /// seen what they look for, each of which says so under `what`.
+    /// The store ends with node 0's launcher, so that one waits a little until all others have read
+    /// what they need, which each confirms under `what`.
     fn leave_last(&self, what: &str) {
         self.set(&self.own_key(what), "");
         if self.node_rank == 0 {
@@ -179,7 +183,7 @@ impl Nodes {
         format!("{what}/{}", self.attempt)
     }
 
-    /// What this node says in this attempt.
+    /// This node's key in this attempt.
     fn own_key(&self, what: &str) -> String {
         format!("{}/{}", self.key(what), self.node_rank)
     }

@@ -1,19 +1,20 @@
-//! What the ranks above 0 write, marked with their rank.
+//! Forwards the output of ranks above 0, marked with their rank.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::thread::JoinHandle;
 
 use dflash_console::Stderr;
 
-/// Copies `source` to our standard error to its end, `[rank N] ` before each line.
+/// Copies `source` to our standard error, with `[rank N] ` before each line, until it ends.
 pub(super) fn forward(rank: usize, source: impl Read + Send + 'static) -> JoinHandle<()> {
     std::thread::spawn(move || {
-        // Read to the end even if our standard error is gone, so that the rank can go on writing.
+        // Read to the end even if our standard error is gone, so that the rank can continue
+        // writing.
         let _ = copy_marked(rank, BufReader::new(source), &mut Stderr);
     })
 }
 
-/// One write for each line, so that those of different ranks do not mix.
+/// One write per line, so that lines of different ranks do not mix.
 fn copy_marked(rank: usize, mut source: impl BufRead, sink: &mut impl Write) -> io::Result<()> {
     let mark = format!("[rank {rank}] ").into_bytes();
     loop {

@@ -1,5 +1,5 @@
-//! The two things that Rust's standard library cannot do with processes: tie a child's life to
-//! ours, and send signals.
+//! Two process operations that Rust's standard library lacks: tying a child's life to ours, and
+//! sending signals.
 #![allow(unsafe_code, reason = "prctl in a forked child, and kill")]
 
 use std::io;
@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 /// Makes the kernel kill the child when the thread that starts it ends, even by `kill -9`, and puts
-/// the child into a process group of its own.
+/// the child into its own process group.
 pub(super) fn bind_to_us(command: &mut Command) {
     let parent = std::process::id();
     command.process_group(0);
@@ -26,8 +26,8 @@ pub(super) fn bind_to_us(command: &mut Command) {
     }
 }
 
-/// Sends `signal` to the process group of `leader`, a child of ours that has not been waited for.
-/// It may have ended already.
+/// Sends `signal` to the process group of `leader`, a child that has not been waited for. It may
+/// have ended already.
 pub(super) fn signal_group(leader: u32, signal: i32) {
     if let Ok(leader) = i32::try_from(leader) {
         // SAFETY: no memory is involved.

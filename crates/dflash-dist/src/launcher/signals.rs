@@ -1,4 +1,4 @@
-//! Which signal the launcher was sent, so that the workers are sent the same.
+//! Records the signals that the launcher receives, for forwarding to the workers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,9 +8,9 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 
 use crate::Error;
 
-/// Notes SIGINT, SIGTERM and SIGUSR1 while it lives, beside whatever handlers the program has.
+/// Records SIGINT, SIGTERM and SIGUSR1 while it exists, in addition to the program's own handlers.
 pub(super) struct Signals<'a> {
-    /// The caller's own way to end the job.
+    /// The caller's flag to end the job.
     stop: &'a AtomicBool,
     interrupted: Arc<AtomicBool>,
     terminated: Arc<AtomicBool>,
@@ -40,12 +40,12 @@ impl<'a> Signals<'a> {
             .any(|flag| flag.load(Ordering::Relaxed))
     }
 
-    /// Whether SIGUSR1 came and was not passed on yet.
+    /// Whether SIGUSR1 arrived and was not forwarded yet.
     pub(super) fn save(&self) -> &AtomicBool {
         &self.asked_to_save
     }
 
-    /// SIGINT after Ctrl-C, else SIGTERM.
+    /// The signal to forward: SIGINT after Ctrl-C, else SIGTERM.
     pub(super) fn to_pass_on(&self) -> i32 {
         if self.interrupted.load(Ordering::Relaxed) { SIGINT } else { SIGTERM }
     }

@@ -1,4 +1,4 @@
-//! Endpoints and failures; `tests/it` is about what comes of them.
+//! Endpoints and failures; `tests/it` covers their effects.
 
 use super::launch_store::AttemptStore;
 use super::workers::Death;
@@ -78,7 +78,7 @@ fn what_may_pass_is_tried_again() {
     check(ExitCause::Code(2), &[], false);
     check(ExitCause::Code(130), &[BEGAN_KEY], false);
     check(ExitCause::Code(143), &[BEGAN_KEY], false);
-    // a fault that would come again; a bug in one rank may be bad luck
+    // a permanent error; a bug in one rank may be bad luck
     check(ExitCause::Code(1), &[BEGAN_KEY, PERMANENT_KEY], false);
     check(ExitCause::Code(101), &[BEGAN_KEY, PERMANENT_KEY], true);
 }

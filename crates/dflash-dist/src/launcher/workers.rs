@@ -10,10 +10,10 @@ use super::{LaunchConfig, POLL, output, process};
 use crate::wait::until;
 use crate::{Error, ExitCause};
 
-/// How long the last worker's last lines may take after its end.
+/// How long to wait for a worker's last lines after its end.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
-/// A worker that ended other than with code 0.
+/// A worker that ended with a code other than 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Death {
     pub(super) rank: usize,
@@ -21,12 +21,12 @@ pub(super) struct Death {
     pub(super) cause: ExitCause,
 }
 
-/// All workers of this launcher; what still runs when it is dropped is killed.
+/// All workers of this launcher; those that still run when it is dropped are killed.
 pub(super) struct Workers {
     running: Vec<Worker>,
     /// In the order in which they were seen to end.
     deaths: Vec<Death>,
-    /// Threads that copy what workers write.
+    /// Threads that copy the workers' output.
     forwarders: Vec<JoinHandle<()>>,
 }
 
@@ -57,7 +57,7 @@ impl Workers {
         self.running.push(Worker { rank, child });
     }
 
-    /// Notices who has ended.
+    /// Collects workers that have ended.
     pub(super) fn poll(&mut self) {
         let Self { running, deaths, .. } = self;
         running.retain_mut(|worker| match worker.child.try_wait() {
@@ -79,22 +79,22 @@ impl Workers {
         self.running.is_empty()
     }
 
-    /// Sends `signal` to all that still run.
+    /// Sends `signal` to all workers that still run.
     pub(super) fn signal(&self, signal: i32) {
         for worker in &self.running {
             process::signal_group(worker.child.id(), signal);
         }
     }
 
-    /// Sends `signal` to one that still runs.
+    /// Sends `signal` to one worker that still runs.
     pub(super) fn signal_one(&self, signal: i32) {
         if let Some(worker) = self.running.first() {
             process::signal_group(worker.child.id(), signal);
         }
     }
 
-    /// Waits up to `grace` for the rest, kills what is left, and waits for the last lines. Returns
-    /// the ranks that were killed.
+    /// Waits up to `grace` for the other workers, kills the rest, and waits for the last lines.
+    /// Returns the ranks that were killed.
     pub(super) fn finish(&mut self, grace: Duration) -> Vec<usize> {
         until((Instant::now(), grace), POLL, || {
             self.poll();
@@ -170,13 +170,12 @@ fn variables(
     ]
 }
 
-/// What workers get unless the user has set it.
+/// Variables for workers unless the user has set them.
 fn defaults(nproc: usize) -> [(&'static str, String); 1] {
     [("OMP_NUM_THREADS", threads_each(nproc).to_string())]
 }
 
-/// An equal share of the machine's cores; otherwise each worker would start a thread for every
-/// core.
+/// An equal share of the machine's cores; otherwise each worker would start a thread per core.
 fn threads_each(nproc: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     (cores / nproc).max(1)

@@ -1,4 +1,4 @@
-//! Slurm's variables: `srun` starts the workers, and no one holds a store for them.
+//! Slurm's variables: `srun` starts the workers, and nobody holds a store for them.
 
 use super::{Lookup, WorkerEnv, non_empty, parsed};
 use crate::Error;
@@ -7,7 +7,7 @@ use crate::Error;
 const FIRST_PORT: u64 = 15_000;
 const PORTS: u64 = 15_000;
 
-/// The place that srun gives this process; `None` outside Slurm and for a single task.
+/// The position that srun gives this process; `None` outside Slurm and for a single task.
 pub(super) fn worker_env(lookup: &Lookup<'_>) -> Result<Option<WorkerEnv>, Error> {
     let Some(rank) = parsed(lookup, "SLURM_PROCID")? else { return Ok(None) };
     // A step may have fewer tasks than the job that it runs in.

@@ -1,4 +1,4 @@
-//! Environments as tables: variables in, place or named fault out.
+//! Environments as tables: from variables to a position or a named error.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn env(pairs: &str) -> impl Fn(&str) -> Option<String> {
     move |name| pairs.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone())
 }
 
-/// What a variable-only start makes of the environment.
+/// The role for these variables.
 fn read(pairs: &str) -> Result<Role, Error> {
     Role::from_lookup(None, false, &env(pairs))
 }

@@ -191,7 +191,7 @@ fn what_no_restart_can_mend_ends_the_attempts_of_torchrun_at_once() {
     assert!(!status.success(), "{stderr}");
     assert_eq!(stderr.matches("error: --setting is wrong").count(), 1, "{stderr}");
     for attempt in [1, 2] {
-        let text = format!("restart {attempt} would meet the fault that ended the attempt before");
+        let text = format!("restart {attempt} would fail like the attempt before");
         assert!(stderr.contains(&text), "{text:?} is not in {stderr}");
     }
 }

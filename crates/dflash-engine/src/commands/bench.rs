@@ -46,7 +46,7 @@ fn train_step(settings: &TrainStepSettings, stop: &Arc<AtomicBool>) -> anyhow::R
     }
     println!("parameters   {:.2} M on {}", report.params_m, report.device);
     if let Some(level) = &report.cpu_level {
-        println!("level        {level} of the processor's instructions");
+        println!("level        {level} (CPU instructions)");
     }
     Ok(())
 }
@@ -82,7 +82,7 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     let (plain_ms, step_ms) = (report.plain_token_ms, report.step_ms);
     println!("plain        {:.0} tokens/s, {plain_ms:.3} ms a token", report.plain);
     println!("speculative  {:.0} tokens/s, {step_ms:.3} ms a step", report.speculative);
-    println!("auto         {:.0} tokens/s, its length chosen step by step", report.auto);
+    println!("auto         {:.0} tokens/s, length chosen in each step", report.auto);
     println!("tau          {:.3} tokens a step", report.acceptance_length);
     println!("step cost    {:.2} plain tokens", report.step_cost);
     println!("efficiency   {:.2} of tau x plain", report.efficiency);
@@ -92,7 +92,7 @@ fn decode(settings: &BenchDecodeSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     );
     println!("device       {}", report.device);
     if let Some(level) = &report.cpu_level {
-        println!("level        {level} of the processor's instructions");
+        println!("level        {level} (CPU instructions)");
     }
     Ok(())
 }
@@ -106,7 +106,7 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     }
     let (resident, peak, before) = (report.resident_mib, report.peak_mib, report.before_mib);
     println!("load         {:.1} s", report.load_s);
-    println!("memory       {resident:.0} MiB, {before:.0} before the load, {peak:.0} at most");
+    println!("memory       {resident:.0} MiB, {before:.0} before loading, {peak:.0} at most");
     println!("weights      {:.0} MiB read by a step", report.weights_mib);
     println!("plain read   {:.1} GB/s", report.read_gb_per_s);
     for step in &report.steps {
@@ -118,7 +118,7 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
     }
     if report.passes_alone > 0 {
         println!(
-            "{} passes ran on one thread, others having been kept from running",
+            "{} passes ran on one thread, because the others were kept from running",
             report.passes_alone
         );
     }
@@ -127,6 +127,6 @@ fn target(settings: &BenchTargetSettings, stop: &Arc<AtomicBool>) -> anyhow::Res
         println!("prompt       {tokens} tokens: {ms:.2} ms, {:.3} each", ms / tokens as f64);
     }
     println!("device       {}", report.device);
-    println!("level        {} of the processor's instructions", report.cpu_level);
+    println!("level        {} (CPU instructions)", report.cpu_level);
     Ok(())
 }

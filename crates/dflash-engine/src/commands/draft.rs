@@ -7,7 +7,8 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_decode::DraftSource;
 use dflash_hub::{Hub, Part};
-use dflash_model::draft::DraftConfig;
+use dflash_model::draft::{DraftConfig, HeadStart, fresh_head};
+use dflash_model::objective::DraftVocabulary;
 use dflash_model::target::{
     MaskSource, TargetFacts, TokenizerFacts, default_layer_ids, resolve_mask_token,
 };
@@ -23,6 +24,8 @@ pub(super) struct Draft {
     /// Its directory.
     pub(super) dir: Option<PathBuf>,
     config: Option<DraftConfig>,
+    /// Tokens that it can propose, where these are not all.
+    vocabulary: Option<usize>,
 }
 
 /// The directory of the draft `name`: a checkpoint, a run or its `latest` or `best`, or a repository.
@@ -54,14 +57,16 @@ impl Draft {
         let named = settings.from_pretrained.as_deref();
         let dir = named.map(|name| find(name, stop)).transpose()?;
         let config = dir.as_deref().map(DraftConfig::load).transpose()?;
-        Ok(Self { dir, config })
+        let vocabulary = dir.as_deref().map(vocabulary_size).transpose()?.flatten();
+        Ok(Self { dir, config, vocabulary })
     }
 
     /// The same draft with the shape of the run that goes on from the checkpoint in `resumed`, which has it
     /// whatever that run began with; what the flags say is compared with it later.
     pub(super) fn resuming(self, resumed: &Path) -> Self {
         // A checkpoint that is damaged is refused as one.
-        Self { config: DraftConfig::load(resumed).ok().or(self.config), ..self }
+        let config = DraftConfig::load(resumed).ok().or(self.config);
+        Self { config, vocabulary: vocabulary_size(resumed).ok().flatten(), ..self }
     }
 
     /// The draft's shape but for its mask token, which needs the tokenizer: 0 where it is not given.
@@ -81,7 +86,18 @@ impl Draft {
             mask_token_id: settings.mask_token_id.unwrap_or_default(),
             sliding_window: window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
             vocab_size: settings.draft_vocab_size,
+            head: fresh_head(settings, self.head_start(settings, target)),
             stored: stored.cloned().map(Box::new),
+        }
+    }
+
+    fn head_start(&self, settings: &DraftSettings, target: &TargetFacts) -> HeadStart<'_> {
+        let vocabulary = target.vocab_size as usize;
+        let pruned = settings.draft_vocab_size.or(self.vocabulary);
+        HeadStart {
+            vocabulary,
+            draft_vocabulary: pruned.unwrap_or(vocabulary),
+            stored: self.config.as_ref().map(|draft| &draft.head),
         }
     }
 
@@ -101,7 +117,7 @@ impl Draft {
         let mask = resolve_mask_token(settings.mask_token_id, stored, &facts, target.vocab_size)?;
         match &mask.source {
             MaskSource::Reserved(name) => tracing::info!(
-                "the tokenizer uses all {} rows: the mask token is {name}, {}, which was set aside",
+                "the tokenizer uses all {} rows: the mask token is {name}, {}, which is reserved",
                 target.vocab_size,
                 mask.id
             ),
@@ -116,6 +132,11 @@ impl Draft {
         }
         Ok(DraftShape { mask_token_id: mask.id, ..shape })
     }
+}
+
+/// Tokens that the draft in `dir` can propose, where these are not all.
+fn vocabulary_size(dir: &Path) -> dflash_model::Result<Option<usize>> {
+    Ok(DraftVocabulary::load(dir)?.map(|vocabulary| vocabulary.selected().len()))
 }
 
 /// Refuses a mask token that means something, or that the target has no row for.

@@ -52,8 +52,7 @@ fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
     match source.config().target_layer_ids.iter().find(refused) {
         None => Ok(()),
         Some(id) => anyhow::bail!(
-            "SGLang cannot serve this draft: it gives out the states between layers, and the draft looks \
-             at layer id {id} of 0 to {last}. vLLM and Transformers can: pass --without-sglang to export \
+            "SGLang cannot serve this draft: it returns the states between layers, and the draft uses layer id {id} of 0 to {last}. vLLM and Transformers can: pass --without-sglang to export \
              it for them"
         ),
     }

@@ -48,7 +48,7 @@ fn rank(
 ) -> anyhow::Result<()> {
     if env.world_size != settings.division.ranks() {
         let expected = format!(
-            "--pipeline times --tensor-parallel-size is {}; leave starting the processes to this command",
+            "--pipeline times --tensor-parallel-size is {}; this command starts the processes itself",
             settings.division.ranks()
         );
         return Err(Invalid::new("WORLD_SIZE", env.world_size, expected).into());

@@ -11,11 +11,12 @@ use dflash::{Ending, Signals};
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
 use dflash_hub::{Hub, Part};
+use dflash_model::draft::LoadedDraft;
 use dflash_model::target::{TargetConfig, TargetFacts};
 use dflash_run::{Checkpoint, RunDir};
-use dflash_settings::{Begin, Invalid, TrainSettings, ValidationSettings};
+use dflash_settings::{Invalid, TrainSettings, ValidationSettings};
 use dflash_train::config::TrainConfig;
-use dflash_train::{Acceptance, Prepared, ProbeError, Served, Share};
+use dflash_train::{Acceptance, Prepared, ProbeError, Share};
 
 use super::draft::Draft;
 use super::{described, launch};
@@ -24,7 +25,7 @@ use super::{described, launch};
 const SCHEDULERS_PATIENCE: Duration = Duration::from_secs(30);
 
 /// What is said of a run that a signal ended too early.
-const UNTRAINED: &str = "stopped before anything was trained; there was nothing to save";
+const UNTRAINED: &str = "stopped before the first step; there was nothing to save";
 
 /// Runs the command.
 pub(crate) fn run(settings: TrainSettings, signals: &Signals) -> anyhow::Result<Ending> {
@@ -48,7 +49,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     let role = launch::role(&settings.launch)?;
     if let Role::Worker(env) = &role
         && env.restart_count > 0
-        && (settings.begin() != Begin::Fresh || !is_of_another_job(&settings.save_path, env)?)
+        && (settings.resume.is_some() || !is_of_another_job(&settings.save_path, env)?)
     {
         settings.restart();
     }
@@ -75,8 +76,7 @@ fn start(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<Endin
     if leads && settings.checkpoints.grace.is_none() && grace > SCHEDULERS_PATIENCE {
         let seconds = grace.as_secs();
         tracing::warn!(
-            "saving may take until {seconds} s after SIGTERM; let your scheduler wait as long \
-             before it kills, or say with --grace how long it waits"
+            "saving may take until {seconds} s after SIGTERM; make your scheduler wait that long before it kills, or pass its limit as --grace"
         );
     }
     // Mistakes in the prompts are reported once, before ranks start.
@@ -125,7 +125,7 @@ fn train(
     let outcome = match &mut acceptance {
         None => prepared.run(env, None)?,
         Some(meter) => {
-            let mut probe = |served: Served<'_>, share: Share| meter.measure(served, share, stop);
+            let mut probe = |served: &LoadedDraft, share: Share| meter.measure(served, share, stop);
             prepared.run(env, Some(&mut probe))?
         }
     };
@@ -154,15 +154,19 @@ fn train(
 }
 
 /// The settings, and what they mean for this target and draft.
-fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainConfig> {
+fn resolve(mut settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainConfig> {
     let stop = signals.stop();
+    let resumed = goes_on_from(&settings)?;
+    let record =
+        resumed.as_ref().map(|_| RunDir::at(&settings.save_path).provenance()).transpose()?;
+    settings.settle(record.flatten().map(|record| record.config).as_ref());
     let part = if needs_layers(&settings) { Part::Target } else { Part::Head };
     let target_dir = Hub::from_env().model(&settings.target, part, stop)?;
-    let resumed = (settings.begin() != Begin::Fresh).then_some(settings.save_path.as_path());
-    let described_target = described::described(settings.target_spec.as_deref(), resumed)?;
+    let run = settings.resume.is_some().then_some(settings.save_path.as_path());
+    let described_target = described::described(settings.target_spec.as_deref(), run)?;
     let target = TargetFacts::load(&target_dir, described_target.as_ref())?;
     let mut draft = Draft::locate(&settings.draft, stop)?;
-    if let Some(checkpoint) = goes_on_from(&settings)? {
+    if let Some(checkpoint) = resumed {
         draft = draft.resuming(&checkpoint.dir);
     }
     Ok(TrainConfig {
@@ -181,15 +185,15 @@ fn resolve(settings: TrainSettings, signals: &Signals) -> anyhow::Result<TrainCo
 
 /// The checkpoint that the run goes on from, if it does.
 fn goes_on_from(settings: &TrainSettings) -> anyhow::Result<Option<Checkpoint>> {
-    if settings.dry_run || settings.begin() == Begin::Fresh {
+    if settings.dry_run || settings.resume.is_none() {
         return Ok(None);
     }
-    Ok(RunDir::at(&settings.save_path).start(settings.begin())?)
+    Ok(RunDir::at(&settings.save_path).start(settings.resume)?)
 }
 
 /// Whether the target itself runs in this process, and not its head alone.
 fn needs_layers(settings: &TrainSettings) -> bool {
-    settings.hidden_states.colocate || settings.validation.eval_every.is_some()
+    settings.hidden_states.colocate || settings.validation.eval_prompts.is_some()
 }
 
 /// Refuses what would run the target in this process where this program does not run its family.
@@ -202,23 +206,21 @@ fn check_runs_here(settings: &TrainSettings, target_dir: &Path) -> anyhow::Resul
         return Ok(());
     };
     let (key, instead) = match settings.hidden_states.colocate {
-        true => ("colocate", "let a vLLM serve the hidden states and name it with --vllm-endpoint"),
+        true => ("colocate", "let a vLLM serve the hidden states and pass it as --vllm-endpoint"),
         false => (
             "eval_prompts",
-            "leave --eval-prompts and --eval-every out, and measure checkpoints in the engine that \
+            "do not pass --eval-prompts, and measure checkpoints in the engine that \
              serves the target: dflash eval --endpoint",
         ),
     };
     let reason = format!(
-        "runs the target in this process, and of its family dflash has the head alone ({error}); \
-         {instead}"
+        "runs the target in this process, but dflash supports only the head of its family ({error}); {instead}"
     );
     Err(Invalid { key, reason, missing: None }.into())
 }
 
 /// What acceptance is measured on, where it is.
 fn probe_config(settings: &ValidationSettings, target_dir: &Path) -> Option<ProbeConfig> {
-    settings.eval_every?;
     Some(ProbeConfig {
         target: target_dir.into(),
         prompts: settings.eval_prompts.clone()?,
@@ -238,7 +240,7 @@ impl AcceptanceMeter {
     /// This rank's counts; `None` when the run was told to stop.
     fn measure(
         &mut self,
-        served: Served<'_>,
+        served: &LoadedDraft,
         share: Share,
         stop: &AtomicBool,
     ) -> Result<Option<Acceptance>, ProbeError> {

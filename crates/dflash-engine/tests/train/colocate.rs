@@ -191,7 +191,7 @@ fn documents_that_the_target_does_not_take_are_left_out_as_a_server_leaves_them_
     shorter(5);
     let run = world.train("none", &["--colocate"]);
     assert_eq!(run.code, Some(1), "{}", run.stderr);
-    let said = "8 samples in a row could not be used; the last one, sample ";
+    let said = "8 consecutive samples could not be used; the last one, sample ";
     assert!(run.stderr.contains(said), "{}", run.stderr);
 }
 
@@ -263,7 +263,7 @@ fn a_target_without_memory_is_run_in_halves_and_then_says_so() {
     assert_eq!(run.code, Some(1), "{}", run.stderr);
     for words in [
         "no memory for the target on ",
-        " documents in halves",
+        " documents again in halves",
         "error: rank 0 ran out of memory while the target ran a document of ",
         "lower --target-batch-tokens (now 2048), or run it elsewhere in `dflash hidden-server`",
     ] {

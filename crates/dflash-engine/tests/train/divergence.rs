@@ -94,7 +94,7 @@ fn steps_that_are_not_finite_are_said_and_summed_up() {
         "loss or gradient is not finite (gradient norm ",
         "it is the 1st such step",
         "it is the 2nd such step",
-        "2 of 14 steps were not finite and moved nothing (last: step ",
+        "2 of 14 steps were not finite and changed nothing (last: step ",
     ] {
         assert!(run.stderr.contains(said), "{said}: {}", run.stderr);
     }

@@ -296,7 +296,7 @@ fn ranks_that_would_resume_different_checkpoints_are_refused() {
     for rank in ranks.collect::<Vec<_>>() {
         let run = rank.end();
         assert_eq!(run.code, Some(1));
-        assert!(run.stderr.contains("rank 1 finds no checkpoint in "), "{}", run.stderr);
+        assert!(run.stderr.contains("rank 1 sees no checkpoint in "), "{}", run.stderr);
     }
 }
 

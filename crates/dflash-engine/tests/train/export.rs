@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dflash_model::draft::{Draft, DraftConfig};
+use dflash_model::draft::{Draft, DraftConfig, Fresh};
 use dflash_model::objective::DraftVocabulary;
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -101,7 +101,7 @@ fn a_draft_goes_through_every_layout_and_comes_back_bit_for_bit() {
     assert_eq!(accepted(&world, "spec"), accepted(&world, "gguf-back"));
     let made_for = &config(&world, "gguf-back")["dflash_target"];
     assert!(made_for["weights"].is_string(), "{made_for}");
-    refused(&world, ("draft", "spec"), &[], "is there already");
+    refused(&world, ("draft", "spec"), &[], "already exists");
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn what_an_engine_would_serve_wrongly_is_refused_with_the_reason() {
     refused(&world, ("mixed", "x"), &["--format", "speculators"], causality);
     refused(&world, ("mixed", "x"), &["--format", "gguf"], causality);
     succeeds(&world, ("mixed", "mixed-zlab"), &WITHOUT_SGLANG);
-    refused(&world, ("plain", "x"), &["--format", "gguf"], "layer id 2 cannot be captured");
+    refused(&world, ("plain", "x"), &["--format", "gguf"], "layer id 2 is not available");
     copy("mask");
     change(&world, "mask", |config| config["dflash_config"]["mask_token_id"] = 61.into());
     refused(
@@ -215,7 +215,7 @@ fn biases_of_the_attention_are_trained_and_exported() {
     assert!(run.success(), "{}", run.stderr);
     let after = load(&world, "whole");
     assert!(after.config().attention_bias);
-    for parameter in after.layout().parameters().iter().filter(|it| it.is_bias()) {
+    for parameter in after.layout().parameters().iter().filter(|it| it.fresh == Fresh::Zeros) {
         let moved = (parameter.view(after.flat()) - 0.25).abs().max().double_value(&[]);
         assert!(moved > 1e-4, "{} moved by {moved}", parameter.name);
     }

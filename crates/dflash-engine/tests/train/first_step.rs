@@ -48,6 +48,6 @@ fn a_run_with_nothing_to_learn_from_saves_nothing() {
     let world = World::with_mask(|_, _| false);
     let run = world.train("out", &["--save-every", "1"]);
     assert_eq!(run.code, Some(1), "{}", run.stderr);
-    assert!(run.stderr.contains("had nothing to learn from"), "{}", run.stderr);
+    assert!(run.stderr.contains("had no supervised slot"), "{}", run.stderr);
     assert_nothing_is_left(&world, "out");
 }

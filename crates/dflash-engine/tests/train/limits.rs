@@ -30,7 +30,7 @@ fn numbers_at_the_ends_of_their_ranges_train_or_are_refused() {
     trains(&["--max-in-flight", "4096", "--window-mib", "1048576"]);
     trains(&["--loss-chunk-mib", "1048576", "--block-size", "1024"]);
     trains(&["--num-layers", "128"]);
-    trains(&["--adam-beta2", "0", "--dpace-alpha", "0", "--warmup-ratio", "1"]);
+    trains(&["--adam-betas", "0,0", "--dpace-alpha", "0", "--warmup", "0.9999"]);
     trains(&["--scheduler-type", "wsd", "--decay-ratio", "0", "--warmup-steps", "0"]);
     trains(&["--collective-timeout", "1000000", "--join-timeout", "1000000", "--nproc", "2"]);
     trains(&["--max-grad-norm", "1e20", "--gamma", "1e6", "--log-every", "1000000000"]);

@@ -34,7 +34,7 @@ fn a_run_that_diverges_is_not_started_again() {
     (0..24).for_each(|sample| world.spoil(sample));
     let more = ["--max-bad-steps", "3", "--nproc", "2", "--max-restarts", "2"];
     let run = world.train("out", &more);
-    fail(&run, "3 steps in a row is not finite (last: step 3)");
+    fail(&run, "3 consecutive steps is not finite (last: step 3)");
     assert!(!run.stderr.contains("starting all ranks again"), "{}", run.stderr);
     let none = world.train("none", &["--max-bad-steps", "0"]);
     assert!(!none.success() && none.stderr.contains("--max-bad-steps"), "{}", none.stderr);
@@ -66,7 +66,7 @@ fn prompts_that_cannot_be_used_are_found_before_the_first_step() {
     std::fs::write(&empty, "").unwrap();
     let prompts = ["--eval-every", "1000", "--eval-prompts", empty.to_str().unwrap()];
     let run = world.train("out", &prompts);
-    fail(&run, "empty.jsonl holds no prompt");
+    fail(&run, "empty.jsonl has no prompt");
     assert!(!world.path("out").exists());
 }
 

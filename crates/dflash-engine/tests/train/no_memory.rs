@@ -99,7 +99,7 @@ fn check_ended(run: &Run, rank: usize) -> u64 {
     let line = said.lines().next().unwrap();
     for words in [
         "can't allocate memory: you tried to allocate ",
-        "; lower --max-anchors (now 3072), --total-seq-len (now 128), --loss-chunk-mib (now 512) or \
+        "; lower --max-anchors (now 512), --total-seq-len (now 128), --loss-chunk-mib (now 512) or \
          --num-layers (now 2), or pass --recompute; `dflash plan` with the same flags",
     ] {
         assert!(line.contains(words), "{words:?} is not in {line}");

@@ -28,8 +28,8 @@ fn equal_steps_of_different_runs_do_not_train_together() {
     let more = ["--resume", "--allow-changed", "lr,max-steps,epochs,rows-per-step"];
     for run in apart(&world, ["mine", "theirs"], &more) {
         assert_eq!(run.code, Some(1), "{}", run.stderr);
-        assert!(run.stderr.contains("rank 1 finds step 3 (checksum "), "{}", run.stderr);
-        assert!(run.stderr.contains("but rank 0 finds step 3 (checksum "), "{}", run.stderr);
+        assert!(run.stderr.contains("rank 1 sees step 3 (checksum "), "{}", run.stderr);
+        assert!(run.stderr.contains("but rank 0 sees step 3 (checksum "), "{}", run.stderr);
     }
     // A copy of the same checkpoint is the same checkpoint.
     copy(&world.path("mine"), &world.path("copied"));

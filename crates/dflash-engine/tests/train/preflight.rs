@@ -257,7 +257,7 @@ fn an_honest_server_is_proved_and_the_user_s_word_is_asked_for_once() {
     let vllm = Vllm::start(&world, Wrong::Nothing);
     let run = train(&world, "out", &vllm, &[]);
     assert_eq!(run.code, Some(1), "{}", run.stderr);
-    for expected in ["2 proved", "1 not", "--trust-layer-ids", "1 2 in this order"] {
+    for expected in ["2 verified", "1 not", "--trust-layer-ids", "1 2 in this order"] {
         assert!(run.stderr.contains(expected), "no {expected:?} in {}", run.stderr);
     }
     assert!(sorted_checkpoints(&world.path("out")).is_empty());
@@ -267,7 +267,7 @@ fn an_honest_server_is_proved_and_the_user_s_word_is_asked_for_once() {
     // 11 of the prompt with the likeliest in their places, some the same, and 3 behind it.
     assert!(run.stderr.contains("log-probabilities of 12 tokens from"), "{}", run.stderr);
     assert!(run.stderr.contains("nats apart at most"), "{}", run.stderr);
-    assert!(run.stderr.contains("2 proved, 1 by your word"), "{}", run.stderr);
+    assert!(run.stderr.contains("2 verified, 1 trusted"), "{}", run.stderr);
     let check = &provenance(&world, "out")["source_checks"][0];
     assert_eq!(check["trusted_layer_ids"], json!([1]));
     assert_eq!(check["proved_layer_ids"], json!([2]));
@@ -279,7 +279,7 @@ fn an_honest_server_is_proved_and_the_user_s_word_is_asked_for_once() {
     let more = ["--resume", "--epochs", "2", "--allow-changed", "epochs"];
     let resumed = train(&world, "out", &vllm, &more);
     assert!(resumed.success(), "{}", resumed.stderr);
-    assert!(resumed.stderr.contains("1 by your word"), "{}", resumed.stderr);
+    assert!(resumed.stderr.contains("1 trusted"), "{}", resumed.stderr);
 }
 
 #[test]
@@ -295,7 +295,7 @@ fn states_behind_the_final_norm_are_taken_so_and_recorded() {
         run
     };
     let (_, run) = (train("plain", &plain), train("normed", &normed));
-    assert!(run.stderr.contains("behind the final norm: they are taken so"), "{}", run.stderr);
+    assert!(run.stderr.contains("after the final norm: they are used as such"), "{}", run.stderr);
     assert_eq!(provenance(&world, "normed")["source_checks"][0]["states_are_normed"], json!(true));
     let (plain, normed) = (losses(&world.path("plain")), losses(&world.path("normed")));
     super::assert_same_losses(&plain, &normed);
@@ -305,11 +305,11 @@ fn states_behind_the_final_norm_are_taken_so_and_recorded() {
 fn what_is_wrong_stops_the_run_with_its_cause() {
     let world = World::new();
     let checks: [(Wrong, &[&str]); 9] = [
-        (Wrong::LayersOneLower, &["taken for layer 1 is the embedding's output", "eagle_aux"]),
+        (Wrong::LayersOneLower, &["assumed to be layer 1 is the embedding's output", "eagle_aux"]),
         (Wrong::LastOneLower, &["of an earlier layer", "eagle_aux_hidden_state_layer_ids"]),
         (Wrong::NormWeight, &["multiplies by 1 + w", "--target-spec"]),
         (Wrong::LogitScale, &["logits are 3.0", "logit scale", "--target-spec"]),
-        (Wrong::AddsAToken, &["ran token 5 before the tokens", "add_special_tokens"]),
+        (Wrong::AddsAToken, &["put token 5 before the prompt", "add_special_tokens"]),
         (Wrong::AddsATokenInSecret, &["of the position before", "add_special_tokens"]),
         (Wrong::OtherTokenizer, &["as \"x", "as \"w", "another tokenizer"]),
         (Wrong::OtherModel, &["serves another model", "nats apart"]),
@@ -332,7 +332,7 @@ fn a_server_without_log_probabilities_is_judged_by_the_loss() {
     let world = World::new();
     let vllm = Vllm::start(&world, Wrong::NoLogProbabilities);
     let run = train(&world, "out", &vllm, &[]);
-    assert!(run.stderr.contains("none proved") && run.code == Some(1), "{}", run.stderr);
+    assert!(run.stderr.contains("none verified") && run.code == Some(1), "{}", run.stderr);
     let run = train(&world, "out", &vllm, &TRUST);
     assert!(run.success(), "{}", run.stderr);
     for expected in

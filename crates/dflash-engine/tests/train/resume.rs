@@ -67,10 +67,12 @@ fn a_change_of_settings_is_listed_and_refused_unless_it_is_named() {
     let world = World::new();
     succeed(&world, "out", &["--max-steps", "3"]);
     let others = ["--loss", "kl", "--lr", "0.02", "--max-anchors", "9", "--max-steps", "5"];
-    let listed = "loss ce -> kl, lr 0.01 -> 0.02, max-anchors 3072 -> 9, max-steps 3 -> 5";
+    let listed = "loss ce -> kl, lr 0.01 -> 0.02, max-anchors 512 -> 9, max-steps 3 -> 5";
     let names = "loss,lr,max-anchors,max-steps";
     let resume = |more: &[&'static str]| [&others[..], &["--resume"], more].concat();
-    let remedy = format!("{listed}; pass what it was trained with, or --allow-changed {names} to");
+    let remedy = format!(
+        "{listed}; use the settings that it was trained with, or pass --allow-changed {names} to"
+    );
     refuse(&world, "out", &resume(&[]), &remedy);
     refuse(&world, "out", &resume(&["--allow-changed", "loss,lr"]), listed);
     refuse(&world, "out", &resume(&["--allow-changed", "speed"]), "--allow-changed is speed, but");
@@ -125,7 +127,7 @@ fn a_resumed_run_takes_its_shape_from_its_checkpoint() {
     let other = succeed(&world, "other", &["--max-steps", "2", "--num-layers", "3"]).stdout;
     let other = ["--max-steps", "3", "--resume", "--from-pretrained", other.trim()];
     let refused = train("out", &other);
-    let told = format!("began from {}; leave out the flag", base.display());
+    let told = format!("began from {}; do not pass the flag", base.display());
     assert!(refused.stderr.contains(&told), "{}", refused.stderr);
     let refused = train("out", &["--max-steps", "3", "--resume", "--num-layers", "2"]);
     let told = "it was trained with --num-layers 3, this run asks for 2";
@@ -202,8 +204,7 @@ fn a_longer_run_goes_on_from_its_learning_rate() {
     succeed(&world, "over", &over);
     let more = ["--epochs", "9", "--max-steps", "60", "--resume", "--allow-changed", "max-steps"];
     let run = succeed(&world, "over", &more);
-    let said =
-        "for a schedule of its own start a run from this one's weights, with --from-pretrained";
+    let said = "for a new schedule start a run from this one's weights, with --from-pretrained";
     assert!(run.stderr.contains(said), "{}", run.stderr);
     let rates = rates(&world, "over");
     assert!(rates[11..].is_sorted_by(|a, b| a >= b) && rates[59] > 0.0, "{rates:?}");
@@ -260,4 +261,61 @@ fn a_restarted_worker_resumes_by_itself() {
         assert!(on.stderr.contains("resuming step 6 of "), "{flags:?}: {}", on.stderr);
         assert_eq!(losses(&world.path("out")), whole);
     }
+}
+
+/// Rewrites what a run recorded as releases wrote it that had other names and defaults.
+fn age(path: &Path, key: &str) {
+    let mut record = json(path);
+    let settings = record[key].as_object_mut().unwrap();
+    let texts = settings["lr"].is_string();
+    let [ratio, none]: [serde_json::Value; 2] = if texts {
+        ["0.04".into(), "default".into()]
+    } else {
+        [0.04.into(), serde_json::Value::Null]
+    };
+    settings.remove("adam_betas");
+    settings.remove("warmup");
+    settings.insert("warmup_ratio".into(), ratio);
+    for unset in ["warmup_steps", "adam_beta1", "adam_beta2"] {
+        settings.insert(unset.into(), none.clone());
+    }
+    if !texts {
+        settings.insert("keep_last".into(), none);
+        settings.insert("validation_ratio".into(), 0.0.into());
+        settings.insert("resume".into(), false.into());
+        settings.insert("resume_or_start".into(), false.into());
+    }
+    std::fs::write(path, record.to_string()).unwrap();
+}
+
+#[test]
+fn a_run_that_an_earlier_release_began_keeps_its_defaults() {
+    let world = World::new();
+    let earlier = ["--adam-betas", "0.9,0.999", "--max-anchors", "5", "--keep-last", "0"];
+    let steps =
+        ["--save-every", "1", "--max-steps", "13", "--no-epoch-checkpoints", "--epochs", "9"];
+    let whole = [&earlier[..], &steps].concat();
+    succeed(&world, "whole", &whole);
+    copy(&world.path("whole"), &world.path("part"));
+    kill_after(&world, "part", "step-000012");
+    age(&world.path("part/run.json"), "settings");
+    age(&world.path("part/run.json"), "config");
+    age(&world.path("part/step-000012/trainer/state.json"), "settings");
+    let run = succeed(&world, "part", &[&steps[..], &["--resume"]].concat());
+    assert!(run.stderr.contains("resuming step 12 of 13\n"), "{}", run.stderr);
+    assert!(!run.stderr.contains("changed:"), "{}", run.stderr);
+    assert_eq!(losses(&world.path("whole")), losses(&world.path("part")));
+    let all = sorted_checkpoints(&world.path("whole"));
+    assert_eq!((all.len(), &all), (13, &sorted_checkpoints(&world.path("part"))));
+    assert_eq!(world.state("whole", &all[12]), world.state("part", &all[12]));
+    // a run of this release keeps the last ten
+    succeed(&world, "new", &steps);
+    assert_eq!(sorted_checkpoints(&world.path("new")).len(), 10);
+    let betas = "adam-betas 0.9,0.999 -> 0.9,0.95";
+    refuse(
+        &world,
+        "part",
+        &[&steps[..], &["--resume", "--adam-betas", "0.9,0.95"]].concat(),
+        betas,
+    );
 }

@@ -125,7 +125,8 @@ impl Victim<'_> {
 #[test]
 fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
     let world = World::new();
-    let mut whole = Running::start(&mut world.command("whole", &ARGUMENTS));
+    let all = [&ARGUMENTS[..], &["--keep-last", "0"]].concat();
+    let mut whole = Running::start(&mut world.command("whole", &all));
     // Kills come after this line, so starting does not count.
     whole.await_said("training ", 1);
     let begun = Instant::now();

@@ -113,7 +113,7 @@ fn validation_measures_the_averaged_weights_split_or_not() {
 fn check_split(world: &World, more: &[&str], state: &[&str]) {
     let two = [more, &["--nproc", "2", "--gradient-accumulation-steps", "2"]].concat();
     let two = [&two[..], &["--epochs", "4", "--save-every", "3"]].concat();
-    let all = announced(&succeed(world, "copies", &two));
+    let all = announced(&succeed(world, "copies", &[&two[..], &["--zero", "0"]].concat()));
     let part = announced(&succeed(world, "split", &[&two[..], &["--zero", "1"]].concat()));
     assert!(part <= 0.6 * all, "{part} of {all}");
     assert_same_losses(&losses(&world.path("copies")), &losses(&world.path("split")));
@@ -147,7 +147,7 @@ fn split_state_of_muon_trains_the_same_and_resumes_on_one_rank_and_on_four() {
 fn split_state_works_in_bfloat16_too() {
     let world = World::new();
     let two = ["--nproc", "2", "--compute-dtype", "bfloat16"];
-    succeed(&world, "copies", &two);
+    succeed(&world, "copies", &[&two[..], &["--zero", "0"]].concat());
     succeed(&world, "split", &[&two[..], &["--zero", "1"]].concat());
     assert_same_losses(&losses(&world.path("copies")), &losses(&world.path("split")));
     assert_same_state(&world, "copies", "split", &["masters", "mean", "variance"]);

@@ -1,13 +1,13 @@
 //! A draft's configuration as GGUF metadata.
 
+use dflash_formats::draft::ARCHITECTURE;
+use dflash_formats::gguf::{GgufFile, Value};
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{DraftConfig, LayerKind};
+use dflash_model::draft::{DraftConfig, HeadFields, LayerKind};
 use dflash_settings::ExportDtype;
 use dflash_text::{ChatTokenizer, TokenUse};
 
-use super::ARCHITECTURE;
-use super::file::{GgufFile, Value};
-use crate::Result;
+use dflash_formats::Result;
 
 /// Our own key: the target that the draft was made for, as JSON. llama.cpp passes over it.
 const TARGET: &str = "dflash.made_for";
@@ -39,7 +39,7 @@ pub(super) fn of(
     config: &DraftConfig,
     dtype: ExportDtype,
     (tokenizer, identity): (&ChatTokenizer, &TargetIdentity),
-) -> Result<Vec<(String, Value)>> {
+) -> crate::Result<Vec<(String, Value)>> {
     let integer = |number: i64| Value::Integer(number);
     let text = |text: &str| Value::Text(text.into());
     let layers = config.target_layer_ids.iter().map(|&id| id.into()).collect();
@@ -147,6 +147,7 @@ pub(super) fn parse(file: &GgufFile) -> Result<(DraftConfig, Option<TargetIdenti
         // Hugging Face's default for the Qwen family.
         initializer_range: 0.02,
         eos_token_id: None,
+        head: HeadFields::default(),
     };
     check_heads(file, &config)?;
     Ok((config, identity(file)?))

@@ -1,4 +1,4 @@
-//! What all ranks are told before a pass: the tokens, where documents begin, the layers to capture.
+//! The message to all ranks before a pass: tokens, where documents begin, auxiliary layers.
 
 use dflash_dist::{Communicator, Error};
 use dflash_model::target::PackedPrompts;
@@ -10,7 +10,7 @@ use super::link::Outbox;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Job {
     pub(crate) prompts: PackedPrompts,
-    /// Ids of layers, as they were asked for.
+    /// The requested layer ids.
     pub(crate) layer_ids: Vec<u32>,
 }
 
@@ -42,7 +42,7 @@ impl Job {
     }
 }
 
-/// Tells all what comes next, or that nothing does. Returns at once.
+/// Broadcasts the next job, or that there is none. Returns at once.
 pub(crate) fn tell(
     control: &dyn Communicator,
     job: Option<&Job>,
@@ -54,7 +54,7 @@ pub(crate) fn tell(
     outbox.send(control, sent)
 }
 
-/// Waits for what comes next; `None` is the end.
+/// Waits for the next job; `None` at the end.
 pub(crate) fn hear(control: &dyn Communicator) -> Result<Option<Job>, Error> {
     let mut length = Tensor::zeros([1], (Kind::Int64, Device::Cpu));
     control.broadcast(&mut length, 0)?;

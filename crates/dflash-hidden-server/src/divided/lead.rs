@@ -1,7 +1,7 @@
-//! Rank 0: prompts to jobs, and the states of all stages to one answer.
+//! Rank 0: turns prompts into jobs, and the states of all stages into one answer.
 //!
-//! A batch is cut into several jobs, so that while one is on a stage the next is on the stage before.
-//! Answers are waited for when the caller asks for them: until then it may begin the next batch.
+//! A batch is split into several jobs, so that while one is on a stage the next is on the stage
+//! before. The caller waits for answers separately: until then it may begin the next batch.
 
 use std::path::Path;
 
@@ -17,13 +17,13 @@ use super::link::{Link, Outbox};
 use super::stage::{Captured, Stage, ids_of};
 use crate::Error;
 
-/// Jobs of a batch for each stage: more would be smaller than what a device computes well.
+/// Jobs of a batch per stage: with more, jobs would be too small for efficient computation.
 const JOBS_PER_STAGE: usize = 2;
 
-/// On a GPU a job has at least so many tokens; on a CPU as many as a batch (see `prefill`).
+/// Minimum number of tokens of a job on a GPU; on a CPU it is that of a batch (see `prefill`).
 const LEAST_ON_GPU: usize = 512;
 
-/// Jobs that others may not have heard of yet.
+/// Jobs that other ranks may not have received yet.
 const UNHEARD: usize = 16;
 
 /// The rank that takes prompts.
@@ -33,7 +33,7 @@ pub(crate) struct Lead {
     told: Outbox,
 }
 
-/// A batch whose states are under way.
+/// A batch whose states are being computed.
 pub(crate) struct InFlight {
     layer_ids: Vec<u32>,
     jobs: Vec<JobUnderWay>,
@@ -41,15 +41,15 @@ pub(crate) struct InFlight {
 }
 
 struct JobUnderWay {
-    /// Tokens that were asked for.
+    /// Number of tokens of the batch.
     tokens: i64,
     own: Captured,
     coming: Vec<Coming>,
 }
 
-/// What a stage answers.
+/// The answer of a stage.
 struct Coming {
-    /// Whether it has found memory, 1 or 0.
+    /// Whether it had memory, 1 or 0.
     found: (Tensor, Box<dyn Pending>),
     states: Vec<(u32, Tensor, Box<dyn Pending>)>,
 }
@@ -58,7 +58,7 @@ impl Lead {
     /// Loads rank 0's part and runs one pass through all ranks.
     ///
     /// # Errors
-    /// As [`Stage::load`]; a rank that is gone.
+    /// As [`Stage::load`]; a rank that has gone.
     pub(crate) fn load(
         dir: &Path,
         options: &PrefillOptions<'_>,
@@ -82,7 +82,7 @@ impl Lead {
         self.stage.part.place().0
     }
 
-    /// Where the ranks run and in what, for people.
+    /// Where and in what type the ranks run, for people.
     pub(crate) fn place(&self) -> String {
         let Grid { pipeline, tensor } = self.stage.grid;
         let device = match self.device() {
@@ -106,14 +106,14 @@ impl Lead {
         format!("{device} in {kind}{products}, {ranks} ranks{by_layers}{by_heads}")
     }
 
-    /// Begins to compute the states of all tokens of `prompts`, as [`dflash_model::target::Prefill::states`]
-    /// does.
+    /// Starts computing the states of all tokens of `prompts`, as
+    /// [`dflash_model::target::Prefill::states`] does.
     ///
     /// # Errors
-    /// A rank that is gone.
+    /// A rank that has gone.
     ///
     /// # Panics
-    /// When an id is beyond the layers; for want of memory, before any rank has heard of the job.
+    /// If an id is beyond the layers; if memory runs out before any rank has received the job.
     pub(crate) fn begin(
         &mut self,
         prompts: &PackedPrompts,
@@ -141,7 +141,7 @@ impl Lead {
         let shape = [job.prompts.input_ids.len() as i64, self.stage.part.config().hidden_size];
         let further = self.stage.part.stages()[1..].iter().zip(&self.stage.answers);
         let asked = further.filter(|(layers, _)| job.until() > layers.start);
-        // First all memory: once the others have heard of a job, it must be gone through with.
+        // All memory first: once the others have received a job, it must be completed.
         let room: Vec<(&Link, Tensor, States)> = asked
             .map(|(layers, link)| {
                 let state = |id| (id, Tensor::empty(shape, (kind, link.arrives_at(device))));
@@ -167,17 +167,17 @@ impl Lead {
 
 impl Drop for Lead {
     fn drop(&mut self) {
-        // Others that are gone need no word.
+        // Ranks that have gone need no message.
         let told = job::tell(&*self.stage.control, None, &mut self.told);
         let _ = told.and_then(|()| self.told.settle());
     }
 }
 
 impl InFlight {
-    /// The states, [T, H] for each of the layer ids in their order, once they are here.
+    /// Waits for the states, [T, H] for each of the layer ids in order.
     ///
     /// # Errors
-    /// [`Error::NoMemory`]; a rank that is gone.
+    /// [`Error::NoMemory`]; a rank that has gone.
     pub(crate) fn wait(self) -> Result<Vec<Tensor>, Error> {
         let Self { layer_ids, jobs, device } = self;
         let mut parts: Vec<Vec<Tensor>> = layer_ids.iter().map(|_| Vec::new()).collect();
@@ -208,7 +208,7 @@ impl InFlight {
 }
 
 impl JobUnderWay {
-    /// The states of all stages by their ids, or the first stage that had no memory.
+    /// The states of all stages by id, or the first stage that ran out of memory.
     fn wait(self, device: Device) -> Result<Result<States, usize>, Error> {
         let mut short = self.own.is_none().then_some(0);
         let mut states = self.own.unwrap_or_default();
@@ -227,7 +227,8 @@ impl JobUnderWay {
     }
 }
 
-/// `prompts` in at most so many jobs, each but the last of at least so many tokens.
+/// Splits `prompts` into at most `most_jobs` jobs, each except the last with at least `least`
+/// tokens.
 fn cut(prompts: &PackedPrompts, least: usize, most_jobs: usize) -> Vec<PackedPrompts> {
     let PackedPrompts { input_ids, document_starts } = prompts;
     let each = input_ids.len().div_ceil(most_jobs).max(least);

@@ -1,4 +1,4 @@
-//! Tensors from one rank to another: a group of two, in which the first one broadcasts.
+//! Sends tensors from one rank to another, over a group of two in which the first broadcasts.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -6,22 +6,22 @@ use dflash_dist::{Communicator, Error, Pending};
 use dflash_model::target::divided::Passing;
 use tch::{Device, Kind, Tensor};
 
-/// Sends that may be under way before the next one waits for the oldest.
+/// Sends that may be in flight before the next one waits for the oldest.
 const UNDER_WAY: usize = 2;
 
-/// Numbers that describe a bundle.
+/// Number of integers that describe a bundle.
 const HEAD: usize = 1024;
 
-/// Kinds of what travels, by their number in a head.
+/// Types of tensors, by their number in a head.
 const KINDS: [Kind; 4] = [Kind::Float, Kind::BFloat16, Kind::Half, Kind::Double];
 
-/// What has been sent and must be kept until it has arrived.
+/// Tensors that have been sent and must be kept until they have arrived.
 pub(crate) struct Outbox {
     sent: VecDeque<Vec<(Tensor, Box<dyn Pending>)>>,
     most: usize,
 }
 
-/// A rank's way to another, or from it.
+/// A rank's connection to or from another rank.
 pub(crate) struct Link {
     group: Box<dyn Communicator>,
     outbox: Outbox,
@@ -32,7 +32,7 @@ impl Outbox {
         Self { sent: VecDeque::new(), most }
     }
 
-    /// Starts to send `tensors` to the others of `group`, of which this is the first.
+    /// Starts sending `tensors` to the others of `group`, in which this rank is the first.
     pub(crate) fn send(
         &mut self,
         group: &dyn Communicator,
@@ -49,7 +49,7 @@ impl Outbox {
         Ok(())
     }
 
-    /// Waits until all has arrived.
+    /// Waits until everything has arrived.
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
         while !self.sent.is_empty() {
             self.settle_oldest()?;
@@ -74,7 +74,7 @@ impl Link {
         Self { group, outbox: Outbox::new(UNDER_WAY) }
     }
 
-    /// Starts to send `bundle`, or word that there is none.
+    /// Starts sending `bundle`, or the message that there is none.
     pub(crate) fn send(&mut self, bundle: Option<&Passing>) -> Result<(), Error> {
         let tagged = bundle.map(tagged).unwrap_or_default();
         let mut head = vec![tagged.len() as i64];
@@ -91,7 +91,7 @@ impl Link {
         self.outbox.send(&*self.group, tensors)
     }
 
-    /// Waits for a bundle, or word that there is none, and brings it to `device`.
+    /// Waits for a bundle, or the message that there is none, and moves it to `device`.
     pub(crate) fn receive(&self, device: Device) -> Result<Option<Passing>, Error> {
         let mut head = Tensor::zeros([HEAD as i64], (Kind::Int64, Device::Cpu));
         self.group.broadcast(&mut head, 0)?;
@@ -109,7 +109,7 @@ impl Link {
         Ok((!tagged.is_empty()).then(|| together(tagged)))
     }
 
-    /// Starts to send `tensors`, of which the receiver knows all but the numbers.
+    /// Starts sending `tensors` whose shapes and types the receiver knows.
     pub(crate) fn send_known(&mut self, tensors: &[Tensor]) -> Result<(), Error> {
         let tensors = tensors.iter().map(|tensor| self.for_group(&tensor.contiguous())).collect();
         self.outbox.send(&*self.group, tensors)
@@ -120,7 +120,7 @@ impl Link {
         self.group.start_broadcast(destination, 0)
     }
 
-    /// Where a tensor that is computed on `device` is received.
+    /// Where a tensor for `device` is received.
     pub(crate) fn arrives_at(&self, device: Device) -> Device {
         if self.group.takes(device) { device } else { Device::Cpu }
     }
@@ -144,7 +144,7 @@ fn tagged(passing: &Passing) -> Vec<(i64, Tensor)> {
     tagged
 }
 
-/// What [`tagged`] takes apart.
+/// The inverse of [`tagged`].
 fn together(tagged: Vec<(i64, Tensor)>) -> Passing {
     let mut all: HashMap<i64, Tensor> = tagged.into_iter().collect();
     let mut take = |tag| all.remove(&tag);

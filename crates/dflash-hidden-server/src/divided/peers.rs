@@ -1,4 +1,4 @@
-//! The groups in which the ranks of a grid talk.
+//! The communication groups of a grid's ranks.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use dflash_model::target::divided::Grid;
 use dflash_settings::Backend;
 use tch::Device;
 
-/// How long ranks wait for the next prompt: as good as for ever. That a rank has died is known by its
+/// How long ranks wait for the next prompt: practically forever. A dead rank is noticed by its
 /// connections and by the launcher.
 const IDLE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
@@ -21,23 +21,24 @@ const JOIN: Duration = Duration::from_secs(120);
 pub(crate) struct Peers {
     pub(super) grid: Grid,
     pub(super) rank: usize,
-    /// All ranks, of which the first says what comes.
+    /// All ranks; the first one broadcasts jobs.
     pub(super) control: Box<dyn Communicator>,
     /// The ranks of this stage, if there are others.
     pub(super) tensor: Option<Box<dyn Communicator>>,
-    /// The rank of the stage before, and this one.
+    /// The rank of the previous stage, and this one.
     pub(super) before: Option<Box<dyn Communicator>>,
-    /// This rank, and that of the stage behind.
+    /// This rank, and that of the next stage.
     pub(super) behind: Option<Box<dyn Communicator>>,
-    /// On rank 0, for each further stage its first rank and this one; on these that one group.
+    /// On rank 0, a group with the first rank of each further stage; on these ranks that group
+    /// only.
     pub(super) answers: Vec<Box<dyn Communicator>>,
 }
 
 impl Peers {
-    /// Takes this process's place in `grid`. Ranks that compute on `device` exchange what is there.
+    /// Joins the groups of `grid`. `device` is where the exchanged tensors are.
     ///
     /// # Errors
-    /// As [`connect_groups`]; ranks that have not the same `common`.
+    /// As [`connect_groups`]; ranks with different `common`.
     pub(crate) fn connect(
         env: &WorkerEnv,
         grid: Grid,
@@ -87,7 +88,7 @@ enum Which {
     Tensor {
         stage: usize,
     },
-    /// From the stage before `stage` to it, which is the sender's second rank.
+    /// From the previous stage to `stage`, in which the sender is the second rank.
     Link {
         stage: usize,
         part: usize,

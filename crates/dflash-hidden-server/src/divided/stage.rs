@@ -1,4 +1,4 @@
-//! One rank's part of a target: its layers, and what it does with a pass.
+//! One rank's part of a target: its layers, and its part of a pass.
 
 use std::ops::Range;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::link::Link;
 use super::sums::Sums;
 use crate::Error;
 
-/// A rank's part of a target, and its ways to the others.
+/// A rank's part of a target, and its connections.
 pub(crate) struct Stage {
     pub(super) part: Part,
     pub(super) grid: Grid,
@@ -28,7 +28,7 @@ pub(crate) struct Stage {
     pub(super) answers: Vec<Link>,
 }
 
-/// What was captured, or `None` where a rank had no memory.
+/// The auxiliary hidden states, or `None` if a rank ran out of memory.
 pub(super) type Captured = Option<States>;
 
 impl Stage {
@@ -56,10 +56,10 @@ impl Stage {
         })
     }
 
-    /// Runs what rank 0 sends, to the end.
+    /// Runs the jobs from rank 0 until they end.
     ///
     /// # Errors
-    /// A rank that is gone or does not answer; want of memory in the first pass.
+    /// A rank that has gone or does not answer; running out of memory in the first pass.
     pub(crate) fn follow(mut self) -> Result<(), Error> {
         while let Some(job) = job::hear(&*self.control)? {
             self.run(&job)?;
@@ -67,8 +67,8 @@ impl Stage {
         Ok(())
     }
 
-    /// This rank's part of a pass. After the first, which must go through all layers, want of memory
-    /// ends the pass alone.
+    /// This rank's part of a pass. After the first one, which must go through all layers, running
+    /// out of memory ends only the pass.
     pub(super) fn run(&mut self, job: &Job) -> Result<Captured, Error> {
         let layers = self.part.layers();
         if layers.start > 0 && job.until() <= layers.start {
@@ -94,7 +94,7 @@ impl Stage {
         Ok(captured)
     }
 
-    /// The pass, if all ranks of this stage have memory for it.
+    /// The pass, if all ranks of this stage had enough memory for it.
     fn attempt(
         &mut self,
         job: &Job,
@@ -126,14 +126,14 @@ impl Stage {
         Ok(ran.filter(|_| all))
     }
 
-    /// Sends what rank 0 has asked for: whether there is something, then the states.
+    /// Sends the answer that rank 0 requested: whether there are states, then the states.
     fn answer(&mut self, job: &Job, captured: Option<&[(u32, Tensor)]>) -> Result<(), Error> {
         let mut tensors = vec![Tensor::from_slice(&[i64::from(captured.is_some())])];
         match captured {
             Some(captured) => {
                 tensors.extend(captured.iter().map(|(_, state_th)| state_th.shallow_clone()));
             }
-            // It waits for as many.
+            // It expects as many tensors.
             None => {
                 let tokens = job.prompts.input_ids.len() as i64;
                 let (device, kind) = self.part.place();
@@ -146,7 +146,7 @@ impl Stage {
     }
 }
 
-/// Those of `ids` whose states layers of `layers` end with, ascending.
+/// Those of `ids` that are outputs of `layers`, ascending.
 pub(super) fn ids_of(layers: &Range<usize>, ids: &[u32]) -> Vec<u32> {
     let all = layers.clone().map(|layer| layer as u32 + 1);
     all.filter(|id| ids.contains(id)).collect()

@@ -1,4 +1,4 @@
-//! The sums that make a rank's products of divided layers those of all.
+//! All-reduces the partial products of split layers within a stage.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,18 +7,18 @@ use dflash_dist::{Communicator, Error};
 use dflash_model::target::divided::Sum;
 use tch::{Device, Kind, Tensor};
 
-/// The sums of a stage's ranks. A sum that fails leaves the numbers as they are, and so do those that
-/// follow: the pass asks for the failure at its end.
+/// The sums of a stage's ranks. After a sum has failed, it and all following ones leave their
+/// numbers unchanged; the pass checks for the failure at its end.
 #[derive(Clone)]
 pub(crate) struct Sums(Arc<Mutex<State>>);
 
 struct State {
     group: Box<dyn Communicator>,
-    /// The layer that runs.
+    /// The current layer.
     layer: usize,
     /// Sums of this pass so far.
     done: usize,
-    /// The sums of a whole pass, once one has gone through all layers.
+    /// The sums of a whole pass, recorded from the first one through all layers.
     plan: Option<Vec<Planned>>,
     seen: Vec<Planned>,
     failed: Option<Error>,
@@ -27,7 +27,7 @@ struct State {
 #[derive(Debug, Clone)]
 struct Planned {
     layer: usize,
-    /// What follows the tokens in the shape.
+    /// The dimensions after the tokens.
     width: Vec<i64>,
     options: (Kind, Device),
 }
@@ -38,23 +38,23 @@ impl Sums {
         Self(Arc::new(Mutex::new(State { group, layer: 0, done: 0, plan, seen, failed: None })))
     }
 
-    /// A pass begins.
+    /// Begins a pass.
     pub(crate) fn begin(&self) {
         let mut state = self.state();
         (state.done, state.layer) = (0, 0);
         state.seen.clear();
     }
 
-    /// The pass that has ended went through all layers: so go all.
+    /// Records the pass that has just gone through all layers: all passes have the same sums.
     pub(crate) fn learn(&self) {
         let mut state = self.state();
         let seen = std::mem::take(&mut state.seen);
         state.plan = Some(seen);
     }
 
-    /// Brings to the sums of this pass, of so many tokens and up to layer `until`, that a rank still owes
-    /// because its pass broke off, so that the others do not wait for it. Their numbers are worthless.
-    /// Whether it could: the first pass is nobody's model.
+    /// Completes the sums of this pass, of `tokens` tokens up to layer `until`, that this rank
+    /// still owes because its pass was aborted, so that the others do not wait for it. Their
+    /// numbers are worthless. Returns whether it could: not before a pass has been recorded.
     pub(crate) fn make_up(&self, tokens: i64, until: usize) -> bool {
         let mut state = self.state();
         let Some(plan) = state.plan.clone() else { return false };
@@ -82,7 +82,7 @@ impl Sums {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A pass that broke off for want of memory leaves nothing half done.
+        // A pass that was aborted because memory ran out leaves nothing inconsistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

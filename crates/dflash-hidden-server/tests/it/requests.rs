@@ -50,7 +50,7 @@ async fn bad_requests_are_told_what_is_wrong() {
         (
             json!({"input_ids": [1], "layer_ids": [0, 3]}),
             "layer_ids",
-            "layer 3 is not captured; this server has [0, 2, 5] and the last layer, 8",
+            "layer 3 is not served; this server has [0, 2, 5] and the last layer, 8",
         ),
         (json!({"input_ids": [1], "layer_ids": []}), "layer_ids", "layer_ids is empty"),
     ] {

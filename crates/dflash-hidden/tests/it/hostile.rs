@@ -72,7 +72,7 @@ fn endless_bodies_are_cut() {
     let began = Instant::now();
     let server = Server::start(Router::new().route("/v1/models", get(async || endless())));
     let text = error_of(config(&[&server.url]));
-    assert!(text.contains("sends more than 1048576 bytes"), "{text}");
+    assert!(text.contains("exceeds the limit of 1048576 bytes"), "{text}");
     let server = models_then(post(async || endless()));
     let mut impatient = config(&[&server.url]);
     impatient.retry.deadline = Duration::from_millis(300);
@@ -183,7 +183,7 @@ fn replaced(second: fn() -> dflash_hidden::ModelList, refuses: bool) -> Server {
         let asked = request.model.clone().unwrap();
         let reply = match before {
             true => good(&request),
-            false if refuses => status(400, "layer 2 is not captured"),
+            false if refuses => status(400, "layer 2 is not served"),
             false => status(404, &format!("model {asked:?} is not served here")),
         };
         async { reply }

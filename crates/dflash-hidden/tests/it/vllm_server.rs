@@ -229,7 +229,7 @@ fn fails_with(quirks: Quirks) -> String {
 fn other_tokens_or_rows_than_asked_for_are_refused() {
     let fast = Quirks { writing: Duration::ZERO, ..Quirks::default() };
     let text = fails_with(Quirks { echo: |ids| ids[1..].to_vec(), ..fast.clone() });
-    assert!(text.contains("8 samples in a row") && text.contains("other tokens"), "{text}");
+    assert!(text.contains("8 consecutive samples") && text.contains("other tokens"), "{text}");
     // What prefix caching does: the rows of the cached part are absent.
     let states = |ids: &[i64]| states_of(&ids[1..], &LAYERS);
     let text = fails_with(Quirks { states, ..fast.clone() });
@@ -378,7 +378,7 @@ fn what_is_no_file_of_this_prompt_is_left_alone() {
     };
     let server = vllm(Quirks { names: other, ..quiet });
     let text = refused(&server);
-    assert!(text.contains("8 samples in a row"), "{text}");
+    assert!(text.contains("8 consecutive samples"), "{text}");
     assert!(server.storage.path().join("other.safetensors").exists());
 }
 

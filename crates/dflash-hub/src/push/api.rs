@@ -1,4 +1,4 @@
-//! Requests to the Hub, repeated where that helps, and what its refusals mean.
+//! Requests to the Hub with retries, and the meaning of its error statuses.
 
 use std::time::Duration;
 
@@ -10,16 +10,16 @@ use serde_json::Value;
 use crate::push::refusal::Refusal;
 use crate::push::token::Token;
 
-/// How often a request is made, at most: after a lost connection or a server's own fault.
+/// Maximum number of attempts of a request, after a lost connection or a server error.
 pub(crate) const ATTEMPTS: u32 = 4;
-/// Before the second attempt; twice as long before each later one.
+/// Pause before the second attempt; it doubles for each later one.
 pub(crate) const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause that a server may ask for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 const CONNECT: Duration = Duration::from_secs(15);
-/// For an answer that is words alone. A commit of many files takes the Hub a while.
+/// Timeout of a request with a small answer. A commit of many files takes the Hub a while.
 const ANSWER: Duration = Duration::from_secs(120);
-/// What a server may say of a fault in one line of ours, characters.
+/// Longest error text of a server in one line of ours, characters.
 const LONGEST_WORDS: usize = 300;
 pub(crate) const JSON: &str = "application/json";
 pub(crate) const LFS_JSON: &str = "application/vnd.git-lfs+json";
@@ -39,7 +39,7 @@ pub(crate) enum Fault {
     Lost(String),
     /// A status above 299, and what the server said.
     Status { status: u16, code: Option<String>, said: String, body: String },
-    /// A body of ours that cannot be read.
+    /// A local file that cannot be read.
     Own(Refusal),
 }
 
@@ -48,7 +48,7 @@ impl<'a> Api<'a> {
         let fault = |why: String| Refusal::Endpoint(why);
         let parsed = Url::parse(endpoint).map_err(|error| fault(error.to_string()))?;
         if !matches!(parsed.scheme(), "http" | "https") || !parsed.has_host() {
-            return Err(fault("it begins with http:// or https://, and names a host".to_owned()));
+            return Err(fault("it must begin with http:// or https:// and name a host".to_owned()));
         }
         let agent = concat!("dflash/", env!("CARGO_PKG_VERSION"));
         let client = Client::builder().user_agent(agent).connect_timeout(CONNECT);
@@ -56,7 +56,7 @@ impl<'a> Api<'a> {
         Ok(Self { http, endpoint: parsed, token })
     }
 
-    /// The address as it was given, password and all: for requests alone.
+    /// The address as given, including a password: for requests only.
     pub(crate) fn address(&self) -> &str {
         self.endpoint.as_str()
     }
@@ -76,7 +76,7 @@ impl<'a> Api<'a> {
         self.http.request(method, url)
     }
 
-    /// A request of ours with the token, if it goes to the Hub itself.
+    /// A request with the token, if it goes to the Hub itself.
     pub(crate) fn request(&self, method: Method, url: Url) -> RequestBuilder {
         let is_hub = url.origin() == self.endpoint.origin();
         let request = self.plain(method, url);
@@ -96,7 +96,7 @@ impl<'a> Api<'a> {
         self.try_post(doing, url, body).await?.map_err(|fault| self.refusal(doing, fault))
     }
 
-    /// As [`Self::post`], for callers who know more about a fault.
+    /// As [`Self::post`], for callers that interpret the fault themselves.
     pub(crate) async fn try_post(
         &self,
         doing: &'static str,
@@ -106,7 +106,7 @@ impl<'a> Api<'a> {
         self.post_at_most(ATTEMPTS, (doing, url), (kind, body.into())).await
     }
 
-    /// As [`Self::try_post`], once: for what must not be done twice.
+    /// As [`Self::try_post`], without retries: for requests that must not be made twice.
     pub(crate) async fn post_once(
         &self,
         doing: &'static str,
@@ -135,7 +135,7 @@ impl<'a> Api<'a> {
         Self::json(doing, answer).await
     }
 
-    /// Reads what is at `url`.
+    /// Reads the document at `url`.
     pub(crate) async fn get(&self, doing: &'static str, url: Url) -> Result<Value, Refusal> {
         let request = || {
             let request = self.request(Method::GET, url.clone()).timeout(ANSWER);
@@ -158,7 +158,8 @@ impl<'a> Api<'a> {
         json.map(Ok).map_err(|error| Refusal::Protocol { doing, what: format!("no JSON, {error}") })
     }
 
-    /// Makes a request, again where it was lost or the server stumbled. `request` makes it anew.
+    /// Makes a request, with retries after a lost connection or a server error. `request` builds it
+    /// for each attempt.
     pub(crate) async fn send<F>(
         &self,
         request: impl Fn() -> Result<F, Refusal>,
@@ -209,7 +210,7 @@ impl<'a> Api<'a> {
         Fault::Status { status, code, said, body }
     }
 
-    /// What a fault means to whoever pushes.
+    /// The refusal that a fault means for the user.
     pub(crate) fn refusal(&self, doing: &'static str, fault: Fault) -> Refusal {
         let (status, code, said) = match fault {
             Fault::Own(refusal) => return refusal,
@@ -227,7 +228,7 @@ impl<'a> Api<'a> {
         }
     }
 
-    /// A server's words in one line of ours.
+    /// A server's text as one line.
     pub(crate) fn one_line(&self, said: &str) -> String {
         let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
         let said: String = said.chars().filter(|c| !c.is_control()).take(LONGEST_WORDS).collect();
@@ -256,7 +257,7 @@ pub(crate) fn lost(error: &reqwest::Error) -> Fault {
     Fault::Lost(cause.to_string())
 }
 
-/// What may come back for a body of this kind.
+/// The media type to accept for this kind of request.
 fn accepted(kind: &'static str) -> &'static str {
     if kind == LFS_JSON { LFS_JSON } else { JSON }
 }
@@ -273,11 +274,11 @@ fn words(body: &str) -> String {
         let error = json.get("error").or(json.get("message"))?;
         error.as_str().or(error.get("message").and_then(Value::as_str)).map(str::to_owned)
     });
-    // A page of a proxy says nothing in one line.
+    // A proxy's HTML page has no useful line.
     message.unwrap_or_else(|| if body.contains('<') { String::new() } else { body.to_owned() })
 }
 
-/// The Hub answers 403 also where an account's room is used up.
+/// The Hub also answers 403 if an account's storage is used up.
 fn is_about_storage(said: &str) -> bool {
     let said = said.to_lowercase();
     ["storage limit", "storage quota", "quota", "storage space", "upgrade your plan"]

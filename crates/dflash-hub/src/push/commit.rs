@@ -1,4 +1,4 @@
-//! What is to be committed, and the one request that makes it visible.
+//! The commit: which files it has, and the one request that makes it visible.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -17,16 +17,16 @@ use crate::push::outgoing::Outgoing;
 use crate::push::refusal::Refusal;
 
 const ND_JSON: &str = "application/x-ndjson";
-/// No more than this goes into the commit itself, which is made in memory, bytes. The Hub's own limit
-/// is lower.
+/// Largest total size of files inside the commit, which is built in memory, bytes. The Hub's own
+/// limit is lower.
 const MOST_INLINE: u64 = 64 << 20;
 const PLAN: &str = "asking what to do with the files";
 const COMMIT: &str = "committing";
 const LOOK: &str = "looking for the commit";
-/// Pull requests of the same title that are looked into.
+/// Number of pull requests with the same title that are checked.
 const MOST_PROPOSALS: usize = 10;
 
-/// What the Hub says of a file before it has it.
+/// The Hub's answer about a file before it is sent.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Verdict {
@@ -34,7 +34,7 @@ struct Verdict {
     upload_mode: Mode,
     #[serde(default)]
     should_ignore: bool,
-    /// What the repository has under that path: a SHA-256 of a large file, else Git's.
+    /// The repository's version under that path: a SHA-256 of a large file, else Git's id.
     #[serde(default)]
     oid: Option<String>,
 }
@@ -46,7 +46,7 @@ enum Mode {
     Regular,
 }
 
-/// A commit that is not yet made: the files that the repository does not have as they are.
+/// A commit that has not been made yet: the files that differ from the repository's.
 #[derive(Debug)]
 pub(crate) struct Draft<'a> {
     changed: Vec<(&'a Outgoing, Content)>,
@@ -59,7 +59,7 @@ enum Content {
 }
 
 impl<'a> Draft<'a> {
-    /// Asks the Hub how each file is to go.
+    /// Asks the Hub how each file should be sent.
     pub(crate) async fn plan(
         api: &Api<'_>,
         publication: &Publication,
@@ -91,14 +91,15 @@ impl<'a> Draft<'a> {
         Ok(Self { changed })
     }
 
-    /// The files for the storage of large files.
+    /// The files for the large-file storage.
     pub(crate) fn large(&self) -> impl Iterator<Item = &'a Outgoing> {
         let stored = self.changed.iter().filter(|(_, content)| matches!(content, Content::Stored));
         stored.map(|(file, _)| *file)
     }
 
-    /// Makes the commit; returns its page, or `None` where nothing has changed. A commit must not be made
-    /// twice: where no answer comes, the Hub is asked what it has before it is told again.
+    /// Makes the commit; returns its page, or `None` if nothing has changed. A commit must not be
+    /// made twice: if no answer comes, the Hub is asked for its state before the request is
+    /// repeated.
     pub(crate) async fn commit(
         &self,
         api: &Api<'_>,
@@ -108,7 +109,7 @@ impl<'a> Draft<'a> {
         if self.changed.is_empty() {
             return Ok(None);
         }
-        // A push before this one may have lost the answer too.
+        // An earlier push may have lost its answer too.
         if publication.create_pr
             && let Ok(Some(page)) = proposal(api, publication, files).await
         {
@@ -142,7 +143,7 @@ impl<'a> Draft<'a> {
         unreachable!("the last attempt returns")
     }
 
-    /// The commit as the Hub takes it: a line for its message, and one for each file.
+    /// The commit in the Hub's format: one line for its message, and one per file.
     fn lines(&self, message: &str) -> String {
         let header = json!({"key": "header", "value": {"summary": message, "description": ""}});
         let mut lines = format!("{header}\n");
@@ -166,7 +167,7 @@ fn page_in(answer: &Value) -> Result<String, Refusal> {
     Ok(page.ok_or_else(|| Refusal::Protocol { doing: COMMIT, what: what() })?.to_owned())
 }
 
-/// The page of the commit, or of the pull request, that holds `files` as they are, if there is one.
+/// The page of the commit or pull request that has exactly `files`, if there is one.
 async fn found(
     api: &Api<'_>,
     publication: &Publication,
@@ -185,7 +186,7 @@ async fn found(
     Ok(Some(page(api, [name.owner, name.name, "commit", sha])))
 }
 
-/// The page of an open pull request of this title that proposes `files` as they are.
+/// The page of an open pull request with this title that has exactly `files`.
 async fn proposal(
     api: &Api<'_>,
     publication: &Publication,
@@ -216,10 +217,10 @@ fn page(api: &Api<'_>, parts: [&str; 4]) -> String {
     shown_endpoint(api.url(parts).as_str())
 }
 
-/// How a file goes; `None` where the repository has it as it is.
+/// How a file is sent; `None` if the repository has this version already.
 fn content(file: &Outgoing, verdict: &Verdict) -> Result<Option<Content>, Refusal> {
     let there = verdict.oid.as_deref();
-    // The storage of large files cannot hold nothing.
+    // The large-file storage cannot hold an empty file.
     if verdict.upload_mode == Mode::Lfs && file.bytes > 0 {
         return Ok((there != Some(&file.sha256)).then_some(Content::Stored));
     }
@@ -242,7 +243,7 @@ fn endpoint(api: &Api<'_>, publication: &Publication, verb: &str) -> Result<Url,
     Ok(url)
 }
 
-/// A missing branch is named; the repository itself has been found before.
+/// Names a missing branch; the repository itself has been found before.
 fn of_revision(
     api: &Api<'_>,
     publication: &Publication,

@@ -1,4 +1,4 @@
-//! Large files: Git LFS's batch protocol, with the Hub's own way to send a file in parts.
+//! Large files: Git LFS's batch protocol, with the Hub's multipart extension.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
@@ -19,15 +19,15 @@ use crate::push::refusal::Refusal;
 
 /// Read and sent at once, bytes.
 const PIECE: u64 = 1 << 20;
-/// An upload of which nothing moves for so long is lost.
+/// An upload without progress for this long counts as lost.
 const QUIET: Duration = Duration::from_secs(120);
-/// Where an address of the Hub means that of its mirror.
+/// A mirror's answers contain the Hub's own address, which must be replaced.
 const HUB: &str = "https://huggingface.co";
 const BATCH: &str = "asking where to put a large file";
 const SEND: &str = "sending a large file";
 const CHECK: &str = "having a large file checked";
 
-/// What the Hub wants to be done with a file.
+/// The Hub's instructions for a file.
 #[derive(Debug, Deserialize)]
 struct Object {
     actions: Option<Actions>,
@@ -53,14 +53,14 @@ struct ObjectError {
     message: String,
 }
 
-/// A stretch of a file that goes in one request.
+/// A range of a file that is sent in one request.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     start: u64,
     bytes: u64,
 }
 
-/// Brings `file` to the storage of large files; returns whether it was not there yet.
+/// Uploads `file` to the large-file storage; returns whether it was not there yet.
 pub(crate) async fn upload(
     api: &Api<'_>,
     publication: &Publication,
@@ -87,7 +87,7 @@ pub(crate) async fn upload(
     Ok(true)
 }
 
-/// Where the Hub wants the file; `None` where it has it.
+/// Where the Hub wants the file; `None` if it has it.
 async fn ask(
     api: &Api<'_>,
     publication: &Publication,
@@ -120,7 +120,7 @@ async fn ask(
     }
 }
 
-/// Sends the file in parts to addresses of their own, and then the list of what came back.
+/// Sends the file in parts to their own addresses, and then the list of results.
 async fn send_parts(
     api: &Api<'_>,
     upload: &Action,
@@ -150,13 +150,13 @@ async fn send_parts(
         parts.push(json!({"partNumber": place + 1, "etag": etag}));
     }
     let body = json!({"oid": file.sha256, "parts": parts});
-    // Its address holds its own permission, as those of the parts.
+    // Its address includes its own permission, like those of the parts.
     let request = api.plain(Method::POST, address(api, &upload.href)?);
     answered(api, request, LFS_JSON, body).await
 }
 
-/// Sends a part. The addresses are the storage's own and hold their own permission, so the token stays
-/// here.
+/// Sends a part. The addresses belong to the storage and include their own permission, so the token
+/// is not sent.
 async fn put(
     api: &Api<'_>,
     url: &Url,
@@ -175,7 +175,7 @@ async fn put(
         Ok(watched(sent, meter.clone()))
     };
     let answer = api.send(request).await.map_err(|fault| match fault {
-        // The storage knows no token: what it refuses is the address, which has grown old.
+        // The storage does not check tokens: if it refuses, the address has expired.
         Fault::Status { status: status @ (401 | 403), said, .. } => {
             Refusal::Status { doing: SEND, status, said: api.one_line(&said) }
         }
@@ -185,7 +185,7 @@ async fn put(
     Ok(answer)
 }
 
-/// Ends a request that is stuck.
+/// Ends a request without progress.
 async fn watched(
     request: impl Future<Output = reqwest::Result<Response>>,
     meter: Meter,
@@ -205,7 +205,7 @@ async fn watched(
     }
 }
 
-/// The bytes of a part, read as they go.
+/// The bytes of a part, read while they are sent.
 fn body(file: &Outgoing, part: Part, meter: Meter) -> Result<Body, Refusal> {
     let path = match &file.content {
         Content::File(path) => path,
@@ -242,7 +242,7 @@ fn next_piece(open: &mut std::fs::File, left: u64) -> std::io::Result<Bytes> {
     Ok(piece.into())
 }
 
-/// Posts to an address that the Hub named, whose answer says nothing but that all is well.
+/// Posts to an address that the Hub gave, whose answer has no content.
 async fn answered(
     api: &Api<'_>,
     request: RequestBuilder,
@@ -258,7 +258,7 @@ async fn answered(
     answer.map(drop).map_err(|fault| api.refusal(CHECK, fault))
 }
 
-/// An address as it is reached from here: a mirror hands on the Hub's own.
+/// An address as it is reachable from here: a mirror passes on the Hub's own.
 fn address(api: &Api<'_>, href: &str) -> Result<Url, Refusal> {
     let ours = api.address().trim_end_matches('/');
     let href = match href.strip_prefix(HUB) {

@@ -1,4 +1,4 @@
-//! How far an upload is.
+//! Progress of an upload.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,13 +11,13 @@ pub(crate) struct Meter(Arc<Mutex<State>>);
 #[derive(Debug)]
 struct State {
     progress: Option<Progress>,
-    /// Bytes sent for good.
+    /// Bytes that have arrived.
     sent: u64,
-    /// Bytes that were there.
+    /// Bytes that were already there.
     skipped: u64,
-    /// Bytes of the request that is under way, which a repetition sends anew.
+    /// Bytes of the current request, which a retry sends again.
     current: u64,
-    /// Counts all that moves, so that a line gone quiet is noticed.
+    /// Counts every transfer, so that a stalled connection is noticed.
     moves: u64,
 }
 
@@ -28,12 +28,12 @@ impl Meter {
         Self(Arc::new(Mutex::new(State { progress, sent: 0, skipped: 0, current: 0, moves: 0 })))
     }
 
-    /// A request begins, perhaps once more.
+    /// A request begins, or is retried.
     pub(crate) fn begin(&self) {
         self.change(|state| state.current = 0);
     }
 
-    /// `bytes` of it went out.
+    /// `bytes` of it were sent.
     pub(crate) fn add(&self, bytes: u64) {
         self.change(|state| state.current += bytes);
     }
@@ -43,7 +43,7 @@ impl Meter {
         self.change(|state| state.sent += std::mem::take(&mut state.current));
     }
 
-    /// `bytes` need not go.
+    /// `bytes` need not be sent.
     pub(crate) fn skip(&self, bytes: u64) {
         self.change(|state| state.skipped += bytes);
     }

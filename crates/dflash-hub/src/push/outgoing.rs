@@ -1,4 +1,4 @@
-//! A file on its way: its name there, its bytes here, and its digests.
+//! A file to upload: its path in the repository, its contents here, and its digests.
 
 use std::fs::File;
 use std::io::Read;
@@ -11,14 +11,15 @@ use sha2::{Digest as _, Sha256};
 use crate::error::Error;
 use crate::push::refusal::Refusal;
 
-/// What the Hub wants to see of a file before it says whether it is large.
+/// Bytes of a file that the Hub needs to decide whether it is large.
 const SAMPLE: usize = 512;
-/// A new repository's `.gitattributes` sends these to the storage of large files whatever their size.
+/// A new repository's `.gitattributes` puts these files into the large-file storage, whatever their
+/// size.
 const LARGE_ENDINGS: [&str; 2] = [".safetensors", ".gguf"];
 /// And any file from this size on.
 const LARGE: u64 = 10_000_000;
 
-/// A file as it goes to the Hub.
+/// A file to upload.
 #[derive(Debug, Clone)]
 pub struct Outgoing {
     /// Its path in the repository.
@@ -32,7 +33,7 @@ pub struct Outgoing {
     pub(crate) content: Content,
 }
 
-/// Where the bytes are.
+/// Where the contents are.
 #[derive(Debug, Clone)]
 pub(crate) enum Content {
     File(PathBuf),
@@ -40,7 +41,7 @@ pub(crate) enum Content {
 }
 
 impl Outgoing {
-    /// The file `from`, which is read whole for its digest.
+    /// The file `from`, which is read completely for its digest.
     ///
     /// # Errors
     /// [`Error::File`]; [`Error::Interrupted`] once `stop` is set.
@@ -77,13 +78,13 @@ impl Outgoing {
         }
     }
 
-    /// Whether a repository with the Hub's usual settings keeps it in the storage of large files; the
-    /// Hub has the last word.
+    /// Whether a repository with the Hub's usual settings keeps it in the large-file storage; the
+    /// Hub decides.
     pub fn is_large(&self) -> bool {
         self.bytes >= LARGE || LARGE_ENDINGS.iter().any(|ending| self.path.ends_with(ending))
     }
 
-    /// All of it: only for what goes into a commit.
+    /// All of it: only for files inside a commit.
     pub(crate) fn read(&self) -> Result<Vec<u8>, Refusal> {
         let (path, content) = match &self.content {
             Content::Memory(content) => return Ok(content.clone()),

@@ -1,4 +1,4 @@
-//! Why the Hub, or the way to it, did not take a push.
+//! Why a push failed, at the Hub or on the way to it.
 
 use std::path::PathBuf;
 
@@ -11,32 +11,32 @@ pub enum Refusal {
              settings, under Access Tokens ({said})"
     )]
     BadToken {
-        /// Where the token is from.
+        /// Where the token comes from.
         origin: String,
         /// The Hub's words.
         said: String,
     },
     /// 403.
     #[error(
-        "the token of {origin} may not do that; it needs write access to the repository and its \
+        "the token of {origin} is not allowed to do that; it needs write access to the repository and its \
          owner ({said})"
     )]
     Forbidden {
-        /// Where the token is from.
+        /// Where the token comes from.
         origin: String,
         /// The Hub's words.
         said: String,
     },
-    /// 402, 413, 507, or another status with words about storage.
+    /// 402, 413, 507, or another status with a message about storage.
     #[error("the owner's storage on the Hub is full, or the file too large for it ({said})")]
     Quota {
         /// The Hub's words.
         said: String,
     },
-    /// The Hub does not take the repository's name.
+    /// The Hub does not accept the repository's name.
     #[error("the name cannot be used: {0}")]
     Name(String),
-    /// The name is taken, and not by a model.
+    /// The name belongs to a repository that is not a model.
     #[error(
         "the name is taken by a repository that is not a model, or that you cannot see; choose \
          another --repo"
@@ -44,12 +44,11 @@ pub enum Refusal {
     OtherKind,
     /// A public repository for a private push.
     #[error(
-        "it exists and is public, and --private was asked for; make it private in its settings on \
-         the Hub, or leave out --private"
+        "it exists and is public, but --private was given; make it private in its settings on the Hub, or do not pass --private"
     )]
     Public,
     /// No such branch.
-    #[error("it has no branch {0}; create it on the Hub, or leave out --revision")]
+    #[error("it has no branch {0}; create it on the Hub, or do not pass --revision")]
     NoRevision(String),
     /// The repository's own `.gitignore` excludes a file.
     #[error("its .gitignore excludes {0}; change that file on the Hub")]
@@ -66,8 +65,7 @@ pub enum Refusal {
     },
     /// No answer.
     #[error(
-        "{doing}: {why}; the same command goes on from here, and sends nothing again that the Hub \
-         has"
+        "{doing}: {why}; the same command continues from here, and does not send again what the Hub has"
     )]
     Unreachable {
         /// What was being done.
@@ -75,13 +73,12 @@ pub enum Refusal {
         /// What happened.
         why: String,
     },
-    /// The commit was sent and its answer never came.
+    /// The commit was sent but its answer was lost.
     #[error(
-        "no answer came to the commit ({0}), which may have been made; run the same command again: \
-         it commits only what is not there"
+        "the commit got no answer ({0}) and may have been made; run the same command again: it commits only what is missing"
     )]
     LostCommit(String),
-    /// An answer that is not what the protocol says.
+    /// An answer that violates the protocol.
     #[error("{doing}: the server does not speak the Hub's protocol: {what}")]
     Protocol {
         /// What was being done.
@@ -89,7 +86,7 @@ pub enum Refusal {
         /// What is wrong.
         what: String,
     },
-    /// A file of ours cannot be read.
+    /// A local file cannot be read.
     #[error("cannot read {}: {source}", .path.display())]
     File {
         /// The file.
@@ -97,16 +94,16 @@ pub enum Refusal {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// A file of ours is not what it was when its digest was taken.
+    /// A local file changed after its digest was taken.
     #[error("{} has changed meanwhile; start again when nothing writes to it", .0.display())]
     Changed(PathBuf),
     /// The address of the Hub.
-    #[error("HF_ENDPOINT is not the address of a server: {0}")]
+    #[error("HF_ENDPOINT is not a valid address: {0}")]
     Endpoint(String),
 }
 
 impl Refusal {
-    /// Whether the push may have been published all the same.
+    /// Whether the push may have been published anyway.
     pub(crate) fn leaves_doubt(&self) -> bool {
         matches!(self, Self::LostCommit(_))
     }

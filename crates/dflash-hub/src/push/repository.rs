@@ -1,4 +1,4 @@
-//! The repository that a push goes to, and the collection that it may join.
+//! The repository of a push, and the collection that it joins.
 
 use hf_hub::repository::RepoTypeModel;
 use hf_hub::{HFClient, HFError};
@@ -13,7 +13,7 @@ const FIND: &str = "looking for the repository";
 const CREATE: &str = "creating the repository";
 const COLLECT: &str = "adding it to the collection";
 
-/// Sees to it that there is a model's repository of that name, as private as it is wanted.
+/// Makes sure that a model repository of that name exists, with the requested visibility.
 pub(crate) async fn ensure(api: &Api<'_>, publication: &Publication) -> Result<(), Refusal> {
     let name = publication.name()?;
     let client = HFClient::builder().endpoint(api.address()).token(api.token.secret());
@@ -45,7 +45,8 @@ async fn create(
     }
 }
 
-/// Puts the repository into a collection, which is made where `collection` is a title; returns its slug.
+/// Adds the repository to a collection, which is created if `collection` is a title; returns its
+/// slug.
 pub(crate) async fn collect(
     api: &Api<'_>,
     publication: &Publication,
@@ -59,13 +60,13 @@ pub(crate) async fn collect(
     let parts = ["api", "collections"].into_iter().chain(slug.split('/')).chain(["items"]);
     let answer = api.try_post(COLLECT, api.url(parts), (JSON, body.to_string().into())).await?;
     match answer {
-        // It is in there already.
+        // It is already in the collection.
         Ok(_) | Err(Fault::Status { status: 409, .. }) => Ok(slug),
         Err(fault) => Err(api.refusal(COLLECT, fault)),
     }
 }
 
-/// Makes a collection of the repository's owner, if there is none of that title.
+/// Creates a collection of the repository's owner, if there is none with that title.
 async fn new_collection(
     api: &Api<'_>,
     publication: &Publication,
@@ -108,7 +109,7 @@ fn fault(error: HFError) -> Fault {
     }
 }
 
-/// 404; for some tokens the Hub says 401 of what is not there.
+/// 404; for some tokens the Hub answers 401 for missing repositories.
 fn is_absent(fault: &Fault) -> bool {
     match fault {
         Fault::Status { status: 404, .. } => true,

@@ -1,14 +1,14 @@
-//! The token that lets us write, which nobody sees.
+//! The token with write access, which is never shown.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
 
-/// What stands in its place.
+/// Printed in place of the token.
 const HIDDEN: &str = "***";
 
-/// A token of the Hub, and where it is from. It prints as stars.
+/// A token of the Hub, and where it comes from. It prints as stars.
 #[derive(Clone)]
 pub struct Token {
     secret: String,
@@ -26,8 +26,8 @@ impl Token {
         Self::new(&text, path.display().to_string())
     }
 
-    /// The token where the Hub's own clients look for it: `HF_TOKEN`, the file that `HF_TOKEN_PATH`
-    /// names, the file that a login leaves.
+    /// The token, from where the Hub's own clients look for it: `HF_TOKEN`, the file that
+    /// `HF_TOKEN_PATH` names, the file that a login stores.
     ///
     /// # Errors
     /// [`Error::NoToken`], or as [`Self::from_file`].
@@ -43,7 +43,7 @@ impl Token {
 
     fn new(text: &str, origin: String) -> Result<Self, Error> {
         let secret = text.trim().to_owned();
-        // What else could not be sent in a header; a file of several lines is something else.
+        // Other values could not be sent in a header; a file of several lines is not a token.
         let is_token = !secret.is_empty() && secret.bytes().all(|byte| byte.is_ascii_graphic());
         if is_token { Ok(Self { secret, origin }) } else { Err(Error::TokenShape { origin }) }
     }
@@ -52,12 +52,12 @@ impl Token {
         &self.secret
     }
 
-    /// Where it is from, for messages.
+    /// Where it comes from, for messages.
     pub(crate) fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// `text` of somebody else's, who may have been told the token.
+    /// `text` from another program, which may contain the token, with the token hidden.
     pub(crate) fn hidden_in(&self, text: &str) -> String {
         text.replace(&self.secret, HIDDEN)
     }
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!(token.hidden_in("no hf_secret here"), "no *** here");
         for wrong in ["", " \n", "two words", "a\nb", "g\u{e9}heim"] {
             let refused = read(wrong).unwrap_err().to_string();
-            assert!(refused.contains("holds no token"), "{refused}");
+            assert!(refused.contains("has no valid Hub token"), "{refused}");
             assert!(wrong.trim().is_empty() || !refused.contains(wrong), "{refused}");
         }
         let gone = Token::from_file(&dir.path().join("gone")).unwrap_err().to_string();

@@ -1,39 +1,106 @@
 //! Where each parameter lies in the flat buffer, and views of such a buffer by role.
 
+use std::ops::Deref;
+
 use tch::Tensor;
 
-use super::config::DraftConfig;
+use super::DraftConfig;
+use super::head::{CHECKED_HEAD, HeadViews, head_config};
 
 /// Parameters start at multiples of this many elements, a cache line of float32. Matrices that are
 /// multiplied as one (q, k, v and gate, up) lie side by side without a gap.
 const ALIGNMENT: i64 = 16;
 
-/// One named tensor of the checkpoint.
-#[allow(missing_docs, reason = "the names say it")]
-#[derive(Clone, Debug)]
-pub struct Parameter {
-    pub name: String,
-    pub shape: Vec<i64>,
-    /// Its first element in the flat buffer.
-    pub offset: i64,
+/// What a parameter is: the optimizer moves it and exports store it accordingly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The weight of a product: decays, and Muon can move it.
+    Matrix,
+    /// A table whose rows are looked up or scored token by token: AdamW moves it, and it does not decay.
+    Embedding,
+    /// A norm's weight or a bias: AdamW moves it, and it decays with the norms.
+    Vector,
 }
 
-impl Parameter {
+/// What a fresh parameter holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Fresh {
+    /// Normal numbers of this standard deviation.
+    Normal(f64),
+    /// Nearly the mean of the captured layers: see `fresh_fc`.
+    MeanOfCaptures,
+    /// One.
+    Ones,
+    /// Zero.
+    Zeros,
+}
+
+/// One named tensor of the checkpoint.
+#[allow(missing_docs, reason = "the names say it")]
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParameterSpec {
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub role: Role,
+    pub fresh: Fresh,
+    /// Whether it is multiplied as one with the next parameter, which follows without a gap.
+    pub fused_with_next: bool,
+}
+
+impl ParameterSpec {
+    /// A matrix that starts normal.
+    pub fn matrix(name: impl Into<String>, shape: [i64; 2], deviation: f64) -> Self {
+        Self::new(name, &shape, Role::Matrix, Fresh::Normal(deviation))
+    }
+
+    /// A table [tokens, width].
+    pub fn embedding(name: impl Into<String>, shape: [i64; 2], fresh: Fresh) -> Self {
+        Self::new(name, &shape, Role::Embedding, fresh)
+    }
+
+    /// The weight of a norm `[width]`.
+    pub fn norm(name: impl Into<String>, width: i64) -> Self {
+        Self::new(name, &[width], Role::Vector, Fresh::Ones)
+    }
+
+    /// A bias `[width]`.
+    pub fn bias(name: impl Into<String>, width: i64) -> Self {
+        Self::new(name, &[width], Role::Vector, Fresh::Zeros)
+    }
+
+    /// Any other.
+    pub fn new(name: impl Into<String>, shape: &[i64], role: Role, fresh: Fresh) -> Self {
+        Self { name: name.into(), shape: shape.into(), role, fresh, fused_with_next: false }
+    }
+
+    fn fused_with_next(self) -> Self {
+        Self { fused_with_next: true, ..self }
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> i64 {
         self.shape.iter().product()
     }
+}
 
-    /// Whether it is a matrix; the others are norm weights and biases.
-    pub fn is_matrix(&self) -> bool {
-        self.shape.len() > 1
+/// A parameter with its place in the flat buffer.
+#[derive(Clone, Debug)]
+pub struct Parameter {
+    /// What it is.
+    pub spec: ParameterSpec,
+    /// Its first element in the flat buffer.
+    pub offset: i64,
+}
+
+impl Deref for Parameter {
+    type Target = ParameterSpec;
+
+    fn deref(&self) -> &ParameterSpec {
+        &self.spec
     }
+}
 
-    /// Whether it is a bias, whose fresh value is zero.
-    pub fn is_bias(&self) -> bool {
-        self.name.ends_with(".bias")
-    }
-
+impl Parameter {
     /// Its view in a flat buffer.
     pub fn view(&self, flat: &Tensor) -> Tensor {
         flat.narrow(0, self.offset, self.elements()).view(self.shape.as_slice())
@@ -46,21 +113,41 @@ pub struct DraftLayout {
     parameters: Vec<Parameter>,
     buckets: Vec<(i64, i64)>,
     elements: i64,
+    /// Parameters and buckets of the trunk, which come before the head's.
+    trunk: Trunk,
+}
+
+/// How many of all are the trunk's.
+#[derive(Clone, Copy, Debug, Default)]
+struct Trunk {
+    parameters: usize,
+    buckets: usize,
 }
 
 impl DraftLayout {
     /// Lays out the parameters of `config`.
+    ///
+    /// # Panics
+    /// When its head was not checked: see [`super::check_head`].
     pub fn new(config: &DraftConfig) -> Self {
-        let mut layout = Self { parameters: Vec::new(), buckets: Vec::new(), elements: 0 };
+        let (parameters, buckets, trunk) = (Vec::new(), Vec::new(), Trunk::default());
+        let mut layout = Self { parameters, buckets, elements: 0, trunk };
         let h = config.hidden_size;
-        layout.bucket(vec![
-            ("fc.weight".into(), vec![h, config.captures() * h]),
-            ("hidden_norm.weight".into(), vec![h]),
-        ]);
+        let fc = ParameterSpec {
+            fresh: Fresh::MeanOfCaptures,
+            ..ParameterSpec::matrix("fc.weight", [h, config.captures() * h], 0.0)
+        };
+        layout.bucket(vec![fc, ParameterSpec::norm("hidden_norm.weight", h)]);
         for index in 0..config.layers.len() {
             layout.bucket(layer_parameters(config, index));
         }
-        layout.bucket(vec![("norm.weight".into(), vec![h])]);
+        layout.bucket(vec![ParameterSpec::norm("norm.weight", h)]);
+        let (parameters, buckets) = (layout.parameters.len(), layout.buckets.len());
+        layout.trunk = Trunk { parameters, buckets };
+        let head = head_config(config).expect(CHECKED_HEAD).parameters();
+        if !head.is_empty() {
+            layout.bucket(head);
+        }
         layout
     }
 
@@ -76,22 +163,27 @@ impl DraftLayout {
 
     /// Number of trained parameters, padding excluded.
     pub fn trained(&self) -> i64 {
-        self.parameters.iter().map(Parameter::elements).sum()
+        self.parameters.iter().map(|parameter| parameter.elements()).sum()
     }
 
     /// (offset, elements) of what becomes final together in the backward pass: first the fusion of
-    /// the context, then each layer, last the final norm. The backward pass finishes them from the
-    /// last to the first.
+    /// the context, then each layer, the final norm, last the head if it has parameters. The backward
+    /// pass finishes them from the last to the first.
     pub fn buckets(&self) -> &[(i64, i64)] {
         &self.buckets
     }
 
-    fn bucket(&mut self, parameters: Vec<(String, Vec<i64>)>) {
+    /// How many of the buckets are the trunk's; a head's comes after them.
+    pub(super) fn trunk_buckets(&self) -> usize {
+        self.trunk.buckets
+    }
+
+    fn bucket(&mut self, parameters: Vec<ParameterSpec>) {
         let start = self.elements;
-        for (name, shape) in parameters {
-            let parameter = Parameter { name, shape, offset: self.elements };
+        for spec in parameters {
+            let parameter = Parameter { spec, offset: self.elements };
             self.elements += parameter.elements();
-            if !fused_with_next(&parameter.name) {
+            if !parameter.fused_with_next {
                 self.elements = (self.elements + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
             }
             self.parameters.push(parameter);
@@ -105,38 +197,38 @@ impl DraftLayout {
     }
 }
 
-fn fused_with_next(name: &str) -> bool {
-    let fused =
-        ["q_proj.weight", "k_proj.weight", "gate_proj.weight", "q_proj.bias", "k_proj.bias"];
-    fused.iter().any(|suffix| name.ends_with(suffix))
-}
-
-fn layer_parameters(config: &DraftConfig, index: usize) -> Vec<(String, Vec<i64>)> {
+fn layer_parameters(config: &DraftConfig, index: usize) -> Vec<ParameterSpec> {
     let (h, d, i) = (config.hidden_size, config.head_dim, config.intermediate_size);
     let (q_width, kv_width) = (config.num_attention_heads * d, config.kv_width());
-    let weights = [
-        ("self_attn.q_proj", vec![q_width, h]),
-        ("self_attn.k_proj", vec![kv_width, h]),
-        ("self_attn.v_proj", vec![kv_width, h]),
-        ("self_attn.o_proj", vec![h, q_width]),
-        ("mlp.gate_proj", vec![i, h]),
-        ("mlp.up_proj", vec![i, h]),
-        ("mlp.down_proj", vec![h, i]),
-        ("self_attn.q_norm", vec![d]),
-        ("self_attn.k_norm", vec![d]),
-        ("input_layernorm", vec![h]),
-        ("post_attention_layernorm", vec![h]),
+    let name = |part: &str| format!("layers.{index}.{part}");
+    let matrix = |part: &str, shape| {
+        let weight = name(part) + ".weight";
+        ParameterSpec::matrix(weight, shape, config.initializer_range)
+    };
+    let norm = |part: &str, width| ParameterSpec::norm(name(part) + ".weight", width);
+    let mut parameters = vec![
+        matrix("self_attn.q_proj", [q_width, h]).fused_with_next(),
+        matrix("self_attn.k_proj", [kv_width, h]).fused_with_next(),
+        matrix("self_attn.v_proj", [kv_width, h]),
+        matrix("self_attn.o_proj", [h, q_width]),
+        matrix("mlp.gate_proj", [i, h]).fused_with_next(),
+        matrix("mlp.up_proj", [i, h]),
+        matrix("mlp.down_proj", [h, i]),
+        norm("self_attn.q_norm", d),
+        norm("self_attn.k_norm", d),
+        norm("input_layernorm", h),
+        norm("post_attention_layernorm", h),
     ];
-    let biases = [
-        ("self_attn.q_proj", q_width),
-        ("self_attn.k_proj", kv_width),
-        ("self_attn.v_proj", kv_width),
-        ("self_attn.o_proj", h),
-    ];
-    let named = |role: &str, kind: &str| format!("layers.{index}.{role}.{kind}");
-    let weights = weights.into_iter().map(|(role, shape)| (named(role, "weight"), shape));
-    let biases = biases.into_iter().map(|(role, width)| (named(role, "bias"), vec![width]));
-    weights.chain(biases.filter(|_| config.attention_bias)).collect()
+    if config.attention_bias {
+        let bias = |part: &str, width| ParameterSpec::bias(name(part) + ".bias", width);
+        parameters.extend([
+            bias("self_attn.q_proj", q_width).fused_with_next(),
+            bias("self_attn.k_proj", kv_width).fused_with_next(),
+            bias("self_attn.v_proj", kv_width),
+            bias("self_attn.o_proj", h),
+        ]);
+    }
+    parameters
 }
 
 /// The biases of a layer's attention, or their gradients, as views of a flat buffer.
@@ -186,12 +278,15 @@ pub struct DraftViews {
     pub layers: Vec<LayerViews>,
     /// `[H]`.
     pub norm: Tensor,
+    /// The head's.
+    pub head: HeadViews,
 }
 
 impl DraftViews {
     /// Views of `flat`, which may hold weights or gradients.
     pub fn new(config: &DraftConfig, layout: &DraftLayout, flat: &Tensor) -> Self {
         let view = |name: &str| layout.find(name).view(flat);
+        let head = &layout.parameters[layout.trunk.parameters..];
         let layers = (0..config.layers.len())
             .map(|index| {
                 let name = |role: &str| format!("layers.{index}.{role}.weight");
@@ -231,6 +326,7 @@ impl DraftViews {
             hidden_norm: view("hidden_norm.weight"),
             layers,
             norm: view("norm.weight"),
+            head: HeadViews::new(head.iter().map(|own| (own.name.clone(), own.view(flat)))),
         }
     }
 }

@@ -84,28 +84,30 @@ impl Saved {
     }
 }
 
-impl super::DraftConfig {
-    /// What layers of `kind` see, with windows measured by `rule`.
-    pub fn visibility(&self, kind: LayerKind, rule: WindowRule) -> Visibility {
-        match (kind, self.sliding_window) {
-            (LayerKind::Sliding, Some(window)) => {
-                Visibility { window: Some((window, rule)), causal_in_block: true }
-            }
-            _ => Visibility::FULL,
+/// What layers of `kind` in a draft of `config` see, with windows measured by `rule`.
+pub(crate) fn visibility(
+    config: &super::DraftConfig,
+    kind: LayerKind,
+    rule: WindowRule,
+) -> Visibility {
+    match (kind, config.sliding_window) {
+        (LayerKind::Sliding, Some(window)) => {
+            Visibility { window: Some((window, rule)), causal_in_block: true }
         }
+        _ => Visibility::FULL,
     }
+}
 
-    /// Plans the blocks of a packed row for this draft's layers.
-    pub fn plan(
-        &self,
-        document_starts: &[usize],
-        anchors: &[usize],
-        rule: WindowRule,
-    ) -> BlockPlan {
-        let visibilities: Vec<Visibility> =
-            self.layers.iter().map(|&kind| self.visibility(kind, rule)).collect();
-        BlockPlan::new(document_starts, anchors, self.block_size, &visibilities)
-    }
+/// Plans the blocks of a packed row for the layers of a draft of `config`.
+pub fn plan_blocks(
+    config: &super::DraftConfig,
+    document_starts: &[usize],
+    anchors: &[usize],
+    rule: WindowRule,
+) -> BlockPlan {
+    let visibilities: Vec<Visibility> =
+        config.layers.iter().map(|&kind| visibility(config, kind, rule)).collect();
+    BlockPlan::new(document_starts, anchors, config.block_size, &visibilities)
 }
 
 impl Draft {
@@ -130,7 +132,7 @@ impl Draft {
             method: Method::of(device, kind, head_dim, self.kernels),
         };
         let attention = |kind: LayerKind| {
-            let visibility = self.config.visibility(kind, rule);
+            let visibility = visibility(&self.config, kind, rule);
             let needed = self.config.layers.contains(&kind);
             needed.then(|| BlockAttention::new(plan, &visibility, &shape))
         };
@@ -203,7 +205,8 @@ impl Draft {
     /// this pass alone: `saved` and `dhidden_nh` are used up, `input` stays as it is.
     ///
     /// `finished` is called with the index of each of the layout's buckets as soon as its
-    /// gradients are final, from the last bucket to the first.
+    /// gradients are final, from the last bucket to the first. The head's are final already: they come
+    /// with `dhidden_nh`.
     pub fn backward(
         &self,
         dhidden_nh: Tensor,
@@ -211,10 +214,11 @@ impl Draft {
         saved: Saved,
         (gradients, finished): (&DraftViews, &mut dyn FnMut(usize)),
     ) {
+        let trunk = self.layout.trunk_buckets();
+        (trunk..self.layout.buckets().len()).rev().for_each(&mut *finished);
         let norm = self.norm(&self.views.norm);
         let mut dx_nh = norm.backward(dhidden_nh, &saved.last_nh, None, &gradients.norm);
-        let buckets = self.layout.buckets().len();
-        finished(buckets - 1);
+        finished(trunk - 1);
         let mut dcontext_ch = saved.context_ch.zeros_like();
         for (index, layer_saved) in saved.layers.into_iter().enumerate().rev() {
             let pass = LayerPass {
@@ -392,7 +396,7 @@ fn accumulate_rows(gradient: &Tensor, dy: &Tensor) {
 }
 
 /// `gradient += dy^T x`, for the weight of `y = x W^T`.
-fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
+pub(super) fn accumulate_product(gradient: &Tensor, dy: &Tensor, x: &Tensor) {
     let dy_t = dy.tr();
     if dy.kind() == gradient.kind() {
         let _ = gradient.shallow_clone().addmm_(&dy_t, x);

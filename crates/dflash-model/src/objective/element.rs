@@ -9,6 +9,7 @@ use dflash_torch_sys::kernels::{self, Kernels};
 use tch::{Kind, Tensor};
 
 use super::LabelSource;
+use crate::draft::AuxiliaryLoss;
 
 /// Overlap below which `nla` is flat.
 pub const NLA_EPSILON: f64 = 1e-5;
@@ -38,6 +39,16 @@ pub(super) struct ChunkOutput {
     pub(super) correct_m: Tensor,
     /// Gradient of `loss_sum`, [m, V].
     pub(super) dlogits_mv: Tensor,
+}
+
+impl ChunkOutput {
+    /// Adds a head's own loss.
+    pub(super) fn add(&mut self, own: &AuxiliaryLoss) {
+        self.loss_sum += &own.loss_sum;
+        if let Some(dlogits_mv) = &own.dlogits_mv {
+            self.dlogits_mv += dlogits_mv.to_kind(self.dlogits_mv.kind());
+        }
+    }
 }
 
 /// Cross-entropy on the data's tokens, computed in the logits' own memory.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use tch::{Device, Tensor};
 
 use super::vocabulary::DraftVocabulary;
+use crate::draft::BlockShape;
 use crate::placement::upload;
 
 /// Which token counts as the right one.
@@ -30,34 +31,39 @@ pub struct LabelledRow<'a> {
 /// The supervised slots of a row's blocks, in order.
 #[derive(Clone, Debug, Default)]
 pub struct BlockLabels {
-    block_size: usize,
+    block: BlockShape,
     blocks: usize,
-    /// First slot that can be supervised: 1, or 0 where the anchor's own slot predicts.
-    first_slot: usize,
     slots: Vec<i64>,
     tokens: Vec<i64>,
     teacher_rows: Vec<i64>,
+    /// Of every slot of the row the data's token before the one that it predicts.
+    previous: Vec<i64>,
     /// Supervised slots whose token the draft cannot say: no loss, but a miss in every metric.
     misses: Vec<i64>,
 }
 
 impl BlockLabels {
-    /// Labels of the blocks at `anchors`: slot k >= 1 is supervised by the token at its own
-    /// position, if that lies in the anchor's document and its loss mask is set.
+    /// Labels of the blocks at `anchors`: a slot is supervised by the token that its row predicts, if
+    /// that lies in the anchor's document and its loss mask is set.
     pub fn new(
         row: LabelledRow<'_>,
         anchors: &[usize],
-        block_size: usize,
+        block: BlockShape,
         vocabulary: Option<&DraftVocabulary>,
     ) -> Self {
-        let mut labels =
-            Self { block_size, blocks: anchors.len(), first_slot: 1, ..Self::default() };
-        for (block, &anchor) in anchors.iter().enumerate() {
+        let mut labels = Self { block, blocks: anchors.len(), ..Self::default() };
+        for (number, &anchor) in anchors.iter().enumerate() {
             let next = row.document_starts.partition_point(|&start| start <= anchor);
-            let end = row.document_starts[next].min(anchor + block_size);
+            // where the token of the first row would be
+            let first = anchor + block.shift();
+            // that of an anchor which predicts nothing is its own, and nobody reads it
+            let before = |row: usize| (first + row).saturating_sub(1).max(anchor);
+            let last = row.input_ids.len() - 1;
+            labels.previous.extend((0..block.rows).map(|at| row.input_ids[before(at).min(last)]));
+            let end = row.document_starts[next].min(first + block.rows);
             for position in anchor + 1..end {
                 if row.loss_mask[position] {
-                    let slot = (block * block_size + position - anchor) as i64;
+                    let slot = (number * block.rows + position - first) as i64;
                     labels.push(slot, row.input_ids[position], position as i64 - 1, vocabulary);
                 }
             }
@@ -65,16 +71,15 @@ impl BlockLabels {
         labels
     }
 
-    /// Labels from the `mask`, the token and the teacher's row of every slot. `first_slot` is 0 where
-    /// the anchor's slot is supervised too, else 1.
+    /// Labels from the `mask`, the token and the teacher's row of every slot.
     pub fn from_slots(
-        (block_size, first_slot): (usize, usize),
+        block: BlockShape,
         mask: &[bool],
         tokens: &[i64],
         teacher_rows: &[i64],
     ) -> Self {
-        let blocks = mask.len() / block_size;
-        let mut labels = Self { block_size, blocks, first_slot, ..Self::default() };
+        let blocks = mask.len() / block.rows;
+        let mut labels = Self { block, blocks, ..Self::default() };
         for slot in (0..mask.len()).filter(|&slot| mask[slot]) {
             labels.push(slot as i64, tokens[slot], teacher_rows[slot], None);
         }
@@ -98,19 +103,14 @@ impl BlockLabels {
         }
     }
 
-    /// Slots of a block.
-    pub fn block_size(&self) -> usize {
-        self.block_size
+    /// How the slots of a block are used.
+    pub fn block(&self) -> BlockShape {
+        self.block
     }
 
     /// Number of blocks.
     pub fn blocks(&self) -> usize {
         self.blocks
-    }
-
-    /// First slot of a block that can be supervised.
-    pub fn first_slot(&self) -> usize {
-        self.first_slot
     }
 
     /// Slots that carry loss, ascending.
@@ -132,7 +132,7 @@ impl BlockLabels {
     /// between blocks, so that weights that depend on a whole block can be computed in a chunk.
     pub fn chunks(&self, rows: usize) -> Vec<Range<usize>> {
         let count = self.slots.len();
-        let block_of = |index: usize| self.slots[index] / self.block_size as i64;
+        let block_of = |index: usize| self.slots[index] / self.block.rows as i64;
         let between_blocks = |&end: &usize| end == count || block_of(end - 1) != block_of(end);
         let mut chunks = Vec::new();
         let mut start = 0;
@@ -154,6 +154,12 @@ impl BlockLabels {
         upload(&self.teacher_rows, device)
     }
 
+    /// Of every slot of the row, supervised or not, the data's token before the one that it predicts, by the
+    /// target's id. Empty where the labels were made of slots.
+    pub fn previous(&self) -> &[i64] {
+        &self.previous
+    }
+
     /// Tokens of the slots that carry loss, in the draft's vocabulary.
     pub fn tokens(&self) -> &[i64] {
         &self.tokens
@@ -162,11 +168,11 @@ impl BlockLabels {
     /// Blocks with a supervised slot and, by their place in the block, supervised slots; misses are
     /// supervised too.
     pub(super) fn supervised_counts(&self) -> (f64, Vec<f64>) {
-        let mut by_place = vec![0.0; self.block_size];
+        let mut by_place = vec![0.0; self.block.rows];
         let mut blocks = vec![false; self.blocks];
         for &slot in self.slots.iter().chain(&self.misses) {
-            by_place[slot as usize % self.block_size] += 1.0;
-            blocks[slot as usize / self.block_size] = true;
+            by_place[slot as usize % self.block.rows] += 1.0;
+            blocks[slot as usize / self.block.rows] = true;
         }
         let supervised = blocks.into_iter().filter(|&supervised| supervised).count();
         (supervised as f64, by_place)
@@ -185,18 +191,30 @@ mod tests {
 
     #[test]
     fn a_slot_is_labelled_by_its_own_position_within_its_document() {
-        let labels = BlockLabels::new(ROW, &[1, 4], 4, None);
+        let labels = BlockLabels::new(ROW, &[1, 4], BlockShape::fill_in(4), None);
         // block 0 at 1: positions 2 and 3; position 4 is another document's
         // block 1 at 4: position 5 is masked, 6 counts, 7 does not exist
         assert_eq!(labels.slots, [1, 2, 6]);
         assert_eq!(labels.tokens, [12, 13, 22]);
         assert_eq!(labels.teacher_rows, [1, 2, 5]);
+        assert_eq!(labels.previous, [11, 11, 12, 13, 20, 20, 21, 22]);
+    }
+
+    #[test]
+    fn where_the_anchors_row_predicts_every_row_has_the_token_behind_it() {
+        let block = BlockShape { rows: 3, first_predicting: 0 };
+        let labels = BlockLabels::new(ROW, &[0, 4], block, None);
+        // block 0 at 0: positions 1, 2 and 3; block 1 at 4: 5 is masked, 6, and 7 does not exist
+        assert_eq!(labels.slots, [0, 1, 2, 4]);
+        assert_eq!(labels.tokens, [11, 12, 13, 22]);
+        assert_eq!(labels.teacher_rows, [0, 1, 2, 5]);
+        assert_eq!(labels.previous, [10, 11, 12, 20, 21, 22]);
     }
 
     #[test]
     fn a_token_outside_the_pruned_vocabulary_is_a_miss() {
         let vocabulary = DraftVocabulary::new(vec![12, 22], 30);
-        let labels = BlockLabels::new(ROW, &[1, 4], 4, Some(&vocabulary));
+        let labels = BlockLabels::new(ROW, &[1, 4], BlockShape::fill_in(4), Some(&vocabulary));
         assert_eq!(labels.slots, [1, 6]);
         assert_eq!(labels.tokens, [0, 1]);
         assert_eq!(labels.misses, [2]);
@@ -206,7 +224,7 @@ mod tests {
     #[test]
     fn chunks_cover_all_slots_and_never_cut_a_block() {
         let mask = vec![true; 40];
-        let labels = BlockLabels::from_slots((8, 1), &mask, &[0; 40], &[0; 40]);
+        let labels = BlockLabels::from_slots(BlockShape::fill_in(8), &mask, &[0; 40], &[0; 40]);
         for rows in [1, 7, 8, 9, 17, 100] {
             let chunks = labels.chunks(rows);
             assert!(chunks.iter().cloned().flatten().eq(0..40), "{rows}");

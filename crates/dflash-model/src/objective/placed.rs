@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::labels::BlockLabels;
 use super::weight::Weighting;
+use crate::draft::Head;
 use crate::ops::accumulate_kind;
 use crate::placement::upload;
 
@@ -18,6 +19,8 @@ pub(super) struct Placed<'a> {
     tokens_m: Tensor,
     /// Weights by distance, if slots are weighted so.
     decay_m: Option<Tensor>,
+    /// The row's tokens before its predictions `[N]`, where the head is told them.
+    pub(super) previous_n: Option<Tensor>,
     /// Blocks with a supervised slot, float64 scalar.
     pub(super) blocks: Tensor,
     /// Slots that carry loss, float64 scalar.
@@ -43,9 +46,16 @@ pub(super) struct ChunkPlace {
 
 impl<'a> Placed<'a> {
     /// The labels of `row` beside `hidden`, with the weights that do not follow from losses.
-    pub(super) fn new(row: &'a BlockLabels, weighting: &Weighting, hidden: &Tensor) -> Self {
+    pub(super) fn new(
+        row: &'a BlockLabels,
+        weighting: &Weighting,
+        hidden: &Tensor,
+        head: &dyn Head,
+    ) -> Self {
         let count = row.slots().len() as i64;
-        let indices_2m = upload(&[row.slots(), row.tokens()].concat(), hidden.device());
+        let previous: &[i64] = if head.is_plain() { &[] } else { row.previous() };
+        let indices = upload(&[row.slots(), row.tokens(), previous].concat(), hidden.device());
+        let slots = previous.len() as i64;
         let decay = weighting.by_distance(row);
         let (blocks, per_slot) = row.supervised_counts();
         let mut numbers = vec![blocks, count as f64];
@@ -56,8 +66,9 @@ impl<'a> Placed<'a> {
         let kind = accumulate_kind(hidden);
         Self {
             row,
-            slots_m: indices_2m.narrow(0, 0, count),
-            tokens_m: indices_2m.narrow(0, count, count),
+            slots_m: indices.narrow(0, 0, count),
+            tokens_m: indices.narrow(0, count, count),
+            previous_n: (slots > 0).then(|| indices.narrow(0, 2 * count, slots)),
             decay_m: decay.map(|_| numbers.narrow(0, head, count).to_kind(kind)),
             blocks: numbers.get(0),
             slots: numbers.get(1),
@@ -68,7 +79,7 @@ impl<'a> Placed<'a> {
     /// The slots with the numbers `chunk`, which are those of whole blocks.
     pub(super) fn chunk(&self, chunk: &Range<usize>) -> ChunkPlace {
         let part = |x_m: &Tensor| x_m.narrow(0, chunk.start as i64, chunk.len() as i64);
-        let block_size = self.row.block_size() as i64;
+        let block_size = self.row.block().rows as i64;
         let slots = &self.row.slots()[chunk.clone()];
         let first_block = slots[0] / block_size;
         ChunkPlace {
@@ -107,14 +118,15 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
+    use crate::draft::{BlockShape, Dflash};
 
     #[test]
     fn a_chunk_is_a_view_of_what_was_copied_once() {
         let mask = [false, true, true, false, true, true];
         let tokens = [9, 1, 2, 9, 4, 5];
-        let row = BlockLabels::from_slots((3, 1), &mask, &tokens, &[0; 6]);
+        let row = BlockLabels::from_slots(BlockShape::fill_in(3), &mask, &tokens, &[0; 6]);
         let hidden = Tensor::zeros([6, 2], (Kind::BFloat16, Device::Cpu));
-        let placed = Placed::new(&row, &Weighting::Decay { gamma: 1.0 }, &hidden);
+        let placed = Placed::new(&row, &Weighting::Decay { gamma: 1.0 }, &hidden, &Dflash);
         let chunk = placed.chunk(&(2..4));
         let whole = placed.chunk(&(0..4));
         assert_eq!(whole.slots_m.data_ptr() as usize + 16, chunk.slots_m.data_ptr() as usize);
@@ -132,6 +144,6 @@ mod tests {
         assert_eq!(Vec::<f64>::try_from(&placed.per_slot_b).unwrap(), [0.0, 2.0, 2.0]);
         let dpace =
             Weighting::Dpace { alpha: 0.5, confidence: super::super::Confidence::CrossEntropy };
-        assert!(Placed::new(&row, &dpace, &hidden).decay_m.is_none());
+        assert!(Placed::new(&row, &dpace, &hidden, &Dflash).decay_m.is_none());
     }
 }

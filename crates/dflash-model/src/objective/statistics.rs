@@ -1,7 +1,7 @@
 //! Sums that a step adds up on the device and reads once per logging interval.
 //!
-//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per slot..]`
-//! in float64: one small tensor to add over micro-batches and to all-reduce over ranks.
+//! The vector is `[loss, denominator, accepted, blocks, correct per slot.., supervised per slot..]`,
+//! and behind these sum and weight of each of the head's own figures, in float64: one small tensor to add over micro-batches and to all-reduce over ranks.
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,6 +9,7 @@ use super::element::ChunkOutput;
 use super::labels::BlockLabels;
 use super::placed::Placed;
 use super::weight::Denominator;
+use crate::draft::{Head, MetricSums};
 
 const DENOMINATOR: i64 = 1;
 const BLOCKS: i64 = 3;
@@ -19,6 +20,8 @@ const HEAD: i64 = 4;
 #[derive(Debug)]
 pub struct Statistics {
     sums: Tensor,
+    /// Names of the head's own figures.
+    metrics: &'static [&'static str],
 }
 
 /// [`Statistics`] on the host, as ratios; of nothing they are NaN.
@@ -39,22 +42,25 @@ pub struct StatisticsReport {
     pub supervised: u64,
     /// Blocks with a supervised slot.
     pub blocks: u64,
+    /// The head's own figures.
+    pub of_head: Vec<(&'static str, f64)>,
 }
 
 impl Statistics {
     /// No rows yet.
-    pub fn zero(block_size: usize, device: Device) -> Self {
-        Self { sums: Tensor::zeros([HEAD + 2 * block_size as i64], (Kind::Double, device)) }
+    pub fn zero(block_size: usize, metrics: &'static [&'static str], device: Device) -> Self {
+        let elements = HEAD + 2 * (block_size + metrics.len()) as i64;
+        Self { sums: Tensor::zeros([elements], (Kind::Double, device)), metrics }
     }
 
     /// The sums that [`Self::sums`] once were, wherever they are now.
-    pub fn from_sums(sums: Tensor) -> Self {
-        Self { sums }
+    pub fn from_sums(sums: Tensor, metrics: &'static [&'static str]) -> Self {
+        Self { sums, metrics }
     }
 
     /// The same sums over nothing.
     pub fn cleared(&self) -> Self {
-        Self { sums: self.sums.zeros_like() }
+        Self { sums: self.sums.zeros_like(), metrics: self.metrics }
     }
 
     /// Adds another row's or rank's.
@@ -86,10 +92,12 @@ impl Statistics {
     pub fn report(&self, epsilon: f64) -> StatisticsReport {
         let sums = Vec::<f64>::try_from(self.sums.to_device(Device::Cpu))
             .expect("the sums are a float64 vector");
-        let (head, slots) = sums.split_at(HEAD as usize);
+        let (head, rest) = sums.split_at(HEAD as usize);
+        let (slots, own) = rest.split_at(rest.len() - 2 * self.metrics.len());
         let (correct, supervised) = slots.split_at(slots.len() / 2);
         let ratio = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { f64::NAN };
         let total: f64 = supervised.iter().sum();
+        let figure = |(&name, own): (&&'static str, &[f64])| (name, ratio(own[0], own[1]));
         StatisticsReport {
             loss: ratio(head[0], head[1] + epsilon),
             denominator: head[1],
@@ -102,6 +110,7 @@ impl Statistics {
             expected_acceptance_length: ratio(head[2], head[3]),
             supervised: total as u64,
             blocks: head[3] as u64,
+            of_head: self.metrics.iter().zip(own.chunks(2)).map(figure).collect(),
         }
     }
 }
@@ -113,16 +122,19 @@ pub(super) struct Tally {
     weight_sum: Tensor,
     /// 1 where the argmax is the label, `[N]`.
     correct_n: Tensor,
+    /// Of the head's own figures.
+    pub(super) metrics: MetricSums,
 }
 
 impl Tally {
-    pub(super) fn new(labels: &BlockLabels, like: &Tensor) -> Self {
+    pub(super) fn new(labels: &BlockLabels, like: &Tensor, head: &dyn Head) -> Self {
         let device = like.device();
-        let slots = (labels.blocks() * labels.block_size()) as i64;
+        let slots = (labels.blocks() * labels.block().rows) as i64;
         Self {
             loss_sum: Tensor::zeros([], (Kind::Double, device)),
             weight_sum: Tensor::zeros([], (Kind::Double, device)),
             correct_n: Tensor::zeros([slots], (Kind::Double, device)),
+            metrics: MetricSums::zeros(head.metrics().len(), device),
         }
     }
 
@@ -132,20 +144,27 @@ impl Tally {
         let _ = self.correct_n.index_copy_(0, slots_m, &output.correct_m.to_kind(Kind::Double));
     }
 
-    pub(super) fn finish(self, labels: &Placed<'_>, denominator: Denominator) -> Statistics {
+    pub(super) fn finish(
+        self,
+        labels: &Placed<'_>,
+        denominator: Denominator,
+        metrics: &'static [&'static str],
+    ) -> Statistics {
         let Placed { row, blocks, per_slot_b, .. } = labels;
         let divisor = match denominator {
             Denominator::Weights => self.weight_sum,
             Denominator::Blocks => blocks.shallow_clone(),
             Denominator::MaskedSlots => labels.slots.shallow_clone(),
         };
-        let block_size = row.block_size() as i64;
-        let correct_ab = self.correct_n.view([-1, block_size]);
-        let first = row.first_slot() as i64;
-        let runs = correct_ab.narrow(1, first, block_size - first).cumprod(1, Kind::Double);
+        let block = row.block();
+        let correct_ab = self.correct_n.view([-1, block.rows as i64]);
+        let (first, predicting) = (block.first_predicting as i64, block.proposals() as i64);
+        let runs = correct_ab.narrow(1, first, predicting).cumprod(1, Kind::Double);
         let accepted = runs.sum(Kind::Double) + blocks;
         let head = Tensor::stack(&[&self.loss_sum, &divisor, &accepted, blocks], 0);
-        Statistics { sums: Tensor::cat(&[&head, &sum_blocks(&correct_ab), per_slot_b], 0) }
+        let mut parts = vec![head, sum_blocks(&correct_ab), per_slot_b.shallow_clone()];
+        parts.extend(self.metrics.sums().map(|sum| sum.view([1])));
+        Statistics { sums: Tensor::cat(&parts, 0), metrics }
     }
 }
 

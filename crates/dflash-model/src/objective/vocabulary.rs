@@ -4,9 +4,9 @@ use std::path::Path;
 
 use tch::{Kind, Tensor};
 
+use crate::Result;
 use crate::checkpoint::{TensorFile, write_safetensors};
 use crate::placement::kind_name;
-use crate::{Error, Result};
 
 /// File of the vocabulary in a checkpoint: `d2t` and `t2d` as speculators defines them.
 const FILE: &str = "draft_vocabulary.safetensors";
@@ -55,7 +55,9 @@ impl DraftVocabulary {
         let offsets = list(file, path, ("d2t", Kind::Int64))?;
         let stored = list(file, path, ("t2d", Kind::Bool))?;
         let selected: Vec<i64> = offsets.iter().zip(0..).map(|(offset, id)| offset + id).collect();
-        let refuse = |key, found: &str, expected| Error::config(path, key, found, expected);
+        let refuse = |key, found: &str, expected| {
+            dflash_formats::Error::config(path, key, found, expected).into()
+        };
         let in_range = |&id: &i64| 0 <= id && id < stored.len() as i64;
         let ascending = selected.is_sorted_by(|a, b| a < b);
         if selected.is_empty() || !ascending || !selected.iter().all(in_range) {
@@ -116,7 +118,7 @@ fn list(file: &TensorFile, path: &Path, (name, kind): (&str, Kind)) -> Result<Ve
         let found =
             format!("a tensor of {} with shape {:?}", kind_name(tensor.kind()), tensor.size());
         let expected = format!("a list of {} is needed", kind_name(kind));
-        return Err(Error::config(path, name, found, &expected));
+        return Err(dflash_formats::Error::config(path, name, found, &expected).into());
     }
     Ok(Vec::try_from(tensor.to_kind(Kind::Int64))?)
 }

@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::labels::BlockLabels;
 use super::placed::ChunkPlace;
+use crate::draft::BlockShape;
 
 /// Added to the number of masked slots by speculators, so that an empty row divides by something.
 pub const MASKED_SLOTS_EPSILON: f64 = 1e-5;
@@ -45,10 +46,10 @@ pub enum Denominator {
     MaskedSlots,
 }
 
-/// `exp(-(k - first_slot) / gamma)` for each slot, 0 before `first_slot`.
-pub fn decay_weights(block_size: usize, first_slot: usize, gamma: f64) -> Vec<f64> {
-    (0..block_size)
-        .map(|slot| match slot.checked_sub(first_slot) {
+/// `exp(-k / gamma)` for the slots that predict, k from 0 on, and 0 for one before them.
+pub fn decay_weights(block: BlockShape, gamma: f64) -> Vec<f64> {
+    (0..block.rows)
+        .map(|slot| match slot.checked_sub(block.first_predicting) {
             Some(distance) => (-(distance as f64) / gamma).exp(),
             None => 0.0,
         })
@@ -87,10 +88,9 @@ impl Weighting {
     /// Weights of a row's slots where these follow from their places alone.
     pub(super) fn by_distance(&self, labels: &BlockLabels) -> Option<Vec<f64>> {
         let Self::Decay { gamma } = *self else { return None };
-        let block_size = labels.block_size();
-        let table = decay_weights(block_size, labels.first_slot(), gamma);
+        let table = decay_weights(labels.block(), gamma);
         let slots = labels.slots().iter();
-        Some(slots.map(|&slot| table[slot as usize % block_size]).collect())
+        Some(slots.map(|&slot| table[slot as usize % table.len()]).collect())
     }
 }
 
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn decay_starts_at_one() {
-        let weights = decay_weights(4, 1, 4.0);
+        let weights = decay_weights(BlockShape::fill_in(4), 4.0);
         assert_eq!(weights[..2], [0.0, 1.0]);
         assert!((weights[2] - (-0.25f64).exp()).abs() < 1e-15);
     }

@@ -1,8 +1,13 @@
-//! Keys and values of one growing sequence, and the states of layers that carry one.
+//! Keys and values of one growing sequence, and the states of recurrent layers.
 //!
-//! Preallocated for the longest sequence the caller plans: a step writes its rows in place and
-//! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens is
-//! changing a number. Shapes: `m` key heads, `s` capacity, `d` head dimension.
+//! Preallocated for the longest sequence that the caller plans: a step writes its rows in place and
+//! attends over a view, so nothing is copied as the sequence grows, and rejecting tokens only
+//! changes a length. A recurrent state cannot be truncated that way. Its cache keeps the state
+//! before the last pass and that pass's inputs, and recomputes the state after the accepted tokens
+//! when the next pass needs it: a few tokens of that layer's recurrence, without reading weights
+//! again. It cannot go back further, and says so.
+//!
+//! Shapes: `m` key heads, `s` capacity, `d` head dimension.
 
 mod sequences;
 

@@ -5,12 +5,12 @@
 
 use std::path::Path;
 
+use dflash_formats::fields::Fields;
 use serde_json::{Value, json};
 use tch::Tensor;
 
 use super::families::{DenseConfig, DenseKind, Family};
 use crate::Result;
-use crate::fields::Fields;
 
 /// A target's outer dimensions and its family. Field names are Hugging Face's where they have one.
 #[allow(missing_docs, reason = "Hugging Face's names")]
@@ -81,7 +81,7 @@ impl TargetConfig {
     pub fn qwen3(hidden_size: i64, num_hidden_layers: usize, vocab_size: i64) -> Self {
         Self {
             architecture: DenseKind::Qwen3.architecture().into(),
-            family: Family::Dense(DenseConfig::small(hidden_size, num_hidden_layers)),
+            family: DenseConfig::small(hidden_size, num_hidden_layers).into(),
             outer: Outer::PLAIN,
             hidden_size,
             num_hidden_layers,
@@ -108,9 +108,10 @@ impl TargetConfig {
     /// When its layers are others.
     #[must_use]
     pub fn with_dense(mut self, change: impl FnOnce(&mut DenseConfig)) -> Self {
-        let dense = self.family.dense_mut().expect("dense layers");
-        change(dense);
+        let mut dense = self.dense().clone();
+        change(&mut dense);
         self.architecture = dense.kind.architecture().into();
+        self.family = dense.into();
         self
     }
 
@@ -127,12 +128,13 @@ impl TargetConfig {
             outer,
             hidden_size: text.required("hidden_size", Fields::size)?,
             num_hidden_layers: text.required("num_hidden_layers", Fields::size)? as usize,
-            vocab_size: match (text.size("vocab_size")?, family.vocab_size()) {
+            vocab_size: match (text.size("vocab_size")?, family.architecture().vocab_size()) {
                 (None, None) => text.required("vocab_size", Fields::size)?,
                 (written, default) => written.or(default).expect("one of them"),
             },
             rms_norm_eps: text.number("rms_norm_eps")?.unwrap_or(1e-6),
-            tie_word_embeddings: family.is_tied(tied)?,
+            tie_word_embeddings: tied
+                .flag_or("tie_word_embeddings", family.architecture().is_tied())?,
             max_position_embeddings: text.size("max_position_embeddings")?.unwrap_or(32_768),
             eos_token_ids,
             pad_token_id: text.token("pad_token_id")?.or(file.token("pad_token_id")?),

@@ -1,8 +1,11 @@
-//! What a draft's training needs of a target, whatever its family: sizes, the numbers of its final norm
-//! and logits, where its embedding and output projection lie, and what a draft's defaults follow from.
+//! What training a draft needs to know about a target of any family: sizes, the constants of its
+//! final norm and logits, the names of its embedding and output projection, and what the draft's
+//! defaults are derived from.
 //!
-//! Read from config.json alone, flat or nested. [`super::TargetConfig`] is another thing: the
-//! arithmetic of the layers of a target that this program runs itself.
+//! Read from config.json alone, flat or nested. Training needs only this and the few files with
+//! those tensors ([`super::head`]), so it supports many more families than can be run here.
+//! [`super::TargetConfig`] is different: the arithmetic of the layers of a target that this program
+//! runs itself.
 
 mod architectures;
 mod draft_shape;
@@ -10,9 +13,9 @@ mod spec;
 
 use std::path::Path;
 
+use dflash_formats::fields::Fields;
 use serde::Serialize;
 
-use crate::fields::Fields;
 use crate::{Error, Result};
 
 pub use self::draft_shape::{DraftDefaults, DraftHeads};
@@ -213,7 +216,7 @@ fn layer_count(text: &Fields) -> Result<i64> {
         Some(layers) => Ok(layers),
         None => match text.text("hybrid_override_pattern")? {
             Some(pattern) => Ok(pattern.chars().count() as i64),
-            None => text.required("num_hidden_layers", Fields::size),
+            None => Ok(text.required("num_hidden_layers", Fields::size)?),
         },
     }
 }

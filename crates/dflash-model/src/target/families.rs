@@ -17,58 +17,51 @@ mod qwen3_moe;
 mod qwen3_next;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
+use dflash_formats::fields::Fields;
 use tch::{Device, Tensor};
 
-pub use self::deepseek_v3::DeepseekV3Config;
 pub use self::dense::{DenseConfig, DenseKind};
-pub use self::gemma3::Gemma3Config;
-pub use self::gemma4::Gemma4Config;
-pub use self::glm4_moe::Glm4MoeConfig;
-pub use self::gpt_oss::GptOssConfig;
-pub use self::llama4::Llama4Config;
-pub use self::minimax_m2::MiniMaxM2Config;
-pub use self::phi3::Phi3Config;
-pub use self::qwen3_moe::Qwen3MoeConfig;
-pub use self::qwen3_next::HybridConfig;
-use super::blocks::feed_forward::mlp_elements;
 use super::config::{Outer, TargetConfig};
 use super::divided::{Divisible, Shard};
 use super::layer::{Layer, Reach};
 use super::parameters::Init;
-use crate::fields::Fields;
 use crate::ops::Rotary;
 use crate::{Error, Result};
 
-/// What the layers of a target are.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Family {
-    /// Llama 2 and 3, Mistral, Qwen2, Qwen3.
-    Dense(DenseConfig),
-    /// Qwen3-Next, Qwen3.5 and 3.6.
-    Hybrid(HybridConfig),
-    /// DeepSeek V3, V3.1, R1, Kimi K2.
-    DeepseekV3(DeepseekV3Config),
-    /// Gemma 2 and 3.
-    Gemma3(Gemma3Config),
-    /// Gemma 4, dense and with experts.
-    Gemma4(Gemma4Config),
-    /// GLM 4.5 to 4.7.
-    Glm4Moe(Glm4MoeConfig),
-    /// gpt-oss.
-    GptOss(GptOssConfig),
-    /// Llama 4.
-    Llama4(Llama4Config),
-    /// MiniMax M2.
-    MiniMaxM2(MiniMaxM2Config),
-    /// Phi-3 and Phi-4.
-    Phi3(Phi3Config),
-    /// Qwen3 with experts.
-    Qwen3Moe(Qwen3MoeConfig),
+/// All that run; a new one is its module and its line here.
+const FAMILIES: &[&[Known]] = &[
+    dense::KNOWN,
+    qwen3_next::KNOWN,
+    qwen3_5::KNOWN,
+    deepseek_v3::KNOWN,
+    gemma3::KNOWN,
+    gemma4::KNOWN,
+    glm4_moe::KNOWN,
+    gpt_oss::KNOWN,
+    llama4::KNOWN,
+    minimax_m2::KNOWN,
+    phi3::KNOWN,
+    qwen3_moe::KNOWN,
+];
+
+/// A model that a config.json names.
+struct Known {
+    /// Its names under `architectures`; the first is its own where a file has none.
+    architectures: &'static [&'static str],
+    /// Those under `model_type`.
+    model_types: &'static [&'static str],
+    /// Reads the keys of the text model.
+    read: fn(&Fields) -> Result<(Family, Outer)>,
 }
 
+/// What the layers of a target are.
+#[derive(Debug, Clone)]
+pub struct Family(Arc<dyn Architecture>);
+
 /// What a family's configuration has to tell.
-pub(crate) trait Architecture: Debug {
+pub(crate) trait Architecture: Debug + Send + Sync {
     /// Layer `number`, counted from 0.
     fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>>;
 
@@ -81,7 +74,9 @@ pub(crate) trait Architecture: Debug {
     }
 
     /// Elements of the matrices that a token meets in layer `number`.
-    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64;
+    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
+        self.stored_elements(config, number, &Shard::WHOLE)
+    }
 
     /// Elements of the matrices that a rank with `shard` keeps of layer `number`: more than a token
     /// meets, where it meets few experts.
@@ -108,6 +103,21 @@ pub(crate) trait Architecture: Debug {
 
     /// Numbers that a token takes at a layer's widest moment.
     fn widest(&self, config: &TargetConfig) -> f64;
+
+    /// Rows of the embedding where config.json does not say, if the family's class does.
+    fn vocab_size(&self) -> Option<i64> {
+        None
+    }
+
+    /// Whether lm_head and embedding are one where config.json does not say.
+    fn is_tied(&self) -> bool {
+        false
+    }
+
+    /// The configuration of layers as Llama and Qwen have them, which are trained and saved too.
+    fn dense(&self) -> Option<&DenseConfig> {
+        None
+    }
 }
 
 /// What a family makes of the tokens once for all layers.
@@ -116,93 +126,41 @@ pub(crate) trait Prepare: Debug + Send {
     fn of(&self, ids_t: &Tensor, x_th: &Tensor) -> Tensor;
 }
 
-/// What reads a family's keys: the file's and those of its text model, which may be the same.
-type Reader = fn(&Fields, &Fields) -> Result<(Family, Outer)>;
-
-/// Names under `architectures`, those under `model_type`, and what reads such a file.
-const READERS: &[(&[&str], &[&str], Reader)] = &[
-    (&["LlamaForCausalLM"], &["llama"], |_, text| dense(text, DenseKind::Llama)),
-    (&["MistralForCausalLM"], &["mistral"], |_, text| dense(text, DenseKind::Mistral)),
-    (&["Qwen2ForCausalLM"], &["qwen2"], |_, text| dense(text, DenseKind::Qwen2)),
-    (&["Qwen3ForCausalLM"], &["qwen3"], |_, text| dense(text, DenseKind::Qwen3)),
-    (&["Qwen3NextForCausalLM"], &["qwen3_next"], |_, text| hybrid(HybridConfig::read(text))),
-    (
-        &["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
-        &["qwen3_5_text", "qwen3_5"],
-        |_, text| hybrid(qwen3_5::read(text, false)),
-    ),
-    (
-        &["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
-        &["qwen3_5_moe_text", "qwen3_5_moe"],
-        |_, text| hybrid(qwen3_5::read(text, true)),
-    ),
-    (
-        &["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
-        &["deepseek_v3", "kimi_k2", "kimi_k25"],
-        |_, text| Ok((Family::DeepseekV3(DeepseekV3Config::read(text)?), Outer::PLAIN)),
-    ),
-    (&["Gemma2ForCausalLM"], &["gemma2"], |_, text| {
-        let (config, outer) = Gemma3Config::read_second(text)?;
-        Ok((Family::Gemma3(config), outer))
-    }),
-    (
-        &["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
-        &["gemma3_text", "gemma3"],
-        |_, text| Gemma3Config::read(text).map(|(config, outer)| (Family::Gemma3(config), outer)),
-    ),
-    (
-        &["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
-        &["gemma4_text", "gemma4"],
-        |_, text| Gemma4Config::read(text).map(|(config, outer)| (Family::Gemma4(config), outer)),
-    ),
-    (&["Glm4MoeForCausalLM"], &["glm4_moe"], |_, text| {
-        Ok((Family::Glm4Moe(Glm4MoeConfig::read(text)?), Outer::PLAIN))
-    }),
-    (&["GptOssForCausalLM"], &["gpt_oss"], |_, text| {
-        Ok((Family::GptOss(GptOssConfig::read(text)?), Outer::PLAIN))
-    }),
-    (
-        &["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
-        &["llama4_text", "llama4"],
-        |_, text| Ok((Family::Llama4(Llama4Config::read(text)?), Outer::PLAIN)),
-    ),
-    (&["MiniMaxM2ForCausalLM"], &["minimax_m2"], |_, text| {
-        Ok((Family::MiniMaxM2(MiniMaxM2Config::read(text)?), Outer::PLAIN))
-    }),
-    (&["Phi3ForCausalLM"], &["phi3"], |_, text| {
-        Ok((Family::Phi3(Phi3Config::read(text)?), Outer::PLAIN))
-    }),
-    (&["Qwen3MoeForCausalLM"], &["qwen3_moe"], |_, text| {
-        Ok((Family::Qwen3Moe(Qwen3MoeConfig::read(text)?), Outer::PLAIN))
-    }),
-];
-
-fn hybrid(config: Result<HybridConfig>) -> Result<(Family, Outer)> {
-    Ok((Family::Hybrid(config?), Outer { norm_plus_one: true, ..Outer::PLAIN }))
+fn known() -> impl Iterator<Item = &'static Known> {
+    FAMILIES.iter().copied().flatten()
 }
 
-fn dense(text: &Fields, kind: DenseKind) -> Result<(Family, Outer)> {
-    Ok((Family::Dense(DenseConfig::read(text, kind)?), Outer::PLAIN))
+impl<A: Architecture + 'static> From<A> for Family {
+    fn from(architecture: A) -> Self {
+        Self(Arc::new(architecture))
+    }
+}
+
+/// Two are the same where they print alike: what prints is all that they are.
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        format!("{self:?}") == format!("{other:?}")
+    }
 }
 
 impl Family {
     /// The names under `architectures` in config.json of all that run.
     pub fn architectures() -> impl Iterator<Item = &'static str> {
-        READERS.iter().flat_map(|(architectures, ..)| architectures.iter().copied())
+        known().flat_map(|known| known.architectures.iter().copied())
     }
 
     /// What `file` says, of whose text model the keys are in `text`; first the architecture's name.
     pub(crate) fn read(file: &Fields, text: &Fields) -> Result<(String, Self, Outer)> {
         let named = file.texts("architectures")?.unwrap_or_default().into_iter().next();
         let model_type = file.text("model_type")?;
-        let is_it = |(architectures, types, _): &&(&[&str], &[&str], Reader)| match &named {
-            Some(named) => architectures.contains(&named.as_str()),
-            None => model_type.as_ref().is_some_and(|found| types.contains(&found.as_str())),
+        let is_it = |known: &&Known| match &named {
+            Some(named) => known.architectures.contains(&named.as_str()),
+            None => model_type.as_ref().is_some_and(|it| known.model_types.contains(&it.as_str())),
         };
-        match READERS.iter().find(is_it) {
-            Some((architectures, _, read)) => {
-                let (family, outer) = read(file, text)?;
-                Ok((named.unwrap_or_else(|| architectures[0].into()), family, outer))
+        match known().find(is_it) {
+            Some(known) => {
+                let (family, outer) = (known.read)(text)?;
+                Ok((named.unwrap_or_else(|| known.architectures[0].into()), family, outer))
             }
             None => Err(Error::Architecture {
                 path: file.path().into(),
@@ -212,53 +170,13 @@ impl Family {
         }
     }
 
-    /// Whether lm_head and embedding are one, by `fields`, which have the key if the file does.
-    pub(crate) fn is_tied(&self, fields: &Fields) -> Result<bool> {
-        // Gemma's released configs leave out what their class fills in.
-        let default = matches!(self, Self::Gemma3(_) | Self::Gemma4(_));
-        let written = fields.value("tie_word_embeddings").is_some();
-        Ok(if written { fields.flag("tie_word_embeddings")? } else { default })
-    }
-
-    /// Rows of the embedding where config.json does not say, if the family's class does.
-    pub(crate) fn vocab_size(&self) -> Option<i64> {
-        match self {
-            Self::Gemma3(_) => Some(Gemma3Config::VOCAB_SIZE),
-            Self::Gemma4(_) => Some(Gemma4Config::VOCAB_SIZE),
-            _ => None,
-        }
-    }
-
     /// The configuration of dense layers, if they are.
     pub fn dense(&self) -> Option<&DenseConfig> {
-        match self {
-            Self::Dense(dense) => Some(dense),
-            _ => None,
-        }
-    }
-
-    /// As [`Self::dense`], to be changed.
-    pub fn dense_mut(&mut self) -> Option<&mut DenseConfig> {
-        match self {
-            Self::Dense(dense) => Some(dense),
-            _ => None,
-        }
+        self.0.dense()
     }
 
     pub(crate) fn architecture(&self) -> &dyn Architecture {
-        match self {
-            Self::Dense(dense) => dense,
-            Self::Hybrid(hybrid) => hybrid,
-            Self::DeepseekV3(deepseek) => deepseek,
-            Self::Gemma3(config) => config,
-            Self::Gemma4(config) => config,
-            Self::Glm4Moe(config) => config,
-            Self::GptOss(config) => config,
-            Self::Llama4(config) => config,
-            Self::MiniMaxM2(config) => config,
-            Self::Phi3(config) => config,
-            Self::Qwen3Moe(config) => config,
-        }
+        &*self.0
     }
 }
 
@@ -278,6 +196,15 @@ pub(crate) fn layer_types<T>(
     kinds.map(Some).ok_or_else(unknown)
 }
 
+/// Layers with experts, by `mlp_only_layers` and `decoder_sparse_step`.
+fn sparse_by_step(text: &Fields, layers: usize) -> Result<Vec<bool>> {
+    let dense = text.tokens("mlp_only_layers")?;
+    let step = text.size("decoder_sparse_step")?.unwrap_or(1) as usize;
+    let is_sparse =
+        |layer: usize| !dense.contains(&(layer as i64)) && (layer + 1).is_multiple_of(step);
+    Ok((0..layers).map(is_sparse).collect())
+}
+
 /// A number of experts, under the first of `keys` that is written.
 pub(crate) fn experts_count(text: &Fields, keys: &[&str]) -> Result<i64> {
     for key in keys {
@@ -294,59 +221,6 @@ pub(crate) fn chosen_count(text: &Fields, keys: &[&str], experts: i64) -> Result
     let key = keys.iter().find(|key| text.value(key).is_some()).expect("one was read");
     let too_many = || text.refuse(key, "it is more than there are experts");
     (chosen <= experts).then_some(chosen).ok_or_else(too_many)
-}
-
-/// Numbers and widths of a family's experts and MLPs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct MixtureSizes {
-    /// Experts of a layer.
-    pub(crate) experts: i64,
-    /// Those of a token.
-    pub(crate) chosen: i64,
-    /// Width of an expert.
-    pub(crate) inner: i64,
-    /// Width of the shared expert; 0 where there is none.
-    pub(crate) shared: i64,
-    /// Width of the MLP of layers without experts.
-    pub(crate) dense: i64,
-}
-
-impl MixtureSizes {
-    /// Elements of the matrices that a token of `hidden` numbers meets.
-    pub(crate) fn met(self, hidden: i64, is_sparse: bool) -> f64 {
-        self.elements(hidden, is_sparse, (self.chosen, &Shard::WHOLE))
-    }
-
-    /// Elements of the matrices that a rank with `shard` keeps: of the router all.
-    pub(crate) fn stored(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
-        self.elements(hidden, is_sparse, (shard.share(self.experts), shard))
-    }
-
-    fn elements(self, hidden: i64, is_sparse: bool, (experts, shard): (i64, &Shard)) -> f64 {
-        if !is_sparse {
-            return mlp_elements(hidden, shard.share(self.dense));
-        }
-        let router = (hidden * self.experts) as f64;
-        router
-            + mlp_elements(hidden, shard.share(self.shared))
-            + experts as f64 * mlp_elements(hidden, self.inner)
-    }
-
-    /// What ranks divide among themselves: experts, and the widths of MLPs.
-    pub(crate) fn divided(self) -> Vec<Divisible> {
-        let sizes = [
-            Divisible::new("the number of experts", self.experts),
-            Divisible::new("the shared expert's width", self.shared),
-            Divisible::new("intermediate_size", self.dense),
-        ];
-        sizes.into_iter().filter(|divisible| divisible.size > 0).collect()
-    }
-
-    /// Numbers that a token takes at the widest moment: inputs, inner numbers and outputs of its experts.
-    pub(crate) fn widest(self, hidden: i64) -> f64 {
-        let sparse = 4 * hidden + self.chosen * (2 * hidden + 3 * self.inner) + 3 * self.shared;
-        sparse.max(4 * hidden + 3 * self.dense) as f64
-    }
 }
 
 #[cfg(test)]

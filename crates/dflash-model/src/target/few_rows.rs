@@ -1,8 +1,23 @@
-//! The target on a CPU for a few rows: the packed layers and lm_head of [`dflash_torch_sys::decode`].
+//! The target's packed CPU path for few rows: the packed layers and lm_head of
+//! [`dflash_torch_sys::decode`].
 //!
-//! A target that is loaded to decode holds its weights in this form alone, in bfloat16 where that says
-//! the same. One that answers for packed documents only (training, the hidden-state server) is loaded
-//! in another way and never packs; one that has plain weights packs a copy when the first cache is made.
+//! Up to 512 rows of a call over a cache (one token, a block to verify or to draft, accepted
+//! context) run through all layers in one C++ call. Each weight is read once, by threads that meet
+//! at spinning barriers. One thread sums each output in one order, whatever the number of rows and
+//! threads, so a verified block has the bits of plain decoding and near ties cannot make the texts
+//! differ. A call takes rows of one sequence or of several, each with its cache. Rows are float32
+//! in products, unless the model runs in bfloat16 on a CPU with AVX512-BF16; there they are rounded
+//! for the product only. Norms, attention, the residual stream and the cache stay float32.
+//! Attention sums keys in chunks at fixed positions and joins them in order, so the bits do not
+//! depend on how threads share a head.
+//!
+//! A target that is loaded for decoding holds its weights in packed form only, in bfloat16 where
+//! that represents them exactly. Weights are packed as the file is read, some rows at a time; a
+//! tied embedding is read from the packed output projection. Long prompts multiply the packed
+//! weights in tiles of rows; where libtorch is faster (bfloat16 without AMX), it gets each weight
+//! unpacked, one cache-sized part at a time. A target for packed documents only (training, the
+//! hidden-state server) is never packed. A draft, or a target with plain weights, is packed when
+//! its first cache is made.
 
 use dflash_torch_sys::decode::{
     Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,

@@ -1,9 +1,15 @@
 //! What a decoder layer of any family is, and what it runs over.
 //!
-//! Every product runs over all tokens of a call at once; only attention and the layers that carry a
-//! state know which token belongs to which document or cache, and they do so behind [`Attend`].
-//! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension, `e`
-//! that of values.
+//! Every product runs over all tokens of a call at once. Only attention and layers with recurrent
+//! state know which token belongs to which document or cache, and they reach earlier tokens only
+//! through [`Attend`], which has three implementations: packed documents, one growing sequence,
+//! several sequences. So a new family works in all three, and a new way of running works for all
+//! families. A layer declares what a cache keeps for it: keys and values of any width, a state, or
+//! nothing. What distinguishes attentions (span, scale, soft-cap, sinks) is a value passed with the
+//! call; parts depend on choices, never on family names.
+//!
+//! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension,
+//! `e` value head dimension.
 
 use std::collections::HashMap;
 use std::fmt::Debug;

@@ -11,13 +11,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use dflash_formats::safetensors::{SINGLE, weight_map};
 use dflash_torch_sys::decode::fits_bfloat16;
 use tch::{Device, Kind, Tensor};
 
 use super::head::{DEFAULT_PREFIX, EMBEDDING, LM_HEAD};
 use super::loading::Progress;
 use crate::checkpoint::{TensorFile, pieces};
-use crate::fields::read_json;
 use crate::{Error, Result};
 
 /// The prefixes of the text model within released checkpoints.
@@ -26,9 +26,6 @@ const PREFIXES: [&str; 4] =
 
 /// The names of the lm_head.
 const LM_HEADS: [&str; 2] = [LM_HEAD, "language_model.lm_head"];
-
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a model directory, located but not yet read.
 #[derive(Debug)]
@@ -80,13 +77,10 @@ impl Weights {
                 block: OnceLock::new(),
             });
         }
-        if !dir.join(INDEX).is_file() {
-            return Err(Error::MissingFile { dir: dir.into(), file: SINGLE.into() });
-        }
-        let index: Index = read_json(dir, INDEX)?;
-        let names: BTreeSet<String> = index.weight_map.values().cloned().collect();
+        let weight_map = weight_map(dir)?;
+        let names: BTreeSet<String> = weight_map.values().cloned().collect();
         let number_of: HashMap<&String, usize> = names.iter().zip(0..).collect();
-        let shard_of = index.weight_map.iter();
+        let shard_of = weight_map.iter();
         let shard_of = shard_of.map(|(name, shard)| (name.clone(), number_of[shard])).collect();
         let shards = names.iter().map(|name| Shard { name: name.clone(), file: OnceLock::new() });
         let (shards, progress, block) = (shards.collect(), None.into(), OnceLock::new());
@@ -291,11 +285,6 @@ impl Rows {
     }
 }
 
-#[derive(serde::Deserialize)]
-struct Index {
-    weight_map: HashMap<String, String>,
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -355,8 +344,7 @@ mod tests {
         let weights = Weights::open(dir.path()).unwrap();
         assert_eq!(weights.read("a", &[2], CPU_F32).unwrap(), sample()[1].1);
         let error = weights.read("b", &[2, 3], CPU_F32).unwrap_err().to_string();
-        let expected = "lacks the shard model-0.safetensors, in which its \
-                        model.safetensors.index.json places the tensor b; download it again";
+        let expected = "lacks the shard model-0.safetensors, which has the tensor b according to its model.safetensors.index.json; download it again";
         assert!(error.ends_with(expected), "{error}");
         let error = weights.read("c", &[1], CPU_F32).unwrap_err().to_string();
         assert!(error.contains("has no tensor c"), "{error}");
@@ -367,10 +355,11 @@ mod tests {
         let (dir, path) = saved(Kind::Float);
         let whole = fs::read(&path).unwrap();
         fs::write(&path, &whole[..whole.len() - 1]).unwrap();
-        assert!(matches!(Weights::open(dir.path()), Err(Error::Truncated { .. })));
+        let message = || Weights::open(dir.path()).map(drop).unwrap_err().to_string();
+        assert!(message().contains("and its header says"), "{}", message());
         fs::write(&path, "version https://git-lfs.github.com/spec/v1").unwrap();
-        assert!(matches!(Weights::open(dir.path()), Err(Error::Safetensors { .. })));
+        assert!(message().contains("is not a readable safetensors file"), "{}", message());
         fs::write(&path, "").unwrap();
-        assert!(matches!(Weights::open(dir.path()), Err(Error::Read { .. })));
+        assert!(message().contains("shorter than any header"), "{}", message());
     }
 }

@@ -2,8 +2,9 @@
 
 use dflash_golden::{Case, Check};
 use dflash_model::attention::{BlockPlan, Visibility, WindowRule};
+use dflash_model::draft::BlockShape;
 use dflash_model::objective::{
-    BlockLabels, DraftVocabulary, LK_ETA, MASKED_SLOTS_EPSILON, NLA_EPSILON, Teacher,
+    BlockLabels, DraftVocabulary, HeadPass, LK_ETA, MASKED_SLOTS_EPSILON, NLA_EPSILON, Teacher,
     decay_weights, dpace_weights, element_loss,
 };
 use dflash_model::target::LogitTransform;
@@ -107,9 +108,14 @@ fn block_indices(Case { value: case, .. }: &Case) {
     assert_eq!(positions, indices(&case["indices"]));
 }
 
+/// The block of a case that says whether the anchor's row predicts.
+fn block(case: &Value, rows: usize) -> BlockShape {
+    BlockShape { rows, first_predicting: usize::from(case["sample_from_anchor"] == false) }
+}
+
 fn decay(Case { value: case, .. }: &Case) {
-    let first = usize::from(case["sample_from_anchor"] == false);
-    let weights = decay_weights(int(case, "block_size"), first, case["gamma"].as_f64().unwrap());
+    let weights =
+        decay_weights(block(case, int(case, "block_size")), case["gamma"].as_f64().unwrap());
     for (weight, expected) in weights.iter().zip(numbers(&case["weights"])) {
         assert!((weight - expected).abs() < 1e-6, "{weights:?}");
     }
@@ -140,9 +146,8 @@ fn metrics(Case { value: case, section, .. }: &Case) {
     let identity = Tensor::eye(logits.size()[1], (Kind::Float, place().device));
     let mask: Vec<bool> = numbers(&case["loss_mask"]).iter().map(|&m| m != 0.0).collect();
     let rows: Vec<i64> = (0..mask.len() as i64).collect();
-    let first = usize::from(case["sample_from_anchor"] == false);
-    let block_size = int(section, "block_size");
-    let labels = BlockLabels::from_slots((block_size, first), &mask, &rows, &rows);
+    let block = block(case, int(section, "block_size"));
+    let labels = BlockLabels::from_slots(block, &mask, &rows, &rows);
     let rows_m = labels.teacher_rows_on(place().device);
     let output = LogitTransform::identity();
     let head_vh = identity.shallow_clone();
@@ -150,7 +155,7 @@ fn metrics(Case { value: case, section, .. }: &Case) {
     for kernels in PATHS {
         no_grad(|| {
             let (_, gradient) = check_metrics(&objective(case, kernels), &case["metrics"], |o| {
-                o.evaluate(&logits, &identity, &labels, Some(&teacher))
+                o.evaluate(HeadPass::plain(&identity), &logits, &labels, Some(&teacher))
             });
             assert_close("gradient", &gradient, &matrix(&case["grad_logits"]), 1e-4);
         });

@@ -4,10 +4,13 @@ use std::path::Path;
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig, DraftViews, Keep, LayerKind, PackedInput};
+use dflash_model::draft::{
+    BlockShape, Draft, DraftConfig, DraftViews, HeadFields, Keep, LayerKind, PackedInput,
+    plan_blocks,
+};
 use dflash_model::objective::{
-    BlockLabels, Confidence, Denominator, ElementLoss, LabelSource, LossOutput, Objective,
-    StatisticsReport, Teacher, Weighting,
+    BlockLabels, Confidence, Denominator, ElementLoss, HeadPass, LabelSource, LossOutput,
+    Objective, StatisticsReport, Teacher, Weighting,
 };
 use dflash_model::ops::rms_norm;
 use dflash_model::target::LogitTransform;
@@ -27,7 +30,7 @@ pub(crate) fn check(path: &Path, kernels: Kernels) {
         case.check_outputs(&hidden);
         let head = case.vectors.tensor("w.lm_head.weight");
         let evaluate = |objective: &Objective| {
-            objective.evaluate(&hidden, &head, &case.labels, Some(&case.teacher))
+            objective.evaluate(HeadPass::plain(&head), &hidden, &case.labels, Some(&case.teacher))
         };
         let metrics = case.vectors.json("metrics");
         let (report, dhidden) = check_metrics(&case.objective, &metrics, evaluate);
@@ -53,21 +56,22 @@ impl Case {
         let stored = vectors.json("config");
         let config = draft_config(&stored);
         let draft = zlab::load(&vectors, config).with_kernels(kernels);
-        let block_size = draft.config().block_size;
+        let rows = draft.config().block_size;
         let valid = vectors.integers("in.anchor_valid");
         let all_anchors = vectors.integers("in.anchors");
         let used: Vec<usize> = (0..valid.len()).filter(|&index| valid[index] != 0).collect();
         let anchors: Vec<usize> = used.iter().map(|&index| all_anchors[index] as usize).collect();
         let slots: Vec<i64> = used
             .iter()
-            .flat_map(|index| index * block_size..(index + 1) * block_size)
+            .flat_map(|index| index * rows..(index + 1) * rows)
             .map(|slot| slot as i64)
             .collect();
         let slots = on_device(&slots);
         let input = packed_input(&vectors, &stored, &draft, &anchors);
-        let first_slot = usize::from(!stored["sample_from_anchor"].as_bool().unwrap());
+        let first_predicting = usize::from(!stored["sample_from_anchor"].as_bool().unwrap());
+        let block = BlockShape { rows, first_predicting };
         let teacher = teacher(&vectors, &stored, &slots);
-        let labels = labels(&vectors, (block_size, first_slot), &slots);
+        let labels = labels(&vectors, block, &slots);
         let teacher = Teacher { rows_m: labels.teacher_rows_on(draft.device()), ..teacher };
         let settings: Value = ["loss_fn", "per_position_loss_weight", "gamma", "dpace_alpha"]
             .map(|key| (key.to_owned(), Value::from(vectors.note(key))))
@@ -133,6 +137,7 @@ fn draft_config(stored: &Value) -> DraftConfig {
         max_position_embeddings: 4096,
         initializer_range: 0.02,
         eos_token_id: None,
+        head: HeadFields::default(),
     }
 }
 
@@ -152,7 +157,7 @@ fn packed_input(
 ) -> PackedInput {
     let config = draft.config();
     let starts = document_starts(&vectors.integers("in.document_ids"));
-    let plan = config.plan(&starts, anchors, WindowRule::Speculators);
+    let plan = plan_blocks(config, &starts, anchors, WindowRule::Speculators);
     let rows: Vec<i64> = plan.context_sources().flatten().map(|row| row as i64).collect();
     let features = vectors.row("in.hidden_states").index_select(0, &on_device(&rows));
     let input_ids = vectors.integers("in.input_ids");
@@ -198,13 +203,13 @@ fn on_device(indices: &[i64]) -> Tensor {
     Tensor::from_slice(indices).to_device(place().device)
 }
 
-fn labels(vectors: &Vectors, geometry: (usize, usize), slots: &Tensor) -> BlockLabels {
+fn labels(vectors: &Vectors, block: BlockShape, slots: &Tensor) -> BlockLabels {
     let stored = vectors.json("config");
     let take = |x: &Tensor| Vec::<i64>::try_from(x.index_select(0, slots)).unwrap();
     let mask_tensor = vectors.row("out.aligned_loss_mask").to_kind(Kind::Int64);
     let mask: Vec<bool> = take(&mask_tensor).iter().map(|&m| m != 0).collect();
     let rows = take(&on_device(&teacher_rows(vectors, &stored)));
-    BlockLabels::from_slots(geometry, &mask, &vec![0; mask.len()], &rows)
+    BlockLabels::from_slots(block, &mask, &vec![0; mask.len()], &rows)
 }
 
 /// The objective that a case names: `loss_fn` is one loss or several with coefficients, as an

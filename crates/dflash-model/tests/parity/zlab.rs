@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dflash_model::Kernels;
 use dflash_model::attention::WindowRule;
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep};
+use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, plan_blocks};
 use dflash_test_place::place;
 use tch::{Tensor, no_grad};
 
@@ -33,7 +33,7 @@ pub(crate) fn check(path: &Path, kernels: Kernels) {
 
     let trained = no_grad(|| {
         let starts = [0, context + draft.config().block_size];
-        let plan = draft.config().plan(&starts, &[context], WindowRule::Serving);
+        let plan = plan_blocks(draft.config(), &starts, &[context], WindowRule::Serving);
         let input = draft.prepare(&plan, WindowRule::Serving, features, block);
         draft.forward_keeping(&input, Keep::Inputs).0
     });

@@ -49,7 +49,7 @@ fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
     Ok(())
 }
 
-/// The records of one file, or the error that keeps it from opening.
+/// The records of one file, or the error of opening it.
 pub(super) fn records(path: &Path) -> Records<'static> {
     let is_parquet = path.extension().is_some_and(|ending| ending == "parquet");
     let opened = if is_parquet { parquet_records(path) } else { json_records(path) };
@@ -81,12 +81,12 @@ fn parquet_records(path: &Path) -> Result<Records<'static>, Error> {
     })))
 }
 
-/// The row as JSON. Text may come as bytes without an annotation, as old Spark and Impala write it; the
-/// library's own JSON would have it in base64, which looks like text. Bytes that are none in a column
-/// that no layout reads, such as an image, are in nobody's way.
+/// The row as JSON. Text may be stored as bytes without an annotation, as old Spark and Impala
+/// write it; the library's own JSON would encode it as base64, which looks like text. Bytes that
+/// are not UTF-8 are ignored in columns that no layout reads, such as an image.
 ///
 /// # Errors
-/// The name of a column that is read and holds other bytes than text.
+/// The name of a column that is read and holds bytes that are not text.
 fn columns(row: Row) -> Result<Value, String> {
     let mut columns = Map::new();
     for (name, field) in row.into_columns() {

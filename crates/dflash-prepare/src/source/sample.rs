@@ -4,8 +4,8 @@ use super::Record;
 use crate::error::Error;
 use dflash_data::epoch_order;
 
-/// The records in random order or, with a `limit`, that many drawn at random. Those kept are in
-/// memory: `limit` raw rows, or all of them.
+/// The records in random order or, with a `limit`, that many drawn at random. The selected ones are
+/// kept in memory: `limit` raw rows, or all of them.
 pub(crate) fn sampled(
     records: impl Iterator<Item = Result<Record, Error>>,
     limit: Option<usize>,

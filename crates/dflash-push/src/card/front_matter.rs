@@ -1,17 +1,17 @@
-//! What the Hub reads of a card: <https://huggingface.co/docs/hub/model-cards>.
+//! The part of a card that the Hub reads: <https://huggingface.co/docs/hub/model-cards>.
 
+use dflash_formats::draft::Layout;
 use dflash_run::{Evaluation, Way};
 use serde_json::{Map, Value, json};
 
 use super::measured::prompts_name;
 use super::{Card, yaml};
-use crate::shape::Layout;
 
-/// Decimals of a figure in the index.
+/// Decimals of a result.
 const DECIMALS: f64 = 1000.0;
 
 impl Card<'_> {
-    /// The lines between the marks.
+    /// The lines between the `---` markers.
     pub(super) fn front_matter(&self) -> String {
         let mut map = Map::new();
         let mut put = |key: &str, value: Value| _ = map.insert(key.to_owned(), value);
@@ -25,7 +25,7 @@ impl Card<'_> {
         put("pipeline_tag", json!("text-generation"));
         if let Some(base) = self.base_model() {
             put("base_model", json!(base));
-            // Of the Hub's four words the one for small weights that work on top of a model as it is.
+            // The Hub's term for small weights that are used with an unchanged model.
             put("base_model_relation", json!("adapter"));
         }
         let datasets = self.datasets();
@@ -52,7 +52,7 @@ impl Card<'_> {
     }
 }
 
-/// An evaluation as an entry of the index.
+/// An evaluation as an entry of the result list.
 fn result(report: &Evaluation) -> Value {
     let prompts = prompts_name(report);
     let name = match report.way == Way::default() {

@@ -1,4 +1,4 @@
-//! What was measured.
+//! The card's results.
 
 use std::fmt::Write;
 
@@ -66,7 +66,7 @@ fn identical(report: &Evaluation) -> String {
     text
 }
 
-/// How a row was measured, and its slots.
+/// How a row was measured, and its acceptance by slot.
 fn details(report: &Evaluation) -> String {
     let slots = report.acceptance.acceptance_by_slot.iter().enumerate();
     let slots =
@@ -83,7 +83,7 @@ fn details(report: &Evaluation) -> String {
     )
 }
 
-/// The prompts' file without its directories, which are of this machine.
+/// The name of the prompts' file without its directories, which belong to this machine.
 pub(super) fn prompts_name(report: &Evaluation) -> String {
     file_name(&report.prompts.to_string_lossy())
 }

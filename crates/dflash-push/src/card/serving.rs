@@ -2,11 +2,18 @@
 
 use std::fmt::Write;
 
-use super::Card;
-use crate::shape::Layout;
+use dflash_formats::draft::{Layout, Outline};
 
-/// Stands for a target whose name is not known.
+use super::Card;
+
+/// Placeholder for a target whose name is not known.
 const TARGET: &str = "TARGET";
+
+/// Whether SGLang serves a draft of this shape: it gives out the states between the target's layers.
+fn suits_sglang(shape: &Outline) -> bool {
+    let last = |&id: &u32| Some(i64::from(id)) == shape.num_target_layers;
+    shape.layout == Layout::ZLab && !shape.target_layer_ids.iter().any(|id| *id == 0 || last(id))
+}
 
 impl Card<'_> {
     pub(super) fn serving(&self) -> String {
@@ -26,7 +33,7 @@ impl Card<'_> {
         text
     }
 
-    fn engines(&self, target: &str, block: u64) -> String {
+    fn engines(&self, target: &str, block: i64) -> String {
         let repo = &self.settings.repo;
         let drafts = block - 1;
         let vllm = self.at_revision(|name| format!(", \"revision\": \"{name}\""));
@@ -34,7 +41,7 @@ impl Card<'_> {
             "\nvLLM:\n\n```sh\nvllm serve {target} \\\n  --speculative-config '{{\"method\": \
              \"dflash\", \"model\": \"{repo}\"{vllm}, \"num_speculative_tokens\": {drafts}}}'\n```\n"
         );
-        if self.drafter.shape.suits_sglang() {
+        if suits_sglang(&self.drafter.shape) {
             let revision = self
                 .at_revision(|name| format!(" \\\n  --speculative-draft-model-revision {name}"));
             write!(
@@ -48,12 +55,12 @@ impl Card<'_> {
         text
     }
 
-    /// How an engine is told the branch; nothing where that is the main one.
+    /// The argument that tells an engine the branch; empty for the main branch.
     fn at_revision(&self, argument: impl Fn(&str) -> String) -> String {
         self.settings.revision.as_deref().map_or_else(String::new, argument)
     }
 
-    fn llama_cpp(&self, block: u64) -> String {
+    fn llama_cpp(&self, block: i64) -> String {
         let repo = &self.settings.repo;
         let revision = self.at_revision(|name| format!(" --revision {name}"));
         let mut text = "\nllama.cpp, with the target as GGUF:\n\n```sh\n".to_owned();

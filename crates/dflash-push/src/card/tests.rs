@@ -1,15 +1,15 @@
-//! Cards of drafters that know much and little of themselves.
+//! Cards of drafters with many and with few recorded facts.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use dflash_formats::draft::Outline;
 use dflash_identity::TargetIdentity;
 use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates, Way};
 use dflash_settings::{PushSettings, Thinking};
 use serde_json::json;
 
 use super::*;
-use crate::shape::Shape;
 
 fn settings(more: serde_json::Value) -> PushSettings {
     let mut settings = json!({"draft": "d", "repo": "me/drafter", "private": false,
@@ -23,7 +23,9 @@ fn drafter(target: &str) -> Drafter {
     Drafter {
         place: PathBuf::from("/home/someone/drafts"),
         files: BTreeMap::from([("config.json".to_owned(), PathBuf::from("/home/someone/x"))]),
-        shape: Shape { block_size: Some(8), layers: Some(4), ..Shape::default() },
+        shape: Outline { block_size: Some(8), layers: Some(4), ..Outline::default() },
+        parameters: None,
+        dtype: None,
         made_for: Some(identity),
         origin: None,
         digest: None,
@@ -131,9 +133,9 @@ fn settings_add_what_the_run_does_not_know() {
 fn an_engine_that_cannot_serve_it_is_left_out() {
     let settings = settings(json!({}));
     let mut drafter = drafter("Qwen/Qwen3-8B");
-    drafter.shape.target_depth = Some(36);
+    drafter.shape.num_target_layers = Some(36);
     for (layers, serves) in [([1, 35], true), ([0, 35], false), ([1, 36], false)] {
-        drafter.shape.target_layers = layers.to_vec();
+        drafter.shape.target_layer_ids = layers.to_vec();
         let text = Card { settings: &settings, drafter: &drafter, evidence: &[] }.text();
         assert!(text.contains("vllm serve"), "{text}");
         assert_eq!(text.contains("sglang.launch_server"), serves, "{layers:?}\n{text}");

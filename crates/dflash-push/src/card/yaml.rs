@@ -1,12 +1,12 @@
-//! The front matter's YAML, written so that every reader takes every text for a text.
+//! The front matter's YAML, written so that every reader reads every string as a string.
 
 use serde_json::{Map, Value};
 
-/// Words that some reader takes for something else than text. A country's and a language's code are
-/// among them.
+/// Words that some reader does not read as strings. A country's and a language's code are among
+/// them.
 const TAKEN: [&str; 10] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan"];
 
-/// The members of `map` as a YAML document, without its marks.
+/// The members of `map` as a YAML document, without its markers.
 pub(crate) fn document(map: &Map<String, Value>) -> String {
     let mut text = String::new();
     members(&mut text, "", map);
@@ -15,7 +15,7 @@ pub(crate) fn document(map: &Map<String, Value>) -> String {
 
 fn members(text: &mut String, indent: &str, map: &Map<String, Value>) {
     for (place, (key, value)) in map.iter().enumerate() {
-        // The first member of a list's item stands behind its dash.
+        // The first member of a list item follows the dash.
         if place > 0 || !text.ends_with("- ") {
             text.push_str(indent);
         }
@@ -51,7 +51,7 @@ fn scalar(value: &Value) -> String {
     }
 }
 
-/// A text, in quotes unless all take it for one.
+/// A string, in quotes unless every reader reads it as a string without them.
 fn string(text: &str) -> String {
     let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '/' | ' ');
     let is_plain = text.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -62,7 +62,7 @@ fn string(text: &str) -> String {
         return text.to_owned();
     }
     let quoted = Value::from(text).to_string();
-    // JSON lets stand what YAML calls unprintable.
+    // JSON allows characters that YAML calls unprintable.
     let escape = |c: char| match c {
         '\u{7f}'..='\u{9f}' | '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}' => {
             format!("\\u{:04x}", c as u32)

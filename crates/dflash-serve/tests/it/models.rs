@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dflash_model::draft::{Draft, DraftConfig, LayerKind};
+use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind};
 use dflash_model::target::{Target, TargetConfig};
 use dflash_test_support::{alone, byte_tokenizer};
 use serde_json::{Value, json};
@@ -58,6 +58,7 @@ pub(crate) fn save_models(dir: &Path) {
         max_position_embeddings: 512,
         initializer_range: 0.3,
         eos_token_id: None,
+        head: HeadFields::default(),
     };
     tch::manual_seed(3);
     let options = (Kind::Float, tch::Device::Cpu);

@@ -1,7 +1,7 @@
 //! Panics of the template engine, turned into errors.
 //!
-//! Templates come with models from anywhere, and the engine is not ours: what a template makes
-//! panic is the template's fault and not a reason to end a run over a million rows.
+//! Templates come with models from anywhere, and the engine is third-party code: if a template
+//! makes it panic, that is the template's fault and no reason to end a run over a million rows.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -17,10 +17,10 @@ pub fn panics_are_caught() -> bool {
     CATCHING.get()
 }
 
-/// What `work` returns, or the words of its panic.
+/// The result of `work`, or the message of its panic.
 pub(super) fn catch<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     CATCHING.set(true);
-    // What `work` holds is dropped with it or, the environment, only read.
+    // Values that `work` owns are dropped with it; the environment is only read.
     let result = catch_unwind(AssertUnwindSafe(work));
     CATCHING.set(false);
     result.map_err(|payload| words(&*payload))

@@ -1,8 +1,8 @@
 //! The content of a turn that only calls tools.
 //!
-//! Such a turn has no content, and templates ask for it in two ways: `content is none` to see that
-//! there are only calls, or nothing at all, and then they print Python's `None`, which the model
-//! never said. So the value passes for none where it is tested, and prints as nothing.
+//! Such a turn has no content. Some templates test `content is none` to see that there are only
+//! calls; others do not test and then print Python's `None`, which the model never wrote. So this
+//! value counts as none where it is tested, and prints as nothing.
 
 use std::fmt;
 use std::sync::Arc;

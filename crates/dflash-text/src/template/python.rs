@@ -1,4 +1,4 @@
-//! What chat templates expect of Python and Jinja2 that minijinja does not do by itself.
+//! Python and Jinja2 behaviour that chat templates expect and minijinja lacks.
 //!
 //! Every function here is named after the Python or Jinja2 behaviour that it copies.
 
@@ -82,13 +82,14 @@ fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// Jinja2 asks for `len` and `[]`, which strings and dictionaries have too.
+/// Jinja2 requires `len` and `[]`, which strings and dictionaries have too.
 fn is_sequence(value: &Value) -> bool {
     use ValueKind::{Map, Seq, String, Undefined};
     matches!(value.kind(), String | Seq | Map | Undefined)
 }
 
-/// Python's string methods that minijinja-contrib lacks, or has for bytes and not characters.
+/// Python's string methods that minijinja-contrib lacks, or implements for bytes instead of
+/// characters.
 fn unknown_method(
     state: &State,
     value: &Value,
@@ -262,7 +263,7 @@ fn str_of(value: &Value) -> String {
     }
 }
 
-/// `repr(value)`, for numbers, lists and dictionaries that a template prints as they are.
+/// `repr(value)`, for numbers, lists and dictionaries that a template prints directly.
 fn repr(value: &Value) -> String {
     let items = value.try_iter().into_iter().flatten();
     match value.kind() {
@@ -296,8 +297,8 @@ fn string_repr(text: &str) -> String {
     format!("{quote}{}{quote}", text.chars().map(escape).collect::<String>())
 }
 
-/// Turns `{% generation %}` (Transformers' marker for what the model says) into a block that
-/// minijinja knows and that, like Jinja2's, has a scope of its own.
+/// Turns `{% generation %}` (Transformers' marker for the model's text) into a block that minijinja
+/// supports and that, like Jinja2's, has its own scope.
 pub(super) fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

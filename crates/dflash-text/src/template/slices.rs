@@ -1,14 +1,14 @@
-//! Slices as Python cuts them.
+//! Python's slices.
 //!
-//! minijinja's own slices panic on `''[::-1]`, and its steps backwards stop in other places than
-//! Python's. An expression's slice cannot be taken over by a program that uses minijinja, but a
-//! method can: `x[1:n]` becomes `x.__slice__(1, n, none)` before a template is compiled. Likewise
-//! `x == none` becomes `x is none`, a test, which knows a content that is not there.
+//! minijinja's own slices panic on `''[::-1]`, and with negative steps they stop at other indices
+//! than Python's. A program that uses minijinja cannot override slicing, but it can define methods:
+//! `x[1:n]` becomes `x.__slice__(1, n, none)` before a template is compiled. Likewise `x == none`
+//! becomes `x is none`, a test that recognises missing content.
 
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-/// The method that stands for a slice.
+/// The method that replaces a slice.
 pub(super) const METHOD: &str = "__slice__";
 
 /// Replaces the slices in a template's expressions.
@@ -41,7 +41,7 @@ fn is_raw(tag: &str) -> bool {
     inside.is_some_and(|inside| inside.trim_matches(['-', '+']).trim() == "raw")
 }
 
-/// Where the tag at the start of `text` ends: at the first closing mark outside strings and
+/// Where the tag at the start of `text` ends: at the first closing marker outside strings and
 /// brackets.
 fn tag_length(text: &str) -> usize {
     let close = if text.starts_with("{{") { "}}" } else { "%}" };
@@ -79,7 +79,7 @@ fn string_length(text: &str) -> usize {
     text.len()
 }
 
-/// An open bracket, and the text since it, cut at the colons that are its own.
+/// An open bracket, and the text since it, split at its own colons.
 struct Bracket {
     open: char,
     parts: Vec<String>,
@@ -96,7 +96,8 @@ impl Bracket {
         }
     }
 
-    /// The text of a whole bracket. A list has no colons of its own, so one that has is a slice.
+    /// The text of a whole bracket. A list has no colons of its own, so a bracket with colons is a
+    /// slice.
     fn close(self, close: char) -> String {
         let Self { open, parts } = self;
         if open != '[' || parts.len() == 1 {
@@ -143,7 +144,8 @@ fn in_tag(tag: &str) -> String {
     }
 }
 
-/// The test that stands for a comparison with none at the start of `text`, and its length there.
+/// The test that replaces a comparison with none at the start of `text`, and the comparison's
+/// length.
 fn none_test(text: &str) -> Option<(usize, &'static str)> {
     let (test, after) = match (text.strip_prefix("=="), text.strip_prefix("!=")) {
         (Some(after), _) => (" is none", after),

@@ -1,11 +1,11 @@
 //! Encoding a text stretch by stretch.
 //!
-//! A tokenizer first cuts its input at the added tokens that are matched verbatim, and then
-//! normalizes, splits and encodes each stretch between them on its own. The ids of a text are
-//! therefore the ids of its stretches in order, and a stretch that two renders share needs
-//! encoding once. This fails where a token swallows the blanks around it or must be a word of its
-//! own, and where the pre-tokenizer treats the first stretch differently (`prepend_scheme`
-//! "first"); such tokenizers encode whole texts.
+//! A tokenizer first splits its input at the added tokens that are matched verbatim, and then
+//! normalizes, splits and encodes each segment between them on its own. So the ids of a text are
+//! the ids of its segments in order, and a segment that two renders share needs encoding only once.
+//! This fails if a token absorbs the blanks around it or must be a separate word, and if the
+//! pre-tokenizer treats the first segment differently (`prepend_scheme` "first"); such tokenizers
+//! encode whole texts.
 
 use std::collections::HashMap;
 
@@ -14,10 +14,10 @@ use tokenizers::Tokenizer;
 
 use crate::error::Error;
 
-/// Text that a cache holds before it is emptied: a few hundred conversations.
+/// Bytes of text that a cache holds before it is emptied: a few hundred conversations.
 const CACHE_BYTES: usize = 1 << 20;
 
-/// Ids of stretches seen before; one per thread of work.
+/// Ids of segments seen before; one cache per thread.
 #[derive(Debug, Default)]
 pub struct SegmentCache {
     ids: HashMap<Box<str>, Box<[i64]>>,
@@ -56,7 +56,7 @@ pub(super) struct Segmenter {
 }
 
 impl Segmenter {
-    /// `None` for tokenizers whose stretches depend on what is around them.
+    /// `None` for tokenizers whose segments depend on their context.
     pub(super) fn new(tokenizer: &Tokenizer) -> Option<Self> {
         let pre_tokenizer = serde_json::to_string(&tokenizer.get_pre_tokenizer()).ok()?;
         if pre_tokenizer.contains(r#""prepend_scheme":"first""#) {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Tokenizer};
 
-/// The tokens that have a name of their own in Transformers, and in chat templates.
+/// The tokens with a role of their own in Transformers, and in chat templates.
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
@@ -46,7 +46,7 @@ impl SpecialIds {
 }
 
 impl SpecialIds {
-    /// The same by the names and ids that the configuration alone has.
+    /// The same, from the names and ids in the configuration alone.
     pub(super) fn of_config(config: &Map<String, Value>, tokens: &BTreeMap<i64, String>) -> Self {
         let id = |text: &str| tokens.iter().find(|(_, name)| *name == text).map(|(id, _)| *id);
         let named = |name: &str| config.get(name).and_then(token_text).and_then(id);
@@ -70,12 +70,12 @@ pub(super) fn decoder_tokens(config: &Map<String, Value>) -> BTreeMap<i64, Strin
     decoder.iter().filter_map(token).collect()
 }
 
-/// A token is written as a string or as an object with its matching rules.
+/// A token is a string or an object with its matching rules.
 fn token_text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
 
-/// The special tokens under the names by which chat templates print them.
+/// The special tokens under their names in chat templates.
 pub(super) fn template_variables(config: &Map<String, Value>) -> BTreeMap<String, Value> {
     let mut variables: BTreeMap<String, Value> = NAMED
         .iter()
@@ -91,7 +91,7 @@ pub(super) fn template_variables(config: &Map<String, Value>) -> BTreeMap<String
     variables
 }
 
-/// Transformers adds the tokens that only the configuration knows; so do we, in its order.
+/// Transformers adds tokens that only the configuration has; so do we, in its order.
 pub(super) fn add_missing_tokens(tokenizer: &mut Tokenizer, config: &Map<String, Value>) {
     let known = tokenizer.get_added_tokens_decoder();
     let mut missing: Vec<AddedToken> = Vec::new();

@@ -3,20 +3,22 @@
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-/// What a blank is in vocabularies of SentencePiece.
+/// The blank in SentencePiece vocabularies.
 const BLANK: char = '\u{2581}';
 
 /// The two families of spellings, told apart by the tokenizer's decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Spelling {
-    /// GPT-2's: each byte has a letter, its own where it prints and one above the 255th otherwise.
+    /// GPT-2's: each byte is a letter, its own if it is printable and otherwise one above the
+    /// 255th.
     ByteLevel,
-    /// SentencePiece's: text with U+2581 for a blank, and `<0xE2>` for a byte where there is a fallback.
+    /// SentencePiece's: text with U+2581 for a blank, and `<0xE2>` for a byte if there is a byte
+    /// fallback.
     Pieces { falls_back: bool },
 }
 
 impl Spelling {
-    /// `None` for the others: WordPiece's and those whose decoder joins words with blanks.
+    /// `None` for other kinds: WordPiece, and decoders that join words with blanks.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let decoder = serde_json::to_value(tokenizer.get_decoder()?).ok()?;
         let steps = match &decoder["decoders"] {
@@ -35,7 +37,7 @@ impl Spelling {
         is_pieces.then_some(Self::Pieces { falls_back })
     }
 
-    /// `None` for a spelling that has no bytes.
+    /// `None` for a spelling without bytes.
     pub(super) fn bytes(self, spelling: &str) -> Option<Vec<u8>> {
         match self {
             Self::ByteLevel => spelling.chars().map(byte_of_letter).collect(),
@@ -83,7 +85,7 @@ mod tests {
         let letters = Spelling::ByteLevel;
         check(letters, "abc", Some(b"abc"));
         check(letters, "<0xE2>", Some(b"<0xE2>"));
-        // A blank, a line's end, and the three bytes of the euro sign.
+        // A blank, a newline, and the three bytes of the euro sign.
         check(letters, "\u{120}a", Some(b" a"));
         check(letters, "\u{10a}", Some(b"\n"));
         check(letters, "\u{e2}\u{124}\u{ac}", Some(&[0xe2, 0x82, 0xac]));

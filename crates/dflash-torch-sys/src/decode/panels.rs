@@ -40,10 +40,10 @@ impl Panels {
     /// Zeros.
     ///
     /// # Panics
-    /// For want of memory.
+    /// Memory ran out.
     pub(super) fn new(count: usize, depth: usize) -> Self {
         let bytes = (count * depth * WIDTH * 4).max(1);
-        // The words are those of libtorch, by which callers tell want of memory from bugs.
+        // The same text as libtorch's, by which callers recognise that memory ran out.
         let memory = MmapMut::map_anon(bytes).unwrap_or_else(|error| {
             panic!("can't allocate memory: {bytes} bytes of packed weights: {error}")
         });

@@ -1,5 +1,5 @@
-//! One way to start a kernel of `cuda/kernels.cu`: its name, its size and its struct are the same
-//! whether a GPU runs it, the rehearsal on the CPU, or nobody, where the GPU is pretended.
+//! Starts a kernel of `cuda/kernels.cu` on a GPU, in the CPU emulation, or only records it on the
+//! fake GPU, always with the same name, size and argument struct.
 
 use std::ffi::{CString, c_char, c_void};
 

@@ -248,7 +248,7 @@ fn a_panic_in_the_thread_is_an_error_of_its_row() {
     let (mut ahead, _) = start(&acts("an index is out of bounds"), plain());
     drop(taken(&mut ahead));
     let error = ahead.next().unwrap_err().to_string();
-    assert!(error.contains("a bug of dflash: an index is out of bounds"), "{error}");
+    assert!(error.contains("a bug in dflash: an index is out of bounds"), "{error}");
     assert!(ahead.next().unwrap().is_none());
     // What an allocator says is an error that the step knows how to answer.
     let (mut ahead, _) = start(&acts("DefaultCPUAllocator: can't allocate memory"), plain());

@@ -300,7 +300,7 @@ mod tests {
         // The first layer's slots are embeddings, which need no gradient; it is computed all the same or
         // left out, and no more than that product tells the two apart.
         let first = 2.0 * 40.0 * 16.0 * (32.0 + 32.0);
-        let useful = config.flops(&work).total();
+        let useful = work.flops(&config).total();
         assert!(sum - useful == first || sum == useful, "{sum} and {useful}, {first}");
         assert_eq!(products.len(), 2 + 5 * 3 + 2);
     }

@@ -1,8 +1,8 @@
-//! Which parts of a share of the flat buffer are matrices, and which are norms' weights.
+//! Which parts of a share of the flat buffer are matrices, and which are embeddings, norms' weights and biases.
 
 use std::ops::Range;
 
-use dflash_model::draft::Parameter;
+use dflash_model::draft::{Parameter, Role};
 use tch::Tensor;
 
 /// Decoupled weight decay by group, as a share of the group's learning rate.
@@ -23,6 +23,8 @@ pub struct Piece {
     pub elements: i64,
     /// Shape of the whole parameter, as the checkpoint has it.
     pub shape: Vec<i64>,
+    /// Whether weight decay shrinks it: embeddings keep rows that no token has asked for.
+    pub decays: bool,
 }
 
 impl Piece {
@@ -40,9 +42,9 @@ impl Piece {
 /// The parameters of a share, by how they are treated. Padding is in neither group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
-    /// Weights of two dimensions, each matrix of the checkpoint by itself: q, k and v are three.
+    /// Weights of products, each matrix of the checkpoint by itself: q, k and v are three.
     pub matrices: Vec<Piece>,
-    /// Weights of norms, and biases.
+    /// Weights of norms, biases and embeddings: AdamW moves them, whatever moves the matrices.
     pub norms: Vec<Piece>,
 }
 
@@ -56,25 +58,28 @@ impl Groups {
             if start >= end {
                 continue;
             }
-            let shape = parameter.shape.clone();
-            let piece = Piece { offset: start - share.start, elements: end - start, shape };
-            if parameter.is_matrix() {
-                groups.matrices.push(piece);
-            } else {
-                groups.norms.push(piece);
+            let piece = Piece {
+                offset: start - share.start,
+                elements: end - start,
+                shape: parameter.shape.clone(),
+                decays: parameter.role != Role::Embedding,
+            };
+            match parameter.role {
+                Role::Matrix => groups.matrices.push(piece),
+                Role::Vector | Role::Embedding => groups.norms.push(piece),
             }
         }
         groups
     }
 
-    /// Elements of all norms.
+    /// Elements of all that are no matrices.
     pub fn norm_elements(&self) -> i64 {
         self.norms.iter().map(|piece| piece.elements).sum()
     }
 }
 
 /// The elements of `pieces`, neighbours taken together: first, and one behind the last.
-pub(super) fn spans(pieces: &[Piece]) -> Vec<Range<i64>> {
+pub(super) fn spans<'a>(pieces: impl IntoIterator<Item = &'a Piece>) -> Vec<Range<i64>> {
     let mut spans: Vec<Range<i64>> = Vec::new();
     for piece in pieces {
         let end = piece.offset + piece.elements;
@@ -100,17 +105,20 @@ pub(super) fn shrink(share: &Tensor, pieces: &[Piece], DecayedRate { rate, decay
     if decay == 0.0 {
         return;
     }
-    for piece in pieces {
+    for piece in pieces.iter().filter(|piece| piece.decays) {
         let _ = piece.of(share).g_mul_scalar_(1.0 - rate * decay);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use dflash_model::draft::{Fresh, ParameterSpec};
+
     use super::*;
 
     fn parameter(shape: &[i64], offset: i64) -> Parameter {
-        Parameter { name: String::new(), shape: shape.to_vec(), offset }
+        let role = if shape.len() > 1 { Role::Matrix } else { Role::Vector };
+        Parameter { spec: ParameterSpec::new("", shape, role, Fresh::Zeros), offset }
     }
 
     #[test]
@@ -120,8 +128,12 @@ mod tests {
         assert_eq!((whole.matrices.len(), whole.norm_elements()), (2, 4));
         assert!(whole.matrices.iter().all(Piece::is_whole));
         let part = Groups::of(&parameters, &(4..34));
-        let piece =
-            |offset, elements, shape: &[i64]| Piece { offset, elements, shape: shape.to_vec() };
+        let piece = |offset, elements, shape: &[i64]| Piece {
+            offset,
+            elements,
+            shape: shape.to_vec(),
+            decays: true,
+        };
         assert_eq!(part.matrices, [piece(0, 2, &[2, 3]), piece(28, 2, &[3, 2])]);
         assert_eq!(part.norms, [piece(12, 4, &[4])]);
         assert!(!part.matrices[0].is_whole());
@@ -129,5 +141,13 @@ mod tests {
         let neighbours = [piece(0, 6, &[2, 3]), piece(6, 4, &[2, 2]), piece(12, 4, &[2, 2])];
         assert_eq!(spans(&neighbours), [0..10, 12..16]);
         assert_eq!(Groups::of(&parameters, &(6..16)), Groups::default());
+    }
+
+    #[test]
+    fn embeddings_are_no_matrices_and_do_not_decay() {
+        let spec = ParameterSpec::embedding("w1", [5, 2], Fresh::Zeros);
+        let groups = Groups::of(&[Parameter { spec, offset: 0 }], &(0..10));
+        assert!(groups.matrices.is_empty());
+        assert_eq!((groups.norm_elements(), groups.norms[0].decays), (10, false));
     }
 }

@@ -1,13 +1,14 @@
 //! Both optimizers over groups of parameters, against what is worked out by hand.
 
-use dflash_model::draft::Parameter;
+use dflash_model::draft::{Fresh, Parameter, ParameterSpec, Role};
 use dflash_test_support::seeded;
 use tch::Device;
 
 use super::*;
 
 fn parameter(shape: &[i64], offset: i64) -> Parameter {
-    Parameter { name: String::new(), shape: shape.to_vec(), offset }
+    let role = if shape.len() > 1 { Role::Matrix } else { Role::Vector };
+    Parameter { spec: ParameterSpec::new("", shape, role, Fresh::Zeros), offset }
 }
 
 /// A matrix of four elements and, after a gap, a norm of two.
@@ -48,6 +49,32 @@ fn weight_decay_goes_by_group() {
     check(muon, matrices, 0.0, [0.9, 1.0, 1.0]);
     check(muon, both, 0.0, [0.9, 0.98, 1.0]);
     check(muon, WeightDecay::default(), 0.0, [1.0, 1.0, 1.0]);
+}
+
+/// An embedding moves as AdamW moves it beside Muon's matrices, and nothing decays it.
+#[test]
+fn embeddings_move_by_adamw_and_never_decay() {
+    let _draws = seeded(tch::manual_seed);
+    let spec = ParameterSpec::embedding("w1", [2, 2], Fresh::Zeros);
+    let parameters = [parameter(&[2, 2], 0), Parameter { spec, offset: 16 }];
+    let muon = Algorithm::Muon(MuonConfig::default());
+    let weight_decay = WeightDecay { matrices: 0.5, norms: 0.2 };
+    for algorithm in [Algorithm::AdamW, muon] {
+        for gradient in [0.0, -3.0] {
+            let (mut masters, gradient) = (ones(), ones() * gradient);
+            let groups = Groups::of(&parameters, &(0..ELEMENTS));
+            let config = OptimizerConfig { algorithm, weight_decay, ..OptimizerConfig::default() };
+            let mut optimizer = Optimizer::new(&config, groups.clone(), &masters);
+            optimizer.step(&mut masters, &gradient, 0.1);
+            let expected = if gradient.double_value(&[0]) == 0.0 { 1.0 } else { 1.1 };
+            assert!((masters.double_value(&[17]) - expected).abs() < 1e-6, "{algorithm:?}");
+            let steered = ones();
+            let mut optimizer = Optimizer::new(&config, groups, &steered);
+            let verdict = Verdict::new(&Tensor::from_slice(&[1.0]), Tensor::from_slice(&[false]));
+            optimizer.steered_step(&steered, &gradient, 0.1, &verdict).unwrap();
+            assert!((steered.double_value(&[17]) - expected).abs() < 1e-6, "{algorithm:?}");
+        }
+    }
 }
 
 #[test]

@@ -57,7 +57,7 @@ impl Servers {
 pub struct Stream {
     /// Bytes a second that a rank takes.
     pub bytes_per_second: f64,
-    /// Of what the rank's one thread that assembles rows copies.
+    /// As a share of the copy rate of the rank's one thread that assembles rows.
     pub assembly_share: f64,
     /// Gbit/s of the network, where the servers are on other machines.
     pub gbit_per_second: f64,

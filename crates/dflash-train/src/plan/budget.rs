@@ -42,7 +42,7 @@ pub struct Budget {
     pub waits: u64,
     /// Milliseconds of the GPU.
     pub gpu_ms: f64,
-    /// Milliseconds in which the host asks for all this.
+    /// Milliseconds of the host for launching everything.
     pub host_ms: f64,
     /// Milliseconds of a step: the longer of both.
     pub step_ms: f64,
@@ -247,7 +247,7 @@ impl Display for Budget {
         row(f, &self.all())?;
         writeln!(
             f,
-            "  {} launches are in flash attention and {} beyond products; the host asks for all in {:.1} ms",
+            "  {} launches are in flash attention and {} beyond products; the host launches them in {:.1} ms",
             self.attention_launches, self.launches_beyond_products, self.host_ms
         )?;
         writeln!(
@@ -260,7 +260,7 @@ impl Display for Budget {
         if let Some(slow) = &self.slow {
             writeln!(
                 f,
-                "  and {:.1} ms, MFU {:.1}%, where products reach {:.2} of the peak and not {:.2}",
+                "  and {:.1} ms, MFU {:.1}%, if products reach {:.2} of the peak instead of {:.2}",
                 slow.step_ms,
                 slow.mfu * 100.0,
                 slow.products_share,
@@ -281,7 +281,7 @@ impl Budget {
     fn all(&self) -> PartBudget {
         let sum = |of: fn(&PartBudget) -> f64| self.parts.iter().map(of).sum();
         PartBudget {
-            part: "in all",
+            part: "total",
             launches: self.launches,
             waits: self.waits,
             moved_gb: sum(|part| part.moved_gb),

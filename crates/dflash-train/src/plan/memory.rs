@@ -135,7 +135,7 @@ pub(super) fn memory(
 /// Bytes of hidden states in flight and waiting.
 fn window(planned: &Planned<'_>, draft: &DraftConfig) -> f64 {
     let settings = planned.settings;
-    let tokens = settings.hidden_states.window_tokens(settings.rows.total_seq_len) as f64;
+    let tokens = settings.hidden_states.window_tokens(settings.rows.total_seq_len()) as f64;
     (settings.hidden_states.window_bytes() as f64).max(tokens * planned.token_bytes(draft))
 }
 

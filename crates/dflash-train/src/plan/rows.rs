@@ -76,9 +76,10 @@ impl Epoch {
         let colocate = planned.settings.hidden_states.colocate;
         let target_pass = Colocated::native(planned, draft);
         let (samples, mut lengths) = open(planned.settings, vocabulary)?;
-        let trained = 1.0 - planned.settings.validation.validation_ratio;
+        let trained = 1.0 - planned.settings.validation.held_out(lengths.len());
         lengths.truncate(split_index(lengths.len(), trained));
-        let RowSettings { total_seq_len, seed, .. } = planned.settings.rows;
+        let RowSettings { seed, .. } = planned.settings.rows;
+        let total_seq_len = planned.settings.rows.total_seq_len();
         let rows = Packing { lengths: &lengths, total_seq_len, seed }.epoch(0);
         let blocks = BlockMaker {
             anchors: setup::anchors(&planned.settings.rows),
@@ -101,7 +102,7 @@ impl Epoch {
             rows.iter().step_by(stride).map(shape).collect::<Result<Vec<RowShape>, Error>>()?;
         if shapes.iter().all(|shape| shape.supervised == 0.0) {
             let found = format!("{} rows without a slot to learn from", shapes.len());
-            let expected = "anchors need two supervised tokens in a row";
+            let expected = "an anchor needs two consecutive supervised tokens";
             return Err(Invalid::new("data_path", found, expected).into());
         }
         let most =
@@ -146,7 +147,7 @@ fn shape(blocks: &BlockMaker, draft: &DraftConfig, row: &PackedRow) -> RowShape 
         slots: blocks.work.slots,
         context_rows: blocks.work.context_rows,
         supervised: blocks.work.active_slots,
-        flops: draft.flops(&blocks.work).total(),
+        flops: blocks.work.flops(draft).total(),
         longest: row.documents().map(|document| document.len()).max().unwrap_or(0) as f64,
         target_flops: 0.0,
         target_products: 0.0,

@@ -60,8 +60,7 @@ impl Display for Plan {
         let all = gb * count as f64;
         writeln!(
             f,
-            "disk        {gb:.2} GB a checkpoint, {all:.2} GB by the end with one an epoch ({count}); \
-             --keep-last N leaves N"
+            "disk        {gb:.2} GB a checkpoint, {all:.2} GB by the end with one an epoch ({count}); --keep-last N keeps N"
         )?;
         if let Some(server) = self.server() {
             writeln!(f, "server      {server}")?;
@@ -71,12 +70,12 @@ impl Display for Plan {
 }
 
 impl Plan {
-    /// What a run takes beside its ranks' work.
+    /// The data rate, the servers and the all-reduce.
     fn show_beside(&self, f: &mut Formatter<'_>) -> fmt::Result {
         if let Some(Stream { bytes_per_second, assembly_share, gbit_per_second }) = &self.stream {
             writeln!(
                 f,
-                "stream      {:.1} MB/s a rank: {:.0}% of what its one thread that assembles rows copies, \
+                "stream      {:.1} MB/s a rank: {:.0}% of its assembling thread's copy rate, \
                  {gbit_per_second:.1} Gbit/s of the network",
                 bytes_per_second / 1e6,
                 assembly_share * 100.0

@@ -37,9 +37,7 @@ impl std::fmt::Display for Cause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Normed => f.write_str(
-                "the final norm is already applied to its last states: the loss says so, and it \
-                 reports no log-probabilities that prove it; let it hand out the states before the \
-                 norm, or log-probabilities, with which this is taken as it is",
+                "the final norm is already applied to its last states: the loss says so, and it reports no log-probabilities that confirm it; make it return the states before the norm, or log-probabilities, with which this is accepted as it is",
             ),
             Self::NormWeight(sign) => {
                 let (theirs, ours) = if *sign > 0 { ("1 + w", "w") } else { ("w", "1 + w") };
@@ -72,20 +70,18 @@ impl std::fmt::Display for Cause {
             }
             Self::LastIs(id) => write!(
                 f,
-                "what is taken for layer {id} is the last layer's output: its layer ids are not \
+                "what is assumed to be layer {id} is the last layer's output: its layer ids are not \
                  those of --target-layer-ids; start vLLM with eagle_aux_hidden_state_layer_ids of \
                  the same ids, ascending, and the number of layers last"
             ),
             Self::Shifted(by) => write!(
                 f,
-                "its states are those of the position {}: it runs another token first, such as one \
-                 for the begin of a text; let it take token ids as they are (add_special_tokens \
-                 false)",
+                "its states are those of the position {}: it puts another token first, such as a begin-of-text token; make it use token ids unchanged (add_special_tokens false)",
                 if *by > 0 { "before" } else { "after" }
             ),
             Self::EarlierLayer { last, correlation } => write!(
                 f,
-                "the states taken for the last layer, {last}, give log-probabilities like the \
+                "the states assumed to be those of the last layer, {last}, give log-probabilities like the \
                  target's (correlation {correlation:.2}) and not those: they are of an earlier \
                  layer, or of the target in another form. vLLM counts layers that have run: 0 is \
                  the embedding, {last} the last; z-lab's ids are one lower. Start it with \
@@ -99,13 +95,13 @@ impl std::fmt::Display for Cause {
             ),
             Self::EmbeddingIs(id) => write!(
                 f,
-                "what is taken for layer {id} is the embedding's output, layer 0: its layer ids are \
+                "what is assumed to be layer {id} is the embedding's output, layer 0: its layer ids are \
                  not those of --target-layer-ids; start vLLM with eagle_aux_hidden_state_layer_ids \
                  of the same ids, ascending"
             ),
             Self::OtherEmbedding { apart } => write!(
                 f,
-                "what is taken for layer 0 is not the embedding's output of --target (they differ by \
+                "what is assumed to be layer 0 is not the embedding's output of --target (they differ by \
                  {apart:.2} of its size): other layer ids (vLLM counts layers that have run: 0 is \
                  the embedding), or another model"
             ),
@@ -121,7 +117,7 @@ impl std::fmt::Display for Cause {
             ),
             Self::Unknown(how) => write!(
                 f,
-                "{how}, and no other reading of them fits (behind the final norm, another norm \
+                "{how}, and no other interpretation of them fits (after the final norm, another norm \
                  weight, scale, cap, layer or position): it serves another model; start it with the \
                  files of --target"
             ),

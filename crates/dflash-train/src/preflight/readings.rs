@@ -62,8 +62,8 @@ impl<'a> Sample<'a> {
         Self { probe, head, last, reported: Reported::new(&known), inner }
     }
 
-    /// The layers that what they are proves: the embedding's output where [`Self::check_embedding`] found
-    /// nothing wrong, the last layer where log-probabilities agree.
+    /// Layers verified by content: the embedding's output if [`Self::check_embedding`] found no
+    /// fault, the last layer if log-probabilities agree.
     pub(super) fn proved(&self, agrees: bool) -> Vec<u32> {
         let has = |id: u32| self.probe.states.layer_ids.contains(&id);
         let last = self.last.filter(|_| agrees);
@@ -139,8 +139,7 @@ impl<'a> Sample<'a> {
             return Err(Cause::EarlierLayer { last, correlation });
         }
         Err(Cause::Unknown(format!(
-            "the target's norm and head make other log-probabilities of its last states than it \
-             reports: {:.3} nats apart in the root mean square, where rounding explains {:.3}",
+            "the target's norm and head applied to its last states give other log-probabilities than it reports: {:.3} nats apart in the root mean square, but rounding explains only {:.3}",
             own.root_mean_square, own.bound
         )))
     }

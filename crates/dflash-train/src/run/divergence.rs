@@ -39,8 +39,7 @@ impl Worker<'_, '_> {
             Effect::NotFinite if self.health.add_bad(step) => {
                 let (bad, norm) = (self.position.bad_steps, outcome.gradient_norm);
                 meter.say(&format!(
-                    "step {step}: loss or gradient is not finite (gradient norm {norm}), and \
-                     nothing is moved; it is the {} such step",
+                    "step {step}: loss or gradient is not finite (gradient norm {norm}), and the weights are not changed; it is the {} such step",
                     ordinal(bad)
                 ));
             }
@@ -55,8 +54,7 @@ impl Worker<'_, '_> {
         }
         let dir = &self.prepared.config.settings.save_path;
         meter.say(&format!(
-            "--resume will not take step {saved}: the loss after it is {loss:.4}, far above that \
-             of guesses"
+            "--resume will not take step {saved}: the loss after it is {loss:.4}, far above that of guessing"
         ));
         if let Err(error) = Checkpoint::at(dir, saved).mark_diverged() {
             meter.say(&format!("but it could not be marked: {error}"));
@@ -79,7 +77,7 @@ impl Worker<'_, '_> {
         if judged.is_none() && is_stuck {
             self.health.stuck = Some(self.position.step);
         }
-        judged.or_else(|| is_stuck.then(|| format!("{count} steps in a row were not finite")))
+        judged.or_else(|| is_stuck.then(|| format!("{count} consecutive steps were not finite")))
     }
 
     /// The last checkpoint that is worth something: one of this process, or the one it began with.
@@ -99,7 +97,7 @@ impl Worker<'_, '_> {
         let steps = self.position.step - self.begun_at;
         if bad > 0 {
             meter.say(&format!(
-                "{bad} of {steps} steps were not finite and moved nothing (last: step {last})"
+                "{bad} of {steps} steps were not finite and changed nothing (last: step {last})"
             ));
         }
     }
@@ -118,8 +116,8 @@ impl Worker<'_, '_> {
         let go_on = |step: u64| {
             let names = names.join(",");
             format!(
-                "to go on from it with a lower learning rate, add to the command: --resume-from \
-                 {step} {rates} --allow-changed {names}"
+                "to go on from it with a lower learning rate, add to the command: \
+                 --resume={step} {rates} --allow-changed {names}"
             )
         };
         if let Some(good) = self.better_start(&there) {
@@ -130,7 +128,7 @@ impl Worker<'_, '_> {
             let (path, go_on) = (Checkpoint::at(Path::new(""), step).dir, go_on(step));
             let path = path.display();
             return format!(
-                "no checkpoint was saved before; what was trained until then is in {path}; {go_on}"
+                "no checkpoint was saved before; the state until then is in {path}; {go_on}"
             );
         }
         if there.is_empty() {
@@ -142,7 +140,7 @@ impl Worker<'_, '_> {
         let path = settings.save_path.display();
         format!(
             "there is no good checkpoint; to start again with a lower learning rate, add to the \
-             command: --resume-or-start {rates} --save-path {path}-again"
+             command: --resume=auto {rates} --save-path {path}-again"
         )
     }
 

@@ -1,7 +1,7 @@
 //! Whether what a run has trained is worth keeping.
 //!
 //! A state is ruined when a number in it is not finite, when a weight is far beyond what any draft's
-//! weights are, or when the loss is far above that of guesses and above that of the run's beginning.
+//! weights are, or when the loss is far above that of guessing and above that of the run's beginning.
 //! The last shows only in the step after: a checkpoint is held to be good once the step after it was.
 //!
 //! A run that rose above its beginning and has not come down to what guesses have is ruined too, however
@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 
+use dflash_model::draft::loss_of_guesses;
 use dflash_run::Position;
 
 use crate::prepared::Prepared;
@@ -36,7 +37,8 @@ const STILL_ABOVE: f64 = 1.5;
 
 /// What the losses say of the run so far, the same on all ranks.
 pub(super) struct Health {
-    /// The loss of a draft that gives every token the same probability, nats.
+    /// The loss of a draft that gives every token the same probability, nats, by the terms of the objective
+    /// and of the head.
     ignorance: f64,
     /// The last losses, up to [`RECENT`] of them.
     recent: VecDeque<f64>,
@@ -68,17 +70,13 @@ pub(super) enum Weights {
 
 impl Health {
     pub(super) fn begin(prepared: &Prepared<'_>, position: &Position) -> Self {
-        let settings = &prepared.config.settings.objective;
-        let coefficients: f64 = settings.loss.iter().map(|term| term.coefficient).sum();
-        let tokens = prepared
-            .config
-            .draft
-            .vocab_size
-            .map_or(prepared.target.vocab_size as f64, |n| n as f64);
+        let objective = &prepared.config.settings.objective;
+        let pruned = prepared.config.draft.vocab_size;
+        let tokens = pruned.unwrap_or(prepared.target.vocab_size as usize);
         let unproven = prepared.resume.as_ref().filter(|it| !it.is_diverged()).map(|it| it.step);
         debug_assert!(unproven.is_none_or(|step| step == position.step));
         Self {
-            ignorance: coefficients * tokens.ln(),
+            ignorance: objective.loss_of_guesses(tokens) + loss_of_guesses(&prepared.draft),
             recent: VecDeque::new(),
             sum: 0.0,
             moved: 0,
@@ -134,29 +132,26 @@ impl Health {
             Weights::Sound if self.moved > 0 && self.is_exploded(mean, position) => {
                 let (first, ignorance) = (position.first_loss.unwrap_or(f64::NAN), self.ignorance);
                 Some(format!(
-                    "the loss is {mean:.4}, which was {first:.4} in the first step and is \
-                     {ignorance:.4} for guesses"
+                    "the loss is {mean:.4}, which was {first:.4} in the first step and is {ignorance:.4} for guessing"
                 ))
             }
             Weights::Sound if self.moved > 0 && self.is_thrown_off(position) => {
                 let (recent, ignorance) = (self.recent_loss(), self.ignorance);
                 let highest = position.highest_loss.unwrap_or(f64::NAN);
                 Some(format!(
-                    "the loss of the last {RECENT} steps is {recent:.4}, which rose to {highest:.4} and is \
-                     {ignorance:.4} for guesses"
+                    "the loss of the last {RECENT} steps is {recent:.4}, which rose to {highest:.4} and is {ignorance:.4} for guessing"
                 ))
             }
             Weights::Sound => None,
         }
     }
 
-    /// What to say of a first `loss` far above that of guesses.
+    /// What to say of a first `loss` far above that of guessing.
     pub(super) fn opening_note(&self, loss: f64) -> Option<String> {
         let ignorance = self.ignorance;
         (loss > STILL_ABOVE * ignorance).then(|| {
             format!(
-                "the loss of step 1, {loss:.2}, is above that of guesses ({ignorance:.2}), as is usual: \
-                 weights begin sure of themselves and wrong, which some dozens of steps mend"
+                "the loss of step 1, {loss:.2}, is above that of guessing ({ignorance:.2}), as usual: initial weights are confident and wrong, which some dozens of steps correct"
             )
         })
     }
@@ -166,7 +161,7 @@ impl Health {
         let (recent, ignorance) = (self.recent_loss(), self.ignorance);
         (self.has_moved && recent > ignorance).then(|| {
             format!(
-                "the loss, {recent:.2} at the end, is above that of guesses ({ignorance:.2}): the draft \
+                "the loss, {recent:.2} at the end, is above that of guessing ({ignorance:.2}): the draft \
                  proposes no better than chance; train longer, or at another --lr"
             )
         })
@@ -317,7 +312,7 @@ mod tests {
         assert!(
             note(41.0)
                 .unwrap()
-                .starts_with("the loss of step 1, 41.00, is above that of guesses (8.30)")
+                .starts_with("the loss of step 1, 41.00, is above that of guessing (8.30)")
         );
         assert_eq!(note(9.0), None);
     }

@@ -64,15 +64,17 @@ impl Worker<'_, '_> {
         let Some(end) = self.ended_before.filter(|_| step < total) else { return notes };
         let (from, rate) = (step + 1, self.rate(step));
         notes.push(format!(
-            "the schedule was to end at step {end} and now ends at {total}: what is left of it takes \
-             steps {from} to {total}, and the learning rate goes on from {rate:.3e}"
+            "the schedule was to end at step {end} and now ends at {total}: the rest of it takes steps {from} to {total}, and the learning rate continues from {rate:.3e}"
         ));
         let peak = self.prepared.config.settings.optimizer.lr;
         if rate < NEARLY_ENDED * peak && self.rate(total - 1) <= rate {
             notes.push(format!(
-                "little is learned at this rate; for a schedule of its own start a run from this one's \
+                "this rate has little effect; for a new schedule start a run from this one's \
                  weights, with --from-pretrained {} and another --save-path",
-                self.prepared.resume.as_ref().map_or_else(String::new, |it| it.dir.display().to_string())
+                self.prepared
+                    .resume
+                    .as_ref()
+                    .map_or_else(String::new, |it| it.dir.display().to_string())
             ));
         }
         notes

@@ -9,7 +9,7 @@ use dflash_data::Sample;
 use dflash_dist::Single;
 use dflash_hidden::Counters;
 use dflash_model::checkpoint::TensorFile;
-use dflash_settings::OptimizerKind;
+use dflash_settings::{OptimizerKind, ResumeMode};
 use dflash_torch_sys::staging::Upload;
 use serde_json::{Value, json};
 use tch::Device;
@@ -112,7 +112,7 @@ fn so_many_bad_steps_in_a_row_end_the_run_for_good_and_leave_no_checkpoint() {
     let config = with(world.config("out"), |settings| settings.optimizer.max_bad_steps = 3);
     let launcher = Beside::default();
     let error = refused(world.train_on(&config, &streamed(&config), &launcher));
-    assert!(error.contains("3 steps in a row is not finite (last: step 3)"), "{error}");
+    assert!(error.contains("3 consecutive steps is not finite (last: step 3)"), "{error}");
     assert_eq!((launcher.worked.load(Relaxed), launcher.permanent.load(Relaxed)), (1, 1));
     let lines = world.lines("out", "metrics.jsonl");
     assert_eq!((lines.len(), &lines[2]["bad_steps"]), (3, &json!(3)));
@@ -148,7 +148,7 @@ fn bad_steps_after_the_last_checkpoint_leave_it_the_latest() {
     });
     let error = refused(world.train(&longer));
     assert!(error.contains("step-000005; to go on from it with a lower learning rate"), "{error}");
-    assert!(error.contains("--resume-from 5 --lr 6.0e-4 --allow-changed max-steps,lr"), "{error}");
+    assert!(error.contains("--resume=5 --lr 6.0e-4 --allow-changed max-steps,lr"), "{error}");
     assert_eq!(world.saved("out"), [5]);
 }
 
@@ -162,9 +162,9 @@ fn what_was_trained_before_the_last_bad_steps_is_kept() {
     });
     let rank_0 = Beside { not_finite_from: Some(4), ..Beside::default() };
     let error = refused(world.train_on(&config, &world.rows(), &rank_0));
-    assert!(error.contains("3 steps in a row is not finite (last: step 6)"), "{error}");
+    assert!(error.contains("3 consecutive steps is not finite (last: step 6)"), "{error}");
     // step 3 moved something, the bad ones nothing
-    assert!(error.contains("--resume-from 4 "), "{error}");
+    assert!(error.contains("--resume=4 "), "{error}");
     assert_eq!(world.saved("out"), [2, 4]);
     // without a checkpoint before, the last state is kept for those who ask for it
     let config = with(config, |settings| {
@@ -174,10 +174,10 @@ fn what_was_trained_before_the_last_bad_steps_is_kept() {
     let rank_0 = Beside { not_finite_from: Some(4), ..Beside::default() };
     let error = refused(world.train_on(&config, &world.rows(), &rank_0));
     assert!(error.contains("until then is in step-000006"), "{error}");
-    assert!(error.contains("--resume-from 6 --lr 6.0e-4 --allow-changed lr"), "{error}");
+    assert!(error.contains("--resume=6 --lr 6.0e-4 --allow-changed lr"), "{error}");
     let error = refused(world.train(&resumed(&config)));
     assert!(error.contains("are of a run that had diverged"), "{error}");
-    let asked = with(config, |settings| settings.resume_from = Some(6));
+    let asked = with(config, |settings| settings.resume = Some(ResumeMode::Step(6)));
     assert_eq!(world.train(&asked).unwrap().step, 9);
 }
 
@@ -269,7 +269,7 @@ fn a_run_whose_rows_are_copied_beside_it_has_the_same_bits() {
     let config = |save: &str| {
         with(world.config(save), |settings| {
             settings.rows.gradient_accumulation_steps = 2;
-            settings.validation.validation_ratio = 0.2;
+            settings.validation.validation_ratio = Some(0.2);
             settings.validation.eval_every = Some(3);
         })
     };
@@ -307,7 +307,7 @@ fn a_run_without_anything_to_learn_fails() {
     let world = World::with_mask(|_, t| t == 5);
     let launcher = Beside::default();
     let error = refused(world.train_on(&world.config("out"), &world.rows(), &launcher));
-    assert!(error.contains("had nothing to learn from"), "{error}");
+    assert!(error.contains("had no supervised slot"), "{error}");
     assert_eq!(launcher.permanent.load(Relaxed), 1);
     let line = world.lines("out", "metrics.jsonl").remove(0);
     for key in ["loss", "accuracy", "expected_acceptance_length"] {
@@ -452,7 +452,7 @@ fn a_run_whose_steps_are_read_late_resumes_behind_a_bad_one() {
     });
     world.train_with(&cut, &streamed(&cut), device).unwrap();
     assert_eq!(world.saved("out"), [4, 7]);
-    let rest = with(cut, |settings| settings.resume_from = Some(4));
+    let rest = with(cut, |settings| settings.resume = Some(ResumeMode::Step(4)));
     let on = world.train_with(&rest, &streamed(&rest), device).unwrap();
     assert_eq!(on.step, whole.step);
     let counts = |save: &str| {
@@ -475,7 +475,7 @@ fn bad_steps_that_are_read_late_end_the_run_at_the_next_reading() {
     let launcher = Beside::default();
     let refusal =
         refused(world.train_with(&config, &streamed(&config), (&launcher, Control::Device)));
-    assert!(refusal.contains("4 steps in a row is not finite (last: step 4)"), "{refusal}");
+    assert!(refusal.contains("4 consecutive steps is not finite (last: step 4)"), "{refusal}");
     assert_eq!(launcher.permanent.load(Relaxed), 1);
     assert_eq!(world.saved("out"), [0_u64; 0]);
     let lines = world.lines("out", "metrics.jsonl");
@@ -488,7 +488,7 @@ fn nothing_to_learn_is_known_without_the_device() {
     let before = readback::count();
     let device = (&Single as &dyn dflash_dist::Communicator, Control::Device);
     let error = refused(world.train_with(&world.config("out"), &world.rows(), device));
-    assert!(error.contains("had nothing to learn from"), "{error}");
+    assert!(error.contains("had no supervised slot"), "{error}");
     // Nothing is saved, so the state is not looked at either.
     assert_eq!(world.saved("out"), [0_u64; 0]);
     assert_eq!(readback::count(), before);

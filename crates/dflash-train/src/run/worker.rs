@@ -203,7 +203,19 @@ impl<'a> Worker<'a, '_> {
     /// Whether a validation is due.
     fn validates(&self) -> bool {
         let (step, total) = (self.position.step, self.total);
-        self.validation.as_ref().is_some_and(|it| it.is_due(step, total))
+        self.validation.as_ref().is_some_and(|it| it.is_due((step, self.saves()), total))
+    }
+
+    /// Whether a checkpoint is due after this step: every so many, and at the end of an epoch.
+    fn saves(&self) -> bool {
+        let settings = &self.prepared.config.settings;
+        let (checkpoints, step) = (&settings.checkpoints, self.position.step);
+        let rows = self.communicator.world_size() * settings.rows.gradient_accumulation_steps;
+        let before = self.position.rows.saturating_sub(rows as u64);
+        let ends_epoch = || self.order.epoch_of(self.position.rows) > self.order.epoch_of(before);
+        step > 0
+            && (checkpoints.save_every.is_some_and(|every| step.is_multiple_of(every))
+                || !checkpoints.no_epoch_checkpoints && ends_epoch())
     }
 
     /// What is to come after this step.
@@ -213,11 +225,6 @@ impl<'a> Worker<'a, '_> {
         let steps = total - step;
         let multiples = |every: u64| total / every - step / every;
         let last = u64::from(steps > 0);
-        let validations = |every: u64| {
-            let own = if total.is_multiple_of(every) { 0 } else { last };
-            self.validation.as_ref().map_or(0, |_| multiples(every) + own)
-        };
-        let validations = settings.validation.eval_every.map_or(0, validations);
         let per_step = self.communicator.world_size() * settings.rows.gradient_accumulation_steps;
         let end = (self.position.rows + steps * per_step as u64).min(self.order.rows());
         let epochs = self.order.epoch_of(end) - self.order.epoch_of(self.position.rows);
@@ -225,6 +232,12 @@ impl<'a> Worker<'a, '_> {
         let epochs = if checkpoints.no_epoch_checkpoints { 0 } else { epochs };
         // The end of the last epoch is often that of the run.
         let saves = checkpoints.save_every.map_or(0, multiples) + epochs.max(last);
+        let validations = match settings.validation.eval_every {
+            Some(every) if total.is_multiple_of(every) => multiples(every),
+            Some(every) => multiples(every) + last,
+            None => saves,
+        };
+        let validations = if self.validation.is_some() { validations } else { 0 };
         Left { steps, validations, saves }
     }
 
@@ -311,9 +324,8 @@ impl<'a> Worker<'a, '_> {
     /// Validates if it is time and has not been done.
     fn validate(&mut self, meter: &mut Meter) -> Result<(), Halt> {
         let (step, total) = (self.position.step, self.total);
-        let Some(validation) = self.validation.as_ref().filter(|v| v.is_due(step, total)) else {
-            return Ok(());
-        };
+        let due = |it: &&Validation<'_, '_>| it.is_due((step, self.saves()), total);
+        let Some(validation) = self.validation.as_ref().filter(due) else { return Ok(()) };
         meter.say(&validation.announcement(step));
         if validation.measures() || step == total {
             self.save(meter)?;
@@ -447,8 +459,7 @@ impl<'a> Worker<'a, '_> {
             Ok(removed) => {
                 let steps: Vec<String> = removed.iter().map(ToString::to_string).collect();
                 meter.say(&format!(
-                    "the disk is full; the checkpoints of steps {} went before this one is saved, \
-                     as --keep-last has it",
+                    "the disk is full; the checkpoints of steps {} were removed before this one is saved, following --keep-last",
                     steps.join(", ")
                 ));
                 true
@@ -513,7 +524,7 @@ impl<'a> Worker<'a, '_> {
             return self.finish(meter, false);
         };
         if let Err(unsaved) = saved {
-            meter.say(&format!("what was trained since the last checkpoint is lost: {unsaved}"));
+            meter.say(&format!("training since the last checkpoint is lost: {unsaved}"));
         }
         Err(error)
     }

@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use dflash_run::recorded;
-use dflash_settings::{CheckpointSettings, Classed, Dtype, Resume, SchedulerType, TrainSettings};
+use dflash_settings::{
+    CheckpointSettings, Classed, Dtype, Resume, SchedulerType, TrainSettings, Warmup,
+};
 use dflash_train::config::TrainConfig;
 
 use crate::load;
@@ -52,7 +54,7 @@ fn damaged_checkpoints_are_named_and_the_one_before_goes_on() {
         std::fs::copy(&path, &aside).unwrap();
         damage(&path);
         let error = refused(world.train(&resumed(&config)));
-        let remedy = format!("which is damaged; remove it to go on from step {before}");
+        let remedy = format!("which is damaged; remove it to continue from step {before}");
         assert!(error.contains(&remedy), "{file}: {error}");
         assert!(error.contains(last.to_str().unwrap()), "{file}: {error}");
         std::fs::copy(&aside, &path).unwrap();
@@ -111,7 +113,7 @@ fn other_settings_are_listed_and_refused_unless_allowed() {
         let error = refused(world.train(&config));
         assert!(error.contains(&format!("with other settings: {expected};")), "{error}");
         let (name, _) = expected.split_once(' ').unwrap();
-        assert!(error.contains(&format!("--allow-changed {name} to go on")), "{error}");
+        assert!(error.contains(&format!("--allow-changed {name} to continue")), "{error}");
         let leave = vec![name.replace('-', "_")];
         let allowed = with(config, |settings| settings.allow_changed = Some(leave));
         // what is trained further would be the next check's past
@@ -125,15 +127,15 @@ fn other_settings_are_listed_and_refused_unless_allowed() {
     check(|it| it.optimizer.lr = 0.02, "lr 0.01 -> 0.02");
     check(|it| it.optimizer.max_grad_norm = 2.0, "max-grad-norm 1.0 -> 2.0");
     check(|it| it.optimizer.weight_decay = 0.1, "weight-decay 0.0 -> 0.1");
-    check(|it| it.optimizer.adam_beta2 = Some(0.9), "adam-beta2 default -> 0.9");
-    check(|it| it.optimizer.warmup_ratio = 0.1, "warmup-ratio 0.04 -> 0.1");
+    check(|it| it.optimizer.adam_betas = Some(vec![0.9, 0.9]), "adam-betas default -> 0.9,0.9");
+    check(|it| it.optimizer.warmup = Warmup::Share(0.1), "warmup 0.04 -> 0.1");
     check(|it| it.optimizer.min_lr_ratio = 0.1, "min-lr-ratio 0.0 -> 0.1");
     check(
         |it| it.optimizer.scheduler_type = SchedulerType::Linear,
         "scheduler-type cosine -> linear",
     );
     check(|it| it.rows.anchors_per_sequence = 4, "anchors-per-sequence 8 -> 4");
-    check(|it| it.rows.max_anchors = 9, "max-anchors 3072 -> 9");
+    check(|it| it.rows.max_anchors = Some(9), "max-anchors 3072 -> 9");
     check(|it| it.rows.max_steps = Some(2), "max-steps default -> 2");
     check(|it| it.compute.compute_dtype = Dtype::Bfloat16, "compute-dtype float32 -> bfloat16");
     check(|it| it.rows.gradient_accumulation_steps = 2, "rows-per-step 1 -> 2");
@@ -210,7 +212,7 @@ fn starts_that_do_not_fit_are_refused() {
     *flipped.last_mut().unwrap() ^= 1;
     std::fs::write(&masters, flipped).unwrap();
     let error = refused(start("damaged"));
-    assert!(error.contains("state.safetensors is not what its state.json describes"), "{error}");
+    assert!(error.contains("state.safetensors does not match its state.json"), "{error}");
     assert!(!world.path("damaged").join("metrics.jsonl").exists());
     std::fs::write(&masters, whole).unwrap();
     let draft = load(dir);

@@ -10,7 +10,7 @@ use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_model::checkpoint::TensorFile;
 use dflash_model::draft::Draft;
 use dflash_run::Checkpoint;
-use dflash_settings::{Dtype, OnMissing};
+use dflash_settings::{Dtype, OnMissing, ResumeMode};
 use tch::{Device, Kind, Tensor};
 
 use world::{Saved, World, refused, resumed, with};
@@ -80,7 +80,11 @@ fn states_that_go_missing_end_the_run_with_all_that_was_trained() {
         assert!(error.contains(&format!("hidden states for sample {missing} ")), "{error}");
         let trained = world.losses(&name).last().map(|(step, _)| *step);
         assert_eq!(world.saved(&name), trained.into_iter().collect::<Vec<_>>());
-        world.train(&with(config(&name), |settings| settings.resume = trained.is_some())).unwrap();
+        world
+            .train(&with(config(&name), |settings| {
+                settings.resume = trained.is_some().then_some(ResumeMode::Latest)
+            }))
+            .unwrap();
         assert_eq!(world.losses(&name), world.losses("whole"));
     }
 }
@@ -107,7 +111,7 @@ fn a_step_without_anything_to_learn_moves_nothing() {
     let world = World::with_mask(|sample, t| sample % 4 == 0 && t >= 3);
     let config = |save: &str| {
         with(world.config(save), |settings| {
-            settings.rows.total_seq_len = 20;
+            settings.rows.total_seq_len = Some(20);
             settings.checkpoints.save_every = Some(1);
             settings.optimizer.weight_decay = 0.1;
             settings.optimizer.norm_weight_decay = 0.1;

@@ -1,8 +1,9 @@
 //! Validation beside training.
 
+use dflash_model::draft::LoadedDraft;
 use dflash_run::{Acceptance, Line, ValidationLine};
 use dflash_train::config::TrainConfig;
-use dflash_train::{ProbeError, Served, Share};
+use dflash_train::{ProbeError, Share};
 use serde_json::Value;
 use tch::Kind;
 
@@ -14,16 +15,16 @@ const PROMPTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
 fn validated(config: TrainConfig, every: u64, measures: bool) -> TrainConfig {
     with(config, |settings| {
         settings.validation.eval_every = Some(every);
-        settings.validation.validation_ratio = 0.25;
+        settings.validation.validation_ratio = Some(0.25);
         settings.validation.eval_prompts = measures.then(|| PROMPTS.into());
     })
 }
 
 /// Says that acceptance follows from the weights, which it does.
 #[allow(clippy::unnecessary_wraps, reason = "a probe may fail")]
-fn probe((draft, _): Served<'_>, share: Share) -> Result<Option<Acceptance>, ProbeError> {
+fn probe(served: &LoadedDraft, share: Share) -> Result<Option<Acceptance>, ProbeError> {
     assert_eq!(share, Share { rank: 0, ranks: 1, show: dflash_console::Show::Lines });
-    let digest = draft.flat().abs().sum(Kind::Double).double_value(&[]) as u64;
+    let digest = served.draft.flat().abs().sum(Kind::Double).double_value(&[]) as u64;
     let reached = vec![100, digest % 101, digest % 13, 0];
     Ok(Some(Acceptance { reached, responses: 2, length_sum: 3.0 }))
 }
@@ -77,13 +78,35 @@ fn a_validation_that_was_cut_short_is_made_up_for() {
 fn a_probe_that_was_stopped_or_failed_ends_the_run_in_its_own_way() {
     let world = World::new();
     let config = validated(world.config("stopped"), 2, true);
-    let mut stopped = |_: Served<'_>, _: Share| Ok(None);
+    let mut stopped = |_: &LoadedDraft, _: Share| Ok(None);
     let outcome = world.train_measured(&config, Some(&mut stopped)).unwrap();
     assert_eq!((outcome.step, outcome.completed), (2, false));
     assert!(!world.path("stopped").join(ValidationLine::FILE).exists());
     let config = validated(world.config("failed"), 2, true);
-    let mut failing = |_: Served<'_>, _: Share| Err("no room".into());
+    let mut failing = |_: &LoadedDraft, _: Share| Err("no room".into());
     let error = refused(world.train_measured(&config, Some(&mut failing)));
     assert!(error.contains("rank 0 cannot measure acceptance: no room"), "{error}");
     assert_eq!(world.saved("failed"), [2]);
+}
+
+#[test]
+fn without_an_interval_each_checkpoint_is_validated() {
+    let world = World::new();
+    let config = with(validated(world.config("out"), 1, false), |settings| {
+        settings.validation.eval_every = None;
+        settings.checkpoints.save_every = Some(2);
+    });
+    world.train(&config).unwrap();
+    let steps = || -> Vec<u64> {
+        let lines = world.lines("out", ValidationLine::FILE);
+        lines.iter().map(|line| line["step"].as_u64().unwrap()).collect()
+    };
+    let saved = world.saved("out");
+    assert!(saved.len() > 2, "{saved:?}");
+    assert_eq!(steps(), saved);
+    // what was cut short is made up for, as with an interval
+    let path = world.path("out").join(ValidationLine::FILE);
+    std::fs::write(&path, "").unwrap();
+    world.train(&resumed(&config)).unwrap();
+    assert_eq!(steps(), saved[saved.len() - 1..]);
 }

@@ -9,9 +9,10 @@ use bytes::Bytes;
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_dist::WorkerEnv;
 use dflash_hidden::{Dtype, HiddenStates, OfflineFiles};
+use dflash_model::draft::HeadFields;
 use dflash_model::target::{Target, TargetConfig};
 use dflash_run::{Line, MetricLine, RunDir};
-use dflash_settings::TrainSettings;
+use dflash_settings::{ResumeMode, TrainSettings};
 use dflash_test_support::alone;
 use dflash_train::config::{DraftShape, TrainConfig};
 use dflash_train::{AcceptanceProbe, Error, Outcome, Prepared};
@@ -20,14 +21,14 @@ use tch::{Device, Kind, Tensor};
 
 /// Two short epochs.
 const SETTINGS: &str = r#"{
-    "resume": false, "resume_or_start": false, "speculator_type": "dflash", "log_every": 1, "no_progress": true,
+    "speculator_type": "dflash", "log_every": 1, "no_progress": true,
     "log_to": ["tensorboard"], "no_epoch_checkpoints": false, "sigterm_is_success": false,
     "device": "cpu", "compute_dtype": "auto", "recompute": false, "zero": 0,
     "matmul_precision": "float32", "nnodes": 1, "backend": "auto", "max_restarts": 0,
     "join_timeout": 1, "collective_timeout": 1, "anchors_per_sequence": 8, "max_anchors": 3072,
     "gradient_accumulation_steps": 1, "epochs": 2, "seed": 0, "loss": ["ce"],
     "teacher_labels": false, "gamma": 4.0, "loss_chunk_mib": 1, "lr": 0.01,
-    "scheduler_type": "cosine", "warmup_ratio": 0.04, "min_lr_ratio": 0.0, "decay_ratio": 0.2,
+    "scheduler_type": "cosine", "warmup": 0.04, "min_lr_ratio": 0.0, "decay_ratio": 0.2,
     "optimizer": "adamw", "weight_decay": 0.0, "norm_weight_decay": 0.0, "max_grad_norm": 1.0,
     "max_bad_steps": 10, "vllm_endpoint": [], "on_missing": "raise", "on_generate": "delete",
     "wait_for_server": 0, "server_timeout": 60, "window_mib": 1, "max_in_flight": 4, "validation_ratio": 0.0, "eval_limit": 32,
@@ -44,7 +45,7 @@ pub(crate) fn with(
 }
 
 pub(crate) fn resumed(config: &TrainConfig) -> TrainConfig {
-    with(config.clone(), |settings| settings.resume = true)
+    with(config.clone(), |settings| settings.resume = Some(ResumeMode::Latest))
 }
 
 /// What a run that trained something has left.
@@ -146,6 +147,7 @@ impl World {
                 mask_token_id: 63,
                 sliding_window: None,
                 vocab_size: None,
+                head: HeadFields::default(),
                 stored: None,
             },
             described_target: None,

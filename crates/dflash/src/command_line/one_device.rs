@@ -17,19 +17,15 @@ pub(super) fn explain(args: &[OsString], refusal: Refusal) -> Refusal {
     let (Some(flag), ErrorKind::UnknownArgument) = (flag, error.kind()) else { return refusal };
     let name = command(args);
     let instead = match name {
-        "eval" => "an engine that serves a larger one is evaluated with --endpoint",
-        "train" => {
-            "`dflash hidden-server` divides one that is larger, and --vllm-endpoint takes its states"
-        }
+        "eval" => "to evaluate an engine that serves a larger one, use --endpoint",
+        "train" => "for a larger one use `dflash hidden-server` and --vllm-endpoint",
         "regenerate" | "generate" | "serve" => {
-            "one that is larger answers in an engine such as vLLM, with the drafter that \
-             `dflash export` writes"
+            "serve a larger one in an engine such as vLLM, with the drafter that `dflash export` writes"
         }
         _ => return refusal,
     };
     let message = format!(
-        "{flag}: `dflash {name}` runs the target on one device, and only `dflash hidden-server` divides \
-         it; {instead}"
+        "{flag}: `dflash {name}` runs the target on one device, only `dflash hidden-server` splits it; {instead}"
     );
     usage_error(name, ErrorKind::UnknownArgument, &message)
 }
@@ -52,7 +48,7 @@ mod tests {
         check(&format!("{eval} --tensor-parallel-size 2"), one);
         check(&format!("{eval} --tensor_parallel_size=2"), "--endpoint");
         let train = "dflash train --target t --data-path d --save-path s --colocate --pipeline 2";
-        check(train, "--vllm-endpoint takes its states");
+        check(train, "for a larger one use `dflash hidden-server`");
         check("dflash serve --target t --pipeline 2", "`dflash export` writes");
         check("dflash prepare --pipeline 2", "unexpected argument");
     }

@@ -23,8 +23,8 @@ pub(crate) fn run(settings: &DoctorSettings, stop: &Arc<AtomicBool>) -> anyhow::
     let missing = findings.iter().filter(|finding| finding.status == Status::Missing).count();
     match missing {
         0 => Ok(()),
-        1 => bail!("something is missing without which nothing runs; see above"),
-        count => bail!("{count} things are missing without which nothing runs; see above"),
+        1 => bail!("something essential is missing; see above"),
+        count => bail!("{count} essential things are missing; see above"),
     }
 }
 

@@ -1,11 +1,11 @@
 //! `--dump-config`: the resolved settings as a run file.
 
-use clap::{Arg, Command};
+use clap::Arg;
 use dflash_settings::shown_settings;
 use serde_json::{Map, Value};
 
 use super::values_of;
-use crate::cli::{Cli, definition, table_of};
+use crate::cli::{Cli, Command, definition, table_of};
 use crate::error::Error;
 
 /// The run file that gives the settings of `cli`.
@@ -14,13 +14,19 @@ use crate::error::Error;
 /// another setting was given instead; what has no value is listed in a comment.
 pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
     let definition = definition();
-    let tagged = serde_json::to_value(&cli.command).ok();
+    let mut settled = cli.command.clone();
+    match &mut settled {
+        Command::Train(settings) => settings.settle(None),
+        Command::Plan(settings) => settings.settle(),
+        _ => (),
+    }
+    let tagged = serde_json::to_value(&settled).ok();
     let tag = tagged.as_ref().and_then(|tagged| tagged.as_object()?.keys().next().cloned());
     let name = tag.unwrap_or_default().replace('_', "-");
     let (Some(command), Some(table)) = (definition.find_subcommand(&name), table_of(&name)) else {
         unreachable!("only commands with run files are asked for them");
     };
-    let shown = shown_settings(&values_of(&cli.command)?);
+    let shown = shown_settings(&values_of(&settled)?);
     let Value::Object(values) = shown else { unreachable!("it was a map") };
     let mut text = format!("# Settings of `dflash {name}`, defaults included.\n[{table}]\n");
     let mut absent = Vec::new();
@@ -43,7 +49,7 @@ pub(crate) fn dump(cli: &Cli) -> Result<String, Error> {
 }
 
 /// Whether the setting is only a default and another one that excludes it was given.
-fn gives_way(command: &Command, arg: &Arg, values: &Map<String, Value>) -> bool {
+fn gives_way(command: &clap::Command, arg: &Arg, values: &Map<String, Value>) -> bool {
     let has_default = !arg.get_default_values().is_empty();
     let given = |other: &Arg| {
         let id = other.get_id().as_str();

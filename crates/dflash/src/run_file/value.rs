@@ -3,6 +3,7 @@
 use std::any::TypeId;
 
 use clap::{Arg, ArgAction};
+use dflash_settings::{ResumeMode, Warmup};
 use serde_json::{Map, Number, Value};
 use toml::de::{DeInteger, DeValue};
 
@@ -69,10 +70,16 @@ pub(super) fn convert(arg: &Arg, given: &Given) -> Result<Value, String> {
 }
 
 fn written(arg: &Arg, value: &Value) -> Result<Value, String> {
+    match value {
+        Value::Bool(true) if is_resume(arg) => return Ok(ResumeMode::LATEST.into()),
+        Value::Bool(false) if is_resume(arg) => return Ok(Value::Null),
+        Value::Number(number) if is_number_or_word(arg) => return Ok(number.to_string().into()),
+        _ => {}
+    }
     let one = expected(arg);
     let expected = if is_list(arg) { format!("{one} or a list of them") } else { one.to_owned() };
     let fitting = |value: &Value| match kind(value) {
-        kind if kind == one => Ok(value.clone()),
+        kind if one.ends_with(kind) => Ok(value.clone()),
         kind => Err(wrong(kind, &expected)),
     };
     match value {
@@ -119,6 +126,7 @@ fn expected(arg: &Arg) -> &'static str {
         () if is_flag(arg) => "true or false",
         () if is_table(arg) => "a table",
         () if is_number(arg) => "a number",
+        () if is_number_or_word(arg) => "a number or a string",
         () => "a string",
     }
 }
@@ -166,6 +174,15 @@ fn text(given: &Given) -> String {
 /// Whether the flag's value is an object.
 fn is_table(arg: &Arg) -> bool {
     arg.get_value_parser().type_id() == TypeId::of::<Map<String, Value>>()
+}
+
+fn is_resume(arg: &Arg) -> bool {
+    arg.get_value_parser().type_id() == TypeId::of::<ResumeMode>()
+}
+
+/// Whether the flag's value is a text that may be a number.
+fn is_number_or_word(arg: &Arg) -> bool {
+    is_resume(arg) || arg.get_value_parser().type_id() == TypeId::of::<Warmup>()
 }
 
 /// Whether the flag takes no value.

@@ -146,7 +146,7 @@ mod tests {
             resolve("m -- --tensor-parallel-size 2 --pipeline-parallel-size 3").unwrap();
         assert_eq!((settings.division.tensor_parallel_size, settings.division.pipeline), (2, 3));
         let text = refusal("m -- --quantization fp8");
-        assert!(text.contains("--quantization") && text.contains("leave it out"), "{text}");
+        assert!(text.contains("--quantization") && text.contains("remove it"), "{text}");
         let text = refusal("m -- --port many");
         assert!(text.contains("many") && text.contains("--port"), "{text}");
     }

@@ -21,7 +21,7 @@ fn a_token_that_the_hub_does_not_know() {
     let named = format!("{line} --token-file token");
     world.fails(&named, "the Hub does not accept the token of token");
     std::fs::write(world.path("token"), "not a token").unwrap();
-    world.fails(&named, "token holds no token of the Hub");
+    world.fails(&named, "token has no valid Hub token");
     world.fails(&format!("{line} --token-file gone"), "cannot read the token in gone");
     check_nothing_published(&world);
     // A login leaves the token in the Hub's own folder.
@@ -37,7 +37,7 @@ fn a_server_that_says_the_token_again() {
     let said: &'static str = String::leak(format!("no rights for {TOKEN} here"));
     world.hub.mishap("POST /api/repos/create", 1, What::Status(403, said));
     let failed = world.fails(&format!("run --repo {REPO}"), "no rights for *** here");
-    assert!(failed.contains("the token of HF_TOKEN may not do that"), "{failed}");
+    assert!(failed.contains("the token of HF_TOKEN is not allowed to do that"), "{failed}");
 }
 
 #[test]
@@ -65,11 +65,11 @@ fn names_and_repositories_that_do_not_do() {
     let fails = |more: &str, words: &str| world.fails(&format!("run --repo {more}"), words);
     fails("drafter", "--repo is drafter, but it must be OWNER/NAME");
     fails("me/forbidden", "the name cannot be used: Invalid repo name");
-    fails("others/drafter", "may not do that; it needs write access");
+    fails("others/drafter", "is not allowed to do that; it needs write access");
     world.hub.add("datasets/me/drafter", false);
     fails(REPO, "the name is taken by a repository that is not a model");
     world.hub.add("models/me/open", false);
-    fails("me/open --private", "it exists and is public, and --private was asked for");
+    fails("me/open --private", "it exists and is public, but --private was given");
     assert!(world.hub.repository("models/me/open").unwrap().files("main").is_empty());
     world.hub.add("models/me/closed", true);
     world.push("run --repo me/closed");
@@ -84,8 +84,8 @@ fn an_address_where_no_hub_is() {
         let variables = [("HF_TOKEN", TOKEN), ("HF_ENDPOINT", endpoint)];
         world.fails_with(&line, &variables, words)
     };
-    at("http://127.0.0.1:9", "the same command goes on from here");
-    at("nonsense", "HF_ENDPOINT is not the address of a server");
+    at("http://127.0.0.1:9", "the same command continues from here");
+    at("nonsense", "HF_ENDPOINT is not a valid address");
     // A password in the address is used and not shown, even one that ends early for most readers.
     let failed =
         at("http://user:pass/word@127.0.0.1:9", "cannot push to me/drafter at http://***@");
@@ -107,7 +107,7 @@ fn files_that_must_not_go() {
     let weights = world.path("run/step-000010/model.safetensors");
     let whole = std::fs::read(&weights).unwrap();
     std::fs::write(&weights, &whole[..whole.len() - 1]).unwrap();
-    world.fails(&line, "model.safetensors is damaged: it has ");
+    world.fails(&line, "model.safetensors is not a readable safetensors file: it has ");
     std::fs::remove_file(&weights).unwrap();
     world.fails(&line, "is not a drafter: it has no model.safetensors");
     assert_eq!(world.hub.requests(), Vec::<String>::new());
@@ -117,7 +117,8 @@ fn files_that_must_not_go() {
 fn a_run_whose_record_is_broken() {
     let world = World::new();
     std::fs::write(world.path("run/run.json"), "{torn").unwrap();
-    let failed = world.fails(&format!("run --repo {REPO}"), "run.json is not what a run writes");
+    let failed =
+        world.fails(&format!("run --repo {REPO}"), "run.json was not written by a training run");
     assert!(failed.contains("remove it to publish without"), "{failed}");
     check_nothing_published(&world);
     std::fs::remove_file(world.path("run/run.json")).unwrap();

@@ -248,7 +248,7 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
-    use crate::draft::DraftConfig;
+    use crate::draft::{DraftConfig, Fresh};
 
     const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -264,7 +264,9 @@ mod tests {
         }"#;
         let config = DraftConfig::parse(Path::new("config.json"), config).unwrap();
         let draft = Draft::init(config, Device::Cpu, |shape| Tensor::randn(shape, OPTIONS));
-        for bias in draft.layout.parameters().iter().filter(|parameter| parameter.is_bias()) {
+        for bias in
+            draft.layout.parameters().iter().filter(|parameter| parameter.fresh == Fresh::Zeros)
+        {
             bias.view(&draft.flat).copy_(&Tensor::randn(&*bias.shape, OPTIONS));
         }
         draft

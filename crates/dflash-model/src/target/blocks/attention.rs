@@ -4,11 +4,11 @@
 
 use std::ops::Range;
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::fields::Fields;
 use crate::ops::{accumulate_kind, reciprocal_rms};
 use crate::target::TargetConfig;
 use crate::target::divided::{Divisible, Shard};

@@ -5,10 +5,10 @@
 //! `e` experts, `k` experts of a token, `r` rows (a token and one of its experts: t * k), `i` an
 //! expert's inner width.
 
+use dflash_formats::fields::Fields;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::fields::Fields;
 use crate::target::divided::Shard;
 use crate::target::parameters::Init;
 

@@ -1,10 +1,11 @@
 //! What follows attention in a layer: a gated MLP, or a mixture of experts with or without a shared one.
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::kernels::Kernels;
 use tch::Tensor;
 
-use super::experts::{Experts, ExpertsSpec, Gated, Router, RouterSpec};
-use crate::fields::Fields;
+use super::experts::{Experts, ExpertsSpec, Gated, Router, RouterSpec, Routing, Stored, Weighed};
+use crate::target::divided::{Divisible, Shard};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::{Result, fused};
 
@@ -95,23 +96,13 @@ pub(crate) struct Mixture {
 
 /// An expert of all tokens.
 #[derive(Debug)]
-pub(crate) struct SharedExpert {
-    pub(crate) mlp: Mlp,
+struct SharedExpert {
+    mlp: Mlp,
     /// [1, H], of whose product with a token the sigmoid is its share.
-    pub(crate) gate_1h: Option<Tensor>,
+    gate_1h: Option<Tensor>,
 }
 
 impl Mixture {
-    pub(crate) fn new(
-        init: &Init,
-        router: &RouterSpec<'_>,
-        experts: &ExpertsSpec<'_>,
-        shared: Option<SharedExpert>,
-    ) -> Result<Self> {
-        let (router, experts) = (Router::new(init, router)?, Experts::new(init, experts)?);
-        Ok(Self { router, experts, shared })
-    }
-
     /// Of `x_th` [T, H].
     pub(crate) fn forward(&self, x_th: &Tensor) -> Tensor {
         let out_th = self.experts.forward(x_th, &self.router.route(x_th));
@@ -152,6 +143,161 @@ impl FeedForward {
                 }
             }
         }
+    }
+}
+
+/// Numbers and widths of a family's experts and MLPs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MixtureSizes {
+    /// Experts of a layer.
+    pub(crate) experts: i64,
+    /// Those of a token.
+    pub(crate) chosen: i64,
+    /// Width of an expert.
+    pub(crate) inner: i64,
+    /// Width of the shared expert; 0 where there is none.
+    pub(crate) shared: i64,
+    /// Width of the MLP of layers without experts.
+    pub(crate) dense: i64,
+}
+
+impl MixtureSizes {
+    /// Elements of the matrices that a token of `hidden` numbers meets.
+    pub(crate) fn met(self, hidden: i64, is_sparse: bool) -> f64 {
+        self.elements(hidden, is_sparse, (self.chosen, &Shard::WHOLE))
+    }
+
+    /// Elements of the matrices that a rank with `shard` keeps: of the router all.
+    pub(crate) fn stored(self, hidden: i64, is_sparse: bool, shard: &Shard) -> f64 {
+        self.elements(hidden, is_sparse, (shard.share(self.experts), shard))
+    }
+
+    fn elements(self, hidden: i64, is_sparse: bool, (experts, shard): (i64, &Shard)) -> f64 {
+        if !is_sparse {
+            return mlp_elements(hidden, shard.share(self.dense));
+        }
+        let router = (hidden * self.experts) as f64;
+        router
+            + mlp_elements(hidden, shard.share(self.shared))
+            + experts as f64 * mlp_elements(hidden, self.inner)
+    }
+
+    /// What ranks divide among themselves: experts, and the widths of MLPs.
+    pub(crate) fn divided(self) -> Vec<Divisible> {
+        let sizes = [
+            Divisible::new("the number of experts", self.experts),
+            Divisible::new("the shared expert's width", self.shared),
+            Divisible::new("intermediate_size", self.dense),
+        ];
+        sizes.into_iter().filter(|divisible| divisible.size > 0).collect()
+    }
+
+    /// Numbers that a token takes at the widest moment: inputs, inner numbers and outputs of its experts.
+    pub(crate) fn widest(self, hidden: i64) -> f64 {
+        let sparse = 4 * hidden + self.chosen * (2 * hidden + 3 * self.inner) + 3 * self.shared;
+        sparse.max(4 * hidden + 3 * self.dense) as f64
+    }
+}
+
+/// What follows attention in the layers of a family, some of which may have experts.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct FeedForwardSpec {
+    pub(crate) sizes: MixtureSizes,
+    /// Whether the checkpoint has one `gate_up_proj` of an MLP instead of two projections.
+    pub(crate) fused: bool,
+    pub(crate) gated: Gated,
+    /// How a token comes to its experts, where there are some.
+    pub(crate) routing: Option<Routing>,
+    pub(crate) stored: MixtureStorage,
+}
+
+/// How a checkpoint names and stores the tensors of a mixture; names are those within its module.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct MixtureStorage {
+    pub(crate) router: &'static str,
+    pub(crate) router_bias: Option<&'static str>,
+    /// Added to the scores that choose, but not to the shares.
+    pub(crate) correction: Option<&'static str>,
+    /// Gate, up and down of an expert.
+    pub(crate) experts: [&'static str; 3],
+    pub(crate) layout: Stored,
+    /// Whether experts have biases.
+    pub(crate) bias: bool,
+    pub(crate) weighed: Weighed,
+    /// The module of the shared expert, where its width is not 0.
+    pub(crate) shared: &'static str,
+    /// What gates the shared expert.
+    pub(crate) shared_gate: Option<&'static str>,
+}
+
+impl MixtureStorage {
+    /// What most have.
+    pub(crate) const USUAL: Self = Self {
+        router: "gate.weight",
+        router_bias: None,
+        correction: None,
+        experts: ["gate_proj", "up_proj", "down_proj"],
+        layout: Stored::OutputsFirst,
+        bias: false,
+        weighed: Weighed::Outputs,
+        shared: "shared_expert",
+        shared_gate: None,
+    };
+}
+
+impl FeedForwardSpec {
+    /// An MLP in every layer.
+    pub(crate) fn mlp(inner: i64, gated: Gated) -> Self {
+        let sizes = MixtureSizes { experts: 0, chosen: 0, inner: 0, shared: 0, dense: inner };
+        let stored = MixtureStorage::USUAL;
+        Self { sizes, fused: false, gated, routing: None, stored }
+    }
+
+    /// Reads a layer's tensors, with experts where it `is_sparse`, from `module`.
+    pub(crate) fn read(
+        &self,
+        init: &Init,
+        module: &str,
+        hidden: i64,
+        is_sparse: bool,
+    ) -> Result<FeedForward> {
+        let (sizes, stored, gated) = (self.sizes, self.stored, self.gated);
+        let mlp = |module: &str, inner| {
+            Mlp::new(init, &MlpSpec { module, hidden, inner, fused: self.fused, gated })
+        };
+        let Some(routing) = self.routing.filter(|_| is_sparse) else {
+            return Ok(FeedForward::Dense(mlp(module, sizes.dense)?));
+        };
+        let within = |name: &str| format!("{module}.{name}");
+        let gate = |name: &str| init.matrix(&within(name), &[1, hidden]);
+        let shared = || -> Result<SharedExpert> {
+            let mlp = mlp(&within(stored.shared), sizes.shared)?;
+            Ok(SharedExpert { mlp, gate_1h: stored.shared_gate.map(gate).transpose()? })
+        };
+        let (bias, correction) = (stored.router_bias.map(within), stored.correction.map(within));
+        let router = RouterSpec {
+            weight: &within(stored.router),
+            bias: bias.as_deref(),
+            correction: correction.as_deref(),
+            expert_scale: None,
+            experts: sizes.experts,
+            hidden,
+            routing,
+        };
+        let experts = ExpertsSpec {
+            module: &within("experts"),
+            names: stored.experts,
+            stored: stored.layout,
+            experts: sizes.experts,
+            hidden,
+            inner: sizes.inner,
+            bias: stored.bias,
+            gated,
+            weighed: stored.weighed,
+        };
+        let shared = (sizes.shared > 0).then(shared).transpose()?;
+        let (router, experts) = (Router::new(init, &router)?, Experts::new(init, &experts)?);
+        Ok(FeedForward::Mixture(Mixture { router, experts, shared }))
     }
 }
 

@@ -4,13 +4,13 @@
 //! the frequencies by Transformers' own formulas (`modeling_rope_utils.py`), in float32 and in the same
 //! order of operations.
 
+use dflash_formats::fields::Fields;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
-use crate::fields::Fields;
 use crate::ops::{LongContext, Pairs, Rotary};
 use crate::target::rotary::scale_frequencies;
+use crate::{Error, Result};
 
 /// One rotary embedding of a target.
 #[derive(Debug, Clone, PartialEq)]
@@ -97,6 +97,16 @@ pub(crate) struct RopeKeys<'a> {
 /// `rope_parameters` (new configs) or `rope_scaling` (old ones).
 pub(crate) fn rope_parameters(text: &Fields) -> Result<Option<Fields>> {
     Ok(text.object("rope_parameters")?.or(text.object("rope_scaling")?))
+}
+
+impl<'a> RopeKeys<'a> {
+    /// Those of `text`, where a model whose config says nothing turns the whole head, in halves, by
+    /// Llama's base.
+    pub(crate) fn of(text: &'a Fields, head_dim: i64) -> Result<Self> {
+        let parameters = rope_parameters(text)?;
+        let (theta, partial, pairs) = (10_000.0, 1.0, Pairs::Halves);
+        Ok(Self { text, parameters, head_dim, theta, partial, pairs })
+    }
 }
 
 impl Rope {
@@ -269,7 +279,7 @@ fn longrope(text: &Fields, parameters: &Fields, rotated: i64) -> Result<Scaling>
         };
         let expected = format!("a list of {} numbers is needed", rotated / 2);
         let found = parameters.typed(key, &expected, list)?;
-        found.ok_or_else(|| parameters.refuse(key, &expected))
+        found.ok_or_else(|| parameters.refuse::<Error>(key, &expected))
     };
     let factor = stretch(text, parameters, original)?;
     let paper = match factor {

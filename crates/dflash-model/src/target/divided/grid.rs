@@ -204,7 +204,7 @@ mod tests {
         // Two key heads, of which four ranks have one each.
         check(1, 4, "");
         let heads = "--tensor-parallel-size is 8, which does not divide num_attention_heads, 4, of \
-                     this Qwen3ForCausalLM; possible: 1, 2, 4. --pipeline divides by layers";
+                     this Qwen3ForCausalLM; possible: 1, 2, 4. --pipeline splits by layers";
         check(1, 8, heads);
         let config = config.clone().with_dense(|dense| {
             (dense.num_attention_heads, dense.num_key_value_heads) = (24, 6);

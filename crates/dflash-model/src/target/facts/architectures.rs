@@ -4,9 +4,10 @@
 //! held against vLLM 0.32 (`model_executor/models`): the class of the final norm, what is done to the
 //! embedding and to the logits, and the defaults of keys that a config.json may leave out.
 
+use dflash_formats::fields::Fields;
+
 use super::NormKind;
 use crate::Result;
-use crate::fields::Fields;
 
 /// What the embedding is multiplied by.
 #[derive(Debug, Clone, Copy, PartialEq)]

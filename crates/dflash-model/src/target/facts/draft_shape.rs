@@ -3,12 +3,12 @@
 //! Drafts have Qwen3's layers: grouped heads of one width, a gated MLP, rotary embedding of whole heads.
 //! Where the target's are of another kind, drafts have what peers give them: see docs/targets.md.
 
+use dflash_formats::fields::Fields;
+use dflash_formats::{RopeScaling, Wanted};
 use serde::Serialize;
 
 use super::TargetSpec;
 use crate::Result;
-use crate::fields::Fields;
-use crate::rope::{RopeScaling, Wanted};
 
 /// Heads and MLP of a draft. Field names are Hugging Face's.
 #[allow(missing_docs, reason = "Hugging Face's names")]

@@ -3,10 +3,10 @@
 
 use std::path::Path;
 
+use dflash_formats::fields::Fields;
 use serde::{Deserialize, Serialize};
 
 use super::{NamedTensors, NormKind};
-use crate::fields::Fields;
 use crate::target::head::HeadTensors;
 use crate::{Error, Result};
 

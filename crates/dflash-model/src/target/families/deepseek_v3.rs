@@ -4,29 +4,33 @@
 //! Shapes: `t` tokens, `h` hidden, `n` heads, `k` and `r` the parts of a key without and with rotation,
 //! `l` latent, `v` value of a head.
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
-use super::{Architecture, MixtureSizes, experts_count};
+use super::{Architecture, Known, experts_count};
 use crate::Result;
-use crate::fields::Fields;
 use crate::ops::{Pairs, Rotary};
-use crate::target::TargetConfig;
-use crate::target::blocks::experts::{
-    ExpertGroups, ExpertsSpec, Gated, RouterSpec, Routing, Scores as Choice, Stored, Weighed,
-};
+use crate::target::blocks::experts::{ExpertGroups, Routing, Scores as Choice};
 use crate::target::blocks::feed_forward::{
-    FeedForward, Mixture, Mlp, MlpSpec, SharedExpert, activation,
+    FeedForward, FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
 use crate::target::blocks::latent::{Latent, LatentUp};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
 use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Place, Reach, RmsNorm, Scores};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
+use crate::target::{Outer, TargetConfig};
+
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"],
+    model_types: &["deepseek_v3", "kimi_k2", "kimi_k25"],
+    read: |text| Ok((DeepseekV3Config::read(text)?.into(), Outer::PLAIN)),
+}];
 
 /// Dimensions and choices. Field names are Hugging Face's where they have one.
 #[derive(Debug, Clone, PartialEq)]
-pub struct DeepseekV3Config {
+struct DeepseekV3Config {
     num_attention_heads: i64,
     /// Width that queries are projected through, if they are.
     q_lora_rank: Option<i64>,
@@ -40,9 +44,7 @@ pub struct DeepseekV3Config {
     score_factor: f64,
     /// Layers from the first on that have no experts.
     first_k_dense_replace: usize,
-    sizes: MixtureSizes,
-    routing: Routing,
-    gated: Gated,
+    feed_forward: FeedForwardSpec,
 }
 
 /// Epsilon of the norms of the latents, which have Transformers' default whatever config.json says.
@@ -50,10 +52,8 @@ const LATENT_EPS: f64 = 1e-6;
 
 impl DeepseekV3Config {
     /// What config.json says.
-    pub(crate) fn read(text: &Fields) -> Result<Self> {
+    fn read(text: &Fields) -> Result<Self> {
         let size = |key| text.required(key, Fields::size);
-        let unless_off =
-            |key| Ok::<bool, crate::Error>(text.value(key).is_none() || text.flag(key)?);
         for (key, only) in [("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")] {
             if text.text(key)?.is_some_and(|found| found != only) {
                 return Err(text.refuse(key, &format!("only {only} is supported")));
@@ -68,7 +68,7 @@ impl DeepseekV3Config {
             return Err(text.refuse("num_key_value_heads", expected));
         }
         let rotated = size("qk_rope_head_dim")?;
-        let neighbours = unless_off("rope_interleave")?;
+        let neighbours = text.flag_or("rope_interleave", true)?;
         let (rope, score_factor) =
             rope(text, rotated, if neighbours { Pairs::Neighbours } else { Pairs::Halves })?;
         let inner = size("moe_intermediate_size")?;
@@ -91,15 +91,23 @@ impl DeepseekV3Config {
             rope,
             score_factor,
             first_k_dense_replace: dense_layers.max(0) as usize,
-            sizes,
-            routing: Routing {
-                chosen: sizes.chosen,
-                scores: Choice::Sigmoid,
-                normalised: unless_off("norm_topk_prob")?,
-                scale: text.number("routed_scaling_factor")?.unwrap_or(2.5),
-                groups: groups(text, sizes.experts)?,
+            feed_forward: FeedForwardSpec {
+                sizes,
+                fused: false,
+                gated: activation(text, "hidden_act", "silu")?,
+                routing: Some(Routing {
+                    chosen: sizes.chosen,
+                    scores: Choice::Sigmoid,
+                    normalised: text.flag_or("norm_topk_prob", true)?,
+                    scale: text.number("routed_scaling_factor")?.unwrap_or(2.5),
+                    groups: groups(text, sizes.experts)?,
+                }),
+                stored: MixtureStorage {
+                    correction: Some("gate.e_score_correction_bias"),
+                    shared: "shared_experts",
+                    ..MixtureStorage::USUAL
+                },
             },
-            gated: activation(text, "hidden_act", "silu")?,
         })
     }
 
@@ -163,13 +171,13 @@ impl Architecture for DeepseekV3Config {
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
         self.attention_elements(hidden, &Shard::WHOLE)
-            + self.sizes.met(hidden, self.is_sparse(number))
+            + self.feed_forward.sizes.met(hidden, self.is_sparse(number))
     }
 
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
         self.attention_elements(hidden, shard)
-            + self.sizes.stored(hidden, self.is_sparse(number), shard)
+            + self.feed_forward.sizes.stored(hidden, self.is_sparse(number), shard)
     }
 
     fn pair_flops(&self, _number: usize) -> f64 {
@@ -182,13 +190,13 @@ impl Architecture for DeepseekV3Config {
 
     fn divided(&self) -> Vec<Divisible> {
         let heads = Divisible::new("num_attention_heads", self.num_attention_heads);
-        [vec![heads], self.sizes.divided()].concat()
+        [vec![heads], self.feed_forward.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
         let heads = self.num_attention_heads * 3 * (self.query_dim() + self.v_head_dim);
         let attention = (4 * config.hidden_size + heads) as f64;
-        attention.max(self.sizes.widest(config.hidden_size))
+        attention.max(self.feed_forward.sizes.widest(config.hidden_size))
     }
 }
 
@@ -219,7 +227,12 @@ impl DeepseekV3Layer {
                 init,
             )?,
             post_attention_norm: norm("post_attention_layernorm")?,
-            mlp: config.feed_forward(hidden, (number, &within("mlp")), init)?,
+            mlp: config.feed_forward.read(
+                init,
+                &within("mlp"),
+                hidden,
+                config.is_sparse(number),
+            )?,
         })
     }
 }
@@ -242,48 +255,6 @@ impl Layer for DeepseekV3Layer {
         self.attention.set_kernels(kernels);
         self.post_attention_norm.kernels = kernels;
         self.mlp.set_kernels(kernels);
-    }
-}
-
-impl DeepseekV3Config {
-    fn feed_forward(
-        &self,
-        hidden: i64,
-        (layer, module): (usize, &str),
-        init: &Init,
-    ) -> Result<FeedForward> {
-        let MixtureSizes { experts, inner, shared, dense, .. } = self.sizes;
-        let mlp = |module: &str, inner: i64| {
-            Mlp::new(init, &MlpSpec { module, hidden, inner, fused: false, gated: self.gated })
-        };
-        if !self.is_sparse(layer) {
-            return Ok(FeedForward::Dense(mlp(module, dense)?));
-        }
-        let router = RouterSpec {
-            weight: &format!("{module}.gate.weight"),
-            bias: None,
-            correction: Some(&format!("{module}.gate.e_score_correction_bias")),
-            expert_scale: None,
-            experts,
-            hidden,
-            routing: self.routing,
-        };
-        let experts = ExpertsSpec {
-            module: &format!("{module}.experts"),
-            names: ["gate_proj", "up_proj", "down_proj"],
-            stored: Stored::OutputsFirst,
-            experts,
-            hidden,
-            inner,
-            bias: false,
-            gated: self.gated,
-            weighed: Weighed::Outputs,
-        };
-        let shared = (shared > 0).then(|| -> Result<SharedExpert> {
-            let mlp = mlp(&format!("{module}.shared_experts"), shared)?;
-            Ok(SharedExpert { mlp, gate_1h: None })
-        });
-        Ok(FeedForward::Mixture(Mixture::new(init, &router, &experts, shared.transpose()?)?))
     }
 }
 
@@ -431,13 +402,14 @@ mod tests {
         let config = read(&[]).unwrap();
         // 0.1 ln(40) + 1, squared.
         assert!((config.score_factor - 1.873_854_2).abs() < 1e-6, "{}", config.score_factor);
-        assert_eq!(config.routing.groups, Some(ExpertGroups { count: 8, kept: 4 }));
+        let groups = |config: &DeepseekV3Config| config.feed_forward.routing.unwrap().groups;
+        assert_eq!(groups(&config), Some(ExpertGroups { count: 8, kept: 4 }));
         assert_eq!(config.rope.pairs, Pairs::Neighbours);
         assert_eq!([2, 3].map(|layer| config.is_sparse(layer)), [false, true]);
         assert_eq!(read(&[("rope_scaling", Value::Null)]).unwrap().score_factor, 1.0);
         // Kimi K2 has one group.
         let kimi = read(&[("n_group", json!(1)), ("topk_group", json!(1))]).unwrap();
-        assert_eq!(kimi.routing.groups, None);
+        assert_eq!(groups(&kimi), None);
     }
 
     #[test]

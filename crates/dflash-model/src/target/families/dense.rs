@@ -5,25 +5,52 @@
 //! [`DenseConfig`]; the layer reads those choices and never asks for a name. Shapes: `t` tokens, `h`
 //! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::decode::{LayerWeights, Layout};
 use dflash_torch_sys::kernels::{self, Kernels, RmsWeight};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
-use super::Architecture;
-use crate::fields::Fields;
+use super::{Architecture, Family, Known};
 use crate::fused::Norm;
-use crate::ops::{Pairs, Rotary, rms_norm};
-use crate::target::TargetConfig;
+use crate::ops::{Rotary, rms_norm};
 use crate::target::blocks::attention::Heads;
 use crate::target::blocks::feed_forward::mlp_elements;
-use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::blocks::rope::{Rope, RopeKeys};
 use crate::target::divided::{Divisible, Shard};
 use crate::target::heads::FusedHeads;
 use crate::target::layer::{Attend, Layer, Memory, Pass, Place, Projected, Reach, Scores, norm};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 use crate::target::rotary::HeadTables;
+use crate::target::{Outer, TargetConfig};
 use crate::{Result, fused};
+
+pub(super) const KNOWN: &[Known] = &[
+    Known {
+        architectures: &["LlamaForCausalLM"],
+        model_types: &["llama"],
+        read: |text| read(text, DenseKind::Llama),
+    },
+    Known {
+        architectures: &["MistralForCausalLM"],
+        model_types: &["mistral"],
+        read: |text| read(text, DenseKind::Mistral),
+    },
+    Known {
+        architectures: &["Qwen2ForCausalLM"],
+        model_types: &["qwen2"],
+        read: |text| read(text, DenseKind::Qwen2),
+    },
+    Known {
+        architectures: &["Qwen3ForCausalLM"],
+        model_types: &["qwen3"],
+        read: |text| read(text, DenseKind::Qwen3),
+    },
+];
+
+fn read(text: &Fields, kind: DenseKind) -> Result<(Family, Outer)> {
+    Ok((DenseConfig::read(text, kind)?.into(), Outer::PLAIN))
+}
 
 /// Which of these families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -191,10 +218,6 @@ impl Architecture for DenseConfig {
         vec![self.rope.rotary(device)]
     }
 
-    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
-        self.stored_elements(config, number, &Shard::WHOLE)
-    }
-
     fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
         let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
         self.heads().own(shard).elements(hidden) + mlp_elements(hidden, inner)
@@ -218,6 +241,10 @@ impl Architecture for DenseConfig {
         let (query, key) = (self.query_size() as f64, self.key_size() as f64);
         let attention = 2.0 * h + 3.0 * query + 3.0 * key;
         attention.max(4.0 * h + 3.0 * i)
+    }
+
+    fn dense(&self) -> Option<&DenseConfig> {
+        Some(self)
     }
 }
 
@@ -412,9 +439,7 @@ impl QkNorm {
 /// The whole head turns, by frequencies that do not depend on a sequence's length: the packed passes
 /// know no others.
 fn rope(fields: &Fields, head_dim: i64) -> Result<Rope> {
-    let parameters = rope_parameters(fields)?;
-    let (theta, partial, pairs) = (10_000.0, 1.0, Pairs::Halves);
-    let rope = Rope::read(RopeKeys { text: fields, parameters, head_dim, theta, partial, pairs })?;
+    let rope = Rope::read(RopeKeys::of(fields, head_dim)?)?;
     if rope.rotated != head_dim {
         return Err(fields.refuse("partial_rotary_factor", "only 1.0 is supported"));
     }

@@ -4,26 +4,39 @@
 //! Gemma 2 caps its scores. Gemma 3 normalises heads instead, and turns each kind of layer by a rotary
 //! base of its own; its config.json has a key for the cap, which neither Transformers nor vLLM heeds.
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
-use super::{Architecture, layer_types};
+use super::{Architecture, Family, Known, layer_types};
 use crate::Result;
-use crate::fields::Fields;
-use crate::ops::{Pairs, Rotary};
+use crate::ops::Rotary;
 use crate::target::TargetConfig;
 use crate::target::blocks::attention::{AttentionSpec, HeadNorms, Heads, SelfAttention};
 use crate::target::blocks::experts::Gated;
 use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
-use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::blocks::rope::{Rope, RopeKeys};
 use crate::target::config::Outer;
 use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
 use crate::target::parameters::Init;
 
+pub(super) const KNOWN: &[Known] = &[
+    Known {
+        architectures: &["Gemma2ForCausalLM"],
+        model_types: &["gemma2"],
+        read: Gemma3Config::read_second,
+    },
+    Known {
+        architectures: &["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
+        model_types: &["gemma3_text", "gemma3"],
+        read: Gemma3Config::read,
+    },
+];
+
 /// Its dimensions and choices.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Gemma3Config {
+struct Gemma3Config {
     heads: Heads,
     intermediate_size: i64,
     gated: Gated,
@@ -50,15 +63,13 @@ struct Version {
 
 /// What its class fills in: released configs leave out what is as in the 4B model.
 const HEADS: Heads = Heads { query: 8, key: 4, dim: 256 };
+const VOCAB_SIZE: i64 = 262_208;
 const WINDOW: i64 = 4096;
 const BASES: [f64; 2] = [1_000_000.0, 10_000.0];
 
 impl Gemma3Config {
-    /// Rows of the embedding where config.json does not say.
-    pub(crate) const VOCAB_SIZE: i64 = 262_208;
-
     /// What config.json says of a Gemma 3.
-    pub(crate) fn read(text: &Fields) -> Result<(Self, Outer)> {
+    fn read(text: &Fields) -> Result<(Family, Outer)> {
         let head_dim = Heads::read(text, Some(HEADS))?.dim;
         let version =
             Version { ropes: ropes(text, head_dim)?, pattern: 6, caps: [None; 2], qk_norm: true };
@@ -66,23 +77,16 @@ impl Gemma3Config {
     }
 
     /// What config.json says of a Gemma 2.
-    pub(crate) fn read_second(text: &Fields) -> Result<(Self, Outer)> {
-        let keys = RopeKeys {
-            text,
-            parameters: rope_parameters(text)?,
-            head_dim: Heads::read(text, Some(HEADS))?.dim,
-            theta: BASES[1],
-            partial: 1.0,
-            pairs: Pairs::Halves,
-        };
-        let rope = Rope::read(keys)?;
+    fn read_second(text: &Fields) -> Result<(Family, Outer)> {
+        let head_dim = Heads::read(text, Some(HEADS))?.dim;
+        let rope = Rope::read(RopeKeys { theta: BASES[1], ..RopeKeys::of(text, head_dim)? })?;
         let cap = |key, released| if text.has(key) { text.number(key) } else { Ok(Some(released)) };
         let caps = [cap("attn_logit_softcapping", 50.0)?, cap("final_logit_softcapping", 30.0)?];
         let ropes = [rope.clone(), rope];
         Self::of(text, Version { ropes, pattern: 2, caps, qk_norm: false })
     }
 
-    fn of(text: &Fields, version: Version) -> Result<(Self, Outer)> {
+    fn of(text: &Fields, version: Version) -> Result<(Family, Outer)> {
         let Version { ropes, pattern: released, caps: [cap, final_cap], qk_norm } = version;
         let layers = text.required("num_hidden_layers", Fields::size)? as usize;
         if text.flag("use_bidirectional_attention")? {
@@ -120,7 +124,7 @@ impl Gemma3Config {
             norm_plus_one: true,
             final_softcap: text.number("final_logit_softcapping")?.or(final_cap),
         };
-        Ok((config, outer))
+        Ok((config.into(), outer))
     }
 
     fn is_sliding(&self, layer: usize) -> bool {
@@ -138,20 +142,15 @@ fn ropes(text: &Fields, head_dim: i64) -> Result<[Rope; 2]> {
         true => of_kind("full_attention")?,
         false => text.object("rope_scaling")?.or(text.object("rope_parameters")?),
     };
-    let keys = |parameters, theta| RopeKeys {
-        text,
-        parameters,
-        head_dim,
-        theta,
-        partial: 1.0,
-        pairs: Pairs::Halves,
+    let read = |parameters, theta| {
+        Rope::read(RopeKeys { parameters, theta, ..RopeKeys::of(text, head_dim)? })
     };
-    let full = Rope::read(keys(full, BASES[0]))?;
+    let full = read(full, BASES[0])?;
     let local = text.number("rope_local_base_freq")?.unwrap_or(BASES[1]);
     let sliding = match of_kind("sliding_attention")? {
         Some(parameters) => {
             let theta = parameters.number("rope_theta")?.unwrap_or(local);
-            Rope { theta, ..Rope::read(keys(Some(parameters), local))? }
+            Rope { theta, ..read(Some(parameters), local)? }
         }
         None => Rope::plain(local, head_dim),
     };
@@ -207,11 +206,6 @@ impl Architecture for Gemma3Config {
         self.ropes.iter().map(|rope| rope.rotary(device)).collect()
     }
 
-    fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        let hidden = config.hidden_size;
-        self.heads.elements(hidden) + mlp_elements(hidden, self.intermediate_size)
-    }
-
     fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
         let (hidden, inner) = (config.hidden_size, shard.share(self.intermediate_size));
         self.heads.own(shard).elements(hidden) + mlp_elements(hidden, inner)
@@ -233,6 +227,15 @@ impl Architecture for Gemma3Config {
     fn widest(&self, config: &TargetConfig) -> f64 {
         let (hidden, inner) = (config.hidden_size, self.intermediate_size);
         self.heads.widest(hidden).max((4 * hidden + 3 * inner) as f64)
+    }
+
+    fn vocab_size(&self) -> Option<i64> {
+        Some(VOCAB_SIZE)
+    }
+
+    // Released configs leave out what the class fills in.
+    fn is_tied(&self) -> bool {
+        true
     }
 }
 

@@ -5,20 +5,20 @@
 
 mod per_layer;
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use self::per_layer::{PerLayerInput, PerLayerInputs};
-use super::{Architecture, MixtureSizes, Prepare, chosen_count, experts_count, layer_types};
+use super::{Architecture, Family, Known, Prepare, chosen_count, experts_count, layer_types};
 use crate::Result;
-use crate::fields::Fields;
 use crate::ops::{Pairs, Rotary};
 use crate::target::TargetConfig;
 use crate::target::blocks::attention::{Heads, plain_norm};
 use crate::target::blocks::experts::{
     Experts, ExpertsSpec, Gated, Router, RouterSpec, Routing, Scores, Stored, Weighed,
 };
-use crate::target::blocks::feed_forward::{Mlp, MlpSpec, activation, mlp_elements};
+use crate::target::blocks::feed_forward::{MixtureSizes, Mlp, MlpSpec, activation, mlp_elements};
 use crate::target::blocks::rope::{Rope, RopeKeys, Scaling};
 use crate::target::config::Outer;
 use crate::target::divided::{Divisible, Shard};
@@ -27,9 +27,15 @@ use crate::target::layer::{
 };
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
 
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
+    model_types: &["gemma4_text", "gemma4"],
+    read: Gemma4Config::read,
+}];
+
 /// Its dimensions and choices.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Gemma4Config {
+struct Gemma4Config {
     /// By layer.
     heads: Vec<Heads>,
     reaches: Vec<Reach>,
@@ -57,15 +63,13 @@ struct PerLayer {
 /// What its class fills in.
 const HEADS: Heads = Heads { query: 8, key: 4, dim: 256 };
 const GLOBAL_HEAD_DIM: i64 = 512;
+const VOCAB_SIZE: i64 = 262_144;
 const WINDOW: i64 = 512;
 const PATTERN: usize = 6;
 const PER_LAYER_SIZE: i64 = 256;
 
 impl Gemma4Config {
-    /// Rows of the embedding where config.json does not say.
-    pub(crate) const VOCAB_SIZE: i64 = 262_144;
-
-    pub(crate) fn read(text: &Fields) -> Result<(Self, Outer)> {
+    fn read(text: &Fields) -> Result<(Family, Outer)> {
         let layers = text.required("num_hidden_layers", Fields::size)? as usize;
         if text.text("use_bidirectional_attention")?.as_deref() == Some("all") {
             return Err(text.refuse("use_bidirectional_attention", "only causal text is supported"));
@@ -111,7 +115,7 @@ impl Gemma4Config {
             norm_plus_one: false,
             final_softcap: text.number("final_logit_softcapping")?,
         };
-        Ok((config, outer))
+        Ok((config.into(), outer))
     }
 
     fn is_full(&self, layer: usize) -> bool {
@@ -213,8 +217,8 @@ fn rope(text: &Fields, kind: &str, head_dim: i64) -> Result<Rope> {
 
 fn per_layer(text: &Fields) -> Result<Option<PerLayer>> {
     let size = text.token("hidden_size_per_layer_input")?.unwrap_or(PER_LAYER_SIZE);
-    let vocab_size = text.size("vocab_size_per_layer_input")?.unwrap_or(Gemma4Config::VOCAB_SIZE);
-    let rows = text.size("vocab_size")?.unwrap_or(Gemma4Config::VOCAB_SIZE);
+    let vocab_size = text.size("vocab_size_per_layer_input")?.unwrap_or(VOCAB_SIZE);
+    let rows = text.size("vocab_size")?.unwrap_or(VOCAB_SIZE);
     if size > 0 && vocab_size < rows {
         return Err(
             text.refuse("vocab_size_per_layer_input", "no fewer than vocab_size are needed")
@@ -293,6 +297,15 @@ impl Architecture for Gemma4Config {
         let hidden = config.hidden_size;
         let experts = self.experts.map_or(0.0, |sizes| sizes.stored(hidden, true, shard));
         self.elements(config, number, shard) + experts
+    }
+
+    fn vocab_size(&self) -> Option<i64> {
+        Some(VOCAB_SIZE)
+    }
+
+    // Released configs leave out what the class fills in.
+    fn is_tied(&self) -> bool {
+        true
     }
 
     fn prepared_names(&self) -> &'static [&'static str] {

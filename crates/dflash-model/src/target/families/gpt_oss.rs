@@ -1,34 +1,22 @@
 //! gpt-oss: biases everywhere, a sink for each head, a window in every other layer, YaRN, and experts of
 //! a clamped SwiGLU with gate and up by turns, in MXFP4 as released.
 
-use tch::Device;
+use dflash_formats::fields::Fields;
 
-use super::{Architecture, MixtureSizes, chosen_count, experts_count, layer_types};
+use super::{Family, Known, chosen_count, experts_count, layer_types};
 use crate::Result;
-use crate::fields::Fields;
-use crate::ops::{Pairs, Rotary};
-use crate::target::TargetConfig;
-use crate::target::blocks::attention::{AttentionSpec, HeadNorms, Heads, SelfAttention};
-use crate::target::blocks::experts::{
-    ExpertsSpec, Gated, RouterSpec, Routing, Scores, Stored, Weighed,
+use crate::target::Outer;
+use crate::target::blocks::attention::Heads;
+use crate::target::blocks::experts::{Gated, Routing, Scores, Stored};
+use crate::target::blocks::feed_forward::{
+    FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
-use crate::target::blocks::feed_forward::{FeedForward, Mixture, activation};
-use crate::target::blocks::pre_norm::PreNormLayer;
-use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, Yarn, rope_parameters, yarn_mscale};
-use crate::target::divided::{Divisible, Shard};
-use crate::target::layer::{Layer, Reach};
-use crate::target::parameters::Init;
+use crate::target::blocks::pre_norm::PreNormFamily;
+use crate::target::blocks::rope::{Rope, RopeKeys, Scaling, Yarn, yarn_mscale};
+use crate::target::layer::Reach;
 
-/// Its dimensions and choices.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GptOssConfig {
-    heads: Heads,
-    attention_bias: bool,
-    rope: Rope,
-    reaches: Vec<Reach>,
-    sizes: MixtureSizes,
-    swiglu_limit: f64,
-}
+pub(super) const KNOWN: &[Known] =
+    &[Known { architectures: &["GptOssForCausalLM"], model_types: &["gpt_oss"], read }];
 
 /// What its class fills in.
 const HEADS: Heads = Heads { query: 64, key: 8, dim: 64 };
@@ -38,47 +26,59 @@ const LIMIT: f64 = 7.0;
 /// The sigmoid's slope, which no key says.
 const ALPHA: f64 = 1.702;
 
-impl GptOssConfig {
-    pub(crate) fn read(text: &Fields) -> Result<Self> {
-        let layers = text.required("num_hidden_layers", Fields::size)? as usize;
-        let heads = Heads::read(text, Some(HEADS))?;
-        let _ = activation(text, "hidden_act", "silu")?;
-        let window = text.size("sliding_window")?.unwrap_or(WINDOW);
-        let reach = |kind: &str| match kind {
-            "sliding_attention" => Some(Reach::Window(window)),
-            "full_attention" => Some(Reach::All),
-            _ => None,
-        };
-        let by_turns =
-            |layer: usize| if layer.is_multiple_of(2) { Reach::Window(window) } else { Reach::All };
-        let inner = text.required("intermediate_size", Fields::size)?;
-        let experts = experts_count(text, &["num_local_experts", "num_experts"])?;
-        let chosen = ["num_experts_per_tok", "experts_per_token"];
-        Ok(Self {
-            heads,
-            attention_bias: text.value("attention_bias").is_none()
-                || text.flag("attention_bias")?,
-            rope: rope(text, heads.dim)?,
-            reaches: layer_types(text, layers, reach)?
-                .unwrap_or_else(|| (0..layers).map(by_turns).collect()),
-            sizes: MixtureSizes {
-                experts,
-                chosen: chosen_count(text, &chosen, experts)?,
-                inner,
-                shared: 0,
-                dense: 0,
-            },
-            swiglu_limit: text.number("swiglu_limit")?.unwrap_or(LIMIT),
-        })
-    }
+fn read(text: &Fields) -> Result<(Family, Outer)> {
+    let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+    let heads = Heads::read(text, Some(HEADS))?;
+    let _ = activation(text, "hidden_act", "silu")?;
+    let inner = text.required("intermediate_size", Fields::size)?;
+    let experts = experts_count(text, &["num_local_experts", "num_experts"])?;
+    let chosen = chosen_count(text, &["num_experts_per_tok", "experts_per_token"], experts)?;
+    let limit = text.number("swiglu_limit")?.unwrap_or(LIMIT);
+    let feed_forward = FeedForwardSpec {
+        sizes: MixtureSizes { experts, chosen, inner, shared: 0, dense: 0 },
+        fused: false,
+        gated: Gated::Clamped { alpha: ALPHA, limit },
+        routing: Some(Routing {
+            chosen,
+            scores: Scores::SoftmaxOfChosen,
+            normalised: false,
+            scale: 1.0,
+            groups: None,
+        }),
+        stored: MixtureStorage {
+            router: "router.weight",
+            router_bias: Some("router.bias"),
+            layout: Stored::Interleaved,
+            bias: true,
+            ..MixtureStorage::USUAL
+        },
+    };
+    let bias = text.flag_or("attention_bias", true)?;
+    let family = PreNormFamily {
+        bias: (bias, bias),
+        sinks: true,
+        ..PreNormFamily::new(layers, heads, rope(text, heads.dim)?, feed_forward)
+    };
+    Ok((family.reaching(reaches(text, layers)?).into(), Outer::PLAIN))
+}
+
+fn reaches(text: &Fields, layers: usize) -> Result<Vec<Reach>> {
+    let window = text.size("sliding_window")?.unwrap_or(WINDOW);
+    let reach = |kind: &str| match kind {
+        "sliding_attention" => Some(Reach::Window(window)),
+        "full_attention" => Some(Reach::All),
+        _ => None,
+    };
+    let by_turns =
+        |layer: usize| if layer.is_multiple_of(2) { Reach::Window(window) } else { Reach::All };
+    let named = layer_types(text, layers, reach)?;
+    Ok(named.unwrap_or_else(|| (0..layers).map(by_turns).collect()))
 }
 
 fn rope(text: &Fields, head_dim: i64) -> Result<Rope> {
-    let parameters = rope_parameters(text)?;
-    let is_written = parameters.is_some();
-    let pairs = Pairs::Halves;
-    let rope =
-        Rope::read(RopeKeys { text, parameters, head_dim, theta: THETA, partial: 1.0, pairs })?;
+    let keys = RopeKeys { theta: THETA, ..RopeKeys::of(text, head_dim)? };
+    let is_written = keys.parameters.is_some();
+    let rope = Rope::read(keys)?;
     if is_written {
         return Ok(rope);
     }
@@ -91,91 +91,4 @@ fn rope(text: &Fields, head_dim: i64) -> Result<Rope> {
         attention_factor: yarn_mscale(32.0, 1.0),
     };
     Ok(Rope { scaling: Scaling::Yarn(yarn), ..rope })
-}
-
-impl Architecture for GptOssConfig {
-    fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
-        let module = init.path(&format!("layers.{number}"));
-        let hidden = config.hidden_size;
-        let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), hidden, config);
-        let router = RouterSpec {
-            weight: &format!("{module}.mlp.router.weight"),
-            bias: Some(&format!("{module}.mlp.router.bias")),
-            correction: None,
-            expert_scale: None,
-            experts: self.sizes.experts,
-            hidden,
-            routing: Routing {
-                chosen: self.sizes.chosen,
-                scores: Scores::SoftmaxOfChosen,
-                normalised: false,
-                scale: 1.0,
-                groups: None,
-            },
-        };
-        let experts = ExpertsSpec {
-            module: &format!("{module}.mlp.experts"),
-            names: ["gate_proj", "up_proj", "down_proj"],
-            stored: Stored::Interleaved,
-            experts: self.sizes.experts,
-            hidden,
-            inner: self.sizes.inner,
-            bias: true,
-            gated: Gated::Clamped { alpha: ALPHA, limit: self.swiglu_limit },
-            weighed: Weighed::Outputs,
-        };
-        Ok(Box::new(PreNormLayer {
-            input_layernorm: norm("input_layernorm")?,
-            self_attn: SelfAttention::new(
-                init,
-                AttentionSpec {
-                    module: &format!("{module}.self_attn"),
-                    layer: number,
-                    hidden,
-                    heads: self.heads,
-                    reach: self.reaches[number],
-                    rotary: Some(0),
-                    norms: HeadNorms::None,
-                    bias: (self.attention_bias, self.attention_bias),
-                    fused: false,
-                    scale: None,
-                    softcap: None,
-                    sinks: true,
-                    temperature: None,
-                },
-            )?,
-            post_attention_layernorm: norm("post_attention_layernorm")?,
-            mlp: FeedForward::Mixture(Mixture::new(init, &router, &experts, None)?),
-        }))
-    }
-
-    fn rotaries(&self, device: Device) -> Vec<Rotary> {
-        vec![self.rope.rotary(device)]
-    }
-
-    fn layer_elements(&self, config: &TargetConfig, _number: usize) -> f64 {
-        self.heads.elements(config.hidden_size) + self.sizes.met(config.hidden_size, true)
-    }
-
-    fn stored_elements(&self, config: &TargetConfig, _number: usize, shard: &Shard) -> f64 {
-        let hidden = config.hidden_size;
-        let attention = self.heads.own(shard).elements(hidden);
-        attention + self.sizes.stored(hidden, true, shard)
-    }
-
-    fn pair_flops(&self, _number: usize) -> f64 {
-        self.heads.pair_flops()
-    }
-
-    fn reach(&self, number: usize) -> Reach {
-        self.reaches[number]
-    }
-
-    fn divided(&self) -> Vec<Divisible> {
-        [self.heads.divided(), self.sizes.divided()].concat()
-    }
-
-    fn widest(&self, config: &TargetConfig) -> f64 {
-        self.heads.widest(config.hidden_size).max(self.sizes.widest(config.hidden_size))
-    }
 }

@@ -1,137 +1,92 @@
 //! Llama 4: chunked attention with RoPE of neighbours in most layers, all of the context without RoPE in
 //! the others, and one expert of a token, which scales its input, beside a shared one.
 
-use tch::Device;
+use dflash_formats::fields::Fields;
 
-use super::{Architecture, MixtureSizes, experts_count, layer_types};
+use super::{Family, Known, experts_count, layer_types};
 use crate::Result;
-use crate::fields::Fields;
-use crate::ops::{Pairs, Rotary};
-use crate::target::TargetConfig;
-use crate::target::blocks::attention::{
-    AttentionSpec, HeadNorms, Heads, SelfAttention, Temperature,
-};
-use crate::target::blocks::experts::{
-    ExpertsSpec, Gated, RouterSpec, Routing, Scores, Stored, Weighed,
-};
+use crate::ops::Pairs;
+use crate::target::Outer;
+use crate::target::blocks::attention::{Heads, Temperature};
+use crate::target::blocks::experts::{Routing, Scores, Stored, Weighed};
 use crate::target::blocks::feed_forward::{
-    FeedForward, Mixture, Mlp, MlpSpec, SharedExpert, activation,
+    FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
-use crate::target::blocks::pre_norm::PreNormLayer;
-use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
-use crate::target::divided::{Divisible, Shard};
-use crate::target::layer::{Layer, Reach};
-use crate::target::parameters::Init;
+use crate::target::blocks::pre_norm::{NormsOfHeads, PreNormFamily};
+use crate::target::blocks::rope::{Rope, RopeKeys};
+use crate::target::layer::Reach;
 
-/// Its dimensions and choices.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Llama4Config {
-    heads: Heads,
-    attention_bias: bool,
-    use_qk_norm: bool,
-    rope: Rope,
-    /// By layer: whether it rotates queries and keys.
-    rotates: Vec<bool>,
-    reaches: Vec<Reach>,
-    /// Of the layers without RoPE.
-    temperature: Option<Temperature>,
-    sizes: MixtureSizes,
-    gated: Gated,
-    /// By layer: whether it has experts.
-    sparse: Vec<bool>,
-}
+pub(super) const KNOWN: &[Known] = &[Known {
+    architectures: &["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
+    model_types: &["llama4_text", "llama4"],
+    read,
+}];
 
 /// What its class fills in.
 const CHUNK: i64 = 8192;
 const THETA: f64 = 500_000.0;
 const ROPELESS_INTERVAL: i64 = 4;
 
-impl Llama4Config {
-    pub(crate) fn read(text: &Fields) -> Result<Self> {
-        let layers = text.required("num_hidden_layers", Fields::size)? as usize;
-        let heads = Heads::read(text, None)?;
-        let rope = Rope::read(RopeKeys {
-            text,
-            parameters: rope_parameters(text)?,
-            head_dim: heads.dim,
-            theta: THETA,
-            partial: 1.0,
-            pairs: Pairs::Neighbours,
-        })?;
-        let rotates = rotates(text, layers)?;
-        let chunk = text.size("attention_chunk_size")?.unwrap_or(CHUNK);
-        let reach = |kind: &str| match kind {
-            "chunked_attention" => Some(Reach::Chunk(chunk)),
-            "full_attention" => Some(Reach::All),
-            _ => None,
-        };
-        let by_rope = |&rotates: &bool| if rotates { Reach::Chunk(chunk) } else { Reach::All };
-        let inner = text.required("intermediate_size", Fields::size)?;
-        Ok(Self {
-            heads,
-            attention_bias: text.flag("attention_bias")?,
-            use_qk_norm: text.value("use_qk_norm").is_none() || text.flag("use_qk_norm")?,
-            rope,
-            reaches: layer_types(text, layers, reach)?
-                .unwrap_or_else(|| rotates.iter().map(by_rope).collect()),
-            rotates,
-            temperature: temperature(text)?,
-            sizes: MixtureSizes {
-                experts: experts_count(text, &["num_local_experts"])?,
-                chosen: text.size("num_experts_per_tok")?.unwrap_or(1),
-                inner,
-                shared: inner,
-                dense: text.required("intermediate_size_mlp", Fields::size)?,
-            },
-            gated: activation(text, "hidden_act", "silu")?,
-            sparse: sparse(text, layers)?,
-        })
+fn read(text: &Fields) -> Result<(Family, Outer)> {
+    let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+    let heads = Heads::read(text, None)?;
+    let keys = RopeKeys::of(text, heads.dim)?;
+    let rope = Rope::read(RopeKeys { theta: THETA, pairs: Pairs::Neighbours, ..keys })?;
+    let rotates = rotates(text, layers)?;
+    let bias = text.flag("attention_bias")?;
+    let has_norms = text.flag_or("use_qk_norm", true)?;
+    let mut family = PreNormFamily {
+        bias: (bias, bias),
+        norms: if has_norms { NormsOfHeads::Plain } else { NormsOfHeads::None },
+        temperature: temperature(text)?,
+        module: "feed_forward",
+        ..PreNormFamily::new(layers, heads, rope, feed_forward(text)?)
     }
+    .reaching(reaches(text, &rotates)?)
+    .with_experts(sparse(text, layers)?);
+    family.layers.iter_mut().zip(rotates).for_each(|(layer, rotates)| layer.rotates = rotates);
+    Ok((family.into(), Outer::PLAIN))
+}
 
-    fn feed_forward(
-        &self,
-        config: &TargetConfig,
-        module: &str,
-        number: usize,
-        init: &Init,
-    ) -> Result<FeedForward> {
-        let (hidden, gated) = (config.hidden_size, self.gated);
-        let mlp = |module: &str, inner| {
-            Mlp::new(init, &MlpSpec { module, hidden, inner, fused: false, gated })
-        };
-        if !self.sparse[number] {
-            return Ok(FeedForward::Dense(mlp(module, self.sizes.dense)?));
-        }
-        let router = RouterSpec {
-            weight: &format!("{module}.router.weight"),
-            bias: None,
-            correction: None,
-            expert_scale: None,
-            experts: self.sizes.experts,
-            hidden,
-            routing: Routing {
-                chosen: self.sizes.chosen,
-                scores: Scores::Sigmoid,
-                normalised: false,
-                scale: 1.0,
-                groups: None,
-            },
-        };
-        let experts = ExpertsSpec {
-            module: &format!("{module}.experts"),
-            names: ["gate_proj", "up_proj", "down_proj"],
-            stored: Stored::InputsFirst,
-            experts: self.sizes.experts,
-            hidden,
-            inner: self.sizes.inner,
-            bias: false,
-            gated,
+fn feed_forward(text: &Fields) -> Result<FeedForwardSpec> {
+    let inner = text.required("intermediate_size", Fields::size)?;
+    let chosen = text.size("num_experts_per_tok")?.unwrap_or(1);
+    Ok(FeedForwardSpec {
+        sizes: MixtureSizes {
+            experts: experts_count(text, &["num_local_experts"])?,
+            chosen,
+            inner,
+            shared: inner,
+            dense: text.required("intermediate_size_mlp", Fields::size)?,
+        },
+        fused: false,
+        gated: activation(text, "hidden_act", "silu")?,
+        routing: Some(Routing {
+            chosen,
+            scores: Scores::Sigmoid,
+            normalised: false,
+            scale: 1.0,
+            groups: None,
+        }),
+        stored: MixtureStorage {
+            router: "router.weight",
+            layout: Stored::InputsFirst,
             weighed: Weighed::Inputs,
-        };
-        let shared = mlp(&format!("{module}.shared_expert"), self.sizes.shared)?;
-        let shared = SharedExpert { mlp: shared, gate_1h: None };
-        Ok(FeedForward::Mixture(Mixture::new(init, &router, &experts, Some(shared))?))
-    }
+            ..MixtureStorage::USUAL
+        },
+    })
+}
+
+fn reaches(text: &Fields, rotates: &[bool]) -> Result<Vec<Reach>> {
+    let chunk = text.size("attention_chunk_size")?.unwrap_or(CHUNK);
+    let reach = |kind: &str| match kind {
+        "chunked_attention" => Some(Reach::Chunk(chunk)),
+        "full_attention" => Some(Reach::All),
+        _ => None,
+    };
+    let by_rope = |&rotates: &bool| if rotates { Reach::Chunk(chunk) } else { Reach::All };
+    let named = layer_types(text, rotates.len(), reach)?;
+    Ok(named.unwrap_or_else(|| rotates.iter().map(by_rope).collect()))
 }
 
 /// By `no_rope_layers`, where 1 says that a layer *has* RoPE, or by their interval.
@@ -164,69 +119,4 @@ fn temperature(text: &Fields) -> Result<Option<Temperature>> {
     let scale = text.number("attn_scale")?.unwrap_or(0.1);
     let floor = text.number("floor_scale")?.unwrap_or(8192.0);
     Ok(tuned.unwrap_or(true).then_some(Temperature { scale, floor }))
-}
-
-impl Architecture for Llama4Config {
-    fn layer(&self, config: &TargetConfig, number: usize, init: &Init) -> Result<Box<dyn Layer>> {
-        let module = init.path(&format!("layers.{number}"));
-        let (hidden, rotates) = (config.hidden_size, self.rotates[number]);
-        let norm = |name: &str| init.rms_norm(&format!("{module}.{name}.weight"), hidden, config);
-        Ok(Box::new(PreNormLayer {
-            input_layernorm: norm("input_layernorm")?,
-            self_attn: SelfAttention::new(
-                init,
-                AttentionSpec {
-                    module: &format!("{module}.self_attn"),
-                    layer: number,
-                    hidden,
-                    heads: self.heads,
-                    reach: self.reaches[number],
-                    rotary: rotates.then_some(0),
-                    norms: match self.use_qk_norm && rotates {
-                        true => HeadNorms::Plain { eps: config.rms_norm_eps },
-                        false => HeadNorms::None,
-                    },
-                    bias: (self.attention_bias, self.attention_bias),
-                    fused: false,
-                    scale: None,
-                    softcap: None,
-                    sinks: false,
-                    temperature: self.temperature.filter(|_| !rotates),
-                },
-            )?,
-            post_attention_layernorm: norm("post_attention_layernorm")?,
-            mlp: self.feed_forward(config, &format!("{module}.feed_forward"), number, init)?,
-        }))
-    }
-
-    fn rotaries(&self, device: Device) -> Vec<Rotary> {
-        vec![self.rope.rotary(device)]
-    }
-
-    fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
-        let hidden = config.hidden_size;
-        self.heads.elements(hidden) + self.sizes.met(hidden, self.sparse[number])
-    }
-
-    fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
-        let hidden = config.hidden_size;
-        let attention = self.heads.own(shard).elements(hidden);
-        attention + self.sizes.stored(hidden, self.sparse[number], shard)
-    }
-
-    fn pair_flops(&self, _number: usize) -> f64 {
-        self.heads.pair_flops()
-    }
-
-    fn reach(&self, number: usize) -> Reach {
-        self.reaches[number]
-    }
-
-    fn divided(&self) -> Vec<Divisible> {
-        [self.heads.divided(), self.sizes.divided()].concat()
-    }
-
-    fn widest(&self, config: &TargetConfig) -> f64 {
-        self.heads.widest(config.hidden_size).max(self.sizes.widest(config.hidden_size))
-    }
 }

@@ -5,12 +5,28 @@
 //! Released checkpoints hold a vision tower beside the text model (`model.language_model.`), whose keys
 //! are under `text_config`, and layers that predict further tokens (`mtp.`); neither is read.
 
+use dflash_formats::fields::Fields;
+
 use super::qwen3_next::{DeltaInputs, HybridConfig};
+use super::{Family, Known};
 use crate::Result;
-use crate::fields::Fields;
+use crate::target::Outer;
+
+pub(super) const KNOWN: &[Known] = &[
+    Known {
+        architectures: &["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
+        model_types: &["qwen3_5_text", "qwen3_5"],
+        read: |text| read(text, false),
+    },
+    Known {
+        architectures: &["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
+        model_types: &["qwen3_5_moe_text", "qwen3_5_moe"],
+        read: |text| read(text, true),
+    },
+];
 
 /// What config.json says of a dense Qwen3.5, or of one with experts.
-pub(super) fn read(text: &Fields, is_sparse: bool) -> Result<HybridConfig> {
+fn read(text: &Fields, is_sparse: bool) -> Result<(Family, Outer)> {
     let layers = text.required("num_hidden_layers", Fields::size)? as usize;
     HybridConfig::read_with(text, (vec![is_sparse; layers], true), DeltaInputs::Apart)
 }

@@ -6,31 +6,40 @@
 //! [`HybridConfig`]. Shapes: `t` tokens, `h` hidden, `g` key heads of a delta network, `n` its value
 //! heads, `k` and `v` dimensions of a key and a value.
 
+use dflash_formats::fields::Fields;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
-use super::{Architecture, MixtureSizes, experts_count, layer_types};
+use super::{Architecture, Family, Known, experts_count, layer_types, sparse_by_step};
 use crate::Result;
-use crate::fields::Fields;
-use crate::ops::{Pairs, Rotary};
-use crate::target::TargetConfig;
+use crate::ops::Rotary;
 use crate::target::blocks::attention::Heads;
 use crate::target::blocks::delta::{DeltaHeads, DeltaRule, gated_norm};
-use crate::target::blocks::experts::{
-    ExpertsSpec, Gated, RouterSpec, Routing, Scores, Stored, Weighed,
-};
+use crate::target::blocks::experts::{Routing, Scores};
 use crate::target::blocks::feed_forward::{
-    FeedForward, Mixture, Mlp, MlpSpec, SharedExpert, activation,
+    FeedForward, FeedForwardSpec, MixtureSizes, MixtureStorage, activation,
 };
 use crate::target::blocks::gated_attention::GatedAttention;
-use crate::target::blocks::rope::{Rope, RopeKeys, rope_parameters};
+use crate::target::blocks::rope::{Rope, RopeKeys};
 use crate::target::divided::{Divisible, Shard};
 use crate::target::layer::{Layer, Memory, Pass, Reach, RmsNorm};
 use crate::target::parameters::{Init, Linear, LinearSpec, Outputs, Split};
+use crate::target::{Outer, TargetConfig};
+
+pub(super) const KNOWN: &[Known] =
+    &[Known { architectures: &["Qwen3NextForCausalLM"], model_types: &["qwen3_next"], read }];
+
+fn read(text: &Fields) -> Result<(Family, Outer)> {
+    let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+    // Transformers' class renormalises unless told not to.
+    let normalised = text.flag_or("norm_topk_prob", true)?;
+    let experts = (sparse_by_step(text, layers)?, normalised);
+    HybridConfig::read_with(text, experts, DeltaInputs::ByKeyHead)
+}
 
 /// Dimensions and choices of Qwen3-Next's and Qwen3.5's layers.
 #[derive(Debug, Clone, PartialEq)]
-pub struct HybridConfig {
+pub(super) struct HybridConfig {
     heads: Heads,
     attention_bias: bool,
     rope: Rope,
@@ -40,9 +49,7 @@ pub struct HybridConfig {
     delta_inputs: DeltaInputs,
     /// Of each layer.
     mixers: Vec<Mixer>,
-    sizes: MixtureSizes,
-    routing: Routing,
-    gated: Gated,
+    feed_forward: FeedForwardSpec,
     /// Of each layer: whether it has experts.
     sparse: Vec<bool>,
 }
@@ -70,27 +77,13 @@ const ATTENTION_INTERVAL: i64 = 4;
 const PARTIAL_ROTARY: f64 = 0.25;
 
 impl HybridConfig {
-    /// What config.json says of a Qwen3-Next.
-    pub(crate) fn read(text: &Fields) -> Result<Self> {
-        let layers = text.required("num_hidden_layers", Fields::size)? as usize;
-        let dense_layers = text.tokens("mlp_only_layers")?;
-        let step = text.size("decoder_sparse_step")?.unwrap_or(1) as usize;
-        let is_sparse = |layer: usize| {
-            !dense_layers.contains(&(layer as i64)) && (layer + 1).is_multiple_of(step)
-        };
-        // Transformers' class renormalises unless told not to.
-        let normalised = text.value("norm_topk_prob").is_none() || text.flag("norm_topk_prob")?;
-        let sparse = (0..layers).map(is_sparse).collect();
-        Self::read_with(text, (sparse, normalised), DeltaInputs::ByKeyHead)
-    }
-
     /// What config.json says, of layers that are sparse or not and whose experts' shares sum to one or
     /// not.
     pub(super) fn read_with(
         text: &Fields,
         (sparse, normalised): (Vec<bool>, bool),
         delta_inputs: DeltaInputs,
-    ) -> Result<Self> {
+    ) -> Result<(Family, Outer)> {
         let size = |key| text.required(key, Fields::size);
         let heads = Heads::read(text, None)?;
         let delta = DeltaHeads {
@@ -112,32 +105,34 @@ impl HybridConfig {
             shared: of(any_sparse, "shared_expert_intermediate_size")?,
             dense: of(any_dense, "intermediate_size")?,
         };
-        Ok(Self {
+        let keys = RopeKeys { partial: PARTIAL_ROTARY, ..RopeKeys::of(text, heads.dim)? };
+        let config = Self {
             heads,
             attention_bias: text.flag("attention_bias")?,
-            rope: Rope::read(RopeKeys {
-                text,
-                parameters: rope_parameters(text)?,
-                head_dim: heads.dim,
-                theta: 10_000.0,
-                partial: PARTIAL_ROTARY,
-                pairs: Pairs::Halves,
-            })?,
+            rope: Rope::read(keys)?,
             delta,
             conv_width: text.size("linear_conv_kernel_dim")?.unwrap_or(4),
             delta_inputs,
             mixers: mixers(text, sparse.len())?,
-            sizes,
-            routing: Routing {
-                chosen: sizes.chosen,
-                scores: Scores::Softmax,
-                normalised,
-                scale: 1.0,
-                groups: None,
+            feed_forward: FeedForwardSpec {
+                sizes,
+                fused: false,
+                gated: activation(text, "hidden_act", "silu")?,
+                routing: Some(Routing {
+                    chosen: sizes.chosen,
+                    scores: Scores::Softmax,
+                    normalised,
+                    scale: 1.0,
+                    groups: None,
+                }),
+                stored: MixtureStorage {
+                    shared_gate: Some("shared_expert_gate.weight"),
+                    ..MixtureStorage::USUAL
+                },
             },
-            gated: activation(text, "hidden_act", "silu")?,
             sparse,
-        })
+        };
+        Ok((config.into(), Outer { norm_plus_one: true, ..Outer::PLAIN }))
     }
 
     /// Elements of the matrices that a rank with `shard` has of layer `number`'s mixer.
@@ -186,13 +181,13 @@ impl Architecture for HybridConfig {
     fn layer_elements(&self, config: &TargetConfig, number: usize) -> f64 {
         let hidden = config.hidden_size;
         self.mixer_elements(hidden, number, &Shard::WHOLE)
-            + self.sizes.met(hidden, self.sparse[number])
+            + self.feed_forward.sizes.met(hidden, self.sparse[number])
     }
 
     fn stored_elements(&self, config: &TargetConfig, number: usize, shard: &Shard) -> f64 {
         let hidden = config.hidden_size;
         self.mixer_elements(hidden, number, shard)
-            + self.sizes.stored(hidden, self.sparse[number], shard)
+            + self.feed_forward.sizes.stored(hidden, self.sparse[number], shard)
     }
 
     fn pair_flops(&self, number: usize) -> f64 {
@@ -219,7 +214,7 @@ impl Architecture for HybridConfig {
             true => self.delta.divided(),
             false => Vec::new(),
         };
-        [self.heads.divided(), delta, self.sizes.divided()].concat()
+        [self.heads.divided(), delta, self.feed_forward.sizes.divided()].concat()
     }
 
     fn widest(&self, config: &TargetConfig) -> f64 {
@@ -227,7 +222,7 @@ impl Architecture for HybridConfig {
         // Inputs, convolved and by head, in float32.
         let mixer = attention.max(6 * self.delta.inputs());
         let mixer = (2 * config.hidden_size + mixer) as f64;
-        mixer.max(self.sizes.widest(config.hidden_size))
+        mixer.max(self.feed_forward.sizes.widest(config.hidden_size))
     }
 }
 
@@ -276,7 +271,12 @@ impl HybridLayer {
             input_norm: norm("input_layernorm")?,
             mixer,
             post_attention_norm: norm("post_attention_layernorm")?,
-            mlp: config.feed_forward(target.hidden_size, (number, &within("mlp")), init)?,
+            mlp: config.feed_forward.read(
+                init,
+                &within("mlp"),
+                target.hidden_size,
+                config.sparse[number],
+            )?,
         })
     }
 }
@@ -306,50 +306,6 @@ impl Layer for HybridLayer {
         if let TokenMixer::Attention(attention) = &mut self.mixer {
             attention.set_kernels(kernels);
         }
-    }
-}
-
-impl HybridConfig {
-    fn feed_forward(
-        &self,
-        hidden: i64,
-        (layer, module): (usize, &str),
-        init: &Init,
-    ) -> Result<FeedForward> {
-        let MixtureSizes { experts, inner, shared, dense, .. } = self.sizes;
-        let mlp = |module: &str, inner: i64| {
-            Mlp::new(init, &MlpSpec { module, hidden, inner, fused: false, gated: self.gated })
-        };
-        if !self.sparse[layer] {
-            return Ok(FeedForward::Dense(mlp(module, dense)?));
-        }
-        let router = RouterSpec {
-            weight: &format!("{module}.gate.weight"),
-            bias: None,
-            correction: None,
-            expert_scale: None,
-            experts,
-            hidden,
-            routing: self.routing,
-        };
-        let experts = ExpertsSpec {
-            module: &format!("{module}.experts"),
-            names: ["gate_proj", "up_proj", "down_proj"],
-            stored: Stored::OutputsFirst,
-            experts,
-            hidden,
-            inner,
-            bias: false,
-            gated: self.gated,
-            weighed: Weighed::Outputs,
-        };
-        let shared = SharedExpert {
-            mlp: mlp(&format!("{module}.shared_expert"), shared)?,
-            gate_1h: Some(
-                init.matrix(&format!("{module}.shared_expert_gate.weight"), &[1, hidden])?,
-            ),
-        };
-        Ok(FeedForward::Mixture(Mixture::new(init, &router, &experts, Some(shared))?))
     }
 }
 

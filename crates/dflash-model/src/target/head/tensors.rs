@@ -6,16 +6,12 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
+use dflash_formats::safetensors::{SINGLE, weight_map};
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::TensorFile;
-use crate::fields::read_json;
 use crate::target::facts::{NamedTensors, TargetFacts};
 use crate::{Error, Result};
-
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 
 /// Last parts of the names of embeddings: Llama's and most, Nemotron-H's, DeepSeek V4's, GPT-2's and
 /// its heirs'.
@@ -49,11 +45,6 @@ pub(crate) struct Located {
     pub(crate) head_bias: Option<String>,
 }
 
-#[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
-}
-
 impl HeadTensors {
     /// Lists the tensors of `model.safetensors`, or of its index; the files need not all be there.
     ///
@@ -64,11 +55,8 @@ impl HeadTensors {
         let file_of = if single.is_file() {
             let names = TensorFile::open(&single)?.names().into_iter();
             names.map(|name| (name, SINGLE.to_owned())).collect()
-        } else if dir.join(INDEX).is_file() {
-            let index: Index = read_json(dir, INDEX)?;
-            index.weight_map
         } else {
-            return Err(Error::MissingFile { dir: dir.into(), file: SINGLE.into() });
+            weight_map(dir)?
         };
         Ok(Self { dir: dir.into(), file_of })
     }

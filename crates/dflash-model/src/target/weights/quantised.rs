@@ -1,11 +1,11 @@
 //! Checkpoints in fp8 with a scale for each block of a matrix, as DeepSeek, MiniMax and Qwen release them:
 //! multiplied out as they are read.
 
+use dflash_formats::fields::Fields;
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::Weights;
-use crate::fields::Fields;
 use crate::{Error, Result};
 
 /// Rows and columns of a matrix that share a scale.

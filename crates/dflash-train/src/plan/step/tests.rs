@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use dflash_data::AnchorOptions;
 use dflash_model::Kernels;
-use dflash_model::draft::LayerKind;
+use dflash_model::draft::{HeadFields, LayerKind};
 use dflash_model::flops::RowWork;
 use dflash_model::objective::{Confidence, Denominator, ElementLoss, LabelSource, Weighting};
 
@@ -83,6 +83,7 @@ fn draft(of: &Dimensions) -> DraftConfig {
         max_position_embeddings: 40960,
         initializer_range: 0.02,
         eos_token_id: None,
+        head: HeadFields::default(),
     }
 }
 
@@ -129,7 +130,7 @@ fn shape<'a>(draft: &'a DraftConfig, row: &'a PackedRow, anchors: usize) -> Step
 fn budget(of: &Dimensions, anchors: usize, gpu: &str) -> Budget {
     let (draft, row) = (draft(of), row());
     let shape = shape(&draft, &row, anchors);
-    let useful = draft.flops(&shape.work()).total();
+    let useful = shape.work().flops(&draft).total();
     let gpu = Gpu::named(gpu).unwrap();
     Budget::new(&shape.record().unwrap(), useful, (&gpu, &Efficiency::assumed(&gpu)))
 }
@@ -210,7 +211,7 @@ fn what_is_noted_is_the_arithmetic_that_the_row_needs() {
         assert_eq!(sum(true), 3.5 * attention, "{}", of.name);
         // a gradient of the first layer's input is computed, though nothing needs it
         let unneeded = 2.0 * work.slots * of.hidden as f64 * (q_width + kv_width);
-        let expected = draft.flops(&work).total() - 3.0 * attention + unneeded;
+        let expected = work.flops(&draft).total() - 3.0 * attention + unneeded;
         assert!(
             (sum(false) / expected - 1.0).abs() < 1e-12,
             "{}: {} {expected}",

@@ -95,7 +95,7 @@ impl Programs {
 
     fn check_stop(&self) -> anyhow::Result<()> {
         if self.stop.load(Ordering::Relaxed) {
-            bail!("interrupted; the same command goes on from here");
+            bail!("interrupted; the same command continues from here");
         }
         Ok(())
     }

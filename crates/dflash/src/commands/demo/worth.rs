@@ -42,7 +42,7 @@ impl Worth {
 
 /// The lines of all targets.
 pub(super) fn shown(rows: &[Worth]) -> String {
-    let mut text = "what speculation is worth, tokens per second after the first\n".to_owned();
+    let mut text = "speed-up from speculation, tokens per second after the first\n".to_owned();
     let title = ["plain", "speculative", "speed-up"];
     let _ = writeln!(text, "{:46}{:>9}{:>13}{:>10}", "", title[0], title[1], title[2]);
     for worth in rows {
@@ -61,7 +61,7 @@ pub(super) fn shown(rows: &[Worth]) -> String {
             let _ = writeln!(text, "{name:46}{plain:>9}{rate:>13}{gain:>10}");
         }
     }
-    text + "Widened, it says the same, but its weights come from memory, as those of real models do.\n"
+    text + "Widened, its output is the same, but its weights are read from memory, like those of real models.\n"
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ pub(super) fn look(offline: bool) -> Finding {
         Ok(Login::As(name)) => Finding::ok(WHAT, format!("{address} answers; logged in as {name}")),
         Ok(Login::NoToken) => Finding::warning(WHAT, format!("{address} answers; no login"), LOGIN),
         Ok(Login::Refused) => {
-            Finding::warning(WHAT, format!("{address} does not know the token"), LOGIN)
+            Finding::warning(WHAT, format!("{address} does not accept the token"), LOGIN)
         }
         Err(reason) => Finding::warning(
             WHAT,

@@ -74,7 +74,7 @@ fn libc() -> Finding {
     let text = output.ok().filter(|output| output.status.success());
     let text = text.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
     // That this program runs says that it is new enough for it, the engine's start the same for that.
-    Finding::ok("C library", text.unwrap_or_else(|| "not told (no getconf)".to_owned()))
+    Finding::ok("C library", text.unwrap_or_else(|| "not known (no getconf)".to_owned()))
 }
 
 /// The driver's release and the GPUs, as the kernel's module tells them.
@@ -108,19 +108,19 @@ fn disk(what: &'static str, dir: &Path) -> Finding {
         Ok(room) => room.f_bavail * room.f_frsize,
         Err(error) => {
             let found = format!("{shown}: {error}");
-            return Finding::missing(what, found, "name a directory that is there (--dir, TMPDIR)");
+            return Finding::missing(what, found, "name an existing directory (--dir, TMPDIR)");
         }
     };
     if let Err(error) = try_to_write(dir) {
         let found = format!("{shown} cannot be written: {error}");
-        return Finding::missing(what, found, "name one that can be written (--dir, TMPDIR)");
+        return Finding::missing(what, found, "name a writable directory (--dir, TMPDIR)");
     }
     let found = format!("{} free at {shown}", gib(room));
     // Of temporary files there are only small ones.
     match what {
         _ if room < FULL_DISK => Finding::missing(what, found, "make room"),
         "disk" if room < SMALL_DISK => {
-            Finding::warning(what, found, "enough for small targets; --dir looks at another disk")
+            Finding::warning(what, found, "enough for small targets; --dir checks another disk")
         }
         _ => Finding::ok(what, found),
     }

@@ -105,7 +105,7 @@ fn level_finding(info: &EngineInfo) -> Finding {
         return Finding::warning(
             "level",
             found,
-            "unset DFLASH_CPU_LEVEL to use all of the processor",
+            "unset DFLASH_CPU_LEVEL to use all instructions of the processor",
         );
     }
     Finding::ok("level", found)
@@ -123,7 +123,7 @@ fn gpu_findings(info: &EngineInfo, libtorch: &Found) -> Vec<Finding> {
         ("loaded", _) => Finding::warning(
             "CUDA",
             format!("{driver}, but libtorch sees no GPU, and --device auto is refused"),
-            "CUDA_VISIBLE_DEVICES may hide them; else update the driver to 580 or newer, which CUDA 13 \
+            "CUDA_VISIBLE_DEVICES may hide them; otherwise update the driver to 580 or newer, which CUDA 13 \
              needs, or install torch 2.11.0 for an older CUDA (docs/install.md), or pass --device cpu",
         ),
         (_, _) => Finding::warning(
@@ -137,7 +137,7 @@ fn gpu_findings(info: &EngineInfo, libtorch: &Found) -> Vec<Finding> {
         Some(reason) => Finding::warning(
             "NCCL",
             reason,
-            "`pip install nvidia-nccl-cu13`; without it several GPUs exchange gradients by gloo",
+            "`pip install nvidia-nccl-cu13`; without it several GPUs exchange gradients over gloo",
         ),
     };
     vec![cuda, nccl]
@@ -149,7 +149,7 @@ fn why_no_cuda(info: &EngineInfo, libtorch: &Found) -> String {
         None if has_cuda(&libtorch.root) => {
             "this libtorch's CUDA library was not opened".to_owned()
         }
-        None => "this libtorch comes without CUDA".to_owned(),
+        None => "this libtorch is built without CUDA".to_owned(),
     }
 }
 

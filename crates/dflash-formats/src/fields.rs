@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// A JSON object of a configuration file.
 #[derive(Debug, Clone)]
-pub(crate) struct Fields {
+pub struct Fields {
     path: PathBuf,
     /// Key of the object itself and a dot, for messages; empty for the file's own.
     prefix: String,
@@ -21,7 +21,7 @@ pub(crate) struct Fields {
 ///
 /// # Errors
 /// [`Error::MissingFile`] when it is not there; otherwise it cannot be read or does not parse.
-pub(crate) fn read_json<T: DeserializeOwned>(dir: &Path, file: &str) -> Result<T> {
+pub fn read_json<T: DeserializeOwned>(dir: &Path, file: &str) -> Result<T> {
     let path = dir.join(file);
     if !path.is_file() {
         return Err(Error::MissingFile { dir: dir.into(), file: file.into() });
@@ -32,33 +32,48 @@ pub(crate) fn read_json<T: DeserializeOwned>(dir: &Path, file: &str) -> Result<T
 
 impl Fields {
     /// Reads `dir/file`, as [`read_json`] does.
-    pub(crate) fn read(dir: &Path, file: &str) -> Result<Self> {
+    ///
+    /// # Errors
+    /// As [`read_json`].
+    pub fn read(dir: &Path, file: &str) -> Result<Self> {
         Ok(Self { path: dir.join(file), prefix: String::new(), map: read_json(dir, file)? })
     }
 
+    /// The fields of an object that was read from `path`; of anything else none.
+    pub fn of(path: &Path, value: &Value) -> Self {
+        let map = value.as_object().cloned().unwrap_or_default();
+        Self { path: path.into(), prefix: String::new(), map }
+    }
+
     /// The fields of a `text`; `path` is for messages.
-    pub(crate) fn parse(path: &Path, text: &str) -> Result<Self> {
+    ///
+    /// # Errors
+    /// [`Error::Json`].
+    pub fn parse(path: &Path, text: &str) -> Result<Self> {
         let map = serde_json::from_str(text)
             .map_err(|source| Error::Json { path: path.into(), source })?;
         Ok(Self { path: path.into(), prefix: String::new(), map })
     }
 
     /// The value under `key`; null counts as absent.
-    pub(crate) fn value(&self, key: &str) -> Option<&Value> {
+    pub fn value(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
     /// Whether `key` is written at all, even as null.
-    pub(crate) fn has(&self, key: &str) -> bool {
+    pub fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
 
     /// What `read` finds under `key`, which must be there.
-    pub(crate) fn required<T>(
+    ///
+    /// # Errors
+    /// [`Error::Config`], also where it is absent.
+    pub fn required<T, E: From<Error>>(
         &self,
         key: &str,
-        read: impl Fn(&Self, &str) -> Result<Option<T>>,
-    ) -> Result<T> {
+        read: impl Fn(&Self, &str) -> std::result::Result<Option<T>, E>,
+    ) -> std::result::Result<T, E> {
         read(self, key)?.ok_or_else(|| self.refuse(key, "it is needed"))
     }
 
@@ -66,7 +81,7 @@ impl Fields {
     ///
     /// # Errors
     /// [`Error::Config`] with what is `expected`, where `convert` makes nothing of it.
-    pub(crate) fn typed<T>(
+    pub fn typed<T>(
         &self,
         key: &str,
         expected: &str,
@@ -76,37 +91,59 @@ impl Fields {
         convert(value).map(Some).ok_or_else(|| self.refuse(key, expected))
     }
 
-    pub(crate) fn object(&self, key: &str) -> Result<Option<Self>> {
+    /// The object under `key`.
+    ///
+    /// # Errors
+    /// Something else is there.
+    pub fn object(&self, key: &str) -> Result<Option<Self>> {
         self.typed(key, "an object is needed", |value| value.as_object().map(|_| ()))?;
         Ok(self.object_if_any(key))
     }
 
     /// The object under `key`, if it is one.
-    pub(crate) fn object_if_any(&self, key: &str) -> Option<Self> {
+    pub fn object_if_any(&self, key: &str) -> Option<Self> {
         let map = self.value(key)?.as_object()?.clone();
-        let prefix = format!("{}{key}.", self.prefix);
-        Some(Self { path: self.path.clone(), prefix, map })
+        Some(self.inner(key, map))
+    }
+
+    /// The object under `key`; one without fields where there is none.
+    pub fn object_or_empty(&self, key: &str) -> Self {
+        self.object_if_any(key).unwrap_or_else(|| self.inner(key, Map::new()))
+    }
+
+    fn inner(&self, key: &str, map: Map<String, Value>) -> Self {
+        Self { path: self.path.clone(), prefix: format!("{}{key}.", self.prefix), map }
     }
 
     /// Makes `to` of all texts `from`.
-    pub(crate) fn rename(&mut self, from: &str, to: &str) {
+    pub fn rename(&mut self, from: &str, to: &str) {
         for value in self.map.values_mut().filter(|value| value.as_str() == Some(from)) {
             *value = to.into();
         }
     }
 
     /// A positive integer.
-    pub(crate) fn size(&self, key: &str) -> Result<Option<i64>> {
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn size(&self, key: &str) -> Result<Option<i64>> {
         let expected = "a positive integer is needed";
         self.typed(key, expected, |value| value.as_i64().filter(|&size| size > 0))
     }
 
-    pub(crate) fn token(&self, key: &str) -> Result<Option<i64>> {
+    /// A token id.
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn token(&self, key: &str) -> Result<Option<i64>> {
         self.typed(key, "a token id is needed", Value::as_i64)
     }
 
     /// A token id or a list of them; empty when absent.
-    pub(crate) fn tokens(&self, key: &str) -> Result<Vec<i64>> {
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn tokens(&self, key: &str) -> Result<Vec<i64>> {
         let ids = |value: &Value| match value {
             Value::Array(ids) => ids.iter().map(Value::as_i64).collect(),
             id => id.as_i64().map(|id| vec![id]),
@@ -114,34 +151,62 @@ impl Fields {
         Ok(self.typed(key, "a token id or a list of them is needed", ids)?.unwrap_or_default())
     }
 
-    pub(crate) fn number(&self, key: &str) -> Result<Option<f64>> {
+    /// A number.
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number is needed", Value::as_f64)
     }
 
     /// False when absent.
-    pub(crate) fn flag(&self, key: &str) -> Result<bool> {
-        Ok(self.typed(key, "true or false is needed", Value::as_bool)?.unwrap_or(false))
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn flag(&self, key: &str) -> Result<bool> {
+        self.flag_or(key, false)
     }
 
-    pub(crate) fn text(&self, key: &str) -> Result<Option<String>> {
+    /// `default` when absent.
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
+        Ok(self.typed(key, "true or false is needed", Value::as_bool)?.unwrap_or(default))
+    }
+
+    /// A string.
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn text(&self, key: &str) -> Result<Option<String>> {
         self.typed(key, "a string is needed", |value| value.as_str().map(str::to_owned))
     }
 
-    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<String>>> {
+    /// A list of strings.
+    ///
+    /// # Errors
+    /// As [`Self::typed`].
+    pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>> {
         let list = |value: &Value| {
             value.as_array()?.iter().map(|text| text.as_str().map(str::to_owned)).collect()
         };
         self.typed(key, "a list of strings is needed", list)
     }
 
-    /// The error for a value of `key` that we cannot use.
-    pub(crate) fn refuse(&self, key: &str, expected: &str) -> Error {
+    /// The error for a value of `key` that we cannot use, as an error of the caller's crate.
+    pub fn refuse<E: From<Error>>(&self, key: &str, expected: &str) -> E {
         let found = self.map.get(key).map_or_else(|| "missing".into(), Value::to_string);
-        Error::config(&self.path, &format!("{}{key}", self.prefix), found, expected)
+        Error::config(&self.path, &format!("{}{key}", self.prefix), found, expected).into()
+    }
+
+    /// Its keys and values.
+    pub(crate) fn into_map(self) -> Map<String, Value> {
+        self.map
     }
 
     /// The file these fields come from.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 }
@@ -177,7 +242,7 @@ mod tests {
         check("heads", "`heads` is 0, but a positive integer is needed");
         check("layers", "`layers` is missing, but it is needed");
         let inner = fields.object("rope").unwrap().unwrap();
-        assert!(inner.refuse("type", "").to_string().contains("`rope.type` is \"yarn\""));
+        assert!(inner.refuse::<Error>("type", "").to_string().contains("`rope.type` is \"yarn\""));
     }
 
     #[test]

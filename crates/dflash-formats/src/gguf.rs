@@ -1,6 +1,9 @@
-//! A GGUF file: its metadata, and tensors read when asked for.
+//! A GGUF file: its metadata, and which tensors it has where.
 //!
-//! What a file says of lengths is compared with its size before memory is taken for it.
+//! What a file says of lengths is compared with its size before memory is taken for it. The format:
+//! <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+
+mod write;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -8,24 +11,25 @@ use std::io::{BufReader, Read as _};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use dflash_model::checkpoint::pieces;
-use dflash_settings::ExportDtype;
-use half::f16;
-use tch::{Kind, Tensor};
+pub use write::{GgufWriter, NewTensor};
 
-use super::write::ALIGNMENT;
 use crate::{Error, Result};
 
 /// Values of a block of q8_0, and its bytes.
-const Q8_BLOCK: i64 = 32;
-const Q8_BYTES: i64 = 34;
+pub const Q8_BLOCK: usize = 32;
+/// A float16 scale, and a signed byte a value.
+pub const Q8_BYTES: usize = 2 + Q8_BLOCK;
+
+/// The format's default; tensors begin at its multiples.
+const ALIGNMENT: u64 = 32;
 
 /// The releases of the format that differ in nothing that we read.
 const VERSIONS: std::ops::RangeInclusive<u32> = 2..=3;
 
-/// Types of tensors, with ggml's numbers.
+/// Types of tensors.
+#[allow(missing_docs, reason = "ggml's names")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TensorType {
+pub enum TensorType {
     F32,
     F16,
     Bf16,
@@ -34,48 +38,40 @@ pub(crate) enum TensorType {
 }
 
 impl TensorType {
-    const ALL: [(Self, u32); 5] =
-        [(Self::F32, 0), (Self::F16, 1), (Self::Q80, 8), (Self::I64, 27), (Self::Bf16, 30)];
+    const ALL: [Self; 5] = [Self::F32, Self::F16, Self::Bf16, Self::Q80, Self::I64];
 
-    /// That of matrices in a file of `dtype`.
-    pub(crate) fn of(dtype: ExportDtype) -> Self {
-        match dtype {
-            ExportDtype::Bf16 => Self::Bf16,
-            ExportDtype::F16 => Self::F16,
-            ExportDtype::F32 => Self::F32,
-            ExportDtype::Q80 => Self::Q80,
-        }
-    }
-
-    /// libtorch's kind, where it has one.
-    pub(crate) fn kind(self) -> Option<Kind> {
+    /// ggml's number of the type.
+    fn code(self) -> u32 {
         match self {
-            Self::F32 => Some(Kind::Float),
-            Self::F16 => Some(Kind::Half),
-            Self::Bf16 => Some(Kind::BFloat16),
-            Self::I64 => Some(Kind::Int64),
-            Self::Q80 => None,
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q80 => 8,
+            Self::I64 => 27,
+            Self::Bf16 => 30,
         }
     }
 
     /// Values that are stored together.
-    pub(super) fn block(self) -> i64 {
-        if self == Self::Q80 { Q8_BLOCK } else { 1 }
+    pub fn block(self) -> i64 {
+        if self == Self::Q80 { Q8_BLOCK as i64 } else { 1 }
     }
 
     /// Bytes of so many `elements`, which are whole blocks.
-    pub(super) fn bytes(self, elements: i64) -> u64 {
-        let bytes = match self.kind() {
-            Some(kind) => elements * kind.elt_size_in_bytes() as i64,
-            None => elements / Q8_BLOCK * Q8_BYTES,
+    pub fn bytes(self, elements: i64) -> u64 {
+        let block = match self {
+            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => 4,
+            Self::I64 => 8,
+            Self::Q80 => Q8_BYTES as i64,
         };
-        bytes as u64
+        (elements / self.block() * block) as u64
     }
 }
 
 /// A value of the metadata: numbers of all widths are alike.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Value {
+#[allow(missing_docs, reason = "the names say it")]
+pub enum Value {
     Integer(i64),
     Float(f64),
     Flag(bool),
@@ -87,17 +83,20 @@ pub(super) enum Value {
     Other,
 }
 
+/// A tensor of a file.
 #[derive(Debug)]
-struct Stored {
-    shape: Vec<i64>,
-    tensor_type: TensorType,
+pub struct Stored {
+    /// Rows first.
+    pub shape: Vec<i64>,
+    /// How its values are stored.
+    pub tensor_type: TensorType,
     /// From the start of the file, in bytes.
     at: u64,
 }
 
 /// An open file. Metadata and the list of tensors are in memory.
 #[derive(Debug)]
-pub(super) struct GgufFile {
+pub struct GgufFile {
     path: PathBuf,
     file: File,
     keys: BTreeMap<String, Value>,
@@ -106,22 +105,27 @@ pub(super) struct GgufFile {
 
 impl GgufFile {
     /// Opens `path` and reads its metadata.
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let unreadable = |source| Error::Read { path: path.into(), source };
-        let file = File::open(path).map_err(unreadable)?;
-        let size = file.metadata().map_err(unreadable)?.len();
+    ///
+    /// # Errors
+    /// I/O; a file that is damaged, or has tensors of a type that is not among [`TensorType`]'s.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(Error::read(path))?;
+        let size = file.metadata().map_err(Error::read(path))?.len();
         let mut header = Header { path, input: BufReader::new(&file), size, at: 0 };
         let (keys, tensors) = header.read()?;
         Ok(Self { path: path.into(), file, keys, tensors })
     }
 
     /// The value under `key`.
-    pub(super) fn value(&self, key: &str) -> Option<&Value> {
+    pub fn value(&self, key: &str) -> Option<&Value> {
         self.keys.get(key)
     }
 
     /// What `convert` makes of the value under `key`, which must be there.
-    pub(super) fn required<T>(
+    ///
+    /// # Errors
+    /// It is not, or `convert` makes nothing of it.
+    pub fn required<T>(
         &self,
         key: &str,
         expected: &str,
@@ -134,67 +138,41 @@ impl GgufFile {
     }
 
     /// The error for a key, or for a list that is kept as a tensor.
-    pub(super) fn refuse(&self, key: &str, found: &str, expected: &str) -> Error {
-        let (path, found) = (self.path.clone(), found.chars().take(80).collect());
-        Error::Key { path, key: key.into(), found, expected: expected.into() }
+    pub fn refuse(&self, key: &str, found: &str, expected: &str) -> Error {
+        let found: String = found.chars().take(80).collect();
+        Error::config(&self.path, key, found, expected)
     }
 
     /// Whether the file has the tensor `name`.
-    pub(super) fn has(&self, name: &str) -> bool {
+    pub fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// The shape of the tensor `name`, rows first.
-    pub(super) fn shape(&self, name: &str) -> Result<&[i64]> {
-        Ok(&self.stored(name)?.shape)
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
-    /// Makes sure that the tensor `name` is there and has shape `expected`, rows first.
-    pub(super) fn check_shape(&self, name: &str, expected: &[i64]) -> Result<()> {
-        let found = self.shape(name)?;
-        if found == expected {
-            return Ok(());
-        }
-        let (found, expected) = (found.to_vec(), expected.to_vec());
-        Err(Error::Shape { path: self.path.clone(), name: name.into(), found, expected })
-    }
-
-    /// Copies the tensor `name`, dequantized, into `destination`, a contiguous view of its shape.
-    pub(super) fn read_into(&self, name: &str, destination: &Tensor) -> Result<()> {
-        let stored = self.stored(name)?;
-        self.check_shape(name, &destination.size())?;
-        let flat = destination.view([-1]);
-        for piece in pieces(0..flat.numel() as i64) {
-            let count = piece.end - piece.start;
-            let mut bytes = vec![0; stored.tensor_type.bytes(count) as usize];
-            let at = stored.at + stored.tensor_type.bytes(piece.start);
-            self.file
-                .read_exact_at(&mut bytes, at)
-                .map_err(|source| Error::Read { path: self.path.clone(), source })?;
-            let values = decode(&bytes, stored.tensor_type, count)?;
-            flat.narrow(0, piece.start, count).f_copy_(&values)?;
-        }
-        Ok(())
-    }
-
-    fn stored(&self, name: &str) -> Result<&Stored> {
+    /// The tensor `name`.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn tensor(&self, name: &str) -> Result<&Stored> {
         let missing = || Error::MissingTensor { path: self.path.clone(), name: name.into() };
         self.tensors.get(name).ok_or_else(missing)
     }
-}
 
-fn decode(bytes: &[u8], tensor_type: TensorType, count: i64) -> Result<Tensor> {
-    if let Some(kind) = tensor_type.kind() {
-        return Ok(Tensor::f_from_data_size(bytes, &[count], kind)?);
+    /// Reads `elements` of `tensor`, whole blocks, as they are stored.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn bytes(&self, tensor: &Stored, elements: std::ops::Range<i64>) -> Result<Vec<u8>> {
+        let count = tensor.tensor_type.bytes(elements.end - elements.start);
+        let mut bytes = vec![0; count as usize];
+        let at = tensor.at + tensor.tensor_type.bytes(elements.start);
+        self.file.read_exact_at(&mut bytes, at).map_err(Error::read(&self.path))?;
+        Ok(bytes)
     }
-    let values: Vec<f32> = bytes.chunks_exact(Q8_BYTES as usize).flat_map(block_values).collect();
-    Ok(Tensor::from_slice(&values))
-}
-
-/// The values of one block of q8_0.
-fn block_values(block: &[u8]) -> impl Iterator<Item = f32> {
-    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
-    block[2..].iter().map(move |&quant| f32::from(quant as i8) * scale)
 }
 
 type Keys = BTreeMap<String, Value>;
@@ -268,8 +246,8 @@ impl Header<'_> {
         shape.reverse();
         let code = self.u32()?;
         let at = self.u64()?;
-        let known = TensorType::ALL.iter().find(|(_, known)| *known == code);
-        let Some(&(tensor_type, _)) = known else {
+        let known = TensorType::ALL.into_iter().find(|known| known.code() == code);
+        let Some(tensor_type) = known else {
             return Err(Error::TensorType { path: self.path.into(), name, found: code });
         };
         let elements = shape.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
@@ -345,13 +323,13 @@ impl Header<'_> {
         }
         let mut bytes = vec![0; count as usize];
         let read = self.input.read_exact(&mut bytes);
-        read.map_err(|source| Error::Read { path: self.path.into(), source })?;
+        read.map_err(Error::read(self.path))?;
         self.at += count;
         Ok(bytes)
     }
 
     fn damaged(&self, reason: &str) -> Error {
-        Error::Damaged { path: self.path.into(), reason: reason.into() }
+        Error::Damaged { path: self.path.into(), format: "GGUF", reason: reason.into() }
     }
 }
 
@@ -374,3 +352,6 @@ fn collected(list: Vec<Value>) -> Value {
 fn shortest(value: f32) -> f64 {
     value.to_string().parse().expect("a number prints as one")
 }
+
+#[cfg(test)]
+mod tests;

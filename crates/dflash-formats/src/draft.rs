@@ -1,22 +1,44 @@
-//! The draft's configuration, written as z-lab's `config.json` and read from it or from
+//! A draft's configuration, written as z-lab's `config.json` and read from it or from
 //! speculators' form ([`speculators`]).
 //!
 //! One file has to be safe for every engine that serves drafts, so each Qwen3 field is explicit
 //! and the block size is in both places where engines look for it.
 
+mod block;
+mod head;
+mod outline;
 mod speculators;
 
 use std::path::Path;
 
 use serde_json::{Value, json};
-use tch::{Device, Kind};
 
+pub use block::BlockShape;
+pub use head::HeadFields;
+pub use outline::Outline;
 pub use speculators::Verifier;
 
+use crate::Result;
 use crate::fields::Fields;
-use crate::ops::Rotary;
 use crate::rope::{RopeScaling, Wanted};
-use crate::{Result, kind_name};
+
+/// The architecture under which llama.cpp knows drafts; its keys in GGUF files begin with it.
+pub const ARCHITECTURE: &str = "dflash";
+
+/// Who lays out a draft's files so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// z-lab: config.json and model.safetensors.
+    #[default]
+    ZLab,
+    /// speculators: the same files, another config.json.
+    Speculators,
+    /// llama.cpp: one GGUF file.
+    Gguf,
+}
+
+/// The key of what is the drafter's own in z-lab's layout.
+const ZLAB_OWN: &str = "dflash_config";
 
 /// How a draft layer looks at the context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +92,8 @@ pub struct DraftConfig {
     pub initializer_range: f64,
     /// As the target's, where it names one.
     pub eos_token_id: Option<Value>,
+    /// What stands on the layers.
+    pub head: HeadFields,
 }
 
 impl DraftConfig {
@@ -83,12 +107,9 @@ impl DraftConfig {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Rotary embedding of queries and keys.
-    pub(crate) fn rotary(&self, device: Device) -> Rotary {
-        match &self.rope_scaling {
-            Some(scaling) => scaling.rotary(self.head_dim, self.rope_theta, device),
-            None => Rotary::new(self.head_dim, self.rope_theta, device),
-        }
+    /// How the rows of a block are used.
+    pub fn block(&self) -> BlockShape {
+        self.head.block(self.block_size)
     }
 
     /// K.
@@ -112,15 +133,15 @@ impl DraftConfig {
         Self::from_fields(Fields::parse(path, text)?)
     }
 
-    /// Writes `config.json` into `dir`, in z-lab's form, for weights of `kind`.
+    /// Writes `config.json` into `dir`, in z-lab's form, for weights of type `dtype`.
     ///
     /// # Errors
     /// I/O.
-    pub fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
-        write_config(dir, &self.to_json(kind))
+    pub fn save(&self, dir: &Path, dtype: &str) -> Result<()> {
+        write_config(dir, &self.to_json(dtype))
     }
 
-    /// Writes `config.json` into `dir`, in speculators' form, for weights of `kind`; a pruned draft
+    /// Writes `config.json` into `dir`, in speculators' form, for weights of type `dtype`; a pruned draft
     /// says `draft_vocab_size` tokens.
     ///
     /// # Errors
@@ -128,21 +149,21 @@ impl DraftConfig {
     pub fn save_speculators(
         &self,
         dir: &Path,
-        (kind, draft_vocab_size): (Kind, usize),
+        (dtype, draft_vocab_size): (&str, usize),
         verifier: &Verifier,
     ) -> Result<()> {
-        write_config(dir, &speculators::to_json(self, (kind, draft_vocab_size), verifier))
+        write_config(dir, &speculators::to_json(self, (dtype, draft_vocab_size), verifier))
     }
 
     fn from_fields(fields: Fields) -> Result<Self> {
-        let form = if speculators::is_form_of(&fields) {
-            speculators::form(&fields)?
-        } else {
-            Form::zlab(fields)?
-        };
-        let fields = form.layers;
+        let form = Form::of(fields);
+        match form.layout {
+            Layout::Speculators => speculators::check(&form)?,
+            _ => form.check_zlab()?,
+        }
+        let fields = &form.layers;
         let size = |key| fields.required(key, Fields::size);
-        let layers = layer_kinds(&fields)?;
+        let layers = layer_kinds(fields)?;
         let sliding_window = match layers.contains(&LayerKind::Sliding) {
             true => Some(size("sliding_window")? as usize),
             false => None,
@@ -163,19 +184,20 @@ impl DraftConfig {
             head_dim: size("head_dim")?,
             attention_bias: fields.flag("attention_bias")?,
             rms_norm_eps: fields.required("rms_norm_eps", Fields::number)?,
-            rope_theta: rope_theta(&fields)?,
-            rope_scaling: rope_scaling(&fields)?,
+            rope_theta: rope_theta(fields)?,
+            rope_scaling: rope_scaling(fields)?,
             layers,
             sliding_window,
-            block_size: form.block_size as usize,
-            mask_token_id: form.mask_token_id,
-            target_layer_ids: form.target_layer_ids,
+            block_size: form.block_size()? as usize,
+            mask_token_id: form.mask_token_id()?,
+            target_layer_ids: form.target_layer_ids()?,
             num_target_layers: fields.size("num_target_layers")?.map(|layers| layers as usize),
             vocab_size: size("vocab_size")?,
             max_position_embeddings: size("max_position_embeddings")?,
             // Hugging Face's default for the Qwen family.
             initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
             eos_token_id: fields.value("eos_token_id").cloned(),
+            head: form.head()?,
         })
     }
 
@@ -190,23 +212,22 @@ impl DraftConfig {
     }
 
     /// z-lab's form, safe for vLLM, SGLang and Transformers.
-    fn to_json(&self, kind: Kind) -> Value {
+    fn to_json(&self, dtype: &str) -> Value {
         let layer_types: Vec<&str> = self.layers.iter().map(|layer| layer.name()).collect();
-        // z-lab counts layer outputs from 0; ours counts residual streams, 0 = the embedding.
         let zlab_ids: Vec<i64> =
-            self.target_layer_ids.iter().map(|&id| i64::from(id) - 1).collect();
-        json!({
+            self.target_layer_ids.iter().map(|&id| i64::from(id) + ZLAB_EMBEDDING).collect();
+        let mut config = json!({
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "block_size": self.block_size,
-            "dflash_config": {
+            ZLAB_OWN: {
                 "block_size": self.block_size,
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": zlab_ids,
             },
-            "dtype": kind_name(kind),
+            "dtype": dtype,
             "eos_token_id": self.eos_token_id,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
@@ -226,11 +247,13 @@ impl DraftConfig {
             "rope_theta": self.rope_theta,
             "sliding_window": self.sliding_window,
             "tie_word_embeddings": false,
-            "torch_dtype": kind_name(kind),
+            "torch_dtype": dtype,
             "use_cache": true,
             "use_sliding_window": self.sliding_window.is_some(),
             "vocab_size": self.vocab_size,
-        })
+        });
+        self.head.write(&mut config);
+        config
     }
 }
 
@@ -239,41 +262,81 @@ fn write_config(dir: &Path, config: &Value) -> Result<()> {
     Ok(dflash_files::write_bytes(&dir.join("config.json"), text.as_bytes())?)
 }
 
-/// What the two forms of a `config.json` say in different places.
+/// z-lab's number of the embedding's output: it counts the layers' outputs from 0, and we count what
+/// flows between layers, the embedding's output first, as speculators and llama.cpp do.
+const ZLAB_EMBEDDING: i64 = -1;
+
+/// A `config.json` of either layout, and where it keeps what differs between them.
 struct Form {
+    layout: Layout,
     /// The Qwen3 fields.
     layers: Fields,
-    block_size: i64,
-    mask_token_id: i64,
-    target_layer_ids: Vec<u32>,
+    /// The drafter's own fields.
+    own: Fields,
 }
 
 impl Form {
-    fn zlab(fields: Fields) -> Result<Self> {
-        let dflash = fields.required("dflash_config", Fields::object)?;
+    fn of(file: Fields) -> Self {
+        if file.has(speculators::KIND) {
+            let layers = file.object_or_empty(speculators::LAYERS);
+            return Self { layout: Layout::Speculators, layers, own: file };
+        }
+        let own = file.object_or_empty(ZLAB_OWN);
+        Self { layout: Layout::ZLab, layers: file, own }
+    }
+
+    /// Refuses drafters that are not plain ones.
+    fn check_zlab(&self) -> Result<()> {
+        self.layers.required(ZLAB_OWN, Fields::object)?;
         let other_drafter = "only plain DFlash drafters can be read";
         // JetSpec's mask and DFlash2's candidate selector: other drafters under DFlash's key.
-        if dflash.flag("causal")? {
-            return Err(dflash.refuse("causal", other_drafter));
+        if self.own.flag("causal")? {
+            return Err(self.own.refuse("causal", other_drafter));
         }
-        if dflash.value("selector_rank").is_some() {
-            return Err(dflash.refuse("selector_rank", other_drafter));
+        if self.own.value("selector_rank").is_some() {
+            return Err(self.own.refuse("selector_rank", other_drafter));
         }
-        refuse_other_layers(&fields, &dflash)?;
-        let block_size = match fields.size("block_size")? {
-            Some(size) => size,
-            None => dflash.required("block_size", Fields::size)?,
+        refuse_other_layers(&self.layers, &self.own)
+    }
+
+    fn block_size(&self) -> Result<i64> {
+        match self.layers.size("block_size")? {
+            Some(size) if self.layout == Layout::ZLab => Ok(size),
+            _ => self.own.required("block_size", Fields::size),
+        }
+    }
+
+    /// Speculators' files describe DFlash's own head alone.
+    fn head(&self) -> Result<HeadFields> {
+        match self.layout {
+            Layout::ZLab => HeadFields::read(&self.own),
+            _ => Ok(HeadFields::default()),
+        }
+    }
+
+    fn mask_token_id(&self) -> Result<i64> {
+        match self.own.token("mask_token_id")? {
+            None if self.layout == Layout::ZLab => {
+                self.layers.required("mask_token_id", Fields::token)
+            }
+            _ => self.own.required("mask_token_id", Fields::token),
+        }
+    }
+
+    /// The layers that are read, in our numbering.
+    fn target_layer_ids(&self) -> Result<Vec<u32>> {
+        let (key, first) = match self.layout {
+            Layout::Speculators => ("aux_hidden_state_layer_ids", 0),
+            _ => ("target_layer_ids", ZLAB_EMBEDDING),
         };
-        let mask_token_id = match dflash.token("mask_token_id")? {
-            Some(id) => id,
-            None => fields.required("mask_token_id", Fields::token)?,
+        let expected =
+            format!("ascending layer numbers from {first} (embedding output) are expected");
+        let ours = |id: &Value| u32::try_from(id.as_i64()?.checked_sub(first)?).ok();
+        let list = |value: &Value| {
+            let ids: Vec<u32> = value.as_array()?.iter().map(ours).collect::<Option<_>>()?;
+            (!ids.is_empty() && ids.is_sorted_by(|a, b| a < b)).then_some(ids)
         };
-        Ok(Self {
-            block_size,
-            mask_token_id,
-            target_layer_ids: layer_ids(&dflash, "target_layer_ids", -1)?,
-            layers: fields,
-        })
+        self.own.required(key, |fields, key| fields.typed(key, &expected, list))
     }
 }
 
@@ -296,17 +359,6 @@ fn refuse_other_layers(fields: &Fields, dflash: &Fields) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The captured layers in our numbering, from a list that calls the embedding's output `first`.
-fn layer_ids(fields: &Fields, key: &str, first: i64) -> Result<Vec<u32>> {
-    let expected = format!("ascending layer numbers from {first} (embedding output) are expected");
-    let ours = |id: &Value| u32::try_from(id.as_i64()?.checked_sub(first)?).ok();
-    let list = |value: &Value| {
-        let ids: Vec<u32> = value.as_array()?.iter().map(ours).collect::<Option<_>>()?;
-        (!ids.is_empty() && ids.is_sorted_by(|a, b| a < b)).then_some(ids)
-    };
-    fields.required(key, |fields, key| fields.typed(key, &expected, list))
 }
 
 fn rope_theta(fields: &Fields) -> Result<f64> {
@@ -378,11 +430,12 @@ mod tests {
             max_position_embeddings: 256,
             initializer_range: 0.02,
             eos_token_id: None,
+            head: HeadFields::default(),
         }
     }
 
     fn parse(change: impl FnOnce(&mut Value)) -> Result<DraftConfig> {
-        let mut value = config().to_json(Kind::BFloat16);
+        let mut value = config().to_json("bfloat16");
         change(&mut value);
         DraftConfig::parse(Path::new("config.json"), &value.to_string())
     }
@@ -390,8 +443,23 @@ mod tests {
     #[test]
     fn what_is_written_reads_back_and_has_zlabs_layer_ids() {
         assert_eq!(parse(|_| ()).unwrap(), config());
-        let value = config().to_json(Kind::BFloat16);
+        let value = config().to_json("bfloat16");
         assert_eq!(value["dflash_config"]["target_layer_ids"], json!([1, 5, 9]));
+    }
+
+    #[test]
+    fn another_head_is_described_and_named_in_the_architecture() {
+        let plain = config().to_json("bfloat16");
+        assert!(plain["dflash_config"].get("head").is_none());
+        let keys = json!({"rank": 4}).as_object().unwrap().clone();
+        let head = HeadFields { kind: "other".into(), sample_from_anchor: true, keys };
+        let config = DraftConfig { head, ..config() };
+        let value = config.to_json("bfloat16");
+        assert_eq!(value["architectures"], json!(["DFlashDraftModelWith_other"]));
+        let read = DraftConfig::parse(Path::new("config.json"), &value.to_string()).unwrap();
+        assert_eq!((read.block().proposals(), &read), (4, &config));
+        let message = parse(|config| config["dflash_config"]["head"] = json!({})).unwrap_err();
+        assert!(message.to_string().contains("dflash_config.head.kind"), "{message}");
     }
 
     #[test]

@@ -4,14 +4,16 @@
 //! (0 = embedding output) and does not say how many layers the target has.
 
 use serde_json::{Value, json};
-use tch::Kind;
 
-use super::{DraftConfig, Form, LayerKind, layer_ids};
+use super::{DraftConfig, Form, LayerKind};
+use crate::Result;
 use crate::fields::Fields;
-use crate::{Result, kind_name};
 
 /// The key that marks the form.
-const KIND: &str = "speculators_model_type";
+pub(super) const KIND: &str = "speculators_model_type";
+
+/// The key of the Qwen3 fields.
+pub(super) const LAYERS: &str = "transformer_layer_config";
 
 /// The release whose form this is.
 const VERSION: &str = "0.9.0";
@@ -28,16 +30,16 @@ pub struct Verifier {
     pub architectures: Vec<String>,
 }
 
-/// Writes the form, for weights of `kind`.
+/// Writes the form, for weights of type `dtype`.
 ///
 /// vLLM takes one causality for all layers from `sliding_window_non_causal`: it is true for a draft
 /// whose layers are all full, and false for one whose layers all slide.
 pub(super) fn to_json(
     config: &DraftConfig,
-    (kind, draft_vocab_size): (Kind, usize),
+    (dtype, draft_vocab_size): (&str, usize),
     verifier: &Verifier,
 ) -> Value {
-    let mut layers = config.to_json(kind);
+    let mut layers = config.to_json(dtype);
     let fields = layers.as_object_mut().expect("a configuration is an object");
     fields.retain(|key, value| !OWN_PLACE.contains(&key.as_str()) && !value.is_null());
     json!({
@@ -46,7 +48,7 @@ pub(super) fn to_json(
         "aux_hidden_state_layer_ids": config.target_layer_ids,
         "block_size": config.block_size,
         "draft_vocab_size": draft_vocab_size,
-        "dtype": kind_name(kind),
+        "dtype": dtype,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": false,
         "sliding_window_non_causal": !config.layers.contains(&LayerKind::Sliding),
@@ -56,7 +58,7 @@ pub(super) fn to_json(
             "proposal_methods": [{
                 "accept_tolerance": 0.0,
                 "proposal_type": "greedy",
-                "speculative_tokens": config.block_size - 1,
+                "speculative_tokens": config.block().proposals(),
                 "verifier_accept_k": 1,
             }],
             "verifier": {
@@ -66,19 +68,13 @@ pub(super) fn to_json(
         },
         "speculators_version": VERSION,
         "tie_word_embeddings": false,
-        "transformer_layer_config": layers,
+        LAYERS: layers,
     })
 }
 
-pub(super) fn is_form_of(config: &Fields) -> bool {
-    config.has(KIND)
-}
-
-/// Reads the form.
-///
-/// # Errors
-/// Another kind of drafter, a missing key, a draft whose blocks we do not decode.
-pub(super) fn form(config: &Fields) -> Result<Form> {
+/// Refuses drafts of another kind, and those whose blocks we do not decode.
+pub(super) fn check(form: &Form) -> Result<()> {
+    let config = &form.own;
     if config.text(KIND)?.is_none_or(|kind| kind != "dflash") {
         return Err(config.refuse(KIND, "only dflash drafters can be read"));
     }
@@ -86,19 +82,14 @@ pub(super) fn form(config: &Fields) -> Result<Form> {
         let expected = "only drafts whose first slot is the clean anchor can be read";
         return Err(config.refuse("sample_from_anchor", expected));
     }
-    let layers = config.required("transformer_layer_config", Fields::object)?;
-    let types = layers.texts("layer_types")?.unwrap_or_default();
+    config.required(LAYERS, Fields::object)?;
+    let types = form.layers.texts("layer_types")?.unwrap_or_default();
     let slides = types.iter().any(|name| name == LayerKind::Sliding.name());
     if slides && config.flag("sliding_window_non_causal")? {
         let expected = "sliding layers are read, trained and served causal in their block";
         return Err(config.refuse("sliding_window_non_causal", expected));
     }
-    Ok(Form {
-        layers,
-        block_size: config.required("block_size", Fields::size)?,
-        mask_token_id: config.required("mask_token_id", Fields::token)?,
-        target_layer_ids: layer_ids(config, "aux_hidden_state_layer_ids", 0)?,
-    })
+    Ok(())
 }
 
 #[cfg(test)]
@@ -150,7 +141,7 @@ mod tests {
             draft.layers = vec![kinds; 2];
             draft.sliding_window = (kinds == LayerKind::Sliding).then_some(16);
             draft.num_target_layers = Some(8);
-            let value = to_json(&draft, (Kind::Half, 50), &verifier);
+            let value = to_json(&draft, ("float16", 50), &verifier);
             assert_eq!(value["sliding_window_non_causal"], json!(non_causal));
             assert_eq!(value["draft_vocab_size"], json!(50));
             assert_eq!(value["transformer_layer_config"]["dtype"], json!("float16"));

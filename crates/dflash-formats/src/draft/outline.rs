@@ -1,0 +1,93 @@
+//! What the files of any drafter say of it, as far as they do: also of drafters that we do not run.
+
+use crate::fields::Fields;
+use crate::gguf::{GgufFile, Value};
+
+use super::{ARCHITECTURE, Form, Layout};
+
+/// What the files say; `None` where they do not, or not in a form that we read.
+#[allow(missing_docs, reason = "as in `DraftConfig`")]
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Outline {
+    pub layout: Layout,
+    pub block_size: Option<i64>,
+    /// Layers of the draft.
+    pub layers: Option<i64>,
+    pub hidden_size: Option<i64>,
+    /// As in [`DraftConfig`](super::DraftConfig); empty where the files do not say.
+    pub target_layer_ids: Vec<u32>,
+    pub num_target_layers: Option<i64>,
+    pub mask_token_id: Option<i64>,
+    pub sliding_window: Option<i64>,
+}
+
+impl Outline {
+    /// That of a `config.json`.
+    pub fn of_config(config: &Fields) -> Self {
+        let form = Form::of(config.clone());
+        let size = |key| form.layers.size(key).ok().flatten();
+        Self {
+            layout: form.layout,
+            block_size: form.block_size().ok(),
+            layers: size("num_hidden_layers"),
+            hidden_size: size("hidden_size"),
+            target_layer_ids: form.target_layer_ids().unwrap_or_default(),
+            num_target_layers: size("num_target_layers"),
+            mask_token_id: form.mask_token_id().ok(),
+            sliding_window: size("sliding_window"),
+        }
+    }
+
+    /// That of a GGUF file.
+    pub fn of_gguf(file: &GgufFile) -> Self {
+        let size = |key: &str| match file.value(&format!("{ARCHITECTURE}.{key}")) {
+            Some(Value::Integer(size)) => Some(*size),
+            _ => None,
+        };
+        Self {
+            layout: Layout::Gguf,
+            block_size: size("block_size"),
+            layers: size("block_count"),
+            hidden_size: size("embedding_length"),
+            ..Self::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn outline(config: &Value) -> Outline {
+        Outline::of_config(&Fields::of(Path::new("config.json"), config))
+    }
+
+    #[test]
+    fn both_layouts_tell_the_same_shape() {
+        let ours = json!({"num_hidden_layers": 4, "hidden_size": 256, "block_size": 8,
+            "sliding_window": null, "dflash_config":
+            {"block_size": 8, "mask_token_id": 4095, "target_layer_ids": [-1, 1, 5]}});
+        let expected = Outline {
+            block_size: Some(8),
+            layers: Some(4),
+            hidden_size: Some(256),
+            target_layer_ids: vec![0, 2, 6],
+            mask_token_id: Some(4095),
+            ..Outline::default()
+        };
+        assert_eq!(outline(&ours), expected);
+        let theirs = json!({"speculators_model_type": "dflash", "block_size": 8,
+            "mask_token_id": 4095, "aux_hidden_state_layer_ids": [0, 2, 6],
+            "transformer_layer_config": {"num_hidden_layers": 4, "hidden_size": 256}});
+        let expected = Outline { layout: Layout::Speculators, ..expected };
+        assert_eq!(outline(&theirs), expected);
+        assert_eq!(outline(&json!({})), Outline::default());
+        assert_eq!(outline(&json!([])), Outline::default());
+        let causal = json!({"block_size": 4, "dflash_config": {"causal": true}});
+        assert_eq!(outline(&causal).block_size, Some(4));
+    }
+}
