@@ -19,6 +19,8 @@ mod export;
 mod families;
 #[path = "train/first_step.rs"]
 mod first_step;
+#[path = "train/heads.rs"]
+mod heads;
 #[path = "train/identity.rs"]
 mod identity;
 #[path = "train/limits.rs"]

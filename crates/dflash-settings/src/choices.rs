@@ -31,6 +31,8 @@ choices! {
     SpeculatorType {
         /// Block diffusion conditioned on the target's hidden states.
         Dflash,
+        /// The same with a low-rank term of the token before each prediction; no engine serves it.
+        Markov,
     }
 
     /// When to use colors.
@@ -164,12 +166,13 @@ choices! {
 
 impl SpeculatorType {
     /// All of them.
-    pub const ALL: [Self; 1] = [Self::Dflash];
+    pub const ALL: [Self; 2] = [Self::Dflash, Self::Markov];
 
     /// As the user types it, and as configurations name it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Dflash => "dflash",
+            Self::Markov => "markov",
         }
     }
 }

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{Invalid, MOST_TOKENS, MOST_VOCABULARY, block_size, layer_ids, within};
 use crate::choices::SpeculatorType;
+use crate::markov::MarkovSettings;
 
 /// Default number of auxiliary layers of a draft: the paper's.
 pub const DEFAULT_CAPTURES: usize = 5;
@@ -60,6 +61,11 @@ pub struct DraftSettings {
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     #[setting(lasting, recipe)]
     pub draft_vocab_size: Option<usize>,
+    /// The Markov head.
+    #[serde(flatten)]
+    #[cfg_attr(feature = "clap", command(flatten))]
+    #[setting(flatten)]
+    pub markov: MarkovSettings,
 }
 
 impl DraftSettings {
@@ -73,6 +79,7 @@ impl DraftSettings {
         }
         layer_ids(self.target_layer_ids.as_deref())?;
         block_size("block_size", self.block_size.unwrap_or(DEFAULT_BLOCK_SIZE))?;
+        self.markov.check()?;
         let vocabulary = self.draft_vocab_size.unwrap_or(1) as u64;
         within([
             ("num_layers", self.num_layers.unwrap_or(1) as u64, 1..=MOST_DRAFT_LAYERS),

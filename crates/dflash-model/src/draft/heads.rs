@@ -14,4 +14,5 @@ macro_rules! heads {
 
 heads! {
     dflash::Dflash,
+    markov::Markov,
 }
