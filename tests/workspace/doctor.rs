@@ -40,7 +40,7 @@ fn what_is_missing_is_named_with_its_remedy_and_the_code_is_one() {
     let mut doctor = Command::new(dir.path().join("dflash"));
     doctor.args(["doctor", "--offline", "--dir", "/nowhere"]);
     let finished = run(doctor.env_clear().env("HOME", dir.path()).env("PATH", ""));
-    assert!(finished.fault().contains("2 things are missing"), "{finished:?}");
+    assert!(finished.fault().contains("2 essential things are missing"), "{finished:?}");
     for part in ["MISSING  libtorch", "pip install torch==2.11", "MISSING  disk           /nowhere"]
     {
         assert!(finished.stdout.contains(part), "{part} in {}", finished.stdout);

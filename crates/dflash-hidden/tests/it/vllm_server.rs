@@ -369,7 +369,7 @@ fn what_is_no_file_of_this_prompt_is_left_alone() {
         File::create(&path).unwrap().set_len(1 << 42).unwrap();
         path
     };
-    assert!(refused(&vllm(Quirks { names: sparse, ..quiet.clone() })).contains("left alone"));
+    assert!(refused(&vllm(Quirks { names: sparse, ..quiet.clone() })).contains("not removed"));
     // Another prompt's.
     let other = |dir: &Path, _: PathBuf| {
         let path = dir.join("other.safetensors");

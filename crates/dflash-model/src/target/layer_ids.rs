@@ -76,7 +76,7 @@ mod tests {
             message(&[2, 9]).starts_with("target layer id 9 is out of range: the target has 8")
         );
         assert!(message(&[3, 2]).contains("[3, 2] must be ascending"));
-        assert!(message(&[2, 2]).contains("without repeats"));
+        assert!(message(&[2, 2]).contains("without repetition"));
         assert!(message(&[]).contains("[]"));
     }
 }
