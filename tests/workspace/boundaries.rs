@@ -176,9 +176,12 @@ fn the_front_and_the_formats_do_without_libtorch() {
 
 #[test]
 fn the_model_knows_no_rank_no_socket_and_no_command_line() {
-    let reach = Graph::read().reach("dflash-model");
-    for foreign in ["dflash-dist", "clap", "axum", "reqwest", "tokio", "dflash-hidden-states"] {
-        assert!(!reach.contains(foreign), "dflash-model depends on {foreign}");
+    let graph = Graph::read();
+    for model in ["dflash-tensor", "dflash-target", "dflash-draft"] {
+        let reach = graph.reach(model);
+        for foreign in ["dflash-dist", "clap", "axum", "reqwest", "tokio", "dflash-hidden-states"] {
+            assert!(!reach.contains(foreign), "{model} depends on {foreign}");
+        }
     }
 }
 
@@ -202,7 +205,21 @@ fn libraries_depend_on_what_the_layers_allow() {
             &["dflash-formats", "dflash-identity", "dflash-io", "dflash-settings"],
         ),
         ("dflash-dist", &["dflash-io", "dflash-settings", "dflash-torch-sys"]),
-        ("dflash-model", &["dflash-formats", "dflash-io", "dflash-settings", "dflash-torch-sys"]),
+        ("dflash-tensor", &["dflash-formats", "dflash-io", "dflash-settings", "dflash-torch-sys"]),
+        (
+            "dflash-target",
+            &[
+                "dflash-formats",
+                "dflash-io",
+                "dflash-settings",
+                "dflash-tensor",
+                "dflash-torch-sys",
+            ],
+        ),
+        (
+            "dflash-draft",
+            &["dflash-formats", "dflash-settings", "dflash-tensor", "dflash-torch-sys"],
+        ),
         (
             "dflash-prepare",
             &[
@@ -246,8 +263,9 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-hidden-states",
                 "dflash-http",
                 "dflash-identity",
-                "dflash-model",
                 "dflash-settings",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-torch-sys",
             ],
         ),
@@ -257,13 +275,15 @@ fn libraries_depend_on_what_the_layers_allow() {
             "dflash-decode",
             &[
                 "dflash-chat",
+                "dflash-draft",
                 "dflash-eval",
                 "dflash-hub",
                 "dflash-identity",
                 "dflash-io",
-                "dflash-model",
                 "dflash-run",
                 "dflash-settings",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-torch-sys",
             ],
         ),
@@ -271,11 +291,13 @@ fn libraries_depend_on_what_the_layers_allow() {
             "dflash-export",
             &[
                 "dflash-chat",
+                "dflash-draft",
                 "dflash-formats",
                 "dflash-identity",
                 "dflash-io",
-                "dflash-model",
                 "dflash-settings",
+                "dflash-target",
+                "dflash-tensor",
             ],
         ),
         (
@@ -283,11 +305,13 @@ fn libraries_depend_on_what_the_layers_allow() {
             &[
                 "dflash-chat",
                 "dflash-data",
+                "dflash-draft",
                 "dflash-formats",
                 "dflash-io",
-                "dflash-model",
                 "dflash-prepare",
                 "dflash-settings",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-train",
             ],
         ),
@@ -297,12 +321,14 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-chat",
                 "dflash-data",
                 "dflash-dist",
+                "dflash-draft",
                 "dflash-hidden-states",
                 "dflash-identity",
                 "dflash-io",
-                "dflash-model",
                 "dflash-run",
                 "dflash-settings",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-torch-sys",
             ],
         ),
@@ -394,7 +420,7 @@ fn unsafe_code_lives_in_the_shim_and_one_module() {
 #[test]
 fn one_place_asks_which_gpus_there_are() {
     let home = |path: &Path| {
-        path == Path::new("crates/model/dflash-model/src/placement.rs")
+        path == Path::new("crates/model/dflash-tensor/src/placement.rs")
             // what doctor is told
             || path.ends_with("engine_info.rs")
             || path.starts_with("crates/model/dflash-torch-sys")

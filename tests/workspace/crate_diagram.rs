@@ -101,8 +101,8 @@ fn section(crates: &Crates) -> String {
         let inside = crates.0.iter().filter(|(_, it)| it.folder == folder);
         let names: Vec<&str> = inside.map(|(name, _)| short(name)).collect();
         // Crates have these names too, so the folder's node needs another.
-        writeln!(text, "  subgraph in-{folder} [{folder}/]").unwrap();
-        writeln!(text, "    {}\n  end", names.join(" & ")).unwrap();
+        let inside = names.join(" & ");
+        writeln!(text, "  subgraph in-{folder} [\"{folder}/\"]; {inside}; end").unwrap();
     }
     for name in crates.in_order().into_iter().rev() {
         let arrows = crates.arrows(name);

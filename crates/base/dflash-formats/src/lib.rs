@@ -1,7 +1,7 @@
 //! The file formats that drafts and targets come in, each read and written in this one place.
 //!
 //! Nothing here needs libtorch: a file says which tensors it has, of what type and shape and where
-//! their bytes lie, and `dflash-model` makes tensors of them.
+//! their bytes lie, and `dflash-tensor` makes tensors of them.
 //!
 //! - [`safetensors`] reads the header of a safetensors file.
 //! - [`gguf`] reads and writes GGUF files.

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 
 use dflash_chat::{ChatTokenizer, Conversation, Message, Role, Row, parse_prompt_row};
-use dflash_model::target::TargetConfig;
+use dflash_target::TargetConfig;
 use serde_json::{Map, Value, json};
 
 use crate::Error;

@@ -1,9 +1,9 @@
 //! What drafting needs of the two models: how a block is made, and which tokens it proposes.
 
-use dflash_model::draft::{BlockShape, Choose, Draft, LmHead, LoadedDraft, ProposalBlock};
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::ops::most_likely;
-use dflash_model::target::{KvCache, PrunedRows, Target, check_layer_ids};
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{BlockShape, Choose, Draft, LmHead, LoadedDraft, ProposalBlock};
+use dflash_target::{KvCache, PrunedRows, Target, check_layer_ids};
+use dflash_tensor::ops::most_likely;
 use tch::{Kind, Tensor, no_grad};
 
 use crate::Error;

@@ -25,10 +25,10 @@ mod sequence;
 mod tensors;
 mod timing;
 
-use dflash_model::draft::{ContextCache, Draft};
-use dflash_model::target::{KvCache, Target};
-use dflash_model::want_of_memory;
+use dflash_draft::{ContextCache, Draft};
 use dflash_settings::Speculate;
+use dflash_target::{KvCache, Target};
+use dflash_tensor::want_of_memory;
 use tch::{Tensor, no_grad};
 
 use self::lengths::{Choice, Lengths};

@@ -11,7 +11,7 @@ pub enum Error {
     Setting(#[from] dflash_settings::Invalid),
     /// Target or draft cannot be loaded.
     #[error(transparent)]
-    Model(#[from] dflash_model::Error),
+    Model(#[from] dflash_tensor::Error),
     /// What a target or draft is cannot be read.
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),

@@ -17,9 +17,9 @@ use dflash_eval::{EvalReport, Facts, Measured, Memory, SetFacts, Way, check_outp
 use dflash_hub::Hub;
 use dflash_identity::TargetIdentity;
 use dflash_io::{Progress, Unit, say};
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
-use dflash_model::{device_name, kind_name, peak_resident_mib, place};
 use dflash_settings::{EvalSettings, Thinking};
+use dflash_target::{Target, TargetConfig, TargetOptions};
+use dflash_tensor::{device_name, kind_name, peak_resident_mib, place};
 use dflash_torch_sys::CpuLevel;
 use tch::{Device, Kind};
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_chat::ChatTokenizer;
-use dflash_model::target::TargetConfig;
+use dflash_target::TargetConfig;
 
 use crate::Error;
 

@@ -1,7 +1,7 @@
 //! Where two texts part, and whether the target prefers one of them by more than rounding.
 
 use dflash_eval::Difference;
-use dflash_model::target::Target;
+use dflash_target::Target;
 use tch::{Kind, Tensor, no_grad};
 
 /// Where the `[plain, speculative]` answers to `prompt` part; `None` where they do not. It is a tie

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dflash_chat::ChatTokenizer;
+use dflash_draft::LoadedDraft;
 use dflash_identity::TargetIdentity;
 use dflash_io::say;
-use dflash_model::draft::LoadedDraft;
-use dflash_model::place;
-use dflash_model::target::{Target, TargetOptions};
 use dflash_settings::{Device, Dtype, NGRAM_SIZE, NGRAM_TOKENS};
+use dflash_target::{Target, TargetOptions};
+use dflash_tensor::place;
 use serde_json::{Map, Value};
 
 use crate::Error;

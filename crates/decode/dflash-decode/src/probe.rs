@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
+use dflash_draft::LoadedDraft;
 use dflash_io::{Progress, Show, Unit};
-use dflash_model::draft::LoadedDraft;
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_run::Acceptance;
 use dflash_settings::Speculate;
+use dflash_target::{Target, TargetConfig, TargetOptions};
 
 use crate::Error;
 use crate::answer::answer;

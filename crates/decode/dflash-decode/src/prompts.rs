@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dflash_chat::{ChatTokenizer, Conversation, Message, Role, Row, parse_prompt_row};
 use dflash_eval::sets::{SetRow, open_turns};
-use dflash_model::target::TargetConfig;
+use dflash_target::TargetConfig;
 use serde_json::Value;
 
 use crate::Error;

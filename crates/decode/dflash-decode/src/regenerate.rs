@@ -11,9 +11,9 @@ use std::time::Instant;
 
 use dflash_chat::ChatTokenizer;
 use dflash_io::{Progress, Unit};
-use dflash_model::place;
-use dflash_model::target::TargetConfig;
 use dflash_settings::RegenerateSettings;
+use dflash_target::TargetConfig;
+use dflash_tensor::place;
 
 use crate::Error;
 use crate::dialogue::{Dialogue, Next, Speaker};

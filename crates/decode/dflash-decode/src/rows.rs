@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use dflash_chat::{ChatTokenizer, Message, Role, SegmentCache, raw_rows};
-use dflash_model::target::TargetConfig;
+use dflash_target::TargetConfig;
 use serde_json::Value;
 
 use crate::Error;

@@ -4,7 +4,7 @@
 //! same seed gives the same text, and only the chosen tokens travel. Shapes: `r` rows (positions), `v`
 //! vocabulary.
 
-use dflash_model::ops::most_likely;
+use dflash_tensor::ops::most_likely;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Device, Kind, Tensor};

@@ -10,8 +10,8 @@ use std::path::Path;
 
 use dflash_chat::ChatTokenizer;
 use dflash_identity::{TargetIdentity, file_digest, hex};
-use dflash_model::target::TargetConfig;
 use dflash_settings::RegenerateSettings;
+use dflash_target::TargetConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};

@@ -17,7 +17,7 @@ pub enum Error {
     #[error(transparent)]
     Files(#[from] dflash_io::Error),
     #[error(transparent)]
-    Model(#[from] dflash_model::Error),
+    Model(#[from] dflash_tensor::Error),
     #[error(transparent)]
     Text(#[from] dflash_chat::Error),
 }

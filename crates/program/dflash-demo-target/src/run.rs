@@ -6,9 +6,9 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
 use dflash_io::PendingDir;
-use dflash_model::place;
-use dflash_model::target::{Target, TargetConfig};
 use dflash_settings::{DemoTargetSettings, Device as Asked, Dtype};
+use dflash_target::{Target, TargetConfig};
+use dflash_tensor::place;
 use serde_json::{Value, json};
 use tch::Kind;
 
@@ -207,8 +207,7 @@ mod tests {
         assert!(
             wide.join("tokenizer.json").is_file() && (19_000_000..=20_000_000).contains(&bytes)
         );
-        let options =
-            dflash_model::target::TargetOptions { device: Device::Cpu, dtype: Kind::Float };
+        let options = dflash_target::TargetOptions { device: Device::Cpu, dtype: Kind::Float };
         let target = Target::load(&made.target, &options).unwrap();
         assert_eq!((target.num_layers(), target.hidden_size()), (LAYERS, HIDDEN_SIZE));
         assert_eq!(target.config().eos_token_ids, [END_ID]);

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_chat::{ChatTokenizer, Conversation, SegmentCache};
 use dflash_data::Sample;
-use dflash_model::draft::{Fresh, Parameter, ParameterSpec, Role};
-use dflash_model::target::Target;
+use dflash_draft::{Fresh, Parameter, ParameterSpec, Role};
 use dflash_prepare::{Refusal, conversation_rows};
 use dflash_settings::{SchedulerType, Warmup};
+use dflash_target::Target;
 use dflash_train::optimizer::{
     AdamWConfig, Groups, Optimizer, OptimizerConfig, WeightDecay, gradient_norm,
 };
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
     use crate::corpus::conversations;
     use crate::tokenizer;
-    use dflash_model::target::TargetConfig;
+    use dflash_target::TargetConfig;
     use tch::Device;
 
     fn prepared() -> (ChatTokenizer, Vec<Sample>) {

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use dflash_io::PendingDir;
-use dflash_model::checkpoint::{Entry, TensorFile, TensorWriter, pieces};
+use dflash_tensor::checkpoint::{Entry, TensorFile, TensorWriter, pieces};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
@@ -120,7 +120,7 @@ fn copy_others(from: &Path, to: &Path, extra: i64) -> Result<(), Error> {
     let path = from.join(CONFIG);
     let text = fs::read(&path).map_err(dflash_io::Error::io("read", &path))?;
     let broken = |source| {
-        dflash_model::Error::from(dflash_formats::Error::Json { path: path.clone(), source })
+        dflash_tensor::Error::from(dflash_formats::Error::Json { path: path.clone(), source })
     };
     let mut config: Value = serde_json::from_slice(&text).map_err(broken)?;
     let channels = config["intermediate_size"].as_i64().unwrap_or_default() + extra;
@@ -130,7 +130,7 @@ fn copy_others(from: &Path, to: &Path, extra: i64) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
-    use dflash_model::target::{Target, TargetConfig, TargetOptions};
+    use dflash_target::{Target, TargetConfig, TargetOptions};
 
     use super::*;
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use dflash_io::{Progress, Unit, say};
-use dflash_model::target::Loading;
+use dflash_tensor::Loading;
 
 /// A load that took so long is worth a line when it is over.
 const LONG: Duration = Duration::from_secs(5);

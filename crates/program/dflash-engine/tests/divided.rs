@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use dflash_golden::{Entry, entries};
 use dflash_hidden_states::{HiddenStates, decode_stream};
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::target::divided::Grid;
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_target::divided::Grid;
+use dflash_target::{Target, TargetConfig, TargetOptions};
+use dflash_tensor::checkpoint::TensorFile;
 use dflash_test_support::eventually;
 use tch::{Device, Kind, Tensor, no_grad};
 

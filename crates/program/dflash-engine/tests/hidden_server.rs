@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use dflash_model::target::{Target, TargetConfig};
+use dflash_target::{Target, TargetConfig};
 use dflash_test_support::eventually;
 use tch::{Device, Kind};
 

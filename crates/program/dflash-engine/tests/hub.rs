@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind};
-use dflash_model::target::{Target, TargetConfig};
+use dflash_draft::{Draft, DraftConfig, HeadFields, LayerKind};
+use dflash_target::{Target, TargetConfig};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

@@ -6,9 +6,9 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use dflash_draft::{Draft, DraftConfig, HeadFields, LayerKind};
 use dflash_golden::entries;
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind};
+use dflash_tensor::checkpoint::TensorFile;
 use dflash_test_support::{alone, eventually};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor, no_grad};

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use dflash_model::target::{Target, TargetConfig};
+use dflash_target::{Target, TargetConfig};
 use serde_json::Value;
 use tch::{Device, Kind};
 

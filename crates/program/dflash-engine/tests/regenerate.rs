@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dflash_model::target::{Target, TargetConfig};
+use dflash_target::{Target, TargetConfig};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 

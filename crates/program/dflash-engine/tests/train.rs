@@ -141,7 +141,7 @@ fn a_run_leaves_a_draft_metrics_events_and_provenance() {
     assert!(run.success(), "{}", run.stderr);
     let out = world.path("out");
     let checkpoint = run.stdout.trim();
-    let draft = dflash_model::draft::Draft::load(
+    let draft = dflash_draft::Draft::load(
         std::path::Path::new(checkpoint),
         tch::Device::Cpu,
         tch::Kind::Float,
@@ -163,7 +163,7 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     let run = world.train("pruned", &[measured, more].concat());
     assert!(run.success(), "{}", run.stderr);
     let dir = std::path::PathBuf::from(run.stdout.trim());
-    let vocabulary = dflash_model::objective::DraftVocabulary::load(&dir).unwrap().unwrap();
+    let vocabulary = dflash_draft::objective::DraftVocabulary::load(&dir).unwrap().unwrap();
     assert_eq!(vocabulary.selected().len(), 24);
     let report = world.eval(&dir);
     assert_eq!(report["draft_vocabulary"], 24);
@@ -173,9 +173,9 @@ fn a_pruned_vocabulary_travels_with_the_checkpoint() {
     assert_eq!(lines.last().unwrap()["acceptance_length"], report["acceptance_length"]);
     // A run that starts from it, or goes on, keeps the selection; the data would select others.
     let load = |dir: &str| {
-        dflash_model::objective::DraftVocabulary::load(std::path::Path::new(dir)).unwrap()
+        dflash_draft::objective::DraftVocabulary::load(std::path::Path::new(dir)).unwrap()
     };
-    let other = dflash_model::objective::DraftVocabulary::new((0..24).collect(), 64);
+    let other = dflash_draft::objective::DraftVocabulary::new((0..24).collect(), 64);
     assert_ne!(other, vocabulary);
     other.save(&dir).unwrap();
     let draft = dir.to_str().unwrap();
@@ -289,7 +289,7 @@ fn a_run_starts_from_another_draft_and_says_what_that_means() {
     }
     let load = |dir: &str| {
         let kind = tch::Kind::Float;
-        dflash_model::draft::Draft::load(std::path::Path::new(dir), tch::Device::Cpu, kind).unwrap()
+        dflash_draft::Draft::load(std::path::Path::new(dir), tch::Device::Cpu, kind).unwrap()
     };
     let (before, after) = (load(draft), load(second.stdout.trim()));
     for parameter in before.layout().parameters() {

@@ -1,10 +1,10 @@
 //! What is refused: a draft that does not belong to the target, and what an engine would serve
 //! wrongly without a word.
 
+use dflash_draft::{LayerKind, unservable};
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{LayerKind, unservable};
-use dflash_model::target::{TargetFacts, check_layer_ids};
 use dflash_settings::{ExportFormat, ExportSettings};
+use dflash_target::{TargetFacts, check_layer_ids};
 
 use crate::source::Source;
 use crate::{Error, Result};

@@ -1,6 +1,6 @@
 //! An export that was loaded again, against what was exported.
 
-use dflash_model::draft::{Draft, DraftConfig, Parameter};
+use dflash_draft::{Draft, DraftConfig, Parameter};
 use dflash_settings::ExportDtype;
 use half::f16;
 use tch::{Kind, Tensor};

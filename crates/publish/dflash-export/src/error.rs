@@ -10,7 +10,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
-    Model(#[from] dflash_model::Error),
+    Model(#[from] dflash_tensor::Error),
     #[error(transparent)]
     Text(#[from] dflash_chat::Error),
     #[error(transparent)]

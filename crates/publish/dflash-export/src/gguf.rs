@@ -20,11 +20,11 @@ mod tensors;
 use std::path::Path;
 
 use dflash_chat::ChatTokenizer;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{Draft, DraftLayout, Parameter, Role};
 use dflash_formats::gguf::GgufFile;
 pub(crate) use dflash_formats::gguf::TensorType;
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{Draft, DraftLayout, Parameter, Role};
-use dflash_model::objective::DraftVocabulary;
 use dflash_settings::ExportDtype;
 use tch::{Device, Kind, Tensor};
 

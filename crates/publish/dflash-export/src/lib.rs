@@ -2,7 +2,7 @@
 //!
 //! - [`Source`] is the draft, from any layout that we read;
 //! - `checks` refuses what does not fit its target and what an engine would serve wrongly;
-//! - `gguf` is llama.cpp's layout; the other two are `dflash-model`'s;
+//! - `gguf` is llama.cpp's layout; the other two are `dflash-draft`'s;
 //! - `compare` holds what was loaded from the export against the draft: [`Nearness`].
 //!
 //! An export has its name only when it has passed: it is made aside.
@@ -17,13 +17,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dflash_chat::ChatTokenizer;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{Parameter, Role, Verifier};
 use dflash_identity::TargetIdentity;
 use dflash_io::PendingDir;
-use dflash_model::draft::{Parameter, Role, Verifier};
-use dflash_model::kind_name;
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{TargetFacts, TargetHead};
 use dflash_settings::{ExportDtype, ExportFormat, ExportSettings};
+use dflash_target::{TargetFacts, TargetHead};
+use dflash_tensor::kind_name;
 use tch::{Device, Kind, Tensor};
 
 pub use compare::Nearness;
@@ -184,7 +184,7 @@ fn check(
             gguf::read(path)?.head_vh.expect("a vocabulary was read, and a head with it")
         } else {
             let weights = path.join("model.safetensors");
-            let file = dflash_model::checkpoint::TensorFile::open(&weights)?;
+            let file = dflash_tensor::checkpoint::TensorFile::open(&weights)?;
             file.any_tensor(HEAD)?.to_kind(Kind::Float)
         };
         compare::tensor("the pruned head", (own, &read), settings.dtype)?;

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{Draft, DraftConfig};
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{Draft, DraftConfig};
-use dflash_model::objective::DraftVocabulary;
 use tch::{Device, Kind};
 
 use crate::{Result, gguf};

@@ -12,7 +12,7 @@ pub enum Error {
     #[error(transparent)]
     Http(#[from] dflash_http::Error),
     #[error(transparent)]
-    Model(#[from] dflash_model::Error),
+    Model(#[from] dflash_tensor::Error),
     /// Another process of a split target has gone or does not answer.
     #[error(transparent)]
     Peers(#[from] dflash_dist::Error),

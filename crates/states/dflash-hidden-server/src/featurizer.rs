@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use dflash_hidden_states::Metadata;
-use dflash_model::target::PackedPrompts;
+use dflash_target::PackedPrompts;
 
 use crate::error::Error;
 

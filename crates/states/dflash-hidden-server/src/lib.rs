@@ -17,7 +17,7 @@ mod server;
 mod target;
 mod worker;
 
-pub use dflash_model::target::PackedPrompts;
+pub use dflash_target::PackedPrompts;
 pub use error::Error;
 pub use featurizer::{Features, Featurizer, ModelFacts, Rows};
 pub use server::{Loader, Ready, serve};

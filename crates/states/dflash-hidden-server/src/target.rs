@@ -7,12 +7,12 @@ use bytes::Bytes;
 use dflash_dist::WorkerEnv;
 use dflash_hidden_states::Metadata;
 use dflash_identity::TargetIdentity;
-use dflash_model::target::divided::Grid;
-use dflash_model::target::{
+use dflash_settings::{DEFAULT_CAPTURES, DivisionSettings, HiddenServerSettings, WireDtype};
+use dflash_target::divided::Grid;
+use dflash_target::{
     PackedPrompts, Prefill, PrefillOptions, TargetConfig, check_layer_ids, default_layer_ids,
 };
-use dflash_model::{is_want_of_memory, place};
-use dflash_settings::{DEFAULT_CAPTURES, DivisionSettings, HiddenServerSettings, WireDtype};
+use dflash_tensor::{is_want_of_memory, place};
 use dflash_torch_sys::staging::download_from;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -295,8 +295,8 @@ mod tests {
     use std::sync::{Arc, Condvar, Mutex};
     use std::thread;
 
-    use dflash_model::target::{Target, TargetConfig};
     use dflash_settings::Dtype;
+    use dflash_target::{Target, TargetConfig};
     use dflash_torch_sys::staging::{Arrival, Copying, Download, HostBuffer};
 
     use super::*;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dflash_hidden_states::{HiddenStates, Metadata};
-use dflash_model::target::{PackedPrompts, TokenBudget};
-use dflash_model::want_of_memory;
+use dflash_target::{PackedPrompts, TokenBudget};
+use dflash_tensor::want_of_memory;
 
 use crate::error::Error;
 use crate::featurizer::{Features, Featurizer, ModelFacts, Rows};

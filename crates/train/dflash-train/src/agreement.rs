@@ -2,8 +2,8 @@
 //! the program. The ranks compare it before they connect.
 
 use dflash_identity::file_digest;
-use dflash_model::{device_name, kind_name};
 use dflash_settings::{Classed, Setting, TrainSettings};
+use dflash_tensor::{device_name, kind_name};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 

@@ -19,7 +19,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 use dflash_hidden_states::Counters;
-use dflash_model::want_of_memory;
+use dflash_tensor::want_of_memory;
 use dflash_torch_sys::staging::{HostBuffer, Shipment, Upload};
 use tch::Tensor;
 

@@ -3,8 +3,8 @@
 //! came to the buffer; nothing is computed with tensors here.
 
 use dflash_data::PackedRow;
+use dflash_draft::DraftConfig;
 use dflash_hidden_states::{Dtype, HiddenStates};
-use dflash_model::draft::DraftConfig;
 use tch::{Kind, Tensor};
 
 use crate::ahead::Lease;

@@ -3,13 +3,13 @@
 //! and `plan` all build their rows here.
 
 use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
+use dflash_draft::attention::{BlockPlan, WindowRule};
+use dflash_draft::flops::RowWork;
+use dflash_draft::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
+use dflash_draft::{Draft, DraftConfig, PackedInput, plan_blocks};
 use dflash_hidden_states::Dtype;
-use dflash_model::attention::{BlockPlan, WindowRule};
-use dflash_model::draft::{Draft, DraftConfig, PackedInput, plan_blocks};
-use dflash_model::flops::RowWork;
-use dflash_model::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
-use dflash_model::target::{LogitTransform, TargetHead};
-use dflash_model::upload;
+use dflash_target::TargetHead;
+use dflash_tensor::{LogitTransform, upload};
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 

@@ -11,11 +11,11 @@ use std::time::Instant;
 
 use dflash_data::{AnchorOptions, PackedRow, anchor_candidates};
 use dflash_dist::Single;
-use dflash_model::draft::{DraftConfig, DraftLayout, HeadFields};
-use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
-use dflash_model::target::{TargetFacts, TargetHead, default_layer_ids};
-use dflash_model::{Kernels, device_name, place, upload};
+use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
+use dflash_draft::{DraftConfig, DraftLayout, HeadFields};
 use dflash_settings::{Dtype, Invalid, TrainStepSettings};
+use dflash_target::{TargetFacts, TargetHead, default_layer_ids};
+use dflash_tensor::{Kernels, device_name, place, upload};
 use dflash_torch_sys::trace;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};

@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dflash_dist::Communicator;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{Draft, DraftConfig, DraftLayout};
 use dflash_io::PendingDir;
-use dflash_model::checkpoint::{TensorFile, TensorWriter};
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout};
-use dflash_model::objective::DraftVocabulary;
 use dflash_run::{Change, Checkpoint, Position, State, changes};
 use dflash_settings::{Invalid, TrainSettings};
+use dflash_tensor::checkpoint::{TensorFile, TensorWriter};
 
 use crate::Error;
 use crate::optimizer::{Algorithm, OptimizerConfig};
@@ -206,7 +206,7 @@ fn compare(
     (draft, (stored_size, size)): (&DraftConfig, (Option<usize>, Option<usize>)),
 ) -> Result<Vec<Change>, Error> {
     let found =
-        lasting(stored, &DraftConfig::load(dir).map_err(dflash_model::Error::from)?, stored_size);
+        lasting(stored, &DraftConfig::load(dir).map_err(dflash_tensor::Error::from)?, stored_size);
     // runs from before there was validation do not say how many samples they train on
     let trained_samples = stored.trained_samples.and(current.trained_samples);
     // and those from before there was a digest of the tokens do not say which

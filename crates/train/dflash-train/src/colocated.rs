@@ -15,9 +15,9 @@ use std::time::Instant;
 use bytes::Bytes;
 use dflash_data::PackedRow;
 use dflash_hidden_states::{Counters, HiddenStates, Probe, RetryPolicy};
-use dflash_model::target::{PackedPrompts, Prefill, PrefillOptions, TargetHead, TokenBudget};
-use dflash_model::{place, want_of_memory};
 use dflash_settings::{HiddenStatesSettings, WireDtype};
+use dflash_target::{PackedPrompts, Prefill, PrefillOptions, TargetHead, TokenBudget};
+use dflash_tensor::{place, want_of_memory};
 use dflash_torch_sys::Begun;
 use tch::{Device, Kind, Tensor};
 

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use dflash_model::draft::{DraftConfig, HeadFields};
-use dflash_model::target::TargetSpec;
+use dflash_draft::{DraftConfig, HeadFields};
 use dflash_settings::{TrainSettings, shown_settings};
+use dflash_target::TargetSpec;
 use serde::Serialize;
 use serde_json::{Value, json};
 

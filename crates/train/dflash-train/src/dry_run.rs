@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
+use dflash_draft::{DraftConfig, DraftLayout};
 use dflash_identity::TargetIdentity;
 use dflash_io::PendingDir;
-use dflash_model::draft::{DraftConfig, DraftLayout};
-use dflash_model::target::TargetFacts;
 use dflash_run::RunDir;
+use dflash_target::TargetFacts;
 use tch::Device;
 
 use crate::config::TrainConfig;

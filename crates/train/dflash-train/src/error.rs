@@ -13,7 +13,7 @@ use crate::preflight::listed;
 pub enum Error {
     /// A model directory or a checkpoint.
     #[error(transparent)]
-    Model(#[from] dflash_model::Error),
+    Model(#[from] dflash_tensor::Error),
     /// What a target is cannot be read.
     #[error(transparent)]
     Identity(#[from] dflash_identity::Error),

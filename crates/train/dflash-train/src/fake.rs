@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 
 use dflash_data::Dataset;
 use dflash_dist::{Communicator, Pending, Single};
+use dflash_draft::{DraftConfig, HeadFields, LayerKind};
 use dflash_hidden_states::{Counters, HiddenStates};
-use dflash_model::draft::{DraftConfig, HeadFields, LayerKind};
-use dflash_model::place;
-use dflash_model::target::{Target, TargetOptions};
+use dflash_target::{Target, TargetOptions};
+use dflash_tensor::place;
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor};
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use dflash_model::peak_resident_mib;
 use dflash_settings::Invalid;
+use dflash_tensor::peak_resident_mib;
 use tch::Device;
 
 use crate::gpus::Gpu;

@@ -5,8 +5,8 @@
 //! in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
 
 use dflash_dist::Communicator;
-use dflash_model::checkpoint::{Entry, TensorFile};
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
+use dflash_tensor::checkpoint::{Entry, TensorFile};
 use tch::{Kind, Tensor};
 
 use crate::Error;

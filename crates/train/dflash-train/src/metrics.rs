@@ -4,9 +4,9 @@ mod pulse;
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use dflash_draft::objective::{Statistics, StatisticsReport};
 use dflash_hidden_states::Counters;
 use dflash_io::say;
-use dflash_model::objective::{Statistics, StatisticsReport};
 use dflash_run::{
     End, Entry, MetricLine, RunAbout, RunDir, StreamCounters, TeacherForced, Trackers,
     ValidationLine,

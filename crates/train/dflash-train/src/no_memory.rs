@@ -1,7 +1,7 @@
 //! Out of memory in a run, on the host or on a GPU: an error that says which settings to lower. It
 //! is not a bug, and a restart would run out of memory again.
 
-use dflash_model::{is_want_of_memory, want_of_memory, want_of_memory_in};
+use dflash_tensor::{is_want_of_memory, want_of_memory, want_of_memory_in};
 
 use crate::Error;
 use crate::config::TrainConfig;
@@ -110,7 +110,7 @@ mod tests {
         };
         check(contained(|| panic!("Torch(\"{CUDA}\\nException raised from malloc\")")));
         let torch = tch::TchError::Torch(format!("{CUDA}\nException raised from malloc"));
-        check(contained(|| Err(dflash_model::Error::from(torch).into())));
+        check(contained(|| Err(dflash_tensor::Error::from(torch).into())));
         let source =
             dflash_torch_sys::Error::Nccl { operation: "all-reduce", message: CUDA.to_owned() };
         let inner = contained(|| {

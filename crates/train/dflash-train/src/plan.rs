@@ -16,10 +16,10 @@ mod target;
 
 use std::path::Path;
 
-use dflash_model::draft::{DraftConfig, DraftLayout, Keep};
-use dflash_model::target::divided::Grid;
-use dflash_model::target::{TargetConfig, TargetFacts};
+use dflash_draft::{DraftConfig, DraftLayout, Keep};
 use dflash_settings::{CheckpointSettings, Invalid, PlanDevice, PlanSettings};
+use dflash_target::divided::Grid;
+use dflash_target::{TargetConfig, TargetFacts};
 use serde::Serialize;
 use tch::Kind;
 

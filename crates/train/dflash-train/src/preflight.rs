@@ -20,8 +20,8 @@ use std::sync::atomic::Ordering;
 use dflash_chat::ChatTokenizer;
 use dflash_dist::Communicator;
 use dflash_hidden_states::Probe;
-use dflash_model::target::TargetHead;
 use dflash_run::{Agreement, RunDir, SourceCheck};
+use dflash_target::TargetHead;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;

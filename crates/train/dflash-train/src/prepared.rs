@@ -5,13 +5,13 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use dflash_data::Dataset;
+use dflash_draft::DraftConfig;
 use dflash_hidden_states::{RetryPolicy, StreamConfig, TargetLogits};
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::DraftConfig;
-use dflash_model::place;
-use dflash_model::target::{TargetFacts, TargetHead};
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::Invalid;
+use dflash_target::{TargetFacts, TargetHead};
+use dflash_tensor::place;
 use tch::{Device, Kind};
 
 use crate::config::TrainConfig;
@@ -145,7 +145,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// The target's embedding, final norm and output projection.
-    pub(crate) fn head(&self, place: (Device, Kind)) -> Result<TargetHead, dflash_model::Error> {
+    pub(crate) fn head(&self, place: (Device, Kind)) -> Result<TargetHead, dflash_tensor::Error> {
         TargetHead::of(&self.config.target_dir, &self.target, place)
     }
 

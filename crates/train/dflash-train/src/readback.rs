@@ -11,7 +11,7 @@
 
 use std::cell::Cell;
 
-use dflash_model::objective::Statistics;
+use dflash_draft::objective::Statistics;
 use tch::{Device, Kind, Tensor};
 
 use crate::trainer::{Effect, StepSums};
@@ -188,18 +188,18 @@ mod tests {
         ("optimizer/groups.rs", include_str!("optimizer/groups.rs")),
         ("optimizer/muon.rs", include_str!("optimizer/muon.rs")),
         ("trainer.rs", include_str!("trainer.rs")),
-        ("objective.rs", include_str!("../../../model/dflash-model/src/objective.rs")),
+        ("objective.rs", include_str!("../../../model/dflash-draft/src/objective.rs")),
         (
             "objective/element.rs",
-            include_str!("../../../model/dflash-model/src/objective/element.rs"),
+            include_str!("../../../model/dflash-draft/src/objective/element.rs"),
         ),
         (
             "objective/placed.rs",
-            include_str!("../../../model/dflash-model/src/objective/placed.rs"),
+            include_str!("../../../model/dflash-draft/src/objective/placed.rs"),
         ),
         (
             "objective/weight.rs",
-            include_str!("../../../model/dflash-model/src/objective/weight.rs"),
+            include_str!("../../../model/dflash-draft/src/objective/weight.rs"),
         ),
     ];
 

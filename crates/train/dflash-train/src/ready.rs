@@ -1,8 +1,8 @@
 //! Rows as the step takes them: made ready ahead of it, or computed in turns with it.
 
+use dflash_draft::Draft;
 use dflash_hidden_states::Counters;
-use dflash_model::draft::Draft;
-use dflash_model::upload;
+use dflash_tensor::upload;
 
 use crate::Error;
 use crate::ahead::Ahead;

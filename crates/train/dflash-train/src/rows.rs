@@ -15,7 +15,7 @@ use dflash_data::{Dataset, PackedRow, Sample};
 use dflash_hidden_states::{
     Counters, FetchedRow, HiddenStates, Probe, Request, Stream, StreamConfig, WantedRow, probe,
 };
-use dflash_model::target::TargetHead;
+use dflash_target::TargetHead;
 use dflash_torch_sys::Interval;
 use dflash_torch_sys::staging::{Upload, upload_to};
 use tch::Device;

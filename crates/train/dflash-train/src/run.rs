@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use dflash_dist::{Communicator, ConnectOptions, WorkerEnv, connect};
 use dflash_identity::TargetIdentity;
-use dflash_model::place;
 use dflash_run::{
     Checkpoint, Position, Provenance, RunDir, SavePath, ServedWeights, State, recorded,
 };
 use dflash_settings::MatmulPrecision;
+use dflash_tensor::place;
 use tch::{Device, Kind};
 
 use crate::checkpoint::{ORIGIN, ORIGIN_DIGESTS};

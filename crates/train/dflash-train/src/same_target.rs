@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dflash_data::Dataset;
 use dflash_hidden_states::TargetLogits;
 use dflash_identity::{TargetIdentity, tokenizer_digest};
-use dflash_model::target::{TargetFacts, TargetHead};
 use dflash_run::{Checkpoint, State};
+use dflash_target::{TargetFacts, TargetHead};
 
 use crate::Error;
 

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use dflash_data::{AnchorOptions, Dataset, select_vocabulary};
-use dflash_model::Kernels;
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
-use dflash_model::objective::{
+use dflash_draft::objective::{
     Confidence, Denominator, DraftVocabulary, LabelSource, Objective, Weighting,
 };
-use dflash_model::target::{DraftHeads, TargetFacts, TargetHead, check_layer_ids};
+use dflash_draft::{Draft, DraftConfig, DraftLayout, Keep, LayerKind};
 use dflash_settings::{Invalid, ObjectiveSettings, RowSettings, loss_chunk_bytes};
+use dflash_target::{DraftHeads, TargetFacts, TargetHead, check_layer_ids};
+use dflash_tensor::Kernels;
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 

@@ -13,8 +13,8 @@
 use std::ops::Range;
 
 use dflash_dist::Communicator;
-use dflash_model::checkpoint::pieces;
-use dflash_model::draft::DraftLayout;
+use dflash_draft::DraftLayout;
+use dflash_tensor::checkpoint::pieces;
 use tch::{Device, Tensor};
 
 use crate::Error;

@@ -1,10 +1,10 @@
 //! One rank's model, gradients and optimizer, and what a step does with them.
 
 use dflash_dist::{Communicator, Pending};
-use dflash_model::draft::{Draft, DraftViews, Keep};
-use dflash_model::objective::{HeadPass, Objective, Statistics};
-use dflash_model::want_of_memory;
+use dflash_draft::objective::{HeadPass, Objective, Statistics};
+use dflash_draft::{Draft, DraftViews, Keep};
 use dflash_run::StreamCounters;
+use dflash_tensor::want_of_memory;
 use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
@@ -362,7 +362,7 @@ impl Reduction {
 
 #[cfg(test)]
 mod tests {
-    use dflash_model::target::TargetHead;
+    use dflash_target::TargetHead;
     use tch::Kind;
 
     use super::*;

@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use dflash_data::pack_rows;
 use dflash_dist::Communicator;
+use dflash_draft::objective::Statistics;
+use dflash_draft::{Draft, LoadedDraft};
 use dflash_io::{Progress, Show, Unit};
-use dflash_model::draft::{Draft, LoadedDraft};
-use dflash_model::objective::Statistics;
 use dflash_run::{Acceptance, HeldOutPrompts, HeldOutRows, RunDir, ValidationLine};
 
 use crate::Error;

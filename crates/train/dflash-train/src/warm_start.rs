@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use dflash_model::checkpoint::{TensorFile, pieces};
-use dflash_model::draft::{Draft, DraftConfig, DraftLayout, LayerKind, Parameter, check_head};
-use dflash_model::target::Weights;
+use dflash_draft::{Draft, DraftConfig, DraftLayout, LayerKind, Parameter, check_head};
 use dflash_run::{Checkpoint, State};
+use dflash_tensor::Weights;
+use dflash_tensor::checkpoint::{TensorFile, pieces};
 use tch::Tensor;
 
 use crate::Error;
@@ -30,7 +30,7 @@ pub(crate) struct WarmStart {
 impl WarmStart {
     /// Reads the checkpoint's configuration and compares it with that of the draft `wanted`.
     pub(crate) fn open(dir: &Path, wanted: &DraftConfig) -> Result<Self, Error> {
-        let stored = DraftConfig::load(dir).map_err(dflash_model::Error::from)?;
+        let stored = DraftConfig::load(dir).map_err(dflash_tensor::Error::from)?;
         check_head(&stored)?;
         let facts = |draft: &DraftConfig| {
             // not every layout says how deep its target is
@@ -169,4 +169,4 @@ impl WarmStart {
     }
 }
 
-type Reader = Box<dyn Fn(&Parameter, &Tensor) -> dflash_model::Result<()>>;
+type Reader = Box<dyn Fn(&Parameter, &Tensor) -> dflash_tensor::Result<()>>;

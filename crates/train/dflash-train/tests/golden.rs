@@ -1,10 +1,10 @@
 //! Schedules, AdamW and Muon against reference vectors, over every case there is; the optimizers on
 //! both paths.
 
+use dflash_draft::{Parameter, ParameterSpec};
 use dflash_golden::{Case, rule_trials};
-use dflash_model::Kernels;
-use dflash_model::draft::{Parameter, ParameterSpec};
 use dflash_settings::{SchedulerType, Warmup};
+use dflash_tensor::Kernels;
 use dflash_test_place::place;
 use dflash_train::optimizer::{
     AdamWConfig, Algorithm, Groups, MuonConfig, MuonScale, Optimizer, OptimizerConfig, Verdict,

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use dflash_model::target::{FewRows, KvCache, Target, TargetOptions};
-use dflash_model::{kind_name, peak_resident_mib, place, resident_mib};
 use dflash_settings::{BenchTargetSettings, Device};
+use dflash_target::{FewRows, KvCache, Target, TargetOptions};
+use dflash_tensor::{kind_name, peak_resident_mib, place, resident_mib};
 use dflash_torch_sys::decode::passes_alone;
 use serde::Serialize;
 use tch::Tensor;

@@ -6,8 +6,8 @@
 
 use std::time::Instant;
 
-use dflash_model::draft::{self, BlockShape, ContextPart};
-use dflash_model::target::{self, KvCache, Target};
+use dflash_draft::{BlockShape, ContextPart};
+use dflash_target::{KvCache, Target};
 use tch::Tensor;
 
 use super::lengths::Cost;
@@ -19,7 +19,7 @@ use crate::drafter::Drafter;
 /// What a step takes and fills.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
-    target: &'a target::FewRows,
+    target: &'a dflash_target::FewRows,
     draft: Option<PackedDraft<'a>>,
     hidden: usize,
     /// Tokens of a pass `[r]`, and the target's own after each of these.
@@ -34,14 +34,14 @@ pub(super) struct Packed<'a> {
 /// What it has of the draft.
 #[derive(Debug)]
 struct PackedDraft<'a> {
-    rows: &'a draft::FewRows,
+    rows: &'a dflash_draft::FewRows,
     layer_ids: &'a [u32],
     /// Embeddings of a block's mask tokens [b - 1, h].
     masks: Vec<f32>,
 }
 
 /// Rows of a pass at most.
-const MOST: usize = target::FewRows::MAX_ROWS;
+const MOST: usize = dflash_target::FewRows::MAX_ROWS;
 
 impl<'a> Packed<'a> {
     /// Where the few rows of both models are packed, and a pass takes a block.
@@ -52,7 +52,7 @@ impl<'a> Packed<'a> {
             Some(draft) => {
                 let config = draft.config();
                 let block = config.block();
-                if block.rows > MOST.min(draft::FewRows::MAX_ROWS) {
+                if block.rows > MOST.min(dflash_draft::FewRows::MAX_ROWS) {
                     return None;
                 }
                 let mut masks = vec![0.0; block.masks() * config.hidden_size as usize];

@@ -1,7 +1,7 @@
 //! Caches of sequences that have ended, for prompts that begin alike.
 
-use dflash_model::draft::{ContextCache, Draft};
-use dflash_model::target::{KvCache, Target};
+use dflash_draft::{ContextCache, Draft};
+use dflash_target::{KvCache, Target};
 
 use super::LEAST_REUSE;
 

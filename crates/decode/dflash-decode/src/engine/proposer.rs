@@ -1,7 +1,7 @@
 //! Where proposals come from: nowhere, the text so far, or a draft.
 
-use dflash_model::draft::{Draft, LoadedDraft};
-use dflash_model::target::Target;
+use dflash_draft::{Draft, LoadedDraft};
+use dflash_target::Target;
 
 use crate::Error;
 use crate::drafter::{Drafter, check_block};

@@ -1,7 +1,7 @@
 //! What is asked of an engine, and what comes of it.
 
-use dflash_model::target::Target;
 use dflash_settings::Speculate;
+use dflash_target::Target;
 
 use crate::adjust::LogitAdjustments;
 use crate::grammar::Grammar;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use dflash_model::draft::{ContextCache, Draft};
-use dflash_model::target::{KvCache, Target};
+use dflash_draft::{ContextCache, Draft};
+use dflash_target::{KvCache, Target};
 use tch::{Kind, Tensor};
 
 use super::lengths::Acceptance;

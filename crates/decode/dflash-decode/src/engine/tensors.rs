@@ -5,9 +5,9 @@
 
 use std::time::Instant;
 
-use dflash_model::draft::ContextPart;
-use dflash_model::ops::most_likely;
-use dflash_model::target::{CachedOutput, SequencePart, Target};
+use dflash_draft::ContextPart;
+use dflash_target::{CachedOutput, SequencePart, Target};
+use dflash_tensor::ops::most_likely;
 use tch::Tensor;
 
 use super::lengths::Cost;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use dflash_model::want_of_memory;
+use dflash_tensor::want_of_memory;
 use tch::no_grad;
 
 use super::sequence::Sequence;

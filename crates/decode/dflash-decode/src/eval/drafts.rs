@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use dflash_draft::LoadedDraft;
 use dflash_eval::{AUTO_SUFFIX, DraftFacts};
 use dflash_identity::{TargetIdentity, file_digest};
 use dflash_io::say;
-use dflash_model::draft::LoadedDraft;
-use dflash_model::target::Target;
 use dflash_run::{Checkpoint, Evaluation};
 use dflash_settings::{EvalSettings, NGRAM_DRAFT, Speculate};
+use dflash_target::Target;
 
 use crate::Error;
 use crate::engine::{Engine, EngineOptions};

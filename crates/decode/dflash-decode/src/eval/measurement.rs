@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
 use dflash_eval::{Answer, Lossless, Measured, Verification, Way, Whole};
-use dflash_model::target::Target;
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
+use dflash_target::Target;
 
 use super::drafts::{DraftWay, Drafts};
 use crate::Error;

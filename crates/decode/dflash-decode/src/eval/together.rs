@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use dflash_chat::ChatTokenizer;
 use dflash_eval::{Answer, Lossless, Measured, Part, Verification, Way, Whole, turns};
-use dflash_model::target::Target;
 use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
+use dflash_target::Target;
 
 use super::Asked;
 use super::drafts::Drafts;

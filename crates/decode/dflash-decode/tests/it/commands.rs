@@ -8,11 +8,11 @@ use crate::models::{Decoder, draft_config, random_draft, save_target};
 use dflash_decode::{
     DraftSource, Error, EvalReport, Limits, RegenerateSummary, Sampling, evaluate, regenerate,
 };
+use dflash_draft::objective::DraftVocabulary;
 use dflash_identity::file_digest;
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Device as Asked, Dtype, EvalSettings, RegenerateSettings, Speculate};
+use dflash_target::{Target, TargetConfig, TargetOptions};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 

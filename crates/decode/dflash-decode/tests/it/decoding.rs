@@ -6,10 +6,10 @@ use crate::models::{
     Decoder, draft_config, draft_in, random_draft, random_target, random_target_in,
 };
 use dflash_decode::{Difference, Error, Limits, Sampling, compare};
-use dflash_model::Kernels;
-use dflash_model::draft::LoadedDraft;
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::Target;
+use dflash_draft::LoadedDraft;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_target::Target;
+use dflash_tensor::Kernels;
 use tch::{Kind, Tensor};
 
 static GO: AtomicBool = AtomicBool::new(false);
@@ -304,7 +304,7 @@ fn probability(target: &Target, prompt: &[i64], text: i64, temperature: f64) -> 
 #[test]
 fn models_that_do_not_fit_are_refused() {
     let target = random_target(6, 1);
-    let refuse = |change: &dyn Fn(&mut dflash_model::draft::DraftConfig)| {
+    let refuse = |change: &dyn Fn(&mut dflash_draft::DraftConfig)| {
         let mut config = draft_config(&target, 4);
         change(&mut config);
         let draft = random_draft(config, 1);

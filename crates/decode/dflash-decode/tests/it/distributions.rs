@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use dflash_decode::{EngineOptions, LogitAdjustments, Request, Sampling};
-use dflash_model::draft::LoadedDraft;
-use dflash_model::target::Target;
+use dflash_draft::LoadedDraft;
+use dflash_target::Target;
 
 use crate::engine::{OPTIONS, answers, engine, models, prompt, request};
 

@@ -9,9 +9,9 @@ use dflash_decode::{
     Engine, EngineOptions, Finish, Limits, NewToken, Output, Proposals, Request, Sampling,
     SequenceId, compare,
 };
-use dflash_model::draft::LoadedDraft;
-use dflash_model::target::Target;
+use dflash_draft::LoadedDraft;
 use dflash_settings::Speculate;
+use dflash_target::Target;
 
 use crate::distributions::log_shares;
 use crate::models::{Decoder, draft_config, random_draft, random_target};

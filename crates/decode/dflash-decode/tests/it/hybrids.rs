@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{Engine, EngineOptions, Limits, Proposals, Request, Sampling, compare};
+use dflash_draft::{DraftConfig, HeadFields, LayerKind, LoadedDraft};
 use dflash_golden::entries;
-use dflash_model::draft::{DraftConfig, HeadFields, LayerKind, LoadedDraft};
-use dflash_model::target::{Target, TargetOptions};
 use dflash_settings::Speculate;
+use dflash_target::{Target, TargetOptions};
 use tch::{Device, Kind};
 
 use crate::engine::{Answer, answers, request};

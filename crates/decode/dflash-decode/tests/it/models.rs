@@ -5,9 +5,9 @@ use std::sync::atomic::AtomicBool;
 use dflash_decode::{
     Engine, EngineOptions, Error, Generation, Limits, Proposals, Request, Sampling, answer,
 };
-use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind, LoadedDraft};
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_draft::{Draft, DraftConfig, HeadFields, LayerKind, LoadedDraft};
 use dflash_settings::Speculate;
+use dflash_target::{Target, TargetConfig, TargetOptions};
 use dflash_test_support::alone;
 use tch::{Device, Kind, Tensor, no_grad};
 

@@ -1,6 +1,6 @@
 //! Prompts told before their answers, as benchmarks ask for them.
 
-use dflash_model::target::{Target, TargetOptions};
+use dflash_target::{Target, TargetOptions};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

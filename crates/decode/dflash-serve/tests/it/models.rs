@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use dflash_model::draft::{Draft, DraftConfig, HeadFields, LayerKind};
-use dflash_model::target::{Target, TargetConfig};
+use dflash_draft::{Draft, DraftConfig, HeadFields, LayerKind};
+use dflash_target::{Target, TargetConfig};
 use dflash_test_support::{alone, byte_tokenizer};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor, no_grad};

@@ -5,10 +5,10 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_decode::{bench_decode, bench_target};
 use dflash_hub::{Hub, Part};
-use dflash_model::target::TargetFacts;
 use dflash_settings::{
     BenchDecodeSettings, BenchSettings, BenchSubject, BenchTargetSettings, TrainStepSettings,
 };
+use dflash_target::TargetFacts;
 use dflash_train::bench::{self, Measured, MeasuredFlash, MeasuredProduct};
 
 use super::{described, draft};

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use dflash_model::target::TargetSpec;
 use dflash_run::RunDir;
+use dflash_target::TargetSpec;
 
 /// The description in `file`, else that of the run that the draft or run directory `of` is from.
 pub(super) fn described(

@@ -7,15 +7,15 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_chat::ChatTokenizer;
 use dflash_decode::DraftSource;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{DraftConfig, HeadStart, fresh_head};
 use dflash_hub::{Hub, Part};
-use dflash_model::draft::{DraftConfig, HeadStart, fresh_head};
-use dflash_model::objective::DraftVocabulary;
-use dflash_model::target::{
-    MaskSource, TargetFacts, TokenizerFacts, default_layer_ids, resolve_mask_token,
-};
 use dflash_settings::{
     DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid, NGRAM_DRAFT,
     NO_DRAFT,
+};
+use dflash_target::{
+    MaskSource, TargetFacts, TokenizerFacts, default_layer_ids, resolve_mask_token,
 };
 use dflash_train::config::DraftShape;
 
@@ -135,7 +135,7 @@ impl Draft {
 }
 
 /// Tokens that the draft in `dir` can propose, where these are not all.
-fn vocabulary_size(dir: &Path) -> dflash_model::Result<Option<usize>> {
+fn vocabulary_size(dir: &Path) -> dflash_tensor::Result<Option<usize>> {
     Ok(DraftVocabulary::load(dir)?.map(|vocabulary| vocabulary.selected().len()))
 }
 

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 
 use dflash_export::{Source, export};
 use dflash_hub::{Hub, Part};
-use dflash_model::target::TargetFacts;
 use dflash_settings::{ExportFormat, ExportSettings};
+use dflash_target::TargetFacts;
 
 use super::{described, draft};
 
@@ -61,7 +61,7 @@ fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
 /// A mask token cannot be chosen here: the draft was trained with it.
 fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
     match error.downcast_ref() {
-        Some(dflash_model::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(
+        Some(dflash_tensor::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(
             "{draft} does not fit the target: its mask token {id} {reason} there; name the target that it \
              was trained with"
         ),

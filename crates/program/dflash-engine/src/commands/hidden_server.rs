@@ -9,9 +9,9 @@ use dflash_dist::{LaunchConfig, Role, WorkerEnv, launch};
 use dflash_hidden_server::{Loader, Ready, TargetFeaturizer, follow, grid, serve};
 use dflash_hub::{Hub, Part};
 use dflash_io::say;
-use dflash_model::gpus_for;
-use dflash_model::target::TargetConfig;
 use dflash_settings::{Device, HiddenServerSettings, Invalid};
+use dflash_target::TargetConfig;
+use dflash_tensor::gpus_for;
 
 /// Runs the command.
 pub(crate) fn run(settings: &HiddenServerSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {

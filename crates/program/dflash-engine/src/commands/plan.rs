@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use dflash_hub::{Hub, Part};
-use dflash_model::target::TargetFacts;
 use dflash_settings::PlanSettings;
+use dflash_target::TargetFacts;
 use dflash_train::plan;
 
 use super::described;

@@ -10,11 +10,11 @@ use anyhow::Context;
 use dflash::{Ending, Signals};
 use dflash_decode::{Probe, ProbeConfig};
 use dflash_dist::{Role, WorkerEnv};
+use dflash_draft::LoadedDraft;
 use dflash_hub::{Hub, Part};
-use dflash_model::draft::LoadedDraft;
-use dflash_model::target::{TargetConfig, TargetFacts};
 use dflash_run::{Checkpoint, RunDir};
 use dflash_settings::{Invalid, TrainSettings, ValidationSettings};
+use dflash_target::{TargetConfig, TargetFacts};
 use dflash_train::config::TrainConfig;
 use dflash_train::{Acceptance, Prepared, ProbeError, Share};
 
@@ -201,7 +201,7 @@ fn check_runs_here(settings: &TrainSettings, target_dir: &Path) -> anyhow::Resul
     if !needs_layers(settings) {
         return Ok(());
     }
-    let Err(error @ dflash_model::Error::Architecture { .. }) = TargetConfig::load(target_dir)
+    let Err(error @ dflash_tensor::Error::Architecture { .. }) = TargetConfig::load(target_dir)
     else {
         return Ok(());
     };

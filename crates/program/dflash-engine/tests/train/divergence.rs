@@ -1,6 +1,6 @@
 //! How runs end that diverge: what they say, what is left of them, and that the advice works.
 
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
 use tch::{Device, Kind};
 
 use crate::world::{Run, World, sorted_checkpoints};

@@ -1,6 +1,6 @@
 //! `dflash train --dry-run`: an untrained drafter that eval and export take as they take any other.
 
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
 use tch::{Device, Kind};
 
 use crate::world::{Run, World};

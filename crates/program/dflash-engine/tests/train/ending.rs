@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
+use dflash_tensor::checkpoint::TensorFile;
 use tch::{Device, Kind};
 
 use crate::running::{Running, free_port, send, start_workers};

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use dflash_model::draft::{Draft, DraftConfig, Fresh};
-use dflash_model::objective::DraftVocabulary;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{Draft, DraftConfig, Fresh};
 use serde_json::Value;
 use tch::{Device, Kind};
 

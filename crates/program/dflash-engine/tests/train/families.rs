@@ -6,7 +6,7 @@ use std::path::Path;
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_golden::entries;
 use dflash_hidden_states::{Dtype, HiddenStates, OfflineFiles};
-use dflash_model::checkpoint::{TensorFile, write_safetensors};
+use dflash_tensor::checkpoint::{TensorFile, write_safetensors};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

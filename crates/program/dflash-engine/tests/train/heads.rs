@@ -1,6 +1,6 @@
 //! A draft whose head is not DFlash's, from training to decoding: the Markov example.
 
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
 use tch::{Device, Kind};
 
 use crate::resume::kill_after;

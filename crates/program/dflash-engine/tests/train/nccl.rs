@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
 use dflash_test_support::HostNccl;
 use tch::{Device, Kind};
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use dflash_hidden_states::{Dtype, HiddenStates, OfflineFiles};
-use dflash_model::target::{Target, TargetHead, TargetOptions};
+use dflash_target::{Target, TargetHead, TargetOptions};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 

@@ -110,7 +110,7 @@ fn a_run_s_directory_is_a_draft() {
     }
     // what engines do with a path
     let (device, kind) = (tch::Device::Cpu, tch::Kind::Float);
-    dflash_model::draft::Draft::load(&out, device, kind).unwrap();
+    dflash_draft::Draft::load(&out, device, kind).unwrap();
     // Two names of one draft begin alike.
     let start = |save: &str, draft: &Path| {
         let draft = draft.to_str().unwrap();

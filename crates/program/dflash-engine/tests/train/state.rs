@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use dflash_model::checkpoint::TensorFile;
+use dflash_tensor::checkpoint::TensorFile;
 use tch::Tensor;
 
 use super::assert_same_losses;

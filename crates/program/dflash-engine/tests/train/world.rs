@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
 use dflash_hidden_states::{Dtype, HiddenStates, OfflineFiles};
-use dflash_model::target::{Target, TargetConfig, TargetOptions};
+use dflash_target::{Target, TargetConfig, TargetOptions};
 use dflash_test_support::eventually;
 use tch::{Device, Kind, Tensor};
 

@@ -1,10 +1,10 @@
 //! A draft's configuration as GGUF metadata.
 
 use dflash_chat::{ChatTokenizer, TokenUse};
+use dflash_draft::{DraftConfig, HeadFields, LayerKind};
 use dflash_formats::draft::ARCHITECTURE;
 use dflash_formats::gguf::{GgufFile, Value};
 use dflash_identity::TargetIdentity;
-use dflash_model::draft::{DraftConfig, HeadFields, LayerKind};
 use dflash_settings::ExportDtype;
 
 use dflash_formats::Result;

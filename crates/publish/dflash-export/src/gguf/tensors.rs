@@ -5,8 +5,8 @@ use std::path::Path;
 use dflash_formats::gguf::{
     GgufFile, GgufWriter, NewTensor, Q8_BLOCK, Q8_BYTES, TensorType, Value,
 };
-use dflash_model::checkpoint::pieces;
 use dflash_settings::ExportDtype;
+use dflash_tensor::checkpoint::pieces;
 use half::f16;
 use tch::{Kind, TchError, Tensor};
 

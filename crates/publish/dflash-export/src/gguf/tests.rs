@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
+use dflash_draft::{DraftConfig, LayerKind};
 use dflash_formats::gguf::Value;
-use dflash_model::draft::{DraftConfig, LayerKind};
 use dflash_test_support::byte_tokenizer;
 
 use super::*;

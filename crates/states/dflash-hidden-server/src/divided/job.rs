@@ -1,7 +1,7 @@
 //! The message to all ranks before a pass: tokens, where documents begin, auxiliary layers.
 
 use dflash_dist::{Communicator, Error};
-use dflash_model::target::PackedPrompts;
+use dflash_target::PackedPrompts;
 use tch::{Device, Kind, Tensor};
 
 use super::link::Outbox;

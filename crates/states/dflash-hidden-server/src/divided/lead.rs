@@ -6,9 +6,9 @@
 use std::path::Path;
 
 use dflash_dist::Pending;
-use dflash_model::target::divided::{Grid, Part, States};
-use dflash_model::target::{PackedPrompts, PrefillOptions, TargetConfig};
-use dflash_model::{device_name, kind_name};
+use dflash_target::divided::{Grid, Part, States};
+use dflash_target::{PackedPrompts, PrefillOptions, TargetConfig};
+use dflash_tensor::{device_name, kind_name};
 use tch::{Device, Kind, Tensor};
 
 use super::Peers;
@@ -107,7 +107,7 @@ impl Lead {
     }
 
     /// Starts computing the states of all tokens of `prompts`, as
-    /// [`dflash_model::target::Prefill::states`] does.
+    /// [`dflash_target::Prefill::states`] does.
     ///
     /// # Errors
     /// A rank that has gone.

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dflash_dist::Communicator;
-use dflash_model::target::PrefillOptions;
-use dflash_model::target::divided::{Grid, Part, Passing, States, Sum};
-use dflash_model::want_of_memory;
+use dflash_target::PrefillOptions;
+use dflash_target::divided::{Grid, Part, Passing, States, Sum};
+use dflash_tensor::want_of_memory;
 use tch::Tensor;
 
 use super::Peers;

@@ -5,8 +5,8 @@ use std::path::Path;
 use dflash_hidden_server::{Error, Featurizer, Loader, PackedPrompts, TargetFeaturizer};
 use dflash_hidden_states::{Dtype, HiddenStates, ModelList, TARGET_HEADER};
 use dflash_identity::TargetIdentity;
-use dflash_model::target::{Target, TargetConfig};
 use dflash_settings::HiddenServerSettings;
+use dflash_target::{Target, TargetConfig};
 use serde_json::json;
 use tch::{Device, Kind, Tensor, no_grad};
 

@@ -6,7 +6,7 @@ use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use dflash_hidden_states::Dtype;
-use dflash_model::is_want_of_memory;
+use dflash_tensor::is_want_of_memory;
 use dflash_test_support::eventually;
 use dflash_torch_sys::staging::{Copying, upload_to};
 use tch::{Device, Kind};

@@ -4,8 +4,8 @@
 
 use std::time::Instant;
 
-use dflash_model::device_name;
-use dflash_model::draft::DraftConfig;
+use dflash_draft::DraftConfig;
+use dflash_tensor::device_name;
 use dflash_torch_sys::Begun;
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward, takes_flash};
 use dflash_torch_sys::gpu::add_product;
@@ -288,7 +288,7 @@ mod tests {
         });
         let config = DraftConfig::parse(Path::new("config.json"), &config.to_string()).unwrap();
         let rows = Rows { slots: 40, context: 30, supervised: 32, chunk: 16 };
-        let work = dflash_model::flops::RowWork {
+        let work = dflash_draft::flops::RowWork {
             context_rows: 30.0,
             slots: 40.0,
             active_slots: 32.0,

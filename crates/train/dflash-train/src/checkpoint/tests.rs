@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dflash_data::AnchorOptions;
 use dflash_dist::Single;
-use dflash_model::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
-use dflash_model::target::TargetHead;
+use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
+use dflash_target::TargetHead;
 use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 

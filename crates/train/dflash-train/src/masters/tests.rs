@@ -1,8 +1,8 @@
 //! Masters whole and in shares: they move alike, and are stored alike.
 
 use dflash_dist::Single;
-use dflash_model::checkpoint::TensorWriter;
-use dflash_model::draft::DraftConfig;
+use dflash_draft::DraftConfig;
+use dflash_tensor::checkpoint::TensorWriter;
 use tch::Device;
 
 use super::*;

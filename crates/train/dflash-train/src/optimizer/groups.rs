@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use dflash_model::draft::{Parameter, Role};
+use dflash_draft::{Parameter, Role};
 use tch::Tensor;
 
 /// Decoupled weight decay by group, as a share of the group's learning rate.
@@ -112,7 +112,7 @@ pub(super) fn shrink(share: &Tensor, pieces: &[Piece], DecayedRate { rate, decay
 
 #[cfg(test)]
 mod tests {
-    use dflash_model::draft::{Fresh, ParameterSpec};
+    use dflash_draft::{Fresh, ParameterSpec};
 
     use super::*;
 

@@ -1,6 +1,6 @@
 //! Both optimizers over groups of parameters, against what is worked out by hand.
 
-use dflash_model::draft::{Fresh, Parameter, ParameterSpec, Role};
+use dflash_draft::{Fresh, Parameter, ParameterSpec, Role};
 use dflash_test_support::seeded;
 use tch::Device;
 

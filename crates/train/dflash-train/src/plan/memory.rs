@@ -3,9 +3,9 @@
 //! In float32 the draft computes with the masters themselves, whole on every rank; in bfloat16 with a
 //! copy beside them. On a GPU the window of hidden states and the rows made of it stay on the host.
 
-use dflash_model::draft::{DraftConfig, DraftLayout};
-use dflash_model::target::TargetFacts;
+use dflash_draft::{DraftConfig, DraftLayout};
 use dflash_settings::OptimizerKind;
+use dflash_target::TargetFacts;
 use serde::Serialize;
 
 use super::Planned;

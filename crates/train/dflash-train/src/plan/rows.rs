@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use dflash_data::{Dataset, PackedRow, Sample, split_index};
-use dflash_model::draft::DraftConfig;
-use dflash_model::target::TargetFacts;
+use dflash_draft::DraftConfig;
 use dflash_settings::{Invalid, PlanSettings, RowSettings};
+use dflash_target::TargetFacts;
 use serde::Serialize;
 
 use super::Planned;

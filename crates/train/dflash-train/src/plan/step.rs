@@ -2,10 +2,10 @@
 
 use dflash_data::PackedRow;
 use dflash_dist::Single;
-use dflash_model::draft::{Draft, DraftConfig, Keep};
-use dflash_model::objective::Objective;
-use dflash_model::target::{LogitTransform, TargetHead};
-use dflash_model::upload;
+use dflash_draft::objective::Objective;
+use dflash_draft::{Draft, DraftConfig, Keep};
+use dflash_target::TargetHead;
+use dflash_tensor::{LogitTransform, upload};
 use dflash_torch_sys::trace::{self, Record};
 use tch::{Device, Kind, Tensor};
 

@@ -1,10 +1,9 @@
 //! What a target in the trainer's process adds to a plan (`--colocate`).
 
 use dflash_data::PackedRow;
-use dflash_model::draft::DraftConfig;
-use dflash_model::flops::PrefillFlops;
-use dflash_model::target::TargetConfig;
+use dflash_draft::DraftConfig;
 use dflash_settings::{Dtype, HiddenStatesSettings};
+use dflash_target::{PrefillFlops, TargetConfig};
 
 use super::Planned;
 use super::memory::SLACK;

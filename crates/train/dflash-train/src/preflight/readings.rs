@@ -1,8 +1,8 @@
 //! A sample's states read as the run takes them, and in every other way that servers are known to mean.
 
 use dflash_hidden_states::{Dtype, HiddenStates, Probe};
-use dflash_model::target::TargetHead;
 use dflash_run::Agreement;
+use dflash_target::TargetHead;
 use tch::{Device, Kind, Tensor};
 
 use super::cause::Cause;

@@ -1,7 +1,7 @@
 //! Samples of a made-up head whose states and log-probabilities are wrong in one way each.
 
 use dflash_hidden_states::{Dtype, HiddenStates, LogProbability, Probe};
-use dflash_model::target::TargetHead;
+use dflash_target::TargetHead;
 use tch::{Device, Kind, Tensor};
 
 use super::cause::Cause;

@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 
-use dflash_model::draft::loss_of_guesses;
+use dflash_draft::loss_of_guesses;
 use dflash_run::Position;
 
 use crate::prepared::Prepared;

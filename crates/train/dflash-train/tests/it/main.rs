@@ -7,10 +7,10 @@ mod world;
 use std::path::Path;
 
 use dflash_data::{DatasetWriter, Sample, WriterOptions};
-use dflash_model::checkpoint::TensorFile;
-use dflash_model::draft::Draft;
+use dflash_draft::Draft;
 use dflash_run::Checkpoint;
 use dflash_settings::{Dtype, OnMissing, ResumeMode};
+use dflash_tensor::checkpoint::TensorFile;
 use tch::{Device, Kind, Tensor};
 
 use world::{Saved, World, refused, resumed, with};
@@ -48,8 +48,8 @@ fn a_document_whose_only_anchor_is_its_first_token_trains() {
     let data = world.path("data");
     std::fs::remove_dir_all(&data).unwrap();
     let mut writer = DatasetWriter::create(&data, WriterOptions::default()).unwrap();
-    let config = dflash_model::target::TargetConfig::qwen3(World::HIDDEN, 2, World::VOCABULARY);
-    let target = dflash_model::target::Target::random(config, 1, Device::Cpu);
+    let config = dflash_target::TargetConfig::qwen3(World::HIDDEN, 2, World::VOCABULARY);
+    let target = dflash_target::Target::random(config, 1, Device::Cpu);
     let input_ids = vec![1, 2];
     world.files.write(0, &input_ids, &World::captures(&target, &input_ids)).unwrap();
     writer.push(&Sample { input_ids, loss_mask: vec![true; 2] }).unwrap();

@@ -1,6 +1,6 @@
 //! Validation beside training.
 
-use dflash_model::draft::LoadedDraft;
+use dflash_draft::LoadedDraft;
 use dflash_run::{Acceptance, Line, ValidationLine};
 use dflash_train::config::TrainConfig;
 use dflash_train::{ProbeError, Share};

@@ -3,10 +3,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use dflash_data::AnchorOptions;
-use dflash_model::Kernels;
-use dflash_model::draft::{HeadFields, LayerKind};
-use dflash_model::flops::RowWork;
-use dflash_model::objective::{Confidence, Denominator, ElementLoss, LabelSource, Weighting};
+use dflash_draft::flops::RowWork;
+use dflash_draft::objective::{Confidence, Denominator, ElementLoss, LabelSource, Weighting};
+use dflash_draft::{HeadFields, LayerKind};
+use dflash_tensor::Kernels;
 
 use super::*;
 use crate::gpus::Gpu;
@@ -224,7 +224,7 @@ fn what_is_noted_is_the_arithmetic_that_the_row_needs() {
 #[test]
 fn the_peak_holds_weights_state_and_activations() {
     let (draft, row) = (draft(&QWEN3_8B), row());
-    let elements = dflash_model::draft::DraftLayout::new(&draft).elements() as f64;
+    let elements = dflash_draft::DraftLayout::new(&draft).elements() as f64;
     let record = shape(&draft, &row, 512).record().unwrap();
     let head = 2.0 * (2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden) as f64;
     // masters, gradients and two moments in float32, the copy in bfloat16
