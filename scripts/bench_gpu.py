@@ -27,8 +27,9 @@ import urllib.request, zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 PROGRAMS = ["dflash", "dflash-engine"]
-# Package and test binary; the first two take their kind of numbers from a variable, an optimizer's state is float32.
-TESTS = {"parity": ("dflash-model", "parity"), "attention": ("dflash-model", "attention"), "optimizer": ("dflash-train", "golden")}
+# Package and test binary; all but the last take their kind of numbers from a variable, an optimizer's state is float32.
+TESTS = {"parity-target": ("dflash-target", "parity"), "parity-draft": ("dflash-draft", "parity"), "attention": ("dflash-draft", "attention"),
+         "optimizer": ("dflash-train", "golden")}
 # Of what the peer needs, the packages that are large or torch's own: the Python of the GPU's machine must have them.
 LEFT_OUT = ("torch", "triton", "numpy", "pandas", "pyarrow", "nvidia-", "cuda-", "setuptools", "pip")
 # Run by PEER_PYTHON: speculators and all that it asks for, as name==version.

@@ -15,10 +15,10 @@ mod doctor;
 #[path = "workspace/front.rs"]
 mod front;
 #[allow(dead_code, reason = "the tests of `dflash push` need more of it")]
-#[path = "../crates/dflash/tests/push/http.rs"]
+#[path = "../crates/program/dflash/tests/push/http.rs"]
 mod http;
 #[allow(dead_code, reason = "the tests of `dflash push` need more of it")]
-#[path = "../crates/dflash/tests/push/hub_server.rs"]
+#[path = "../crates/program/dflash/tests/push/hub_server.rs"]
 mod hub_server;
 #[path = "workspace/levels.rs"]
 mod levels;

@@ -24,7 +24,7 @@ enum Rule {
 use Rule::{CheckedBy, LeftOut};
 
 const DATA: &str = "dflash-data";
-const MODEL: &str = "dflash-model";
+const DRAFT: &str = "dflash-draft";
 const TRAIN: &str = "dflash-train";
 
 /// The section that says how a file of rules was made.
@@ -33,13 +33,13 @@ const NOTE: &str = "provenance";
 /// Every other section that such a file may have.
 const RULES: [(&str, Rule); 15] = [
     ("anchor_candidates", CheckedBy(&[DATA])),
-    ("block_indices", CheckedBy(&[MODEL])),
-    ("attention_masks", CheckedBy(&[MODEL])),
-    ("fixed_exp_decay", CheckedBy(&[MODEL])),
-    ("dpace_weights", CheckedBy(&[MODEL])),
-    ("elementwise_losses", CheckedBy(&[MODEL])),
-    ("compute_metrics", CheckedBy(&[MODEL])),
-    ("vocab_mapping", CheckedBy(&[DATA, MODEL])),
+    ("block_indices", CheckedBy(&[DRAFT])),
+    ("attention_masks", CheckedBy(&[DRAFT])),
+    ("fixed_exp_decay", CheckedBy(&[DRAFT])),
+    ("dpace_weights", CheckedBy(&[DRAFT])),
+    ("elementwise_losses", CheckedBy(&[DRAFT])),
+    ("compute_metrics", CheckedBy(&[DRAFT])),
+    ("vocab_mapping", CheckedBy(&[DATA, DRAFT])),
     ("packing", LeftOut(DATA, "rows are packed in the order of the epoch, theirs by length")),
     ("collate", CheckedBy(&[DATA])),
     ("train_val_split", CheckedBy(&[DATA])),

@@ -6,6 +6,8 @@
 //! results have shapes and no values: what would end such a test on a GPU before anything is compared, ends it
 //! here.
 
+pub mod launches;
+
 use std::sync::OnceLock;
 
 use dflash_settings::Device as Asked;
@@ -96,4 +98,22 @@ impl Place {
     pub fn whatever_the_kind(self, bound: f64) -> f64 {
         if self.is_pretended { f64::INFINITY } else { bound }
     }
+}
+
+/// Asserts that a result is close to what is expected: in float32 the largest difference relative to the largest expected magnitude is at most
+/// `tolerance`; in bfloat16 the norm of the difference is bounded by the place, since single numbers
+/// are off by more where large terms cancel.
+///
+/// # Panics
+/// Where it is not so, with `what` in the message.
+pub fn assert_close(what: &str, actual: &Tensor, expected: &Tensor, tolerance: f64) {
+    let tolerance = place().bound(tolerance);
+    assert_eq!(actual.size(), expected.size(), "{what}: shape");
+    let (actual, expected) = (actual.to_kind(Kind::Double), expected.to_kind(Kind::Double));
+    let size = |x: &Tensor| match place().kind {
+        Kind::BFloat16 => x.norm().double_value(&[]),
+        _ => x.abs().max().double_value(&[]),
+    };
+    let difference = size(&(actual - &expected)) / size(&expected).max(1e-30);
+    assert!(difference <= tolerance, "{what}: relative difference {difference:e} > {tolerance:e}");
 }

@@ -103,6 +103,13 @@ fn sources() -> Vec<(PathBuf, String)> {
     found
 }
 
+/// The folders of our crates, `crates/FOLDER/NAME`.
+fn crate_dirs() -> Vec<PathBuf> {
+    let inside = |dir: PathBuf| fs::read_dir(dir).expect("readable");
+    let folders = inside(root().join("crates")).map(|entry| entry.expect("readable").path());
+    folders.flat_map(inside).map(|entry| entry.expect("readable").path()).collect()
+}
+
 fn collect(dir: &Path, found: &mut Vec<(PathBuf, String)>) {
     for entry in fs::read_dir(dir).expect("readable") {
         let path = entry.expect("readable").path();
@@ -125,12 +132,15 @@ const SUBCOMMANDS: [&str; 7] = [
     "dflash-report",
 ];
 
+/// Except that the pages of an evaluation have the charts of `report`.
 #[test]
 fn subcommand_crates_never_depend_on_each_other() {
     let graph = Graph::read();
     for crate_name in SUBCOMMANDS {
         let reach = graph.reach(crate_name);
-        let others: Vec<_> = SUBCOMMANDS.iter().filter(|other| reach.contains(**other)).collect();
+        let charts = |other: &str| crate_name == "dflash-decode" && other == "dflash-report";
+        let others: Vec<_> =
+            SUBCOMMANDS.iter().filter(|other| reach.contains(**other) && !charts(other)).collect();
         assert!(others.is_empty(), "{crate_name} depends on {others:?}");
     }
 }
@@ -140,28 +150,25 @@ fn the_front_and_the_formats_do_without_libtorch() {
     let graph = Graph::read();
     let without = [
         "dflash",
-        "dflash-bench-sets",
-        "dflash-chart",
+        "dflash-chat",
         "dflash-cpu",
         "dflash-data",
-        "dflash-endpoint",
-        "dflash-evaluation",
-        "dflash-files",
+        "dflash-eval",
         "dflash-formats",
-        "dflash-hidden",
+        "dflash-hidden-states",
         "dflash-http",
         "dflash-hub",
         "dflash-identity",
+        "dflash-io",
         "dflash-prepare",
         "dflash-push",
         "dflash-report",
         "dflash-run",
         "dflash-settings",
-        "dflash-text",
     ];
     for crate_name in without {
         let reach = graph.reach(crate_name);
-        for torch in ["tch", "torch-sys", "dflash-torch-sys"] {
+        for torch in ["tch", "torch-sys", "dflash-torch-sys", "dflash-kernels"] {
             assert!(!reach.contains(torch), "{crate_name} depends on {torch}");
         }
     }
@@ -169,9 +176,12 @@ fn the_front_and_the_formats_do_without_libtorch() {
 
 #[test]
 fn the_model_knows_no_rank_no_socket_and_no_command_line() {
-    let reach = Graph::read().reach("dflash-model");
-    for foreign in ["dflash-dist", "clap", "axum", "reqwest", "tokio", "dflash-hidden"] {
-        assert!(!reach.contains(foreign), "dflash-model depends on {foreign}");
+    let graph = Graph::read();
+    for model in ["dflash-tensor", "dflash-target", "dflash-draft"] {
+        let reach = graph.reach(model);
+        for foreign in ["dflash-dist", "clap", "axum", "reqwest", "tokio", "dflash-hidden-states"] {
+            assert!(!reach.contains(foreign), "{model} depends on {foreign}");
+        }
     }
 }
 
@@ -180,146 +190,174 @@ fn the_model_knows_no_rank_no_socket_and_no_command_line() {
 fn libraries_depend_on_what_the_layers_allow() {
     let graph = Graph::read();
     let allowed = [
-        ("dflash-files", &[][..]),
-        ("dflash-console", &[]),
+        ("dflash-io", &[][..]),
         ("dflash-cpu", &[]),
-        ("dflash-text", &[]),
-        ("dflash-hub", &["dflash-console", "dflash-settings"]),
-        ("dflash-torch-sys", &["dflash-cpu", "dflash-files"]),
-        ("dflash-formats", &["dflash-files"]),
-        ("dflash-identity", &["dflash-files", "dflash-formats"]),
-        ("dflash-data", &["dflash-files", "dflash-identity"]),
+        ("dflash-chat", &[]),
+        ("dflash-hub", &["dflash-io", "dflash-settings"]),
+        ("dflash-torch-sys", &[]),
+        ("dflash-kernels", &["dflash-cpu", "dflash-io", "dflash-torch-sys"]),
+        ("dflash-formats", &["dflash-io"]),
+        ("dflash-identity", &["dflash-formats", "dflash-io"]),
+        ("dflash-data", &["dflash-identity", "dflash-io"]),
         ("dflash-settings-derive", &[]),
         ("dflash-settings", &["dflash-cpu", "dflash-settings-derive"]),
         (
-            "dflash-hidden",
-            &["dflash-files", "dflash-formats", "dflash-identity", "dflash-settings"],
+            "dflash-hidden-states",
+            &["dflash-formats", "dflash-identity", "dflash-io", "dflash-settings"],
         ),
-        ("dflash-dist", &["dflash-console", "dflash-settings", "dflash-torch-sys"]),
+        ("dflash-dist", &["dflash-io", "dflash-settings", "dflash-torch-sys"]),
         (
-            "dflash-model",
-            &["dflash-files", "dflash-formats", "dflash-settings", "dflash-torch-sys"],
+            "dflash-tensor",
+            &[
+                "dflash-formats",
+                "dflash-io",
+                "dflash-kernels",
+                "dflash-settings",
+                "dflash-torch-sys",
+            ],
+        ),
+        (
+            "dflash-target",
+            &[
+                "dflash-formats",
+                "dflash-io",
+                "dflash-kernels",
+                "dflash-settings",
+                "dflash-tensor",
+                "dflash-torch-sys",
+            ],
+        ),
+        (
+            "dflash-draft",
+            &[
+                "dflash-formats",
+                "dflash-kernels",
+                "dflash-settings",
+                "dflash-tensor",
+                "dflash-torch-sys",
+            ],
         ),
         (
             "dflash-prepare",
             &[
-                "dflash-console",
+                "dflash-chat",
                 "dflash-data",
-                "dflash-files",
                 "dflash-hub",
                 "dflash-identity",
+                "dflash-io",
                 "dflash-settings",
-                "dflash-text",
             ],
         ),
-        ("dflash-run", &["dflash-files", "dflash-identity", "dflash-settings"]),
+        ("dflash-run", &["dflash-identity", "dflash-io", "dflash-settings"]),
         (
             "dflash-push",
             &[
-                "dflash-console",
                 "dflash-formats",
                 "dflash-hub",
                 "dflash-identity",
+                "dflash-io",
                 "dflash-run",
                 "dflash-settings",
             ],
         ),
-        ("dflash-chart", &[]),
-        ("dflash-report", &["dflash-chart", "dflash-files", "dflash-run"]),
-        ("dflash-bench-sets", &["dflash-hub", "dflash-text"]),
+        ("dflash-report", &["dflash-io", "dflash-run"]),
         (
-            "dflash-evaluation",
-            &["dflash-chart", "dflash-files", "dflash-identity", "dflash-run", "dflash-settings"],
-        ),
-        (
-            "dflash-endpoint",
+            "dflash-eval",
             &[
-                "dflash-bench-sets",
-                "dflash-console",
-                "dflash-evaluation",
+                "dflash-chat",
                 "dflash-hub",
+                "dflash-identity",
+                "dflash-io",
+                "dflash-report",
+                "dflash-run",
                 "dflash-settings",
-                "dflash-text",
             ],
         ),
         (
             "dflash-hidden-server",
             &[
                 "dflash-dist",
-                "dflash-hidden",
+                "dflash-hidden-states",
                 "dflash-http",
                 "dflash-identity",
-                "dflash-model",
                 "dflash-settings",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-torch-sys",
             ],
         ),
-        ("dflash-http", &["dflash-files"]),
-        ("dflash-serve", &["dflash-decode", "dflash-http", "dflash-settings", "dflash-text"]),
+        ("dflash-http", &["dflash-io"]),
+        ("dflash-serve", &["dflash-chat", "dflash-decode", "dflash-http", "dflash-settings"]),
         (
             "dflash-decode",
             &[
-                "dflash-bench-sets",
-                "dflash-console",
-                "dflash-evaluation",
-                "dflash-files",
+                "dflash-chat",
+                "dflash-draft",
+                "dflash-eval",
                 "dflash-hub",
                 "dflash-identity",
-                "dflash-model",
+                "dflash-io",
+                "dflash-kernels",
                 "dflash-run",
                 "dflash-settings",
-                "dflash-text",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-torch-sys",
             ],
         ),
         (
             "dflash-export",
             &[
-                "dflash-files",
+                "dflash-chat",
+                "dflash-draft",
                 "dflash-formats",
                 "dflash-identity",
-                "dflash-model",
+                "dflash-io",
                 "dflash-settings",
-                "dflash-text",
+                "dflash-target",
+                "dflash-tensor",
             ],
         ),
         (
-            "dflash-demo",
+            "dflash-demo-target",
             &[
+                "dflash-chat",
                 "dflash-data",
-                "dflash-files",
+                "dflash-draft",
                 "dflash-formats",
-                "dflash-model",
+                "dflash-io",
                 "dflash-prepare",
                 "dflash-settings",
-                "dflash-text",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-train",
             ],
         ),
         (
             "dflash-train",
             &[
-                "dflash-console",
+                "dflash-chat",
                 "dflash-data",
                 "dflash-dist",
-                "dflash-files",
-                "dflash-hidden",
+                "dflash-draft",
+                "dflash-hidden-states",
                 "dflash-identity",
-                "dflash-model",
+                "dflash-io",
+                "dflash-kernels",
                 "dflash-run",
                 "dflash-settings",
-                "dflash-text",
+                "dflash-target",
+                "dflash-tensor",
                 "dflash-torch-sys",
             ],
         ),
         (
             "dflash",
             &[
-                "dflash-console",
                 "dflash-cpu",
-                "dflash-endpoint",
-                "dflash-files",
+                "dflash-eval",
                 "dflash-hub",
+                "dflash-io",
                 "dflash-prepare",
                 "dflash-push",
                 "dflash-report",
@@ -373,8 +411,7 @@ fn only_the_programs_know_clap_and_anyhow() {
 
 #[test]
 fn settings_are_flags_for_the_programs_alone() {
-    for entry in fs::read_dir(root().join("crates")).expect("readable") {
-        let path = entry.expect("readable").path();
+    for path in crate_dirs() {
         let manifest = fs::read_to_string(path.join("Cargo.toml")).expect("a manifest");
         let turns_on = manifest.lines().any(|line| {
             line.starts_with("dflash-settings")
@@ -388,8 +425,9 @@ fn settings_are_flags_for_the_programs_alone() {
 #[test]
 fn unsafe_code_lives_in_the_shim_and_one_module() {
     let home = |path: &Path| {
-        path.starts_with("crates/dflash-torch-sys")
-            || path == Path::new("crates/dflash-dist/src/launcher/process.rs")
+        path.starts_with("crates/model/dflash-torch-sys")
+            || path.starts_with("crates/model/dflash-kernels")
+            || path == Path::new("crates/train/dflash-dist/src/launcher/process.rs")
     };
     for (path, text) in sources().iter().filter(|(path, _)| !home(path)) {
         let lifts = text.contains("allow(unsafe_code") || text.contains("expect(unsafe_code");
@@ -402,10 +440,11 @@ fn unsafe_code_lives_in_the_shim_and_one_module() {
 #[test]
 fn one_place_asks_which_gpus_there_are() {
     let home = |path: &Path| {
-        path == Path::new("crates/dflash-model/src/placement.rs")
+        path == Path::new("crates/model/dflash-tensor/src/placement.rs")
             // what doctor is told
             || path.ends_with("engine_info.rs")
-            || path.starts_with("crates/dflash-torch-sys")
+            || path.starts_with("crates/model/dflash-torch-sys")
+            || path.starts_with("crates/model/dflash-kernels")
             || path.components().any(|part| part.as_os_str() == "tests")
     };
     for (path, text) in sources().iter().filter(|(path, _)| !home(path)) {
@@ -417,8 +456,8 @@ fn one_place_asks_which_gpus_there_are() {
 
 #[test]
 fn every_crate_takes_the_workspace_lints() {
-    for entry in fs::read_dir(root().join("crates")).expect("readable") {
-        let manifest = entry.expect("readable").path().join("Cargo.toml");
+    for path in crate_dirs() {
+        let manifest = path.join("Cargo.toml");
         let text = fs::read_to_string(&manifest).expect("a manifest");
         assert!(text.contains("[lints]\nworkspace = true"), "{}", manifest.display());
     }

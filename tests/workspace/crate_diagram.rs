@@ -13,6 +13,10 @@ use crate::boundaries::{Graph, metadata, root};
 const BEGIN: &str = "<!-- crates: begin -->\n";
 const END: &str = "<!-- crates: end -->\n";
 
+/// The folders below `crates/`, in the order of the pipeline.
+const FOLDERS: [&str; 8] =
+    ["base", "data", "states", "model", "train", "decode", "publish", "program"];
+
 #[test]
 fn the_diagram_of_crates_is_that_of_the_metadata() {
     let path = root().join("ARCHITECTURE.md");
@@ -37,7 +41,7 @@ struct Crates(BTreeMap<String, Crate>);
 
 struct Crate {
     description: String,
-    /// The folder below `crates/`, empty where the crate lies there itself.
+    /// The folder below `crates/`.
     folder: String,
     needs: BTreeSet<String>,
 }
@@ -57,6 +61,7 @@ impl Crates {
                 folder: folder.display().to_string(),
                 needs: needs.cloned().collect(),
             };
+            assert!(FOLDERS.contains(&made.folder.as_str()), "add {} to FOLDERS", made.folder);
             Some((name, made))
         });
         Self(ours.collect())
@@ -78,10 +83,6 @@ impl Crates {
         self.0[name].needs.iter().map(|next| 1 + self.height(next)).max().unwrap_or(0)
     }
 
-    fn folders(&self) -> BTreeSet<&str> {
-        self.0.values().map(|it| it.folder.as_str()).collect()
-    }
-
     /// From the bottom layer up, and by name within a layer.
     fn in_order(&self) -> Vec<&str> {
         let mut names: Vec<&str> = self.0.keys().map(String::as_str).collect();
@@ -96,20 +97,19 @@ fn short(name: &str) -> &str {
 
 fn section(crates: &Crates) -> String {
     let mut text = "\n```mermaid\nflowchart TD\n".to_owned();
-    for folder in crates.folders().into_iter().filter(|folder| !folder.is_empty()) {
-        let inside = crates.0.iter().filter(|(_, it)| it.folder == folder);
-        let names: Vec<&str> = inside.map(|(name, _)| short(name)).collect();
-        writeln!(text, "  subgraph {folder}\n    {}\n  end", names.join(" & ")).unwrap();
-    }
     for name in crates.in_order().into_iter().rev() {
         let arrows = crates.arrows(name);
         if !arrows.is_empty() {
             writeln!(text, "  {} --> {}", short(name), arrows.join(" & ")).unwrap();
         }
     }
-    text += "```\n\n| crate, from the bottom layer | holds |\n|---|---|\n";
-    for name in crates.in_order() {
-        writeln!(text, "| `{name}` | {} |", crates.0[name].description).unwrap();
+    text += "```\n\n| folder | crate, from the bottom layer | holds |\n|---|---|---|\n";
+    for folder in FOLDERS {
+        let mut shown = format!("`{folder}/`");
+        for name in crates.in_order().into_iter().filter(|name| crates.0[*name].folder == folder) {
+            writeln!(text, "| {shown} | `{name}` | {} |", crates.0[name].description).unwrap();
+            shown.clear();
+        }
     }
     text + "\n"
 }

@@ -1,0 +1,10 @@
+//! What every command does with files and the terminal: complete files or none, lines and progress bars.
+
+mod console;
+mod files;
+
+pub use console::{Progress, Show, Stderr, Unit, say};
+pub use files::{
+    Error, PendingDir, PendingFile, is_absent_or_empty, remove_dir, remove_pending, replace_link,
+    write_atomic, write_bytes,
+};

@@ -1,0 +1,186 @@
+//! From the arguments of `--data` to records, read one at a time.
+
+mod files;
+mod sample;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use dflash_chat::RawRow;
+use dflash_hub::{Hub, Split};
+use dflash_settings::DATA_PRESETS;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::Error;
+use sample::sampled;
+
+/// One argument of `--data` and its files.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Source {
+    pub(crate) data: String,
+    pub(crate) files: Vec<PathBuf>,
+    /// Samples from this source, if those of a source stay together: not if rows are shuffled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rows: Option<u64>,
+}
+
+pub(crate) type Records<'a> = Box<dyn Iterator<Item = Result<Record, Error>> + 'a>;
+
+/// One row of the input, parsed or not, with its place.
+#[derive(Debug)]
+pub(crate) struct Record {
+    pub(crate) path: Arc<Path>,
+    /// 1-based line, or 1-based row of a Parquet file.
+    pub(crate) line: usize,
+    pub(crate) content: Content,
+    /// Share of the file's bytes, for progress.
+    pub(crate) bytes: u64,
+}
+
+#[derive(Debug)]
+pub(crate) enum Content {
+    Json(RawRow),
+    Value(Value),
+    /// A row that is not text, and why.
+    Refused(String),
+}
+
+impl Record {
+    pub(crate) fn place(&self) -> String {
+        format!("{}:{}", self.path.display(), self.line)
+    }
+
+    /// Takes the row out of the record, because rows can be large.
+    ///
+    /// # Errors
+    /// What is wrong with it, without its place.
+    pub(crate) fn take_parsed(&mut self) -> Result<Value, String> {
+        match std::mem::replace(&mut self.content, Content::Value(Value::Null)) {
+            Content::Json(row) => row.parse(&self.path).map_err(|error| match error {
+                dflash_chat::Error::Json { reason, .. } => format!("not valid JSON: {reason}"),
+                other => other.to_string(),
+            }),
+            Content::Value(value) => Ok(value),
+            Content::Refused(reason) => Err(reason),
+        }
+    }
+}
+
+/// All records of all files, limited and shuffled as requested.
+pub(crate) fn read(
+    files: &[PathBuf],
+    limit: Option<usize>,
+    shuffle_seed: Option<u64>,
+) -> Records<'_> {
+    let records = files.iter().flat_map(|path| files::records(path));
+    match shuffle_seed {
+        None => Box::new(records.take(limit.unwrap_or(usize::MAX))),
+        Some(seed) => match sampled(records, limit, seed) {
+            Ok(kept) => Box::new(kept.into_iter().map(Ok)),
+            Err(error) => Box::new(std::iter::once(Err(error))),
+        },
+    }
+}
+
+/// Where a source's files are.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// On this machine.
+    Local(Vec<PathBuf>),
+    /// Still to be fetched.
+    Hub(Split),
+}
+
+/// Finds out what each argument stands for, without fetching anything.
+pub(crate) fn locate(specs: &[String]) -> Result<Vec<(String, Place)>, Error> {
+    specs.iter().map(|spec| Ok((spec.clone(), place(spec)?))).collect()
+}
+
+/// Fetches files that are on the Hub.
+pub(crate) fn fetch(places: Vec<(String, Place)>, stop: &AtomicBool) -> Result<Vec<Source>, Error> {
+    let fetched = |(data, place)| {
+        let files = match place {
+            Place::Local(files) => files,
+            Place::Hub(split) => Hub::from_env().split(&split, stop)?,
+        };
+        Ok(Source { data, files, rows: None })
+    };
+    places.into_iter().map(fetched).collect()
+}
+
+fn place(spec: &str) -> Result<Place, Error> {
+    let path = Path::new(spec);
+    if path.is_dir() {
+        return files::of_directory(path).map(Place::Local);
+    }
+    if path.is_file() {
+        return match files::is_known(path) {
+            true => Ok(Place::Local(vec![path.to_path_buf()])),
+            false => Err(Error::UnknownFile { path: path.into() }),
+        };
+    }
+    let unknown = || {
+        let presets = DATA_PRESETS.map(|(name, _)| name).join(", ");
+        Error::UnknownData { spec: spec.to_owned(), presets }
+    };
+    let preset = DATA_PRESETS.iter().find(|(name, _)| *name == spec);
+    let name = preset.map_or(spec, |(_, name)| name);
+    let parts: Vec<&str> = name.strip_prefix("hf:").ok_or_else(unknown)?.split(':').collect();
+    let (repo, config, split) = match parts[..] {
+        [repo] => (repo, "default", "train"),
+        [repo, split] => (repo, "default", split),
+        [repo, config, split] => (repo, config, split),
+        _ => return Err(unknown()),
+    };
+    if !repo.contains('/') {
+        return Err(unknown());
+    }
+    Ok(Place::Hub(Split { repo: repo.into(), config: config.into(), split: split.into() }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_stand_for_files_presets_or_repositories() {
+        let check = |spec: &str, repo: &str, config: &str, split: &str| {
+            let [repo, config, split] = [repo, config, split].map(str::to_owned);
+            assert_eq!(place(spec).unwrap(), Place::Hub(Split { repo, config, split }), "{spec}");
+        };
+        check("sharegpt", "Aeala/ShareGPT_Vicuna_unfiltered", "default", "train");
+        check("nemotron", "nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat");
+        check("gsm8k", "openai/gsm8k", "main", "train");
+        check("ultrachat", "HuggingFaceH4/ultrachat_200k", "default", "train_sft");
+        check("hf:a/b", "a/b", "default", "train");
+        check("hf:a/b:test", "a/b", "default", "test");
+        check("hf:a/b:en:test", "a/b", "en", "test");
+        for spec in ["sharegtp", "hf:a", "hf:a/b:c:d:e", "/nonexistent/file.jsonl"] {
+            let error = place(spec).unwrap_err().to_string();
+            assert!(error.contains(&format!("--data {spec}: no such file")), "{error}");
+            assert!(error.contains("sharegpt, ultrachat, gsm8k"), "{error}");
+        }
+    }
+
+    #[test]
+    fn directories_give_their_data_files_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let check_error = |path: &Path, expect: &str| {
+            let error = place(path.to_str().unwrap()).unwrap_err().to_string();
+            assert!(error.contains(expect), "{error}");
+        };
+        check_error(dir.path(), "no .jsonl, .json or .parquet file");
+        for name in ["b.jsonl", "a.json", "README.md"] {
+            std::fs::write(path(name), "").unwrap();
+        }
+        let found = place(dir.path().to_str().unwrap()).unwrap();
+        assert_eq!(found, Place::Local(vec![path("a.json"), path("b.jsonl")]));
+        check_error(&path("README.md"), "not a .jsonl, .json or .parquet");
+        std::fs::write(path("state.json"), "{}").unwrap();
+        std::fs::write(path("dataset_info.json"), "{}").unwrap();
+        check_error(dir.path(), "is an Arrow dataset on disk");
+    }
+}

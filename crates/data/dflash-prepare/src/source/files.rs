@@ -1,0 +1,137 @@
+//! Records of JSON, JSON Lines and Parquet files.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use dflash_chat::{is_row_column, raw_rows};
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use serde_json::{Map, Value};
+
+use super::{Content, Record, Records};
+use crate::error::Error;
+
+/// File name endings that we read.
+const ENDINGS: [&str; 4] = ["jsonl", "json", "parquet", "ndjson"];
+
+/// Whether the file's ending is one that we read.
+pub(super) fn is_known(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known))
+}
+
+/// The data files below a directory, in order of their paths.
+pub(super) fn of_directory(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    if dir.join("state.json").is_file() && dir.join("dataset_info.json").is_file() {
+        return Err(Error::AlreadyPrepared { path: dir.into() });
+    }
+    let mut files = Vec::new();
+    collect(dir, &mut files)?;
+    files.sort();
+    match files.is_empty() {
+        true => Err(Error::NoFiles { path: dir.into() }),
+        false => Ok(files),
+    }
+}
+
+fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
+    let read = |source| dflash_chat::Error::Read { path: dir.into(), source };
+    for entry in std::fs::read_dir(dir).map_err(read)? {
+        let path = entry.map_err(read)?.path();
+        if path.is_dir() {
+            collect(&path, files)?;
+        } else if is_known(&path) {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// The records of one file, or the error of opening it.
+pub(super) fn records(path: &Path) -> Records<'static> {
+    let is_parquet = path.extension().is_some_and(|ending| ending == "parquet");
+    let opened = if is_parquet { parquet_records(path) } else { json_records(path) };
+    opened.unwrap_or_else(|error| Box::new(std::iter::once(Err(error))))
+}
+
+fn json_records(path: &Path) -> Result<Records<'static>, Error> {
+    let path: Arc<Path> = path.into();
+    Ok(Box::new(raw_rows(&path)?.map(move |row| {
+        let row = row?;
+        let (line, bytes) = (row.line, row.bytes.len() as u64 + 1);
+        Ok(Record { path: Arc::clone(&path), line, content: Content::Json(row), bytes })
+    })))
+}
+
+fn parquet_records(path: &Path) -> Result<Records<'static>, Error> {
+    let path: Arc<Path> = path.into();
+    let read = |source| dflash_chat::Error::Read { path: path.to_path_buf(), source };
+    let file = File::open(&path).map_err(read)?;
+    let size = file.metadata().map_err(read)?.len();
+    let reader = SerializedFileReader::new(file).map_err(parquet_error(&path))?;
+    let count = u64::try_from(reader.metadata().file_metadata().num_rows()).unwrap_or(0);
+    let bytes = size / count.max(1);
+    let rows = RowIter::from_file_into(Box::new(reader));
+    Ok(Box::new((1..).zip(rows).map(move |(line, row)| {
+        let row = row.map_err(parquet_error(&path))?;
+        let content = columns(row).map_or_else(Content::Refused, Content::Value);
+        Ok(Record { path: Arc::clone(&path), line, content, bytes })
+    })))
+}
+
+/// The row as JSON. Text may be stored as bytes without an annotation, as old Spark and Impala
+/// write it; the library's own JSON would encode it as base64, which looks like text. Bytes that
+/// are not UTF-8 are ignored in columns that no layout reads, such as an image.
+///
+/// # Errors
+/// The name of a column that is read and holds bytes that are not text.
+fn columns(row: Row) -> Result<Value, String> {
+    let mut columns = Map::new();
+    for (name, field) in row.into_columns() {
+        let value = match json(&name, &field) {
+            Err(reason) if is_row_column(&name) => return Err(reason),
+            value => value.unwrap_or_else(|_| "(bytes)".into()),
+        };
+        columns.insert(name, value);
+    }
+    Ok(Value::Object(columns))
+}
+
+/// A field's value; `name` is its path.
+fn json(name: &str, field: &Field) -> Result<Value, String> {
+    match field {
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => Ok(text.into()),
+            Err(_) => Err(format!("column {name} holds bytes that are not UTF-8 text")),
+        },
+        Field::Group(row) => {
+            let members = row.get_column_iter();
+            let member = |(key, field): (&String, &Field)| {
+                Ok((key.clone(), json(&format!("{name}.{key}"), field)?))
+            };
+            members.map(member).collect()
+        }
+        Field::ListInternal(list) => {
+            let item = format!("{name}[]");
+            list.elements().iter().map(|field| json(&item, field)).collect()
+        }
+        Field::MapInternal(map) => {
+            let entry = |(key, field): &(Field, Field)| {
+                let key = match json(name, key)? {
+                    Value::String(key) => key,
+                    key => key.to_string(),
+                };
+                let value = json(&format!("{name}.{key}"), field)?;
+                Ok((key, value))
+            };
+            map.entries().iter().map(entry).collect()
+        }
+        plain => Ok(plain.to_json_value()),
+    }
+}
+
+fn parquet_error(path: &Path) -> impl FnOnce(ParquetError) -> Error {
+    move |source| Error::Parquet { path: path.into(), source }
+}

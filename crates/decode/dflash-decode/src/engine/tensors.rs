@@ -1,0 +1,239 @@
+//! A step by libtorch's operations: prompts, GPUs, and models whose few rows are not packed.
+//!
+//! Shapes: `s` sequences, `b` slots of a block, `t` tokens of a pass, `r` rows whose logits are wanted,
+//! `k` captured states side by side.
+
+use std::time::Instant;
+
+use dflash_draft::ContextPart;
+use dflash_target::{CachedOutput, SequencePart, Target};
+use dflash_tensor::ops::most_likely;
+use tch::Tensor;
+
+use super::lengths::Cost;
+use super::proposer::Proposer;
+use super::sequence::Sequence;
+use super::{Output, Plan};
+use crate::drafter::{Drafter, to_host};
+
+/// A sequence's part in a pass.
+pub(super) struct Turn {
+    /// Which sequence.
+    pub(super) at: usize,
+    /// Its tokens in the pass `[t]`.
+    ids_t: Tensor,
+    /// How many of the last of these have logits that are wanted: one more than were proposed, or none.
+    rows: usize,
+    /// The distributions that proposals were drawn from, where their verification asks for them.
+    shares: Option<Tensor>,
+}
+
+impl Turn {
+    /// The next piece of a prompt; its last one gives a token.
+    pub(super) fn of_prompt(at: usize, piece: &[i64], is_last: bool, target: &Target) -> Self {
+        Self { at, ids_t: to_device(piece, target), rows: usize::from(is_last), shares: None }
+    }
+
+    fn tokens(&self) -> usize {
+        self.ids_t.size()[0] as usize
+    }
+
+    /// Those that were proposed.
+    fn proposed(&self) -> Tensor {
+        let proposed = self.rows.saturating_sub(1);
+        self.ids_t.narrow(0, (self.tokens() - proposed) as i64, proposed as i64)
+    }
+}
+
+/// Drafts for `plans`, runs the target over them and over pieces of prompts, takes what it says, and keeps
+/// what is accepted in the caches.
+///
+/// On a GPU a draft's time is found in that of the verification, which waits for it.
+pub(super) fn step(
+    sequences: &mut [Sequence],
+    (plans, prompts): (&[Plan], Vec<Turn>),
+    (target, proposer): (&Target, &Proposer<'_>),
+) -> (Vec<Output>, Cost) {
+    let began = Instant::now();
+    let mut turns = drafted(sequences, plans, (target, proposer));
+    let draft = began.elapsed().as_secs_f64();
+    turns.extend(prompts);
+    // In the order of the sequences, as the caches are borrowed.
+    turns.sort_by_key(|turn| turn.at);
+    let before: Vec<usize> = turns.iter().map(|turn| sequences[turn.at].cache.len()).collect();
+    let output = run(sequences, &turns, (target, proposer));
+    for ((turn, end), &before) in turns.iter().zip(ends(&turns)).zip(&before) {
+        let tokens = turn.tokens() as i64;
+        let states_th = output.hidden_td.narrow(0, end - tokens, tokens);
+        sequences[turn.at].read_prompt(&states_th, before, target);
+    }
+    let (outputs, kept) = verify(sequences, &turns, (&output, target));
+    keep(sequences, &turns, &before, (&output, &kept), proposer);
+    let cost = Cost {
+        rows: plans.iter().map(Plan::rows).sum(),
+        drafting: plans.iter().filter(|plan| plan.drafted > 0).count(),
+        verify: began.elapsed().as_secs_f64() - draft,
+        draft,
+    };
+    (outputs, cost)
+}
+
+/// The turns of sequences that are past their prompts: what was proposed, and what a draft proposes now.
+fn drafted(
+    sequences: &[Sequence],
+    plans: &[Plan],
+    (target, proposer): (&Target, &Proposer<'_>),
+) -> Vec<Turn> {
+    let drafting: Vec<&Plan> = plans.iter().filter(|plan| plan.drafted > 0).collect();
+    let mut proposals = match proposer.drafter().filter(|_| !drafting.is_empty()) {
+        Some(drafter) => propose(sequences, &drafting, drafter),
+        None => Vec::new(),
+    }
+    .into_iter();
+    let turn = |plan: &Plan| {
+        let (mut ids_t, mut shares) = (to_device(&plan.ids, target), None);
+        if plan.drafted > 0 {
+            let proposed;
+            (proposed, shares) = proposals.next().expect("one for each that drafts");
+            ids_t = Tensor::cat(&[ids_t, proposed], 0);
+        }
+        // A head may have proposed fewer than the plan has room for.
+        let rows = ids_t.size()[0] as usize;
+        Turn { at: plan.at, ids_t, rows, shares }
+    };
+    plans.iter().map(turn).collect()
+}
+
+/// The draft's proposals behind the bonus tokens of sequences, and what [`Turn::shares`] keeps of them.
+fn propose(
+    sequences: &[Sequence],
+    plans: &[&Plan],
+    drafter: &Drafter<'_>,
+) -> Vec<(Tensor, Option<Tensor>)> {
+    let bonus: Vec<i64> = plans.iter().map(|plan| plan.ids[0]).collect();
+    let caches: Vec<_> =
+        plans.iter().map(|plan| sequences[plan.at].context.as_ref().expect("it drafts")).collect();
+    let blocks_nh = drafter.blocks(&to_device(&bonus, drafter.target));
+    let normed_nh = drafter.draft.forward_blocks(&caches, &blocks_nh);
+    let each = plans.iter().map(|plan| plan.drafted).max().unwrap_or(0);
+    let normed_nh = drafter.predicting(&normed_nh, each);
+    let is_plain = drafter.draft.head().is_plain();
+    let is_greedy = |plan: &&Plan| is_plain && sequences[plan.at].sampler.is_greedy();
+    let greedy_n = plans.iter().any(is_greedy).then(|| drafter.most_likely(&normed_nh));
+    let choose = |(number, plan): (usize, &&Plan)| {
+        let rows = |x: &Tensor| x.narrow(0, (number * each) as i64, plan.drafted as i64);
+        let sequence = &sequences[plan.at];
+        match greedy_n.as_ref().filter(|_| is_greedy(plan)) {
+            Some(greedy_n) => (rows(greedy_n), None),
+            None => {
+                let first = sequence.tokens().len();
+                let proposed =
+                    drafter.choose(&rows(&normed_nh), plan.ids[0], &sequence.sampler, first);
+                (to_device(&proposed.ids, drafter.target), proposed.shares)
+            }
+        }
+    };
+    plans.iter().enumerate().map(choose).collect()
+}
+
+/// Appends all turns to the caches.
+fn run(
+    sequences: &mut [Sequence],
+    turns: &[Turn],
+    (target, proposer): (&Target, &Proposer<'_>),
+) -> CachedOutput {
+    let draft = proposer.draft();
+    let ids_t: Vec<&Tensor> = turns.iter().map(|turn| &turn.ids_t).collect();
+    let mut parts = Vec::with_capacity(turns.len());
+    let mut turns = turns.iter().peekable();
+    for (at, sequence) in sequences.iter_mut().enumerate() {
+        let Some(turn) = turns.next_if(|turn| turn.at == at) else { continue };
+        sequence.make_room(turn.tokens(), (target, draft));
+        parts.push(SequencePart { cache: &mut sequence.cache, tokens: turn.tokens() });
+    }
+    let captures = draft.map_or(&[][..], |draft| &draft.config().target_layer_ids);
+    target.forward_sequences(&Tensor::cat(&ids_t, 0), &mut parts, captures)
+}
+
+/// What each sequence says now, and how many of its tokens in the pass stay.
+fn verify(
+    sequences: &mut [Sequence],
+    turns: &[Turn],
+    (output, target): (&CachedOutput, &Target),
+) -> (Vec<Output>, Vec<usize>) {
+    let wanted: Vec<i64> =
+        ends(turns).zip(turns).flat_map(|(end, turn)| end - turn.rows as i64..end).collect();
+    if wanted.is_empty() {
+        return (Vec::new(), turns.iter().map(Turn::tokens).collect());
+    }
+    let rows_rh = output.hidden_td.index_select(0, &to_device(&wanted, target));
+    let logits_rv = target.logits(&rows_rh);
+    // One transfer for all: on a GPU every read waits for the whole step.
+    let mut all = vec![most_likely(&logits_rv)];
+    all.extend(turns.iter().map(Turn::proposed));
+    let all = to_host(&Tensor::cat(&all, 0));
+    let (mut most_likely, mut proposed) = all.split_at(wanted.len());
+    let (mut outputs, mut kept, mut first) = (Vec::new(), Vec::new(), 0);
+    for turn in turns {
+        if turn.rows == 0 {
+            kept.push(turn.tokens());
+            continue;
+        }
+        let sequence = &mut sequences[turn.at];
+        let logits_bv = logits_rv.narrow(0, first, turn.rows as i64);
+        first += turn.rows as i64;
+        let (greedy, proposals);
+        (greedy, most_likely) = most_likely.split_at(turn.rows);
+        (proposals, proposed) = proposed.split_at(turn.rows - 1);
+        let is_chosen = !sequence.is_plainly_greedy();
+        let chosen =
+            is_chosen.then(|| sequence.verify(proposals, turn.shares.as_ref(), &logits_bv));
+        let own = chosen.as_deref().unwrap_or(greedy);
+        let (output, rows) = sequence.take(proposals, own, Some(&logits_bv));
+        kept.push(turn.tokens() - turn.rows + rows);
+        outputs.push(output);
+    }
+    (outputs, kept)
+}
+
+/// Cuts the target's caches back to what stays and gives its captured states to the draft's.
+fn keep(
+    sequences: &mut [Sequence],
+    turns: &[Turn],
+    before: &[usize],
+    (output, kept): (&CachedOutput, &[usize]),
+    proposer: &Proposer<'_>,
+) {
+    let mut rows: Vec<i64> = Vec::new();
+    let mut parts: Vec<ContextPart<'_>> = Vec::new();
+    let starts = ends(turns).zip(turns).map(|(end, turn)| end - turn.tokens() as i64);
+    let mut each = turns.iter().zip(starts).zip(before.iter().zip(kept)).peekable();
+    for (at, sequence) in sequences.iter_mut().enumerate() {
+        let Some(((_, start), (&before, &kept))) = each.next_if(|((turn, _), _)| turn.at == at)
+        else {
+            continue;
+        };
+        sequence.cache.truncate(before + kept);
+        if let Some(cache) = &mut sequence.context {
+            rows.extend(start..start + kept as i64);
+            parts.push(ContextPart { cache, rows: kept });
+        }
+    }
+    if let Some(drafter) = proposer.drafter().filter(|_| !parts.is_empty()) {
+        let rows_t = Tensor::from_slice(&rows).to_device(drafter.target.device());
+        let features_tk = Tensor::cat(&output.captures, 1).index_select(0, &rows_t);
+        drafter.draft.extend_contexts(&features_tk, &mut parts);
+    }
+}
+
+/// Behind the last token of each turn, counted over all of them.
+fn ends(turns: &[Turn]) -> impl Iterator<Item = i64> {
+    turns.iter().scan(0, |end, turn| {
+        *end += turn.ids_t.size()[0];
+        Some(*end)
+    })
+}
+
+fn to_device(ids: &[i64], target: &Target) -> Tensor {
+    Tensor::from_slice(ids).to_device(target.device())
+}

@@ -1,0 +1,233 @@
+//! Measuring drafts: real speculative decoding beside plain decoding of the same prompts.
+//!
+//! One answer at a time, all ways to decode alternate answer by answer, and which goes first
+//! alternates too, so that a machine that warms up or is shared slows them alike. Several at a time,
+//! they alternate by parts of a set.
+
+mod drafts;
+mod measurement;
+mod together;
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use dflash_chat::ChatTokenizer;
+use dflash_eval::sets::{PromptSet, Rows, locate};
+use dflash_eval::{EvalReport, Facts, Measured, Memory, SetFacts, Way, check_outputs, write};
+use dflash_hub::Hub;
+use dflash_identity::TargetIdentity;
+use dflash_io::{Progress, Unit, say};
+use dflash_kernels::CpuLevel;
+use dflash_settings::{EvalSettings, Thinking};
+use dflash_target::{Target, TargetConfig, TargetOptions};
+use dflash_tensor::{device_name, kind_name, peak_resident_mib, place};
+use tch::{Device, Kind};
+
+use crate::Error;
+use crate::limits::Limits;
+use crate::models::DraftSource;
+use crate::prompts::{Prompt, usable_rows};
+use crate::sampling::Sampling;
+
+use drafts::Drafts;
+use measurement::Measurement;
+use together::Together;
+
+/// Decodes every prompt plainly and with each draft, and reports. Writes the files that are asked for,
+/// and keeps each draft's figures beside it where it is a checkpoint of a run.
+///
+/// The report's [`EvalReport::check`] says whether the texts agree.
+///
+/// # Errors
+/// Models or prompts that cannot be loaded or do not fit each other; [`Error::Interrupted`].
+pub fn evaluate(
+    settings: &EvalSettings,
+    (target_dir, sources): (&Path, &[DraftSource]),
+    stop: &AtomicBool,
+) -> Result<EvalReport, Error> {
+    check_outputs(settings)?;
+    let sets = read_sets(settings, stop)?;
+    let (device, dtype) = place(settings.device, settings.dtype, 0)?;
+    let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
+    let name = settings.target.as_deref().unwrap_or_default();
+    let identity = TargetIdentity::read(target_dir, name)?;
+    let drafts = Drafts::load(settings, (&target, &identity), sources)?;
+    let asked = ask(settings, (target_dir, target.config()), &sets)?;
+    let results = measure(settings, (&target, &drafts), &asked, stop)?;
+    let cpu_level = (device == Device::Cpu).then(dflash_kernels::cpu_level);
+    let facts = Facts {
+        target: target_dir.display().to_string(),
+        target_identity: Some(identity),
+        drafts: drafts.facts(),
+        sets: sets.iter().map(|(set, rows)| set_facts(set, rows, &asked)).collect(),
+        max_new_tokens: settings.max_new_tokens,
+        seed: settings.seed,
+        device: described(device, dtype, cpu_level),
+        cpu_level: cpu_level.map(|level| level.to_string()),
+        memory: peak_memory(device),
+        ..Facts::default()
+    };
+    let mut report = EvalReport::new(facts, results);
+    if let Some(baseline) = &settings.baseline {
+        report.compare(baseline)?;
+    }
+    write(&report, settings)?;
+    if !settings.no_record {
+        drafts.keep_beside(&report.evaluations);
+    }
+    Ok(report)
+}
+
+/// Device and precision, and CPU threads: `cpu (avx2), float32, 2 threads`.
+fn described(device: Device, dtype: Kind, cpu_level: Option<CpuLevel>) -> String {
+    let level = cpu_level.map_or_else(String::new, |level| format!(" ({level})"));
+    let (device, dtype) = (device_name(device), kind_name(dtype));
+    format!("{device}{level}, {dtype}, {} threads", tch::get_num_threads())
+}
+
+/// The sets that the settings name, with their rows.
+fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSet, Rows)>, Error> {
+    let hub = Hub::from_env();
+    let read = |set: PromptSet| {
+        let rows = set.rows(&hub, settings.limit, stop)?;
+        Ok((set, rows))
+    };
+    locate(&settings.prompts)?.into_iter().map(read).collect()
+}
+
+/// The prompts of a set, as the target is asked in one mode of thinking.
+struct Asked<'a> {
+    set: &'a str,
+    thinking: Thinking,
+    tokenizer: std::rc::Rc<ChatTokenizer>,
+    prompts: Vec<Prompt>,
+    skipped: usize,
+}
+
+/// Renders all prompts before the first is answered: what is wrong with one is known early.
+fn ask<'a>(
+    settings: &EvalSettings,
+    (target_dir, config): (&Path, &TargetConfig),
+    sets: &'a [(PromptSet, Rows)],
+) -> Result<Vec<Asked<'a>>, Error> {
+    let mut asked = Vec::new();
+    for &thinking in &settings.thinking {
+        let tokenizer = std::rc::Rc::new(tokenizer(target_dir, thinking)?);
+        for (set, rows) in sets {
+            let room = (config, settings.max_new_tokens);
+            let (mut prompts, skipped) = usable_rows((&rows.rows, &rows.source), &tokenizer, room)?;
+            if settings.first_turn {
+                prompts = prompts.into_iter().map(Prompt::first_turn).collect();
+            }
+            let tokenizer = std::rc::Rc::clone(&tokenizer);
+            asked.push(Asked { set: &set.name, thinking, tokenizer, prompts, skipped });
+        }
+    }
+    Ok(asked)
+}
+
+fn tokenizer(target_dir: &Path, thinking: Thinking) -> Result<ChatTokenizer, Error> {
+    const VARIABLE: &str = "enable_thinking";
+    let mut tokenizer = ChatTokenizer::load(target_dir)?;
+    if let Some(enabled) = thinking.template_variable() {
+        let knows = |(_, source): &(String, String)| source.contains(VARIABLE);
+        if !tokenizer.template_sources().iter().any(knows) {
+            say(format!(
+                "the target's chat template does not use {VARIABLE}: --thinking has no effect"
+            ));
+        }
+        tokenizer.extend_template_variables([(VARIABLE.to_owned(), enabled.into())])?;
+    }
+    Ok(tokenizer)
+}
+
+/// Answers everything: each mode of thinking, each set in it, each temperature.
+fn measure(
+    settings: &EvalSettings,
+    (target, drafts): (&Target, &Drafts),
+    asked: &[Asked<'_>],
+    stop: &AtomicBool,
+) -> Result<Vec<Measured>, Error> {
+    let mut results = Vec::new();
+    for asked in asked {
+        for &temperature in &settings.temperature {
+            for &concurrency in &settings.concurrency {
+                let way = Way { temperature, thinking: asked.thinking, concurrency };
+                let limits =
+                    Limits::new(target.config(), &asked.tokenizer, settings.max_new_tokens);
+                results.extend(match concurrency {
+                    1 => one_by_one(settings, (target, drafts), (asked, way, limits), stop)?,
+                    _ => {
+                        let together = Together { settings, target, drafts, asked, limits, way };
+                        several(&together, stop)?
+                    }
+                });
+            }
+        }
+    }
+    Ok(results)
+}
+
+/// Answers a set prompt by prompt, each plainly and with every draft before the next.
+fn one_by_one(
+    settings: &EvalSettings,
+    (target, drafts): (&Target, &Drafts),
+    (asked, way, limits): (&Asked<'_>, Way, Limits),
+    stop: &AtomicBool,
+) -> Result<Vec<Measured>, Error> {
+    let sampling = Sampling::at(way.temperature);
+    let mut measurement = Measurement::new(settings, (target, drafts), (sampling, limits))?;
+    measurement.warm_up(&asked.prompts[0], stop)?;
+    let mut progress = Progress::new("eval", Unit::Items, asked.prompts.len() as u64);
+    for (row, prompt) in asked.prompts.iter().enumerate() {
+        measurement.answer_row(row, prompt, &asked.tokenizer, stop)?;
+        progress.update(row as u64 + 1, format!("{} {way}: {measurement}", asked.set));
+    }
+    Ok(measurement.finish(asked.set, way))
+}
+
+/// Answers a set several prompts at a time, plainly and with each draft.
+fn several(together: &Together<'_>, stop: &AtomicBool) -> Result<Vec<Measured>, Error> {
+    let rounds = 1 + together.drafts.ways().len();
+    let rows = together.asked.prompts.len() * rounds;
+    let mut progress = Progress::new("eval", Unit::Items, rows as u64);
+    let mut answers = 0;
+    together.measure(stop, || {
+        answers += 1;
+        // Later turns are answers too, whose number is not known before.
+        let shown = answers.min(rows as u64);
+        progress
+            .update(shown, format!("{} {}: {answers} answers", together.asked.set, together.way));
+    })
+}
+
+/// The seed of a row's turn: each answer draws numbers of its own.
+fn seed_of(seed: u64, (row, turn): (usize, usize)) -> u64 {
+    seed.wrapping_add(((row as u64) << 16) + turn as u64)
+}
+
+fn set_facts(set: &PromptSet, rows: &Rows, asked: &[Asked<'_>]) -> SetFacts {
+    let skipped = asked.iter().find(|asked| asked.set == set.name).map(|asked| asked.skipped);
+    SetFacts {
+        name: set.name.clone(),
+        title: set.title.clone(),
+        source: rows.source.clone(),
+        revision: rows.revision.clone(),
+        rows: rows.rows.len(),
+        skipped: skipped.unwrap_or_default(),
+        failed: 0,
+    }
+}
+
+/// High-water marks since the process began.
+fn peak_memory(device: Device) -> Memory {
+    const MIB: f64 = 1024.0 * 1024.0;
+    let device_bytes = match device {
+        Device::Cuda(index) => dflash_torch_sys::peak_device_bytes(index).ok(),
+        _ => None,
+    };
+    Memory {
+        process_mib: peak_resident_mib(),
+        device_mib: device_bytes.map(|bytes| bytes as f64 / MIB),
+    }
+}

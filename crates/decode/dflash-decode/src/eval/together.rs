@@ -1,0 +1,255 @@
+//! One set answered several prompts at a time by the engine: in parts, each plainly and with every draft
+//! before the next, and in another order than the one before, so that a machine that warms up or is shared
+//! slows all alike.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use dflash_chat::ChatTokenizer;
+use dflash_eval::{Answer, Lossless, Measured, Part, Verification, Way, Whole, turns};
+use dflash_settings::{EvalSettings, NO_DRAFT, Speculate};
+use dflash_target::Target;
+
+use super::Asked;
+use super::drafts::Drafts;
+use crate::engine::{Engine, EngineOptions, Output, Proposals, Request};
+use crate::limits::{Limits, check};
+use crate::lossless::compare;
+use crate::prompts::Prompt;
+use crate::sampling::Sampling;
+use crate::{Error, SequenceId};
+
+/// Tokens of prompts that one step reads at most, as `dflash serve` has it by default.
+const PREFILL_TOKENS: usize = 2048;
+/// Tokens of the untimed first answers.
+const WARM_UP_TOKENS: usize = 32;
+
+/// A set, how it is answered, and by what.
+pub(super) struct Together<'a> {
+    pub(super) settings: &'a EvalSettings,
+    pub(super) target: &'a Target,
+    pub(super) drafts: &'a Drafts,
+    pub(super) asked: &'a Asked<'a>,
+    pub(super) limits: Limits,
+    pub(super) way: Way,
+}
+
+/// The answer to a prompt, and the prompt.
+#[derive(Debug)]
+struct Said {
+    prompt: Vec<i64>,
+    tokens: Vec<i64>,
+}
+
+/// Row and turn.
+type Place = (usize, usize);
+
+/// All answers of one drafter.
+#[derive(Debug, Default)]
+struct Round {
+    answers: Vec<Answer>,
+    said: HashMap<Place, Said>,
+    parts: Vec<Part>,
+}
+
+/// A prompt that is being answered.
+struct Active {
+    place: Place,
+    prompt: Prompt,
+    began: Instant,
+    first_token_s: Option<f64>,
+    tokens: Vec<i64>,
+    accepted: Vec<usize>,
+}
+
+impl Together<'_> {
+    /// Plain decoding and every draft at every length, in turns. `done` is called after each answer.
+    ///
+    /// # Errors
+    /// A draft that does not fit the target; [`Error::Interrupted`].
+    pub(super) fn measure(
+        &self,
+        stop: &AtomicBool,
+        mut done: impl FnMut(),
+    ) -> Result<Vec<Measured>, Error> {
+        let ways = self.drafts.ways();
+        let mut engines = vec![Engine::new(self.target, Proposals::None, self.options())?];
+        for way in &ways {
+            engines.push(way.engine(self.target, self.options())?);
+        }
+        for engine in &mut engines {
+            self.warm_up(engine, stop)?;
+        }
+        let mut rounds: Vec<Round> = engines.iter().map(|_| Round::default()).collect();
+        // Where questions follow its answers plain decoding begins always.
+        let fixed = usize::from(self.asked.prompts.iter().any(Prompt::has_later_turns));
+        let parts = turns::parts(self.asked.prompts.len(), self.way.concurrency);
+        for (number, part) in parts.into_iter().enumerate() {
+            for at in turns::order(number, engines.len(), fixed) {
+                let plain = (at > 0).then(|| &rounds[0].said);
+                let round =
+                    self.round(&mut engines[at], (part.clone(), plain), (stop, &mut done))?;
+                rounds[at].append(round);
+            }
+        }
+        let names = std::iter::once(NO_DRAFT).chain(ways.iter().map(|way| way.label.as_str()));
+        let mut results: Vec<Measured> = Vec::new();
+        for ((name, engine), at) in names.zip(&engines).zip(0..) {
+            let drafts = at > 0;
+            let lossless = (drafts && self.way.temperature == 0.0)
+                .then(|| self.lossless(&rounds[0], &rounds[at]));
+            let (answers, whole) = rounds[at].measured();
+            let plain = results.first();
+            let (set, way) = (self.asked.set, self.way);
+            let measured = Measured::new(set, way, name, answers, whole, lossless, plain);
+            let step_seconds =
+                if drafts { engine.step_seconds(self.way.concurrency) } else { Vec::new() };
+            results.push(Measured { step_seconds, ..measured });
+        }
+        Ok(results)
+    }
+
+    fn options(&self) -> EngineOptions {
+        EngineOptions {
+            max_sequences: self.way.concurrency,
+            max_model_len: self.target.config().max_position_embeddings as usize,
+            prefill_tokens: PREFILL_TOKENS,
+            prefix_bytes: 0,
+            speculate: Speculate::Off,
+        }
+    }
+
+    /// All prompts of a part, as many at a time as the engine holds. Later turns follow the answers of `plain`
+    /// decoding, where these are known, so that all drafts answer the same prompts.
+    fn round(
+        &self,
+        engine: &mut Engine<'_>,
+        (rows, plain): (Range<usize>, Option<&HashMap<Place, Said>>),
+        (stop, done): (&AtomicBool, &mut dyn FnMut()),
+    ) -> Result<Round, Error> {
+        let mut waiting: VecDeque<(Place, Prompt)> =
+            rows.map(|row| ((row, 0), self.asked.prompts[row].clone())).collect();
+        let mut active: HashMap<SequenceId, Active> = HashMap::new();
+        let (mut round, began) = (Round::default(), Instant::now());
+        while !(waiting.is_empty() && active.is_empty()) {
+            check(stop)?;
+            while engine.has_room() {
+                let Some((place, prompt)) = waiting.pop_front() else { break };
+                let id = engine.add(self.request(place, &prompt, self.limits.max_new_tokens));
+                active.insert(id, Active::new(place, prompt));
+            }
+            for output in engine.step()? {
+                let one = active.get_mut(&output.id).expect("the engine has what was added");
+                one.take(&output);
+                if output.finish.is_some() {
+                    let one = active.remove(&output.id).expect("it was there");
+                    if let Some(next) = self.next_turn(&one, plain)? {
+                        waiting.push_front(next);
+                    }
+                    round.record(one, engine.proposals());
+                    done();
+                }
+            }
+        }
+        let tokens = round.answers.iter().map(|answer| answer.tokens).sum();
+        round.parts = vec![Part { tokens, seconds: began.elapsed().as_secs_f64() }];
+        Ok(round)
+    }
+
+    /// Untimed answers: the first passes allocate, and fill caches.
+    fn warm_up(&self, engine: &mut Engine<'_>, stop: &AtomicBool) -> Result<(), Error> {
+        let tokens = WARM_UP_TOKENS.min(self.limits.max_new_tokens);
+        for prompt in self.asked.prompts.iter().take(self.way.concurrency) {
+            engine.add(self.request((0, 0), prompt, tokens));
+        }
+        while !engine.is_empty() {
+            check(stop)?;
+            engine.step()?;
+        }
+        Ok(())
+    }
+
+    fn request(&self, place: Place, prompt: &Prompt, max_new_tokens: usize) -> Request {
+        let limits = Limits { max_new_tokens, ..self.limits.clone() };
+        let seed = super::seed_of(self.settings.seed, place);
+        Request::new(&prompt.ids, &limits, Sampling::at(self.way.temperature), seed)
+    }
+
+    /// What is asked after an answer, if anything.
+    fn next_turn(
+        &self,
+        one: &Active,
+        plain: Option<&HashMap<Place, Said>>,
+    ) -> Result<Option<(Place, Prompt)>, Error> {
+        let known = plain.and_then(|plain| plain.get(&one.place)).map(|said| &said.tokens);
+        let tokenizer: &ChatTokenizer = &self.asked.tokenizer;
+        let room = (self.target.config(), self.limits.max_new_tokens);
+        let next = one.prompt.after(known.unwrap_or(&one.tokens), tokenizer, room)?;
+        let (row, turn) = one.place;
+        Ok(next.map(|prompt| ((row, turn + 1), prompt)))
+    }
+
+    /// Every text against the plain one.
+    fn lossless(&self, plain: &Round, drafted: &Round) -> Lossless {
+        let mut lossless = Lossless::new(self.settings.tie_tolerance);
+        for answer in &drafted.answers {
+            let place = (answer.row, answer.turn);
+            let [plain, drafted] = [&plain.said[&place], &drafted.said[&place]];
+            let texts = [plain.tokens.as_slice(), &drafted.tokens];
+            let tolerance = self.settings.tie_tolerance;
+            lossless.record(compare(self.target, &plain.prompt, texts, tolerance));
+        }
+        lossless
+    }
+}
+
+impl Active {
+    fn new(place: Place, prompt: Prompt) -> Self {
+        let (tokens, accepted) = (Vec::new(), Vec::new());
+        Self { place, prompt, began: Instant::now(), first_token_s: None, tokens, accepted }
+    }
+
+    fn take(&mut self, output: &Output) {
+        // The first token is the prompt's, no step's.
+        if !self.tokens.is_empty() {
+            self.accepted.push(output.block.as_ref().map_or(0, |block| block.accepted));
+        }
+        self.first_token_s.get_or_insert_with(|| self.began.elapsed().as_secs_f64());
+        self.tokens.extend(output.tokens.iter().map(|token| token.id));
+    }
+}
+
+impl Round {
+    /// Takes the next part.
+    fn append(&mut self, part: Self) {
+        self.answers.extend(part.answers);
+        self.said.extend(part.said);
+        self.parts.extend(part.parts);
+    }
+
+    fn measured(&self) -> (Vec<Answer>, Whole) {
+        let mut answers = self.answers.clone();
+        answers.sort_by_key(|answer| (answer.row, answer.turn));
+        let seconds = Some(self.parts.iter().map(|part| part.seconds).sum());
+        (answers, Whole { seconds, verification: None, parts: self.parts.clone() })
+    }
+
+    fn record(&mut self, one: Active, proposals: usize) {
+        let total_s = one.began.elapsed().as_secs_f64();
+        let verification = Verification::of(&one.accepted, proposals);
+        let (row, turn) = one.place;
+        self.answers.push(Answer {
+            row,
+            turn,
+            prompt_tokens: one.prompt.ids.len(),
+            tokens: one.tokens.len(),
+            first_token_s: one.first_token_s.unwrap_or(total_s),
+            total_s,
+            // An answer of one token has no step, and plain decoding has none.
+            verification: Some(verification).filter(|counts| counts.steps > 0 && proposals > 0),
+        });
+        self.said.insert(one.place, Said { prompt: one.prompt.ids, tokens: one.tokens });
+    }
+}

@@ -1,0 +1,313 @@
+//! One server's answers to one set in one mode, made part by part.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::{Answer, Part, Verification, Whole};
+use dflash_chat::{Message, Role};
+use dflash_io::{Progress, say};
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
+
+use super::chat::{Manner, Reply, ask};
+use super::counters::Counters;
+use super::server::Server;
+use crate::Error;
+
+/// Number of attempts for a question if the server fails, and the pause before the second one,
+/// which doubles.
+const TRIES: u32 = 3;
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+/// Number of consecutive failed rows after which no more are sent.
+const GIVEN_UP: usize = 8;
+
+/// A question and its follow-up questions.
+#[derive(Debug, Clone)]
+pub(crate) struct Dialogue {
+    pub(crate) messages: Vec<Message>,
+    pub(crate) later: Vec<Message>,
+}
+
+/// Rows without an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LeftOut {
+    /// Too long for the server.
+    pub(crate) skipped: usize,
+    /// Not answered completely.
+    pub(crate) failed: usize,
+}
+
+/// The progress of all servers.
+pub(crate) struct Shown {
+    progress: Progress,
+    rows: u64,
+}
+
+impl Shown {
+    pub(crate) fn new(progress: Progress) -> Self {
+        Self { progress, rows: 0 }
+    }
+
+    fn advance(&mut self, answers: usize) {
+        self.rows += 1;
+        self.progress.update(self.rows, format!("{answers} answers"));
+    }
+}
+
+/// The answers of one server.
+pub(crate) struct Round {
+    work: Arc<Work>,
+    concurrency: usize,
+    parts: Vec<Part>,
+    /// The server's counts for each part, if they were only read per part.
+    counted: Vec<Verification>,
+    /// Number of requests that the server reports as served.
+    served: f64,
+}
+
+impl Round {
+    pub(crate) fn new(
+        server: &Server,
+        manner: Manner,
+        concurrency: usize,
+        dialogues: Arc<Vec<Dialogue>>,
+        shown: Arc<Mutex<Shown>>,
+    ) -> Self {
+        let work = Work {
+            server: server.clone(),
+            manner,
+            alone: concurrency == 1 && server.counts,
+            dialogues,
+            shown,
+            skipped: AtomicUsize::new(0),
+            failed: AtomicUsize::new(0),
+            in_a_row: AtomicUsize::new(0),
+            uncounted: AtomicUsize::new(0),
+            requests: AtomicUsize::new(0),
+            last_fault: Mutex::default(),
+            answers: Mutex::default(),
+        };
+        let (parts, counted) = (Vec::new(), Vec::new());
+        Self { work: Arc::new(work), concurrency, parts, counted, served: 0.0 }
+    }
+
+    /// Answers `rows` with this round's concurrency.
+    ///
+    /// # Errors
+    /// Errors that are not the server's; failures of the server are counted.
+    pub(crate) async fn answer(&mut self, rows: Range<usize>) -> Result<(), Error> {
+        let work = &self.work;
+        let before = work.counters().await;
+        let said = work.tokens().await;
+        let began = Instant::now();
+        let mut workers = JoinSet::new();
+        let next = Arc::new(AtomicUsize::new(rows.start));
+        for _ in 0..self.concurrency.min(rows.len()) {
+            let (work, next) = (Arc::clone(work), Arc::clone(&next));
+            workers.spawn(async move { work.run(&next, rows.end).await });
+        }
+        while let Some(ended) = workers.join_next().await {
+            ended.expect("a worker does not panic")?;
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        self.parts.push(Part { tokens: work.tokens().await - said, seconds });
+        if let Some((before, after)) = before.zip(work.counters().await) {
+            let served = after.requests.zip(before.requests);
+            self.served += served.map_or(0.0, |(after, before)| (after - before).max(0.0));
+            match after.since(&before) {
+                Some(counted) => self.counted.push(counted),
+                None => _ = work.uncounted.fetch_add(1, Ordering::Relaxed),
+            }
+        }
+        Ok(())
+    }
+
+    /// All answers to `set` by row and turn, the totals, and the number of rows left out.
+    ///
+    /// # Errors
+    /// The last error, or [`Error::NoRoom`], if there is no answer.
+    pub(crate) async fn finish(self, set: &str) -> Result<((Vec<Answer>, Whole), LeftOut), Error> {
+        let work = self.work;
+        let load = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
+        let left_out = LeftOut { skipped: load(&work.skipped), failed: load(&work.failed) };
+        let (url, own) = (work.server.shown(), load(&work.requests));
+        let mut answers = std::mem::take(&mut *work.answers.lock().await);
+        if let Some(fault) = work.last_fault.lock().await.take() {
+            if answers.is_empty() {
+                return Err(fault);
+            }
+            say(format!("{} rows of {set} were not answered completely: {fault}", left_out.failed));
+        }
+        if answers.is_empty() {
+            return Err(Error::NoRoom { set: set.to_owned() });
+        }
+        if load(&work.uncounted) > 0 {
+            say(format!(
+                "the counters of {url} were reset, or could not be read, in between: acceptance is of the other answers"
+            ));
+        }
+        if self.served as usize > own {
+            let served = self.served;
+            say(format!(
+                "{url} served {served} requests, but {own} were sent from here: its counters include those of other clients"
+            ));
+        }
+        answers.sort_by_key(|answer| (answer.row, answer.turn));
+        let mut whole = Whole::default();
+        if self.concurrency > 1 {
+            let counted = Verification::sum(self.counted.iter());
+            whole.verification = Some(counted).filter(|counted| counted.steps > 0);
+            whole.seconds = Some(self.parts.iter().map(|part| part.seconds).sum());
+            whole.parts = self.parts;
+        }
+        Ok(((answers, whole), left_out))
+    }
+}
+
+/// State shared by all workers.
+struct Work {
+    server: Server,
+    manner: Manner,
+    /// Whether counters can be read after each answer.
+    alone: bool,
+    dialogues: Arc<Vec<Dialogue>>,
+    shown: Arc<Mutex<Shown>>,
+    skipped: AtomicUsize,
+    /// The number of rows that were not answered completely, the consecutive ones among the latest,
+    /// and why the latest failed.
+    failed: AtomicUsize,
+    in_a_row: AtomicUsize,
+    last_fault: Mutex<Option<Error>>,
+    /// Answers, or parts, whose steps are missing from the counters.
+    uncounted: AtomicUsize,
+    requests: AtomicUsize,
+    answers: Mutex<Vec<Answer>>,
+}
+
+impl Work {
+    /// Processes one row after the other, up to `end`.
+    async fn run(&self, next: &AtomicUsize, end: usize) -> Result<(), Error> {
+        let mut counters = self.count().await;
+        loop {
+            let row = next.fetch_add(1, Ordering::Relaxed);
+            if row >= end {
+                return Ok(());
+            }
+            if self.in_a_row.load(Ordering::Relaxed) >= GIVEN_UP {
+                self.failed.fetch_add(1, Ordering::Relaxed);
+                continue;
+            }
+            match self.answer(row, self.dialogues[row].clone(), &mut counters).await {
+                Err(fault) if is_the_servers(&fault) => {
+                    self.failed.fetch_add(1, Ordering::Relaxed);
+                    self.in_a_row.fetch_add(1, Ordering::Relaxed);
+                    *self.last_fault.lock().await = Some(fault);
+                    // Counts for a failed answer belong to no answer.
+                    counters = self.count().await;
+                }
+                outcome => outcome?,
+            }
+            let made = self.answers.lock().await.len();
+            self.shown.lock().await.advance(made);
+        }
+    }
+
+    /// The counters, if they are read after each answer.
+    async fn count(&self) -> Option<Counters> {
+        if self.alone { self.counters().await } else { None }
+    }
+
+    /// The counters, if there are any.
+    async fn counters(&self) -> Option<Counters> {
+        if self.server.counts { self.server.settled().await.ok() } else { None }
+    }
+
+    /// Tokens of all answers so far.
+    async fn tokens(&self) -> usize {
+        self.answers.lock().await.iter().map(|answer| answer.tokens).sum()
+    }
+
+    /// Sends a question, with retries if the server fails.
+    async fn ask(
+        &self,
+        messages: &[Message],
+        counters: &mut Option<Counters>,
+    ) -> Result<Reply, Error> {
+        let mut wait = FIRST_WAIT;
+        for _ in 1..TRIES {
+            match ask(&self.server, messages, self.manner).await {
+                Err(fault) if is_the_servers(&fault) => {}
+                outcome => return outcome,
+            }
+            tokio::time::sleep(wait).await;
+            wait *= 2;
+            *counters = self.count().await;
+        }
+        ask(&self.server, messages, self.manner).await
+    }
+
+    /// Answers a row, turn by turn; `counters` are those before it, and then those after it.
+    async fn answer(
+        &self,
+        row: usize,
+        mut dialogue: Dialogue,
+        counters: &mut Option<Counters>,
+    ) -> Result<(), Error> {
+        let mut turns = dialogue.later.into_iter();
+        for turn in 0.. {
+            let reply = match self.ask(&dialogue.messages, counters).await {
+                Ok(reply) => reply,
+                Err(error) if is_too_long(&error) => {
+                    self.skipped.fetch_add(usize::from(turn == 0), Ordering::Relaxed);
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            };
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            self.in_a_row.store(0, Ordering::Relaxed);
+            let mut counted = None;
+            if self.alone {
+                let after = self.count().await;
+                counted = after.as_ref().zip(counters.as_ref()).and_then(|(a, b)| a.since(b));
+                self.uncounted.fetch_add(usize::from(counted.is_none()), Ordering::Relaxed);
+                *counters = after;
+            }
+            let text = reply.text.clone();
+            self.answers.lock().await.push(Answer {
+                row,
+                turn,
+                prompt_tokens: reply.prompt_tokens,
+                tokens: reply.tokens,
+                first_token_s: reply.first_token_s,
+                total_s: reply.total_s,
+                verification: verification(&reply, counted),
+            });
+            let Some(next) = turns.next() else { return Ok(()) };
+            dialogue.messages.push(Message::text(Role::Assistant, text));
+            dialogue.messages.push(next);
+        }
+        Ok(())
+    }
+}
+
+/// From the counters, or from the reply itself.
+fn verification(reply: &Reply, counted: Option<Verification>) -> Option<Verification> {
+    counted.or_else(|| reply.verification.clone()).filter(|counts| counts.steps > 0)
+}
+
+/// Whether a retry may help: the server, or the connection to it, failed.
+fn is_the_servers(error: &Error) -> bool {
+    match error {
+        Error::Refused { status, .. } => *status == 429 || *status >= 500,
+        Error::Unreachable { .. } | Error::Strange { .. } | Error::Slow { .. } => true,
+        _ => false,
+    }
+}
+
+/// Whether a server reports that prompt and answer exceed its context: vLLM, SGLang and llama.cpp
+/// do so with this status and this word.
+fn is_too_long(error: &Error) -> bool {
+    matches!(error, Error::Refused { status: 400, text, .. } if text.contains("context"))
+}

@@ -1,0 +1,206 @@
+//! The training objective: loss and gradient of the slots without a tensor of all logits.
+//!
+//! The lm_head is the target's and frozen; the draft's head may add to its products, and has gradients
+//! of its own then. So for a chunk of supervised slots the logits, the loss
+//! and the gradient of the logits are computed in place, and two matrix products (to the logits
+//! and back) are all that is needed: nothing is kept for a later pass, and slots without a label
+//! cost nothing. Everything past the logits is float32 (float64 for gradient checks).
+//!
+//! Losses are returned as a numerator, its gradient and a denominator. Dividing is left to the
+//! caller, who first adds both up over micro-batches and ranks: a token-weighted mean over all of
+//! them, not a mean of means.
+
+mod element;
+mod labels;
+mod placed;
+mod statistics;
+mod vocabulary;
+mod weight;
+
+use std::ops::Range;
+
+use dflash_kernels::kernels::Kernels;
+use tch::{Kind, Tensor};
+
+pub use dflash_settings::ElementLoss;
+use dflash_tensor::LogitTransform;
+use dflash_tensor::ops::accumulate_kind;
+pub use element::{LK_ETA, NLA_EPSILON, element_loss};
+pub use labels::{BlockLabels, LabelSource, LabelledRow};
+pub use statistics::{Statistics, StatisticsReport};
+pub use vocabulary::DraftVocabulary;
+pub use weight::{
+    Confidence, Denominator, MASKED_SLOTS_EPSILON, Weighting, decay_weights, dpace_weights,
+};
+
+use crate::draft::{Dflash, Head, HeadChunk, HeadViews};
+use placed::{ChunkPlace, Placed};
+
+/// What is minimised.
+#[derive(Clone, Debug)]
+pub struct Objective {
+    /// Element losses and their coefficients.
+    pub terms: Vec<(ElementLoss, f64)>,
+    /// How much each slot counts.
+    pub weighting: Weighting,
+    /// What the weighted sum is divided by.
+    pub denominator: Denominator,
+    /// Which token is the right one for cross-entropy and for accuracy.
+    pub labels: LabelSource,
+    /// Bytes that one chunk of logits may take.
+    pub chunk_bytes: usize,
+    /// What computes.
+    pub kernels: Kernels,
+}
+
+/// The target's side of a packed row.
+#[derive(Debug)]
+pub struct Teacher {
+    /// The target's last hidden states after its final norm, [R, H].
+    pub normed_rh: Tensor,
+    /// For each supervised slot the row that predicts its token, `[M]` int64.
+    pub rows_m: Tensor,
+    /// The target's lm_head, pruned as the draft's, [V, H].
+    pub head_vh: Tensor,
+    /// Scale and soft-cap from the lm_head's output to the target's logits; the draft's logits have
+    /// none.
+    pub output: LogitTransform,
+}
+
+/// What makes logits of hidden states, and learns from them.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadPass<'a> {
+    /// The draft's head.
+    pub head: &'a dyn Head,
+    /// The target's lm_head [V, H], pruned as the draft's vocabulary, in the kind of the hidden states.
+    pub lm_head_vh: &'a Tensor,
+    /// Where gradients of the head's own parameters are added up; `None` where nothing is learned.
+    pub gradient: Option<&'a HeadViews>,
+}
+
+impl<'a> HeadPass<'a> {
+    /// The lm_head alone, as DFlash has it.
+    pub fn plain(lm_head_vh: &'a Tensor) -> Self {
+        Self { head: &Dflash, lm_head_vh, gradient: None }
+    }
+}
+
+/// What one packed row contributes.
+#[derive(Debug)]
+pub struct LossOutput {
+    /// Gradient of the loss *numerator* with respect to the hidden states, [N, H].
+    pub dhidden_nh: Tensor,
+    /// Numerator, denominator and counts, on the device.
+    pub statistics: Statistics,
+}
+
+impl Objective {
+    /// Whether the terms or the labels need the target's distribution.
+    pub fn needs_teacher(&self) -> bool {
+        self.labels == LabelSource::TeacherArgmax
+            || self.terms.iter().any(|(term, _)| term.needs_teacher())
+    }
+
+    /// Loss numerator, its gradient and the counts of one packed row.
+    ///
+    /// `hidden_nh` [N, H] is the trunk's output after its norm. Call it without autograd.
+    ///
+    /// # Panics
+    /// When a teacher is needed and absent: a bug of the caller.
+    pub fn evaluate(
+        &self,
+        pass: HeadPass<'_>,
+        hidden_nh: &Tensor,
+        labels: &BlockLabels,
+        teacher: Option<&Teacher>,
+    ) -> LossOutput {
+        let HeadPass { head, lm_head_vh, gradient } = pass;
+        let placed = Placed::new(labels, &self.weighting, hidden_nh, head);
+        let mut dhidden_nh = hidden_nh.zeros_like();
+        let mut tally = statistics::Tally::new(labels, hidden_nh, head);
+        for chunk in labels.chunks(self.chunk_rows(pass, teacher.is_some())) {
+            let place = placed.chunk(&chunk);
+            let hidden_mh = hidden_nh.index_select(0, &place.slots_m);
+            let of_head = HeadChunk {
+                hidden_nh,
+                hidden_mh: &hidden_mh,
+                slots_m: &place.slots_m,
+                tokens_m: &place.tokens_m,
+                previous_n: placed.previous_n.as_ref(),
+                decay_m: place.decay_m.as_ref(),
+                gradient,
+            };
+            let base_mv = self.worked_on(hidden_mh.matmul(&lm_head_vh.tr()), head);
+            let logits_mv = head.logits(&of_head, base_mv, &mut tally.metrics);
+            let teacher_mv = teacher.map(|teacher| teacher.logits(&chunk));
+            let metrics = &mut tally.metrics;
+            let own = head.auxiliary_loss(&of_head, &logits_mv, teacher_mv.as_ref(), metrics);
+            let tokens_m = place.tokens_m.shallow_clone();
+            let mut output =
+                self.chunk(element::ChunkInput { logits_mv, teacher_mv, tokens_m }, &place);
+            if let Some(own) = &own {
+                output.add(own);
+            }
+            tally.add(&place.slots_m, &output);
+            let mut dhidden_mh = output.dlogits_mv.to_kind(hidden_nh.kind()).matmul(lm_head_vh);
+            let of_logits = head.backward(&of_head, &output.dlogits_mv);
+            for more in [of_logits, own.and_then(|own| own.dhidden_mh)].into_iter().flatten() {
+                dhidden_mh += more.to_kind(dhidden_mh.kind());
+            }
+            let _ = dhidden_nh.index_copy_(0, &place.slots_m, &dhidden_mh);
+        }
+        LossOutput {
+            dhidden_nh,
+            statistics: tally.finish(&placed, self.denominator, head.metrics()),
+        }
+    }
+
+    /// Logits as the loss takes them.
+    fn worked_on(&self, logits_mv: Tensor, head: &dyn Head) -> Tensor {
+        if self.takes_any_kind(&logits_mv, head) { logits_mv } else { wide(logits_mv) }
+    }
+
+    /// Whether the logits stay in the kind of the products: the kernels for GPUs take them so.
+    fn takes_any_kind(&self, like: &Tensor, head: &dyn Head) -> bool {
+        let is_plain = head.is_plain()
+            && self.labels == LabelSource::Data
+            && matches!(self.terms[..], [(ElementLoss::CrossEntropy, _)]);
+        is_plain && self.kernels.gpu(like).is_some()
+    }
+
+    fn chunk(&self, input: element::ChunkInput, place: &ChunkPlace) -> element::ChunkOutput {
+        match (self.terms.as_slice(), self.labels) {
+            ([(ElementLoss::CrossEntropy, coefficient)], LabelSource::Data) => {
+                let weigh = |ce: &Tensor| self.weighting.weights(ce, ce, place);
+                element::data_cross_entropy(input, (*coefficient, weigh), self.kernels)
+            }
+            _ => element::mixture(input, &self.terms, self.labels, |ce, loss| {
+                self.weighting.weights(ce, loss, place)
+            }),
+        }
+    }
+
+    /// Slots of a chunk within the budget; the teacher's logits and the mixtures' temporaries
+    /// count too.
+    fn chunk_rows(&self, pass: HeadPass<'_>, with_teacher: bool) -> usize {
+        let head_vh = pass.lm_head_vh;
+        let copies = if with_teacher { 6 } else { 1 };
+        let number =
+            if self.takes_any_kind(head_vh, pass.head) { head_vh.kind() } else { Kind::Float };
+        let row_bytes = head_vh.size()[0] as usize * number.elt_size_in_bytes() * copies;
+        (self.chunk_bytes / row_bytes).max(1)
+    }
+}
+
+impl Teacher {
+    fn logits(&self, chunk: &Range<usize>) -> Tensor {
+        let rows = self.rows_m.narrow(0, chunk.start as i64, chunk.len() as i64);
+        let normed_mh = self.normed_rh.index_select(0, &rows);
+        self.output.apply(wide(normed_mh.matmul(&self.head_vh.tr())))
+    }
+}
+
+/// Logits are worked on in float32, or float64.
+fn wide(logits: Tensor) -> Tensor {
+    logits.to_kind(accumulate_kind(&logits))
+}

@@ -1,0 +1,312 @@
+//! What training a draft needs to know about a target of any family: sizes, the constants of its
+//! final norm and logits, the names of its embedding and output projection, and what the draft's
+//! defaults are derived from.
+//!
+//! Read from config.json alone, flat or nested. Training needs only this and the few files with
+//! those tensors ([`super::head`]), so it supports many more families than can be run here.
+//! [`super::TargetConfig`] is different: the arithmetic of the layers of a target that this program
+//! runs itself.
+
+mod architectures;
+mod draft_shape;
+mod spec;
+
+use std::path::Path;
+
+use dflash_formats::fields::Fields;
+use dflash_tensor::{Error, Result};
+use serde::Serialize;
+
+pub use self::draft_shape::{DraftDefaults, DraftHeads};
+pub use self::spec::TargetSpec;
+
+use self::architectures::{Architecture, EmbeddingScale, LogitScale};
+
+/// The norm before the output projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormKind {
+    /// Root mean square, times w.
+    Rms,
+    /// Root mean square, times 1 + w: Gemma 2 and 3, Qwen3-Next, Qwen3.5.
+    RmsPlusOne,
+    /// Mean and variance, times w, and a bias where there is one.
+    Layer,
+    /// Mean and variance, times 1 + w, and a bias where there is one: Nemotron.
+    LayerPlusOne,
+}
+
+/// The numbers of a target's head beside its weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadNumbers {
+    /// The final norm.
+    pub norm: NormKind,
+    /// Its epsilon.
+    pub norm_eps: f64,
+    /// What the embedding is multiplied by.
+    pub embedding_scale: f64,
+    /// Whether that factor is rounded to the type of the stored weights, as Gemma's is.
+    pub rounds_embedding_scale: bool,
+    /// What logits are multiplied by.
+    pub logit_scale: f64,
+    /// Logits are squeezed into this, plus and minus.
+    pub softcap: Option<f64>,
+}
+
+/// Where the tensors of a head lie, as far as it is known before the checkpoint is looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct NamedTensors {
+    pub(crate) embedding: Option<String>,
+    pub(crate) norm: Option<String>,
+    pub(crate) norm_bias: Option<String>,
+    pub(crate) head: Option<String>,
+}
+
+/// Whether the output projection is the embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tying {
+    /// config.json, or the family's own default, says that it is.
+    Tied,
+    /// It is where the checkpoint has no output projection.
+    ByAbsence,
+}
+
+/// What a draft's training needs of a target.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TargetFacts {
+    /// The architecture as config.json names it.
+    pub architecture: String,
+    /// Width H of the residual stream.
+    pub hidden_size: i64,
+    /// Decoder layers, and the layer id of the last hidden state.
+    pub num_hidden_layers: usize,
+    /// Rows of the embedding and of the output projection, unused ones included.
+    pub vocab_size: i64,
+    /// The longest context.
+    pub max_position_embeddings: i64,
+    /// Tokens that end an answer, from config.json and generation_config.json.
+    pub eos_token_ids: Vec<i64>,
+    /// The padding token.
+    pub pad_token_id: Option<i64>,
+    /// Norm, scales and soft-cap.
+    pub head: HeadNumbers,
+    /// Why the last state that servers deliver cannot give this target's logits, where it cannot.
+    pub no_last_state: Option<&'static str>,
+    /// The quantization method of the checkpoint, where config.json names one.
+    pub quantization: Option<String>,
+    /// What a draft takes from the target's attention, MLP and rotary embedding.
+    pub(crate) draft: DraftDefaults,
+    pub(crate) tensors: NamedTensors,
+    pub(crate) tying: Tying,
+}
+
+impl TargetFacts {
+    /// Reads `config.json` (and the end tokens of `generation_config.json`) of a model directory, and
+    /// takes what `spec` says before that.
+    ///
+    /// # Errors
+    /// No config.json, an architecture that is not known and not described, a key that is missing or
+    /// unusable (each named).
+    pub fn load(dir: &Path, spec: Option<&TargetSpec>) -> Result<Self> {
+        let config = Fields::read(dir, "config.json")?;
+        let text = text_config(&config)?;
+        let mut facts = Self::from_fields(&config, &text, spec)
+            .map_err(|error| spec::with_example(error, dir, &config, &text))?;
+        if dir.join("generation_config.json").is_file() {
+            let more = Fields::read(dir, "generation_config.json")?.tokens("eos_token_id")?;
+            facts.eos_token_ids.extend(more);
+        }
+        facts.eos_token_ids.sort_unstable();
+        facts.eos_token_ids.dedup();
+        Ok(facts)
+    }
+
+    fn from_fields(config: &Fields, text: &Fields, spec: Option<&TargetSpec>) -> Result<Self> {
+        let unset = TargetSpec::default();
+        let described = spec.is_some();
+        let spec = spec.unwrap_or(&unset);
+        let name = architecture_name(config, text)?;
+        let known = Architecture::find(config, text)?;
+        if known.is_none() && (!described || spec.norm_kind.is_none()) {
+            let path = config.path().into();
+            return Err(Error::UnknownTarget { path, found: name, example: String::new() });
+        }
+        // A described one has the usual keys and no other numbers than it is given.
+        let family = known.unwrap_or(Architecture::PLAIN);
+        let required = |key, own: Option<i64>| match own {
+            Some(value) => Ok(value),
+            None => text.required(key, Fields::size),
+        };
+        let hidden_size = required("hidden_size", spec.hidden_size)?;
+        let layers = match spec.num_hidden_layers {
+            Some(layers) => layers,
+            None => layer_count(text)?,
+        };
+        Ok(Self {
+            architecture: name,
+            hidden_size,
+            num_hidden_layers: layers as usize,
+            vocab_size: match (spec.vocab_size, text.size("vocab_size")?) {
+                (Some(rows), _) | (None, Some(rows)) => rows,
+                (None, None) => config.required("vocab_size", Fields::size)?,
+            },
+            max_position_embeddings: max_positions(text, spec)?,
+            eos_token_ids: end_tokens(config, text)?,
+            pad_token_id: match text.token("pad_token_id")? {
+                Some(id) => Some(id),
+                None => config.token("pad_token_id")?,
+            },
+            head: head_numbers(text, &family, spec, hidden_size)?,
+            no_last_state: family.no_last_state.filter(|_| {
+                // one stream is the state itself
+                text.value("hc_mult").is_none_or(|streams| streams.as_i64() != Some(1))
+            }),
+            quantization: quantization(config, text)?,
+            draft: draft_shape::defaults(config, text, spec, hidden_size)?,
+            tensors: spec.tensors(),
+            tying: tying(config, text, &family, spec)?,
+        })
+    }
+
+    /// Heads, widths and rotary embedding that a draft of this target has unless it is told otherwise.
+    pub fn draft_defaults(&self) -> &DraftDefaults {
+        &self.draft
+    }
+
+    /// Whether config.json says that the output projection is the embedding; a checkpoint without the
+    /// one has it so as well.
+    pub fn is_tied(&self) -> bool {
+        self.tying == Tying::Tied
+    }
+}
+
+/// Where models with a vision or audio tower keep the configuration of their text model.
+const TEXT_CONFIGS: [&str; 3] = ["text_config", "llm_config", "language_config"];
+
+/// The fields of the text model: the file's own, or those nested in it.
+fn text_config(config: &Fields) -> Result<Fields> {
+    let thinker = config.object("thinker_config")?;
+    let outer = thinker.as_ref().unwrap_or(config);
+    for key in TEXT_CONFIGS {
+        if let Some(text) = outer.object(key)? {
+            return Ok(text);
+        }
+    }
+    Ok(thinker.unwrap_or_else(|| config.clone()))
+}
+
+fn architecture_name(config: &Fields, text: &Fields) -> Result<String> {
+    let first = |fields: &Fields| -> Result<Option<String>> {
+        Ok(fields.texts("architectures")?.unwrap_or_default().into_iter().next())
+    };
+    let named = match first(config)? {
+        Some(name) => Some(name),
+        None => first(text)?,
+    };
+    Ok(named.or(config.text("model_type")?).unwrap_or("(none)".into()))
+}
+
+/// The number of layers: hybrids may say it as a list, or a pattern of one letter a layer.
+fn layer_count(text: &Fields) -> Result<i64> {
+    if let Some(kinds) = text.texts("layers_block_type")? {
+        return Ok(kinds.len() as i64);
+    }
+    match text.size("num_hidden_layers")? {
+        Some(layers) => Ok(layers),
+        None => match text.text("hybrid_override_pattern")? {
+            Some(pattern) => Ok(pattern.chars().count() as i64),
+            None => Ok(text.required("num_hidden_layers", Fields::size)?),
+        },
+    }
+}
+
+fn max_positions(text: &Fields, spec: &TargetSpec) -> Result<i64> {
+    // As every engine takes a config that does not say it.
+    const USUAL: i64 = 32_768;
+    let said = spec.max_position_embeddings.or(text.size("max_position_embeddings")?);
+    Ok(said.unwrap_or(USUAL))
+}
+
+fn end_tokens(config: &Fields, text: &Fields) -> Result<Vec<i64>> {
+    let mut ids = text.tokens("eos_token_id")?;
+    ids.extend(config.tokens("eos_token_id")?);
+    Ok(ids)
+}
+
+fn head_numbers(
+    text: &Fields,
+    family: &Architecture,
+    spec: &TargetSpec,
+    hidden_size: i64,
+) -> Result<HeadNumbers> {
+    let eps = match family.eps_keys.iter().find(|key| text.value(key).is_some()) {
+        Some(key) => text.number(key)?,
+        None => None,
+    };
+    let (embedding_scale, rounds_embedding_scale) = match family.embedding {
+        EmbeddingScale::One => (1.0, false),
+        EmbeddingScale::RootOfWidth => ((hidden_size as f64).sqrt(), true),
+        EmbeddingScale::Key(key) => (text.number(key)?.unwrap_or(1.0), false),
+    };
+    let logit_scale = match family.logits {
+        LogitScale::One => 1.0,
+        LogitScale::Over(key) => 1.0 / text.number(key)?.unwrap_or(1.0),
+        LogitScale::Times(key, usual) => text.number(key)?.unwrap_or(usual),
+    };
+    let cap = "final_logit_softcapping";
+    let softcap = match text.has(cap) {
+        true => text.number(cap)?,
+        false => family.softcap,
+    };
+    let numbers = HeadNumbers {
+        norm: spec.norm_kind.unwrap_or(family.norm),
+        norm_eps: spec.norm_eps.or(eps).unwrap_or(family.eps),
+        embedding_scale: spec.embedding_scale.unwrap_or(embedding_scale),
+        rounds_embedding_scale: rounds_embedding_scale && spec.embedding_scale.is_none(),
+        logit_scale: spec.logit_scale.unwrap_or(logit_scale),
+        softcap: spec.final_logit_softcapping.or(softcap),
+    };
+    if !(numbers.logit_scale.is_finite() && numbers.logit_scale != 0.0) {
+        let key = match family.logits {
+            LogitScale::Over(key) | LogitScale::Times(key, _) => key,
+            LogitScale::One => "logit_scale",
+        };
+        return Err(text.refuse(key, "a number other than zero is needed"));
+    }
+    if numbers.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
+        return Err(text.refuse(cap, "a positive number is needed"));
+    }
+    Ok(numbers)
+}
+
+/// What both levels say of it; where neither does, the family's own default counts.
+fn tying(
+    config: &Fields,
+    text: &Fields,
+    family: &Architecture,
+    spec: &TargetSpec,
+) -> Result<Tying> {
+    let key = "tie_word_embeddings";
+    if spec.head.is_some() {
+        return Ok(Tying::ByAbsence);
+    }
+    let said = match (config.value(key), text.value(key)) {
+        (Some(_), _) => Some(config.flag(key)?),
+        (None, Some(_)) => Some(text.flag(key)?),
+        (None, None) => None,
+    };
+    Ok(if said.unwrap_or(family.tied) { Tying::Tied } else { Tying::ByAbsence })
+}
+
+fn quantization(config: &Fields, text: &Fields) -> Result<Option<String>> {
+    for fields in [config, text] {
+        if let Some(quantization) = fields.object("quantization_config")? {
+            let method = quantization.text("quant_method")?;
+            return Ok(Some(method.unwrap_or("(not named)".into())));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests;

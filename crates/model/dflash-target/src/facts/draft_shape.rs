@@ -1,0 +1,178 @@
+//! What a draft takes from its target's attention, MLP and rotary embedding.
+//!
+//! Drafts have Qwen3's layers: grouped heads of one width, a gated MLP, rotary embedding of whole heads.
+//! Where the target's are of another kind, drafts have what peers give them: see docs/targets.md.
+
+use dflash_formats::fields::Fields;
+use dflash_formats::{RopeScaling, Wanted};
+use dflash_tensor::Result;
+use serde::Serialize;
+
+use super::TargetSpec;
+
+/// Heads and MLP of a draft. Field names are Hugging Face's.
+#[allow(missing_docs, reason = "Hugging Face's names")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct DraftHeads {
+    pub num_attention_heads: i64,
+    pub num_key_value_heads: i64,
+    pub head_dim: i64,
+    pub intermediate_size: i64,
+}
+
+/// What a draft has unless it is told otherwise, or starts from another draft.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DraftDefaults {
+    /// Heads and MLP.
+    pub heads: DraftHeads,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Their scaling, where the engines serve it alike.
+    pub rope_scaling: Option<RopeScaling>,
+    /// What of the target's rotary embedding was left out, and why; a line each.
+    pub notes: Vec<String>,
+}
+
+/// Key heads of a draft whose target compresses its keys: as many as published drafts have.
+const USUAL_KEY_HEADS: i64 = 8;
+/// Widest head of a draft whose target has latent heads without a width of their own.
+const USUAL_HEAD_DIM: i64 = 128;
+
+/// Keys that say how many experts a layer has.
+const EXPERTS: [&str; 5] = [
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+];
+
+pub(super) fn defaults(
+    config: &Fields,
+    text: &Fields,
+    spec: &TargetSpec,
+    hidden_size: i64,
+) -> Result<DraftDefaults> {
+    let mut notes = Vec::new();
+    let rope = rope_parameters(text)?;
+    let rope_theta = match spec.rope_theta {
+        Some(theta) => theta,
+        None => theta(config, text, rope.as_ref())?,
+    };
+    let rope_scaling = scaling(rope.as_ref(), &mut notes)?;
+    partial_note(text, rope.as_ref(), &mut notes)?;
+    let heads = heads(text, spec, hidden_size)?;
+    Ok(DraftDefaults { heads, rope_theta, rope_scaling, notes })
+}
+
+fn heads(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<DraftHeads> {
+    let own = |own: Option<i64>, key: &str| match own {
+        Some(value) => Ok(Some(value)),
+        None => text.size(key),
+    };
+    let heads = match own(spec.num_attention_heads, "num_attention_heads")? {
+        Some(heads) => heads,
+        None => text.required("num_attention_heads", Fields::size)?,
+    };
+    let head_dim = own(spec.head_dim, "head_dim")?;
+    // A rank of compressed keys, or one key head for all: neither has grouped heads to copy.
+    let latent = text.value("kv_lora_rank").is_some() || text.value("o_lora_rank").is_some();
+    let (head_dim, key_heads) = if latent {
+        let width = text.size("v_head_dim")?.or(head_dim.map(|dim| dim.min(USUAL_HEAD_DIM)));
+        (width.unwrap_or(USUAL_HEAD_DIM), spec.num_key_value_heads)
+    } else {
+        let width = head_dim.unwrap_or(hidden_size / heads);
+        (width, own(spec.num_key_value_heads, "num_key_value_heads")?.or(Some(heads)))
+    };
+    let key_heads = key_heads.unwrap_or_else(|| common_divisor(heads, USUAL_KEY_HEADS));
+    if heads % key_heads != 0 {
+        return Err(text.refuse("num_key_value_heads", "it must divide num_attention_heads"));
+    }
+    if head_dim < 2 {
+        return Err(text.refuse("head_dim", "rotary embedding needs an even number"));
+    }
+    Ok(DraftHeads {
+        num_attention_heads: heads,
+        num_key_value_heads: key_heads,
+        // halves are rotated against each other
+        head_dim: head_dim - head_dim % 2,
+        intermediate_size: intermediate_size(text, spec, hidden_size)?,
+    })
+}
+
+fn common_divisor(a: i64, b: i64) -> i64 {
+    if b == 0 { a } else { common_divisor(b, a % b) }
+}
+
+/// The width of a dense MLP: the target's own where it has one, else three times the hidden size. A
+/// width under `intermediate_size` may be that of an expert.
+fn intermediate_size(text: &Fields, spec: &TargetSpec, hidden_size: i64) -> Result<i64> {
+    if let Some(width) = spec.intermediate_size {
+        return Ok(width);
+    }
+    let counts = EXPERTS.iter().map(|key| text.value(key));
+    let has_experts = counts.flatten().any(|count| match count.as_array() {
+        Some(counts) => counts.iter().any(|count| count.as_i64() > Some(1)),
+        None => count.as_i64() > Some(1),
+    });
+    let has_dense_layers = text.value("first_k_dense_replace").and_then(|n| n.as_i64()) > Some(0);
+    // Gemma 3n has a list, one width a layer.
+    let width = |key: &str| {
+        let value = text.value(key);
+        let one = value.and_then(|value| value.as_array()).and_then(|list| list.first()).or(value);
+        one.and_then(|width| width.as_i64()).filter(|&width| width > 0)
+    };
+    let dense = if has_experts && !has_dense_layers { None } else { width("intermediate_size") };
+    Ok(dense.unwrap_or(3 * hidden_size))
+}
+
+/// RoPE as new configs say it, by kind of layer where they do, or as old ones do.
+fn rope_parameters(text: &Fields) -> Result<Option<Fields>> {
+    let Some(rope) = text.object("rope_parameters")?.or(text.object("rope_scaling")?) else {
+        return Ok(None);
+    };
+    // A draft's layers see the whole context, as the full layers do; DeepSeek V4 calls them main.
+    for kind in ["full_attention", "main"] {
+        if let Some(of_kind) = rope.object_if_any(kind) {
+            return Ok(Some(of_kind));
+        }
+    }
+    Ok(Some(rope))
+}
+
+fn theta(config: &Fields, text: &Fields, rope: Option<&Fields>) -> Result<f64> {
+    if let Some(theta) = rope.map_or(Ok(None), |rope| rope.number("rope_theta"))? {
+        return Ok(theta);
+    }
+    // DeepSeek and Gemma's first releases; Transformers' default where nothing is said.
+    let said = text.number("rope_theta")?.or(config.number("rope_theta")?);
+    Ok(said.unwrap_or(10_000.0))
+}
+
+fn scaling(rope: Option<&Fields>, notes: &mut Vec<String>) -> Result<Option<RopeScaling>> {
+    let Some(rope) = rope else { return Ok(None) };
+    Ok(match RopeScaling::wanted(rope)? {
+        Wanted::Plain => None,
+        Wanted::Scaled(scaling) => Some(scaling.with_usual_amplitude()),
+        Wanted::Other(name) => {
+            notes.push(format!(
+                "the target's rotary scaling {name} is left out of the draft: engines do not serve \
+                 drafts with it alike"
+            ));
+            None
+        }
+    })
+}
+
+fn partial_note(text: &Fields, rope: Option<&Fields>, notes: &mut Vec<String>) -> Result<()> {
+    let key = "partial_rotary_factor";
+    let of_rope = rope.map_or(Ok(None), |rope| rope.number(key))?;
+    let factor = of_rope.or(text.number(key)?).or(text.number("rotary_pct")?);
+    if let Some(factor) = factor.filter(|&factor| factor != 1.0) {
+        notes.push(format!(
+            "the target rotates {factor} of each head, the draft whole heads: SGLang and Transformers \
+             pass over {key} in a draft, vLLM does not"
+        ));
+    }
+    Ok(())
+}

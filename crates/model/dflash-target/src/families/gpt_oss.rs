@@ -1,0 +1,92 @@
+//! gpt-oss: biases everywhere, a sink for each head, a window in every other layer, YaRN, and experts of
+//! a clamped SwiGLU with gate and up by turns, in MXFP4 as released.
+
+use dflash_formats::fields::Fields;
+use dflash_tensor::Result;
+use dflash_tensor::reach::Reach;
+use dflash_tensor::rope::{Rope, RopeKeys, Scaling, Yarn, yarn_mscale};
+
+use super::{Family, Known, chosen_count, experts_count, layer_types};
+use crate::Outer;
+use crate::blocks::attention::Heads;
+use crate::blocks::experts::{Gated, Routing, Scores, Stored};
+use crate::blocks::feed_forward::{FeedForwardSpec, MixtureSizes, MixtureStorage, activation};
+use crate::blocks::pre_norm::PreNormFamily;
+
+pub(super) const KNOWN: &[Known] =
+    &[Known { architectures: &["GptOssForCausalLM"], model_types: &["gpt_oss"], read }];
+
+/// What its class fills in.
+const HEADS: Heads = Heads { query: 64, key: 8, dim: 64 };
+const THETA: f64 = 150_000.0;
+const WINDOW: i64 = 128;
+const LIMIT: f64 = 7.0;
+/// The sigmoid's slope, which no key says.
+const ALPHA: f64 = 1.702;
+
+fn read(text: &Fields) -> Result<(Family, Outer)> {
+    let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+    let heads = Heads::read(text, Some(HEADS))?;
+    let _ = activation(text, "hidden_act", "silu")?;
+    let inner = text.required("intermediate_size", Fields::size)?;
+    let experts = experts_count(text, &["num_local_experts", "num_experts"])?;
+    let chosen = chosen_count(text, &["num_experts_per_tok", "experts_per_token"], experts)?;
+    let limit = text.number("swiglu_limit")?.unwrap_or(LIMIT);
+    let feed_forward = FeedForwardSpec {
+        sizes: MixtureSizes { experts, chosen, inner, shared: 0, dense: 0 },
+        fused: false,
+        gated: Gated::Clamped { alpha: ALPHA, limit },
+        routing: Some(Routing {
+            chosen,
+            scores: Scores::SoftmaxOfChosen,
+            normalised: false,
+            scale: 1.0,
+            groups: None,
+        }),
+        stored: MixtureStorage {
+            router: "router.weight",
+            router_bias: Some("router.bias"),
+            layout: Stored::Interleaved,
+            bias: true,
+            ..MixtureStorage::USUAL
+        },
+    };
+    let bias = text.flag_or("attention_bias", true)?;
+    let family = PreNormFamily {
+        bias: (bias, bias),
+        sinks: true,
+        ..PreNormFamily::new(layers, heads, rope(text, heads.dim)?, feed_forward)
+    };
+    Ok((family.reaching(reaches(text, layers)?).into(), Outer::PLAIN))
+}
+
+fn reaches(text: &Fields, layers: usize) -> Result<Vec<Reach>> {
+    let window = text.size("sliding_window")?.unwrap_or(WINDOW);
+    let reach = |kind: &str| match kind {
+        "sliding_attention" => Some(Reach::Window(window)),
+        "full_attention" => Some(Reach::All),
+        _ => None,
+    };
+    let by_turns =
+        |layer: usize| if layer.is_multiple_of(2) { Reach::Window(window) } else { Reach::All };
+    let named = layer_types(text, layers, reach)?;
+    Ok(named.unwrap_or_else(|| (0..layers).map(by_turns).collect()))
+}
+
+fn rope(text: &Fields, head_dim: i64) -> Result<Rope> {
+    let keys = RopeKeys { theta: THETA, ..RopeKeys::of(text, head_dim)? };
+    let is_written = keys.parameters.is_some();
+    let rope = Rope::read(keys)?;
+    if is_written {
+        return Ok(rope);
+    }
+    let yarn = Yarn {
+        factor: 32.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        truncate: false,
+        original_max_position_embeddings: 4096,
+        attention_factor: yarn_mscale(32.0, 1.0),
+    };
+    Ok(Rope { scaling: Scaling::Yarn(yarn), ..rope })
+}

@@ -1,0 +1,34 @@
+//! Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, LongRoPE, in Phi-4-mini over three quarters
+//! of a head.
+
+use dflash_formats::fields::Fields;
+use dflash_tensor::Result;
+use dflash_tensor::reach::Reach;
+use dflash_tensor::rope::{Rope, RopeKeys};
+
+use super::{Family, Known};
+use crate::Outer;
+use crate::blocks::attention::Heads;
+use crate::blocks::feed_forward::{FeedForwardSpec, activation};
+use crate::blocks::pre_norm::PreNormFamily;
+
+pub(super) const KNOWN: &[Known] =
+    &[Known { architectures: &["Phi3ForCausalLM"], model_types: &["phi3"], read }];
+
+fn read(text: &Fields) -> Result<(Family, Outer)> {
+    let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+    let heads = Heads::read(text, None)?;
+    let mut keys = RopeKeys::of(text, heads.dim)?;
+    if let Some(parameters) = &mut keys.parameters {
+        // Phi-3's first releases call it so.
+        parameters.rename("yarn", "longrope");
+    }
+    let rope = Rope::read(keys)?;
+    let inner = text.required("intermediate_size", Fields::size)?;
+    let mlp = FeedForwardSpec::mlp(inner, activation(text, "hidden_act", "silu")?);
+    let feed_forward = FeedForwardSpec { fused: true, ..mlp };
+    let reach: Reach = text.size("sliding_window")?.into();
+    let family =
+        PreNormFamily { fused: true, ..PreNormFamily::new(layers, heads, rope, feed_forward) };
+    Ok((family.reaching(vec![reach; layers]).into(), Outer::PLAIN))
+}

@@ -1,0 +1,32 @@
+//! Qwen3.5 and 3.6, dense and with experts: the layers of Qwen3-Next ([`super::qwen3_next`]) with the
+//! input projections of the delta networks stored apart, either an MLP in every layer or experts in
+//! every layer, whose shares always sum to one, and M-RoPE, which of text alone is plain RoPE.
+//!
+//! Released checkpoints hold a vision tower beside the text model (`model.language_model.`), whose keys
+//! are under `text_config`, and layers that predict further tokens (`mtp.`); neither is read.
+
+use dflash_formats::fields::Fields;
+use dflash_tensor::Result;
+
+use super::qwen3_next::{DeltaInputs, HybridConfig};
+use super::{Family, Known};
+use crate::Outer;
+
+pub(super) const KNOWN: &[Known] = &[
+    Known {
+        architectures: &["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
+        model_types: &["qwen3_5_text", "qwen3_5"],
+        read: |text| read(text, false),
+    },
+    Known {
+        architectures: &["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
+        model_types: &["qwen3_5_moe_text", "qwen3_5_moe"],
+        read: |text| read(text, true),
+    },
+];
+
+/// What config.json says of a dense Qwen3.5, or of one with experts.
+fn read(text: &Fields, is_sparse: bool) -> Result<(Family, Outer)> {
+    let layers = text.required("num_hidden_layers", Fields::size)? as usize;
+    HybridConfig::read_with(text, (vec![is_sparse; layers], true), DeltaInputs::Apart)
+}

@@ -1,0 +1,278 @@
+//! The target's packed CPU path for few rows: the packed layers and lm_head of
+//! [`dflash_kernels::decode`].
+//!
+//! Up to 512 rows of a call over a cache (one token, a block to verify or to draft, accepted
+//! context) run through all layers in one C++ call. Each weight is read once, by threads that meet
+//! at spinning barriers. One thread sums each output in one order, whatever the number of rows and
+//! threads, so a verified block has the bits of plain decoding and near ties cannot make the texts
+//! differ. A call takes rows of one sequence or of several, each with its cache. Rows are float32
+//! in products, unless the model runs in bfloat16 on a CPU with AVX512-BF16; there they are rounded
+//! for the product only. Norms, attention, the residual stream and the cache stay float32.
+//! Attention sums keys in chunks at fixed positions and joins them in order, so the bits do not
+//! depend on how threads share a head.
+//!
+//! A target that is loaded for decoding holds its weights in packed form only, in bfloat16 where
+//! that represents them exactly. Weights are packed as the file is read, some rows at a time; a
+//! tied embedding is read from the packed output projection. Long prompts multiply the packed
+//! weights in tiles of rows; where libtorch is faster (bfloat16 without AMX), it gets each weight
+//! unpacked, one cache-sized part at a time. A target for packed documents only (training, the
+//! hidden-state server) is never packed. A draft, or a target with plain weights, is packed when
+//! its first cache is made.
+
+use dflash_kernels::decode::{
+    Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
+    floats, floats_mut,
+};
+use dflash_kernels::kernels::Kernels;
+use tch::{Kind, Tensor};
+
+use super::packed_weight::FEW;
+use super::target::LmHead;
+use super::{CachedOutput, KvCache, Target};
+
+/// Tokens of a prompt that are read in pieces at most, where the matrices of a layer have up to
+/// [`SMALL_LAYER`] elements: what libtorch's calls cost beside products so small is more than many rows at
+/// once save. Of larger layers one piece: LOG.md has both sides.
+const MOST_TOKENS: i64 = 256;
+const SMALL_LAYER: i64 = 4 << 20;
+
+/// Rows whose logits are made by the packed lm_head at most; more take libtorch's products.
+const MAX_HEAD_ROWS: i64 = 256;
+
+/// What a target keeps for few rows. Its calls take and fill slices, so that a step of decoding makes no
+/// tensor.
+#[derive(Debug)]
+pub struct FewRows {
+    stack: Stack,
+    embedding: Embedding,
+    head: Head,
+    products: Products,
+    /// Weight of the final norm `[H]`, and its epsilon.
+    norm: (Vec<f32>, f64),
+    /// Tokens of one sequence that are read in pieces at most.
+    most_tokens: i64,
+}
+
+impl FewRows {
+    /// Rows of a call at most.
+    pub const MAX_ROWS: usize = MAX_ROWS as usize;
+
+    /// Whether so many tokens of one sequence are better read in pieces of [`Self::MAX_ROWS`] than by
+    /// all at once.
+    pub(super) fn takes(&self, tokens: i64) -> bool {
+        (1..=self.most_tokens).contains(&tokens)
+    }
+
+    pub(super) fn stack(&self) -> &Stack {
+        &self.stack
+    }
+
+    /// Bytes of the weights that a step reads: of the layers and the output projection.
+    pub fn weight_bytes(&self) -> usize {
+        self.matrices().map(Matrix::bytes).sum()
+    }
+
+    /// Reads these bytes as plainly as a program can, with the threads of a step. Returns a sum of them.
+    pub fn read_weights(&self) -> u64 {
+        Matrix::read_all(&self.matrices().collect::<Vec<_>>())
+    }
+
+    fn matrices(&self) -> impl Iterator<Item = &Matrix> {
+        self.stack.matrices().chain([self.head.matrix()])
+    }
+
+    /// Writes the embeddings [R, H] of `ids`.
+    ///
+    /// # Panics
+    /// When the target does not have one of them.
+    pub fn embed(&self, ids: &[i64], x: &mut [f32]) {
+        self.embedding.rows(ids, x);
+    }
+
+    /// Appends `ids` to cached sequences, so many to each, one after the other. `x` [R, H] becomes the
+    /// residual stream before the final norm, `states` [R, K, H] the states of the ids of `captures`.
+    ///
+    /// # Panics
+    /// When a cache is too small, or an id of `captures` exceeds the number of layers.
+    pub fn forward(
+        &self,
+        ids: &[i64],
+        parts: &mut [(&mut KvCache, usize)],
+        x: &mut [f32],
+        captures: &[u32],
+        states: &mut [f32],
+    ) {
+        self.embed(ids, x);
+        if let [(cache, _)] = parts {
+            return self.run_one(cache, x, captures, states);
+        }
+        let outputs = Outputs { captures, states, ..Outputs::default() };
+        let sequences: Vec<Sequence<'_>> =
+            parts.iter().map(|(cache, rows)| sequence(cache, *rows)).collect();
+        self.stack.forward(x, &sequences, outputs);
+        parts.iter_mut().for_each(|(cache, rows)| cache.advance(*rows as i64));
+    }
+
+    /// Runs the embeddings `x` [R, H] of tokens of one sequence, as many at a time as a call takes.
+    fn run_one(&self, cache: &mut KvCache, x: &mut [f32], captures: &[u32], states: &mut [f32]) {
+        let hidden = self.norm.0.len();
+        let mut states = states.chunks_mut((Self::MAX_ROWS * hidden * captures.len()).max(1));
+        for x in x.chunks_mut(Self::MAX_ROWS * hidden) {
+            let (rows, states) = (x.len() / hidden, states.next().unwrap_or_default());
+            let outputs = Outputs { captures, states, ..Outputs::default() };
+            self.stack.forward(x, &[sequence(cache, rows)], outputs);
+            cache.advance(rows as i64);
+        }
+    }
+
+    /// Writes the most likely token `[R]` after each row of `x` [R, H], the residual stream before the
+    /// final norm; of equally likely ones the first.
+    pub fn most_likely(&self, x: &[f32], best: &mut [i64]) {
+        self.head.most_likely(x, Some((&self.norm.0, self.norm.1)), best);
+    }
+
+    /// As [`Self::most_likely`], of states that are normed already.
+    pub fn most_likely_of_normed(&self, normed: &[f32], best: &mut [i64]) {
+        self.head.most_likely(normed, None, best);
+    }
+}
+
+fn sequence(cache: &KvCache, rows: usize) -> Sequence<'_> {
+    let held = cache.few_rows(rows as i64).expect("a cache of packed layers");
+    Sequence { cache: held, start: cache.len() as i64, rows: rows as i64 }
+}
+
+/// The columns of an lm_head for tokens of a draft's vocabulary, packed.
+#[derive(Debug)]
+pub struct PrunedRows {
+    head: Head,
+    ids: Vec<i64>,
+}
+
+impl PrunedRows {
+    /// As [`FewRows::most_likely_of_normed`], of these tokens alone.
+    pub fn most_likely(&self, normed: &[f32], best: &mut [i64]) {
+        self.head.most_likely(normed, None, best);
+        best.iter_mut().for_each(|place| *place = self.ids[*place as usize]);
+    }
+}
+
+impl Target {
+    /// The packed weights, where this target's few rows go through them: on a CPU, in float32 or
+    /// bfloat16.
+    pub fn few_rows(&self) -> Option<&FewRows> {
+        self.few_rows.get_or_init(|| self.pack()).as_ref()
+    }
+
+    /// The columns `lm_head_hv` [H, v] of the tokens `ids`, where few rows are packed.
+    pub fn pruned_rows(&self, lm_head_hv: &Tensor, ids: &[i64]) -> Option<PrunedRows> {
+        let few = self.few_rows()?;
+        Some(PrunedRows { head: Head::new(lm_head_hv, few.products), ids: ids.to_vec() })
+    }
+
+    fn pack(&self) -> Option<FewRows> {
+        let dense = self.config.family.dense()?;
+        let layers = self.body.layers.iter().map(|layer| layer.packed());
+        let layers: Vec<_> = layers.collect::<Option<_>>()?;
+        let embedding = self.embedding.for_few_rows();
+        let head_io = match &self.lm_head {
+            LmHead::Tied { .. } if self.embedding.matrix().is_none() => self.embedding.whole().tr(),
+            LmHead::Tied { .. } | LmHead::Own(_) => Tensor::new(),
+        };
+        let head = match (&self.lm_head, self.embedding.matrix()) {
+            (LmHead::Own(linear), _) => linear.projection().weight,
+            (LmHead::Tied { .. }, Some(matrix)) => Weight::Packed(matrix),
+            (LmHead::Tied { .. }, None) => Weight::Plain(&head_io),
+        };
+        let weights = layers
+            .iter()
+            .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
+            .map(|projection| projection.weight)
+            .chain([head]);
+        let weights: Vec<Weight<'_>> = weights.collect();
+        if self.kernels != Kernels::Fast || !weights.iter().all(Weight::is_taken) {
+            return None;
+        }
+        let products = Weight::products(&weights);
+        let c = &self.config;
+        let shape = Shape {
+            hidden: c.hidden_size,
+            inner: dense.intermediate_size,
+            query_heads: dense.num_attention_heads,
+            kv_heads: dense.num_key_value_heads,
+            head_dim: dense.head_dim,
+            eps: c.rms_norm_eps,
+            causal: true,
+        };
+        let norm_h = self.norm.weight.to_kind(Kind::Float);
+        let layer = self.config.family.architecture().layer_elements(&self.config, 0);
+        let is_small = layer <= SMALL_LAYER as f64;
+        Some(FewRows {
+            most_tokens: if is_small { MOST_TOKENS } else { FEW },
+            stack: Stack::new(shape, &layers, products),
+            embedding,
+            head: Head::of(head.packed(products, Layout::Plain)),
+            products,
+            norm: (floats(&norm_h).to_vec(), c.rms_norm_eps),
+        })
+    }
+
+    /// [`Target::forward_cached`] of the tokens `ids_t` of one sequence, or of several with up to
+    /// [`MAX_ROWS`] together.
+    pub(super) fn forward_few(
+        &self,
+        few: &FewRows,
+        ids_t: &Tensor,
+        parts: &mut [(&mut KvCache, usize)],
+        captures: &[u32],
+    ) -> CachedOutput {
+        let (rows, hidden) = (ids_t.size()[0], self.hidden_size());
+        let ids = Vec::<i64>::try_from(ids_t).expect("token ids are integers");
+        let empty = |width: i64| Tensor::empty([rows, width], (Kind::Float, self.device()));
+        let (mut hidden_td, mut states) = (empty(hidden), empty(captures.len() as i64 * hidden));
+        let (x, into) = (floats_mut(&mut hidden_td), floats_mut(&mut states));
+        few.forward(&ids, parts, x, captures, into);
+        let state = |place: usize| states.narrow(1, place as i64 * hidden, hidden);
+        CachedOutput { captures: (0..captures.len()).map(state).collect(), hidden_td }
+    }
+
+    /// The packed weights, if `x_th` is few rows and the target has such, or it has no others.
+    fn few_for(&self, x_th: &Tensor) -> Option<&FewRows> {
+        let rows = x_th.size()[0];
+        let most = if self.is_packed() { i64::MAX } else { MAX_HEAD_ROWS };
+        if (1..=most).contains(&rows) { self.few_rows() } else { None }
+    }
+
+    /// Whether its output projection is held packed alone.
+    fn is_packed(&self) -> bool {
+        match &self.lm_head {
+            LmHead::Own(linear) => linear.is_packed(),
+            LmHead::Tied { .. } => self.embedding.matrix().is_some(),
+        }
+    }
+
+    /// Logits [T, V] of `x_th` [T, H] through the packed lm_head, behind the final norm if wanted.
+    pub(super) fn few_logits(&self, x_th: &Tensor, is_normed: bool) -> Option<Tensor> {
+        let few = self.few_for(x_th)?;
+        let size = [x_th.size()[0], few.head.outputs() as i64];
+        let mut logits = Tensor::empty(size, (Kind::Float, self.device()));
+        let norm = (!is_normed).then_some((few.norm.0.as_slice(), few.norm.1));
+        few.head.logits(floats(&float_rows(x_th)), norm, floats_mut(&mut logits));
+        Some(logits.to_kind(self.dtype()))
+    }
+
+    /// As [`Self::few_logits`], the largest logit's token for each row `[T]`.
+    pub(super) fn few_most_likely(&self, x_th: &Tensor, is_normed: bool) -> Option<Tensor> {
+        let few = self.few_for(x_th)?;
+        let (x_th, mut best) = (float_rows(x_th), vec![0; x_th.size()[0] as usize]);
+        match is_normed {
+            true => few.most_likely_of_normed(floats(&x_th), &mut best),
+            false => few.most_likely(floats(&x_th), &mut best),
+        }
+        Some(Tensor::from_slice(&best))
+    }
+}
+
+fn float_rows(x_th: &Tensor) -> Tensor {
+    x_th.to_kind(Kind::Float).contiguous()
+}

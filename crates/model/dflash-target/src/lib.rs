@@ -1,0 +1,47 @@
+//! Target models: a family's configuration, its layers, and the passes over them.
+//!
+//! Single-device tensor code: nothing here knows a rank, a socket or a command line, also where a
+//! target is divided over several processes ([`divided`]).
+//!
+//! - [`Target`] runs the verifier: hidden states of chosen layers, logits, key/value cache.
+//! - [`Prefill`] computes hidden states of prompts by a target's first layers alone.
+//! - [`TargetHead`] is what training a draft takes of a target of any family, and [`TargetFacts`] is
+//!   what it must know of one.
+//!
+//! A family is a file in `families`, made of the parts in `blocks`.
+
+mod blocks;
+mod cache;
+mod config;
+pub mod divided;
+mod embedding;
+mod facts;
+mod families;
+mod few_rows;
+mod flops;
+mod head;
+mod heads;
+mod layer;
+mod layer_ids;
+mod mask_token;
+mod packed;
+mod packed_weight;
+mod parameters;
+mod prefill;
+mod rotary;
+mod target;
+
+#[cfg(test)]
+mod pretended;
+
+pub use cache::{KvCache, SequencePart};
+pub use config::{Outer, TargetConfig};
+pub use facts::{DraftDefaults, DraftHeads, HeadNumbers, NormKind, TargetFacts, TargetSpec};
+pub use families::{DenseConfig, DenseKind, Family};
+pub use few_rows::{FewRows, PrunedRows};
+pub use flops::PrefillFlops;
+pub use head::TargetHead;
+pub use layer_ids::{check_layer_ids, default_layer_ids};
+pub use mask_token::{MaskSource, MaskToken, TokenizerFacts, resolve_mask_token};
+pub use prefill::{PackedPrompts, Prefill, PrefillOptions, TokenBudget};
+pub use target::{CachedOutput, Target, TargetOptions};

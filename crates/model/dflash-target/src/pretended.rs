@@ -1,0 +1,121 @@
+//! What a target asks of a GPU outside training, on a pretended one: attention by the kernels that are
+//! called by name, and few launches.
+
+use dflash_tensor::weights::DEFAULT_PREFIX;
+use dflash_test_place::launches::{asked, count, flash_alone, launches, of_36};
+use tch::{Device, Kind, Tensor};
+
+use crate::divided::Shard;
+use crate::parameters::Init;
+use crate::{SequencePart, Target, TargetConfig};
+
+const GPU: Device = Device::Cuda(0);
+const LAYERS: usize = 2;
+
+/// Qwen3's layers, 64 wide, in bfloat16; the second one sliding.
+fn target() -> Target {
+    let config =
+        TargetConfig::qwen3(64, LAYERS, 50).with_dense(|dense| dense.windows = vec![None, Some(5)]);
+    built(config)
+}
+
+fn built(config: TargetConfig) -> Target {
+    let (options, prefix, shard) = ((Kind::BFloat16, GPU), DEFAULT_PREFIX, Shard::WHOLE);
+    let init = Init { weights: None, options, prefix, shard, packing: None };
+    let target = Target::build(config, &init).unwrap();
+    // As weights of a file are; fresh ones are to be trained.
+    for (_, weight) in target.parameters() {
+        let _ = weight.set_requires_grad(false);
+    }
+    target
+}
+
+fn ids(count: i64) -> Tensor {
+    Tensor::ones([count], (Kind::Int64, GPU))
+}
+
+#[test]
+fn documents_are_one_call_a_layer() {
+    let record = asked(|begun| {
+        let target = target();
+        begun();
+        target.forward_packed(&ids(30), &[0, 12, 12, 30], &[1, 2]);
+    });
+    flash_alone(&record, LAYERS);
+}
+
+#[test]
+fn a_sequence_is_one_call_a_layer_however_many_tokens_it_gets() {
+    for tokens in [1, 4] {
+        let record = asked(|begun| {
+            let target = target();
+            let mut cache = target.new_cache(40);
+            target.forward_cached(&ids(20), &mut cache, &[]);
+            begun();
+            target.forward_cached(&ids(tokens), &mut cache, &[1]);
+        });
+        flash_alone(&record, LAYERS);
+    }
+}
+
+#[test]
+fn each_of_several_sequences_is_one_call_a_layer() {
+    let record = asked(|begun| {
+        let target = target();
+        let mut caches = [9, 20].map(|tokens| {
+            let mut cache = target.new_cache(40);
+            target.forward_cached(&ids(tokens), &mut cache, &[]);
+            cache
+        });
+        begun();
+        let mut parts: Vec<SequencePart<'_>> =
+            caches.iter_mut().map(|cache| SequencePart { cache, tokens: 4 }).collect();
+        target.forward_sequences(&ids(8), &mut parts, &[]);
+    });
+    flash_alone(&record, 2 * LAYERS);
+}
+
+/// A token of Qwen3-8B, which a GPU computes in about 4 ms: the host makes a launch in about 5 us. A layer takes
+/// 10: two norms, four products, heads on their way into the cache, attention, SwiGLU, and the copy of the
+/// residual stream that is still the layer's input.
+#[test]
+fn a_decoded_token_and_a_verified_block_are_few_launches() {
+    type Config = fn(usize) -> TargetConfig;
+    let kinds: [(&str, Config); 2] = [
+        ("Qwen3", |layers| TargetConfig::qwen3(64, layers, 50)),
+        // As Llama: heads are turned and not normed.
+        ("plain heads", |layers| {
+            TargetConfig::qwen3(64, layers, 50).with_dense(|dense| dense.qk_norm = false)
+        }),
+    ];
+    for ((name, config), tokens) in kinds.iter().flat_map(|kind| [(kind, 1), (kind, 8)]) {
+        let (layer, whole) = of_36(|layers| {
+            launches(&asked(|begun| {
+                let target = built(config(layers));
+                let mut cache = target.new_cache(40);
+                target.forward_cached(&ids(20), &mut cache, &[]);
+                begun();
+                let hidden_td = target.forward_cached(&ids(tokens), &mut cache, &[1]).hidden_td;
+                let _ = target.most_likely(&hidden_td);
+            }))
+        });
+        eprintln!("{name}, {tokens} tokens: {layer} launches a layer, {whole} in all");
+        assert!(
+            layer <= 10 && whole <= 400,
+            "{name}: {layer} a layer, {whole} for {tokens} tokens"
+        );
+    }
+}
+
+/// Of a prompt alone and of documents, whose keys no cache keeps.
+#[test]
+fn heads_are_one_launch_a_layer_in_a_prompt_too() {
+    let record = asked(|begun| {
+        let target = target();
+        begun();
+        target.forward_packed(&ids(30), &[0, 12, 30], &[2]);
+        let mut cache = target.new_cache(40);
+        target.forward_cached(&ids(20), &mut cache, &[]);
+    });
+    assert_eq!(count(&record, "heads"), 2 * LAYERS);
+}

@@ -1,0 +1,519 @@
+//! The target model: the verifier whose hidden states condition the draft.
+//!
+//! Three ways to run it share one stack of layers: [`Target::forward_packed`] over whole documents
+//! (training, the hidden-state server), [`Target::forward_cached`] over one growing sequence,
+//! and [`Target::forward_sequences`] over several (decoding). Hidden states are named by
+//! our layer ids: 0 = embedding output, k = after k layers, n = before the final norm. Shapes: `t`
+//! tokens, `h` hidden, `v` vocabulary.
+
+use std::cell::OnceCell;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dflash_kernels::decode::Layout;
+use dflash_kernels::kernels::Kernels;
+use dflash_tensor::checkpoint::write_safetensors_as;
+use dflash_tensor::ops::{Rotary, most_likely, rms_norm};
+use dflash_tensor::weights::{DEFAULT_PREFIX, EMBEDDING, LM_HEAD};
+use dflash_tensor::{Result, Weights};
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::cache::CachedAttention;
+use crate::divided::Shard;
+use crate::embedding::Embedding;
+use crate::families::Prepare;
+use crate::head::FINAL_NORM;
+use crate::layer::{Layer, Memory, Pass, RmsNorm};
+use crate::packed::PackedAttention;
+use crate::packed_weight::{PackedWeight, Packing};
+use crate::parameters::{Init, Linear, LinearSpec, Outputs, Split};
+use crate::rotary::HeadTables;
+use crate::{FewRows, KvCache, TargetConfig};
+
+/// Where and in what precision a target runs.
+#[derive(Debug, Clone, Copy)]
+pub struct TargetOptions {
+    /// The device.
+    pub device: Device,
+    /// Kind of weights and activations, whatever the checkpoint stores.
+    pub dtype: Kind,
+}
+
+/// A causal language model.
+#[derive(Debug)]
+pub struct Target {
+    pub(crate) config: TargetConfig,
+    pub(crate) embedding: Embedding,
+    pub(crate) body: Body,
+    pub(crate) norm: RmsNorm,
+    pub(crate) lm_head: LmHead,
+    pub(crate) kernels: Kernels,
+    /// What few rows go through on a CPU; `None` inside where they do not.
+    pub(crate) few_rows: OnceCell<Option<FewRows>>,
+}
+
+/// The output projection.
+#[derive(Debug)]
+pub(crate) enum LmHead {
+    /// The embedding, with a transposed copy where that is worth its memory.
+    Tied { transposed_hv: Option<Tensor> },
+    /// A matrix of its own.
+    Own(Linear),
+}
+
+/// What a cached forward pass returns: of the target's kind, or float32 where it comes from few packed
+/// rows.
+#[derive(Debug)]
+pub struct CachedOutput {
+    /// Residual stream of the new tokens before the final norm [T, H].
+    pub hidden_td: Tensor,
+    /// The captured states, one [T, H] for each id asked for, in the order asked.
+    pub captures: Vec<Tensor>,
+}
+
+/// A tied lm_head up to this many elements is also kept transposed: few-row products with it take
+/// half the time, for at most 256 MiB.
+const TRANSPOSED_HEAD_ELEMENTS: usize = 64 << 20;
+
+impl Target {
+    /// Loads a Hugging Face directory to decode with it. Where few rows go through packed layers, the
+    /// weights are packed as they are read, and held in no other way.
+    ///
+    /// # Errors
+    /// No config.json, an unsupported architecture, a missing or damaged shard, a tensor that is
+    /// missing or of another shape than config.json says: each named.
+    pub fn load(dir: &Path, options: &TargetOptions) -> Result<Self> {
+        let config = TargetConfig::load(dir)?;
+        let weights = Weights::open(dir)?;
+        let prefix = weights.prefix();
+        let options = (options.dtype, options.device);
+        let wanted = |name: &str| {
+            name.starts_with(weights.lm_head())
+                || is_of_layers(name, prefix, &(0..config.num_hidden_layers))
+        };
+        weights.begin_load(wanted)?;
+        let packing = Packing::of(&config, &weights, options, wanted)?;
+        let (weights, shard) = (Some(&weights), Shard::WHOLE);
+        let init = Init { weights, options, prefix, shard, packing };
+        no_grad(|| {
+            let mut target = Self::build(config, &init)?;
+            target.transpose_tied_head();
+            Ok(target)
+        })
+    }
+
+    /// A fresh trainable target: float32 weights that require gradients, drawn from `seed`.
+    pub fn random(config: TargetConfig, seed: i64, device: Device) -> Self {
+        tch::manual_seed(seed);
+        let (options, prefix) = ((Kind::Float, device), DEFAULT_PREFIX);
+        let (weights, shard, packing) = (None, Shard::WHOLE, None);
+        let init = Init { weights, options, prefix, shard, packing };
+        Self::build(config, &init).expect("fresh weights come from no file")
+    }
+
+    pub(crate) fn build(config: TargetConfig, init: &Init) -> Result<Self> {
+        let (rows, hidden) = (config.vocab_size, config.hidden_size);
+        let embedding = Self::embedding(&config, init)?;
+        let lm_head = match config.tie_word_embeddings {
+            true => LmHead::Tied { transposed_hv: None },
+            false => {
+                let part = init.weights.map_or(LM_HEAD, Weights::lm_head);
+                let spec = LinearSpec {
+                    module: "",
+                    name: LM_HEAD,
+                    parts: &[(part, Outputs::Even(rows))],
+                    input: hidden,
+                    bias: false,
+                    split: Split::Whole,
+                };
+                LmHead::Own(init.packable(&spec, Layout::Plain)?)
+            }
+        };
+        let body = Body::build(&config, 0..config.num_hidden_layers, init)?;
+        let norm = init.rms_norm(&init.path(FINAL_NORM), hidden, &config)?;
+        let kernels = Kernels::Fast;
+        let few_rows = OnceCell::new();
+        Ok(Self { config, embedding, body, norm, lm_head, kernels, few_rows })
+    }
+
+    /// The embedding: of a packed target the output projection, where they are tied.
+    fn embedding(config: &TargetConfig, init: &Init) -> Result<Embedding> {
+        let (name, rows) = (init.path(EMBEDDING), config.vocab_size);
+        let shape = [rows, config.hidden_size];
+        let (kind, device) = init.options;
+        match (init.weights, init.packing) {
+            (Some(weights), Some(packing)) if config.tie_word_embeddings => {
+                let (rows, input) = (&[(name, rows)][..], config.hidden_size);
+                let weight = PackedWeight::read(weights, rows, input, packing, Layout::Plain)?;
+                Ok(Embedding::shared(weight.into_matrix(), kind))
+            }
+            (Some(weights), Some(_)) if weights.is_bfloat16(&name)? => {
+                let table_vh = weights.read(&name, &shape, (Kind::BFloat16, device))?;
+                Ok(Embedding::stored_as(table_vh, kind))
+            }
+            _ => Ok(Embedding::table(init.matrix(&name, &shape)?)),
+        }
+    }
+
+    /// The same target, computed by `kernels`: others than the fast ones do not read packed weights.
+    pub fn with_kernels(mut self, kernels: Kernels) -> Self {
+        self.kernels = kernels;
+        if kernels != Kernels::Fast {
+            self.embedding = Embedding::table(self.embedding.whole().contiguous());
+            if let LmHead::Own(linear) = &mut self.lm_head {
+                linear.unpack();
+            }
+            self.transpose_tied_head();
+        }
+        self.few_rows = OnceCell::new();
+        self.norm.kernels = kernels;
+        self.body.layers.iter_mut().for_each(|layer| layer.set_kernels(kernels));
+        self
+    }
+
+    fn transpose_tied_head(&mut self) {
+        let embedding = &self.embedding;
+        // A packed one is multiplied as it is.
+        let copied = embedding.matrix().is_none() && embedding.numel() <= TRANSPOSED_HEAD_ELEMENTS;
+        if let LmHead::Tied { transposed_hv } = &mut self.lm_head {
+            *transposed_hv = copied.then(|| embedding.whole().tr().contiguous());
+        }
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &TargetConfig {
+        &self.config
+    }
+
+    /// Decoder layers, and the layer id of the last hidden state.
+    pub fn num_layers(&self) -> usize {
+        self.body.layers.len()
+    }
+
+    /// Width H of the residual stream.
+    pub fn hidden_size(&self) -> i64 {
+        self.config.hidden_size
+    }
+
+    /// Rows of the embedding.
+    pub fn vocab_size(&self) -> i64 {
+        self.config.vocab_size
+    }
+
+    /// The device the target runs on.
+    pub fn device(&self) -> Device {
+        self.embedding.device()
+    }
+
+    /// Kind of its activations.
+    pub fn dtype(&self) -> Kind {
+        self.embedding.kind()
+    }
+
+    /// Embeddings [T, H] of `ids_t` `[T]` (int64, on the target's device): the state of layer id 0.
+    pub fn embed(&self, ids_t: &Tensor) -> Tensor {
+        self.stack().embed(ids_t)
+    }
+
+    /// The embedding's rows [T, H] of `ids_t` `[T]` as they are stored: what a draft takes.
+    pub fn rows(&self, ids_t: &Tensor) -> Tensor {
+        self.embedding.rows(ids_t)
+    }
+
+    /// The final norm of `hidden_td` [T, H], of the target's kind.
+    pub fn normed(&self, hidden_td: &Tensor) -> Tensor {
+        self.norm.of(&hidden_td.to_kind(self.dtype()))
+    }
+
+    /// Logits [T, V] of `hidden_td` [T, H], the residual stream before the final norm.
+    pub fn logits(&self, hidden_td: &Tensor) -> Tensor {
+        let few = self.few_logits(hidden_td, false);
+        few.unwrap_or_else(|| self.lm_head(&self.normed(hidden_td)))
+    }
+
+    /// The most likely token `[T]` (int64) after each row of `hidden_td` [T, H], the residual stream
+    /// before the final norm; of equally likely ones the first.
+    pub fn most_likely(&self, hidden_td: &Tensor) -> Tensor {
+        let few = self.few_most_likely(hidden_td, false);
+        few.unwrap_or_else(|| most_likely(&self.logits(hidden_td)))
+    }
+
+    /// As [`Self::most_likely`], of states that are normed already.
+    pub fn most_likely_of_normed(&self, normed_td: &Tensor) -> Tensor {
+        let few = self.few_most_likely(normed_td, true);
+        few.unwrap_or_else(|| most_likely(&self.lm_head(normed_td)))
+    }
+
+    /// Logits [T, V] of states that are normed already: the target's or the draft's.
+    pub fn lm_head(&self, normed_td: &Tensor) -> Tensor {
+        if let Some(logits_tv) = self.few_logits(normed_td, true) {
+            return logits_tv;
+        }
+        let logits_tv = match &self.lm_head {
+            LmHead::Own(linear) => linear.apply(normed_td),
+            LmHead::Tied { transposed_hv: Some(lm_head_hv) } => normed_td.mm(lm_head_hv),
+            LmHead::Tied { transposed_hv: None } => normed_td.mm(&self.embedding.whole().tr()),
+        };
+        self.config.outer.capped(logits_tv)
+    }
+
+    /// The lm_head's columns [H, v] of `ids_v` `[v]` (int64, on the target's device): the output
+    /// projection of a draft that says only these tokens. A copy, since few-row products with a
+    /// matrix in one piece take half the time.
+    pub fn lm_head_columns(&self, ids_v: &Tensor) -> Tensor {
+        match &self.lm_head {
+            LmHead::Own(linear) => linear.columns(ids_v),
+            LmHead::Tied { .. } => self.embedding.rows(ids_v).tr().contiguous(),
+        }
+    }
+
+    /// Logits [T, v] of the tokens `ids_v` alone, in float32 whatever the target runs in: nothing
+    /// is rounded further than the states `hidden_td` [T, H] are.
+    pub fn logits_f32(&self, hidden_td: &Tensor, ids_v: &Tensor) -> Tensor {
+        let f32 = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+        let normed_td = rms_norm(&f32(hidden_td), &f32(&self.norm.weight), self.norm.eps);
+        self.config.outer.capped(normed_td.mm(&f32(&self.lm_head_columns(ids_v))))
+    }
+
+    /// Hidden states of packed documents: one [T, H] for each id of `captures`, in its order.
+    ///
+    /// `ids_t` `[T]`; `document_starts` holds the first token of each document and, last, T. A
+    /// document attends to itself only and counts its positions from 0. Layers beyond the highest
+    /// id are not run. Differentiable when the weights require gradients.
+    ///
+    /// # Panics
+    /// When an id exceeds the number of layers (see [`check_layer_ids`]).
+    pub fn forward_packed(
+        &self,
+        ids_t: &Tensor,
+        document_starts: &[i64],
+        captures: &[u32],
+    ) -> Vec<Tensor> {
+        self.stack().packed_states(ids_t, document_starts, captures)
+    }
+
+    pub(crate) fn stack(&self) -> Stack<'_> {
+        Stack { embedding: &self.embedding, body: &self.body, stop: None }
+    }
+
+    /// Whether layers carry a state from token to token, so that a cache can be cut back, and copied, at
+    /// few lengths only (see [`KvCache::earliest`]).
+    pub fn carries_state(&self) -> bool {
+        self.body.layers.iter().any(|layer| layer.memory() == Memory::State)
+    }
+
+    /// Tokens of the longest prompt that may be read in pieces: one that is longer has rotary frequencies
+    /// of its own from its first token on, and is told by its first pass. `None` where there are no such.
+    pub fn longest_in_pieces(&self) -> Option<usize> {
+        let long = self.body.rotaries.iter().filter_map(|rotary| rotary.long.as_ref());
+        long.map(|long| long.beyond as usize).min()
+    }
+
+    /// An empty cache for a sequence of at most `max_tokens`.
+    pub fn new_cache(&self, max_tokens: usize) -> KvCache {
+        let few = self.few_rows().map(FewRows::stack);
+        KvCache::new(&self.body, (self.dtype(), self.device()), few, max_tokens)
+    }
+
+    /// Appends `ids_t` `[T]` to the cached sequence. Never records gradients.
+    ///
+    /// # Panics
+    /// When the cache is too small, or an id of `captures` exceeds the number of layers.
+    pub fn forward_cached(
+        &self,
+        ids_t: &Tensor,
+        cache: &mut KvCache,
+        captures: &[u32],
+    ) -> CachedOutput {
+        let tokens = ids_t.size()[0];
+        no_grad(|| {
+            let few =
+                self.few_rows().filter(|few| few.takes(tokens) && cache.few_rows(tokens).is_some());
+            if let Some(few) = few {
+                return self.forward_few(few, ids_t, &mut [(cache, tokens as usize)], captures);
+            }
+            let mut attention = CachedAttention::new(cache, tokens);
+            let tables = attention.tables(tokens);
+            let positions_t = attention.positions(tokens, self.device());
+            let pass = Pass::new(&tables, &positions_t, &mut attention);
+            let output = self.run(ids_t, pass, captures, self.num_layers());
+            cache.advance(tokens);
+            output
+        })
+    }
+
+    pub(crate) fn run(
+        &self,
+        ids_t: &Tensor,
+        pass: Pass<'_>,
+        captures: &[u32],
+        until: usize,
+    ) -> CachedOutput {
+        self.stack().run(ids_t, pass, captures, until)
+    }
+
+    /// Every trainable tensor with its name; q/k/v and gate/up are fused, as they are computed.
+    pub fn parameters(&self) -> Vec<(String, Tensor)> {
+        let mut parameters = self.outer_tensors();
+        parameters.extend(self.body.layers.iter().flat_map(|layer| layer.parameters()));
+        if let LmHead::Own(linear) = &self.lm_head {
+            parameters.extend(linear.parameters());
+        }
+        parameters
+    }
+
+    /// Writes config.json and model.safetensors as Hugging Face names them, weights in `kind`
+    /// (float32 or bf16). Each file appears whole or not at all.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn save(&self, dir: &Path, kind: Kind) -> Result<()> {
+        std::fs::create_dir_all(dir).map_err(dflash_io::Error::io("create", dir))?;
+        let mut tensors = self.outer_tensors();
+        tensors.extend(self.body.layers.iter().flat_map(|layer| layer.checkpoint()));
+        if let LmHead::Own(linear) = &self.lm_head {
+            tensors.extend(linear.checkpoint());
+        }
+        write_safetensors_as(&dir.join("model.safetensors"), &tensors, Some(kind))?;
+        let dtype = if kind == Kind::BFloat16 { "bfloat16" } else { "float32" };
+        let path = dir.join("config.json");
+        let config = format!("{:#}", self.config.to_json(dtype));
+        Ok(dflash_io::write_bytes(&path, config.as_bytes())?)
+    }
+
+    fn outer_tensors(&self) -> Vec<(String, Tensor)> {
+        vec![
+            (format!("{DEFAULT_PREFIX}{EMBEDDING}"), self.embedding.whole()),
+            (format!("{DEFAULT_PREFIX}{FINAL_NORM}"), self.norm.weight.shallow_clone()),
+        ]
+    }
+}
+
+/// What prompts go through up to the last layer.
+#[derive(Clone, Copy)]
+pub(crate) struct Stack<'a> {
+    pub(crate) embedding: &'a Embedding,
+    pub(crate) body: &'a Body,
+    /// Once it is set, nobody looks at what comes of a pass.
+    pub(crate) stop: Option<&'a AtomicBool>,
+}
+
+/// The layers, and what they share.
+#[derive(Debug)]
+pub(crate) struct Body {
+    pub(crate) layers: Vec<Box<dyn Layer>>,
+    pub(crate) rotaries: Vec<Rotary>,
+    pub(crate) prepare: Option<Box<dyn Prepare>>,
+    pub(crate) embedding_scale: f64,
+}
+
+impl Body {
+    /// Those of `layers`, counted from 0.
+    pub(crate) fn build(config: &TargetConfig, layers: Range<usize>, init: &Init) -> Result<Self> {
+        let architecture = config.family.architecture();
+        let layer = |number| architecture.layer(config, number, init);
+        let first = layers.start == 0;
+        Ok(Self {
+            layers: layers.map(layer).collect::<Result<_>>()?,
+            rotaries: architecture.rotaries(init.options.1),
+            // What follows from it comes to later layers from the first's rank.
+            prepare: if first { architecture.prepare(config, init)? } else { None },
+            embedding_scale: config.outer.embedding_scale,
+        })
+    }
+
+    /// Rotary tables of `positions` `[T]` for tensors of `kind`, one of each kind the layers have.
+    pub(crate) fn tables(&self, positions: &Tensor, kind: Kind) -> Vec<HeadTables> {
+        self.rotaries.iter().map(|rotary| HeadTables::new(rotary, positions, kind)).collect()
+    }
+}
+
+impl Stack<'_> {
+    /// As [`Target::forward_packed`].
+    pub(crate) fn packed_states(
+        self,
+        ids_t: &Tensor,
+        document_starts: &[i64],
+        captures: &[u32],
+    ) -> Vec<Tensor> {
+        let positions = document_positions(document_starts, self.embedding.device());
+        let tables = self.body.tables(&positions, self.embedding.kind());
+        let tables = of_documents(tables, document_starts);
+        let until = captures.iter().copied().max().unwrap_or(0) as usize;
+        let mut attention = PackedAttention::new(document_starts);
+        let pass = Pass::new(&tables, &positions, &mut attention);
+        self.run(ids_t, pass, captures, until).captures
+    }
+
+    /// The state of layer id 0 [T, H].
+    pub(crate) fn embed(self, ids_t: &Tensor) -> Tensor {
+        let x_th = self.embedding.rows(ids_t);
+        if self.body.embedding_scale == 1.0 {
+            return x_th;
+        }
+        let kind = x_th.kind();
+        x_th * Tensor::from(self.body.embedding_scale).to_kind(kind)
+    }
+
+    pub(crate) fn run(
+        self,
+        ids_t: &Tensor,
+        mut pass: Pass<'_>,
+        captures: &[u32],
+        until: usize,
+    ) -> CachedOutput {
+        let wanted = |id: usize| captures.iter().any(|&capture| capture as usize == id);
+        let mut x_th = self.embed(ids_t);
+        pass.prepared = self.body.prepare.as_ref().map(|prepare| prepare.of(ids_t, &x_th));
+        let mut states = vec![wanted(0).then(|| x_th.shallow_clone())];
+        for layer in &self.body.layers[..until] {
+            // Whoever asked for the end does not look at what comes of it.
+            if !self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+                x_th = layer.forward(&x_th, &mut pass);
+            }
+            states.push(wanted(states.len()).then(|| x_th.shallow_clone()));
+        }
+        let state =
+            |&id: &u32| states[id as usize].as_ref().expect("captured above").shallow_clone();
+        CachedOutput { captures: captures.iter().map(state).collect(), hidden_td: x_th }
+    }
+}
+
+/// `tables` of whole documents' positions.
+pub(crate) fn of_documents(tables: Vec<HeadTables>, document_starts: &[i64]) -> Vec<HeadTables> {
+    let documents = || document_starts.windows(2).map(|bounds| (bounds[0], bounds[1] - bounds[0]));
+    tables.into_iter().map(|tables| tables.with_first_passes(documents())).collect()
+}
+
+/// Whether tensor `name` is the text model's and belongs to one of `layers`, or to none.
+fn is_of_layers(name: &str, prefix: &str, layers: &Range<usize>) -> bool {
+    let Some(name) = name.strip_prefix(prefix) else { return false };
+    layer_of(name).is_none_or(|layer| layers.contains(&layer))
+}
+
+/// Whether tensor `name` is read for `layers` alone, and for the embedding where that `is_wanted`.
+pub(crate) fn is_of_part(
+    name: &str,
+    prefix: &str,
+    (config, layers, is_wanted): (&TargetConfig, &Range<usize>, bool),
+) -> bool {
+    let Some(name) = name.strip_prefix(prefix) else { return false };
+    match layer_of(name) {
+        Some(layer) => layers.contains(&layer),
+        None if name == EMBEDDING => is_wanted,
+        None => layers.start == 0 && config.family.architecture().prepared_names().contains(&name),
+    }
+}
+
+/// The layer to which a tensor of the text model belongs, from its name there.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("layers.")?.split_once('.')?.0.parse().ok()
+}
+
+/// Position of every token in its document `[T]`.
+pub(crate) fn document_positions(document_starts: &[i64], device: Device) -> Tensor {
+    let positions: Vec<i64> =
+        document_starts.windows(2).flat_map(|bounds| 0..bounds[1] - bounds[0]).collect();
+    Tensor::from_slice(&positions).to_device(device)
+}

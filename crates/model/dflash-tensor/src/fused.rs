@@ -1,0 +1,369 @@
+//! The elementwise steps of the draft's training pass, each with its gradient.
+//!
+//! On a CPU in float32, and on a GPU in float32 or bfloat16, each is one sweep of a compiled kernel;
+//! elsewhere (bfloat16 on a CPU, float64 for gradient checks, a GPU without our kernels, or
+//! [`Kernels::Portable`]) the same mathematics out of libtorch's operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
+//! without a copy.
+
+use dflash_kernels::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
+use dflash_kernels::kernels::{self, Kernels, RmsWeight};
+use tch::{Kind, Tensor};
+
+use crate::ops::{self, RotaryTables};
+
+/// An RMS norm, and what computes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm<'a> {
+    /// `[D]`.
+    pub weight: &'a Tensor,
+    /// Added to the mean square.
+    pub eps: f64,
+    /// What computes it.
+    pub kernels: Kernels,
+}
+
+impl Norm<'_> {
+    /// `x / rms(x) * weight` over the last dimension.
+    pub fn of(&self, x: &Tensor) -> Tensor {
+        if let Some(runner) = self.gpu(x) {
+            return gpu::rms_norm(runner, x, self.weight, self.eps);
+        }
+        if self.kernels.take(x) {
+            return kernels::rms_norm(x, self.weight, self.eps);
+        }
+        ops::rms_norm(x, self.weight, self.eps)
+    }
+
+    /// Gradient of [`Self::of`], plus `residual`, in the memory of `dy` where a kernel can; the
+    /// weight's gradient is added to `dweight`.
+    pub fn backward(
+        &self,
+        mut dy: Tensor,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        dweight: &Tensor,
+    ) -> Tensor {
+        let norm = RmsWeight { weight: self.weight, eps: self.eps };
+        if let Some(runner) = self.gpu(x) {
+            gpu::rms_norm_backward(runner, &mut dy, x, norm, residual, None, dweight);
+            return dy;
+        }
+        if self.kernels.take(x) {
+            kernels::rms_norm_backward(&mut dy, x, norm, residual, None, dweight);
+            return dy;
+        }
+        let (dx, added) = ops::rms_norm_backward(&dy, x, self.weight, self.eps);
+        let _ = dweight.shallow_clone().g_add_(&added);
+        match residual {
+            Some(residual) => dx + residual,
+            None => dx,
+        }
+    }
+
+    /// As [`Self::backward`], and the norm's value again, which the gradient of the weight behind it
+    /// takes.
+    pub fn backward_again(
+        &self,
+        mut dy: Tensor,
+        x: &Tensor,
+        residual: &Tensor,
+        dweight: &Tensor,
+    ) -> (Tensor, Tensor) {
+        let norm = RmsWeight { weight: self.weight, eps: self.eps };
+        if let Some(runner) = self.gpu(x) {
+            let (y, residual) = (x.empty_like(), Some(residual));
+            gpu::rms_norm_backward(runner, &mut dy, x, norm, residual, Some(&y), dweight);
+            return (dy, y);
+        }
+        if self.kernels.take(x) {
+            let y = x.empty_like();
+            kernels::rms_norm_backward(&mut dy, x, norm, Some(residual), Some(&y), dweight);
+            return (dy, y);
+        }
+        let dx = self.backward(dy, x, Some(residual), dweight);
+        (dx, self.of(x))
+    }
+
+    /// What runs the kernels for GPUs on `x`.
+    fn gpu(&self, x: &Tensor) -> Option<Runner> {
+        self.kernels.gpu(x).filter(|_| self.weight.kind() == x.kind())
+    }
+
+    /// Norm and rotation of the heads of `x` [N, heads * D]; result [kv heads, N, group, D], in memory
+    /// by query from a kernel and else by key head.
+    pub fn of_heads(&self, x: &Tensor, tables: &RotaryTables, kv_heads: i64) -> Tensor {
+        let Self { weight, eps, kernels } = *self;
+        if kernels.take(x) {
+            let y_ngjd = kernels::head_norm_rope(
+                x,
+                RmsWeight { weight, eps },
+                &tables.cos_td,
+                &tables.sin_td,
+                kv_heads,
+            );
+            return HeadOrder::ByQuery.seen(&y_ngjd);
+        }
+        let y_nhd = ops::head_norm_rope(x, weight, eps, tables);
+        HeadOrder::ByKeyHead.seen(&y_nhd.unflatten(1, [kv_heads, -1]))
+    }
+
+    /// Gradient of [`Self::of_heads`] for `dy` [kv heads, N, group, D], in place of `x`
+    /// [N, heads * D]; the weight's gradient is added to `dweight`.
+    pub fn of_heads_backward(
+        &self,
+        dy: &Tensor,
+        mut x: Tensor,
+        tables: &RotaryTables,
+        dweight: &Tensor,
+    ) {
+        let Self { weight, eps, kernels } = *self;
+        if kernels.take(&x) {
+            let dy_ngjd = HeadOrder::ByQuery.rows(dy);
+            kernels::head_norm_rope_backward(
+                &dy_ngjd,
+                &mut x,
+                RmsWeight { weight, eps },
+                &tables.cos_td,
+                &tables.sin_td,
+                dweight,
+            );
+            return;
+        }
+        let dy_nhd = HeadOrder::ByKeyHead.rows(dy).flatten(1, 2);
+        let inverse = tables.inverse();
+        let (dx, added) =
+            ops::head_norm_rope_backward(&dy_nhd, &x, RmsWeight { weight, eps }, &inverse);
+        x.copy_(&dx);
+        let _ = dweight.shallow_clone().g_add_(&added);
+    }
+}
+
+/// Which of a slot's heads are neighbours in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadOrder {
+    /// [N, group, kv heads, D]. All queries of one key/value head, over slots and group alike, lie at
+    /// one distance: attention takes slots and group as one dimension without a copy, and flash
+    /// kernels for the CPU leave their results so.
+    ByQuery,
+    /// [N, kv heads, group, D], the order of the checkpoint and of kernels that know grouped heads.
+    ByKeyHead,
+}
+
+impl HeadOrder {
+    /// A tensor of this order seen as [kv heads, N, group, D].
+    pub fn seen(self, x: &Tensor) -> Tensor {
+        match self {
+            Self::ByQuery => x.permute([2, 0, 1, 3]),
+            Self::ByKeyHead => x.permute([1, 0, 2, 3]),
+        }
+    }
+
+    /// The way back from [`Self::seen`], contiguous; a copy only where the memory is laid out
+    /// otherwise.
+    pub fn rows(self, x_jngd: &Tensor) -> Tensor {
+        match self {
+            Self::ByQuery => x_jngd.permute([1, 2, 0, 3]).contiguous(),
+            Self::ByKeyHead => x_jngd.permute([1, 0, 2, 3]).contiguous(),
+        }
+    }
+
+    /// The same numbers in this order of memory.
+    pub fn ordered(self, x_jngd: &Tensor) -> Tensor {
+        self.seen(&self.rows(x_jngd))
+    }
+}
+
+/// The heads of projected rows, queries (where there are any), keys and values side by side, on a GPU:
+/// each pass is one launch, and its results lie as attention takes them.
+#[derive(Debug)]
+pub struct Projected<'a> {
+    /// What runs the kernels.
+    pub runner: Runner,
+    /// Norms of queries and keys, and the rotation after them.
+    pub norms: HeadNorms<'a>,
+    /// Key/value heads of a row.
+    pub kv_heads: i64,
+}
+
+impl Projected<'_> {
+    /// Queries [N, heads, D], where the rows hold any; keys and values go to `room`.
+    pub fn to(&self, x: &Tensor, room: KeyRoom<'_>) -> Option<Tensor> {
+        let HeadNorms { query, key, eps, cosine, sine } = self.norms;
+        let turn = HeadTurn { norms: Some((query, key)), eps, cosine, sine };
+        gpu::heads_to(self.runner, x, &turn, room)
+    }
+
+    /// Queries [kv heads, N, group, D] and keys [kv heads, N, D], normed and turned.
+    pub fn of(&self, x: &Tensor) -> (Option<Tensor>, Tensor) {
+        let (q_nhd, k_njd) = gpu::heads(self.runner, x, &self.norms, self.kv_heads);
+        let seen =
+            |q_nhd: Tensor| HeadOrder::ByKeyHead.seen(&q_nhd.unflatten(1, [self.kv_heads, -1]));
+        (q_nhd.map(seen), k_njd.transpose(0, 1))
+    }
+
+    /// Puts the gradient of `x` in its place, for gradients of queries, keys and values as [`Self::of`]
+    /// gives them. The norms' are added to `dweights`.
+    pub fn backward(
+        &self,
+        x: &Tensor,
+        dq_jngd: Option<&Tensor>,
+        dk_jnd: &Tensor,
+        dv_jnd: &Tensor,
+        dquery_weight: &Tensor,
+        dkey_weight: &Tensor,
+    ) {
+        let sum = |d: Tensor| d.to_kind(Kind::Float).contiguous();
+        let query = dq_jngd.map(|d| sum(HeadOrder::ByKeyHead.rows(d).flatten(1, 2)));
+        let [key, value] = [dk_jnd, dv_jnd].map(|d| sum(d.transpose(0, 1)));
+        let d = HeadGradients { query: query.as_ref(), key: &key, value: &value };
+        gpu::heads_backward(self.runner, x, &self.norms, &d, dquery_weight, dkey_weight);
+    }
+}
+
+/// `silu(gate) * up` of [N, 2I].
+pub fn swiglu(gate_up: &Tensor, kernels: Kernels) -> Tensor {
+    match kernels.gpu(gate_up) {
+        Some(runner) => gpu::swiglu(runner, gate_up),
+        None if kernels.take(gate_up) => kernels::swiglu(gate_up),
+        None => ops::swiglu(gate_up),
+    }
+}
+
+/// Gradient of [`swiglu`] [N, 2I], and its value again, in the memory of `gate_up` and `dy` where a
+/// kernel can.
+pub fn swiglu_backward(mut dy: Tensor, mut gate_up: Tensor, kernels: Kernels) -> (Tensor, Tensor) {
+    if let Some(runner) = kernels.gpu(&gate_up) {
+        gpu::swiglu_backward(runner, &mut dy, &mut gate_up);
+        return (gate_up, dy);
+    }
+    if kernels.take(&gate_up) {
+        kernels::swiglu_backward(&mut dy, &mut gate_up);
+        return (gate_up, dy);
+    }
+    (ops::swiglu_backward(&dy, &gate_up), ops::swiglu(&gate_up))
+}
+
+/// Folds a part of an attention (`out` [1, j, rows, D], `lse` [1, j, rows]) into the merged one,
+/// whose memory is [rows, j, D] and [rows, j].
+pub fn merge(merged: (&Tensor, &Tensor), part: (&Tensor, &Tensor), kernels: Kernels) {
+    let (merged_out, merged_lse) = merged;
+    let (out, lse) = part;
+    if kernels.take(out) {
+        let rows = |x: &Tensor| x.squeeze_dim(0).transpose(0, 1);
+        let (part_out, part_lse) = (rows(out).contiguous(), rows(lse).contiguous());
+        kernels::merge_attention(&rows(merged_out), &rows(merged_lse), &part_out, &part_lse);
+        return;
+    }
+    let total = merged_lse.logaddexp(lse);
+    let share = |lse: &Tensor| (lse - &total).exp_().unsqueeze(-1).to_kind(out.kind());
+    let (old_share, new_share) = (share(merged_lse), share(lse));
+    let mut merged_out = merged_out.shallow_clone();
+    let _ = merged_out.g_mul_(&old_share);
+    let _ = merged_out.addcmul_(out, &new_share);
+    merged_lse.shallow_clone().copy_(&total);
+}
+
+#[cfg(test)]
+mod tests {
+    use dflash_test_support::seeded;
+    use tch::Device;
+
+    use super::*;
+    use crate::ops::Rotary;
+
+    const EPS: f64 = 1e-6;
+
+    fn random(shape: &[i64]) -> Tensor {
+        Tensor::randn(shape, (Kind::Double, Device::Cpu))
+    }
+
+    /// Runs `f` in float64 and, on each path, in float32 on the same inputs.
+    fn agree(inputs: &[Tensor], f: impl Fn(&[Tensor], Kernels) -> Vec<Tensor>) {
+        let in_kind = |kind| -> Vec<Tensor> {
+            inputs.iter().map(|x| x.to_dtype(kind, false, true)).collect()
+        };
+        let expected = f(&in_kind(Kind::Double), Kernels::Fast);
+        for kernels in [Kernels::Fast, Kernels::Portable, Kernels::Rehearsed] {
+            let found = f(&in_kind(Kind::Float), kernels);
+            for (expected, found) in expected.iter().zip(found) {
+                assert_eq!(found.kind(), Kind::Float);
+                // At least that of the inputs, where terms of their size cancel.
+                let scale = expected.abs().max().double_value(&[]).max(1.0);
+                let difference = (expected - found).abs().max().double_value(&[]);
+                assert!(difference <= 5e-6 * scale, "{kernels:?}: {difference} of {scale}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_paths_agree_with_float64_on_norms() {
+        let _draws = seeded(tch::manual_seed);
+        // odd widths leave a rest behind the vector loops; many rows use several threads
+        for (rows, dim) in [(1, 1), (7, 33), (513, 64)] {
+            // Away from zero: a row of one element all but cancels, the more the smaller it is.
+            let x = random(&[rows, dim]);
+            let x = &x + x.sign();
+            let inputs = [random(&[rows, dim]), x, random(&[dim]), random(&[rows, dim])];
+            agree(&inputs, |x, kernels| {
+                let dweight = x[2].ones_like();
+                let norm = Norm { weight: &x[2], eps: EPS, kernels };
+                let dx = norm.backward(x[0].copy(), &x[1], Some(&x[3]), &dweight);
+                let (with, again) = norm.backward_again(x[0].copy(), &x[1], &x[3], &dweight);
+                vec![norm.of(&x[1]), dx, with, again, dweight]
+            });
+        }
+    }
+
+    #[test]
+    fn all_paths_agree_with_float64_on_heads() {
+        let _draws = seeded(tch::manual_seed);
+        let (n, heads, kv_heads, dim) = (70, 6, 2, 8);
+        let inputs = [
+            random(&[n, (heads + 3) * dim]),
+            random(&[dim]),
+            random(&[kv_heads, n, heads / kv_heads, dim]),
+        ];
+        let positions = Tensor::arange(n, (Kind::Int64, Device::Cpu));
+        agree(&inputs, |x, kernels| {
+            let tables = Rotary::new(dim, 100.0, Device::Cpu).tables(&positions);
+            let wide = x[0].narrow(1, dim, heads * dim);
+            let norm = Norm { weight: &x[1], eps: EPS, kernels };
+            let y = norm.of_heads(&wide, &tables, kv_heads);
+            let (dx, dweight) = (x[0].copy(), x[1].ones_like());
+            let part = dx.narrow(1, dim, heads * dim);
+            norm.of_heads_backward(&x[2], part, &tables, &dweight);
+            vec![y, dx, dweight]
+        });
+    }
+
+    #[test]
+    fn all_paths_agree_with_float64_on_swiglu() {
+        let _draws = seeded(tch::manual_seed);
+        let inputs = [random(&[300, 37]), random(&[300, 74]) * 8.0];
+        agree(&inputs, |x, kernels| {
+            let (dgate_up, again) = swiglu_backward(x[0].copy(), x[1].copy(), kernels);
+            vec![swiglu(&x[1], kernels), dgate_up, again]
+        });
+    }
+
+    #[test]
+    fn a_hidden_part_has_no_share() {
+        let _draws = seeded(tch::manual_seed);
+        let (heads, rows, dim) = (2, 5, 8);
+        let inputs = [
+            random(&[1, heads, rows, dim]),
+            random(&[1, heads, rows]),
+            random(&[1, heads, rows, dim]),
+            random(&[1, heads, rows]),
+        ];
+        agree(&inputs, |x, kernels| {
+            // the merged ones lie row by row, the parts as they like
+            let by_row = |x: &Tensor| x.transpose(1, 2).contiguous().transpose(1, 2);
+            let (out, lse) = (by_row(&x[0]), by_row(&x[1]));
+            merge((&out, &lse), (&x[2], &by_row(&x[3])), kernels);
+            let _ = x[3].get(0).get(0).fill_(-1e30);
+            merge((&out, &lse), (&x[2], &x[3]), kernels);
+            vec![out, lse]
+        });
+    }
+}

@@ -1,0 +1,46 @@
+//! What tch does not reach in libtorch: the c10d store and gloo process group, the
+//! version of the library in use, and the loading of its CUDA half and of NCCL at run time.
+//!
+//! [`flash`] is the variable-length attention of GPUs, [`staging`] copies beside the work of GPUs,
+//! [`mapped`] numbers in files, [`trace`] the fake GPU that notes what it is asked for.
+//!
+//! All `unsafe` that touches libtorch lives here and in `dflash-kernels`. The C++ under `cpp/` catches every
+//! exception and the functions of this crate return them as [`Error`]; a Rust panic never
+//! reaches a C++ frame, since nothing here calls back.
+//!
+//! The wheel of libtorch ships c10d's headers but not gloo's. `cpp/gloo_declarations`
+//! declares the few gloo names that `ProcessGroupGloo.hpp` mentions; all objects of those
+//! types are made and used inside libtorch.
+#![allow(unsafe_code, reason = "calls into libtorch through a C interface")]
+
+mod cuda;
+mod error;
+pub mod ffi;
+pub mod flash;
+mod group;
+mod interval;
+mod level;
+pub mod mapped;
+mod nccl;
+mod precision;
+mod pretend;
+pub mod staging;
+mod store;
+mod timed;
+pub mod trace;
+mod version;
+
+pub use cuda::{
+    CudaLibrary, current_stream, free_device_bytes, function, libtorch_dir, load_cuda,
+    open_library, opened_cuda, peak_device_bytes,
+};
+pub use error::Error;
+pub use group::{Bind, GlooConfig, ProcessGroup, ReduceOp, Work};
+pub use interval::{Begun, Interval};
+pub use level::{LibraryLevels, library_levels};
+pub use nccl::{
+    ID_BYTES, NcclGroup, NcclWatch, NcclWork, find_nccl, nccl_id, nccl_takes_host_memory,
+};
+pub use precision::{multiply_in_bf16, with_products};
+pub use store::Store;
+pub use version::libtorch_version;

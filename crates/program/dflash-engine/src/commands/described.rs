@@ -1,0 +1,28 @@
+//! What the user says of a target in a file, now or when a run began.
+
+use std::path::Path;
+
+use dflash_run::RunDir;
+use dflash_target::TargetSpec;
+
+/// The description in `file`, else that of the run that the draft or run directory `of` is from.
+pub(super) fn described(
+    file: Option<&Path>,
+    of: Option<&Path>,
+) -> anyhow::Result<Option<TargetSpec>> {
+    if let Some(file) = file {
+        return Ok(Some(TargetSpec::load(file)?));
+    }
+    // a step's directory lies in its run's
+    let places = of.into_iter().flat_map(|of| std::iter::once(of).chain(of.parent()));
+    for place in places.filter(|place| place.is_dir()) {
+        let Some(made) = RunDir::at(place).provenance()? else { continue };
+        let recorded = &made.config["described_target"];
+        if !recorded.is_null() {
+            let described = serde_json::from_value(recorded.clone())?;
+            tracing::info!("the target is described as in {}", place.join("run.json").display());
+            return Ok(Some(described));
+        }
+    }
+    Ok(None)
+}

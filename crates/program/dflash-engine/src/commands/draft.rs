@@ -1,0 +1,200 @@
+//! The draft that the settings describe: what they leave open comes from a stored draft, from the
+//! target and its tokenizer, or is the paper's choice.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use dflash_chat::ChatTokenizer;
+use dflash_decode::DraftSource;
+use dflash_draft::objective::DraftVocabulary;
+use dflash_draft::{DraftConfig, HeadStart, fresh_head};
+use dflash_hub::{Hub, Part};
+use dflash_settings::{
+    DEFAULT_BLOCK_SIZE, DEFAULT_CAPTURES, DEFAULT_LAYERS, DraftSettings, Invalid, NGRAM_DRAFT,
+    NO_DRAFT,
+};
+use dflash_target::{
+    MaskSource, TargetFacts, TokenizerFacts, default_layer_ids, resolve_mask_token,
+};
+use dflash_train::config::DraftShape;
+
+/// The draft to start from, where there is one.
+pub(super) struct Draft {
+    /// Its directory.
+    pub(super) dir: Option<PathBuf>,
+    config: Option<DraftConfig>,
+    /// Tokens that it can propose, where these are not all.
+    vocabulary: Option<usize>,
+}
+
+/// The directory of the draft `name`: a checkpoint, a run or its `latest` or `best`, or a repository.
+pub(super) fn find(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf> {
+    let found = dflash_run::draft_dir(Path::new(name))?;
+    if found != Path::new(name) {
+        tracing::info!("{name} stands for {}", found.display());
+        return Ok(found);
+    }
+    Ok(Hub::from_env().model(name, Part::Draft, stop)?)
+}
+
+/// What proposes tokens, by its name on the command line.
+pub(super) fn source(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
+    Ok(match name {
+        NO_DRAFT => DraftSource::None,
+        NGRAM_DRAFT => DraftSource::Ngram,
+        name => DraftSource::Trained { name: name.into(), dir: find(name, stop)? },
+    })
+}
+
+/// The same of a setting that may be left out.
+pub(super) fn optional(name: Option<&str>, stop: &Arc<AtomicBool>) -> anyhow::Result<DraftSource> {
+    name.map_or(Ok(DraftSource::None), |name| source(name, stop))
+}
+
+impl Draft {
+    pub(super) fn locate(settings: &DraftSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<Self> {
+        let named = settings.from_pretrained.as_deref();
+        let dir = named.map(|name| find(name, stop)).transpose()?;
+        let config = dir.as_deref().map(DraftConfig::load).transpose()?;
+        let vocabulary = dir.as_deref().map(vocabulary_size).transpose()?.flatten();
+        Ok(Self { dir, config, vocabulary })
+    }
+
+    /// The same draft with the shape of the run that goes on from the checkpoint in `resumed`, which has it
+    /// whatever that run began with; what the flags say is compared with it later.
+    pub(super) fn resuming(self, resumed: &Path) -> Self {
+        // A checkpoint that is damaged is refused as one.
+        let config = DraftConfig::load(resumed).ok().or(self.config);
+        Self { config, vocabulary: vocabulary_size(resumed).ok().flatten(), ..self }
+    }
+
+    /// The draft's shape but for its mask token, which needs the tokenizer: 0 where it is not given.
+    pub(super) fn shape(&self, settings: &DraftSettings, target: &TargetFacts) -> DraftShape {
+        let depth = target.num_hidden_layers;
+        let stored = self.config.as_ref();
+        let layers = stored.map_or(DEFAULT_LAYERS, |draft| draft.layers.len());
+        let slots = stored.map_or(DEFAULT_BLOCK_SIZE, |draft| draft.block_size);
+        let ids = settings.target_layer_ids.clone();
+        let window = settings.sliding_window;
+        DraftShape {
+            num_layers: settings.num_layers.unwrap_or(layers),
+            block_size: settings.block_size.unwrap_or(slots),
+            target_layer_ids: ids
+                .or_else(|| stored.map(|draft| draft.target_layer_ids.clone()))
+                .unwrap_or_else(|| default_layer_ids(depth, DEFAULT_CAPTURES)),
+            mask_token_id: settings.mask_token_id.unwrap_or_default(),
+            sliding_window: window.or_else(|| stored.and_then(|draft| draft.sliding_window)),
+            vocab_size: settings.draft_vocab_size,
+            head: fresh_head(settings, self.head_start(settings, target)),
+            stored: stored.cloned().map(Box::new),
+        }
+    }
+
+    fn head_start(&self, settings: &DraftSettings, target: &TargetFacts) -> HeadStart<'_> {
+        let vocabulary = target.vocab_size as usize;
+        let pruned = settings.draft_vocab_size.or(self.vocabulary);
+        HeadStart {
+            vocabulary,
+            draft_vocabulary: pruned.unwrap_or(vocabulary),
+            stored: self.config.as_ref().map(|draft| &draft.head),
+        }
+    }
+
+    /// The whole shape.
+    pub(super) fn shape_with_mask(
+        &self,
+        settings: &DraftSettings,
+        (target_dir, target): (&Path, &TargetFacts),
+    ) -> anyhow::Result<DraftShape> {
+        let shape = self.shape(settings, target);
+        let tokenizer = tokenizer(target_dir)?;
+        if let (Some(tokenizer), Some(id)) = (&tokenizer, settings.mask_token_id) {
+            refuse_text(tokenizer, id)?;
+        }
+        let stored = self.config.as_ref().map(|draft| draft.mask_token_id);
+        let facts = facts(tokenizer.as_ref(), (target_dir, target))?;
+        let mask = resolve_mask_token(settings.mask_token_id, stored, &facts, target.vocab_size)?;
+        match &mask.source {
+            MaskSource::Reserved(name) => tracing::info!(
+                "the tokenizer uses all {} rows: the mask token is {name}, {}, which is reserved",
+                target.vocab_size,
+                mask.id
+            ),
+            MaskSource::Stored if [facts.pad, facts.unk].contains(&Some(mask.id)) => {
+                tracing::info!(
+                    "the mask token {} of the draft to start from is the tokenizer's padding or unknown \
+                 token; it is kept",
+                    mask.id
+                )
+            }
+            _ => {}
+        }
+        Ok(DraftShape { mask_token_id: mask.id, ..shape })
+    }
+}
+
+/// Tokens that the draft in `dir` can propose, where these are not all.
+fn vocabulary_size(dir: &Path) -> dflash_tensor::Result<Option<usize>> {
+    Ok(DraftVocabulary::load(dir)?.map(|vocabulary| vocabulary.selected().len()))
+}
+
+/// Refuses a mask token that means something, or that the target has no row for.
+pub(super) fn check_mask_token(
+    tokenizer: Option<&ChatTokenizer>,
+    (target_dir, target): (&Path, &TargetFacts),
+    draft: &DraftConfig,
+) -> anyhow::Result<()> {
+    let facts = facts(tokenizer, (target_dir, target))?;
+    resolve_mask_token(None, Some(draft.mask_token_id), &facts, target.vocab_size)?;
+    Ok(())
+}
+
+/// The target's tokenizer; `None` for one whose files only its own Python reads.
+pub(super) fn tokenizer(target_dir: &Path) -> anyhow::Result<Option<ChatTokenizer>> {
+    match ChatTokenizer::load(target_dir) {
+        Ok(tokenizer) => Ok(Some(tokenizer)),
+        Err(dflash_chat::Error::NoTokenizer { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What decides the mask token. Without tokenizer.json there is what tokenizer_config.json tells.
+fn facts(
+    tokenizer: Option<&ChatTokenizer>,
+    (target_dir, target): (&Path, &TargetFacts),
+) -> anyhow::Result<TokenizerFacts> {
+    let rows = target.vocab_size;
+    let (special, added, len) = match tokenizer {
+        Some(tokenizer) => (tokenizer.special_ids(), tokenizer.added(), tokenizer.len() as i64),
+        // such a tokenizer has a token for every row
+        None => {
+            let (special, added) = dflash_chat::added_tokens(target_dir, rows)?;
+            (special, added, rows)
+        }
+    };
+    let is_used =
+        |id: &i64| tokenizer.is_some_and(|tokenizer| tokenizer.token(*id as u32).is_some());
+    Ok(TokenizerFacts {
+        len,
+        beyond: (len..rows).filter(is_used).collect(),
+        mask: special.mask,
+        pad: special.pad.or(target.pad_token_id),
+        eos: special.eos,
+        unk: special.unk,
+        added,
+    })
+}
+
+/// A mask token must mean nothing: a draft that meets it in answers learns to propose blanks.
+fn refuse_text(tokenizer: &ChatTokenizer, id: i64) -> anyhow::Result<()> {
+    let text = tokenizer.decode(&[id], true)?;
+    if text.is_empty() {
+        return Ok(());
+    }
+    let reason = format!(
+        "{id} is {text:?}, which occurs in text; take a special token or a row of the embedding \
+         that the tokenizer does not use"
+    );
+    Err(Invalid { key: "mask_token_id", reason, missing: None }.into())
+}

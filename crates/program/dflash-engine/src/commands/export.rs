@@ -1,0 +1,80 @@
+//! `dflash export`: settings to one library call.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use dflash_export::{Source, export};
+use dflash_hub::{Hub, Part};
+use dflash_settings::{ExportFormat, ExportSettings};
+use dflash_target::TargetFacts;
+
+use super::{described, draft};
+
+/// Runs the command; the export's path goes to stdout.
+pub(crate) fn run(settings: &ExportSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let target_dir = Hub::from_env().model(&settings.target, Part::Head, stop)?;
+    let draft_path = draft_path(&settings.draft, stop)?;
+    let described = described::described(settings.target_spec.as_deref(), Some(&draft_path))?;
+    let target = TargetFacts::load(&target_dir, described.as_ref())?;
+    let source = Source::open(&draft_path)?;
+    let tokenizer = draft::tokenizer(&target_dir)?;
+    // Of another vocabulary the export says so: its mask token would mean nothing.
+    if source.config().vocab_size == target.vocab_size {
+        let checked =
+            draft::check_mask_token(tokenizer.as_ref(), (&target_dir, &target), source.config());
+        checked.map_err(|error| of_export(error, &settings.draft))?;
+    }
+    if settings.format == ExportFormat::Zlab && !settings.without_sglang {
+        check_sglang(&source, &target)?;
+    }
+    let exported = export(source, settings, (&target_dir, &target, tokenizer.as_ref()), stop)?;
+    let near = exported.nearness;
+    tracing::info!(
+        "{} tensors of {} weights read back, {:.1} MiB: the largest difference is {} of its tensor's \
+         largest weight, that of a forward pass {} (root mean square)",
+        near.tensors,
+        near.elements,
+        exported.bytes as f64 / f64::from(1 << 20),
+        share(near.largest),
+        share(near.forward),
+    );
+    println!("{}", exported.path.display());
+    Ok(())
+}
+
+/// SGLang reads this layout too. By SGLang 0.5.23 it refuses id 0 when it starts, and of all targets only
+/// gpt-oss gives out id n.
+fn check_sglang(source: &Source, target: &TargetFacts) -> anyhow::Result<()> {
+    let last = target.num_hidden_layers as u32;
+    let gives_last = target.architecture == "GptOssForCausalLM";
+    let refused = |&&id: &&u32| id == 0 || (id == last && !gives_last);
+    match source.config().target_layer_ids.iter().find(refused) {
+        None => Ok(()),
+        Some(id) => anyhow::bail!(
+            "SGLang cannot serve this draft: it returns the states between layers, and the draft uses layer id {id} of 0 to {last}. vLLM and Transformers can: pass --without-sglang to export \
+             it for them"
+        ),
+    }
+}
+
+/// A mask token cannot be chosen here: the draft was trained with it.
+fn of_export(error: anyhow::Error, draft: &str) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(dflash_tensor::Error::MaskToken { id, reason, .. }) => anyhow::anyhow!(
+            "{draft} does not fit the target: its mask token {id} {reason} there; name the target that it \
+             was trained with"
+        ),
+        _ => error,
+    }
+}
+
+/// A draft's directory, or its file.
+fn draft_path(name: &str, stop: &Arc<AtomicBool>) -> anyhow::Result<PathBuf> {
+    let path = Path::new(name);
+    if path.is_file() { Ok(path.to_owned()) } else { draft::find(name, stop) }
+}
+
+fn share(share: f64) -> String {
+    if share == 0.0 { "0".to_owned() } else { format!("{share:.2e}") }
+}

@@ -1,0 +1,35 @@
+//! The engine: every command that needs libtorch, behind the same command line as the front.
+
+mod commands;
+mod loading;
+
+use dflash::command_line;
+use dflash::{Command, Signals, engine, exit, libtorch, logging};
+
+fn main() {
+    exit::install_panic_hook(dflash_tensor::want_of_memory_in);
+    let line = command_line::read();
+    let (cli, places) = (line.cli, line.places);
+    engine::check_level(&cli.command).unwrap_or_else(|error| exit::fault(error));
+    let signals = Signals::install(cli.command.on_signal());
+    let signals = signals.unwrap_or_else(|error| exit::fault(error));
+    logging::init(cli.global);
+    for note in line.notes {
+        tracing::warn!("{note}");
+    }
+    dflash_tensor::on_loading(loading::show);
+    // a plan computes on no GPU, and may pretend one
+    if !matches!(cli.command, Command::Plan(_)) {
+        open_cuda();
+    }
+    let outcome = places.explain(commands::run(cli.command, &signals), commands::about);
+    exit::finish(&outcome, &signals)
+}
+
+/// Opens libtorch's CUDA half where it can be of use; without a driver it would cost a second. Whoever asks
+/// for a device learns what came of it.
+fn open_cuda() {
+    if libtorch::has_driver() {
+        dflash_torch_sys::load_cuda();
+    }
+}

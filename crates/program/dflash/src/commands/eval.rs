@@ -1,0 +1,14 @@
+//! `dflash eval --endpoint`: settings to one library call.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::Context;
+use dflash_settings::EvalSettings;
+
+/// Runs the command; the report goes to stdout.
+pub(crate) fn run(settings: &EvalSettings, stop: &Arc<AtomicBool>) -> anyhow::Result<()> {
+    let report = dflash_eval::endpoint::evaluate(settings, stop)?;
+    write!(std::io::stdout(), "{report}").context("cannot write to standard output")
+}

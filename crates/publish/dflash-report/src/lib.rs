@@ -1,0 +1,28 @@
+//! A training run as one HTML page: curves, settings, provenance, checkpoints.
+//!
+//! [`write_report`] reads the files of `dflash train` in its save path, finished or in progress,
+//! and writes HTML with SVG charts inside.
+
+pub mod chart;
+mod error;
+mod page;
+mod run;
+
+pub use error::Error;
+
+use std::path::{Path, PathBuf};
+
+/// Default name of the page in the run's directory.
+const PAGE: &str = "report.html";
+
+/// Writes the page of the run in `run_dir` to `output`, by default into the run's directory.
+/// Returns its path.
+///
+/// # Errors
+/// A directory that is not a run's, or files that cannot be read or written.
+pub fn write_report(run_dir: &Path, output: Option<&Path>) -> Result<PathBuf, Error> {
+    let run = run::Run::read(run_dir)?;
+    let output = output.map_or_else(|| run_dir.join(PAGE), Path::to_owned);
+    dflash_io::write_bytes(&output, page::html(&run).as_bytes())?;
+    Ok(output)
+}

@@ -1,0 +1,172 @@
+//! From a packed row to what is computed on it: its blocks, which are plain numbers, and with its
+//! hidden states the tensors that the draft and the objective take. Training, validation, `bench`
+//! and `plan` all build their rows here.
+
+use dflash_data::{AnchorOptions, PackedRow, sample_anchors};
+use dflash_draft::attention::{BlockPlan, WindowRule};
+use dflash_draft::flops::RowWork;
+use dflash_draft::objective::{BlockLabels, DraftVocabulary, LabelledRow, Teacher};
+use dflash_draft::{Draft, DraftConfig, PackedInput, plan_blocks};
+use dflash_hidden_states::Dtype;
+use dflash_target::TargetHead;
+use dflash_tensor::{LogitTransform, upload};
+use dflash_torch_sys::trace;
+use tch::{Device, Kind, Tensor};
+
+use crate::Error;
+use crate::ahead::Lease;
+use crate::assembly::{Assembler, RowTensors, TrainedRow};
+
+/// What decides the blocks of a row, the same for all rows.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockMaker {
+    /// How anchors are drawn; the row brings its own epoch.
+    pub(crate) anchors: AnchorOptions,
+    /// The tokens that the draft can propose, where these are not all.
+    pub(crate) vocabulary: Option<DraftVocabulary>,
+    /// Rows of the lm_head that the draft predicts with.
+    pub(crate) head_rows: usize,
+    /// Whether the objective needs the target's distribution.
+    pub(crate) teacher: bool,
+}
+
+/// The part of a packed row that is trained.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    pub(crate) plan: BlockPlan,
+    pub(crate) labels: BlockLabels,
+    /// What costs arithmetic.
+    pub(crate) work: RowWork,
+}
+
+/// What turns rows into batches, the same for all rows.
+#[derive(Debug)]
+pub(crate) struct BatchMaker {
+    pub(crate) blocks: BlockMaker,
+    pub(crate) head: TargetHead,
+    /// The lm_head's rows of the draft's vocabulary, in the kind of the draft.
+    pub(crate) lm_head_vh: Tensor,
+    /// Scale and soft-cap from the output of these rows to the target's logits.
+    pub(crate) output: LogitTransform,
+    /// The target's layer after which the distribution is read, where the objective needs it.
+    pub(crate) teacher_layer: Option<u32>,
+}
+
+/// One packed row, ready for forward and backward.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    pub(crate) input: PackedInput,
+    pub(crate) labels: BlockLabels,
+    pub(crate) teacher: Option<Teacher>,
+    /// Arithmetic that the row needs, forward and backward.
+    pub(crate) flops: f64,
+    /// The buffer that the tensors above may lie in: dropped after them.
+    pub(crate) lease: Option<Lease>,
+}
+
+impl BlockMaker {
+    /// The blocks of a row that `epoch` draws.
+    pub(crate) fn draw(&self, draft: &DraftConfig, row: &PackedRow, epoch: u64) -> Blocks {
+        self.at(draft, row, &sample_anchors(row, &AnchorOptions { epoch, ..self.anchors }))
+    }
+
+    pub(crate) fn at(&self, draft: &DraftConfig, row: &PackedRow, anchors: &[usize]) -> Blocks {
+        let labelled = LabelledRow {
+            input_ids: &row.input_ids,
+            loss_mask: &row.loss_mask,
+            document_starts: &row.document_starts,
+        };
+        let labels = BlockLabels::new(labelled, anchors, draft.block(), self.vocabulary.as_ref());
+        let plan = plan_blocks(draft, &row.document_starts, anchors, WindowRule::Serving);
+        let active_slots = labels.slots().len() as f64;
+        let work = RowWork {
+            active_slots,
+            head_rows: self.head_rows as f64,
+            teacher_slots: if self.teacher { active_slots } else { 0.0 },
+            ..RowWork::of_plan(draft, &plan)
+        };
+        Blocks { plan, labels, work }
+    }
+}
+
+impl BatchMaker {
+    pub(crate) fn new(
+        head: TargetHead,
+        anchors: AnchorOptions,
+        vocabulary: Option<DraftVocabulary>,
+        teacher_layer: Option<u32>,
+    ) -> Self {
+        let (lm_head_vh, output) = match &vocabulary {
+            Some(vocabulary) => {
+                let rows = Tensor::from_slice(vocabulary.selected());
+                let rows = rows.to_device(head.lm_head_vh.device());
+                (head.lm_head_vh.index_select(0, &rows), head.output().of_rows(&rows))
+            }
+            None => (head.lm_head_vh.shallow_clone(), head.output().shared()),
+        };
+        let (head_rows, teacher) = (lm_head_vh.size()[0] as usize, teacher_layer.is_some());
+        let blocks = BlockMaker { anchors, vocabulary, head_rows, teacher };
+        Self { blocks, head, lm_head_vh, output, teacher_layer }
+    }
+
+    /// What makes rows ready for a draft of this shape.
+    pub(crate) fn assembler(&self, draft: &Draft) -> Assembler {
+        let dtype = match (draft.device(), draft.flat().kind()) {
+            (Device::Cuda(_), _) => None,
+            (_, Kind::BFloat16) => Some(Dtype::Bf16),
+            _ => Some(Dtype::F32),
+        };
+        let (blocks, draft) = (self.blocks.clone(), draft.config().clone());
+        Assembler { blocks, draft, teacher_layer: self.teacher_layer, dtype }
+    }
+
+    /// The tensors of a row that was made ready.
+    pub(crate) fn make(&self, draft: &Draft, row: TrainedRow) -> Result<Batch, Error> {
+        let _part = trace::part("rows");
+        let TrainedRow { blocks, tensors } = row;
+        let (features_ck, slot_ids_n, last_th, lease) = match tensors {
+            RowTensors::Computed { features_ck, slot_ids, last_th } => {
+                (features_ck, upload(&slot_ids, draft.device()), last_th, None)
+            }
+            RowTensors::Written { layout, lease } => {
+                let bytes_t = lease.tensor()?;
+                let slot_ids_n = layout.slot_ids.of(&bytes_t).view([-1]);
+                let last_th = layout.last.map(|last| last.of(&bytes_t));
+                (layout.features.of(&bytes_t), slot_ids_n, last_th, Some(lease))
+            }
+        };
+        let features_ck = features_ck.to_kind(draft.flat().kind());
+        let mut batch = self.batch(draft, blocks, (features_ck, &slot_ids_n));
+        batch.teacher = last_th.map(|last_th| self.teacher(draft, &batch.labels, &last_th));
+        batch.lease = lease;
+        Ok(batch)
+    }
+
+    /// The tensors of a row with these blocks, the features of its context rows, [C, K*H], and the
+    /// tokens of its slots, `[N]`; the teacher's are left out.
+    pub(crate) fn batch(
+        &self,
+        draft: &Draft,
+        blocks: Blocks,
+        (features_ck, slot_ids_n): (Tensor, &Tensor),
+    ) -> Batch {
+        let Blocks { plan, labels, work } = blocks;
+        let slots_nh = self.head.rows(slot_ids_n).to_kind(draft.flat().kind());
+        let input = draft.prepare(&plan, WindowRule::Serving, features_ck, slots_nh);
+        let flops = work.flops(draft.config()).total();
+        Batch { input, labels, teacher: None, flops, lease: None }
+    }
+
+    /// The target's last hidden states, [T, H], of the rows that predict the labels, after its norm.
+    pub(crate) fn teacher(&self, draft: &Draft, labels: &BlockLabels, last_th: &Tensor) -> Teacher {
+        let (device, kind) = (draft.device(), draft.flat().kind());
+        let needed_m = labels.teacher_rows_on(device);
+        let hidden_mh = last_th.index_select(0, &needed_m).to_kind(Kind::Float);
+        Teacher {
+            normed_rh: self.head.normed(&hidden_mh).to_kind(kind),
+            rows_m: Tensor::arange(needed_m.size()[0], (Kind::Int64, device)),
+            head_vh: self.lm_head_vh.shallow_clone(),
+            output: self.output.shared(),
+        }
+    }
+}

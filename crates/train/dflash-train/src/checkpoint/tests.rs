@@ -1,0 +1,206 @@
+//! What is saved comes back, in little memory, and a disk that is full keeps no rank waiting.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use dflash_data::AnchorOptions;
+use dflash_dist::Single;
+use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
+use dflash_kernels::kernels::Kernels;
+use dflash_target::TargetHead;
+use tch::{Device, Kind, Tensor};
+
+use super::*;
+use crate::batch::BatchMaker;
+use crate::fake::{Beside, draft_config};
+use crate::masters::Masters;
+use crate::optimizer::OptimizerConfig;
+use crate::shards::Shards;
+
+/// Memory that may be taken beside the tensors.
+const ROOM_MIB: f64 = 64.0;
+
+/// Set in the process that measures: layers of its draft.
+const LAYERS: &str = "DFLASH_TEST_STATE_LAYERS";
+
+/// With this many layers the state has 1.3 GB, and the time is held against a plain copy's.
+const LARGE: usize = 7;
+
+/// Time to save over the time that a plain copy of the same bytes takes.
+const SLOWER_THAN_A_COPY: f64 = 1.5;
+
+/// A trainer whose state is noise, on one of several ranks.
+fn trainer(config: DraftConfig, place: (usize, usize)) -> Trainer {
+    let cpu = |shape: [i64; 2]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
+    let hidden = config.hidden_size;
+    let fresh = Draft::zeros(config, Device::Cpu);
+    let shards = Shards::even(fresh.layout().elements(), place);
+    let optimizer = OptimizerConfig::default();
+    let (draft, masters) = Masters::new(fresh, Kind::BFloat16, &optimizer, shards);
+    masters.stream(&Single, &mut |part| drop(part.shallow_clone().uniform_(-1.0, 1.0))).ok();
+    let _ = draft.flat().shallow_clone().uniform_(-1.0, 1.0);
+    let objective = Objective {
+        terms: vec![(ElementLoss::CrossEntropy, 1.0)],
+        weighting: Weighting::Decay { gamma: 4.0 },
+        denominator: Denominator::Weights,
+        labels: LabelSource::Data,
+        chunk_bytes: 1 << 20,
+        kernels: Kernels::Fast,
+    };
+    let norm = (&cpu([1, hidden]).squeeze(), 1e-6);
+    let head = TargetHead::plain(cpu([96, hidden]), cpu([96, hidden]), norm);
+    let anchors = AnchorOptions { per_document: 1, per_row: 1, seed: 0, epoch: 0 };
+    let batches = BatchMaker::new(head, anchors, None, None);
+    Trainer::new((draft, masters), (objective, batches))
+}
+
+fn position(step: u64) -> Position {
+    let text = format!(
+        r#"{{"step": {step}, "rows": 1, "bad_steps": 0, "skipped": 0, "tokens": 9, "dataset": "d",
+            "seed": 1, "total_seq_len": 64}}"#
+    );
+    serde_json::from_str(&text).unwrap()
+}
+
+/// A figure of /proc/self/status, MiB.
+fn resident(figure: &str) -> f64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(figure)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<f64>().unwrap() / 1024.0
+}
+
+/// Runs `work`; MiB that it took at its peak above what was there before.
+fn peak_of(work: impl FnOnce()) -> f64 {
+    // The kernel forgets the highest mark so far.
+    fs::write("/proc/self/clear_refs", "5").unwrap();
+    let before = resident("VmRSS:");
+    work();
+    resident("VmHWM:") - before
+}
+
+#[test]
+fn saving_and_resuming_take_little_memory_beside_the_tensors() {
+    if let Ok(layers) = std::env::var(LAYERS) {
+        return tch::no_grad(|| measure(layers.parse().unwrap()));
+    }
+    // Resident memory is a whole process's, so nothing else may run in this one.
+    let name = "checkpoint::tests::saving_and_resuming_take_little_memory_beside_the_tensors";
+    let mut alone = Command::new(std::env::current_exe().unwrap());
+    let output = alone.args([name, "--exact", "--nocapture"]).env(LAYERS, "2").output().unwrap();
+    let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    assert!(output.status.success() && said.contains("MiB at save"), "{said}");
+}
+
+fn measure(layers: usize) {
+    let dir = tempfile::tempdir().unwrap();
+    // The first time costs the pages of the code as well.
+    there_and_back(&mut trainer(draft_config(32, 1), (0, 1)), &dir.path().join("small"));
+    let mut trainer = trainer(draft_config(1024, layers), (0, 1));
+    let [saving, resuming] = there_and_back(&mut trainer, &dir.path().join("large"));
+    let bytes = trainer.masters.entries().iter().map(|entry| 4 * entry.shape[0]).sum::<i64>();
+    let mb = bytes as f64 / 1e6;
+    let expected = super::bytes(trainer.draft.config(), &OptimizerConfig::default());
+    assert_eq!(expected, bytes / 12 * 14, "what the time to save is computed from");
+    println!("state of {mb:.0} MB: {saving:.1} MiB at save, {resuming:.1} MiB at resume");
+    assert!(saving <= ROOM_MIB && resuming <= ROOM_MIB, "{saving} and {resuming} MiB");
+    if layers >= LARGE {
+        compare_times(&trainer, dir.path());
+    }
+}
+
+/// Saves `trainer`, forgets and restores its state, and makes sure that it is the same; the peaks of
+/// memory of both.
+fn there_and_back(trainer: &mut Trainer, path: &Path) -> [f64; 2] {
+    let mut saved = PathBuf::new();
+    let saving = peak_of(|| saved = save(trainer, &position(3), path, &Single).unwrap());
+    trainer.masters.stream(&Single, &mut |part| drop(part.shallow_clone().zero_())).unwrap();
+    let _ = trainer.draft.flat().shallow_clone().zero_();
+    let resuming = peak_of(|| {
+        resume(trainer, &Checkpoint::at(path, 3), (&position(0), &[])).unwrap();
+    });
+    let stored = TensorFile::open(&saved.join(Checkpoint::TENSORS)).unwrap();
+    let mut entries = trainer.masters.entries().into_iter();
+    trainer
+        .masters
+        .stream(&Single, &mut |part| {
+            let name = entries.next().unwrap().name;
+            assert!(stored.any_tensor(&name).unwrap().equal(part), "{name}");
+            assert!(part.abs().max().double_value(&[]) > 0.9, "{name} came back as nothing");
+        })
+        .unwrap();
+    let served = Draft::load(&saved, Device::Cpu, Kind::BFloat16).unwrap();
+    assert!(served.layout().parameters().iter().all(|parameter| {
+        parameter.view(served.flat()).equal(&parameter.view(trainer.draft.flat()))
+    }));
+    [saving, resuming]
+}
+
+/// Holds the time to save against that of a plain copy: the best of three each, taken in turn.
+fn compare_times(trainer: &Trainer, dir: &Path) {
+    let best = |time: &mut Duration, work: &dyn Fn()| {
+        let begun = Instant::now();
+        work();
+        *time = begun.elapsed().min(*time);
+    };
+    let (mut saving, mut copying) = (Duration::MAX, Duration::MAX);
+    for round in 0..3 {
+        let path = dir.join(format!("round-{round}"));
+        best(&mut saving, &|| drop(save(trainer, &position(1), &path, &Single).unwrap()));
+        let copy = dir.join("copy");
+        fs::create_dir(&copy).unwrap();
+        let step = Checkpoint::at(&path, 1).dir;
+        best(&mut copying, &|| {
+            for (number, file) in [Checkpoint::TENSORS, "model.safetensors"].into_iter().enumerate()
+            {
+                plain_copy(&step.join(file), &copy.join(number.to_string()));
+            }
+        });
+        fs::remove_dir_all(&copy).unwrap();
+        fs::remove_dir_all(&path).unwrap();
+    }
+    let ratio = saving.as_secs_f64() / copying.as_secs_f64();
+    println!("saved in {saving:.2?}, a plain copy took {copying:.2?}: {ratio:.2} times");
+    assert!(ratio <= SLOWER_THAN_A_COPY, "{ratio}");
+}
+
+fn plain_copy(from: &Path, to: &Path) {
+    let (mut from, mut to) = (File::open(from).unwrap(), File::create(to).unwrap());
+    let mut part = vec![0; 8 << 20];
+    loop {
+        let read = from.read(&mut part).unwrap();
+        if read == 0 {
+            return to.sync_all().unwrap();
+        }
+        to.write_all(&part[..read]).unwrap();
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_write_takes_part_to_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let trainer = trainer(draft_config(32, 1), (0, 2));
+    let exchanged = |save_path: &Path| {
+        let peers = Beside { alike: 1, ..Beside::default() };
+        let saved = save(&trainer, &position(2), save_path, &peers);
+        (saved, peers.broadcasts.into_inner())
+    };
+    let (saved, expected) = exchanged(&dir.path().join("good"));
+    let state = TensorFile::open(&saved.unwrap().join(Checkpoint::TENSORS)).unwrap();
+    let masters = state.any_tensor(MASTERS).unwrap();
+    let half = masters.numel() as i64 / 2;
+    let own = trainer.masters.weights.numel() as i64;
+    assert!((half - own).abs() <= 16, "{half} and {own}");
+    assert!(masters.narrow(0, 0, own).equal(&trainer.masters.weights));
+    assert!(bool::try_from(masters.narrow(0, own, own).eq(1.0).all()).unwrap(), "the peer's");
+    assert_eq!(expected, 2 * 3);
+    // a file where the directory should be
+    fs::write(dir.path().join("bad"), "").unwrap();
+    let (refused, count) = exchanged(&dir.path().join("bad"));
+    assert!(refused.unwrap_err().to_string().contains("bad"));
+    assert_eq!(count, expected);
+    // the checkpoint that is there already
+    let (kept, count) = exchanged(&dir.path().join("good"));
+    assert_eq!((kept.unwrap(), count), (Checkpoint::at(&dir.path().join("good"), 2).dir, expected));
+}

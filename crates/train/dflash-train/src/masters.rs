@@ -1,0 +1,223 @@
+//! What is kept in float32 of the parameters: one rank's share of the masters, the optimizer's state
+//! and the averaged weights.
+//!
+//! The draft computes with a buffer of its own kind. In float32 the masters are a part of that buffer;
+//! in bfloat16 they are kept beside it, and the draft gets them rounded after each step.
+
+use dflash_dist::Communicator;
+use dflash_draft::Draft;
+use dflash_tensor::checkpoint::{Entry, TensorFile};
+use tch::{Kind, Tensor};
+
+use crate::Error;
+use crate::checkpoint::MASTERS;
+use crate::optimizer::{Extent, Groups, Optimizer, OptimizerConfig, StateTensor, Verdict};
+use crate::readback;
+use crate::shards::Shards;
+
+/// Name of the averaged weights in a checkpoint.
+pub(crate) const AVERAGE: &str = "average";
+
+/// One rank's share of everything that is float32.
+#[derive(Debug)]
+pub(crate) struct Masters {
+    shards: Shards,
+    norm_shards: Shards,
+    /// The share's parameters.
+    pub(crate) weights: Tensor,
+    pub(crate) optimizer: Optimizer,
+    pub(crate) average: Option<Average>,
+}
+
+/// An exponential moving average of the share's weights.
+#[derive(Debug)]
+pub(crate) struct Average {
+    decay: f64,
+    weights: Tensor,
+}
+
+impl Average {
+    /// Begins at `masters`, so that no start at zero has to be corrected for.
+    fn new(decay: f64, masters: &Tensor) -> Self {
+        Self { decay, weights: masters.copy() }
+    }
+
+    /// `average = decay * average + (1 - decay) * masters`, after a step was taken.
+    fn update(&mut self, masters: &Tensor) {
+        let _ = self.weights.lerp_(masters, 1.0 - self.decay);
+    }
+}
+
+impl Masters {
+    /// The masters of `fresh`, a draft in float32, and the draft to compute with in `kind`.
+    pub(crate) fn new(
+        fresh: Draft,
+        kind: Kind,
+        config: &OptimizerConfig,
+        shards: Shards,
+    ) -> (Draft, Self) {
+        let layout = fresh.layout();
+        let groups = Groups::of(layout.parameters(), &shards.own());
+        let norm_shards = shards.of_norms(layout);
+        let (draft, weights) = match kind {
+            Kind::Float => {
+                let weights = shards.view(fresh.flat());
+                (fresh, weights)
+            }
+            kind => {
+                let view = shards.view(fresh.flat());
+                // a copy of the share alone, so that the whole in float32 can be freed
+                let weights = if shards.is_split() { view.copy() } else { view };
+                (Draft::new(fresh.config().clone(), fresh.flat().to_kind(kind)), weights)
+            }
+        };
+        let optimizer = Optimizer::new(config, groups, &weights);
+        let average = config.ema_decay.map(|decay| Average::new(decay, &weights));
+        (draft, Self { shards, norm_shards, weights, optimizer, average })
+    }
+
+    /// Moves the share by `rate` along its part of the whole `gradient`.
+    pub(crate) fn step(&mut self, gradient: &Tensor, rate: f64) {
+        self.optimizer.step(&mut self.weights, &self.shards.view(gradient), rate);
+        if let Some(average) = &mut self.average {
+            average.update(&self.weights);
+        }
+    }
+
+    /// As [`Self::step`], but the device decides whether it happens. Consumes the gradient.
+    pub(crate) fn steered_step(
+        &mut self,
+        gradient: &Tensor,
+        rate: f64,
+        verdict: &Verdict,
+    ) -> Result<(), Error> {
+        let gradient = self.shards.view(gradient);
+        self.optimizer.steered_step(&self.weights, &gradient, rate, verdict)?;
+        if let Some(average) = &mut self.average {
+            let share = verdict.share(1.0 - average.decay);
+            let _ = average.weights.lerp_tensor_(&self.weights, &share);
+        }
+        Ok(())
+    }
+
+    /// Gives the draft the parameters of all ranks. All ranks call it.
+    pub(crate) fn publish(
+        &self,
+        draft: &Draft,
+        communicator: &dyn Communicator,
+    ) -> Result<(), Error> {
+        if draft.flat().kind() != Kind::Float {
+            self.shards.view(draft.flat()).copy_(&self.weights);
+        }
+        self.shards.fill(communicator, draft.flat())
+    }
+
+    /// The draft as a checkpoint of this moment serves it: the averaged weights where there are any,
+    /// rounded to bfloat16. All ranks call it, and all get the whole.
+    pub(crate) fn served(
+        &self,
+        draft: &Draft,
+        communicator: &dyn Communicator,
+    ) -> Result<Draft, Error> {
+        let kind = draft.flat().kind();
+        let mut rounded = draft.flat().to_kind(Kind::BFloat16);
+        if let Some(average) = &self.average {
+            self.shards.view(&rounded).copy_(&average.weights);
+            self.shards.fill(communicator, &rounded)?;
+        }
+        rounded = rounded.to_kind(kind);
+        Ok(Draft::new(draft.config().clone(), rounded))
+    }
+
+    /// What a checkpoint holds of the state, in the order of its file.
+    pub(crate) fn entries(&self) -> Vec<Entry> {
+        let entry = |StateTensor { name, extent, .. }| Entry {
+            name: String::from(name),
+            kind: Kind::Float,
+            shape: vec![self.shards_of(extent).elements()],
+        };
+        self.state().into_iter().map(entry).collect()
+    }
+
+    /// Hands all ranks' state to `take`, in the order of [`Self::entries`] and in pieces. All ranks
+    /// call it.
+    pub(crate) fn stream(
+        &self,
+        communicator: &dyn Communicator,
+        take: &mut dyn FnMut(&Tensor),
+    ) -> Result<(), Error> {
+        for StateTensor { extent, tensor, .. } in self.state() {
+            self.shards_of(extent).stream(communicator, tensor, take)?;
+        }
+        Ok(())
+    }
+
+    /// The name in a checkpoint of the weights that it serves.
+    pub(crate) fn served_name(&self) -> &'static str {
+        if self.average.is_some() { AVERAGE } else { MASTERS }
+    }
+
+    /// By name, as in the file.
+    fn state(&self) -> Vec<StateTensor<'_>> {
+        let share = |name, tensor| StateTensor { name, extent: Extent::Share, tensor };
+        let mut state = self.optimizer.state();
+        state.push(share(MASTERS, &self.weights));
+        state.extend(self.average.iter().map(|average| share(AVERAGE, &average.weights)));
+        state.sort_by_key(|part| part.name);
+        state
+    }
+
+    fn shards_of(&self, extent: Extent) -> &Shards {
+        match extent {
+            Extent::Share => &self.shards,
+            Extent::Norms => &self.norm_shards,
+        }
+    }
+
+    /// Takes this rank's share of what a checkpoint holds, and gives the draft all of it.
+    pub(crate) fn restore(
+        &mut self,
+        draft: &Draft,
+        file: &TensorFile,
+        steps: i64,
+    ) -> Result<(), Error> {
+        for StateTensor { name, extent, tensor } in self.state() {
+            let shards = self.shards_of(extent);
+            file.check_shape(name, &[shards.elements()])?;
+            file.read_into(name, shards.own().start, tensor)?;
+            if name == MASTERS {
+                file.read_into(name, 0, draft.flat())?;
+            }
+        }
+        self.optimizer.set_steps(steps);
+        Ok(())
+    }
+
+    /// Whether all numbers of this rank's share are finite, and the largest weight in it.
+    pub(crate) fn soundness(&self) -> (bool, f64) {
+        let mut finite = true;
+        let mut largest = 0.0;
+        for StateTensor { name, tensor, .. } in self.state() {
+            if tensor.numel() == 0 {
+                continue;
+            }
+            // both are NaN where any number is
+            let (least, most) = tensor.aminmax(None, false);
+            let ends = readback::values(&Tensor::stack(&[least, most], 0));
+            let bound = ends[0].abs().max(ends[1].abs());
+            finite &= ends.iter().all(|end| end.is_finite());
+            if name == MASTERS {
+                largest = bound;
+            }
+        }
+        (finite, largest)
+    }
+
+    /// Float32 numbers that this rank holds.
+    pub(crate) fn elements(&self) -> i64 {
+        self.state().iter().map(|part| part.tensor.numel() as i64).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests;

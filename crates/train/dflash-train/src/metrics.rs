@@ -1,0 +1,496 @@
+//! What a run shows: a progress bar, JSON lines and trackers' files.
+
+mod pulse;
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use dflash_draft::objective::{Statistics, StatisticsReport};
+use dflash_hidden_states::Counters;
+use dflash_io::say;
+use dflash_run::{
+    End, Entry, MetricLine, RunAbout, RunDir, StreamCounters, TeacherForced, Trackers,
+    ValidationLine,
+};
+use dflash_torch_sys::Interval;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use pulse::Pulse;
+use tch::Device;
+
+use crate::config::TrainConfig;
+use crate::readback::StepOutcome;
+use crate::rows::TargetTime;
+use crate::trainer::{Effect, StepSums};
+use crate::{Error, machine};
+
+/// Adds up steps and writes lines; on ranks other than 0 it only adds up.
+pub(crate) struct Meter {
+    device: Device,
+    /// Of all ranks together, TFLOP/s.
+    peak_tflops: Option<f64>,
+    /// Of the loss's denominator.
+    epsilon: f64,
+    begun: Instant,
+    interval: SinceLast,
+    pace: Pace,
+    outputs: Option<Outputs>,
+}
+
+/// What is still to come of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Left {
+    pub(crate) steps: u64,
+    pub(crate) validations: u64,
+    pub(crate) saves: u64,
+}
+
+/// How long a run's parts have taken in this process.
+#[derive(Debug, Default)]
+struct Pace {
+    steps: u64,
+    validations: Aside,
+    saves: Aside,
+    left: Left,
+}
+
+/// What a run does between steps.
+#[derive(Clone, Copy, Debug, Default)]
+struct Aside {
+    times: u32,
+    took: Duration,
+}
+
+impl Aside {
+    fn add(&mut self, took: Duration) {
+        self.times += 1;
+        self.took += took;
+    }
+
+    /// Seconds of `times` more, by the mean so far; nothing is known before the first.
+    fn seconds_of(self, times: u64) -> f64 {
+        self.took.as_secs_f64() / f64::from(self.times.max(1)) * times as f64
+    }
+}
+
+impl Pace {
+    /// Seconds to the end after `elapsed`: steps at the mean pace of this process, and the validations and
+    /// saves to come. `None` before the first step.
+    fn seconds_left(&self, elapsed: Duration) -> Option<f64> {
+        let steps = elapsed.saturating_sub(self.validations.took + self.saves.took);
+        let per_step = (self.steps > 0).then(|| steps.as_secs_f64() / self.steps as f64)?;
+        let Left { steps, validations, saves } = self.left;
+        let asides = self.validations.seconds_of(validations) + self.saves.seconds_of(saves);
+        Some(per_step * steps as f64 + asides)
+    }
+}
+
+/// Where the time before a step's passes goes.
+#[derive(Debug, Default)]
+pub(crate) struct RowTimes {
+    /// Waiting for hidden states.
+    wait: Duration,
+    /// Passes of a target in this process.
+    target: Vec<Interval>,
+}
+
+impl RowTimes {
+    /// Adds a row that came after `asked`, in which a `target` may have been at work.
+    pub(crate) fn add(&mut self, asked: Duration, target: Option<TargetTime>) {
+        let host = target.as_ref().map_or(Duration::ZERO, |target| target.host);
+        self.wait += asked.saturating_sub(host);
+        self.target.extend(target.map(|target| target.device));
+    }
+
+    /// Seconds of the target's passes, if there were any; a GPU's end is waited for.
+    fn target_seconds(&self) -> Result<Option<f64>, Error> {
+        let lengths = self.target.iter().map(Interval::length);
+        let total = lengths.sum::<Result<Duration, _>>()?;
+        Ok((!self.target.is_empty()).then_some(total.as_secs_f64()))
+    }
+}
+
+/// What was added up since the last line.
+struct SinceLast {
+    since: Instant,
+    statistics: Option<Statistics>,
+    steps: u64,
+    tokens: f64,
+    flops: f64,
+    times: RowTimes,
+    /// What the streams have counted so far.
+    stream: StreamCounters,
+}
+
+struct Outputs {
+    run: RunDir,
+    trackers: Trackers,
+    /// Hidden where there is no terminal, or where it was not asked for: then lines are written.
+    bar: ProgressBar,
+    /// Shows what goes on between lines; ends before the bar does.
+    pulse: Option<Pulse>,
+}
+
+impl SinceLast {
+    fn begin(stream: StreamCounters) -> Self {
+        let (since, times) = (Instant::now(), RowTimes::default());
+        Self { since, statistics: None, steps: 0, tokens: 0.0, flops: 0.0, times, stream }
+    }
+}
+
+impl Meter {
+    /// A meter that writes nothing. `peak_tflops` is that of all devices, if it is known.
+    pub(crate) fn silent(device: Device, peak_tflops: Option<f64>, epsilon: f64) -> Self {
+        let interval = SinceLast::begin(StreamCounters::default());
+        let (begun, pace) = (Instant::now(), Pace::default());
+        Self { device, peak_tflops, epsilon, begun, interval, pace, outputs: None }
+    }
+
+    /// Makes the meter write into `run`, where lines after `step` are dropped.
+    pub(crate) fn open(
+        &mut self,
+        run: RunDir,
+        trackers: Trackers,
+        (step, total): (u64, u64),
+        progress: bool,
+    ) -> Result<(), Error> {
+        run.keep_until::<MetricLine>(step)?;
+        let target =
+            if progress { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(total), target).with_position(step);
+        bar.set_style(bar_style());
+        let pulse = Some(Pulse::start(bar.clone()));
+        self.outputs = Some(Outputs { run, trackers, bar, pulse });
+        Ok(())
+    }
+
+    /// Adds a finished step and what its rows took. A step that moved nothing counts as a step, but
+    /// has no share in figures of what was learned.
+    pub(crate) fn add(&mut self, sums: &StepSums, outcome: StepOutcome, times: RowTimes) {
+        let interval = &mut self.interval;
+        interval.steps += 1;
+        interval.stream = sums.stream;
+        interval.times.wait += times.wait;
+        interval.times.target.extend(times.target);
+        let moved = outcome.effect == Effect::Moved;
+        if moved {
+            interval.tokens += sums.tokens;
+            interval.flops += sums.flops;
+        }
+        let own = if moved { outcome.statistics } else { outcome.statistics.cleared() };
+        match &mut interval.statistics {
+            Some(sum) => sum.add(&own),
+            None => interval.statistics = Some(own),
+        }
+    }
+
+    /// Shows that a step is done, though what became of it may not be known yet, and what is `left`.
+    pub(crate) fn tick(&mut self, left: Left) {
+        self.pace.steps += 1;
+        self.pace.left = left;
+        let seconds = self.pace.seconds_left(self.begun.elapsed());
+        if let Some(outputs) = &self.outputs {
+            outputs.bar.inc(1);
+            outputs.tell(|doing| doing.left = seconds.map(|seconds| (Instant::now(), seconds)));
+        }
+    }
+
+    /// Shows how long `wait` takes, of which `what` says what for.
+    pub(crate) fn waiting<T>(&self, what: &'static str, wait: impl FnOnce() -> T) -> T {
+        let Some(outputs) = &self.outputs else { return wait() };
+        outputs.tell(|doing| doing.waits = Some((Instant::now(), what)));
+        let found = wait();
+        outputs.tell(|doing| doing.waits = None);
+        found
+    }
+
+    /// Closes the interval and writes `line`, to which the interval's figures are added.
+    pub(crate) fn log(&mut self, line: MetricLine) -> Result<(), Error> {
+        let Some(statistics) = self.interval.statistics.take() else { return Ok(()) };
+        let next = SinceLast::begin(self.interval.stream);
+        let SinceLast { since, steps, tokens, flops, times, stream, .. } =
+            std::mem::replace(&mut self.interval, next);
+        let Some(outputs) = &mut self.outputs else { return Ok(()) };
+        let seconds = since.elapsed().as_secs_f64().max(1e-9);
+        let report = statistics.report(self.epsilon);
+        let (wait, tflops) = (times.wait.as_secs_f64(), flops / seconds / 1e12);
+        let target = times.target_seconds()?;
+        outputs.write(&MetricLine {
+            steps: Some(steps),
+            time: Some(seconds_since_1970()),
+            elapsed_s: Some(self.begun.elapsed().as_secs_f64()),
+            slots_per_s: Some(report.supervised as f64 / seconds),
+            tokens_per_s: Some(tokens / seconds),
+            tflops: Some(tflops),
+            mfu: self.peak_tflops.map(|peak| tflops / peak),
+            data_wait_s: Some(wait),
+            data_wait_share: Some(wait / seconds),
+            target_s: target,
+            target_share: target.map(|target| target / seconds),
+            interval_s: Some(seconds),
+            eta_s: self.pace.seconds_left(self.begun.elapsed()),
+            peak_memory_mib: machine::peak_memory_mib(self.device),
+            stream: Some(stream),
+            figures: figures(report),
+            ..line
+        })
+    }
+
+    /// Leaves `time`, that of a save, out of the interval's speed.
+    pub(crate) fn saved(&mut self, time: Duration) {
+        self.interval.since += time;
+        self.pace.saves.add(time);
+    }
+
+    /// Leaves `time`, that of a validation, out of the interval's speed.
+    pub(crate) fn validated_for(&mut self, time: Duration) {
+        self.interval.since += time;
+        self.pace.validations.add(time);
+    }
+
+    /// Shows a validation.
+    pub(crate) fn validated(&mut self, line: &ValidationLine) -> Result<(), Error> {
+        self.say(&summary(line));
+        let entry = Entry::of(line, seconds_since_1970());
+        self.outputs.as_mut().map_or(Ok(()), |outputs| Ok(outputs.trackers.add(&entry)?))
+    }
+
+    /// Does `work`, which may draw a bar of its own.
+    pub(crate) fn aside<T>(&self, work: impl FnOnce() -> T) -> T {
+        match &self.outputs {
+            Some(outputs) => {
+                outputs.tell(|doing| doing.is_aside = true);
+                let done = outputs.bar.suspend(work);
+                outputs.tell(|doing| doing.is_aside = false);
+                done
+            }
+            None => work(),
+        }
+    }
+
+    /// Time since the first step of this process was near.
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// Says something above the progress bar.
+    pub(crate) fn say(&self, message: &str) {
+        if let Some(outputs) = &self.outputs {
+            outputs.say(message);
+        }
+    }
+
+    /// Leaves the bar as it is, what follows has a line of its own, and tells the trackers how the run
+    /// ended.
+    pub(crate) fn close(&mut self, end: End) -> Result<(), Error> {
+        let Some(outputs) = &mut self.outputs else { return Ok(()) };
+        outputs.pulse = None;
+        if !outputs.bar.is_finished() {
+            outputs.bar.abandon();
+            if !outputs.bar.is_hidden() {
+                say("");
+            }
+        }
+        Ok(outputs.trackers.close(end)?)
+    }
+}
+
+impl Outputs {
+    fn write(&mut self, line: &MetricLine) -> Result<(), Error> {
+        self.run.append(line)?;
+        self.trackers.add(&Entry::of(line, line.time.unwrap_or_default()))?;
+        self.tell(|doing| doing.message = compact(line));
+        if self.bar.is_hidden() {
+            self.pulse.iter().for_each(Pulse::wrote);
+            let message = message(line);
+            let (total, left) = (self.bar.length().unwrap_or(line.step), shown(line.eta_s));
+            say(format!("step {}/{total}  {message}  {left:.0} s left", line.step));
+        } else {
+            self.bar.set_message(compact(line));
+        }
+        Ok(())
+    }
+
+    /// Lets the pulse know what goes on.
+    fn tell(&self, change: impl FnOnce(&mut pulse::Doing)) {
+        if let Some(pulse) = &self.pulse {
+            pulse.tell(change);
+        }
+    }
+
+    fn say(&self, message: &str) {
+        self.pulse.iter().for_each(Pulse::wrote);
+        match self.bar.is_hidden() {
+            true => say(message),
+            false => self.bar.println(message),
+        }
+    }
+}
+
+/// The files for the trackers that the run's settings name; those of an earlier start go on after
+/// `step`.
+pub(crate) fn trackers(config: &TrainConfig, step: u64) -> Result<Trackers, Error> {
+    let settings = &config.settings;
+    let path = std::path::absolute(&settings.save_path);
+    let path = path.unwrap_or_else(|_| settings.save_path.clone());
+    let last = path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let name = settings.run_name.clone().or(last).unwrap_or_else(|| "dflash".to_owned());
+    let about = RunAbout { name, config: config.shown(), step };
+    Ok(Trackers::open(&RunDir::at(path), &settings.log_to, &about)?)
+}
+
+fn seconds_since_1970() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// What a terminal's line has room for: the rest is in the file.
+fn compact(line: &MetricLine) -> String {
+    let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
+    format!(
+        "loss {:.4}  length {:.2}  epoch {:.2}  lr {:.1e}  gradient {}  {:.0} tokens/s  waiting {:.0}%{memory}",
+        shown(line.figures.loss),
+        shown(line.figures.expected_acceptance_length),
+        shown(line.epoch),
+        shown(line.lr),
+        three_digits(shown(line.gradient_norm)),
+        shown(line.tokens_per_s),
+        100.0 * shown(line.data_wait_share),
+    )
+}
+
+/// What the progress says of a line.
+fn message(line: &MetricLine) -> String {
+    let mfu = line.mfu.map_or_else(String::new, |share| format!(" ({:.0}%)", 100.0 * share));
+    let target = line
+        .target_share
+        .map_or_else(String::new, |share| format!("  target {:.0}%", 100.0 * share));
+    let memory = line.peak_memory_mib.map_or_else(String::new, |mib| format!("  {mib:.0} MiB"));
+    format!(
+        "loss {:.4}  expected acceptance length {:.2}  epoch {:.2}  lr {:.1e}  gradient norm {}  {:.0} slots/s  {:.0} tokens/s  {} TFLOP/s{mfu}  waiting {:.0}%{target}{memory}",
+        shown(line.figures.loss),
+        shown(line.figures.expected_acceptance_length),
+        shown(line.epoch),
+        shown(line.lr),
+        three_digits(shown(line.gradient_norm)),
+        shown(line.slots_per_s),
+        shown(line.tokens_per_s),
+        three_digits(shown(line.tflops)),
+        100.0 * shown(line.data_wait_share),
+    )
+}
+
+/// What a reader of the log wants to know of a validation.
+fn summary(line: &ValidationLine) -> String {
+    let mut text = format!("step {}: validation", line.step);
+    if let Some(rows) = &line.rows {
+        text += &format!(
+            " loss {:.4}, accuracy {:.1}%, expected acceptance length {:.2} on {} blocks",
+            shown(rows.figures.loss),
+            100.0 * shown(rows.figures.accuracy),
+            shown(rows.figures.expected_acceptance_length),
+            rows.blocks
+        );
+    }
+    if let Some(prompts) = &line.prompts {
+        text += if line.rows.is_some() { ";" } else { "" };
+        text += &format!(
+            " acceptance length {:.3} per step, {:.3} per response on {} responses",
+            prompts.figures.acceptance_length,
+            prompts.figures.acceptance_length_per_response,
+            prompts.responses
+        );
+    }
+    text + &format!(" ({:.0} s)", shown(line.seconds))
+}
+
+/// A figure for people: NaN where it is not known.
+fn shown(figure: Option<f64>) -> f64 {
+    figure.unwrap_or(f64::NAN)
+}
+
+/// The figures of a line, which writes those of nothing as null.
+pub(crate) fn figures(report: StatisticsReport) -> TeacherForced {
+    TeacherForced {
+        loss: Some(report.loss),
+        accuracy: Some(report.accuracy),
+        accuracy_by_slot: report.accuracy_by_slot,
+        expected_acceptance_length: Some(report.expected_acceptance_length),
+        head: report.of_head.into_iter().map(|(name, own)| (name.to_owned(), Some(own))).collect(),
+    }
+}
+
+/// What a stream has counted, as a line has it.
+pub(crate) fn counted(by: &Counters) -> StreamCounters {
+    StreamCounters {
+        requests: by.requests,
+        retries: by.retries,
+        busy: by.busy,
+        generated: by.generated,
+        stored: by.stored,
+        stale: by.stale,
+        missing: by.missing,
+        rejected: by.rejected,
+        invalid: by.invalid,
+        damaged: by.damaged,
+        cached: by.cached,
+        bytes: by.bytes,
+    }
+}
+
+/// A number with three significant digits: CPUs make fractions of a TFLOP/s, GPUs hundreds.
+fn three_digits(value: f64) -> String {
+    let digits = if value > 0.0 { (2.0 - value.log10().floor()).clamp(0.0, 6.0) } else { 0.0 };
+    format!("{value:.*}", digits as usize)
+}
+
+fn bar_style() -> ProgressStyle {
+    // Two lines, none wider than the terminal: what does not fit is cut.
+    let template = "{bar:24} {pos}/{len} steps  {elapsed} elapsed{prefix}\n{wide_msg}";
+    ProgressStyle::with_template(template).expect("the template is well formed")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_left_counts_validations_and_saves_to_come() {
+        let seconds = Duration::from_secs;
+        let mut pace = Pace::default();
+        assert_eq!(pace.seconds_left(seconds(9)), None, "before the first step");
+        pace.steps = 100;
+        pace.left = Left { steps: 50, validations: 2, saves: 3 };
+        assert_eq!(pace.seconds_left(seconds(100)), Some(50.0));
+        // Two validations of 15 s and a save of 10 s were in the time; the mean counts.
+        [10, 20].into_iter().for_each(|took| pace.validations.add(seconds(took)));
+        pace.saves.add(seconds(10));
+        assert_eq!(pace.seconds_left(seconds(140)), Some(50.0 + 30.0 + 30.0));
+    }
+
+    #[test]
+    fn a_terminal_s_line_begins_with_what_is_looked_at_most() {
+        let figures = TeacherForced {
+            loss: Some(3.25),
+            expected_acceptance_length: Some(2.5),
+            ..TeacherForced::default()
+        };
+        let line = MetricLine {
+            figures,
+            epoch: Some(0.5),
+            lr: Some(6e-4),
+            gradient_norm: Some(1.25),
+            tokens_per_s: Some(900.0),
+            data_wait_share: Some(0.1),
+            ..MetricLine::default()
+        };
+        let begins = "loss 3.2500  length 2.50  epoch 0.50  lr 6.0e-4  gradient 1.25  900 tokens/s";
+        assert!(compact(&line).starts_with(begins), "{}", compact(&line));
+        assert!(begins.len() < 80);
+        let told = message(&line);
+        assert!(told.contains("epoch 0.50  lr 6.0e-4  gradient norm 1.25  "), "{told}");
+    }
+
+    #[test]
+    fn speeds_keep_three_digits() {
+        let texts = [0.0, 0.01234, 0.5, 12.34, 412.3].map(three_digits);
+        assert_eq!(texts, ["0", "0.0123", "0.500", "12.3", "412"]);
+    }
+}

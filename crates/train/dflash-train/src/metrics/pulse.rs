@@ -1,0 +1,177 @@
+//! What a run shows between its lines: the clock goes on while a step waits, a wait says how long it takes,
+//! and where there is no terminal a line says once a minute that the run is there.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dflash_io::say;
+use indicatif::ProgressBar;
+
+/// Between two looks.
+const BEAT: Duration = Duration::from_secs(1);
+/// A wait that is worth a word.
+const LONG: Duration = Duration::from_secs(3);
+/// Between two lines where there is no terminal.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// What the run is doing.
+#[derive(Clone, Debug)]
+pub(super) struct Doing {
+    /// Since when it waits, and for what.
+    pub(super) waits: Option<(Instant, &'static str)>,
+    /// When how many seconds were left.
+    pub(super) left: Option<(Instant, f64)>,
+    /// The last line's figures.
+    pub(super) message: String,
+    /// Whether something else is shown meanwhile.
+    pub(super) is_aside: bool,
+    /// When something was last written where there is no terminal.
+    told: Instant,
+}
+
+/// A thread that shows it; it ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Pulse {
+    doing: Arc<Mutex<Doing>>,
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Pulse {
+    pub(super) fn start(bar: ProgressBar) -> Self {
+        let doing = Doing {
+            waits: None,
+            left: None,
+            message: String::new(),
+            is_aside: false,
+            told: Instant::now(),
+        };
+        let doing = Arc::new(Mutex::new(doing));
+        let (stop, stopped) = channel();
+        let shown = Arc::clone(&doing);
+        let thread = std::thread::spawn(move || {
+            while stopped.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
+                let known = shown.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                if known.is_aside {
+                    continue;
+                }
+                if !bar.is_hidden() {
+                    known.draw(&bar);
+                } else if let Some(line) = known.line(&bar, Instant::now()) {
+                    shown.lock().unwrap_or_else(PoisonError::into_inner).told = Instant::now();
+                    say(line);
+                }
+            }
+        });
+        Self { doing, stop: Some(stop), thread: Some(thread) }
+    }
+
+    /// Changes what is known; something is being written, or the run has come on.
+    pub(super) fn tell(&self, change: impl FnOnce(&mut Doing)) {
+        let mut doing = self.doing.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut doing);
+    }
+
+    /// Notes that a line has been written.
+    pub(super) fn wrote(&self) {
+        self.tell(|doing| doing.told = Instant::now());
+    }
+}
+
+impl Drop for Pulse {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Doing {
+    fn draw(&self, bar: &ProgressBar) {
+        let now = Instant::now();
+        bar.set_prefix(
+            self.seconds_left(now)
+                .map_or_else(String::new, |left| format!(", {} left", clock(left))),
+        );
+        let message = match self.long_wait(now) {
+            Some(wait) => format!("{wait}  {}", self.message),
+            None => self.message.clone(),
+        };
+        bar.set_message(message);
+        bar.tick();
+    }
+
+    /// A line for a reader that has heard nothing for a minute.
+    fn line(&self, bar: &ProgressBar, now: Instant) -> Option<String> {
+        if now.saturating_duration_since(self.told) < SILENCE {
+            return None;
+        }
+        let (step, total) = (bar.position(), bar.length().unwrap_or_default());
+        let what = self.long_wait(now).unwrap_or_else(|| "at work".to_owned());
+        let left = self.seconds_left(now);
+        let left = left.map_or_else(String::new, |left| format!("  {left:.0} s left"));
+        Some(format!("step {step}/{total}  {what}{left}"))
+    }
+
+    /// What the run waits for and for how long, where that is long.
+    fn long_wait(&self, now: Instant) -> Option<String> {
+        let (since, what) = self.waits?;
+        let waited = now.saturating_duration_since(since);
+        (waited >= LONG).then(|| format!("{what}: {} s", waited.as_secs()))
+    }
+
+    /// Seconds to the end. While the run waits they do not become fewer.
+    fn seconds_left(&self, now: Instant) -> Option<f64> {
+        let (at, left) = self.left?;
+        let until = self.waits.map_or(now, |(since, _)| since);
+        Some((left - until.saturating_duration_since(at).as_secs_f64()).max(0.0))
+    }
+}
+
+/// Seconds for people.
+fn clock(seconds: f64) -> String {
+    match seconds as u64 {
+        seconds @ 0..60 => format!("{seconds} s"),
+        seconds @ 60..3600 => format!("{} min", seconds.div_ceil(60)),
+        seconds => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn doing(now: Instant) -> Doing {
+        Doing { waits: None, left: None, message: "loss 1".into(), is_aside: false, told: now }
+    }
+
+    #[test]
+    fn a_wait_is_told_with_its_length_and_a_minute_of_silence_broken() {
+        let bar = ProgressBar::hidden();
+        bar.set_length(40);
+        bar.set_position(3);
+        let begun = Instant::now();
+        let after = |seconds: u64| begun + Duration::from_secs(seconds);
+        let mut doing = doing(begun);
+        assert_eq!(doing.line(&bar, after(59)), None);
+        assert_eq!(doing.line(&bar, after(60)).unwrap(), "step 3/40  at work");
+        doing.left = Some((begun, 100.0));
+        assert_eq!(doing.line(&bar, after(70)).unwrap(), "step 3/40  at work  30 s left");
+        doing.waits = Some((after(10), "waiting for hidden states"));
+        assert_eq!(doing.long_wait(after(12)), None);
+        assert_eq!(doing.long_wait(after(22)).unwrap(), "waiting for hidden states: 12 s");
+        let line = doing.line(&bar, after(70)).unwrap();
+        assert_eq!(line, "step 3/40  waiting for hidden states: 60 s  90 s left");
+        doing.told = after(69);
+        assert_eq!(doing.line(&bar, after(70)), None);
+    }
+
+    #[test]
+    fn times_are_short() {
+        let texts = [0.4, 59.0, 61.0, 3599.0, 7300.0].map(clock);
+        assert_eq!(texts, ["0 s", "59 s", "2 min", "60 min", "2 h 1 min"]);
+    }
+}

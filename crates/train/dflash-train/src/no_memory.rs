@@ -1,0 +1,129 @@
+//! Out of memory in a run, on the host or on a GPU: an error that says which settings to lower. It
+//! is not a bug, and a restart would run out of memory again.
+
+use dflash_tensor::{is_want_of_memory, want_of_memory, want_of_memory_in};
+
+use crate::Error;
+use crate::config::TrainConfig;
+
+/// The rank that asks for memory, and the settings that decide how much.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asking<'a> {
+    pub(crate) config: &'a TrainConfig,
+    pub(crate) rank: usize,
+}
+
+impl Asking<'_> {
+    /// Runs `work`, which does what `doing` says ("in step 3"). Where it panics or fails for want of
+    /// memory, the error says so.
+    ///
+    /// What `work` changes must be as good after a panic as before, or not be used any more.
+    pub(crate) fn contain<T>(
+        self,
+        doing: impl FnOnce() -> String,
+        work: impl FnOnce() -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        match want_of_memory(work) {
+            Err(reason) => Err(self.refused(doing(), reason)),
+            Ok(Err(error)) => match reason_in(&error) {
+                Some(reason) => Err(self.refused(doing(), reason)),
+                None => Err(error),
+            },
+            Ok(done) => done,
+        }
+    }
+
+    /// The error of an allocation that failed for `reason`.
+    pub(crate) fn refused(self, doing: String, reason: String) -> Error {
+        Error::OutOfMemory { rank: self.rank, doing, reason, remedy: remedy(self.config) }
+    }
+}
+
+/// The allocator's message, if one of ours is the cause. What a server says of its memory is not.
+fn reason_in(error: &Error) -> Option<String> {
+    if !matches!(error, Error::Torch(_) | Error::Model(_) | Error::Dist(_)) {
+        return None;
+    }
+    let mut cause: Option<&dyn std::error::Error> = Some(error);
+    while let Some(error) = cause {
+        if is_want_of_memory(&error.to_string()) {
+            return want_of_memory_in(&error.to_string());
+        }
+        cause = error.source();
+    }
+    None
+}
+
+/// What to lower, with what it is now.
+fn remedy(config: &TrainConfig) -> String {
+    let settings = &config.settings;
+    let chunk = settings.objective.loss_chunk_mib;
+    let chunk = chunk.map_or_else(|| "the default".to_owned(), |mib| mib.to_string());
+    let recompute = if settings.compute.recompute { "" } else { ", or pass --recompute" };
+    let colocate = if settings.hidden_states.colocate {
+        let tokens = settings.hidden_states.target_batch_tokens;
+        format!(
+            "; of the target beside it, lower --target-batch-tokens (now {tokens}), or run it elsewhere in \
+             `dflash hidden-server`"
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "lower --max-anchors (now {}), --total-seq-len (now {}), --loss-chunk-mib (now {}) or \
+         --num-layers (now {}){recompute}{colocate}; `dflash plan` with the same flags shows what takes how \
+         much",
+        settings.rows.max_anchors(),
+        settings.rows.total_seq_len(),
+        chunk,
+        config.draft.num_layers,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::world::World;
+
+    const CUDA: &str = "CUDA out of memory. Tried to allocate 20.00 GiB.";
+
+    fn contained(work: impl FnOnce() -> Result<(), Error>) -> Error {
+        let config = World::new().config("out");
+        Asking { config: &config, rank: 3 }.contain(|| "in step 7".to_owned(), work).unwrap_err()
+    }
+
+    #[test]
+    fn panics_and_errors_of_allocators_say_what_to_lower() {
+        let check = |error: Error| {
+            let text = error.to_string();
+            for words in [
+                "rank 3 ran out of memory in step 7: CUDA out of memory. Tried to allocate 20.00 GiB.;",
+                "--max-anchors (now 3072)",
+                "--loss-chunk-mib (now 1)",
+                "--total-seq-len (now 64)",
+                "--num-layers (now 2), or pass --recompute;",
+                "`dflash plan`",
+            ] {
+                assert!(text.contains(words), "{words:?} is not in {text}");
+            }
+            assert!(matches!(error, Error::OutOfMemory { .. }));
+        };
+        check(contained(|| panic!("Torch(\"{CUDA}\\nException raised from malloc\")")));
+        let torch = tch::TchError::Torch(format!("{CUDA}\nException raised from malloc"));
+        check(contained(|| Err(dflash_tensor::Error::from(torch).into())));
+        let source =
+            dflash_torch_sys::Error::Nccl { operation: "all-reduce", message: CUDA.to_owned() };
+        let inner = contained(|| {
+            Err(dflash_dist::Error::Collective { rank: 3, operation: "all-reduce", source }.into())
+        });
+        assert!(inner.to_string().contains("--max-anchors"), "{inner}");
+    }
+
+    #[test]
+    fn what_a_server_says_of_its_own_memory_is_not_ours() {
+        let said = dflash_hidden_states::Error::Interrupted;
+        assert!(matches!(contained(|| Err(said.into())), Error::Hidden(_)));
+        let sample = Error::BadWeights { path: "out of memory".into(), name: String::new() };
+        assert!(matches!(contained(|| Err(sample)), Error::BadWeights { .. }));
+    }
+}

@@ -1,0 +1,153 @@
+//! Which parts of a share of the flat buffer are matrices, and which are embeddings, norms' weights and biases.
+
+use std::ops::Range;
+
+use dflash_draft::{Parameter, Role};
+use tch::Tensor;
+
+/// Decoupled weight decay by group, as a share of the group's learning rate.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WeightDecay {
+    /// Of matrices.
+    pub matrices: f64,
+    /// Of norms' weights, which start at 1 and have no reason to shrink to 0.
+    pub norms: f64,
+}
+
+/// A parameter, or the part of it in a share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// First element within the share.
+    pub offset: i64,
+    /// Elements within the share.
+    pub elements: i64,
+    /// Shape of the whole parameter, as the checkpoint has it.
+    pub shape: Vec<i64>,
+    /// Whether weight decay shrinks it: embeddings keep rows that no token has asked for.
+    pub decays: bool,
+}
+
+impl Piece {
+    /// Whether the share has all of the parameter.
+    pub fn is_whole(&self) -> bool {
+        self.elements == self.shape.iter().product::<i64>()
+    }
+
+    /// Its elements of a buffer like the share, a view.
+    pub(super) fn of(&self, share: &Tensor) -> Tensor {
+        share.narrow(0, self.offset, self.elements)
+    }
+}
+
+/// The parameters of a share, by how they are treated. Padding is in neither group.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Groups {
+    /// Weights of products, each matrix of the checkpoint by itself: q, k and v are three.
+    pub matrices: Vec<Piece>,
+    /// Weights of norms, biases and embeddings: AdamW moves them, whatever moves the matrices.
+    pub norms: Vec<Piece>,
+}
+
+impl Groups {
+    /// Groups the parts of `parameters` in `share`, a range of the flat buffer.
+    pub fn of(parameters: &[Parameter], share: &Range<i64>) -> Self {
+        let mut groups = Self::default();
+        for parameter in parameters {
+            let start = parameter.offset.max(share.start);
+            let end = (parameter.offset + parameter.elements()).min(share.end);
+            if start >= end {
+                continue;
+            }
+            let piece = Piece {
+                offset: start - share.start,
+                elements: end - start,
+                shape: parameter.shape.clone(),
+                decays: parameter.role != Role::Embedding,
+            };
+            match parameter.role {
+                Role::Matrix => groups.matrices.push(piece),
+                Role::Vector | Role::Embedding => groups.norms.push(piece),
+            }
+        }
+        groups
+    }
+
+    /// Elements of all that are no matrices.
+    pub fn norm_elements(&self) -> i64 {
+        self.norms.iter().map(|piece| piece.elements).sum()
+    }
+}
+
+/// The elements of `pieces`, neighbours taken together: first, and one behind the last.
+pub(super) fn spans<'a>(pieces: impl IntoIterator<Item = &'a Piece>) -> Vec<Range<i64>> {
+    let mut spans: Vec<Range<i64>> = Vec::new();
+    for piece in pieces {
+        let end = piece.offset + piece.elements;
+        match spans.last_mut() {
+            Some(last) if last.end == piece.offset => last.end = end,
+            _ => spans.push(piece.offset..end),
+        }
+    }
+    spans
+}
+
+/// A learning rate and the weight decay that goes with it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DecayedRate {
+    /// Of this step.
+    pub(super) rate: f64,
+    /// Share of the weight that a rate of 1 takes away.
+    pub(super) decay: f64,
+}
+
+/// Shrinks `pieces` of `share` by `decay` times `rate`.
+pub(super) fn shrink(share: &Tensor, pieces: &[Piece], DecayedRate { rate, decay }: DecayedRate) {
+    if decay == 0.0 {
+        return;
+    }
+    for piece in pieces.iter().filter(|piece| piece.decays) {
+        let _ = piece.of(share).g_mul_scalar_(1.0 - rate * decay);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dflash_draft::{Fresh, ParameterSpec};
+
+    use super::*;
+
+    fn parameter(shape: &[i64], offset: i64) -> Parameter {
+        let role = if shape.len() > 1 { Role::Matrix } else { Role::Vector };
+        Parameter { spec: ParameterSpec::new("", shape, role, Fresh::Zeros), offset }
+    }
+
+    #[test]
+    fn a_share_may_cut_through_a_parameter() {
+        let parameters = [parameter(&[2, 3], 0), parameter(&[4], 16), parameter(&[3, 2], 32)];
+        let whole = Groups::of(&parameters, &(0..48));
+        assert_eq!((whole.matrices.len(), whole.norm_elements()), (2, 4));
+        assert!(whole.matrices.iter().all(Piece::is_whole));
+        let part = Groups::of(&parameters, &(4..34));
+        let piece = |offset, elements, shape: &[i64]| Piece {
+            offset,
+            elements,
+            shape: shape.to_vec(),
+            decays: true,
+        };
+        assert_eq!(part.matrices, [piece(0, 2, &[2, 3]), piece(28, 2, &[3, 2])]);
+        assert_eq!(part.norms, [piece(12, 4, &[4])]);
+        assert!(!part.matrices[0].is_whole());
+        assert_eq!(spans(&part.matrices), [0..2, 28..30]);
+        let neighbours = [piece(0, 6, &[2, 3]), piece(6, 4, &[2, 2]), piece(12, 4, &[2, 2])];
+        assert_eq!(spans(&neighbours), [0..10, 12..16]);
+        assert_eq!(Groups::of(&parameters, &(6..16)), Groups::default());
+    }
+
+    #[test]
+    fn embeddings_are_no_matrices_and_do_not_decay() {
+        let spec = ParameterSpec::embedding("w1", [5, 2], Fresh::Zeros);
+        let groups = Groups::of(&[Parameter { spec, offset: 0 }], &(0..10));
+        assert!(groups.matrices.is_empty());
+        assert_eq!((groups.norm_elements(), groups.norms[0].decays), (10, false));
+    }
+}

@@ -1,0 +1,420 @@
+//! What a run will take, before anything runs: memory, arithmetic, time, hidden states.
+//!
+//! Rows are packed and anchors drawn as the run itself will do, from the dataset or from
+//! documents of one length; a sample of rows gives means. Memory follows the tensors that the
+//! trainer keeps; docs/plan.md compares it with measurements.
+
+mod around;
+mod budget;
+pub(crate) mod cpu;
+mod efficiency;
+mod memory;
+mod rows;
+mod show;
+pub(crate) mod step;
+mod target;
+
+use std::path::Path;
+
+use dflash_draft::{DraftConfig, DraftLayout, Keep};
+use dflash_settings::{CheckpointSettings, Invalid, PlanDevice, PlanSettings};
+use dflash_target::divided::Grid;
+use dflash_target::{TargetConfig, TargetFacts};
+use serde::Serialize;
+use tch::Kind;
+
+pub use around::{AllReduce, Servers, Stream};
+pub use budget::{Budget, PartBudget, SlowStep};
+pub use memory::Memory;
+pub use rows::RowShape;
+
+use crate::config::DraftShape;
+use crate::gpus::Gpu;
+use crate::optimizer::OptimizerConfig;
+use crate::{Error, checkpoint, machine, setup};
+use efficiency::Efficiency;
+use step::StepShape;
+
+/// Useful TFLOP/s of one CPU core in float32: `dflash bench train-step` of docs/plan.md's first shape
+/// took 684 ms on two quiet cores of a server processor (LOG.md). Others differ, so there is --tflops.
+const CPU_CORE_TFLOPS: f64 = 0.05;
+
+/// The run to be planned: its settings, and what they come to.
+struct Planned<'a> {
+    settings: &'a PlanSettings,
+    /// Size of a pruned vocabulary.
+    vocab_size: Option<usize>,
+    place: Place,
+    /// CPU cores of a rank.
+    cores: usize,
+    /// The target as it runs here, if it does.
+    native: Option<TargetConfig>,
+    /// What a known GPU's kernels reach.
+    efficiency: Option<Efficiency>,
+}
+
+/// What computes.
+#[derive(Clone, Debug)]
+enum Place {
+    Cpu,
+    /// A GPU whose figures are known, by the name that the driver or the user gives it.
+    Gpu(String, Gpu),
+    /// Another, of this name if it has one.
+    UnknownGpu(Option<String>),
+}
+
+impl Place {
+    fn new(device: &PlanDevice) -> Result<Self, Invalid> {
+        let here = || machine::gpu_name();
+        let of = |name: String| match Gpu::named(&name) {
+            Some(gpu) => Self::Gpu(name, gpu),
+            None => Self::UnknownGpu(Some(name)),
+        };
+        Ok(match device {
+            PlanDevice::Cpu => Self::Cpu,
+            PlanDevice::Auto => here().map_or(Self::Cpu, of),
+            PlanDevice::Cuda => here().map_or(Self::UnknownGpu(None), of),
+            PlanDevice::Named(name) => match Gpu::named(name) {
+                Some(gpu) => Self::Gpu(gpu.name.to_owned(), gpu),
+                None => {
+                    let expected = format!("the known ones are auto, cpu, cuda, {}", Gpu::names());
+                    return Err(Invalid::new("device", name, expected));
+                }
+            },
+        })
+    }
+
+    fn is_gpu(&self) -> bool {
+        !matches!(self, Self::Cpu)
+    }
+}
+
+/// What the run takes. Bytes are per rank.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    /// Trained parameters.
+    pub parameters: i64,
+    /// Layers, slots of a block and captured layers of the draft.
+    pub shape: [usize; 3],
+    /// Ranks.
+    pub ranks: usize,
+    /// Means over the sampled rows.
+    pub row: RowShape,
+    /// Bytes, part by part.
+    pub memory: Memory,
+    /// Sum of the parts, bytes.
+    pub total_bytes: f64,
+    /// Documents with tokens.
+    pub documents: usize,
+    /// Tokens of an epoch, after cutting.
+    pub tokens_per_epoch: u64,
+    /// Packed rows of an epoch.
+    pub rows_per_epoch: u64,
+    /// Optimizer steps of an epoch.
+    pub steps_per_epoch: u64,
+    /// Optimizer steps of the run.
+    pub steps: u64,
+    /// Bytes of a checkpoint on the disk.
+    pub checkpoint_bytes: i64,
+    /// Checkpoints that the run leaves by default: one an epoch, the last included.
+    pub checkpoints: u64,
+    /// Useful arithmetic of a step, all ranks.
+    pub flops_per_step: f64,
+    /// With --colocate the target's arithmetic of a step, all ranks.
+    pub target_flops_per_step: f64,
+    /// What computes.
+    pub device: String,
+    /// Useful TFLOP/s of a rank that times are for.
+    pub tflops: Option<f64>,
+    /// Where that figure comes from.
+    pub tflops_source: String,
+    /// Seconds of a step that waits for no data; with --colocate the target's pass is in them.
+    pub step_seconds: Option<f64>,
+    /// The same where a known GPU's products reach less than is hoped for; see the budget.
+    pub slow_step_seconds: Option<f64>,
+    /// Seconds of the run.
+    pub run_seconds: Option<f64>,
+    /// Seconds of such a slow run.
+    pub slow_run_seconds: Option<f64>,
+    /// Bytes of hidden states of a step, all ranks; they stay where they are with --colocate.
+    pub hidden_bytes_per_step: f64,
+    /// Bytes per second that the servers must deliver to keep that pace.
+    pub hidden_bytes_per_second: Option<f64>,
+    /// GPUs of the same model that run the target meanwhile; none with --colocate, for a target that does
+    /// not run here, and where the GPU's figures are not known.
+    pub servers: Option<Servers>,
+    /// What a rank's hidden states ask of the machine and the network, at the planned pace.
+    pub stream: Option<Stream>,
+    /// The sum of a step's gradients over the ranks, on GPUs whose figures are known.
+    pub all_reduce: Option<AllReduce>,
+    /// What a rank's step takes of a GPU whose figures are known, part by part, in bfloat16.
+    pub budget: Option<Budget>,
+    /// Where a hidden-server has the target: bytes of weights of a process of each stage. Empty with
+    /// --colocate, and for a target that does not run here.
+    pub server_bytes: Vec<f64>,
+    /// Processes of a stage, which have as much each.
+    pub server_parts: usize,
+    /// What of the target the draft leaves out, and why.
+    pub notes: Vec<String>,
+}
+
+/// What a draft of this shape leaves out of its target, and why; nothing where it starts from another
+/// draft.
+pub fn draft_notes(target: &TargetFacts, shape: &DraftShape) -> Vec<String> {
+    match shape.stored {
+        Some(_) => Vec::new(),
+        None => target.draft_defaults().notes.clone(),
+    }
+}
+
+/// Plans the run of a draft of this `shape` for the target in `target_dir`, of which only config.json
+/// is read; the mask token does not matter.
+///
+/// # Errors
+/// An unreadable target or dataset, or a shape that does not fit.
+pub fn plan(
+    settings: &PlanSettings,
+    (target_dir, target): (&Path, &TargetFacts),
+    shape: &DraftShape,
+) -> Result<Plan, Error> {
+    let draft = setup::draft_config(target, shape)?;
+    let colocate = settings.hidden_states.colocate;
+    let native = match TargetConfig::load(target_dir) {
+        // Another engine has it then.
+        Err(_) if !colocate && settings.division.ranks() == 1 => None,
+        native => Some(native?),
+    };
+    let place = Place::new(&settings.device)?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = (cores / settings.nproc).max(1);
+    let vocab_size = shape.vocab_size;
+    let notes = draft_notes(target, shape);
+    let efficiency = efficiency(settings, &place)?;
+    Planned { settings, vocab_size, place, cores, native, efficiency }.plan((target, &draft), notes)
+}
+
+/// What the GPU's kernels reach: measured where a file says so, else assumed.
+fn efficiency(settings: &PlanSettings, place: &Place) -> Result<Option<Efficiency>, Invalid> {
+    match (place, &settings.measured) {
+        (Place::Gpu(_, gpu), Some(file)) => Efficiency::of_file(file, gpu).map(Some),
+        (Place::Gpu(_, gpu), None) => Ok(Some(Efficiency::assumed(gpu))),
+        (_, None) => Ok(None),
+        (_, Some(file)) => {
+            let expected = "the plan is for no GPU that is known; name it with --device";
+            Err(Invalid::new("measured", file.display(), expected))
+        }
+    }
+}
+
+/// A time at the best and at the worst that is taken for possible.
+type Range = (f64, Option<f64>);
+
+impl Planned<'_> {
+    fn plan(
+        &self,
+        (target, draft): (&TargetFacts, &DraftConfig),
+        notes: Vec<String>,
+    ) -> Result<Plan, Error> {
+        let (ranks, rows) = (self.settings.ranks(), &self.settings.rows);
+        let epoch = rows::Epoch::of(self, (target, draft))?;
+        let mut memory = memory::memory(self, (target, draft), &epoch.largest);
+        let per_step = (ranks * rows.gradient_accumulation_steps) as f64;
+        let steps_per_epoch = epoch.rows.div_ceil(per_step as u64);
+        let whole = rows.whole_epochs().map_or(u64::MAX, |epochs| steps_per_epoch * epochs);
+        let steps = rows.max_steps.map_or(whole, |bound| bound.min(whole));
+        let flops_per_step = epoch.mean.flops * per_step;
+        let budget = self.budget((target, draft), &epoch, &memory)?;
+        if let Some(budget) = &budget {
+            memory.count_widest(budget.peak_bytes as f64);
+        }
+        let (tflops, tflops_source) = self.speed(budget.as_ref());
+        let target_flops_per_step = epoch.mean.target_flops * per_step;
+        let pass_seconds = self.pass_seconds(&epoch.mean);
+        let step = self.step_seconds(&epoch.mean, (tflops, budget.as_ref()), pass_seconds);
+        let step_seconds = step.map(|(best, _)| best);
+        let slow_step_seconds = step.and_then(|(_, slow)| slow);
+        let of_steps = |seconds: Option<f64>| seconds.map(|seconds| seconds * steps as f64);
+        let served = step_seconds.filter(|_| !self.settings.hidden_states.colocate);
+        let hidden_bytes_per_step = epoch.mean.tokens * per_step * self.token_bytes(draft);
+        let hidden_bytes_per_second = served.map(|seconds| hidden_bytes_per_step / seconds);
+        let parameters = DraftLayout::new(draft).trained();
+        Ok(Plan {
+            parameters,
+            shape: [draft.layers.len(), draft.block_size, draft.target_layer_ids.len()],
+            ranks,
+            row: epoch.mean,
+            total_bytes: memory.total(self.place.is_gpu()),
+            memory,
+            documents: epoch.documents,
+            tokens_per_epoch: epoch.tokens,
+            rows_per_epoch: epoch.rows,
+            steps_per_epoch,
+            steps,
+            checkpoint_bytes: checkpoint::bytes(
+                draft,
+                &OptimizerConfig::from(&self.settings.optimizer),
+            ),
+            checkpoints: steps
+                .div_ceil(steps_per_epoch.max(1))
+                .min(CheckpointSettings::DEFAULT_KEPT),
+            flops_per_step,
+            target_flops_per_step,
+            device: self.device(),
+            tflops,
+            tflops_source,
+            step_seconds,
+            slow_step_seconds,
+            run_seconds: of_steps(step_seconds),
+            slow_run_seconds: of_steps(slow_step_seconds),
+            hidden_bytes_per_step,
+            hidden_bytes_per_second,
+            servers: self.servers(&epoch.mean, step, pass_seconds),
+            stream: hidden_bytes_per_second.map(|bytes| Stream::new(bytes / ranks as f64)),
+            all_reduce: self
+                .gpu()
+                .and_then(|gpu| AllReduce::new(parameters, (ranks, self.settings.nnodes), gpu)),
+            budget,
+            server_bytes: self.server_bytes()?,
+            server_parts: self.settings.division.tensor_parallel_size,
+            notes,
+        })
+    }
+
+    /// The GPU, if its figures are known.
+    fn gpu(&self) -> Option<&Gpu> {
+        if let Place::Gpu(_, gpu) = &self.place { Some(gpu) } else { None }
+    }
+
+    /// Seconds of one GPU for the target's pass over a row, at the best and at the worst.
+    fn pass_seconds(&self, row: &RowShape) -> Option<[f64; 2]> {
+        let (gpu, best) = (self.gpu()?, self.efficiency.as_ref()?);
+        // The tensor cores' peak is that of bfloat16.
+        let dtype = self.settings.hidden_states.target_dtype;
+        let is_bf16 = target::width(dtype, self.place.is_gpu()) < 4.0;
+        let work = (row.target_products, row.target_attention);
+        let worst = best.slow().unwrap_or_else(|| best.clone());
+        (is_bf16 && row.target_products > 0.0)
+            .then(|| [best, &worst].map(|it| it.forward_seconds(work, gpu)))
+    }
+
+    /// Seconds of a step: the rows of a rank at its speed, and with --colocate the target's passes over
+    /// them, which a GPU does at a pace of its own.
+    fn step_seconds(
+        &self,
+        row: &RowShape,
+        (tflops, budget): (Option<f64>, Option<&Budget>),
+        pass_seconds: Option<[f64; 2]>,
+    ) -> Option<Range> {
+        let rows = self.settings.rows.gradient_accumulation_steps as f64;
+        let tflops = tflops?;
+        let given = self.settings.tflops.is_some();
+        let Some(budget) = budget.filter(|_| !given) else {
+            return Some((rows * (row.flops + row.target_flops) / (tflops * 1e12), None));
+        };
+        let own = rows * row.flops / (tflops * 1e12);
+        let colocate = self.settings.hidden_states.colocate;
+        let [pass, slow_pass] = pass_seconds.filter(|_| colocate).unwrap_or([0.0; 2]);
+        let slow = budget.slow.map(|slow| own * slow.step_ms / budget.step_ms + rows * slow_pass);
+        Some((own + rows * pass, slow))
+    }
+
+    /// The GPUs that run the target for the trainers.
+    fn servers(
+        &self,
+        row: &RowShape,
+        step: Option<Range>,
+        pass_seconds: Option<[f64; 2]>,
+    ) -> Option<Servers> {
+        let pass_seconds = pass_seconds.filter(|_| !self.settings.hidden_states.colocate)?;
+        let (best, slow) = step?;
+        let rows = self.settings.rows.gradient_accumulation_steps as f64;
+        let steps = [best, slow.unwrap_or(best)].map(|seconds| seconds / rows);
+        let tflop = (row.target_products + row.target_attention) / 1e12;
+        Some(Servers::new(tflop, pass_seconds, (steps, self.settings.ranks())))
+    }
+
+    /// Bytes of weights of a process of each stage of the target's server.
+    fn server_bytes(&self) -> Result<Vec<f64>, Error> {
+        let hidden_states = &self.settings.hidden_states;
+        let Some(target) = self.native.as_ref().filter(|_| !hidden_states.colocate) else {
+            return Ok(Vec::new());
+        };
+        let division = self.settings.division;
+        let grid = Grid { pipeline: division.pipeline, tensor: division.tensor_parallel_size };
+        let width = target::width(hidden_states.target_dtype, self.place.is_gpu());
+        let elements = grid.elements(target)?;
+        Ok(elements.into_iter().map(|elements| elements * width).collect())
+    }
+
+    /// Bytes of a number that the draft computes with.
+    fn width(&self) -> f64 {
+        target::width(self.settings.compute.compute_dtype, self.place.is_gpu())
+    }
+
+    /// Bytes of a token's hidden states on the wire, bfloat16; the teacher's layer travels too.
+    fn token_bytes(&self, draft: &DraftConfig) -> f64 {
+        let last = draft.num_target_layers.map(|layers| layers as u32);
+        let travels = last.is_some_and(|last| draft.target_layer_ids.contains(&last));
+        let extra = self.settings.objective.needs_teacher() && !travels;
+        ((draft.captures() + i64::from(extra)) * draft.hidden_size * 2) as f64
+    }
+
+    fn device(&self) -> String {
+        match &self.place {
+            Place::Gpu(name, _) | Place::UnknownGpu(Some(name)) => name.clone(),
+            Place::UnknownGpu(None) => "GPU of unknown name".into(),
+            Place::Cpu => format!("CPU, {} cores a rank", self.cores),
+        }
+    }
+
+    fn computes_in_bf16(&self) -> bool {
+        self.width() < 4.0
+    }
+
+    /// A rank's step on the largest sampled row.
+    fn budget(
+        &self,
+        (target, draft): (&TargetFacts, &DraftConfig),
+        epoch: &rows::Epoch,
+        memory: &Memory,
+    ) -> Result<Option<Budget>, Error> {
+        let (Place::Gpu(_, gpu), Some(efficiency)) = (&self.place, &self.efficiency) else {
+            return Ok(None);
+        };
+        if !self.computes_in_bf16() {
+            return Ok(None);
+        }
+        let Self { settings, .. } = self;
+        let free = (gpu.memory * 1e9 - memory.at_first()).max(0.0) as u64;
+        let chunk_bytes = settings.objective.chunk_bytes(Some(free));
+        let micro_batches = settings.rows.gradient_accumulation_steps;
+        let shape = StepShape {
+            draft,
+            kind: Kind::BFloat16,
+            tied: target.is_tied(),
+            blocks: epoch.blocks.clone(),
+            objective: setup::objective(&settings.objective, draft.block_size, chunk_bytes),
+            optimizer: OptimizerConfig::from(&settings.optimizer),
+            keep: if settings.compute.recompute { Keep::Inputs } else { Keep::Activations },
+            row: &epoch.row,
+            micro_batches,
+        };
+        let useful = epoch.largest.flops * micro_batches as f64;
+        Ok(Some(Budget::new(&shape.record()?, useful, (gpu, efficiency))))
+    }
+
+    /// Useful TFLOP/s of a rank and where the figure comes from.
+    fn speed(&self, budget: Option<&Budget>) -> (Option<f64>, String) {
+        if let Some(tflops) = self.settings.tflops {
+            return (Some(tflops), "as given".into());
+        }
+        if let Some(budget) = budget {
+            return (Some(budget.tflops()), "computed, see the budget of a step".into());
+        }
+        if !self.place.is_gpu() {
+            let tflops = CPU_CORE_TFLOPS * self.cores as f64;
+            return (Some(tflops), format!("{CPU_CORE_TFLOPS} a core, see docs/plan.md"));
+        }
+        (None, "not measured on this GPU; pass --tflops".to_owned())
+    }
+}

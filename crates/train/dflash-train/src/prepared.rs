@@ -1,0 +1,203 @@
+//! A run with all that its settings name opened, before anything is written or computed.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use dflash_data::Dataset;
+use dflash_draft::DraftConfig;
+use dflash_hidden_states::{RetryPolicy, StreamConfig, TargetLogits};
+use dflash_identity::TargetIdentity;
+use dflash_run::{Checkpoint, RunDir};
+use dflash_settings::Invalid;
+use dflash_target::{TargetFacts, TargetHead};
+use dflash_tensor::place;
+use tch::{Device, Kind};
+
+use crate::config::TrainConfig;
+use crate::order::Packing;
+use crate::rows::{Samples, StreamedRows, TargetSamples};
+use crate::split::Split;
+use crate::warm_start::WarmStart;
+use crate::{Error, checkpoint, machine, plan, same_target, setup};
+
+/// Samples among which a stored one is looked for, to check what is stored.
+const PROBE_CANDIDATES: usize = 64;
+
+/// A run whose settings make sense. A launcher goes no further; a rank calls [`Self::run`].
+#[derive(Debug)]
+pub struct Prepared<'a> {
+    pub(crate) config: &'a TrainConfig,
+    pub(crate) target: TargetFacts,
+    pub(crate) identity: TargetIdentity,
+    pub(crate) draft: DraftConfig,
+    pub(crate) dataset: Arc<Dataset>,
+    /// What is held out of no training.
+    pub(crate) validation_data: Option<Arc<Dataset>>,
+    pub(crate) split: Split,
+    /// The checkpoint to go on from.
+    pub(crate) resume: Option<Checkpoint>,
+    /// The checkpoint whose weights a fresh run starts from.
+    pub(crate) warm_start: Option<WarmStart>,
+    /// What is of another target and may be, and what of the target the draft leaves out.
+    pub(crate) remarks: Vec<String>,
+    /// Whether the source's last states are behind the final norm, as the check of it found.
+    pub(crate) states_are_normed: Arc<AtomicBool>,
+}
+
+impl<'a> Prepared<'a> {
+    /// Opens target, dataset and checkpoints; prints and writes nothing.
+    ///
+    /// # Errors
+    /// Mistakes in the settings that show without computing.
+    pub fn open(config: &'a TrainConfig) -> Result<Self, Error> {
+        let target = TargetFacts::load(&config.target_dir, config.described_target.as_ref())?;
+        check_teacher(config, &target)?;
+        let draft = setup::draft_config(&target, &config.draft)?;
+        let pretrained = config.pretrained_dir.as_deref();
+        let warm_start = pretrained.map(|dir| WarmStart::open(dir, &draft)).transpose()?;
+        let settings = &config.settings;
+        let (device, _) = place(settings.device, settings.compute.compute_dtype, 0)?;
+        if device == Device::Cpu {
+            let bytes = checkpoint::least_memory(&draft, settings);
+            machine::check_memory(bytes, ("num_layers", config.draft.num_layers))?;
+        }
+        let data_path = settings.data_path()?;
+        let dataset = Arc::new(Dataset::open(data_path)?);
+        let set = settings.validation.validation_data.as_deref();
+        let validation_data = set.map(|path| Dataset::open(path).map(Arc::new)).transpose()?;
+        // a slot to learn from has an anchor before it
+        if dataset.lengths().iter().all(|&length| length < 2) {
+            return Err(Error::NothingToTrain { path: data_path.into() });
+        }
+        let identity = TargetIdentity::read(&config.target_dir, &settings.target)?;
+        let mut remarks = Vec::new();
+        for data in [Some(&dataset), validation_data.as_ref()].into_iter().flatten() {
+            remarks.extend(same_target::check_dataset(data, &config.target_dir, &identity)?);
+        }
+        let resume = RunDir::at(&settings.save_path).start(settings.resume)?;
+        let how = (&settings.validation, resume.as_ref());
+        let split = Split::new(&dataset, validation_data.as_deref(), how)?;
+        remarks.extend(split.note());
+        match (&resume, pretrained) {
+            (Some(_), _) if settings.allows_changed("target") => {}
+            (Some(checkpoint), _) => same_target::check_resumed(checkpoint, &identity)?,
+            (None, Some(dir)) => remarks.extend(same_target::check_pretrained(dir, &identity)?),
+            (None, None) => remarks.extend(plan::draft_notes(&target, &config.draft)),
+        }
+        Ok(Self {
+            config,
+            target,
+            identity,
+            draft,
+            dataset,
+            validation_data,
+            split,
+            resume,
+            warm_start,
+            remarks,
+            states_are_normed: Arc::default(),
+        })
+    }
+
+    /// The target's layer that a teacher's distribution is read after, where the objective needs it.
+    pub(crate) fn teacher_layer(&self) -> Option<u32> {
+        let last = self.target.num_hidden_layers as u32;
+        self.config.settings.objective.needs_teacher().then_some(last)
+    }
+
+    /// What the order of the rows follows from; the samples that are held out take no part.
+    pub(crate) fn packing(&self) -> Packing<'_> {
+        let rows = &self.config.settings.rows;
+        let lengths = self.split.trained_lengths();
+        Packing { lengths, total_seq_len: rows.total_seq_len(), seed: rows.seed }
+    }
+
+    /// Rows of the dataset, with the hidden states that the settings ask for.
+    pub(crate) fn streamed_rows(&self) -> StreamedRows {
+        let total_seq_len = self.config.settings.rows.total_seq_len();
+        let candidates = self.probe_candidates();
+        StreamedRows {
+            samples: self.samples(),
+            total_seq_len,
+            stream: self.stream_config(),
+            candidates,
+        }
+    }
+
+    /// Of how many samples, from the first on, one may be a probe.
+    pub(crate) fn probe_candidates(&self) -> u32 {
+        self.dataset.len().min(PROBE_CANDIDATES) as u32
+    }
+
+    /// The dataset's samples, for this target.
+    pub(crate) fn samples(&self) -> Arc<dyn Samples> {
+        let embedding_rows = self.target.vocab_size;
+        let (dataset, behind) = (Arc::clone(&self.dataset), self.validation_data.clone());
+        Arc::new(TargetSamples { dataset, behind, embedding_rows })
+    }
+
+    /// The target's layers that the run needs, ascending.
+    pub(crate) fn layer_ids(&self) -> Vec<u32> {
+        let own = &self.draft.target_layer_ids;
+        let teacher = self.teacher_layer().filter(|layer| !own.contains(layer));
+        own.iter().copied().chain(teacher).collect()
+    }
+
+    /// The target's embedding, final norm and output projection.
+    pub(crate) fn head(&self, place: (Device, Kind)) -> Result<TargetHead, dflash_tensor::Error> {
+        TargetHead::of(&self.config.target_dir, &self.target, place)
+    }
+
+    /// What a stock vLLM's last states are checked with, where they can be.
+    fn target_logits(&self) -> Option<TargetLogits> {
+        let is_last_state = self.target.no_last_state.is_none();
+        let (dir, are_normed) = (&self.config.target_dir, &self.states_are_normed);
+        is_last_state.then(|| same_target::logits(dir, &self.target, are_normed))
+    }
+
+    fn stream_config(&self) -> StreamConfig {
+        let (hidden, target) = (&self.config.settings.hidden_states, &self.target);
+        let layer_ids = self.layer_ids();
+        let endpoints = hidden.vllm_endpoint.clone();
+        let (startup, deadline) = (hidden.wait_for_server, hidden.server_timeout);
+        // Whoever goes on has had a server, which may be on its way back.
+        let startup = if self.resume.is_some() { startup.max(deadline) } else { startup };
+        let retry = RetryPolicy {
+            startup: Duration::from_secs(startup),
+            deadline: Duration::from_secs(deadline),
+            ..RetryPolicy::default()
+        };
+        StreamConfig {
+            retry,
+            shared_storage: hidden.shared_storage_path.clone(),
+            offline_dir: hidden.hidden_states_path.clone(),
+            vocab_size: Some(target.vocab_size as usize),
+            num_hidden_layers: Some(target.num_hidden_layers as u32),
+            target: Some(self.identity.clone()),
+            target_logits: self.target_logits(),
+            on_missing: hidden.on_missing,
+            on_generate: hidden.on_generate,
+            window_bytes: hidden.window_bytes(),
+            window_tokens: hidden.window_tokens(self.config.settings.rows.total_seq_len()),
+            max_in_flight: hidden.max_in_flight,
+            stop: Arc::clone(&self.config.stop),
+            ..StreamConfig::new(endpoints, layer_ids, target.hidden_size as usize)
+        }
+    }
+}
+
+/// Refuses an objective that needs the target's distribution where the last states do not give it.
+fn check_teacher(config: &TrainConfig, target: &TargetFacts) -> Result<(), Invalid> {
+    match target.no_last_state {
+        Some(reason) if config.settings.objective.needs_teacher() => {
+            let reason = format!(
+                "needs the target distribution, which {} does not give: {reason}; train with \
+                 --loss ce and the labels of the data",
+                target.architecture
+            );
+            Err(Invalid { key: "loss", reason, missing: None })
+        }
+        _ => Ok(()),
+    }
+}
