@@ -179,4 +179,13 @@ fn a_tokenizer_is_its_file_and_its_template() {
     fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
     write("additional_chat_templates/tool_use.jinja", "{{ tools }}");
     assert_ne!(digest(), other, "what conversations with tools are rendered with");
+    fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
+    let in_config = digest();
+    assert_ne!(in_config, with_template, "with the other template in tokenizer_config.json too");
+    write("additional_chat_templates/tool_use.jinja", "{{ other }}");
+    assert_ne!(digest(), in_config);
+    write("chat_template.json", r#"{"chat_template": "{{ c }}"}"#);
+    let in_json = digest();
+    write("additional_chat_templates/tool_use.jinja", "{{ tools }}");
+    assert_ne!(digest(), in_json);
 }

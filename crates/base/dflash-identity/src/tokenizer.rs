@@ -31,24 +31,22 @@ pub fn tokenizer_digest(dir: &Path) -> Result<Option<String>, Error> {
     Ok(Some(digest.hex()))
 }
 
-/// The template in the file `path`, with the one for tools if the model has one beside it.
-fn with_tools(dir: &Path, path: PathBuf) -> Result<String, Error> {
-    let read = |path: PathBuf| {
-        std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source })
-    };
-    let mut template = read(path)?;
+/// The chat template, from where the tokenizer reads it, with the one for tools if the model has it
+/// in a file.
+fn template(dir: &Path) -> Result<String, Error> {
+    let mut template = main_template(dir)?;
     let tool_use = dir.join("additional_chat_templates/tool_use.jinja");
-    if tool_use.is_file() {
+    // Without another template it is not used.
+    if !template.is_empty() && tool_use.is_file() {
         template += &read(tool_use)?;
     }
     Ok(template)
 }
 
-/// The chat template, from where the tokenizer reads it.
-fn template(dir: &Path) -> Result<String, Error> {
+fn main_template(dir: &Path) -> Result<String, Error> {
     let path = dir.join("chat_template.jinja");
     if path.is_file() {
-        return with_tools(dir, path);
+        return read(path);
     }
     for name in ["chat_template.json", "tokenizer_config.json"] {
         let path = dir.join(name);
@@ -62,4 +60,8 @@ fn template(dir: &Path) -> Result<String, Error> {
         }
     }
     Ok(String::new())
+}
+
+fn read(path: PathBuf) -> Result<String, Error> {
+    std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source })
 }

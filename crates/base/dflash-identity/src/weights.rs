@@ -10,10 +10,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use dflash_formats::safetensors::{Header, INDEX, SINGLE, TensorInfo};
+use dflash_formats::safetensors::{Header, INDEX, SINGLE, TensorInfo, weight_map};
 
 use crate::digest::Digest;
-use crate::{Error, read_json};
+use crate::Error;
 
 /// One page: reading less costs as much.
 const STRIPE: u64 = 4096;
@@ -85,9 +85,7 @@ fn shard_paths(dir: &Path) -> Result<Option<Vec<PathBuf>>, Error> {
     if !dir.join(INDEX).is_file() {
         return Ok(None);
     }
-    let index = read_json(&dir.join(INDEX))?;
-    let files = index["weight_map"].as_object().into_iter().flatten();
-    let names: BTreeSet<&str> = files.filter_map(|(_, file)| file.as_str()).collect();
+    let names: BTreeSet<String> = weight_map(dir)?.into_values().collect();
     let paths: Vec<PathBuf> = names.into_iter().map(|name| dir.join(name)).collect();
     Ok((!paths.is_empty() && paths.iter().all(|path| path.is_file())).then_some(paths))
 }

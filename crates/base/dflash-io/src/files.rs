@@ -4,14 +4,16 @@
 //! the same directory, fsynced, and renamed. A crash or a full disk leaves the old content or none,
 //! never a mixture.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 mod leftovers;
+mod lock;
 mod pending;
 
+use lock::DestinationLock;
 use pending::Pending;
 pub use pending::remove_pending;
 
@@ -145,18 +147,17 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
 
 /// A directory under construction: removed when dropped, renamed into place by [`Self::commit`].
 ///
-/// Only one process makes a directory at a time: it holds a lock on it, which the kernel releases
-/// when the process ends. What killed processes left is removed when the next one starts.
+/// Only one process makes a directory at a time: it holds the lock of the destination's name from
+/// before it looks at what is there until the directory is in place or given up. What killed
+/// processes left is removed when the next one starts.
 #[derive(Debug)]
 pub struct PendingDir {
     aside: PathBuf,
-    _lock: File,
     destination: PathBuf,
     replaces: bool,
-    /// Parents that did not exist before, outermost first.
-    new_parents: Vec<PathBuf>,
     committed: bool,
     _pending: Pending,
+    _lock: DestinationLock,
 }
 
 impl PendingDir {
@@ -166,10 +167,6 @@ impl PendingDir {
     /// [`Error::Occupied`] if `destination` is not empty, [`Error::InUse`] while another process
     /// makes it; otherwise I/O.
     pub fn create(destination: &Path) -> Result<Self, Error> {
-        leftovers::restore(destination)?;
-        if !is_absent_or_empty(destination)? {
-            return Err(Error::Occupied { path: destination.into() });
-        }
         Self::start(destination, false)
     }
 
@@ -183,29 +180,28 @@ impl PendingDir {
     }
 
     fn start(destination: &Path, replaces: bool) -> Result<Self, Error> {
+        let lock = DestinationLock::take(destination)?;
         leftovers::restore(destination)?;
-        leftovers::sweep(destination)?;
+        if !replaces && !is_absent_or_empty(destination)? {
+            return Err(Error::Occupied { path: destination.into() });
+        }
+        if lock.is_exclusive {
+            leftovers::sweep(destination)?;
+        }
         let aside = aside_name(destination);
         if aside.exists() {
             // Left by a process that had our id and was killed.
             fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))?;
         }
-        let (new_parents, pending) = (missing_parents(&aside), Pending::note(&aside));
-        fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
-        let lock = File::open(&aside).map_err(Error::io("open", &aside))?;
-        match lock.try_lock() {
-            Err(TryLockError::WouldBlock) => return Err(Error::InUse { path: destination.into() }),
-            // Some network file systems have no locks; leftovers are not removed there.
-            Ok(()) | Err(TryLockError::Error(_)) => (),
-        }
+        let pending = Pending::note(&aside);
+        fs::create_dir(&aside).map_err(Error::io("create", &aside))?;
         Ok(Self {
-            new_parents,
-            _pending: pending,
-            _lock: lock,
             aside,
             destination: destination.into(),
             replaces,
             committed: false,
+            _pending: pending,
+            _lock: lock,
         })
     }
 
@@ -269,10 +265,6 @@ impl Drop for PendingDir {
     fn drop(&mut self) {
         if !self.committed {
             let _ = fs::remove_dir_all(&self.aside);
-            for parent in self.new_parents.iter().rev() {
-                // Fails, as it should, if another process has put something there.
-                let _ = fs::remove_dir(parent);
-            }
         }
     }
 }
@@ -306,15 +298,6 @@ pub fn replace_link(path: &Path, target: &Path) -> Result<(), Error> {
         return Err(Error::Io { action: "replace the link", path: path.into(), source });
     }
     sync_parent(path)
-}
-
-/// The directories above `path` that do not exist, outermost first.
-fn missing_parents(path: &Path) -> Vec<PathBuf> {
-    let above = path.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty());
-    let mut missing: Vec<PathBuf> =
-        above.take_while(|parent| !parent.exists()).map(Path::to_path_buf).collect();
-    missing.reverse();
-    missing
 }
 
 /// Whether `path` can take a new directory.
@@ -468,6 +451,45 @@ mod tests {
         expected.push("ds.v1".to_owned());
         expected.sort();
         assert_eq!(names(dir.path()), expected);
+    }
+
+    #[test]
+    fn of_several_that_start_at_once_one_makes_the_directory() {
+        const AT_ONCE: usize = 4;
+        let dir = tempfile::tempdir().unwrap();
+        let together = std::sync::Barrier::new(AT_ONCE);
+        let start = |destination: &Path| {
+            together.wait();
+            let started = PendingDir::create(destination);
+            together.wait();
+            match &started {
+                Ok(pending) => assert!(pending.path().is_dir(), "swept by one that came later"),
+                Err(error) => assert!(matches!(error, Error::InUse { .. }), "{error}"),
+            }
+            usize::from(started.is_ok())
+        };
+        let rounds = |destination: &Path| {
+            for round in 0..300 {
+                let started: usize = std::thread::scope(|scope| {
+                    let starts = [(); AT_ONCE].map(|()| scope.spawn(|| start(destination)));
+                    starts.map(|start| start.join().unwrap()).iter().sum()
+                });
+                assert_eq!(started, 1, "round {round}");
+            }
+        };
+        rounds(&dir.path().join("ds"));
+        assert!(names(dir.path()).is_empty(), "{:?}", names(dir.path()));
+        // Each round makes and removes the parents too.
+        rounds(&dir.path().join("new/deep/ds"));
+    }
+
+    #[test]
+    fn a_lock_whose_process_was_killed_is_taken_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let destination = dir.path().join("ds.v1");
+        fs::write(dir.path().join(".ds.v1.0.tmp"), "").unwrap();
+        PendingDir::create(&destination).unwrap().commit().unwrap();
+        assert_eq!(names(dir.path()), ["ds.v1"]);
     }
 
     #[test]

@@ -49,6 +49,10 @@ pub enum Error {
     /// Through `raise_exception`, or because the template failed.
     #[error("the chat template refused the conversation: {reason}")]
     Render { reason: String },
+    #[error(
+        "chat_template_kwargs cannot set {key}, which is what the template renders; leave it out"
+    )]
+    ReservedVariable { key: String },
     #[error("the tokenizer failed: {reason}")]
     Tokenize { reason: String },
 }

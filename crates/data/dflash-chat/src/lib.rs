@@ -6,6 +6,7 @@
 //! `apply_chat_template(tokenize=True)`: the template decides about special tokens, the encoder
 //! adds none.
 
+mod counts;
 mod error;
 mod message;
 mod reader;
@@ -13,9 +14,12 @@ mod row;
 mod template;
 mod tokenizer;
 
+pub use counts::NameCounts;
 pub use error::Error;
 pub use message::{Conversation, Message, Role};
 pub use reader::{RawRow, RawRows, raw_rows};
-pub use row::{Row, is_row_column, parse_prompt_row, parse_row, unread_columns};
+pub use row::{
+    Row, is_row_column, parse_prompt_row, parse_row, unread_columns, unread_prompt_columns,
+};
 pub use template::panics_are_caught;
 pub use tokenizer::{ChatTokenizer, SegmentCache, SpecialIds, Start, TokenUse, added_tokens};

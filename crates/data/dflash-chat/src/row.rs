@@ -56,6 +56,19 @@ enum Layout<'a> {
     Question(&'static str, &'a Value),
 }
 
+impl Layout<'_> {
+    /// Whether its turns begin with a system prompt that is not this `text`.
+    fn begins_with_other_system(&self, text: &str) -> bool {
+        let turns = match self {
+            Self::Turns(_, turns) | Self::Pair((_, turns), _) | Self::Question(_, turns) => turns,
+            // All of them are the user's.
+            Self::Benchmark(_) => return false,
+        };
+        let first = || parse_turn(turns.as_array()?.first()?, "").ok();
+        first().is_some_and(|first| first.role == Role::System && first.content != text)
+    }
+}
+
 /// Whether a column of this `name` is read in any layout.
 pub fn is_row_column(name: &str) -> bool {
     let fixed = ["turns", "tools", "input_ids", "loss_mask"];
@@ -67,14 +80,26 @@ pub fn is_row_column(name: &str) -> bool {
 /// Columns of a conversation row that have a value but that [`parse_row`] does not read, so their
 /// contents are not in the prompt. None for pre-tokenized rows, which have their prompt, and for
 /// rows of no known layout.
+///
+/// A column of the system prompt is one of them if the turns begin with another system prompt.
 pub fn unread_columns(value: &Value) -> Vec<&str> {
+    unread(value, Answer::Needed)
+}
+
+/// [`unread_columns`] of [`parse_prompt_row`].
+pub fn unread_prompt_columns(value: &Value) -> Vec<&str> {
+    unread(value, Answer::Optional)
+}
+
+fn unread(value: &Value, answer: Answer) -> Vec<&str> {
     let Some(row) = value.as_object() else { return Vec::new() };
     if tokens_of(row).is_some() {
         return Vec::new();
     }
-    let Some(layout) = layout(row, Answer::Needed) else { return Vec::new() };
+    let Some(layout) = layout(row, answer) else { return Vec::new() };
     let mut read = vec!["tools"];
-    read.extend(system_of(row).map(|(name, _)| name));
+    let system = system_of(row).filter(|(_, text)| !layout.begins_with_other_system(text));
+    read.extend(system.map(|(name, _)| name));
     match layout {
         Layout::Turns(field, _) => read.push(field),
         Layout::Benchmark(_) => read.push("turns"),
@@ -432,11 +457,21 @@ mod tests {
             json!({"system": "s", "system_prompt": "t", "query": "q", "response": "a"}),
             &["system_prompt"],
         );
+        // A system prompt among the turns wins over the column.
+        let own = json!([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]);
+        check(json!({"messages": own, "system": "s"}), &[]);
+        check(json!({"messages": own, "system": "t"}), &["system"]);
+        check(json!({"prompt": own, "completion": "a", "system_prompt": "t"}), &["system_prompt"]);
+        let parts = json!([{"from": "system", "value": [{"type": "text", "text": "s"}]}]);
+        check(json!({"conversations": parts, "system_prompt": "t"}), &["system_prompt"]);
         check(json!({"problem": "q", "solution": "a", "answer": "4"}), &["answer"]);
         check(json!({"turns": ["a"], "reference": ["b"]}), &["reference"]);
         check(json!({"input_ids": [1], "loss_mask": [1], "messages": turns}), &[]);
         assert!(unread_columns(&json!({"text": "x"})).is_empty());
         assert!(unread_columns(&json!([1])).is_empty());
+        let question = json!({"question": "q", "context": "c", "id": 1});
+        assert!(unread_columns(&question).is_empty(), "it is refused for want of an answer");
+        assert_eq!(unread_prompt_columns(&question), ["context", "id"]);
     }
 
     #[test]

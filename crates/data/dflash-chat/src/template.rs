@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use minijinja::{Environment, context};
 use serde_json::{Map, Value};
 
-use crate::error::Error;
+use crate::error::{Error, json_type};
 use crate::message::Message;
 
 pub use caught::panics_are_caught;
@@ -28,31 +28,56 @@ const TOOL_USE: &str = "tool_use";
 /// Where models keep named templates as files, next to `chat_template.jinja`.
 const MORE_TEMPLATES: &str = "additional_chat_templates";
 
+/// Variables that no caller may set, because they are what is rendered.
+const RESERVED: [&str; 2] = ["messages", "add_generation_prompt"];
+/// The variable for the tools on offer.
+const TOOLS: &str = "tools";
+
 /// A compiled chat template with its constant variables.
 #[derive(Debug)]
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
     /// The templates with their names, as the model has them.
     sources: Vec<(String, String)>,
-    pub(crate) variables: BTreeMap<String, Value>,
+    variables: BTreeMap<String, Value>,
+}
+
+/// A template as the model has it.
+#[derive(Debug)]
+struct Source {
+    path: PathBuf,
+    name: String,
+    text: String,
 }
 
 impl ChatTemplate {
-    /// Finds and compiles the template of a model directory: `chat_template.jinja`, with
-    /// `additional_chat_templates/tool_use.jinja`, else `chat_template.json`, else `chat_template`
-    /// of `tokenizer_config.json` (a string, or a list of named templates of which `default` and
-    /// `tool_use` are used). `variables` are the special tokens (`bos_token`, ...) that the
-    /// template may use.
+    /// Finds and compiles the template of a model directory: `chat_template.jinja`, else
+    /// `chat_template.json`, else `chat_template` of `tokenizer_config.json` (a string, or a list of
+    /// named templates of which `default` and `tool_use` are used); and with any of these
+    /// `additional_chat_templates/tool_use.jinja`. `variables` are the special tokens (`bos_token`,
+    /// ...) that the template may use.
     pub(crate) fn load(dir: &Path, variables: BTreeMap<String, Value>) -> Result<Self, Error> {
-        let (path, sources) = find_sources(dir)?;
         let mut environment = python::environment();
-        for (name, source) in &sources {
-            let source = slices::replace_slices(&python::replace_generation_tags(source));
-            environment.add_template_owned(name.clone(), source).map_err(|error| {
-                Error::BadTemplate { path: path.clone(), reason: explain(&error) }
-            })?;
+        let mut sources = Vec::new();
+        for Source { path, name, text } in find_sources(dir)? {
+            let source = slices::replace_slices(&python::replace_generation_tags(&text));
+            environment
+                .add_template_owned(name.clone(), source)
+                .map_err(|error| Error::BadTemplate { path, reason: explain(&error) })?;
+            sources.push((name, text));
         }
         Ok(Self { environment, sources, variables })
+    }
+
+    /// See [`crate::ChatTokenizer::extend_template_variables`].
+    pub(crate) fn extend_variables(
+        &mut self,
+        variables: impl IntoIterator<Item = (String, Value)>,
+    ) -> Result<(), Error> {
+        let variables: Map<String, Value> = variables.into_iter().collect();
+        check_variables(&variables)?;
+        self.variables.extend(variables);
+        Ok(())
     }
 
     /// The templates with their names, as the model has them.
@@ -68,9 +93,12 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         more: &Map<String, Value>,
     ) -> Result<String, Error> {
+        check_variables(more)?;
         let messages: Vec<minijinja::Value> = messages.iter().map(as_value).collect();
         let mut variables = self.variables.clone();
         variables.extend(more.clone());
+        let usual_tools = variables.remove(TOOLS).filter(|list| has_items(list));
+        let tools = tools.or(usual_tools.as_ref());
         // Transformers' arguments of the same name; without any, templates test for none.
         variables.entry("documents".to_owned()).or_insert(Value::Null);
         let tool_use = tools.and_then(|_| self.environment.get_template(TOOL_USE).ok());
@@ -87,6 +115,26 @@ impl ChatTemplate {
             })?
             .map_err(|error| Error::Render { reason: explain(&error) })
     }
+}
+
+/// Whether a caller may set these.
+fn check_variables(variables: &Map<String, Value>) -> Result<(), Error> {
+    if let Some(key) = RESERVED.into_iter().find(|key| variables.contains_key(*key)) {
+        return Err(Error::ReservedVariable { key: key.into() });
+    }
+    match variables.get(TOOLS) {
+        None | Some(Value::Null | Value::Array(_)) => Ok(()),
+        Some(other) => Err(Error::FieldType {
+            field: format!("{TOOLS} of chat_template_kwargs"),
+            expected: "a list",
+            found: json_type(other),
+        }),
+    }
+}
+
+/// An empty list counts as none, in rows too.
+fn has_items(list: &Value) -> bool {
+    list.as_array().is_some_and(|items| !items.is_empty())
 }
 
 /// The dictionary that a template gets. See [`no_content`].
@@ -116,22 +164,34 @@ fn explain(error: &minijinja::Error) -> String {
     }
 }
 
-/// The file with the template, and its named sources.
-fn find_sources(dir: &Path) -> Result<(PathBuf, Vec<(String, String)>), Error> {
+/// The model's templates, one of them the default.
+fn find_sources(dir: &Path) -> Result<Vec<Source>, Error> {
+    let mut sources = main_sources(dir)?;
+    let path = dir.join(MORE_TEMPLATES).join(format!("{TOOL_USE}.jinja"));
+    if let Some(text) = read_optional(&path)? {
+        // A file wins over a list's entry of the same name, as in Transformers.
+        sources.retain(|source| source.name != TOOL_USE);
+        sources.push(Source { path, name: TOOL_USE.to_owned(), text });
+    }
+    Ok(sources)
+}
+
+/// The templates of the first place that has a default one.
+fn main_sources(dir: &Path) -> Result<Vec<Source>, Error> {
     let path = dir.join("chat_template.jinja");
-    if let Some(source) = read_optional(&path)? {
-        let tool_use = read_optional(&dir.join(MORE_TEMPLATES).join(format!("{TOOL_USE}.jinja")))?;
-        let tool_use = tool_use.map(|source| (TOOL_USE.to_owned(), source));
-        return Ok((path, [(DEFAULT.to_owned(), source)].into_iter().chain(tool_use).collect()));
+    if let Some(text) = read_optional(&path)? {
+        return Ok(vec![Source { path, name: DEFAULT.to_owned(), text }]);
     }
     for file in ["chat_template.json", "tokenizer_config.json"] {
         let path = dir.join(file);
         let Some(text) = read_optional(&path)? else { continue };
         let json: Value = serde_json::from_str(&text)
             .map_err(|source| Error::ModelJson { path: path.clone(), source })?;
-        let sources = named_sources(&json["chat_template"]);
-        if sources.iter().any(|(name, _)| name == DEFAULT) {
-            return Ok((path, sources));
+        let named = named_sources(&json["chat_template"]).into_iter();
+        let sources: Vec<Source> =
+            named.map(|(name, text)| Source { path: path.clone(), name, text }).collect();
+        if sources.iter().any(|source| source.name == DEFAULT) {
+            return Ok(sources);
         }
     }
     Err(Error::NoTemplate { dir: dir.into() })
@@ -284,6 +344,73 @@ mod tests {
         fs::create_dir(&more).unwrap();
         fs::write(more.join("tool_use.jinja"), "tools of a file").unwrap();
         assert_eq!((render(), with_tools()), ("file".to_owned(), "tools of a file".to_owned()));
+    }
+
+    #[test]
+    fn a_template_for_tools_in_a_file_goes_with_a_default_of_any_place() {
+        let tools = json!([{"name": "f"}]);
+        let named = json!([{"name": "tool_use", "template": "listed"},
+                           {"name": "default", "template": "plain"}]);
+        for (file, chat_template) in [
+            ("chat_template.json", json!("plain")),
+            ("tokenizer_config.json", json!("plain")),
+            ("tokenizer_config.json", named),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let text = json!({ "chat_template": chat_template }).to_string();
+            fs::write(dir.path().join(file), text).unwrap();
+            let more = dir.path().join("additional_chat_templates");
+            fs::create_dir(&more).unwrap();
+            fs::write(more.join("tool_use.jinja"), "tools of a file").unwrap();
+            let load = || ChatTemplate::load(dir.path(), BTreeMap::new());
+            let template = load().unwrap();
+            let render = |tools| template.render(&[], tools, false, &Map::new()).unwrap();
+            assert_eq!(render(None), "plain", "{file}");
+            assert_eq!(render(Some(&tools)), "tools of a file", "{file}");
+            fs::write(more.join("tool_use.jinja"), "{% if %}").unwrap();
+            let error = load().unwrap_err().to_string();
+            assert!(error.contains("tool_use.jinja does not parse"), "{error}");
+        }
+    }
+
+    #[test]
+    fn tools_among_the_variables_are_for_conversations_without_any() {
+        let dir = tempfile::tempdir().unwrap();
+        let named = json!({"chat_template": [
+            {"name": "tool_use", "template": "{{ tools[0].name }}"},
+            {"name": "default", "template": "{{ tools is none }}"}]});
+        fs::write(dir.path().join("tokenizer_config.json"), named.to_string()).unwrap();
+        let mut template = ChatTemplate::load(dir.path(), BTreeMap::new()).unwrap();
+        let check = |template: &ChatTemplate, own: Value, more: Value, expect: &str| {
+            let (own, more) = (Some(&own).filter(|own| !own.is_null()), more.as_object().unwrap());
+            assert_eq!(template.render(&[], own, false, more).unwrap(), expect, "{more:?}");
+        };
+        let tools = |name: &str| json!({"tools": [{ "name": name }]});
+        check(&template, Value::Null, tools("f"), "f");
+        check(&template, tools("own")["tools"].clone(), tools("f"), "own");
+        for none in [json!({"tools": []}), json!({"tools": null})] {
+            check(&template, Value::Null, none, "True");
+        }
+        template.extend_variables(tools("constant").as_object().unwrap().clone()).unwrap();
+        check(&template, Value::Null, json!({}), "constant");
+        check(&template, Value::Null, tools("f"), "f");
+        check(&template, Value::Null, json!({"tools": []}), "True");
+    }
+
+    #[test]
+    fn variables_that_are_what_is_rendered_are_refused() {
+        let mut template = template("{{ messages }}").unwrap();
+        let mut refuse = |variables: Value, words: &str| {
+            let variables = variables.as_object().unwrap();
+            let error = template.render(&[], None, false, variables).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+            let error = template.extend_variables(variables.clone()).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        refuse(json!({"messages": []}), "chat_template_kwargs cannot set messages");
+        refuse(json!({"add_generation_prompt": true}), "cannot set add_generation_prompt");
+        let wrong = "tools of chat_template_kwargs must be a list, found an object";
+        refuse(json!({"tools": {"name": "f"}}), wrong);
     }
 
     #[test]

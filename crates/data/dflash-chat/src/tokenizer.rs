@@ -94,17 +94,17 @@ impl ChatTokenizer {
         })
     }
 
-    /// Adds or replaces variables of the chat template, such as `enable_thinking`.
+    /// Adds or replaces variables of the chat template, such as `enable_thinking`. `tools` is a list
+    /// for the conversations that have none of their own.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`].
+    /// [`Error::NoTemplate`], [`Error::ReservedVariable`], [`Error::FieldType`].
     pub fn extend_template_variables(
         &mut self,
         variables: impl IntoIterator<Item = (String, Value)>,
     ) -> Result<(), Error> {
         let missing = Error::NoTemplate { dir: self.dir.clone() };
-        self.template.as_mut().ok_or(missing)?.variables.extend(variables);
-        Ok(())
+        self.template.as_mut().ok_or(missing)?.extend_variables(variables)
     }
 
     /// Renders a conversation to text through the chat template. `tools` is a list of JSON
@@ -125,7 +125,7 @@ impl ChatTokenizer {
     /// override its constant ones.
     ///
     /// # Errors
-    /// As [`Self::render`].
+    /// As [`Self::render`] and [`Self::extend_template_variables`].
     pub fn render_with(
         &self,
         messages: &[Message],

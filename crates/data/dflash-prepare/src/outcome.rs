@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use dflash_data::Sample;
+use dflash_chat::NameCounts;
 use serde::Serialize;
 
 /// Why a conversation or row was dropped: in words, and in snake case as a key of
@@ -60,18 +61,10 @@ pub struct Tally {
     /// Turns that were removed from their conversations, or left as context, by reason.
     pub turns_dropped: BTreeMap<DropReason, Dropped>,
     /// Unknown keys of messages, and how many messages have them.
-    pub unknown_keys: BTreeMap<String, u64>,
+    pub unknown_keys: NameCounts,
     /// Unknown columns of rows, and how many rows have a value there.
-    pub unread_columns: BTreeMap<String, u64>,
+    pub unread_columns: NameCounts,
 }
-
-/// Maximum number of unknown keys that are listed separately; more occur in data whose keys are
-/// values.
-const KEYS_SHOWN: usize = 32;
-/// Longest name shown, in characters.
-const KEY_LENGTH: usize = 40;
-/// Stands for the names beyond [`KEYS_SHOWN`].
-const OTHER_KEYS: &str = "(others)";
 
 impl Tally {
     pub(crate) fn drop(&mut self, reason: DropReason, first: impl FnOnce() -> String) {
@@ -85,16 +78,6 @@ impl Tally {
         self.turns_dropped.entry(reason).or_insert_with(none).count += 1;
     }
 
-    /// Counts messages that have an unknown key.
-    pub(crate) fn unknown_key(&mut self, key: &str, messages: u64) {
-        count(&mut self.unknown_keys, key, messages);
-    }
-
-    /// Counts rows that have an unknown column.
-    pub(crate) fn unread_column(&mut self, name: &str, rows: u64) {
-        count(&mut self.unread_columns, name, rows);
-    }
-
     /// Adds the counts of a later part.
     pub(crate) fn absorb(&mut self, later: Self) {
         self.rows_in += later.rows_in;
@@ -105,12 +88,8 @@ impl Tally {
         for (reason, Dropped { count, first }) in later.turns_dropped {
             self.turns_dropped.entry(reason).or_insert(Dropped { count: 0, first }).count += count;
         }
-        for (key, messages) in later.unknown_keys {
-            self.unknown_key(&key, messages);
-        }
-        for (name, rows) in later.unread_columns {
-            self.unread_column(&name, rows);
-        }
+        self.unknown_keys.absorb(&later.unknown_keys);
+        self.unread_columns.absorb(&later.unread_columns);
     }
 
     /// `12 refused by the chat template (first: data.jsonl:3: ...); 1 ...`
@@ -128,31 +107,13 @@ impl Tally {
 
     /// `contnt (3 messages), weight (1 message)`
     pub(crate) fn keys(&self) -> String {
-        listed(&self.unknown_keys, "message")
+        self.unknown_keys.listed("message")
     }
 
     /// `category (12 rows), id (12 rows)`
     pub(crate) fn columns(&self) -> String {
-        listed(&self.unread_columns, "row")
+        self.unread_columns.listed("row")
     }
-}
-
-/// Counts under `name`, or under [`OTHER_KEYS`] if there are too many names already.
-fn count(names: &mut BTreeMap<String, u64>, name: &str, times: u64) {
-    let name: String = name.chars().take(KEY_LENGTH).collect();
-    let shown = names.len() - usize::from(names.contains_key(OTHER_KEYS));
-    let has_room = shown < KEYS_SHOWN || names.contains_key(&name);
-    let name = if has_room { name } else { OTHER_KEYS.to_owned() };
-    *names.entry(name).or_default() += times;
-}
-
-/// `a (3 messages), b (1 message)`
-fn listed(names: &BTreeMap<String, u64>, noun: &str) -> String {
-    let part = |(name, count): (&String, &u64)| {
-        let plural = if *count == 1 { "" } else { "s" };
-        format!("{} ({count} {noun}{plural})", name.escape_debug())
-    };
-    names.iter().map(part).collect::<Vec<_>>().join(", ")
 }
 
 /// Cuts `sample` to `seq_length`; says whether it was cut, or why it is dropped.
@@ -189,24 +150,6 @@ mod tests {
         check("00001", Err(DropReason::NothingSupervised));
         check("", Err(DropReason::NothingSupervised));
         check("00011", Err(DropReason::TooFewSupervised));
-    }
-
-    #[test]
-    fn unknown_keys_are_counted_within_bounds() {
-        let mut chunk = Tally::default();
-        chunk.unknown_key("a\u{1b}[2J", 1);
-        (0..1000).for_each(|n| chunk.unknown_key(&format!("k{n:04}"), 1));
-        let mut whole = Tally::default();
-        whole.absorb(chunk.clone());
-        whole.absorb(chunk);
-        assert_eq!(whole.unknown_keys.len(), KEYS_SHOWN + 1);
-        assert_eq!(whole.unknown_keys.values().sum::<u64>(), 2002);
-        assert!(
-            whole.keys().starts_with("(others) (1938 messages), a\\u{1b}[2J (2 messages), k0000")
-        );
-        let mut long = Tally::default();
-        long.unknown_key(&"x".repeat(1 << 20), 1);
-        assert_eq!(long.keys(), format!("{} (1 message)", "x".repeat(KEY_LENGTH)));
     }
 
     #[test]

@@ -154,7 +154,7 @@ impl Job<'_> {
     ) -> Result<(), Error> {
         let row = match record.take_parsed() {
             Ok(value) => {
-                unread_columns(&value).iter().for_each(|name| out.tally.unread_column(name, 1));
+                out.tally.unread_columns.add_each(unread_columns(&value));
                 parse_row(&value)
             }
             Err(reason) => return self.bad_row(record, reason, out),
@@ -194,9 +194,8 @@ impl Job<'_> {
         out: &mut Prepared,
     ) -> Result<Vec<Sample>, Refusal> {
         let messages = &mut conversation.messages;
-        for key in messages.iter().flat_map(|message| &message.unknown_keys) {
-            out.tally.unknown_key(key, 1);
-        }
+        let unknown = messages.iter().flat_map(|message| &message.unknown_keys);
+        out.tally.unknown_keys.add_each(unknown.map(String::as_str));
         let had_messages = !messages.is_empty();
         messages.retain(|message| {
             let is_kept = message.role != Role::Assistant

@@ -7,12 +7,15 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use prost::Message;
 
 use crate::trackers::{End, Entry, Track, seconds_since_1970};
 use crate::{Error, RunDir};
+
+/// Names of files begin with it; the second of their start follows.
+const PREFIX: &str = "events.out.tfevents.";
 
 /// What TensorBoard expects in the first event of a file.
 const FILE_VERSION: &str = "brain.Event:2";
@@ -66,21 +69,24 @@ struct Scalar {
 }
 
 impl Events {
-    /// Begins a file in the run's directory, one per start. The file of a run that resumes after
-    /// `step` tells readers to drop later steps of earlier files.
+    /// Begins a file in the run's directory, one per start. Where there are files of earlier starts, as
+    /// of a run that resumes after `step` or of one that was killed before its first checkpoint, it tells
+    /// readers to drop their later steps.
     pub(crate) fn create(run: &RunDir, step: u64) -> Result<Self, Error> {
         let dir = run.path().join(RunDir::EVENTS);
         std::fs::create_dir_all(&dir).map_err(dflash_io::Error::io("create", &dir))?;
-        // TensorBoard reads files with "tfevents" in their name, in the order of the names.
-        let (seconds, process) = (seconds_since_1970() as u64, std::process::id());
-        let path = dir.join(format!("events.out.tfevents.{seconds:010}.{process}"));
+        // TensorBoard reads files with "tfevents" in their name, in the order of the names: a start has
+        // a later second than the one before, be it one that the clock has not come to.
+        let (now, newest) = (seconds_since_1970() as u64, newest(&dir)?);
+        let seconds = newest.map_or(now, |newest| now.max(newest + 1));
+        let path = dir.join(format!("{PREFIX}{seconds:010}.{}", std::process::id()));
         let file = File::options().create(true).append(true).open(&path);
         let file = file.map_err(dflash_io::Error::io("create", &path))?;
         let mut events = Self { path, file };
         let file_version = Some(FILE_VERSION.to_owned());
         let wall_time = seconds_since_1970();
         events.write(&Event { wall_time, file_version, ..Event::default() })?;
-        if step > 0 {
+        if step > 0 || newest.is_some() {
             let session_log = Some(SessionLog { status: START });
             let step = step as i64 + 1;
             events.write(&Event { wall_time, step, session_log, ..Event::default() })?;
@@ -109,6 +115,17 @@ impl Track for Events {
     fn close(&mut self, _: End) -> Result<(), Error> {
         Ok(())
     }
+}
+
+/// The second in the name of the newest file in `dir`.
+fn newest(dir: &Path) -> Result<Option<u64>, Error> {
+    let entries = std::fs::read_dir(dir).map_err(dflash_io::Error::io("list", dir))?;
+    let seconds = entries.filter_map(|entry| {
+        let name = entry.ok()?.file_name();
+        let rest = name.to_str()?.strip_prefix(PREFIX)?;
+        rest.split('.').next()?.parse().ok()
+    });
+    Ok(seconds.max())
 }
 
 /// A TFRecord.
@@ -208,6 +225,21 @@ mod tests {
         assert_eq!((event.step, event.session_log), (21, Some(SessionLog { status: START })));
         // Field 7, of two bytes: field 1 is 1. As in TensorBoard's event.proto.
         assert!(written[1].ends_with(&[0x3a, 2, 0x08, 1]), "{:?}", written[1]);
+    }
+
+    #[test]
+    fn a_run_that_starts_again_drops_what_was_there_and_is_read_after_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = RunDir::at(dir.path());
+        let starts = [0; 3].map(|step| Events::create(&run, step).unwrap());
+        let sessions: [Vec<i64>; 3] = starts.each_ref().map(|start| {
+            let bytes = std::fs::read(&start.path).unwrap();
+            let events = messages(&bytes).into_iter().map(|bytes| Event::decode(bytes).unwrap());
+            events.filter(|event| event.session_log.is_some()).map(|event| event.step).collect()
+        });
+        assert_eq!(sessions, [vec![], vec![1], vec![1]]);
+        // in one second, and in one process
+        assert!(starts.is_sorted_by(|start, next| start.path < next.path), "{starts:?}");
     }
 
     #[test]

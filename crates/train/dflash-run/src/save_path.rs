@@ -284,7 +284,7 @@ mod tests {
         check(keep(None, Some(7)), None, &FIVE);
         check(keep(Some(9), None), None, &FIVE);
         check(keep(Some(2), None), None, &FIVE[3..]);
-        check(keep(Some(0), None), None, &FIVE[4..]);
+        check(keep(Some(0), None), None, &FIVE);
         check(keep(Some(1), Some(20)), None, &[FIVE[1], FIVE[3], FIVE[4]]);
         let best = r#"{"step": 10, "acceptance_length": 3.5}"#;
         check(keep(Some(1), None), Some(best), &[FIVE[0], FIVE[4]]);

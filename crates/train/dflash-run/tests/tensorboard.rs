@@ -35,9 +35,8 @@ fn tensorboard_reads_our_events() {
         println!("skipped: python3 has no tensorboard to read our events with");
         return;
     }
-    // A start that goes on after step 2 takes what came after it along. Files are read in their names' order.
+    // A start that goes on after step 2 takes what came after it along.
     drop(events);
-    std::thread::sleep(std::time::Duration::from_millis(1100));
     let about = RunAbout { step: 2, ..RunAbout::default() };
     let mut events = Trackers::open(&run, &[Tracker::Tensorboard], &about).unwrap();
     let lines: Vec<MetricLine> = [1, 2, 3].map(line).into();

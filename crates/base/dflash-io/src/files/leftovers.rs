@@ -1,9 +1,7 @@
-//! Leftovers of killed processes that were making a directory.
-//!
-//! A lock distinguishes them from running processes, and the process id does too: there is a moment
-//! between creating a directory and locking it.
+//! Leftovers of killed processes that were making a directory. Who looks for them holds the lock of
+//! the directory's name, so no process is making it meanwhile.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
@@ -20,17 +18,12 @@ pub(crate) fn old_name(aside: &Path) -> PathBuf {
 /// Removes what earlier processes left of making `destination`.
 ///
 /// # Errors
-/// [`Error::InUse`] if a process is making it now; I/O.
+/// I/O.
 pub(crate) fn sweep(destination: &Path) -> Result<(), Error> {
     for (path, process) in of(destination)? {
-        let Ok(lock) = File::open(&path) else { continue };
-        match lock.try_lock() {
-            Err(fs::TryLockError::WouldBlock) => {
-                return Err(Error::InUse { path: destination.into() });
-            }
-            Err(fs::TryLockError::Error(_)) => {}
-            Ok(()) if is_alive(process) => {}
-            Ok(()) => fs::remove_dir_all(&path).map_err(Error::io("remove", &path))?,
+        // A running process is itself removing what it has there; see `remove_dir`.
+        if !is_alive(process) {
+            fs::remove_dir_all(&path).map_err(Error::io("remove", &path))?;
         }
     }
     Ok(())

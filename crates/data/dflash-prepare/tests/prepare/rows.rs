@@ -87,6 +87,8 @@ fn columns_of_the_prompt_are_taken_and_others_are_counted() {
         json!({"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"}),
         json!({"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}),
         json!({"question": "q", "context": "c", "answer": "a"}),
+        json!({"system": "t", "messages": [{"role": "system", "content": "s"},
+            {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}),
     ];
     let text: Vec<String> = rows.iter().map(Value::to_string).collect();
     let summary = bench.prepare(&text.join("\n")).unwrap().to_string();
@@ -95,14 +97,15 @@ fn columns_of_the_prompt_are_taken_and_others_are_counted() {
         [
             "<system/s>/<user/q>/<assistant/[a>/]",
             "<user/q/c>/<assistant/[a>/]",
-            "<user/q>/<assistant/[a>/]"
+            "<user/q>/<assistant/[a>/]",
+            "<system/s>/<user/q>/<assistant/[a>/]"
         ]
     );
-    let told = "unread columns     category (1 row), context (1 row), id (1 row)\n";
+    let told = "unread columns     category (1 row), context (1 row), id (1 row), system (1 row)\n";
     assert!(summary.contains(told), "{summary}");
     let text = fs::read(bench.path("out/dflash_prepare.json")).unwrap();
     let provenance: Value = serde_json::from_slice(&text).unwrap();
-    assert_eq!(provenance["unread_columns"], json!({"category": 1, "context": 1, "id": 1}));
+    assert_eq!(provenance["unread_columns"], json!({"category": 1, "context": 1, "id": 1, "system": 1}));
 }
 
 #[test]

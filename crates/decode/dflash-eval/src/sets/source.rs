@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use dflash_chat::raw_rows;
+use dflash_chat::{NameCounts, raw_rows, unread_prompt_columns};
 use dflash_hub::{Hub, Split};
 use parquet::file::reader::SerializedFileReader;
 use parquet::record::reader::RowIter;
@@ -38,6 +38,15 @@ pub struct Rows {
     pub revision: Option<String>,
     /// The rows.
     pub rows: Vec<SetRow>,
+}
+
+impl Rows {
+    /// Columns whose contents are not in the prompts, and how many rows have a value there.
+    pub fn unread_columns(&self) -> NameCounts {
+        let mut counts = NameCounts::default();
+        self.rows.iter().for_each(|row| counts.add_each(unread_prompt_columns(&row.row)));
+        counts
+    }
 }
 
 /// A row with its location.
@@ -245,6 +254,8 @@ mod tests {
             let set = locate(&words).unwrap().remove(0);
             set.rows(&Hub::default(), limit, &AtomicBool::new(false))
         };
+        // The set's wording takes what it needs of a row; a file's own rows are taken as they are.
+        assert!(rows("gsm8k", None).unwrap().unread_columns().is_empty());
         let asked = rows("gsm8k", None).unwrap().rows;
         let question = asked[0].row["turns"][0].as_str().unwrap();
         assert!(question.starts_with("1+1?\nPlease reason step by step"), "{question}");
@@ -256,6 +267,18 @@ mod tests {
         assert!(
             wrong.contains(":1: a row of math500 has problem; this one has only question, answer")
         );
+    }
+
+    #[test]
+    fn columns_that_no_prompt_has_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("rows.jsonl");
+        let text = "{\"question\": \"q\", \"context\": \"c\"}\n\
+                    {\"turns\": [\"q\"], \"id\": 1, \"context\": \"c\"}\n";
+        std::fs::write(&file, text).unwrap();
+        let set = locate(&[file.display().to_string()]).unwrap().remove(0);
+        let rows = set.rows(&Hub::default(), None, &AtomicBool::new(false)).unwrap();
+        assert_eq!(rows.unread_columns().listed("row"), "context (2 rows), id (1 row)");
     }
 
     #[test]

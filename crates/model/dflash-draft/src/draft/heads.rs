@@ -1,18 +1,13 @@
-//! The heads, each in a file of its own.
+//! The heads, each in a file of its own: a `mod` line and a line in [`HEADS`].
+
+pub(super) mod dflash;
+pub(super) mod markov;
 
 use super::head::HeadKind;
 
-/// Declares each head's module and lists its kind.
-macro_rules! heads {
-    ($($module:ident::$kind:ident,)+) => {
-        $(pub(super) mod $module;)+
-
-        /// All kinds of heads.
-        pub const HEADS: &[&dyn HeadKind] = &[$(&$module::$kind),+];
-    };
-}
-
-heads! {
-    dflash::Dflash,
-    markov::Markov,
-}
+/// All kinds of heads.
+#[rustfmt::skip]
+pub const HEADS: &[&dyn HeadKind] = &[
+    &dflash::Dflash,
+    &markov::Markov,
+];

@@ -233,7 +233,8 @@ mod tests {
             let labels = BlockLabels::new(row, &anchors, block, Some(&vocabulary));
             // before row k of a block stands the token at its anchor plus k - 1
             let before = |slot: usize| anchors[slot / BLOCK] + (slot % BLOCK).saturating_sub(1);
-            let previous: Vec<i64> = (0..3 * BLOCK).map(|slot| row.input_ids[before(slot).min(9)]).collect();
+            let previous: Vec<i64> =
+                (0..3 * BLOCK).map(|slot| row.input_ids[before(slot).min(9)]).collect();
             let tokens = selected.len() as i64;
             let normal = |shape: [i64; 2]| Tensor::randn(shape, WIDE).set_requires_grad(true);
             let (hidden_nh, w1_vr, w2_vr) = (normal([12, 5]), normal([11, 3]), normal([tokens, 3]));
@@ -260,8 +261,7 @@ mod tests {
                 chunk_bytes: 300,
                 kernels: Kernels::Fast,
             };
-            let pass =
-                HeadPass { head: &head, lm_head_vh: &lm_head_vh, gradient: Some(&gradient) };
+            let pass = HeadPass { head: &head, lm_head_vh: &lm_head_vh, gradient: Some(&gradient) };
             let output = LogitTransform::identity();
             let head_vh = lm_head_vh.shallow_clone();
             let teacher = with_teacher.then_some(Teacher { normed_rh, rows_m, head_vh, output });
@@ -326,8 +326,14 @@ mod tests {
         let plain = DraftConfig { head: HeadFields::default(), ..config };
         let plain = crate::draft::DraftLayout::new(&plain);
         let [.., w1, w2] = layout.parameters() else { panic!("there are some") };
-        assert_eq!((&*w1.name, &*w1.shape, &*w2.name, &*w2.shape), (W1, &[11, 3][..], W2, &[7, 3][..]));
-        assert_eq!((w1.offset, layout.buckets().len()), (plain.elements(), plain.buckets().len() + 1));
+        assert_eq!(
+            (&*w1.name, &*w1.shape, &*w2.name, &*w2.shape),
+            (W1, &[11, 3][..], W2, &[7, 3][..])
+        );
+        assert_eq!(
+            (w1.offset, layout.buckets().len()),
+            (plain.elements(), plain.buckets().len() + 1)
+        );
         assert_eq!(w2.view(draft.flat()).abs().max().double_value(&[]), 0.0);
     }
 
