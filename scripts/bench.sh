@@ -37,7 +37,7 @@ done
 
 # The products of decoding at every level, beside what bounds them.
 echo
-env -u LIBTORCH cargo run --release --quiet -p dflash-torch-sys --example kernels
+env -u LIBTORCH cargo run --release --quiet -p dflash-kernels --example kernels
 
 # Seven layers make 1.3 GB. The build is that of `make test`.
 echo

@@ -35,7 +35,7 @@ if [ $# -eq 0 ]; then
   done
   # What has kernels for each level of the processor's instructions once more at the lower ones, with libtorch
   # at the same level: reference vectors, packed weights, gradients, decoding. Under half a minute a level; the kernels
-  # one by one are compared at all levels within one process (tests/levels.rs of dflash-torch-sys).
+  # one by one are compared at all levels within one process (tests/levels.rs of dflash-kernels).
   best=$(target/release/dflash cpu-levels | tail -n 1)
   while read -r -u 3 level variables; do
     [ "$level" = "${best%% *}" ] && continue

@@ -168,7 +168,7 @@ fn the_front_and_the_formats_do_without_libtorch() {
     ];
     for crate_name in without {
         let reach = graph.reach(crate_name);
-        for torch in ["tch", "torch-sys", "dflash-torch-sys"] {
+        for torch in ["tch", "torch-sys", "dflash-torch-sys", "dflash-kernels"] {
             assert!(!reach.contains(torch), "{crate_name} depends on {torch}");
         }
     }
@@ -194,7 +194,8 @@ fn libraries_depend_on_what_the_layers_allow() {
         ("dflash-cpu", &[]),
         ("dflash-chat", &[]),
         ("dflash-hub", &["dflash-io", "dflash-settings"]),
-        ("dflash-torch-sys", &["dflash-cpu", "dflash-io"]),
+        ("dflash-torch-sys", &[]),
+        ("dflash-kernels", &["dflash-cpu", "dflash-io", "dflash-torch-sys"]),
         ("dflash-formats", &["dflash-io"]),
         ("dflash-identity", &["dflash-formats", "dflash-io"]),
         ("dflash-data", &["dflash-identity", "dflash-io"]),
@@ -205,12 +206,22 @@ fn libraries_depend_on_what_the_layers_allow() {
             &["dflash-formats", "dflash-identity", "dflash-io", "dflash-settings"],
         ),
         ("dflash-dist", &["dflash-io", "dflash-settings", "dflash-torch-sys"]),
-        ("dflash-tensor", &["dflash-formats", "dflash-io", "dflash-settings", "dflash-torch-sys"]),
+        (
+            "dflash-tensor",
+            &[
+                "dflash-formats",
+                "dflash-io",
+                "dflash-kernels",
+                "dflash-settings",
+                "dflash-torch-sys",
+            ],
+        ),
         (
             "dflash-target",
             &[
                 "dflash-formats",
                 "dflash-io",
+                "dflash-kernels",
                 "dflash-settings",
                 "dflash-tensor",
                 "dflash-torch-sys",
@@ -218,7 +229,13 @@ fn libraries_depend_on_what_the_layers_allow() {
         ),
         (
             "dflash-draft",
-            &["dflash-formats", "dflash-settings", "dflash-tensor", "dflash-torch-sys"],
+            &[
+                "dflash-formats",
+                "dflash-kernels",
+                "dflash-settings",
+                "dflash-tensor",
+                "dflash-torch-sys",
+            ],
         ),
         (
             "dflash-prepare",
@@ -280,6 +297,7 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-hub",
                 "dflash-identity",
                 "dflash-io",
+                "dflash-kernels",
                 "dflash-run",
                 "dflash-settings",
                 "dflash-target",
@@ -325,6 +343,7 @@ fn libraries_depend_on_what_the_layers_allow() {
                 "dflash-hidden-states",
                 "dflash-identity",
                 "dflash-io",
+                "dflash-kernels",
                 "dflash-run",
                 "dflash-settings",
                 "dflash-target",
@@ -407,6 +426,7 @@ fn settings_are_flags_for_the_programs_alone() {
 fn unsafe_code_lives_in_the_shim_and_one_module() {
     let home = |path: &Path| {
         path.starts_with("crates/model/dflash-torch-sys")
+            || path.starts_with("crates/model/dflash-kernels")
             || path == Path::new("crates/train/dflash-dist/src/launcher/process.rs")
     };
     for (path, text) in sources().iter().filter(|(path, _)| !home(path)) {
@@ -424,6 +444,7 @@ fn one_place_asks_which_gpus_there_are() {
             // what doctor is told
             || path.ends_with("engine_info.rs")
             || path.starts_with("crates/model/dflash-torch-sys")
+            || path.starts_with("crates/model/dflash-kernels")
             || path.components().any(|part| part.as_os_str() == "tests")
     };
     for (path, text) in sources().iter().filter(|(path, _)| !home(path)) {

@@ -97,13 +97,6 @@ fn short(name: &str) -> &str {
 
 fn section(crates: &Crates) -> String {
     let mut text = "\n```mermaid\nflowchart TD\n".to_owned();
-    for folder in FOLDERS {
-        let inside = crates.0.iter().filter(|(_, it)| it.folder == folder);
-        let names: Vec<&str> = inside.map(|(name, _)| short(name)).collect();
-        // Crates have these names too, so the folder's node needs another.
-        let inside = names.join(" & ");
-        writeln!(text, "  subgraph in-{folder} [\"{folder}/\"]; {inside}; end").unwrap();
-    }
     for name in crates.in_order().into_iter().rev() {
         let arrows = crates.arrows(name);
         if !arrows.is_empty() {

@@ -17,10 +17,10 @@ use dflash_eval::{EvalReport, Facts, Measured, Memory, SetFacts, Way, check_outp
 use dflash_hub::Hub;
 use dflash_identity::TargetIdentity;
 use dflash_io::{Progress, Unit, say};
+use dflash_kernels::CpuLevel;
 use dflash_settings::{EvalSettings, Thinking};
 use dflash_target::{Target, TargetConfig, TargetOptions};
 use dflash_tensor::{device_name, kind_name, peak_resident_mib, place};
-use dflash_torch_sys::CpuLevel;
 use tch::{Device, Kind};
 
 use crate::Error;
@@ -54,7 +54,7 @@ pub fn evaluate(
     let drafts = Drafts::load(settings, (&target, &identity), sources)?;
     let asked = ask(settings, (target_dir, target.config()), &sets)?;
     let results = measure(settings, (&target, &drafts), &asked, stop)?;
-    let cpu_level = (device == Device::Cpu).then(dflash_torch_sys::cpu_level);
+    let cpu_level = (device == Device::Cpu).then(dflash_kernels::cpu_level);
     let facts = Facts {
         target: target_dir.display().to_string(),
         target_identity: Some(identity),

@@ -33,11 +33,11 @@ mod varlen;
 #[path = "../tests/attention/case.rs"]
 mod case;
 
+use dflash_kernels::gpu::Runner;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::fused::HeadOrder;
 use dflash_tensor::ops::accumulate_kind;
 use dflash_torch_sys::flash::takes_flash;
-use dflash_torch_sys::gpu::Runner;
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use chunks::ChunkAttention;

@@ -27,8 +27,8 @@ use std::cell::OnceCell;
 use std::ops::Range;
 use std::path::Path;
 
-use dflash_torch_sys::gpu::HeadNorms;
-use dflash_torch_sys::kernels::Kernels;
+use dflash_kernels::gpu::HeadNorms;
+use dflash_kernels::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use decode::DecodeWeights;

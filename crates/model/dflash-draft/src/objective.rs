@@ -19,7 +19,7 @@ mod weight;
 
 use std::ops::Range;
 
-use dflash_torch_sys::kernels::Kernels;
+use dflash_kernels::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 pub use dflash_settings::ElementLoss;

@@ -11,11 +11,11 @@
 
 mod sequences;
 
+use dflash_kernels::decode::{Cache, Stack};
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::{Scores, dense, scored_attention};
 use dflash_tensor::reach::{Masks, Place};
-use dflash_torch_sys::decode::{Cache, Stack};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::blocks::latent::Latent;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dflash_torch_sys::decode::{self, Matrix, floats_mut};
+use dflash_kernels::decode::{self, Matrix, floats_mut};
 use tch::{Device, Kind, Tensor};
 
 /// Rows of tokens, in the kind that the target runs in.

@@ -1,5 +1,5 @@
 //! The target's packed CPU path for few rows: the packed layers and lm_head of
-//! [`dflash_torch_sys::decode`].
+//! [`dflash_kernels::decode`].
 //!
 //! Up to 512 rows of a call over a cache (one token, a block to verify or to draft, accepted
 //! context) run through all layers in one C++ call. Each weight is read once, by threads that meet
@@ -19,11 +19,11 @@
 //! hidden-state server) is never packed. A draft, or a target with plain weights, is packed when
 //! its first cache is made.
 
-use dflash_torch_sys::decode::{
+use dflash_kernels::decode::{
     Embedding, Head, Layout, MAX_ROWS, Matrix, Outputs, Products, Sequence, Shape, Stack, Weight,
     floats, floats_mut,
 };
-use dflash_torch_sys::kernels::Kernels;
+use dflash_kernels::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::packed_weight::FEW;

@@ -1,8 +1,8 @@
 //! Heads of one fused projection on a GPU: norms where there are any, rotation, and the way into the cache in
 //! one launch, where libtorch takes a dozen.
 
-use dflash_torch_sys::gpu::{self, HeadTurn, KeyRoom};
-use dflash_torch_sys::kernels::Kernels;
+use dflash_kernels::gpu::{self, HeadTurn, KeyRoom};
+use dflash_kernels::kernels::Kernels;
 use tch::Tensor;
 
 use super::blocks::attention::Heads;

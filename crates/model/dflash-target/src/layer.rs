@@ -14,11 +14,11 @@
 use std::collections::HashMap;
 use std::fmt::Debug;
 
+use dflash_kernels::decode::LayerWeights;
+use dflash_kernels::kernels::{self, Kernels};
 use dflash_tensor::fused::Norm;
 use dflash_tensor::ops::rms_norm;
 use dflash_tensor::reach::Place;
-use dflash_torch_sys::decode::LayerWeights;
-use dflash_torch_sys::kernels::{self, Kernels};
 use tch::{Kind, Tensor};
 
 use super::blocks::latent::Latent;

@@ -1,9 +1,9 @@
 //! Attention of a packed row: every document sees itself only, and no padding exists.
 
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::ops::scored_attention;
 use dflash_tensor::reach::{Place, Reach, causal_mask};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::blocks::latent::Latent;

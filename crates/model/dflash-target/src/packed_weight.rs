@@ -8,9 +8,9 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use dflash_kernels::decode::{Layout, Matrix, Products, Weight};
 use dflash_tensor::weights::EMBEDDING;
 use dflash_tensor::{Result, Weights};
-use dflash_torch_sys::decode::{Layout, Matrix, Products, Weight};
 use tch::{Device, Kind, Tensor};
 
 use super::config::TargetConfig;

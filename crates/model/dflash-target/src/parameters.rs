@@ -7,10 +7,10 @@
 
 use std::ops::Range;
 
+use dflash_kernels::decode::{Layout, Projection, Weight};
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::weights::Rows;
 use dflash_tensor::{Result, Weights};
-use dflash_torch_sys::decode::{Layout, Projection, Weight};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::config::{INITIALIZER_RANGE, TargetConfig};

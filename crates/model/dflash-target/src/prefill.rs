@@ -6,10 +6,11 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use dflash_kernels::cpu_multiplies_bf16;
 use dflash_settings::Dtype;
 use dflash_tensor::weights::EMBEDDING;
 use dflash_tensor::{Error, Result, Weights, device_name, kind_name};
-use dflash_torch_sys::{cpu_multiplies_bf16, with_products};
+use dflash_torch_sys::with_products;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor, no_grad};
 

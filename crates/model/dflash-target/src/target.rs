@@ -11,12 +11,12 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use dflash_kernels::decode::Layout;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::checkpoint::write_safetensors_as;
 use dflash_tensor::ops::{Rotary, most_likely, rms_norm};
 use dflash_tensor::weights::{DEFAULT_PREFIX, EMBEDDING, LM_HEAD};
 use dflash_tensor::{Result, Weights};
-use dflash_torch_sys::decode::Layout;
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::cache::CachedAttention;
@@ -283,7 +283,7 @@ impl Target {
     /// id are not run. Differentiable when the weights require gradients.
     ///
     /// # Panics
-    /// When an id exceeds the number of layers (see [`check_layer_ids`]).
+    /// When an id exceeds the number of layers (see [`crate::check_layer_ids`]).
     pub fn forward_packed(
         &self,
         ids_t: &Tensor,

@@ -5,10 +5,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
+use dflash_kernels::cpu_multiplies_bf16;
 use dflash_settings::Dtype;
 use dflash_target::{PackedPrompts, Prefill, PrefillOptions, Target, TargetConfig, TargetOptions};
 use dflash_test_support::alone;
-use dflash_torch_sys::{cpu_multiplies_bf16, with_products};
+use dflash_torch_sys::with_products;
 use tch::{Device, Kind, Tensor};
 
 const VOCABULARY: i64 = 512;

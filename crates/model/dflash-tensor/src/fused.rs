@@ -5,8 +5,8 @@
 //! [`Kernels::Portable`]) the same mathematics out of libtorch's operations. Heads are regrouped by key/value head on the way, so that attention gets its layout
 //! without a copy.
 
-use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
-use dflash_torch_sys::kernels::{self, Kernels, RmsWeight};
+use dflash_kernels::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
+use dflash_kernels::kernels::{self, Kernels, RmsWeight};
 use tch::{Kind, Tensor};
 
 use crate::ops::{self, RotaryTables};

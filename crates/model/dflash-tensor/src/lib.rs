@@ -24,7 +24,7 @@ pub mod rope;
 pub mod weights;
 
 pub use contain::{is_want_of_memory, want_of_memory, want_of_memory_in};
-pub use dflash_torch_sys::kernels::Kernels;
+pub use dflash_kernels::kernels::Kernels;
 pub use error::{Error, Result};
 pub use loading::{Loading, on_loading};
 pub use logits::LogitTransform;

@@ -4,7 +4,7 @@
 //! calls them itself. That bounds its memory and lets it reuse buffers. The forward functions are
 //! built from differentiable operations, so that a target can also be trained with autograd.
 
-use dflash_torch_sys::kernels::{Kernels, RmsWeight};
+use dflash_kernels::kernels::{Kernels, RmsWeight};
 use tch::{Device, Kind, Tensor};
 
 /// `x / rms(x) * weight` over the last dimension, computed in float32 whatever the input.

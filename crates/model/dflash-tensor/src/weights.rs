@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dflash_formats::safetensors::{SINGLE, weight_map};
-use dflash_torch_sys::decode::fits_bfloat16;
+use dflash_kernels::decode::fits_bfloat16;
 use tch::{Device, Kind, Tensor};
 
 use super::loading::Progress;

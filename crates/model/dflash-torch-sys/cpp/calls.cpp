@@ -4,5 +4,4 @@
 #include "flash.cpp"
 #include "interval.cpp"
 #include "level.cpp"
-#include "optimizer.cpp"
 #include "staging.cpp"

@@ -1,6 +1,6 @@
 // What our own kernels and products on a GPU need of libtorch beside tensors, dispatched by name, so
-// that nothing of its CUDA half is linked. `src/gpu/image.rs` and `src/gpu/product.rs` declare the same
-// functions; failures are those of guarded.h.
+// that nothing of its CUDA half is linked. `src/ffi.rs` and the kernels' `src/gpu/product.rs` declare the
+// same functions; failures are those of guarded.h.
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>

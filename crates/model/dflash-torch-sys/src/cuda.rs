@@ -64,7 +64,7 @@ fn open(path: &Path) -> CudaLibrary {
 ///
 /// # Errors
 /// The loader's message.
-pub(crate) fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, String> {
+pub fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, String> {
     // SAFETY: runs the library's initialisers, as linking to it would have.
     let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
     if handle.is_null() { Err(loader_message()) } else { Ok(handle) }
@@ -77,7 +77,7 @@ pub(crate) fn open_library(name: &CStr, flags: c_int) -> Result<*mut c_void, Str
 ///
 /// # Safety
 /// `F` must be a function pointer of the symbol's type.
-pub(crate) unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, String> {
+pub unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, String> {
     // SAFETY: an open library and a text; a function pointer is as large as any other.
     unsafe {
         let found = libc::dlsym(handle, name.as_ptr());
@@ -114,8 +114,17 @@ pub fn free_device_bytes(index: usize) -> Result<u64, Error> {
     Ok(free as u64)
 }
 
+/// libtorch's current stream on the GPU `index`, as the driver knows it.
+pub fn current_stream(index: usize) -> Result<*mut c_void, Error> {
+    let index = i32::try_from(index).unwrap_or(i32::MAX);
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the out pointer is a local.
+    let failure = unsafe { ffi::dflash_current_stream(index, &mut stream) };
+    ffi::checked("ask for the current stream", failure).map(|()| stream)
+}
+
 /// The directory of the libtorch_cpu that the loader chose.
-pub(crate) fn libtorch_dir() -> Option<PathBuf> {
+pub fn libtorch_dir() -> Option<PathBuf> {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: any symbol that libtorch_cpu defines serves; `found` is written on success
     // and its name lives as long as the library.

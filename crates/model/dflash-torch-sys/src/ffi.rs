@@ -1,4 +1,6 @@
 //! The declarations of `cpp/c10d.cpp`, `cpp/device.cpp` and `cpp/level.cpp`, and the reading of what it allocates.
+//!
+//! [`Failure`] is what each function of the shim returns; `dflash-kernels` has C++ of the same form.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::time::Duration;
@@ -27,10 +29,21 @@ pub(crate) enum RawGroup {}
 pub(crate) enum RawWork {}
 
 /// libtorch's `at::Tensor`, which tch's `C_tensor` is.
-pub(crate) type RawTensor = c_void;
+pub type RawTensor = c_void;
 
-/// What a function of the shim says of a failure: a message to be freed; null where it succeeded.
-pub(crate) type Failure = *mut c_char;
+/// What a function of the shim says of a failure: a message, which is freed when it is read; null where it
+/// succeeded.
+#[repr(transparent)]
+#[must_use]
+#[derive(Debug)]
+pub struct Failure(*mut c_char);
+
+impl Failure {
+    /// The message as the shim has it; `None` where the call succeeded.
+    pub fn message(self) -> Option<String> {
+        (!self.0.is_null()).then(|| take_string(self.0))
+    }
+}
 
 unsafe extern "C" {
     pub(crate) fn dflash_quiet_logs();
@@ -41,11 +54,6 @@ unsafe extern "C" {
     pub(crate) fn dflash_leave_out_cudnn_attention();
     pub(crate) fn dflash_peak_device_bytes(index: i32, bytes: *mut i64) -> Failure;
     pub(crate) fn dflash_current_stream(index: i32, stream: *mut *mut c_void) -> Failure;
-    pub(crate) fn dflash_add_product(
-        sum: *const RawTensor,
-        left: *const RawTensor,
-        right: *const RawTensor,
-    ) -> Failure;
     pub(crate) fn dflash_show_config(report: *mut *mut c_char) -> Failure;
 
     pub(crate) fn dflash_store_tcp(
@@ -126,11 +134,14 @@ unsafe extern "C" {
 }
 
 /// The outcome of a call of the shim.
-pub(crate) fn checked(operation: &'static str, failure: Failure) -> Result<(), Error> {
-    if failure.is_null() {
-        return Ok(());
+///
+/// # Errors
+/// [`Error::Torch`] with the shim's message, without source positions.
+pub fn checked(operation: &'static str, failure: Failure) -> Result<(), Error> {
+    match failure.message() {
+        None => Ok(()),
+        Some(message) => Err(Error::Torch { operation, message: plain(&message) }),
     }
-    Err(Error::Torch { operation, message: plain(&take_string(failure)) })
 }
 
 /// Copies a NUL-terminated string from the shim and frees the original.

@@ -2,15 +2,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::{Error, cpu_level, ffi};
+use crate::{Error, ffi};
 
 /// Whether products are rounded at present. libtorch has one setting for the whole process.
 static ROUNDED: AtomicBool = AtomicBool::new(false);
-
-/// Whether the processor multiplies bfloat16 at the level in force; elsewhere it is emulated and slow.
-pub fn cpu_multiplies_bf16() -> bool {
-    cpu_level().multiplies_bf16()
-}
 
 /// From now on products of float32 matrices round their factors to bfloat16; sums stay float32, and
 /// so does all else. With matrix instructions (AMX) that is four to five times faster.

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{CUevent, CUevent_flags};
 use cudarc::driver::{CudaContext, DriverError};
 
 use crate::Error;
-use crate::gpu::current_stream;
+use crate::cuda::current_stream;
 
 thread_local! {
     static MARKS: RefCell<Option<Marks>> = const { RefCell::new(None) };

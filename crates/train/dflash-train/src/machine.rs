@@ -83,7 +83,7 @@ pub(crate) fn processor(device: Device) -> Option<String> {
 
 /// The level of the processor's instructions in force, which changes last bits as well; none on a GPU.
 pub(crate) fn cpu_level(device: Device) -> Option<String> {
-    (device == Device::Cpu).then(|| dflash_torch_sys::cpu_level().to_string())
+    (device == Device::Cpu).then(|| dflash_kernels::cpu_level().to_string())
 }
 
 #[cfg(test)]

@@ -12,9 +12,9 @@ mod verdict;
 
 use std::ops::Range;
 
+use dflash_kernels::kernels::Kernels;
+use dflash_kernels::optimizer::AdamWBuffer;
 use dflash_settings::{OptimizerKind, OptimizerSettings};
-use dflash_torch_sys::kernels::Kernels;
-use dflash_torch_sys::optimizer::AdamWBuffer;
 use tch::{Kind, Tensor};
 
 pub use adamw::AdamWConfig;

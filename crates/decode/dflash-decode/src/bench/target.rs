@@ -8,10 +8,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use dflash_kernels::decode::passes_alone;
 use dflash_settings::{BenchTargetSettings, Device};
 use dflash_target::{FewRows, KvCache, Target, TargetOptions};
 use dflash_tensor::{kind_name, peak_resident_mib, place, resident_mib};
-use dflash_torch_sys::decode::passes_alone;
 use serde::Serialize;
 use tch::Tensor;
 
@@ -101,7 +101,7 @@ pub fn bench_target(
     let step = |(context, ms, cache)| StepReport { context, ms, floor_ms: floor(cache) };
     Ok(TargetReport {
         device: format!("{}, {} threads", kind_name(dtype), tch::get_num_threads()),
-        cpu_level: dflash_torch_sys::cpu_level().to_string(),
+        cpu_level: dflash_kernels::cpu_level().to_string(),
         load_s,
         resident_mib: resident.unwrap_or_default(),
         before_mib,

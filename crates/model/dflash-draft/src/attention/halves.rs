@@ -383,8 +383,8 @@ pub(super) fn upload<T: Element + Clone>(lists: &[&[T]], device: Device) -> Vec<
 
 #[cfg(test)]
 mod tests {
+    use dflash_kernels::kernels::Kernels;
     use dflash_test_support::random;
-    use dflash_torch_sys::kernels::Kernels;
     use tch::{Kind, no_grad};
 
     use super::*;

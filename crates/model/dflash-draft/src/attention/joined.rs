@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use dflash_torch_sys::gpu::{self, Gather, Gathered, MOST_PARTS, PartGradient, Places, Runner};
+use dflash_kernels::gpu::{self, Gather, Gathered, MOST_PARTS, PartGradient, Places, Runner};
 use tch::Tensor;
 
 use super::halves::{KeyRows, LevelPlan, OwnPlan, RowPlan, by_row, upload};

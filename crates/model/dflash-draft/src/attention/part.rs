@@ -5,8 +5,8 @@
 //! [`Kernels::Portable`]) the scores of the part are materialised: at most one chunk's rows by its
 //! segment, or one rectangle.
 
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::ops::accumulate_kind;
-use dflash_torch_sys::kernels::Kernels;
 use tch::Tensor;
 
 /// What all parts of one attention share.

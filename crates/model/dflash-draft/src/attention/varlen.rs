@@ -11,9 +11,9 @@
 #[cfg(test)]
 mod reference;
 
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::ops::accumulate_kind;
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::part::{Part, Query};

@@ -2,17 +2,17 @@
 
 mod blocks;
 
+use dflash_kernels::decode::{
+    Cache, LayerWeights, MAX_ROWS, Matrix, Products, Projection, Sequence, Shape, Stack, Weight,
+    floats, floats_mut, takes,
+};
+use dflash_kernels::gpu::KeyRoom;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::flash::{self, Calls};
 use dflash_tensor::fused::{self, HeadOrder};
 use dflash_tensor::ops::{RotaryTables, attention, dense};
 use dflash_tensor::reach::{Masks, Reach, causal_mask};
-use dflash_torch_sys::decode::{
-    Cache, LayerWeights, MAX_ROWS, Matrix, Products, Projection, Sequence, Shape, Stack, Weight,
-    floats, floats_mut, takes,
-};
 use dflash_torch_sys::flash::Window;
-use dflash_torch_sys::gpu::KeyRoom;
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use super::{Draft, LayerKind, LayerViews, plus, projection};

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
+use dflash_kernels::kernels::Kernels;
 use dflash_test_place::launches::{asked, count, flash_alone, launches, of_36};
-use dflash_torch_sys::kernels::Kernels;
 use dflash_torch_sys::trace::Form;
 use tch::{Device, Kind, Tensor};
 

@@ -6,9 +6,10 @@
 //! slot and layer. With [`Keep::Inputs`] only the residual input of each layer is kept, H numbers a
 //! slot and layer, and the backward pass runs the layer forward again, all but its last product.
 
+use dflash_kernels::gpu;
 use dflash_tensor::fused::{self, HeadOrder};
 use dflash_tensor::ops::{RotaryTables, accumulate_kind};
-use dflash_torch_sys::{gpu, trace};
+use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
 use super::{Draft, DraftViews, LayerKind, LayerViews, linear, plus, projection};

@@ -3,9 +3,9 @@
 //! p is the target's distribution, q the draft's. Of every loss the gradient is closed: with
 //! g = dL/dq it is `q (g - sum q g)`, which simplifies for most.
 
+use dflash_kernels::gpu::{self, Runner};
+use dflash_kernels::kernels::{self, Kernels};
 use dflash_settings::ElementLoss;
-use dflash_torch_sys::gpu::{self, Runner};
-use dflash_torch_sys::kernels::{self, Kernels};
 use tch::{Kind, Tensor};
 
 use super::LabelSource;

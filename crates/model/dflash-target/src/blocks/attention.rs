@@ -5,10 +5,10 @@
 use std::ops::Range;
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::{Scores, accumulate_kind, reciprocal_rms};
 use dflash_tensor::reach::{Place, Reach};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Kind, Tensor};
 
 use crate::TargetConfig;

@@ -1,8 +1,8 @@
 //! What follows attention in a layer: a gated MLP, or a mixture of experts with or without a shared one.
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::{Result, fused};
-use dflash_torch_sys::kernels::Kernels;
 use tch::Tensor;
 
 use super::experts::{Experts, ExpertsSpec, Gated, Router, RouterSpec, Routing, Stored, Weighed};

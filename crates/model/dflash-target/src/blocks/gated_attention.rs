@@ -3,10 +3,10 @@
 //!
 //! Shapes: `t` tokens, `h` hidden, `n` query heads, `m` key and value heads, `d` head dimension.
 
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::Scores;
 use dflash_tensor::reach::{Place, Reach};
-use dflash_torch_sys::kernels::Kernels;
 use tch::Tensor;
 
 use crate::TargetConfig;

@@ -6,7 +6,7 @@
 //! keys and values, whose heads are narrower. Shapes: `t` new tokens, `s` tokens seen, `n` heads, `l`
 //! latent, `r` rotated part, `k` the part of a key from the latent, `v` value of a head, `d` = k + r.
 
-use dflash_torch_sys::kernels::Kernels;
+use dflash_kernels::kernels::Kernels;
 use tch::Tensor;
 
 use crate::layer::Projected;

@@ -1,11 +1,11 @@
 //! The layer of most families: norm, attention, norm, feed-forward, each half added to the residual
 //! stream.
 
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::Rotary;
 use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::Rope;
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
 use super::attention::{AttentionSpec, HeadNorms, Heads, SelfAttention, Temperature};

@@ -3,8 +3,8 @@
 //! Every product runs over all tokens at once; attention is that of each sequence alone. Shapes as
 //! in [`super`]; `t` counts the tokens of all sequences, laid end to end.
 
+use dflash_kernels::decode::Cache;
 use dflash_tensor::reach::Place;
-use dflash_torch_sys::decode::Cache;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{CachedAttention, Held, KvCache};

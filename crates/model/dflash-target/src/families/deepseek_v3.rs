@@ -5,11 +5,11 @@
 //! `l` latent, `v` value of a head.
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::{Pairs, Rotary, Scores};
 use dflash_tensor::reach::{Place, Reach};
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling, rope_parameters, yarn_mscale};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
 use super::{Architecture, Known, experts_count};

@@ -6,13 +6,13 @@
 //! hidden, `n` query heads, `m` key and value heads, `d` head dimension, `o` any output.
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::decode::{LayerWeights, Layout};
+use dflash_kernels::kernels::{self, Kernels, RmsWeight};
 use dflash_tensor::Result;
 use dflash_tensor::fused::{self, Norm};
 use dflash_tensor::ops::{Rotary, Scores, rms_norm};
 use dflash_tensor::reach::{Place, Reach};
 use dflash_tensor::rope::{Rope, RopeKeys};
-use dflash_torch_sys::decode::{LayerWeights, Layout};
-use dflash_torch_sys::kernels::{self, Kernels, RmsWeight};
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 

@@ -5,11 +5,11 @@
 //! base of its own; its config.json has a key for the cap, which neither Transformers nor vLLM heeds.
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::Rotary;
 use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::{Rope, RopeKeys};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
 use super::{Architecture, Family, Known, layer_types};

@@ -6,11 +6,11 @@
 mod per_layer;
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::{Pairs, Rotary, Scores as Scored};
 use dflash_tensor::reach::{Place, Reach};
 use dflash_tensor::rope::{Rope, RopeKeys, Scaling};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use self::per_layer::{PerLayerInput, PerLayerInputs};

@@ -7,11 +7,11 @@
 //! heads, `k` and `v` dimensions of a key and a value.
 
 use dflash_formats::fields::Fields;
+use dflash_kernels::kernels::Kernels;
 use dflash_tensor::Result;
 use dflash_tensor::ops::Rotary;
 use dflash_tensor::reach::Reach;
 use dflash_tensor::rope::{Rope, RopeKeys};
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Tensor};
 
 use super::{Architecture, Family, Known, experts_count, layer_types, sparse_by_step};

@@ -1,7 +1,8 @@
 //! `dflash engine-info`: what the loaded libraries say of themselves, for `dflash doctor`.
 
+use dflash_kernels::cpu_level;
 use dflash_torch_sys::{
-    CudaLibrary, LibraryLevels, cpu_level, find_nccl, library_levels, libtorch_version, load_cuda,
+    CudaLibrary, LibraryLevels, find_nccl, library_levels, libtorch_version, load_cuda,
 };
 use serde_json::{Value, json};
 

@@ -5,10 +5,10 @@
 use std::time::Instant;
 
 use dflash_draft::DraftConfig;
+use dflash_kernels::gpu::add_product;
 use dflash_tensor::device_name;
 use dflash_torch_sys::Begun;
 use dflash_torch_sys::flash::{Sequences, Window, flash_backward, flash_forward, takes_flash};
-use dflash_torch_sys::gpu::add_product;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 

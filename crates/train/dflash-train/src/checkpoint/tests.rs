@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use dflash_data::AnchorOptions;
 use dflash_dist::Single;
 use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
+use dflash_kernels::kernels::Kernels;
 use dflash_target::TargetHead;
-use dflash_torch_sys::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::*;

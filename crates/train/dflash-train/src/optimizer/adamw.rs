@@ -1,7 +1,7 @@
 //! AdamW over a flat buffer of parameters, in float32, in place.
 
-use dflash_torch_sys::kernels::{self, AdamWStep, Kernels};
-use dflash_torch_sys::optimizer::{AdamWBuffer, FusedAdamW, Steering, fused_adamw};
+use dflash_kernels::kernels::{self, AdamWStep, Kernels};
+use dflash_kernels::optimizer::{AdamWBuffer, FusedAdamW, Steering, fused_adamw};
 use tch::{Device, Kind, Tensor};
 
 use super::groups::DecayedRate;

@@ -4,7 +4,7 @@
 //! Newton-Schulz iteration in bfloat16, Nesterov's momentum, decoupled weight decay. What is not a
 //! matrix stays with AdamW.
 
-use dflash_torch_sys::kernels::Kernels;
+use dflash_kernels::kernels::Kernels;
 use tch::{Device, Kind, Tensor};
 
 use super::groups::Piece;
@@ -136,9 +136,8 @@ fn orthogonalise(products: Kind, matrix: &Tensor, iterations: usize) -> Tensor {
 /// The kind whose products the device multiplies fast: a CPU without instructions for bfloat16
 /// takes twenty times longer over it than over float32, which holds the same numbers and sums.
 fn product_kind(device: Device, kernels: Kernels) -> Kind {
-    let slow = kernels == Kernels::Fast
-        && device == Device::Cpu
-        && !dflash_torch_sys::cpu_multiplies_bf16();
+    let slow =
+        kernels == Kernels::Fast && device == Device::Cpu && !dflash_kernels::cpu_multiplies_bf16();
     if slow { Kind::Float } else { Kind::BFloat16 }
 }
 

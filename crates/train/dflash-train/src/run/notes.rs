@@ -17,7 +17,7 @@ impl Worker<'_, '_> {
             Some(_) => notes.extend(self.resume_notes()),
         }
         if (draft.device(), draft.flat().kind()) == (Device::Cpu, Kind::BFloat16)
-            && !dflash_torch_sys::cpu_multiplies_bf16()
+            && !dflash_kernels::cpu_multiplies_bf16()
         {
             let note = "this CPU has no instructions for bfloat16: float32 is many times faster";
             notes.push(note.to_owned());

@@ -3,8 +3,8 @@
 //! Products run over the slots of all blocks; attention is that of each block alone. Shapes as in
 //! [`super`]; `n` counts the slots of all blocks, laid end to end.
 
+use dflash_kernels::decode::{Outputs, Sequence, floats, floats_mut};
 use dflash_tensor::ops::RotaryTables;
-use dflash_torch_sys::decode::{Outputs, Sequence, floats, floats_mut};
 use tch::{Tensor, no_grad};
 
 use super::{ContextCache, Draft, FewRows, Shared, float_copy, float_rows};

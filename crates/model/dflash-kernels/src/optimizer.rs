@@ -1,9 +1,8 @@
 //! libtorch's AdamW in one pass over each buffer, steered by numbers that stay on the device.
 
+use dflash_torch_sys::ffi::{self, Failure, RawTensor};
+use dflash_torch_sys::{Error, trace};
 use tch::{Kind, Tensor};
-
-use crate::ffi::{self, Failure, RawTensor};
-use crate::{Error, trace};
 
 /// A buffer of parameters with what belongs to it, each float32, contiguous and of one length.
 #[derive(Debug)]

@@ -1,9 +1,9 @@
 //! The kernels for GPUs, rehearsed on the CPU, against their formulas in float64: both kinds, widths
 //! that leave no rest and widths that do, more rows than blocks.
 
+use dflash_kernels::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
+use dflash_kernels::kernels::{self, RmsWeight};
 use dflash_test_support::{Rng, alone, random};
-use dflash_torch_sys::gpu::{self, HeadGradients, HeadNorms, HeadTurn, KeyRoom, Runner};
-use dflash_torch_sys::kernels::{self, RmsWeight};
 use tch::{Device, IndexOp, Kind, Tensor};
 
 const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];

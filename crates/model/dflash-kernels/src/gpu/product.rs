@@ -1,8 +1,16 @@
 //! Products of half precision into a float32 sum.
 
+use dflash_torch_sys::ffi::{self, Failure, RawTensor};
 use tch::{Kind, Tensor};
 
-use crate::ffi;
+// In `cpp/device.cpp` of the bindings.
+unsafe extern "C" {
+    fn dflash_add_product(
+        sum: *const RawTensor,
+        left: *const RawTensor,
+        right: *const RawTensor,
+    ) -> Failure;
+}
 
 /// `sum += left right`, for a float32 `sum` and factors in half precision on a GPU: the product is added
 /// up in float32 and never rounded, in one call.
@@ -13,7 +21,7 @@ pub fn add_product(sum: &Tensor, left: &Tensor, right: &Tensor) {
     assert!(sum.kind() == Kind::Float && left.kind() == right.kind());
     let raw = |x: &Tensor| x.as_ptr().cast::<std::ffi::c_void>();
     // SAFETY: live tensors.
-    let failure = unsafe { ffi::dflash_add_product(raw(sum), raw(left), raw(right)) };
+    let failure = unsafe { dflash_add_product(raw(sum), raw(left), raw(right)) };
     ffi::checked("add a product", failure).unwrap_or_else(|error| panic!("{error}"));
 }
 

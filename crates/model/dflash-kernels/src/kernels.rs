@@ -9,11 +9,11 @@
 
 use std::ptr::null_mut;
 
+use dflash_torch_sys::trace::is_pretended;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu::{self, Runner};
 use crate::level;
-use crate::trace::is_pretended;
 
 /// What an RMS norm multiplies by, and the epsilon under its root.
 #[derive(Debug, Clone, Copy)]

@@ -1,10 +1,10 @@
 //! The kernels for CPUs at every level of instructions that this processor has, against libtorch's
 //! operations, and each level against the others.
 
+use dflash_kernels::decode::{Head, Products, floats, floats_mut};
+use dflash_kernels::kernels::{self, AdamWStep};
+use dflash_kernels::{CpuLevel, at_cpu_level};
 use dflash_test_support::seeded;
-use dflash_torch_sys::decode::{Head, Products, floats, floats_mut};
-use dflash_torch_sys::kernels::{self, AdamWStep};
-use dflash_torch_sys::{CpuLevel, at_cpu_level};
 use tch::{Device, Kind, Tensor};
 
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);

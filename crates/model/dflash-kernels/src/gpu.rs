@@ -35,7 +35,7 @@ pub use launch::Runner;
 use launch::{Kernel, Launch, Moves};
 pub use product::add_product;
 
-pub(crate) use image::{current_stream, usable};
+pub(crate) use image::usable;
 
 /// Blocks that share out the rows of a gradient, each with a partial sum for the weight: four for each
 /// multiprocessor of an H100.
@@ -391,7 +391,7 @@ mod tests {
 
     #[test]
     fn without_a_driver_there_are_no_kernels() {
-        let driver = crate::cuda::open_library(c"libcuda.so.1", libc::RTLD_NOW);
+        let driver = dflash_torch_sys::open_library(c"libcuda.so.1", libc::RTLD_NOW);
         assert!(driver.is_ok() || !usable(0));
     }
 }

@@ -8,12 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use cudarc::driver::{CudaContext, result};
+use dflash_torch_sys::{Error, current_stream, open_library};
 use sha2::{Digest, Sha256};
 
 use super::launch::Size;
 use super::nvrtc::Nvrtc;
-use crate::cuda::open_library;
-use crate::{Error, ffi};
 
 /// The kernels, as text.
 const SOURCE: &str = include_str!("../../cuda/kernels.cu");
@@ -147,15 +146,6 @@ fn load_module(image: &[u8]) -> Result<CUmodule, Error> {
     // SAFETY: the driver checks what it is given, and reads no further than the code's own header
     // says, which the digest in its name vouches for.
     unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(driver("load the kernels"))
-}
-
-/// libtorch's current stream on the GPU `index`, as the driver knows it.
-pub(crate) fn current_stream(index: usize) -> Result<*mut c_void, Error> {
-    let index = i32::try_from(index).unwrap_or(i32::MAX);
-    let mut stream = std::ptr::null_mut();
-    // SAFETY: the out pointer is a local.
-    let failure = unsafe { ffi::dflash_current_stream(index, &mut stream) };
-    ffi::checked("ask for the current stream", failure).map(|()| stream)
 }
 
 fn driver(operation: &'static str) -> impl Fn(cudarc::driver::DriverError) -> Error {

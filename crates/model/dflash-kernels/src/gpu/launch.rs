@@ -3,11 +3,11 @@
 
 use std::ffi::{CString, c_char, c_void};
 
+use dflash_torch_sys::ffi::Failure;
+use dflash_torch_sys::trace;
 use tch::{Device, Kind, Tensor};
 
 use super::image;
-use crate::ffi::{self, Failure};
-use crate::trace;
 
 unsafe extern "C" {
     fn dflash_rehearse(
@@ -123,7 +123,7 @@ unsafe fn rehearse(
     // SAFETY: the caller's; the name ends with NUL.
     let failure =
         unsafe { dflash_rehearse(name.as_ptr(), blocks, threads, shared, arguments, bytes) };
-    if failure.is_null() { Ok(()) } else { Err(ffi::take_string(failure)) }
+    failure.message().map_or(Ok(()), Err)
 }
 
 /// How many bytes a thread of a kernel moves at once at most.

@@ -8,8 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::null;
 
-use crate::Error;
-use crate::cuda::{function, libtorch_dir, open_library};
+use dflash_torch_sys::{Error, function, libtorch_dir, open_library};
 
 type Status = c_int;
 type Program = *mut c_void;

@@ -9,8 +9,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use dflash_torch_sys::decode::{Head, Products, floats, floats_mut};
-use dflash_torch_sys::{CpuLevel, at_cpu_level};
+use dflash_kernels::decode::{Head, Products, floats, floats_mut};
+use dflash_kernels::{CpuLevel, at_cpu_level};
 use tch::{Device, Kind, Tensor};
 
 /// Depth and outputs, and whether weights lie beyond the caches.
