@@ -283,7 +283,7 @@ impl Target {
     /// id are not run. Differentiable when the weights require gradients.
     ///
     /// # Panics
-    /// When an id exceeds the number of layers (see [`check_layer_ids`]).
+    /// When an id exceeds the number of layers (see [`crate::check_layer_ids`]).
     pub fn forward_packed(
         &self,
         ids_t: &Tensor,
