@@ -11,6 +11,7 @@ mod answer;
 mod baseline;
 mod bootstrap;
 mod error;
+mod facts;
 mod figures;
 mod lossless;
 mod page;
