@@ -235,7 +235,13 @@ impl Display for Table {
 
 #[cfg(test)]
 mod tests {
-    use crate::report::tests::report;
+    use dflash_settings::NO_DRAFT;
+
+    use super::*;
+    use crate::answer::Answer;
+    use crate::figures::Whole;
+    use crate::report::tests::{GREEDY, report};
+    use crate::report::{Facts, Measured};
 
     #[test]
     fn the_terminal_shows_the_fields_table_and_every_proof() {
@@ -250,5 +256,27 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line}\n---\n{text}");
         }
+    }
+
+    #[test]
+    fn what_was_not_decoded_has_no_speed() {
+        let piece = Answer { tokens: 7, first_token_s: 1.0, total_s: 1.0, ..Answer::default() };
+        let single = Answer { tokens: 1, total_s: 1.0, ..Answer::default() };
+        let whole = Whole::default();
+        let measured = |draft: &str, answers: &[Answer], plain: Option<&Measured>| {
+            Measured::new("s", GREEDY, draft, answers.to_vec(), whole.clone(), None, plain)
+        };
+        let answers = [piece, single];
+        let plain = measured(NO_DRAFT, &answers, None);
+        let drafted = measured("run", &answers, Some(&plain));
+        let facts = Facts { drafts: report(4.0).drafts, ..Facts::default() };
+        let report = EvalReport::new(facts, vec![plain, drafted]);
+        let text = report.to_string();
+        let nothing = format!("{:20} {:>13} {:>10} {:>10}\n", "after first token", "-", "-", "-");
+        assert!(text.contains(&nothing), "{text}");
+        let json = serde_json::to_value(&report).unwrap();
+        assert!(json["decode_tokens_per_second"]["speculative"].is_null(), "{json}");
+        assert!(json["results"][1]["decode_tokens_per_second"].is_null(), "{json}");
+        assert_eq!(json["results"][1]["tokens_per_second"], 4.0);
     }
 }
