@@ -9,8 +9,11 @@ use axum::http::{Method, StatusCode};
 /// Paths come from clients: longer ones are cut.
 const LONGEST_PATH: usize = 100;
 
-/// The level at which a server logs its requests. Successful health checks are always logged at
-/// `debug`.
+/// What programs read every few seconds to see how the server is.
+const LOOKS: [&str; 2] = ["/health", "/metrics"];
+
+/// The level at which a server logs its requests. Successful health checks and reads of metrics are
+/// always logged at `debug`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AccessLog {
     /// Requests come one by one from people and their programs.
@@ -80,7 +83,7 @@ impl Entry {
 
     fn is_a_look(&self) -> bool {
         let is_fine = self.answered.is_some_and(|(status, _)| status.is_success());
-        self.method == Method::GET && is_fine
+        self.method == Method::GET && is_fine && LOOKS.contains(&self.path.as_str())
     }
 }
 
@@ -123,6 +126,11 @@ mod tests {
         let mut look = entry("GET", "/metrics");
         look.answered(StatusCode::OK, None);
         assert!(look.is_a_look());
+        for path in ["/v1/models", "/v1/models/owner/name", "/healthy"] {
+            let mut asked = entry("GET", path);
+            asked.answered(StatusCode::OK, None);
+            assert!(!asked.is_a_look(), "{path}");
+        }
         look.answered(StatusCode::NOT_FOUND, None);
         assert!(!look.is_a_look() && !entry("POST", "/v1/completions").is_a_look());
     }

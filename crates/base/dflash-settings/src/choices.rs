@@ -8,7 +8,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// An enum of plain choices: the same names on the command line, in run files and in messages.
+/// An enum of plain choices: the same names on the command line, in run files and in messages. A choice is
+/// added by its variant alone.
 macro_rules! choices {
     ($(
         $(#[$doc:meta])*
@@ -23,7 +24,54 @@ macro_rules! choices {
             $(#[serde(alias = $alias)] #[cfg_attr(feature = "clap", value(alias = $alias))])*
             $variant,
         )+ }
+
+        impl $name {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$variant),+];
+
+            /// As the user types it, and as files and messages name it.
+            pub const fn name(self) -> &'static str {
+                match self { $(
+                    Self::$variant => {
+                        const NAME: &str = stringify!($variant);
+                        const KEBAB: [u8; kebab_len(NAME)] = kebab_case(NAME);
+                        match std::str::from_utf8(&KEBAB) {
+                            Ok(name) => name,
+                            Err(_) => panic!("identifiers of choices are ASCII"),
+                        }
+                    }
+                )+ }
+            }
+
+            /// The inverse of [`Self::name`].
+            pub fn from_name(name: &str) -> Option<Self> {
+                Self::ALL.iter().copied().find(|choice| choice.name() == name)
+            }
+        }
     )+ };
+}
+
+/// Letters of `name` in kebab case: a capital that is not the first has a hyphen before it.
+const fn kebab_len(name: &str) -> usize {
+    let (bytes, mut len, mut at) = (name.as_bytes(), name.len(), 1);
+    while at < bytes.len() {
+        len += bytes[at].is_ascii_uppercase() as usize;
+        at += 1;
+    }
+    len
+}
+
+/// `name` in kebab case, as serde and clap make it of a variant.
+const fn kebab_case<const LEN: usize>(name: &str) -> [u8; LEN] {
+    let bytes = name.as_bytes();
+    let (mut kebab, mut from, mut to) = ([b'-'; LEN], 0, 0);
+    while from < bytes.len() {
+        to += (from > 0 && bytes[from].is_ascii_uppercase()) as usize;
+        kebab[to] = bytes[from].to_ascii_lowercase();
+        from += 1;
+        to += 1;
+    }
+    kebab
 }
 
 choices! {
@@ -164,19 +212,6 @@ choices! {
     }
 }
 
-impl SpeculatorType {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Dflash, Self::Markov];
-
-    /// As the user types it, and as configurations name it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Dflash => "dflash",
-            Self::Markov => "markov",
-        }
-    }
-}
-
 impl Thinking {
     /// The value of `enable_thinking`, if it is set.
     pub const fn template_variable(self) -> Option<bool> {
@@ -195,19 +230,6 @@ impl WireDtype {
             Self::Bf16 => 2,
             Self::F32 => 4,
         }
-    }
-
-    /// The name on the wire: `bf16` or `f32`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::F32 => "f32",
-        }
-    }
-
-    /// The inverse of [`Self::name`].
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Bf16, Self::F32].into_iter().find(|dtype| dtype.name() == name)
     }
 }
 
@@ -337,6 +359,23 @@ mod tests {
         for text in ["gpu", "cuda:", "cuda:x", "cuda:-1", ""] {
             assert!(text.parse::<Device>().unwrap_err().contains("cuda:N"), "{text}");
         }
+    }
+
+    #[test]
+    fn names_are_those_of_run_files() {
+        fn check<T: Serialize + Copy>(all: &[T], name: fn(T) -> &'static str) {
+            for &choice in all {
+                assert_eq!(serde_json::to_value(choice).unwrap(), name(choice));
+            }
+        }
+        check(SpeculatorType::ALL, SpeculatorType::name);
+        check(WireDtype::ALL, WireDtype::name);
+        check(Shell::ALL, Shell::name);
+        check(Backend::ALL, Backend::name);
+        assert_eq!(SpeculatorType::from_name("markov"), Some(SpeculatorType::Markov));
+        assert_eq!(SpeculatorType::from_name("Markov"), None);
+        // no choice has two words so far
+        assert_eq!(kebab_case::<{ kebab_len("TwoWordsF32") }>("TwoWordsF32"), *b"two-words-f32");
     }
 
     #[test]

@@ -30,10 +30,10 @@ pub struct DraftSettings {
     // What the run began with is compared by what it is.
     #[setting(free, may_differ)]
     pub from_pretrained: Option<String>,
-    /// Kind of drafter.
-    #[cfg_attr(feature = "clap", arg(long, value_enum, default_value_t = SpeculatorType::Dflash))]
+    /// Kind of drafter. Default: that of the draft or the run to start from, else dflash.
+    #[cfg_attr(feature = "clap", arg(long, value_enum))]
     #[setting(lasting, recipe)]
-    pub speculator_type: SpeculatorType,
+    pub speculator_type: Option<SpeculatorType>,
     /// Layers of the draft. Default: 5.
     #[cfg_attr(feature = "clap", arg(long, value_name = "N"))]
     #[setting(lasting, recipe)]

@@ -17,7 +17,8 @@ const MOST_RANK: u64 = 1 << 16;
 pub struct MarkovSettings {
     /// With --speculator-type markov: numbers through which a token changes the logits of the next.
     /// Default: 64.
-    #[cfg_attr(feature = "clap", arg(long, value_name = "R"))]
+    // An example, which no engine serves: in no help text.
+    #[cfg_attr(feature = "clap", arg(long, hide = true, value_name = "R"))]
     #[setting(lasting, recipe)]
     pub markov_rank: Option<usize>,
 }

@@ -78,8 +78,9 @@ fn as_evaluation(settings: &BenchDecodeSettings) -> EvalSettings {
 impl DecodeReport {
     fn of(report: &EvalReport) -> Self {
         let speed = &report.decode_tokens_per_second;
-        let plain = speed.median_plain.expect("an evaluation in this process decodes plainly");
-        let speculative = speed.median_speculative;
+        // Without a token after the first there is no such speed: null in JSON.
+        let [plain, speculative] =
+            [speed.median_plain, speed.median_speculative].map(|speed| speed.unwrap_or(f64::NAN));
         let acceptance_length = report.acceptance.acceptance_length;
         let auto = report.results.iter().find(|one| one.is_auto());
         let auto = auto.and_then(|one| one.median_decode_rate());
@@ -91,7 +92,7 @@ impl DecodeReport {
             tokens: report.tokens,
             plain,
             speculative,
-            auto: auto.expect("an evaluation measures it beside whole blocks"),
+            auto: auto.unwrap_or(f64::NAN),
             acceptance_length,
             plain_token_ms: 1e3 / plain,
             step_ms: 1e3 * acceptance_length / speculative,

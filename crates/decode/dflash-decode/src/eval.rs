@@ -47,6 +47,7 @@ pub fn evaluate(
 ) -> Result<EvalReport, Error> {
     check_outputs(settings)?;
     let sets = read_sets(settings, stop)?;
+    say_unread_columns(&sets);
     let (device, dtype) = place(settings.device, settings.dtype, 0)?;
     let target = Target::load(target_dir, &TargetOptions { device, dtype })?;
     let name = settings.target.as_deref().unwrap_or_default();
@@ -68,13 +69,13 @@ pub fn evaluate(
         ..Facts::default()
     };
     let mut report = EvalReport::new(facts, results);
-    if let Some(baseline) = &settings.baseline {
-        report.compare(baseline)?;
-    }
+    // The report is written even if the baseline has nothing in common with it.
+    let compared = settings.baseline.as_ref().map_or(Ok(()), |baseline| report.compare(baseline));
     write(&report, settings)?;
     if !settings.no_record {
         drafts.keep_beside(&report.evaluations);
     }
+    compared?;
     Ok(report)
 }
 
@@ -93,6 +94,16 @@ fn read_sets(settings: &EvalSettings, stop: &AtomicBool) -> Result<Vec<(PromptSe
         Ok((set, rows))
     };
     locate(&settings.prompts)?.into_iter().map(read).collect()
+}
+
+/// Names what rows have and prompts have not, before hours are spent on answers to the prompts.
+fn say_unread_columns(sets: &[(PromptSet, Rows)]) {
+    for (set, rows) in sets {
+        let unread = rows.unread_columns();
+        if !unread.is_empty() {
+            say(format!("unread columns of {}: {}", set.title, unread.listed("row")));
+        }
+    }
 }
 
 /// The prompts of a set, as the target is asked in one mode of thinking.

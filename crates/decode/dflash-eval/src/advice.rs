@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
-use crate::report::{EvalReport, Measured};
+use crate::report::{DraftFacts, EvalReport, Measured};
 
 /// Suffix of a draft's name if its length was chosen in each step.
 pub const AUTO_SUFFIX: &str = " auto";
@@ -42,11 +42,17 @@ impl EvalReport {
                 ));
             }
         }
-        let has_weights = self.drafts.iter().any(|it| it.label == label && it.weights.is_some());
+        let draft = self.drafts.iter().find(|draft| draft.label == label);
         let most = best.iter().map(|best| best.tokens).max().unwrap_or(0);
-        if has_weights && most > 0 {
-            let config = vllm_config(name, &best);
-            lines.push(format!("{label}: for vLLM, --speculative-config '{config}'"));
+        match draft.filter(|draft| draft.weights.is_some() && most > 0) {
+            Some(DraftFacts { head: Some(head), .. }) => lines.push(format!(
+                "{label}: no other engine serves a draft whose head is {head} yet; dflash serve does"
+            )),
+            Some(_) => {
+                let config = vllm_config(name, &best);
+                lines.push(format!("{label}: for vLLM, --speculative-config '{config}'"));
+            }
+            None => {}
         }
         lines
     }
@@ -188,5 +194,9 @@ mod tests {
             "{advice:?}"
         );
         assert!(report.to_string().contains("advice  run, one answer"));
+        report.drafts[0].head = Some("markov".into());
+        let advice = report.advice().join("\n");
+        assert!(!advice.contains("--speculative-config"), "{advice}");
+        assert!(advice.contains("head is markov yet; dflash serve does"), "{advice}");
     }
 }

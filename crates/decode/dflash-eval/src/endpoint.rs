@@ -6,6 +6,7 @@
 //! read after each answer, so that tau is known per response too; at higher concurrency only over
 //! all.
 
+mod attempts;
 mod chat;
 mod counters;
 mod round;

@@ -6,12 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::answer::{Answer, Verification};
 use crate::bootstrap::spread;
-use crate::speed::{DECODE, WHOLE, median, ratio, total_rate};
+use crate::speed::{Span, median, rate, ratio};
 
 /// Measurements of all answers together.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Whole {
-    /// Seconds from the first request to the last answer, with concurrency above 1.
+    /// Seconds from the first request to the last answer, with concurrency above 1: those of `parts`
+    /// if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
     /// Verify steps of all answers, if they are not known per answer.
@@ -33,17 +34,32 @@ pub struct Part {
 }
 
 impl Whole {
+    /// Tokens and seconds of `answers`, and over the whole answer of all answers together if these
+    /// were timed together.
+    pub(crate) fn total<'a>(
+        &self,
+        answers: impl Iterator<Item = &'a Answer>,
+        span: Span,
+    ) -> (f64, f64) {
+        let (tokens, seconds) = span.total(answers);
+        match self.seconds.filter(|_| span == Span::Whole) {
+            None => (tokens, seconds),
+            Some(together) if self.parts.is_empty() => (tokens, together),
+            Some(together) => (self.parts.iter().map(|part| part.tokens as f64).sum(), together),
+        }
+    }
+
     /// Standard errors of metrics measured over the whole set, by resampling parts; those of
     /// `plain` decoding are the same parts of the set.
     pub(crate) fn noise(&self, plain: Option<&Self>) -> BTreeMap<String, f64> {
-        let rate = |parts: &[Part], drawn: &[usize]| {
+        let of_parts = |parts: &[Part], drawn: &[usize]| {
             let sum = |of: fn(&Part) -> f64| drawn.iter().map(|&at| of(&parts[at])).sum::<f64>();
-            ratio(sum(|part| part.tokens as f64), sum(|part| part.seconds))
+            rate((sum(|part| part.tokens as f64), sum(|part| part.seconds)))
         };
         let plain = plain.filter(|plain| plain.parts.len() == self.parts.len());
         spread(self.parts.len(), |drawn| {
-            let own = rate(&self.parts, drawn);
-            let plain = plain.and_then(|plain| rate(&plain.parts, drawn));
+            let own = of_parts(&self.parts, drawn);
+            let plain = plain.and_then(|plain| of_parts(&plain.parts, drawn));
             let speed_up = own.zip(plain).and_then(|(own, plain)| ratio(own, plain));
             let named = [("tokens_per_second", own), ("speed_up", speed_up)];
             named.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
@@ -63,7 +79,8 @@ pub struct Figures {
     /// All tokens divided by all seconds, prompts included; with concurrency above 1 by the seconds
     /// from the first request to the last answer.
     pub tokens_per_second: Option<f64>,
-    /// Tokens after the first divided by the seconds after it, summed over answers.
+    /// Tokens after the first divided by the seconds after it, summed over answers that came in
+    /// more than one piece.
     pub decode_tokens_per_second: Option<f64>,
     /// `tokens_per_second` divided by that of plain decoding.
     pub speed_up: Option<f64>,
@@ -102,17 +119,14 @@ impl Figures {
             whole.verification.clone().unwrap_or_else(|| Verification::sum(each.iter().copied()));
         let lengths: Vec<f64> =
             each.iter().filter_map(|verification| verification.acceptance_length()).collect();
-        let tokens: usize = answers.iter().map(|answer| answer.tokens).sum();
+        let per_second = |span| rate(whole.total(answers.iter().copied(), span));
         let first = || answers.iter().map(|answer| answer.first_token_s);
         Self {
             acceptance_length: verification.acceptance_length(),
             acceptance_length_per_response: mean(lengths.iter().copied()),
             acceptance_by_slot: verification.acceptance_by_slot(),
-            tokens_per_second: Some(match whole.seconds {
-                Some(seconds) => tokens as f64 / seconds.max(1e-9),
-                None => total_rate(answers.iter().copied(), WHOLE),
-            }),
-            decode_tokens_per_second: Some(total_rate(answers.iter().copied(), DECODE)),
+            tokens_per_second: per_second(Span::Whole),
+            decode_tokens_per_second: per_second(Span::Decode),
             speed_up: None,
             decode_speed_up: None,
             time_to_first_token_s: mean(first()),

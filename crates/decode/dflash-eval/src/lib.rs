@@ -12,6 +12,7 @@ mod baseline;
 mod bootstrap;
 pub mod endpoint;
 mod error;
+mod facts;
 mod figures;
 mod lossless;
 mod page;

@@ -53,15 +53,7 @@ fn facts(report: &EvalReport) -> Vec<(&'static str, String)> {
     let mut facts = vec![("target", report.target.clone())];
     facts.extend(report.endpoint.clone().map(|endpoint| ("endpoint", endpoint)));
     facts.extend(report.drafts.iter().map(|draft| ("draft", draft.name.clone())));
-    facts.extend(report.sets.iter().map(|set| {
-        let revision = set.revision.as_ref().map(|commit| format!(" at {commit}"));
-        let revision = revision.unwrap_or_default();
-        let (title, source) = (&set.title, &set.source);
-        (
-            "prompts",
-            format!("{title}: {source}{revision}, {} rows, {} skipped", set.rows, set.skipped),
-        )
-    }));
+    facts.extend(report.prompts_facts().into_iter().map(|prompts| ("prompts", prompts)));
     facts.push(("longest answer", format!("{} tokens", report.max_new_tokens)));
     facts.push(("seed", report.seed.to_string()));
     if !report.device.is_empty() {
@@ -69,16 +61,11 @@ fn facts(report: &EvalReport) -> Vec<(&'static str, String)> {
     }
     facts.extend(report.memory.process_mib.map(|peak| ("peak memory of the process", mib(peak))));
     facts.extend(report.memory.device_mib.map(|peak| ("peak memory of the GPU", mib(peak))));
-    let proofs = report.results.iter().filter_map(|one| Some((one, one.lossless.as_ref()?)));
-    facts.extend(proofs.map(|(one, proof)| {
-        let holds = if proof.holds { "yes" } else { "NO" };
-        let (identical, all, ties) = (proof.identical, proof.responses, proof.ties.len());
-        let (set, draft) = (report.title(&one.set), &one.draft);
-        (
-            "lossless",
-            format!("{holds}: {set}, {draft}: {identical} of {all} answers identical, {ties} tied"),
-        )
-    }));
+    for fact in report.lossless_facts() {
+        facts.push(("lossless", fact.text));
+        facts.extend(fact.differences.into_iter().map(|difference| ("difference", difference)));
+    }
+    facts.extend(report.notes().into_iter().map(|note| ("note", note)));
     facts
 }
 
@@ -215,7 +202,7 @@ mod tests {
         for line in [
             "## Speed-up and tau, greedy\n\n| set | baseline | run speed-up | tau |\n| --- | ---: | ---: | ---: |\n| GSM8K | 1.00x | 4.00x | 2.83 |\n",
             "## Acceptance by position",
-            "- lossless: yes: Alpaca, run: 8 of 8 answers identical, 0 tied\n",
+            "- lossless: yes: 8 of 8 answers identical to plain greedy decoding, 0 tied, 0 differ (alpaca, run, greedy)\n",
         ] {
             assert!(text.contains(line), "{line}\n---\n{text}");
         }

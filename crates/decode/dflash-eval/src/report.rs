@@ -14,7 +14,7 @@ use crate::baseline::Comparison;
 use crate::bootstrap::spread;
 use crate::figures::{Figures, Whole};
 use crate::lossless::{Difference, Lossless};
-use crate::speed::{DECODE, Speed, WHOLE, median, rate};
+use crate::speed::{Span, Speed, median};
 
 /// One set, answered in one mode by one draft.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,6 +28,9 @@ pub struct Measured {
     pub draft: String,
     /// Answers made.
     pub responses: usize,
+    /// Rows that a server did not answer completely.
+    #[serde(default)]
+    pub failed: usize,
     /// Their tokens.
     pub tokens: usize,
     /// The metrics.
@@ -62,6 +65,9 @@ pub struct DraftFacts {
     pub vocabulary: Option<usize>,
     /// Digest of its weights file; `None` if it has none, or weights are in shards.
     pub weights: Option<String>,
+    /// Kind of its head, if only dflash serves it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub head: Option<String>,
 }
 
 /// A set of prompts that was answered.
@@ -79,7 +85,7 @@ pub struct SetFacts {
     pub rows: usize,
     /// Rows skipped because prompt and answer exceed the target's context.
     pub skipped: usize,
-    /// Rows that a server did not answer completely, counted once per mode.
+    /// Rows that a server did not answer completely: the sum over its results.
     pub failed: usize,
 }
 
@@ -189,6 +195,7 @@ impl Measured {
             way,
             draft: draft.to_owned(),
             responses: answers.len(),
+            failed: 0,
             tokens: answers.iter().map(|answer| answer.tokens).sum(),
             figures: Figures::default(),
             noise: BTreeMap::new(),
@@ -197,16 +204,13 @@ impl Measured {
             step_seconds: Vec::new(),
             answers,
         };
-        let all: Vec<usize> = (0..measured.responses).collect();
         let pairs = plain.and_then(|plain| Pairs::new(&measured, plain));
-        measured.figures = match (plain, &pairs) {
-            (Some(plain), None) => Figures::of(
-                &measured.answers.iter().collect::<Vec<_>>(),
-                &measured.whole,
-                Some((&plain.answers.iter().collect::<Vec<_>>(), &plain.whole)),
-            ),
-            _ => measured.figures_of(&all, pairs.as_ref()),
-        };
+        let beside = plain.map(|plain| (plain_side(&measured, plain), &plain.whole));
+        measured.figures = Figures::of(
+            &measured.answers.iter().collect::<Vec<_>>(),
+            &measured.whole,
+            beside.as_ref().map(|(answers, whole)| (answers.as_slice(), *whole)),
+        );
         let draws = |drawn: &[usize]| measured.figures_of(drawn, pairs.as_ref()).named();
         measured.noise = spread(measured.responses, draws);
         measured.noise.retain(|name, _| !measured.whole.says(name));
@@ -235,7 +239,7 @@ impl Measured {
 
     /// Tokens per second after the first token, the median over answers.
     pub fn median_decode_rate(&self) -> Option<f64> {
-        median(self.answers.iter().map(|answer| rate(DECODE(answer))).collect())
+        median(self.answers.iter().filter_map(|answer| Span::Decode.rate(answer)).collect())
     }
 
     /// Speed-up as in papers: of decoding after the first token at concurrency 1, of all tokens in
@@ -280,8 +284,22 @@ impl<'a> Pairs<'a> {
         Some(Self { plain: plain_answers, whole: &plain.whole })
     }
 
+    /// The plain answer to each prompt, in the order of the answers.
+    pub(crate) fn answers(&self) -> impl Iterator<Item = &'a Answer> {
+        self.plain.iter().copied()
+    }
+
     fn of(&self, indices: &[usize]) -> Vec<&'a Answer> {
         indices.iter().map(|&index| self.plain[index]).collect()
+    }
+}
+
+/// The plain answers that `measured` is compared with: those to the same prompts, or all of them if
+/// an answer has no counterpart.
+pub(crate) fn plain_side<'a>(measured: &Measured, plain: &'a Measured) -> Vec<&'a Answer> {
+    match Pairs::new(measured, plain) {
+        Some(pairs) => pairs.answers().collect(),
+        None => plain.answers.iter().collect(),
     }
 }
 
@@ -302,7 +320,8 @@ impl EvalReport {
             .iter()
             .filter(|result| first.as_ref() == Some(&(result.way, result.draft.clone())))
             .collect();
-        let pairs = pairs_of(&results, &pooled);
+        let beside: Vec<(&Measured, Option<&Measured>)> =
+            pooled.iter().map(|&one| (one, plain_of(&results, one))).collect();
         let counts = counts(&pooled);
         let draft = first.as_ref().map_or("", |(_, draft)| draft.as_str());
         let draft = facts.drafts.iter().find(|known| known.label == draft);
@@ -324,8 +343,8 @@ impl EvalReport {
             steps: counts.steps(),
             acceptance: measured_alone(counts.figures(), counts.steps()),
             slots: counts.slots(),
-            tokens_per_second: Speed::of(&pairs, WHOLE),
-            decode_tokens_per_second: Speed::of(&pairs, DECODE),
+            tokens_per_second: Speed::of(&beside, Span::Whole),
+            decode_tokens_per_second: Speed::of(&beside, Span::Decode),
             lossless: Lossless::sum(pooled.iter().filter_map(|one| one.lossless.as_ref())),
             target: facts.target,
             target_identity: facts.target_identity,
@@ -386,21 +405,6 @@ fn measured_alone(figures: AcceptanceFigures, steps: u64) -> AcceptanceFigures {
     }
 }
 
-/// Every answer of `pooled` with the plain one to the same prompt.
-fn pairs_of<'a>(
-    results: &'a [Measured],
-    pooled: &[&'a Measured],
-) -> Vec<(&'a Answer, Option<&'a Answer>)> {
-    let mut all = Vec::new();
-    for measured in pooled {
-        let pairs = plain_of(results, measured).and_then(|plain| Pairs::new(measured, plain));
-        let plain = |index: usize| pairs.as_ref().map(|pairs| pairs.plain[index]);
-        let own = measured.answers.iter().enumerate();
-        all.extend(own.map(|(index, answer)| (answer, plain(index))));
-    }
-    all
-}
-
 /// The published form of a result: `None` for drafts without weights, and for answers too short for
 /// a step.
 fn evaluation(facts: &Facts, results: &[Measured], result: &Measured) -> Option<Evaluation> {
@@ -459,6 +463,7 @@ pub(crate) mod tests {
     use dflash_settings::Thinking;
 
     use super::*;
+    use crate::figures::Part;
 
     pub(crate) const GREEDY: Way =
         Way { temperature: 0.0, thinking: Thinking::Auto, concurrency: 1 };
@@ -507,6 +512,7 @@ pub(crate) mod tests {
                 block_size: Some(4),
                 vocabulary: None,
                 weights: Some("d1".into()),
+                head: None,
             }],
             sets: vec![set("gsm8k", "GSM8K"), set("alpaca", "Alpaca")],
             max_new_tokens: 11,
@@ -528,6 +534,29 @@ pub(crate) mod tests {
         assert!(pooled > 2.0 && pooled < 4.0, "{pooled}");
         assert_eq!(report.ways().len(), 2);
         report.check().unwrap();
+    }
+
+    #[test]
+    fn the_top_level_speed_up_is_that_of_the_results() {
+        let way = Way { concurrency: 4, ..GREEDY };
+        let [plain, drafted] = two("s", GREEDY, 4.0).try_into().unwrap();
+        let whole = |seconds: f64| Whole {
+            seconds: Some(2.0 * seconds),
+            verification: None,
+            parts: vec![Part { tokens: 44, seconds }; 2],
+        };
+        // Answers overlap, so that the sum of their seconds is another speed-up.
+        let plain = Measured::new("s", way, NO_DRAFT, plain.answers, whole(30.0), None, None);
+        let drafted =
+            Measured::new("s", way, "run", drafted.answers, whole(20.0), None, Some(&plain));
+        let own = drafted.figures.clone();
+        let facts = Facts { drafts: report(4.0).drafts, ..Facts::default() };
+        let report = EvalReport::new(facts, vec![plain, drafted]);
+        assert!((own.speed_up.unwrap() - 1.5).abs() < 1e-9);
+        assert_eq!(report.tokens_per_second.speed_up, own.speed_up);
+        assert_eq!(report.tokens_per_second.speculative, own.tokens_per_second);
+        assert_eq!(report.decode_tokens_per_second.speed_up, own.decode_speed_up);
+        assert!(report.to_string().contains("1.50x \u{b1}0.00"), "{report}");
     }
 
     #[test]

@@ -8,6 +8,10 @@ use crate::advice::AUTO_SUFFIX;
 use crate::report::EvalReport;
 use crate::table::{self, Table};
 
+/// Names of the speeds over all answers.
+const WITH_PROMPT: &str = "with prompt";
+const AFTER_FIRST: &str = "after first token";
+
 impl Display for EvalReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         self.write_facts(f)?;
@@ -29,6 +33,7 @@ impl Display for EvalReport {
         }
         self.write_memory(f)?;
         self.write_lossless(f)?;
+        self.write_notes(f)?;
         self.write_advice(f)?;
         match &self.comparison {
             Some(comparison) => {
@@ -51,19 +56,8 @@ impl EvalReport {
             });
             writeln!(f, "draft     {}{vocabulary}", draft.name)?;
         }
-        for set in &self.sets {
-            let revision =
-                set.revision.as_ref().map_or_else(String::new, |commit| format!(" at {commit}"));
-            let title = if set.title == set.source { "" } else { &set.title };
-            let of = if title.is_empty() { "" } else { " of " };
-            writeln!(
-                f,
-                "prompts   {title}{of}{}{revision}: {} rows; {} skipped{}",
-                set.source,
-                set.rows,
-                set.skipped,
-                if set.failed == 0 { String::new() } else { format!("; {} FAILED", set.failed) }
-            )?;
+        for prompts in self.prompts_facts() {
+            writeln!(f, "prompts   {prompts}")?;
         }
         let ways: Vec<String> = self.ways().iter().map(ToString::to_string).collect();
         writeln!(
@@ -120,15 +114,17 @@ impl EvalReport {
         writeln!(f, "tokens per second      speculative      plain   speed-up")?;
         let (whole, decode) = (&self.tokens_per_second, &self.decode_tokens_per_second);
         let rows = [
-            ("with prompt", whole.speculative, whole.plain, whole.speed_up),
+            (WITH_PROMPT, whole.speculative, whole.plain, whole.speed_up),
             ("  median", whole.median_speculative, whole.median_plain, whole.median_speed_up),
-            ("after first token", decode.speculative, decode.plain, decode.speed_up),
+            (AFTER_FIRST, decode.speculative, decode.plain, decode.speed_up),
             ("  median", decode.median_speculative, decode.median_plain, decode.median_speed_up),
         ];
         for (name, speculative, plain, speed_up) in rows {
-            let plain = plain.map_or("-".into(), |plain| format!("{plain:.1}"));
+            let rate = |rate: Option<f64>| rate.map_or("-".into(), |rate| format!("{rate:.1}"));
+            let (speculative, plain) = (rate(speculative), rate(plain));
+            let error = self.speed_up_error(name).unwrap_or_default();
             let speed_up = speed_up.map_or("-".into(), |speed_up| format!("{speed_up:.2}x"));
-            writeln!(f, "{name:20} {speculative:13.1} {plain:>10} {speed_up:>10}")?;
+            writeln!(f, "{name:20} {speculative:>13} {plain:>10} {speed_up:>10}{error}")?;
         }
         let auto = self.results.iter().find(|one| one.is_auto());
         if let Some(rate) = auto.and_then(|auto| auto.figures.decode_tokens_per_second) {
@@ -152,6 +148,17 @@ impl EvalReport {
         )
     }
 
+    /// The standard error of the speed-up with this name, of the only draft's result.
+    fn speed_up_error(&self, name: &str) -> Option<String> {
+        let figure = match name {
+            WITH_PROMPT => "speed_up",
+            AFTER_FIRST => "decode_speed_up",
+            _ => return None,
+        };
+        let drafted = self.results.iter().find(|one| !one.is_plain() && !one.is_auto())?;
+        Some(format!(" \u{b1}{:.2}", drafted.noise.get(figure)?))
+    }
+
     fn write_memory(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let process = self.memory.process_mib.map(|mib| format!("process {mib:.0} MiB"));
         let device = self.memory.device_mib.map(|mib| format!("device {mib:.0} MiB"));
@@ -163,34 +170,18 @@ impl EvalReport {
     }
 
     fn write_lossless(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        if self.endpoint.is_some() {
-            return writeln!(f, "lossless  not compared: servers do not return their logits");
-        }
-        if self.drafts.is_empty() {
-            return writeln!(f, "lossless  nothing to compare: plain decoding only");
-        }
-        let all = || self.results.iter().filter(|one| one.lossless.is_some());
-        if all().next().is_none() {
-            return writeln!(f, "lossless  not compared: sampled texts differ by chance");
-        }
-        for one in all() {
-            let Some(lossless) = &one.lossless else { continue };
-            let name = format!(" ({}, {}, {})", one.set, one.draft, one.way);
-            writeln!(
-                f,
-                "lossless  {}: {} of {} answers identical to plain greedy decoding, {} tied, \
-                 {} differ{name}",
-                if lossless.holds { "yes" } else { "NO" },
-                lossless.identical,
-                lossless.responses,
-                lossless.ties.len(),
-                lossless.failures.len()
-            )?;
-            let ties = lossless.ties.iter().map(|tie| ("tie", tie));
-            let failures = lossless.failures.iter().map(|failure| ("DIFFERS", failure));
-            for (kind, difference) in ties.chain(failures) {
-                writeln!(f, "  {kind}: {difference}")?;
+        for fact in self.lossless_facts() {
+            writeln!(f, "lossless  {}", fact.text)?;
+            for difference in fact.differences {
+                writeln!(f, "  {difference}")?;
             }
+        }
+        Ok(())
+    }
+
+    fn write_notes(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for note in self.notes() {
+            writeln!(f, "note      {note}")?;
         }
         Ok(())
     }
@@ -244,7 +235,13 @@ impl Display for Table {
 
 #[cfg(test)]
 mod tests {
-    use crate::report::tests::report;
+    use dflash_settings::NO_DRAFT;
+
+    use super::*;
+    use crate::answer::Answer;
+    use crate::figures::Whole;
+    use crate::report::tests::{GREEDY, report};
+    use crate::report::{Facts, Measured};
 
     #[test]
     fn the_terminal_shows_the_fields_table_and_every_proof() {
@@ -259,5 +256,27 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line}\n---\n{text}");
         }
+    }
+
+    #[test]
+    fn what_was_not_decoded_has_no_speed() {
+        let piece = Answer { tokens: 7, first_token_s: 1.0, total_s: 1.0, ..Answer::default() };
+        let single = Answer { tokens: 1, total_s: 1.0, ..Answer::default() };
+        let whole = Whole::default();
+        let measured = |draft: &str, answers: &[Answer], plain: Option<&Measured>| {
+            Measured::new("s", GREEDY, draft, answers.to_vec(), whole.clone(), None, plain)
+        };
+        let answers = [piece, single];
+        let plain = measured(NO_DRAFT, &answers, None);
+        let drafted = measured("run", &answers, Some(&plain));
+        let facts = Facts { drafts: report(4.0).drafts, ..Facts::default() };
+        let report = EvalReport::new(facts, vec![plain, drafted]);
+        let text = report.to_string();
+        let nothing = format!("{:20} {:>13} {:>10} {:>10}\n", "after first token", "-", "-", "-");
+        assert!(text.contains(&nothing), "{text}");
+        let json = serde_json::to_value(&report).unwrap();
+        assert!(json["decode_tokens_per_second"]["speculative"].is_null(), "{json}");
+        assert!(json["results"][1]["decode_tokens_per_second"].is_null(), "{json}");
+        assert_eq!(json["results"][1]["tokens_per_second"], 4.0);
     }
 }

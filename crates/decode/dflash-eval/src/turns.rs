@@ -3,14 +3,21 @@
 
 use std::ops::Range;
 
-/// Maximum number of parts of a set, and minimum rounds of answers per part: at the end of a part
+/// Maximum number of parts of a set, and desired rounds of answers per part: at the end of a part
 /// concurrency drops.
 const MOST_PARTS: usize = 8;
-const LEAST_ROUNDS: usize = 2;
+const ROUNDS: usize = 2;
+/// Parts of a small set: fewer have no spread, and do not alternate.
+const FEWEST_PARTS: usize = 2;
+/// Minimum number of rows per part.
+const LEAST_ROWS: usize = 2;
 
 /// The rows of each part of a set of `rows`, answered with `concurrency`.
 pub fn parts(rows: usize, concurrency: usize) -> Vec<Range<usize>> {
-    let parts = (rows / (LEAST_ROUNDS * concurrency)).clamp(1, MOST_PARTS);
+    let parts = match rows < FEWEST_PARTS * LEAST_ROWS {
+        true => 1,
+        false => (rows / (ROUNDS * concurrency)).clamp(FEWEST_PARTS, MOST_PARTS),
+    };
     (0..parts).map(|part| part * rows / parts..(part + 1) * rows / parts).collect()
 }
 
@@ -29,13 +36,13 @@ mod tests {
     #[test]
     fn every_row_is_in_one_part_and_no_part_is_short() {
         for (rows, concurrency, expect) in
-            [(1, 1, 1), (3, 1, 1), (4, 1, 2), (12, 4, 1), (100, 4, 8)]
+            [(1, 1, 1), (3, 8, 1), (4, 1, 2), (4, 8, 2), (12, 4, 2), (24, 4, 3), (100, 4, 8)]
         {
             let parts = parts(rows, concurrency);
             assert_eq!(parts.len(), expect, "{rows} {concurrency}");
             let all: Vec<usize> = parts.iter().cloned().flatten().collect();
             assert_eq!(all, (0..rows).collect::<Vec<_>>());
-            assert!(expect == 1 || parts.iter().all(|part| part.len() >= 2 * concurrency));
+            assert!(expect == 1 || parts.iter().all(|part| part.len() >= 2));
         }
     }
 

@@ -94,7 +94,8 @@ fn csv(report: &EvalReport) -> Vec<u8> {
         }
     }
     let mut writer = csv::Writer::from_writer(Vec::new());
-    let keys = ["set", "temperature", "thinking", "concurrency", "draft", "responses", "tokens"];
+    let keys =
+        ["set", "temperature", "thinking", "concurrency", "draft", "responses", "failed", "tokens"];
     let noises = figures.iter().map(|name| format!("{name}_standard_error"));
     let header = keys.iter().map(ToString::to_string).chain(figures.clone()).chain(noises);
     writer.write_record(header).expect("memory takes everything");
@@ -110,6 +111,7 @@ fn csv(report: &EvalReport) -> Vec<u8> {
             one.way.concurrency.to_string(),
             one.draft.clone(),
             one.responses.to_string(),
+            one.failed.to_string(),
             one.tokens.to_string(),
         ];
         let values = figures.iter().map(|name| cell(value(name)));
@@ -141,9 +143,12 @@ mod tests {
         let text = std::fs::read_to_string(dir.path().join("new/deep/eval.csv")).unwrap();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 7);
-        assert!(lines[0].starts_with("set,temperature,thinking,concurrency,draft,responses"));
+        assert!(
+            lines[0]
+                .starts_with("set,temperature,thinking,concurrency,draft,responses,failed,tokens")
+        );
         assert!(lines[0].contains(",speed_up_standard_error,"), "{}", lines[0]);
-        assert!(lines[2].starts_with("gsm8k,0,auto,1,run,8,88,2.83333333333333"), "{}", lines[2]);
+        assert!(lines[2].starts_with("gsm8k,0,auto,1,run,8,0,88,2.83333333333333"), "{}", lines[2]);
         let columns = |line: &str| line.split(',').count();
         assert!(lines.iter().all(|line| columns(line) == columns(lines[0])));
         let text = std::fs::read(dir.path().join("new/deep/eval.json")).unwrap();

@@ -20,7 +20,7 @@ use crate::refusal::Refusal;
 /// Number of grammars compiled at a time.
 const MAKERS: usize = 2;
 /// Number of grammars of requests in flight, each of at most 75 MB with the memory for following
-/// it. Other requests wait for these.
+/// it. Other requests wait for these, for a while.
 const ALIVE: usize = 32;
 /// Maximum time to compile one grammar, and to wait for a maker before that.
 const LONGEST: Duration = Duration::from_secs(10);
@@ -37,11 +37,18 @@ pub(crate) struct Grammars {
     end_ids: Vec<i64>,
     makers: Arc<Semaphore>,
     alive: Arc<Semaphore>,
+    /// How long a request waits for the grammars of others to end.
+    patience: Duration,
 }
 
 impl Grammars {
-    /// For answers of a target with `rows` rows, which end with one of `end_ids`.
-    pub(crate) fn new(tokenizer: &Arc<ChatTokenizer>, rows: i64, end_ids: Vec<i64>) -> Self {
+    /// For answers of a target with `rows` rows, which end with one of `end_ids`; a request waits
+    /// for the grammars of others for `patience`.
+    pub(crate) fn new(
+        tokenizer: &Arc<ChatTokenizer>,
+        (rows, end_ids): (i64, Vec<i64>),
+        patience: Duration,
+    ) -> Self {
         Self {
             vocabulary: Arc::default(),
             tokenizer: Arc::clone(tokenizer),
@@ -49,6 +56,7 @@ impl Grammars {
             end_ids,
             makers: Arc::new(Semaphore::new(MAKERS)),
             alive: Arc::new(Semaphore::new(ALIVE)),
+            patience,
         }
     }
 
@@ -56,10 +64,11 @@ impl Grammars {
     ///
     /// # Errors
     /// A format that is not supported, too large, or takes too long; all makers busy with such
-    /// grammars.
+    /// grammars; too many grammars in flight.
     pub(crate) async fn make(&self, format: Format, slot: &Slot) -> Result<Grammar, Refusal> {
         let Format { param, source } = format;
-        let room = Arc::clone(&self.alive).acquire_owned().await;
+        let room = timeout(self.patience, Arc::clone(&self.alive).acquire_owned()).await;
+        let room = room.map_err(|_| Refusal::NoRoom { after: LONGEST })?;
         slot.keep(room.map_err(|_| Refusal::ShuttingDown)?);
         let turn = timeout(LONGEST, Arc::clone(&self.makers).acquire_owned()).await;
         let turn = turn.map_err(|_| Refusal::NoRoom { after: LONGEST })?;

@@ -19,6 +19,7 @@ mod refusal;
 mod reply;
 mod routes;
 mod server;
+mod shares;
 mod tool_form;
 mod tools;
 mod worker;

@@ -31,15 +31,13 @@ use crate::protocol::{Asked, ChatRequest, CompletionRequest};
 use crate::queue::{Dropped, Event, Job, Party, Queue};
 use crate::refusal::Refusal;
 use crate::reply::{Choice, Envelope, Kind, Usage, random, unix_seconds};
+use crate::shares::{NoShares, Shares};
 use crate::tool_form::ToolForm;
 
 /// Number of requests parsed at a time, which bounds the memory for JSON, templates and tokenizers.
 const READERS: usize = 2;
 /// Tokens of all prompts in flight, 8 bytes each, or of one of maximum length.
 const ALL_TOKENS: usize = 16 << 20;
-/// Log-probabilities of all requests in flight: twice the maximum of one. Other requests wait for
-/// these.
-const ALL_SHARES: usize = 2 << 20;
 
 /// State that is known once the models are loaded.
 #[derive(Debug)]
@@ -74,7 +72,7 @@ pub(crate) struct Shared {
     bodies: Bodies,
     readers: Semaphore,
     tokens: Arc<Semaphore>,
-    shares: Arc<Semaphore>,
+    shares: Shares,
     /// Requests so far.
     requests: AtomicU64,
     since: u64,
@@ -102,7 +100,7 @@ impl Shared {
             bodies: Bodies::new((settings.max_body_mib << 20) as usize),
             readers: Semaphore::new(READERS),
             tokens: Arc::new(Semaphore::new(ALL_TOKENS)),
-            shares: Arc::new(Semaphore::new(ALL_SHARES)),
+            shares: Shares::new(patience),
             requests: AtomicU64::new(0),
             since: unix_seconds(),
         }
@@ -301,7 +299,7 @@ async fn answer(
 }
 
 /// Attaches to the slot the memory for a request's prompts, if there is enough, and for its
-/// log-probabilities, once there is enough.
+/// log-probabilities, once there is enough; a request waits for that no longer than in line.
 async fn hold_room(
     shared: &Shared,
     slot: &Slot,
@@ -317,8 +315,10 @@ async fn hold_room(
     let echoed = lengths().max().filter(|_| asked.echo).unwrap_or(0);
     let shares = asked.shares(prompts.len() * asked.n, longest + echoed)?;
     if shares > 0 {
-        let room = Arc::clone(&shared.shares).acquire_many_owned(shares as u32).await;
-        slot.keep(room.map_err(|_| Refusal::ShuttingDown)?);
+        slot.keep(shared.shares.acquire(shares).await.map_err(|no_shares| match no_shares {
+            NoShares::Taken => shared.no_room(),
+            NoShares::Closed => Refusal::ShuttingDown,
+        })?);
     }
     Ok(())
 }

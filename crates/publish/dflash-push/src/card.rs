@@ -90,6 +90,7 @@ impl Card<'_> {
             ("layout", Some(layout.to_owned())),
             ("parameters", self.drafter.parameters.map(|number| number.to_string())),
             ("stored as", self.drafter.dtype.clone()),
+            ("head", (!shape.head.is_plain()).then(|| shape.head.kind.clone())),
             ("layers", number(shape.layers)),
             ("hidden size", number(shape.hidden_size)),
             ("block size, the anchor included", number(shape.block_size)),

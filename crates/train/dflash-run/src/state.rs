@@ -51,6 +51,12 @@ pub struct Position {
     /// `None` in runs of releases that did not record it.
     #[serde(default)]
     pub highest_loss: Option<f64>,
+    /// Empty in runs of releases that did not record them.
+    #[serde(default)]
+    pub recent_losses: Vec<f64>,
+    /// Of the steps since this was recorded.
+    #[serde(default)]
+    pub lr_sum: f64,
     /// Such a state is only resumed if its step is requested explicitly.
     #[serde(default)]
     pub diverged: bool,

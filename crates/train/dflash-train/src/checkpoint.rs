@@ -215,7 +215,9 @@ fn compare(
     let mut current = Position { trained_samples, dataset_content: content, ..current.clone() };
     current.settings.retain(|key, _| ![ORIGIN, ORIGIN_DIGESTS].contains(&key.as_str()));
     let expected = lasting(&current, draft, size);
-    for ((key, found), (_, expected)) in found.into_iter().zip(expected) {
+    for (key, expected) in expected {
+        let found = found.iter().find(|(name, _)| *name == key);
+        let found = found.map_or_else(|| "off".to_owned(), |(_, found)| found.clone());
         if found != expected {
             return Err(Error::ResumeMismatch { path: dir.into(), key, found, expected });
         }
@@ -276,15 +278,16 @@ fn check_allowed(
     Err(Error::SettingsChanged { path, changes: changes.join(", "), names })
 }
 
-/// The settings that no resumed run may change. What the flags do not say of a draft is the target's.
+/// The settings that no resumed run may change, by their flags. What neither the flags nor the keys of a head
+/// say of a draft is the target's, which is compared last.
 fn lasting(
     position: &Position,
     draft: &DraftConfig,
     vocabulary_size: Option<usize>,
-) -> [(&'static str, String); 15] {
+) -> Vec<(String, String)> {
     let trained_samples = position.trained_samples.unwrap_or_default();
     let content = position.dataset_content.clone().unwrap_or_default();
-    [
+    let named = [
         ("a dataset (--data-path) of fingerprint", position.dataset.clone()),
         ("a dataset (--data-path) whose tokens have the digest", content),
         ("--seed", position.seed.to_string()),
@@ -298,9 +301,19 @@ fn lasting(
         ("--target-layer-ids", format!("{:?}", draft.target_layer_ids)),
         ("--sliding-window", or_off(draft.sliding_window)),
         ("--mask-token-id", draft.mask_token_id.to_string()),
-        ("a target whose draft is", format!("{draft:?}")),
         ("--draft-vocab-size", or_off(vocabulary_size)),
-    ]
+    ];
+    let named = named.map(|(key, value)| (key.to_owned(), value));
+    let of_head = draft.head.keys.iter().map(|(key, value)| (flag(key), value.to_string()));
+    // The size of the draft's vocabulary, which a head may need to know, is named already.
+    let of_head = of_head.filter(|(key, _)| named.iter().all(|(other, _)| other != key));
+    let whole = ("a target whose draft is".to_owned(), format!("{draft:?}"));
+    named.iter().cloned().chain(of_head).chain([whole]).collect()
+}
+
+/// The flag of a setting's key. The keys of a head are those of its settings.
+fn flag(key: &str) -> String {
+    format!("--{}", key.replace('_', "-"))
 }
 
 fn or_off(value: Option<impl ToString>) -> String {

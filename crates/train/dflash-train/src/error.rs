@@ -93,7 +93,7 @@ pub enum Error {
     #[error(
         "cannot resume {path}: it was trained with {key} {found}, this run asks for {expected}"
     )]
-    ResumeMismatch { path: PathBuf, key: &'static str, found: String, expected: String },
+    ResumeMismatch { path: PathBuf, key: String, found: String, expected: String },
     /// The run to be resumed was made with other settings, which may be changed on purpose.
     #[error(
         "cannot resume {path} with other settings: {changes}; use the settings that it was trained with, or pass --allow-changed {names} to continue with these"

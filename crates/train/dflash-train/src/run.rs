@@ -356,10 +356,13 @@ fn go_on(mut stored: Position, current: Position) -> Position {
         settings.remove(key);
         settings.extend(stored.settings.remove_entry(key));
     }
-    if stored.settings.get("loss") != settings.get("loss") {
+    // Losses of another kind tell nothing, and who goes on from a diverged state gives it another chance.
+    let is_diverged = std::mem::take(&mut stored.diverged);
+    if is_diverged || stored.settings.get("loss") != settings.get("loss") {
         (stored.first_loss, stored.highest_loss) = (None, None);
+        (stored.recent_losses, stored.lr_sum) = (Vec::new(), 0.0);
     }
-    if std::mem::take(&mut stored.diverged) {
+    if is_diverged {
         stored.bad_in_a_row = 0;
     }
     Position { settings, ..stored }

@@ -196,7 +196,7 @@ pub(crate) fn vocabulary(
         let (path, found, expected) = (dir.into(), found.to_string(), rows.to_string());
         return Err(match resumed_dir {
             Some(_) => {
-                let key = "a target whose number of tokens is";
+                let key = "a target whose number of tokens is".to_owned();
                 Error::ResumeMismatch { path, key, found, expected }
             }
             None => {

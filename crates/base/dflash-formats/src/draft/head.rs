@@ -34,6 +34,11 @@ impl Default for HeadFields {
 }
 
 impl HeadFields {
+    /// Whether this is DFlash's own head, which engines serve.
+    pub fn is_plain(&self) -> bool {
+        self.kind == PLAIN
+    }
+
     /// How a block of `rows` is used.
     pub(super) fn block(&self, rows: usize) -> BlockShape {
         BlockShape { rows, first_predicting: usize::from(!self.sample_from_anchor) }

@@ -3,7 +3,7 @@
 use crate::fields::Fields;
 use crate::gguf::{GgufFile, Value};
 
-use super::{ARCHITECTURE, Form, Layout};
+use super::{ARCHITECTURE, BlockShape, Form, HeadFields, Layout};
 
 /// What the files say; `None` where they do not, or not in a form that we read.
 #[allow(missing_docs, reason = "as in `DraftConfig`")]
@@ -19,9 +19,20 @@ pub struct Outline {
     pub num_target_layers: Option<i64>,
     pub mask_token_id: Option<i64>,
     pub sliding_window: Option<i64>,
+    /// Its kind is [`Outline::UNREADABLE`] where the files describe it in a form that we do not read.
+    pub head: HeadFields,
 }
 
 impl Outline {
+    /// The kind of a head that is described, but not in a form that we read.
+    pub const UNREADABLE: &str = "not readable";
+
+    /// How the rows of a block are used, where the files say how many there are and some predict.
+    pub fn block(&self) -> Option<BlockShape> {
+        let rows = usize::try_from(self.block_size?).ok().filter(|&rows| rows > 0)?;
+        Some(self.head.block(rows)).filter(|block| block.proposals() > 0)
+    }
+
     /// That of a `config.json`.
     pub fn of_config(config: &Fields) -> Self {
         let form = Form::of(config.clone());
@@ -35,6 +46,10 @@ impl Outline {
             num_target_layers: size("num_target_layers"),
             mask_token_id: form.mask_token_id().ok(),
             sliding_window: size("sliding_window"),
+            head: form.head().unwrap_or_else(|_| HeadFields {
+                kind: Self::UNREADABLE.to_owned(),
+                ..HeadFields::default()
+            }),
         }
     }
 
@@ -89,5 +104,22 @@ mod tests {
         assert_eq!(outline(&json!([])), Outline::default());
         let causal = json!({"block_size": 4, "dflash_config": {"causal": true}});
         assert_eq!(outline(&causal).block_size, Some(4));
+    }
+
+    #[test]
+    fn a_head_decides_how_many_tokens_a_block_proposes() {
+        let check = |head: Value, kind: &str, proposals: Option<usize>| {
+            let config = json!({"block_size": 4, "dflash_config": {"head": head}});
+            let outline = outline(&config);
+            let found = outline.block().map(|block| block.proposals());
+            assert_eq!((outline.head.kind.as_str(), found), (kind, proposals), "{config}");
+        };
+        check(Value::Null, "dflash", Some(3));
+        check(json!({"kind": "markov", "markov_rank": 8}), "markov", Some(3));
+        check(json!({"kind": "other", "sample_from_anchor": true}), "other", Some(4));
+        check(json!({}), Outline::UNREADABLE, Some(3));
+        check(json!("markov"), Outline::UNREADABLE, Some(3));
+        let block = |block_size: i64| outline(&json!({"block_size": block_size})).block();
+        assert_eq!([block(0), block(1)], [None, None]);
     }
 }

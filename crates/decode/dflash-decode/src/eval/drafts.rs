@@ -138,9 +138,12 @@ impl<'a> DraftWay<'a> {
             Speculate::Tokens(tokens) => tokens.min(draft.proposals),
             _ => draft.proposals,
         };
+        let mut head = None;
         let (name, vocabulary) = match &draft.proposer {
             LoadedProposer::Draft(loaded) => {
                 let dir = draft.dir.as_deref().unwrap_or(Path::new(""));
+                let own = &loaded.draft.config().head;
+                head = (!own.is_plain()).then(|| own.kind.clone());
                 (dir.display().to_string(), loaded.pruned_size())
             }
             LoadedProposer::Ngram { size, .. } => {
@@ -156,6 +159,7 @@ impl<'a> DraftWay<'a> {
             block_size: Some(most + 1),
             vocabulary,
             weights: draft.weights.clone().filter(|_| is_whole),
+            head,
         }
     }
 }

@@ -10,16 +10,21 @@ use crate::engine::{OPTIONS, answers, engine, models, prompt, request};
 
 /// Logarithms of the target's probabilities after `ids`.
 pub(crate) fn log_shares(target: &Target, ids: &[i64]) -> Vec<f64> {
-    let (length, last) = (ids.len() as i64, [target.num_layers() as u32]);
-    let hidden = &target.forward_packed(&tch::Tensor::from_slice(ids), &[0, length], &last)[0];
-    let logits = target.logits(&hidden.narrow(0, length - 1, 1));
-    Vec::try_from(logits.log_softmax(-1, tch::Kind::Double).get(0)).unwrap()
+    let logits_1v = logits(target, ids);
+    Vec::try_from(logits_1v.log_softmax(-1, tch::Kind::Double).get(0)).unwrap()
 }
 
-/// The shares that temperature and filters make of these, written out once more.
-fn filtered(log_shares: &[f64], sampling: Sampling) -> Vec<f64> {
+/// The target's logits [1, V] after `ids`.
+fn logits(target: &Target, ids: &[i64]) -> tch::Tensor {
+    let (length, last) = (ids.len() as i64, [target.num_layers() as u32]);
+    let hidden = &target.forward_packed(&tch::Tensor::from_slice(ids), &[0, length], &last)[0];
+    target.logits(&hidden.narrow(0, length - 1, 1))
+}
+
+/// The shares that temperature and filters make of logits, written out once more.
+fn filtered(logits: &[f64], sampling: Sampling) -> Vec<f64> {
     let weight: Vec<f64> =
-        log_shares.iter().map(|log| (log / sampling.temperature).exp()).collect();
+        logits.iter().map(|logit| (logit / sampling.temperature).exp()).collect();
     let mut order: Vec<usize> = (0..weight.len()).collect();
     order.sort_by(|&a, &b| weight[b].total_cmp(&weight[a]));
     let least = sampling.min_p * weight[order[0]];
@@ -51,10 +56,14 @@ fn check_adjusted(sampling: Sampling, adjustments: &LogitAdjustments, speculativ
         speculative,
         ..request(prompt(5, 2, VOCAB), 3)
     };
-    check_texts(&models(VOCAB, 21), &asked, |log, text| adjust(log, text, adjustments));
+    let prompt = asked.prompt.clone();
+    check_texts(&models(VOCAB, 21), &asked, |logits, text| {
+        adjust(logits, (&prompt, text), adjustments);
+    });
 }
 
-/// Draws texts and compares their frequencies with the target's probabilities, `changed` behind each text.
+/// Draws texts and compares their frequencies with the target's probabilities, whose logits are `changed`
+/// behind each text.
 pub(crate) fn check_texts(
     models: &(Target, LoadedDraft),
     asked: &Request,
@@ -80,9 +89,11 @@ pub(crate) fn check_texts(
             if text.last().is_some_and(|last| asked.stop_ids.contains(last)) {
                 return vec![(text.clone(), *probability)];
             }
-            let mut log = log_shares(&models.0, &[&ids[..], text].concat());
-            changed(&mut log, text);
-            let shares = filtered(&log, *sampling);
+            let logits_1v = logits(&models.0, &[&ids[..], text].concat());
+            let mut logits: Vec<f64> =
+                Vec::try_from(logits_1v.to_kind(tch::Kind::Double).get(0)).unwrap();
+            changed(&mut logits, text);
+            let shares = filtered(&logits, *sampling);
             let next = move |(id, share)| ([&text[..], &[id as i64]].concat(), probability * share);
             let said = shares.into_iter().enumerate().filter(|(_, share)| *share > 0.0);
             said.map(next).collect()
@@ -115,16 +126,20 @@ pub(crate) fn check_texts(
 /// Ends a text of these tests.
 const END: i64 = 4;
 
-/// What `adjustments` are to do behind `text`, but for penalties that look at a logit's sign.
-fn adjust(log: &mut [f64], text: &[i64], adjustments: &LogitAdjustments) {
-    for (id, log) in log.iter_mut().enumerate() {
+/// Changes the target's logits behind `prompt` and `text` as `adjustments` say.
+fn adjust(logits: &mut [f64], (prompt, text): (&[i64], &[i64]), adjustments: &LogitAdjustments) {
+    for (id, logit) in logits.iter_mut().enumerate() {
         let times = text.iter().filter(|&&token| token == id as i64).count() as f64;
-        *log -= adjustments.frequency_penalty * times;
-        *log -= adjustments.presence_penalty * times.min(1.0);
         let of_token = adjustments.logit_bias.iter().filter(|(of, _)| *of == id as i64);
-        *log += of_token.map(|(_, bias)| bias).sum::<f64>();
+        *logit += of_token.map(|(_, bias)| bias).sum::<f64>();
+        if times > 0.0 || prompt.contains(&(id as i64)) {
+            let penalty = adjustments.repetition_penalty;
+            *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+        }
+        *logit -= adjustments.frequency_penalty * times;
+        *logit -= adjustments.presence_penalty * times.min(1.0);
         if id as i64 == END && text.len() < adjustments.min_tokens {
-            *log = f64::NEG_INFINITY;
+            *logit = f64::NEG_INFINITY;
         }
     }
 }
@@ -134,7 +149,9 @@ fn adjusted_texts_follow_the_adjusted_distribution_with_a_draft_and_without() {
     let all = LogitAdjustments::default();
     for adjustments in [
         LogitAdjustments { frequency_penalty: 0.9, presence_penalty: -0.4, ..all.clone() },
-        LogitAdjustments { logit_bias: vec![(1, 0.7), (3, -1.2)], min_tokens: 2, ..all },
+        LogitAdjustments { logit_bias: vec![(1, 0.7), (3, -1.2)], min_tokens: 2, ..all.clone() },
+        LogitAdjustments { repetition_penalty: 1.8, ..all.clone() },
+        LogitAdjustments { repetition_penalty: 0.6, frequency_penalty: 0.5, ..all },
     ] {
         for speculative in [true, false] {
             check_adjusted(Sampling::at(1.1), &adjustments, speculative);

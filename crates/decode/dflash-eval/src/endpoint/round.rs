@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::{Answer, Part, Verification, Whole};
 use dflash_chat::{Message, Role};
@@ -11,17 +11,17 @@ use dflash_io::{Progress, say};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
+use super::attempts::Attempts;
 use super::chat::{Manner, Reply, ask};
 use super::counters::Counters;
-use super::server::Server;
 use crate::Error;
+use super::server::Server;
 
-/// Number of attempts for a question if the server fails, and the pause before the second one,
-/// which doubles.
-const TRIES: u32 = 3;
-const FIRST_WAIT: Duration = Duration::from_millis(500);
 /// Number of consecutive failed rows after which no more are sent.
 const GIVEN_UP: usize = 8;
+/// Sent before the measurement: first requests allocate memory and fill caches.
+const WARM_UP: &str = "Count from one to ten.";
+const WARM_UP_TOKENS: usize = 32;
 
 /// A question and its follow-up questions.
 #[derive(Debug, Clone)]
@@ -30,13 +30,17 @@ pub(crate) struct Dialogue {
     pub(crate) later: Vec<Message>,
 }
 
-/// Rows without an answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LeftOut {
-    /// Too long for the server.
+/// What a server answered of a set.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// By row and turn; possibly none.
+    pub(crate) answers: Vec<Answer>,
+    pub(crate) whole: Whole,
+    /// Rows that are too long for the server.
     pub(crate) skipped: usize,
-    /// Not answered completely.
+    /// Rows that were not answered completely, and why the latest was not.
     pub(crate) failed: usize,
+    pub(crate) fault: Option<Error>,
 }
 
 /// The progress of all servers.
@@ -93,12 +97,34 @@ impl Round {
         Self { work: Arc::new(work), concurrency, parts, counted, served: 0.0 }
     }
 
-    /// Answers `rows` with this round's concurrency.
-    ///
-    /// # Errors
-    /// Errors that are not the server's; failures of the server are counted.
-    pub(crate) async fn answer(&mut self, rows: Range<usize>) -> Result<(), Error> {
+    /// Sends the warm-up requests. A server that fails them all is given up at its first question
+    /// that fails too.
+    pub(crate) async fn warm_up(&self) {
+        let mut requests = JoinSet::new();
+        for _ in 0..self.concurrency {
+            let work = Arc::clone(&self.work);
+            requests.spawn(async move { work.warm_up().await });
+        }
+        let mut faults = Vec::new();
+        while let Some(ended) = requests.join_next().await {
+            faults.extend(ended.expect("a request does not panic").err());
+        }
+        if let Some(fault) = faults.last() {
+            let (url, failed) = (self.work.server.shown(), faults.len());
+            say(format!(
+                "{failed} of {} warm-up requests to {url} failed: {fault}",
+                self.concurrency
+            ));
+        }
+        if faults.len() == self.concurrency {
+            self.work.in_a_row.store(GIVEN_UP - 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Answers `rows` with this round's concurrency; rows that fail are counted.
+    pub(crate) async fn answer(&mut self, rows: Range<usize>) {
         let work = &self.work;
+        let failed = work.failed.load(Ordering::Relaxed);
         let before = work.counters().await;
         let said = work.tokens().await;
         let began = Instant::now();
@@ -109,10 +135,13 @@ impl Round {
             workers.spawn(async move { work.run(&next, rows.end).await });
         }
         while let Some(ended) = workers.join_next().await {
-            ended.expect("a worker does not panic")?;
+            ended.expect("a worker does not panic");
         }
         let seconds = began.elapsed().as_secs_f64();
-        self.parts.push(Part { tokens: work.tokens().await - said, seconds });
+        // The time of a part in which rows failed is not that of its answers.
+        if work.failed.load(Ordering::Relaxed) == failed {
+            self.parts.push(Part { tokens: work.tokens().await - said, seconds });
+        }
         if let Some((before, after)) = before.zip(work.counters().await) {
             let served = after.requests.zip(before.requests);
             self.served += served.map_or(0.0, |(after, before)| (after - before).max(0.0));
@@ -121,27 +150,17 @@ impl Round {
                 None => _ = work.uncounted.fetch_add(1, Ordering::Relaxed),
             }
         }
-        Ok(())
     }
 
-    /// All answers to `set` by row and turn, the totals, and the number of rows left out.
-    ///
-    /// # Errors
-    /// The last error, or [`Error::NoRoom`], if there is no answer.
-    pub(crate) async fn finish(self, set: &str) -> Result<((Vec<Answer>, Whole), LeftOut), Error> {
-        let work = self.work;
+    /// What was answered of `set`.
+    pub(crate) async fn finish(self, set: &str) -> Outcome {
+        let work = &self.work;
         let load = |counter: &AtomicUsize| counter.load(Ordering::Relaxed);
-        let left_out = LeftOut { skipped: load(&work.skipped), failed: load(&work.failed) };
         let (url, own) = (work.server.shown(), load(&work.requests));
-        let mut answers = std::mem::take(&mut *work.answers.lock().await);
-        if let Some(fault) = work.last_fault.lock().await.take() {
-            if answers.is_empty() {
-                return Err(fault);
-            }
-            say(format!("{} rows of {set} were not answered completely: {fault}", left_out.failed));
-        }
-        if answers.is_empty() {
-            return Err(Error::NoRoom { set: set.to_owned() });
+        let failed = load(&work.failed);
+        let fault = work.last_fault.lock().await.take();
+        if let Some(fault) = &fault {
+            say(format!("{failed} rows of {set} were not answered completely: {fault}"));
         }
         if load(&work.uncounted) > 0 {
             say(format!(
@@ -154,15 +173,24 @@ impl Round {
                 "{url} served {served} requests, but {own} were sent from here: its counters include those of other clients"
             ));
         }
+        let mut answers = std::mem::take(&mut *work.answers.lock().await);
         answers.sort_by_key(|answer| (answer.row, answer.turn));
-        let mut whole = Whole::default();
-        if self.concurrency > 1 {
-            let counted = Verification::sum(self.counted.iter());
-            whole.verification = Some(counted).filter(|counted| counted.steps > 0);
-            whole.seconds = Some(self.parts.iter().map(|part| part.seconds).sum());
-            whole.parts = self.parts;
+        let skipped = load(&work.skipped);
+        let whole = if answers.is_empty() { Whole::default() } else { self.whole() };
+        Outcome { answers, whole, skipped, failed, fault }
+    }
+
+    /// What was measured of all answers together.
+    fn whole(self) -> Whole {
+        if self.concurrency == 1 {
+            return Whole::default();
         }
-        Ok(((answers, whole), left_out))
+        let counted = Verification::sum(self.counted.iter());
+        Whole {
+            verification: Some(counted).filter(|counted| counted.steps > 0),
+            seconds: Some(self.parts.iter().map(|part| part.seconds).sum()),
+            parts: self.parts,
+        }
     }
 }
 
@@ -187,27 +215,36 @@ struct Work {
 }
 
 impl Work {
+    async fn warm_up(&self) -> Result<(), Error> {
+        let max_tokens = WARM_UP_TOKENS.min(self.manner.max_tokens);
+        let manner = Manner { max_tokens, ..self.manner };
+        let mut attempts = Attempts::default();
+        loop {
+            match ask(&self.server, &[Message::text(Role::User, WARM_UP)], manner).await {
+                Err(fault) if attempts.again(&fault).await => {}
+                outcome => return outcome.map(|_| ()),
+            }
+        }
+    }
+
     /// Processes one row after the other, up to `end`.
-    async fn run(&self, next: &AtomicUsize, end: usize) -> Result<(), Error> {
+    async fn run(&self, next: &AtomicUsize, end: usize) {
         let mut counters = self.count().await;
         loop {
             let row = next.fetch_add(1, Ordering::Relaxed);
             if row >= end {
-                return Ok(());
+                return;
             }
             if self.in_a_row.load(Ordering::Relaxed) >= GIVEN_UP {
                 self.failed.fetch_add(1, Ordering::Relaxed);
                 continue;
             }
-            match self.answer(row, self.dialogues[row].clone(), &mut counters).await {
-                Err(fault) if is_the_servers(&fault) => {
-                    self.failed.fetch_add(1, Ordering::Relaxed);
-                    self.in_a_row.fetch_add(1, Ordering::Relaxed);
-                    *self.last_fault.lock().await = Some(fault);
-                    // Counts for a failed answer belong to no answer.
-                    counters = self.count().await;
-                }
-                outcome => outcome?,
+            if let Err(fault) = self.answer(row, self.dialogues[row].clone(), &mut counters).await {
+                self.failed.fetch_add(1, Ordering::Relaxed);
+                self.in_a_row.fetch_add(1, Ordering::Relaxed);
+                *self.last_fault.lock().await = Some(fault);
+                // Counts for a failed answer belong to no answer.
+                counters = self.count().await;
             }
             let made = self.answers.lock().await.len();
             self.shown.lock().await.advance(made);
@@ -221,7 +258,7 @@ impl Work {
 
     /// The counters, if there are any.
     async fn counters(&self) -> Option<Counters> {
-        if self.server.counts { self.server.settled().await.ok() } else { None }
+        if self.server.counts { self.server.settled().await.ok().flatten() } else { None }
     }
 
     /// Tokens of all answers so far.
@@ -235,17 +272,14 @@ impl Work {
         messages: &[Message],
         counters: &mut Option<Counters>,
     ) -> Result<Reply, Error> {
-        let mut wait = FIRST_WAIT;
-        for _ in 1..TRIES {
+        let mut attempts = Attempts::default();
+        loop {
             match ask(&self.server, messages, self.manner).await {
-                Err(fault) if is_the_servers(&fault) => {}
+                Err(fault) if attempts.again(&fault).await => {}
                 outcome => return outcome,
             }
-            tokio::time::sleep(wait).await;
-            wait *= 2;
             *counters = self.count().await;
         }
-        ask(&self.server, messages, self.manner).await
     }
 
     /// Answers a row, turn by turn; `counters` are those before it, and then those after it.
@@ -295,15 +329,6 @@ impl Work {
 /// From the counters, or from the reply itself.
 fn verification(reply: &Reply, counted: Option<Verification>) -> Option<Verification> {
     counted.or_else(|| reply.verification.clone()).filter(|counts| counts.steps > 0)
-}
-
-/// Whether a retry may help: the server, or the connection to it, failed.
-fn is_the_servers(error: &Error) -> bool {
-    match error {
-        Error::Refused { status, .. } => *status == 429 || *status >= 500,
-        Error::Unreachable { .. } | Error::Strange { .. } | Error::Slow { .. } => true,
-        _ => false,
-    }
 }
 
 /// Whether a server reports that prompt and answer exceed its context: vLLM, SGLang and llama.cpp

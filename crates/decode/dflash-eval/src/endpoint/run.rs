@@ -6,23 +6,19 @@ use std::time::Duration;
 
 use crate::sets::{PromptSet, Rows, SetRow, locate, open_turns};
 use crate::{DraftFacts, EvalReport, Facts, Measured, SetFacts, Way, check_outputs, turns, write};
-use dflash_chat::{Conversation, Message, Role, Row, parse_prompt_row};
+use dflash_chat::{Conversation, Row, parse_prompt_row};
 use dflash_hub::Hub;
 use dflash_io::{Progress, Unit, say};
 use dflash_settings::{EvalSettings, NO_DRAFT, shown_endpoint};
 use tokio::sync::Mutex;
-use tokio::task::JoinSet;
 
-use super::chat::{Manner, ask};
-use super::round::{Dialogue, Round, Shown};
-use super::server::Server;
+use super::chat::Manner;
 use crate::Error;
+use super::round::{Dialogue, Outcome, Round, Shown};
+use super::server::Server;
 
 /// How often a run checks the stop flag.
 const STOP_POLL: Duration = Duration::from_millis(100);
-/// Sent before the measurement: first requests allocate memory and fill caches.
-const WARM_UP: &str = "Count from one to ten.";
-const WARM_UP_TOKENS: usize = 32;
 
 /// A set, and its questions.
 struct Asked {
@@ -37,7 +33,7 @@ struct Asked {
 /// files.
 ///
 /// # Errors
-/// Prompts that cannot be read, a server that does not answer; [`Error::Interrupted`].
+/// Prompts that cannot be read, a server that answers nothing at all; [`Error::Interrupted`].
 pub fn evaluate(settings: &EvalSettings, stop: &AtomicBool) -> Result<EvalReport, Error> {
     check_outputs(settings)?;
     let mut asked = read(settings, stop)?;
@@ -60,10 +56,10 @@ pub fn evaluate(settings: &EvalSettings, stop: &AtomicBool) -> Result<EvalReport
     runtime.shutdown_background();
     let (server, results) = outcome?;
     let mut report = EvalReport::new(facts(settings, &server, &asked), results);
-    if let Some(baseline) = &settings.baseline {
-        report.compare(baseline)?;
-    }
+    // The report is written even if the baseline has nothing in common with it.
+    let compared = settings.baseline.as_ref().map_or(Ok(()), |baseline| report.compare(baseline));
     write(&report, settings)?;
+    compared?;
     Ok(report)
 }
 
@@ -100,7 +96,10 @@ impl Dialogue {
 }
 
 /// Every combination of thinking, set, temperature and concurrency, on the plain server if there is
-/// one and on the measured one.
+/// one and on the measured one. What was not answered is part of the results.
+///
+/// # Errors
+/// A server that cannot be reached, or answers nothing at all.
 async fn measure(
     settings: &EvalSettings,
     asked: &mut [Asked],
@@ -119,29 +118,40 @@ async fn measure(
             server.shown()
         ));
     }
-    let mut results = Vec::new();
+    let (mut results, mut last_fault) = (Vec::new(), None);
     for &thinking in &settings.thinking {
         for one in asked.iter_mut() {
             for &temperature in &settings.temperature {
                 for &concurrency in &settings.concurrency {
                     let way = Way { temperature, thinking, concurrency };
-                    results.extend(both(settings, &server, plain.as_ref(), &mut *one, way).await?);
+                    let (measured, fault) =
+                        both(settings, &server, plain.as_ref(), &mut *one, way).await;
+                    results.extend(measured);
+                    last_fault = fault.or(last_fault);
                 }
             }
         }
     }
-    Ok((server, results))
+    let is_answered = |measured: &Measured| measured.responses > 0;
+    match (results.iter().any(is_answered), last_fault) {
+        (true, _) => Ok((server, results)),
+        (false, Some(fault)) => Err(fault),
+        (false, None) => {
+            let sets: Vec<&str> = asked.iter().map(|one| one.set.name.as_str()).collect();
+            Err(Error::NoRoom { set: sets.join(", ") })
+        }
+    }
 }
 
 /// The plain server, if there is one, and the measured one, part by part in turns, so that warm-up
-/// or other load slows both alike.
+/// or other load slows both alike; and why a row failed, if one did.
 async fn both(
     settings: &EvalSettings,
     server: &Server,
     plain: Option<&Server>,
     asked: &mut Asked,
     way: Way,
-) -> Result<Vec<Measured>, Error> {
+) -> (Vec<Measured>, Option<Error>) {
     let manner = Manner {
         max_tokens: settings.max_new_tokens,
         temperature: way.temperature,
@@ -154,9 +164,10 @@ async fn both(
     let shown = Arc::new(Mutex::new(Shown::new(Progress::new(title, Unit::Items, total as u64))));
     let mut rounds = Vec::new();
     for &server in &servers {
-        warm_up(server, manner, way.concurrency).await?;
         let (dialogues, shown) = (Arc::clone(&asked.dialogues), Arc::clone(&shown));
-        rounds.push(Round::new(server, manner, way.concurrency, dialogues, shown));
+        let round = Round::new(server, manner, way.concurrency, dialogues, shown);
+        round.warm_up().await;
+        rounds.push(round);
     }
     let rows = asked.dialogues.len();
     // A single server takes no turns, and is kept busy from the first to the last row.
@@ -166,34 +177,21 @@ async fn both(
     };
     for (number, rows) in parts.into_iter().enumerate() {
         for at in turns::order(number, servers.len(), 0) {
-            rounds[at].answer(rows.clone()).await?;
+            rounds[at].answer(rows.clone()).await;
         }
     }
     let name = asked.set.name.clone();
     let drafts = plain.map(|_| NO_DRAFT).into_iter().chain([server.kind.as_str()]);
-    let mut results: Vec<Measured> = Vec::new();
+    let (mut results, mut last_fault) = (Vec::<Measured>::new(), None);
     for (round, draft) in rounds.into_iter().zip(drafts) {
-        let ((answers, whole), left_out) = round.finish(&name).await?;
-        asked.skipped = left_out.skipped;
-        asked.failed += left_out.failed;
-        results.push(Measured::new(&name, way, draft, answers, whole, None, results.first()));
+        let Outcome { answers, whole, skipped, failed, fault } = round.finish(&name).await;
+        asked.skipped = asked.skipped.max(skipped);
+        asked.failed += failed;
+        last_fault = fault.or(last_fault);
+        let measured = Measured::new(&name, way, draft, answers, whole, None, results.first());
+        results.push(Measured { failed, ..measured });
     }
-    Ok(results)
-}
-
-async fn warm_up(server: &Server, manner: Manner, concurrency: usize) -> Result<(), Error> {
-    let manner = Manner { max_tokens: WARM_UP_TOKENS.min(manner.max_tokens), ..manner };
-    let mut requests = JoinSet::new();
-    for _ in 0..concurrency {
-        let server = server.clone();
-        requests.spawn(async move {
-            ask(&server, &[Message::text(Role::User, WARM_UP)], manner).await.map(|_| ())
-        });
-    }
-    while let Some(ended) = requests.join_next().await {
-        ended.expect("a request does not panic")?;
-    }
-    Ok(())
+    (results, last_fault)
 }
 
 fn facts(settings: &EvalSettings, server: &Server, asked: &[Asked]) -> Facts {

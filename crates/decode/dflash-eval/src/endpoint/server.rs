@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use dflash_io::say;
 use dflash_settings::shown_endpoint;
 use reqwest::{Client, RequestBuilder, Response};
 use serde_json::Value;
 
+use super::attempts::Attempts;
 use super::counters::Counters;
 use crate::Error;
 
@@ -41,7 +43,7 @@ impl Server {
     /// Queries the server at `url`.
     ///
     /// # Errors
-    /// An address that does not answer like a server with the OpenAI interface.
+    /// An address that does not answer like a server with the OpenAI interface, after some attempts.
     pub(crate) async fn connect(
         url: &str,
         model: Option<&str>,
@@ -69,8 +71,13 @@ impl Server {
             timeout,
             counts: false,
         };
-        server.ask_model(model).await?;
-        server.counts = server.counters().await?.is_some();
+        let mut attempts = Attempts::default();
+        while let Err(fault) = server.ask_model(model).await {
+            if !attempts.again(&fault).await {
+                return Err(fault);
+            }
+        }
+        server.counts = server.has_counters().await;
         Ok(server)
     }
 
@@ -88,18 +95,38 @@ impl Server {
         Ok(())
     }
 
+    /// Whether the server counts speculative decoding. One whose page cannot be read is measured
+    /// without its counters.
+    async fn has_counters(&self) -> bool {
+        let mut attempts = Attempts::default();
+        loop {
+            match self.counters().await {
+                Ok(counters) => return counters.is_some(),
+                Err(fault) if attempts.again(&fault).await => {}
+                Err(fault) => {
+                    say(format!("the counters cannot be read: {fault}"));
+                    return false;
+                }
+            }
+        }
+    }
+
     /// The current counters; `None` if the server has no such page, or does not speculate.
     pub(crate) async fn counters(&self) -> Result<Option<Counters>, Error> {
         let response = self.get("/metrics").await?;
-        if !response.status().is_success() {
+        let status = response.status();
+        // llama.cpp answers 501 without --metrics.
+        if status == 501 || (status.is_client_error() && status != 429) {
             return Ok(None);
         }
+        let response = self.accepted(response).await?;
         let page = response.text().await.map_err(|error| self.failed(&error))?;
         Ok(Counters::read(&page))
     }
 
     /// The counters once they have settled: servers count a step after they have sent its tokens.
-    pub(crate) async fn settled(&self) -> Result<Counters, Error> {
+    /// `None` if the page has none.
+    pub(crate) async fn settled(&self) -> Result<Option<Counters>, Error> {
         let mut last = None;
         for _ in 0..LOOKS {
             let now = self.counters().await?;
@@ -109,7 +136,7 @@ impl Server {
             last = now;
             tokio::time::sleep(SETTLE).await;
         }
-        Ok(last.unwrap_or_default())
+        Ok(last)
     }
 
     /// Sends a question; the answer is streamed.

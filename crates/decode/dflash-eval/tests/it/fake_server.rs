@@ -45,6 +45,10 @@ struct State {
     arrivals: Vec<Instant>,
     /// Times that the question with this text gets a 500 instead of an answer.
     stumbles: Option<(&'static str, usize)>,
+    /// Times that each of these paths gets a 500.
+    failing_paths: Vec<(&'static str, usize)>,
+    /// After how many answers every connection is closed without one.
+    dies_after: Option<usize>,
     /// After how many answers the counters begin at 0 again.
     restarts_after: Option<usize>,
 }
@@ -76,6 +80,16 @@ impl FakeServer {
         self.state.lock().unwrap().stumbles = Some((text, times));
     }
 
+    /// Answers requests of `path` with a 500 so many times.
+    pub(crate) fn stumble_at(&self, path: &'static str, times: usize) {
+        self.state.lock().unwrap().failing_paths.push((path, times));
+    }
+
+    /// Closes every connection without an answer after so many answers, those to warm-ups included.
+    pub(crate) fn die_after(&self, answers: usize) {
+        self.state.lock().unwrap().dies_after = Some(answers);
+    }
+
     /// Counts anew after so many answers, as a server that is restarted does.
     pub(crate) fn restart_after(&self, answers: usize) {
         self.state.lock().unwrap().restarts_after = Some(answers);
@@ -105,6 +119,12 @@ impl FakeServer {
 fn serve(mut stream: TcpStream, (manners, pace): (Manners, Duration), state: &Mutex<State>) {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     let Some((path, body)) = read_request(&mut reader) else { return };
+    if is_dead(state) {
+        return;
+    }
+    if path_fails(&path, state) {
+        return respond(&mut stream, 500, "{\"error\":{\"message\":\"oops\"}}");
+    }
     match path.as_str() {
         "/v1/models" => {
             let owner = match manners {
@@ -144,6 +164,19 @@ fn serve(mut stream: TcpStream, (manners, pace): (Manners, Duration), state: &Mu
         }
         _ => respond(&mut stream, 404, "{}"),
     }
+}
+
+fn is_dead(state: &Mutex<State>) -> bool {
+    let state = state.lock().unwrap();
+    state.dies_after.is_some_and(|most| state.answers >= most)
+}
+
+fn path_fails(path: &str, state: &Mutex<State>) -> bool {
+    let mut state = state.lock().unwrap();
+    let failing = state.failing_paths.iter_mut().find(|(failing, _)| *failing == path);
+    let Some((_, times)) = failing.filter(|(_, times)| *times > 0) else { return false };
+    *times -= 1;
+    true
 }
 
 fn stumbles(body: &Value, state: &Mutex<State>) -> bool {

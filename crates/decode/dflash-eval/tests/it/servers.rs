@@ -257,3 +257,109 @@ fn what_was_not_measured_has_no_number() {
     assert!(text.contains("per step               -   no step was counted"), "{text}");
     assert!(!text.contains("1.000") && !text.contains("-0.0"), "{text}");
 }
+
+/// Settings for two sets of the rows of [`ROWS`], `first` and `second`.
+fn two_sets(place: &Place, server: &FakeServer) -> EvalSettings {
+    let settings = place.settings(server);
+    let file = &settings.prompts[0];
+    EvalSettings { prompts: vec![format!("first={file}"), format!("second={file}")], ..settings }
+}
+
+fn answered(report: &EvalReport) -> Vec<(&str, usize, usize)> {
+    report.results.iter().map(|one| (one.set.as_str(), one.responses, one.failed)).collect()
+}
+
+#[test]
+fn one_stumble_anywhere_loses_nothing() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    server.stumble_at("/v1/models", 1);
+    server.stumble_at("/metrics", 1);
+    server.stumble("Count from one to ten", 1);
+    let report = run(&two_sets(&place, &server)).unwrap();
+    assert_eq!(answered(&report), [("first", 4, 0), ("second", 4, 0)]);
+    assert!(report.results.iter().all(|one| one.figures.acceptance_length == Some(2.5)));
+}
+
+#[test]
+fn a_warm_up_that_always_fails_does_not_keep_the_questions_from_being_asked() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    server.stumble("Count from one to ten", 99);
+    let report = run(&two_sets(&place, &server)).unwrap();
+    assert_eq!(answered(&report), [("first", 4, 0), ("second", 4, 0)]);
+}
+
+#[test]
+fn a_server_that_dies_after_the_first_set_leaves_its_report() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    // A warm-up and four questions.
+    server.die_after(5);
+    let json = place.dir.path().join("report.json");
+    let settings = EvalSettings { json: Some(json.clone()), ..two_sets(&place, &server) };
+    let report = run(&settings).unwrap();
+    assert_eq!(answered(&report), [("first", 4, 0), ("second", 0, 3)]);
+    let (first, second) = (&report.results[0], &report.results[1]);
+    assert_eq!(first.figures.acceptance_length, Some(2.5));
+    assert_eq!((&second.figures.tokens_per_second, second.noise.len()), (&None, 0));
+    assert_eq!(report.sets.iter().map(|set| set.failed).collect::<Vec<_>>(), [0, 3]);
+    let text = report.to_string();
+    for line in ["3 rows; 0 skipped; 3 FAILED", "nothing was answered, 3 rows failed (second,"] {
+        assert!(text.contains(line), "{line}\n{text}");
+    }
+    let written: serde_json::Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    assert_eq!(
+        (&written["results"][1]["failed"], written["tokens"].as_u64()),
+        (&3.into(), Some(4 * TOKENS as u64))
+    );
+    assert!(written["results"][1]["tokens_per_second"].is_null());
+}
+
+#[test]
+fn a_server_that_dies_between_servers_leaves_the_other_ones_figures() {
+    let (place, fast) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let slow = FakeServer::start(Manners::Plain, PACE);
+    slow.die_after(0);
+    let plain_endpoint = Some(slow.url.clone());
+    let settings = EvalSettings { plain_endpoint, ..place.settings(&fast) };
+    // Nobody has answered anything yet: the address is named at once.
+    let error = run(&settings).unwrap_err().to_string();
+    assert!(error.contains(slow.url.trim_end_matches("/v1")), "{error}");
+    // The warm-up is its last answer.
+    let slow = FakeServer::start(Manners::Plain, PACE);
+    slow.die_after(1);
+    let report = run(&EvalSettings { plain_endpoint: Some(slow.url.clone()), ..settings }).unwrap();
+    assert_eq!((of(&report, "none").responses, of(&report, "none").failed), (0, 3));
+    let drafted = of(&report, "vllm");
+    assert_eq!((drafted.responses, drafted.figures.speed_up), (4, None));
+    assert_eq!(report.tokens_per_second.speed_up, None);
+}
+
+#[test]
+fn several_at_a_time_have_no_speed_where_rows_failed() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    server.stumble("four", 99);
+    let settings = EvalSettings { concurrency: vec![2], ..place.settings(&server) };
+    let report = run(&settings).unwrap();
+    let measured = of(&report, "vllm");
+    assert_eq!((measured.responses, measured.failed), (3, 1));
+    // Its seconds are mostly those of waiting for another attempt.
+    assert_eq!(measured.figures.tokens_per_second, None);
+    assert!(measured.figures.decode_tokens_per_second.is_some());
+}
+
+#[test]
+fn a_report_is_written_before_a_baseline_that_is_of_other_sets() {
+    let (place, server) = (Place::new(), FakeServer::start(Manners::Vllm, PACE));
+    let path = |name: &str| Some(place.dir.path().join(name));
+    let first = EvalSettings { json: path("first.json"), ..place.settings(&server) };
+    run(&first).unwrap();
+    let file = &first.prompts[0];
+    let other = EvalSettings {
+        json: path("other.json"),
+        baseline: path("first.json"),
+        prompts: vec![format!("other={file}")],
+        ..first.clone()
+    };
+    let error = run(&other).unwrap_err().to_string();
+    assert!(error.contains("nothing in common"), "{error}");
+    assert!(path("other.json").unwrap().is_file());
+}

@@ -7,5 +7,6 @@ mod guests;
 mod lifecycle;
 mod limits;
 mod models;
+mod room;
 mod running;
 mod tools;

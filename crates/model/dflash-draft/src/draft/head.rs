@@ -4,7 +4,8 @@
 //! hidden states into logits, beginning from their products with the target's frozen LM head, may have
 //! parameters and a loss of its own, and proposes the tokens of a block, all at once or one by one.
 //!
-//! A head is one file under `heads/`, with a line in [`HEADS`] there, and its settings in `dflash-settings`.
+//! A head is one file under `heads/`, with two lines beside it there ([`HEADS`]), and its settings and its
+//! [`SpeculatorType`] in `dflash-settings`.
 //! Its parameters lie behind the trunk's in the draft's one flat buffer, so that checkpoints, optimizers
 //! and collectives need not know it. They are a bucket of their own, whose gradients are final first.
 //!
@@ -267,9 +268,11 @@ pub fn loss_of_guesses(config: &DraftConfig) -> f64 {
     head_config(config).expect(CHECKED_HEAD).loss_of_guesses()
 }
 
-/// What config.json says of the fresh head that `settings` ask for.
+/// What config.json says of the fresh head that `settings` ask for: where they leave the kind open, one of
+/// the stored draft's kind. A stored kind that is unknown is refused where the stored draft is read.
 pub fn fresh_head(settings: &DraftSettings, start: HeadStart<'_>) -> HeadFields {
-    let wanted = settings.speculator_type;
+    let stored = || SpeculatorType::from_name(&start.stored?.kind);
+    let wanted = settings.speculator_type.or_else(stored).unwrap_or(SpeculatorType::Dflash);
     let kind = HEADS.iter().find(|kind| kind.speculator_type() == wanted);
     kind.expect("each type that can be asked for is a kind of head").fresh(settings, start)
 }

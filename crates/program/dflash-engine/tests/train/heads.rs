@@ -41,9 +41,17 @@ fn a_run_learns_the_term_and_goes_on_where_it_stopped() {
     kill_after(&world, "parts", "step-000003");
     succeed(&world, "parts", &["--resume"]);
     assert!(world.state("whole", "step-000006") == world.state("parts", "step-000006"));
-    let other = world.train("whole", &["--resume", "--max-steps", "6"]);
-    assert_eq!(other.code, Some(1), "{}", other.stderr);
-    assert!(other.stderr.contains("--speculator-type"), "{}", other.stderr);
+    // the head is that of the run, unless a flag asks for another
+    let bare = world.train("whole", &["--resume", "--max-steps", "6"]);
+    assert!(bare.success(), "{}", bare.stderr);
+    for (flags, told) in [
+        (["--speculator-type", "dflash"], "--speculator-type markov, this run asks for dflash"),
+        (["--markov-rank", "4"], "--markov-rank 3, this run asks for 4"),
+    ] {
+        let other = world.train("whole", &[&["--resume", "--max-steps", "6"], &flags[..]].concat());
+        assert_eq!(other.code, Some(1), "{}", other.stderr);
+        assert!(other.stderr.contains(told), "{}", other.stderr);
+    }
 }
 
 #[test]
@@ -57,13 +65,15 @@ fn ranks_muon_and_a_pruned_vocabulary_take_the_tables_along() {
     assert!(world.eval(&world.path("muon"))["acceptance_length"].as_f64().unwrap() >= 1.0);
     // the head of another run is taken along, and that of another rank starts fresh
     let warm = world.path("muon").to_string_lossy().into_owned();
-    for (rank, started) in [("3", false), ("2", true)] {
-        let save = format!("warm{rank}");
-        let flags =
-            ["--from-pretrained", &*warm, "--speculator-type", "markov", "--max-steps", "1"];
-        let run = world.train(&save, &[&flags[..], &["--markov-rank", rank]].concat());
+    let flags = ["--from-pretrained", &*warm, "--max-steps", "1"];
+    for (save, more, started) in
+        [("warm", &[][..], false), ("warm2", &["--markov-rank", "2"], true)]
+    {
+        let run = world.train(save, &[&flags[..], more].concat());
         assert!(run.success(), "{}", run.stderr);
         assert_eq!(run.stderr.contains("starts fresh"), started, "{}", run.stderr);
+        let config = std::fs::read_to_string(world.path(save).join("step-000001/config.json"));
+        assert!(config.unwrap().contains("markov_rank"), "the kind is that of the draft");
     }
 }
 
@@ -77,7 +87,8 @@ fn a_markov_draft_decodes_and_no_layout_of_an_engine_takes_it() {
     let (target, draft, output) = (path("target"), path("out"), path("exported"));
     for format in ["zlab", "speculators", "gguf"] {
         let line = ["export", "--target", &target, "--draft", &draft, "--output", &output];
-        let run = world.engine(&[&line[..], &["--format", format]].concat());
+        // SGLang's own reason, the target's layers, would come first
+        let run = world.engine(&[&line[..], &["--format", format, "--without-sglang"]].concat());
         assert_eq!(run.code, Some(1), "{}", run.stderr);
         assert!(run.stderr.contains("none knows a draft whose head is markov"), "{}", run.stderr);
     }

@@ -34,6 +34,7 @@ fn position(checkpoint: &Path) -> serde_json::Value {
     // other worlds add up in another order
     assert!(state["tensors_crc32"].take().is_u64());
     assert!(state["first_loss"].take().is_f64());
+    assert!(state["recent_losses"].take().is_array());
     assert!(state["settings"]["ranks"].take().is_string());
     state
 }

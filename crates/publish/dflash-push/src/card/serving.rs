@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use dflash_formats::draft::{Layout, Outline};
+use dflash_formats::draft::{BlockShape, Layout, Outline};
 
-use super::Card;
+use super::{Card, plain};
 
 /// Placeholder for a target whose name is not known.
 const TARGET: &str = "TARGET";
@@ -18,7 +18,11 @@ fn suits_sglang(shape: &Outline) -> bool {
 impl Card<'_> {
     pub(super) fn serving(&self) -> String {
         let mut text = "## Serving\n".to_owned();
-        let Some(block) = self.drafter.shape.block_size.filter(|&block| block > 1) else {
+        if !self.drafter.shape.head.is_plain() {
+            text.push_str(&self.dflash());
+            return text;
+        }
+        let Some(block) = self.drafter.shape.block() else {
             text.push_str("\nThe files do not say how many tokens a block has.\n");
             return text;
         };
@@ -33,9 +37,30 @@ impl Card<'_> {
         text
     }
 
-    fn engines(&self, target: &str, block: i64) -> String {
+    /// What serves a draft with another head than DFlash's: this program alone.
+    fn dflash(&self) -> String {
+        let target = self.base_model().unwrap_or_else(|| TARGET.to_owned());
+        let (repo, kind) = (&self.settings.repo, plain(&self.drafter.shape.head.kind));
+        let block = self.drafter.shape.block().map_or_else(String::new, |block| {
+            format!(" It proposes {} tokens at a time.", block.proposals())
+        });
+        // A branch is downloaded first, because names on the Hub stand for their main branch.
+        let revision = self.settings.revision.as_deref();
+        let download = revision.map_or_else(String::new, |name| {
+            format!("hf download {repo} --revision {name} --local-dir drafter\n")
+        });
+        let draft = if revision.is_some() { "drafter" } else { repo };
+        format!(
+            "\nIts head is {kind}, not DFlash's own, and vLLM, SGLang, llama.cpp and Transformers do \
+             not serve it yet; dflash does.{block}\n\n```sh\n{download}dflash serve --target {target} \
+             --draft {draft}\ndflash generate --target {target} --draft {draft} --prompt \"What is 17 \
+             times 23?\"\n```\n"
+        )
+    }
+
+    fn engines(&self, target: &str, block: BlockShape) -> String {
         let repo = &self.settings.repo;
-        let drafts = block - 1;
+        let (drafts, rows) = (block.proposals(), block.rows);
         let vllm = self.at_revision(|name| format!(", \"revision\": \"{name}\""));
         let mut text = format!(
             "\nvLLM:\n\n```sh\nvllm serve {target} \\\n  --speculative-config '{{\"method\": \
@@ -48,7 +73,7 @@ impl Card<'_> {
                 text,
                 "\nSGLang:\n\n```sh\npython -m sglang.launch_server --model-path {target} \\\n  \
                  --speculative-algorithm DFLASH --speculative-draft-model-path {repo} \\\n  \
-                 --speculative-num-draft-tokens {block}{revision}\n```\n"
+                 --speculative-num-draft-tokens {rows}{revision}\n```\n"
             )
             .expect("grows");
         }
@@ -60,7 +85,7 @@ impl Card<'_> {
         self.settings.revision.as_deref().map_or_else(String::new, argument)
     }
 
-    fn llama_cpp(&self, block: i64) -> String {
+    fn llama_cpp(&self, block: BlockShape) -> String {
         let repo = &self.settings.repo;
         let revision = self.at_revision(|name| format!(" --revision {name}"));
         let mut text = "\nllama.cpp, with the target as GGUF:\n\n```sh\n".to_owned();
@@ -82,7 +107,7 @@ impl Card<'_> {
                 "drafter.gguf".to_owned()
             }
         };
-        let drafts = block - 1;
+        let drafts = block.proposals();
         write!(
             text,
             "llama-server -m target.gguf -md {file} --spec-type draft-dflash --spec-draft-n-max \

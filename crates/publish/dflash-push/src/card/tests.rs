@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use dflash_formats::draft::Outline;
+use dflash_formats::draft::{HeadFields, Outline};
 use dflash_identity::TargetIdentity;
 use dflash_run::{AcceptanceFigures, Evaluation, Identical, Rates, Way};
 use dflash_settings::{PushSettings, Thinking};
@@ -140,6 +140,39 @@ fn an_engine_that_cannot_serve_it_is_left_out() {
         assert!(text.contains("vllm serve"), "{text}");
         assert_eq!(text.contains("sglang.launch_server"), serves, "{layers:?}\n{text}");
     }
+}
+
+#[test]
+fn a_draft_with_another_head_is_served_by_dflash_alone() {
+    let mut drafter = drafter("Qwen/Qwen3-8B");
+    let card = |drafter: &Drafter, more| {
+        let settings = settings(more);
+        Card { settings: &settings, drafter, evidence: &[] }.text()
+    };
+    drafter.shape.head = HeadFields { kind: "markov".into(), ..HeadFields::default() };
+    let text = card(&drafter, json!({}));
+    check(
+        &text,
+        &[
+            "| head | markov |",
+            "do not serve it yet; dflash does. It proposes 7 tokens at a time.",
+            "\ndflash serve --target Qwen/Qwen3-8B --draft me/drafter\n",
+            "\ndflash generate --target Qwen/Qwen3-8B --draft me/drafter --prompt",
+        ],
+    );
+    for absent in ["vllm serve", "sglang.launch_server", "llama-server", "dflash_generate"] {
+        assert!(!text.contains(absent), "{absent} in\n{text}");
+    }
+    drafter.shape.head.sample_from_anchor = true;
+    let text = card(&drafter, json!({"revision": "v2"}));
+    check(
+        &text,
+        &[
+            "It proposes 8 tokens at a time.",
+            "hf download me/drafter --revision v2 --local-dir drafter\ndflash serve --target \
+             Qwen/Qwen3-8B --draft drafter\n",
+        ],
+    );
 }
 
 #[test]

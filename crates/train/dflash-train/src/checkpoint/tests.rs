@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 
 use dflash_data::AnchorOptions;
 use dflash_dist::Single;
+use dflash_draft::{HeadStart, fresh_head};
 use dflash_draft::objective::{Denominator, ElementLoss, LabelSource, Objective, Weighting};
 use dflash_kernels::kernels::Kernels;
+use dflash_settings::{Classed, Resume, SpeculatorType};
 use dflash_target::TargetHead;
 use tch::{Device, Kind, Tensor};
 
@@ -18,6 +20,7 @@ use crate::fake::{Beside, draft_config};
 use crate::masters::Masters;
 use crate::optimizer::OptimizerConfig;
 use crate::shards::Shards;
+use crate::world::World;
 
 /// Memory that may be taken beside the tensors.
 const ROOM_MIB: f64 = 64.0;
@@ -203,4 +206,52 @@ fn a_rank_that_cannot_write_takes_part_to_the_end() {
     // the checkpoint that is there already
     let (kept, count) = exchanged(&dir.path().join("good"));
     assert_eq!((kept.unwrap(), count), (Checkpoint::at(&dir.path().join("good"), 2).dir, expected));
+}
+
+/// Settings that no resumed run may change and that [`lasting`] names in other words than by their flags.
+const BY_CONTENT: [(&str, &str); 1] = [
+    // Another way to hold out as many samples trains on the same ones.
+    ("validation_ratio", "--validation-ratio leaving so many samples:"),
+];
+
+#[test]
+fn every_lasting_setting_is_compared_with_the_checkpoint() {
+    let mut settings = World::new().config("out").settings;
+    let start = HeadStart { vocabulary: 96, draft_vocabulary: 96, stored: None };
+    let mut compared = Vec::new();
+    for &kind in SpeculatorType::ALL {
+        settings.draft.speculator_type = Some(kind);
+        let head = fresh_head(&settings.draft, start);
+        let draft = DraftConfig { head, ..draft_config(32, 1) };
+        compared.extend(lasting(&position(0), &draft, None).into_iter().map(|(name, _)| name));
+    }
+    let is_compared = |key: &str| {
+        let by_content = BY_CONTENT.iter().find(|(other, _)| *other == key);
+        let name = by_content.map_or_else(|| flag(key), |(_, name)| (*name).to_owned());
+        compared.contains(&name)
+    };
+    let lasting = TrainSettings::settings().into_iter().filter(|it| it.resume == Resume::Lasting);
+    let missed: Vec<&str> = lasting.map(|it| it.key).filter(|key| !is_compared(key)).collect();
+    assert!(missed.is_empty(), "a resumed run may change {missed:?}: compare them in lasting()");
+}
+
+#[test]
+fn a_key_of_a_head_that_differs_is_named_by_its_flag() {
+    let mut settings = World::new().config("out").settings;
+    settings.draft.speculator_type = Some(SpeculatorType::Markov);
+    let dir = tempfile::tempdir().unwrap();
+    let mut draft = |rank: usize| {
+        settings.draft.markov.markov_rank = Some(rank);
+        let start = HeadStart { vocabulary: 96, draft_vocabulary: 96, stored: None };
+        DraftConfig { head: fresh_head(&settings.draft, start), ..draft_config(32, 1) }
+    };
+    Draft::zeros(draft(3), Device::Cpu).save(dir.path()).unwrap();
+    let mut compared = |rank| {
+        let at = position(0);
+        let outcome = compare(dir.path(), &at, (&at, &[]), (&draft(rank), (None, None)));
+        outcome.map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(compared(3), Ok(()));
+    let refused = compared(5).unwrap_err();
+    assert!(refused.ends_with("trained with --markov-rank 3, this run asks for 5"), "{refused}");
 }

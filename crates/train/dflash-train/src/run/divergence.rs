@@ -4,15 +4,12 @@ use std::path::Path;
 
 use dflash_run::{Checkpoint, RunDir};
 
-use super::health::Weights;
+use super::health::{USUAL_RATE, Weights};
 use super::worker::Worker;
 use crate::Error;
 use crate::metrics::Meter;
 use crate::readback::StepOutcome;
 use crate::trainer::Effect;
-
-/// The default of --lr, which the paper trained with; a higher one is the first suspect.
-const USUAL_RATE: f64 = 6e-4;
 
 /// Muon's default beside it.
 const USUAL_MUON_RATE: f64 = 10.0 * USUAL_RATE;
@@ -30,7 +27,8 @@ impl Worker<'_, '_> {
                 {
                     meter.say(&note);
                 }
-                match self.health.add(loss, &mut self.position) {
+                let rate = self.rate(step - 1);
+                match self.health.add((loss, rate), &mut self.position) {
                     Some(saved) => self.condemn(saved, loss, meter),
                     None if unproven => self.prune(meter, self.health.good),
                     None => {}
@@ -71,11 +69,13 @@ impl Worker<'_, '_> {
 
     /// What is wrong with the present state, if something is.
     pub(super) fn ruin(&mut self, weights: Weights) -> Option<String> {
-        let judged = self.health.judge(weights, &self.position);
+        let step = self.position.step;
+        let now = (self.rate(step.saturating_sub(1)), step == self.total);
+        let judged = self.health.judge(weights, &self.position, now);
         let count = self.position.bad_in_a_row;
         let is_stuck = count >= self.prepared.config.settings.optimizer.max_bad_steps;
         if judged.is_none() && is_stuck {
-            self.health.stuck = Some(self.position.step);
+            self.health.stuck = Some(step);
         }
         judged.or_else(|| is_stuck.then(|| format!("{count} consecutive steps were not finite")))
     }

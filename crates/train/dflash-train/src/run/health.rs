@@ -4,10 +4,8 @@
 //! weights are, or when the loss is far above that of guessing and above that of the run's beginning.
 //! The last shows only in the step after: a checkpoint is held to be good once the step after it was.
 //!
-//! A run that rose above its beginning and has not come down to what guesses have is ruined too, however
-//! high it began: fresh weights start far above guesses, and the first steps bring them down.
-
-use std::collections::VecDeque;
+//! A run that has had its chance and has not come down to what guessing has is ruined too, however high it
+//! began ([`Health::lost_chance`]).
 
 use dflash_draft::loss_of_guesses;
 use dflash_run::Position;
@@ -17,31 +15,42 @@ use crate::prepared::Prepared;
 /// Weights of drafts, norms included, stay below a hundred.
 const LARGEST_WEIGHT: f64 = 1e3;
 
-/// A loss of this many times that of guesses is no fluctuation.
-const ABOVE_GUESSES: f64 = 3.0;
+/// A loss of this many times that of guessing is no fluctuation.
+const ABOVE_GUESSING: f64 = 3.0;
 
 /// The loss of fresh weights is often above that (41 with the 4096 tokens of a small target, where
-/// guesses have 8): a run that has gone wrong is above its own beginning too.
+/// guessing has 8): a run that has gone wrong is above its own beginning too.
 const ABOVE_FIRST: f64 = 1.5;
 
-/// Steps over which a loss that has not come down is looked at: fewer say nothing, and a checkpoint saved in
-/// the first steps is not judged so.
+/// Times the loss of guessing that the recent losses of a run that had its chance may have.
+const STILL_ABOVE: f64 = 1.5;
+
+/// Steps whose losses count as recent: the mean of so many rows differs by one percent or so from the next.
 const RECENT: usize = 8;
+
+/// The last steps and as many before them: enough to tell whether the loss falls.
+const REMEMBERED: usize = 2 * RECENT;
 
 /// A run that rose so far above its first loss was thrown off, not slow to begin: the losses of fresh weights
 /// differ by a few percent from row to row.
 const THROWN_OFF: f64 = 1.2;
 
-/// Times the loss of guesses that the recent ones of a run that was thrown off may have.
-const STILL_ABOVE: f64 = 1.5;
+/// The default of --lr, which the paper trained with: fresh weights come down to guessing in some dozens of steps
+/// at it, and a higher one is the first suspect.
+pub(super) const USUAL_RATE: f64 = 6e-4;
+
+/// Steps at the usual rate after which every healthy run is below guessing; some dozens are enough.
+const CHANCE: f64 = 100.0;
+
+/// A loss that is not below this share of that of the steps before stands still. A healthy one falls by several
+/// percent in [`RECENT`] steps at a tenth of the usual rate.
+const STANDS_STILL: f64 = 0.99;
 
 /// What the losses say of the run so far, the same on all ranks.
 pub(super) struct Health {
     /// The loss of a draft that gives every token the same probability, nats, by the terms of the objective
     /// and of the head.
     ignorance: f64,
-    /// The last losses, up to [`RECENT`] of them.
-    recent: VecDeque<f64>,
     /// Over the steps since the last checkpoint that moved something.
     sum: f64,
     moved: u64,
@@ -77,7 +86,6 @@ impl Health {
         debug_assert!(unproven.is_none_or(|step| step == position.step));
         Self {
             ignorance: objective.loss_of_guesses(tokens) + loss_of_guesses(&prepared.draft),
-            recent: VecDeque::new(),
             sum: 0.0,
             moved: 0,
             unproven,
@@ -90,16 +98,17 @@ impl Health {
         }
     }
 
-    /// Adds the loss of a step that moved something; the checkpoint before it that it shows to be
+    /// Adds the loss of a step that moved something at a `rate`; the checkpoint before it that it shows to be
     /// ruined, if it does.
-    pub(super) fn add(&mut self, loss: f64, position: &mut Position) -> Option<u64> {
+    pub(super) fn add(&mut self, (loss, rate): (f64, f64), position: &mut Position) -> Option<u64> {
         position.first_loss.get_or_insert(loss);
         let highest = position.highest_loss.get_or_insert(loss);
         *highest = highest.max(loss);
-        self.recent.push_back(loss);
-        if self.recent.len() > RECENT {
-            self.recent.pop_front();
-        }
+        position.lr_sum += rate;
+        // What is not finite could not be read back from a state.
+        position.recent_losses.extend(Some(loss).filter(|loss| loss.is_finite()));
+        let excess = position.recent_losses.len().saturating_sub(REMEMBERED);
+        position.recent_losses.drain(..excess);
         self.sum += loss;
         self.moved += 1;
         self.has_moved = true;
@@ -123,8 +132,13 @@ impl Health {
         self.moved == 0
     }
 
-    /// What is wrong with a state of these weights, if something is.
-    pub(super) fn judge(&self, weights: Weights, position: &Position) -> Option<String> {
+    /// What is wrong with a state of these weights, if something is. At the run's `end` few losses must do.
+    pub(super) fn judge(
+        &self,
+        weights: Weights,
+        position: &Position,
+        (rate, is_end): (f64, bool),
+    ) -> Option<String> {
         let mean = self.sum / self.moved as f64;
         match weights {
             Weights::NotFinite => Some("the weights are not finite".to_owned()),
@@ -135,13 +149,7 @@ impl Health {
                     "the loss is {mean:.4}, which was {first:.4} in the first step and is {ignorance:.4} for guessing"
                 ))
             }
-            Weights::Sound if self.moved > 0 && self.is_thrown_off(position) => {
-                let (recent, ignorance) = (self.recent_loss(), self.ignorance);
-                let highest = position.highest_loss.unwrap_or(f64::NAN);
-                Some(format!(
-                    "the loss of the last {RECENT} steps is {recent:.4}, which rose to {highest:.4} and is {ignorance:.4} for guessing"
-                ))
-            }
+            Weights::Sound if self.moved > 0 => self.lost_chance(position, rate, is_end),
             Weights::Sound => None,
         }
     }
@@ -156,9 +164,9 @@ impl Health {
         })
     }
 
-    /// What to say at the end of a run that was not thrown off and has still not come down to guesses.
-    pub(super) fn closing_note(&self) -> Option<String> {
-        let (recent, ignorance) = (self.recent_loss(), self.ignorance);
+    /// What to say at the end of a run that is not ruined and has still not come down to guessing.
+    pub(super) fn closing_note(&self, position: &Position) -> Option<String> {
+        let (recent, ignorance) = (mean(last(&position.recent_losses)), self.ignorance);
         (self.has_moved && recent > ignorance).then(|| {
             format!(
                 "the loss, {recent:.2} at the end, is above that of guessing ({ignorance:.2}): the draft \
@@ -167,15 +175,45 @@ impl Health {
         })
     }
 
-    /// The mean of the last losses.
-    fn recent_loss(&self) -> f64 {
-        self.recent.iter().sum::<f64>() / self.recent.len() as f64
-    }
-
-    fn is_thrown_off(&self, position: &Position) -> bool {
+    /// How a run has missed its chance, if it has: a loss that stays above [`STILL_ABOVE`] times that of guessing
+    /// is no success, whatever the first loss was. Fresh weights may begin at five times guessing, so a healthy run
+    /// is above it too until it has had its chance, which is over
+    ///
+    /// - when the loss rose to [`THROWN_OFF`] times the first: a rate that is too high threw the weights off;
+    /// - when its rates add up to those of [`CHANCE`] steps at the usual rate: optimizers move a weight by the
+    ///   rate at most, or in proportion to it, so the weights could have gone as far as those of any healthy run.
+    ///   A few steps at a high rate do not show it ([`REMEMBERED`] do), unless each has so high a rate alone;
+    /// - when the loss stands still ([`STANDS_STILL`]) at no less than half the usual rate. At a lower one, as at
+    ///   the end of a schedule, it stands still in a healthy run too.
+    ///
+    /// A run of which none is true is short or slow and gets [`Self::closing_note`]. Before [`RECENT`] steps the
+    /// loss may be on its way, so only the run's end is judged by fewer.
+    fn lost_chance(&self, position: &Position, rate: f64, is_end: bool) -> Option<String> {
+        let losses = &position.recent_losses;
+        let (recent, ignorance) = (last(losses), self.ignorance);
+        let (now, steps) = (mean(recent), recent.len());
+        let is_judged = steps == RECENT || is_end && steps > 1;
+        if !is_judged || now <= STILL_ABOVE * ignorance {
+            return None;
+        }
+        let first = position.first_loss.unwrap_or(f64::INFINITY);
         let highest = position.highest_loss.unwrap_or_default();
-        let rose = highest > THROWN_OFF * position.first_loss.unwrap_or(f64::INFINITY);
-        rose && self.recent.len() == RECENT && self.recent_loss() > STILL_ABOVE * self.ignorance
+        let before = mean(&losses[..losses.len() - steps]);
+        let is_long = losses.len() == REMEMBERED;
+        let least = if is_long { 1.0 } else { steps as f64 };
+        let how = if highest > THROWN_OFF * first {
+            format!("it rose from {first:.4} to {highest:.4}")
+        } else if position.lr_sum >= CHANCE * USUAL_RATE * least {
+            let steps = position.lr_sum / USUAL_RATE;
+            format!("it had as much time as {steps:.0} steps at --lr {USUAL_RATE:.0e} give")
+        } else if is_long && rate >= USUAL_RATE / 2.0 && now > STANDS_STILL * before {
+            format!("it stands still, {before:.4} in the {RECENT} steps before")
+        } else {
+            return None;
+        };
+        Some(format!(
+            "the loss of the last {steps} steps is {now:.4}, where guessing has {ignorance:.4}: {how}"
+        ))
     }
 
     /// Notes a checkpoint of `step`, good by what is known, or ruined.
@@ -195,8 +233,17 @@ impl Health {
 
     fn is_exploded(&self, loss: f64, position: &Position) -> bool {
         let first = position.first_loss.unwrap_or_default();
-        !loss.is_finite() || loss > (ABOVE_GUESSES * self.ignorance).max(ABOVE_FIRST * first)
+        !loss.is_finite() || loss > (ABOVE_GUESSING * self.ignorance).max(ABOVE_FIRST * first)
     }
+}
+
+/// The last [`RECENT`] of `losses`, or as many as there are.
+fn last(losses: &[f64]) -> &[f64] {
+    &losses[losses.len().saturating_sub(RECENT)..]
+}
+
+fn mean(losses: &[f64]) -> f64 {
+    losses.iter().sum::<f64>() / losses.len() as f64
 }
 
 impl Weights {
@@ -226,10 +273,12 @@ impl Weights {
 mod tests {
     use super::*;
 
+    /// No end, at the usual rate.
+    const UNDER_WAY: (f64, bool) = (USUAL_RATE, false);
+
     fn health(ignorance: f64) -> Health {
         Health {
             ignorance,
-            recent: VecDeque::new(),
             sum: 0.0,
             moved: 0,
             unproven: None,
@@ -257,57 +306,140 @@ mod tests {
     #[test]
     fn a_checkpoint_is_good_once_the_step_after_it_is() {
         let (mut health, mut position) = (health(4.0), Position::default());
-        assert_eq!(health.add(5.0, &mut position), None);
+        let add = |health: &mut Health, loss, position: &mut Position| {
+            health.add((loss, USUAL_RATE), position)
+        };
+        assert_eq!(add(&mut health, 5.0, &mut position), None);
         assert_eq!(position.first_loss, Some(5.0));
         health.saved(1, None);
         assert_eq!((health.unproven, health.good), (Some(1), None));
-        assert_eq!(health.add(11.0, &mut position), None, "below three times that of guesses");
+        let below = add(&mut health, 11.0, &mut position);
+        assert_eq!(below, None, "below three times that of guessing");
         assert_eq!((health.unproven, health.good), (None, Some(1)));
         health.saved(2, None);
-        assert_eq!(health.add(16.0, &mut position), Some(2));
+        assert_eq!(add(&mut health, 16.0, &mut position), Some(2));
         assert_eq!(health.last_good(), Some(1));
-        assert!(
-            health.judge(Weights::Sound, &position).unwrap().starts_with("the loss is 16.0000")
-        );
+        let judged = |health: &Health| health.judge(Weights::Sound, &position, UNDER_WAY);
+        assert!(judged(&health).unwrap().starts_with("the loss is 16.0000"));
         health.saved(3, Some("ruined".to_owned()));
         assert_eq!(health.last_good(), Some(1));
         assert!(health.is_unmoved());
-        assert_eq!(health.judge(Weights::Sound, &position), None, "nothing is known since");
+        assert_eq!(judged(&health), None, "nothing is known since");
     }
 
     #[test]
-    fn fresh_weights_may_be_worse_than_guesses() {
+    fn fresh_weights_may_be_worse_than_guessing() {
         let (mut health, mut position) = (health(8.3), Position::default());
-        assert_eq!(health.add(41.5, &mut position), None);
-        assert_eq!(health.judge(Weights::Sound, &position), None);
+        assert_eq!(health.add((41.5, USUAL_RATE), &mut position), None);
+        assert_eq!(health.judge(Weights::Sound, &position, UNDER_WAY), None);
         health.saved(1, None);
-        assert_eq!(health.add(60.0, &mut position), None);
+        assert_eq!(health.add((60.0, USUAL_RATE), &mut position), None);
         health.saved(2, None);
-        assert_eq!(health.add(100.0, &mut position), Some(2));
+        assert_eq!(health.add((100.0, USUAL_RATE), &mut position), Some(2));
+    }
+
+    /// A run of these losses at one rate, on a target whose guesses have 8.3 nats.
+    struct Run {
+        health: Health,
+        position: Position,
+        rate: f64,
+    }
+
+    impl Run {
+        fn at(rate: f64, losses: &[f64]) -> Self {
+            let mut run = Self { health: health(8.3), position: Position::default(), rate };
+            run.go_on(losses);
+            run
+        }
+
+        fn go_on(&mut self, losses: &[f64]) {
+            for &loss in losses {
+                self.health.add((loss, self.rate), &mut self.position);
+            }
+        }
+
+        /// What is wrong with it, at its end or on the way.
+        fn judged(&self, is_end: bool) -> Option<String> {
+            self.health.judge(Weights::Sound, &self.position, (self.rate, is_end))
+        }
+
+        fn fails_for(&self, reason: &str) {
+            let sign = self.judged(true).unwrap_or_else(|| panic!("it is lost: {reason}"));
+            assert!(sign.contains(reason), "{sign}");
+        }
+
+        fn is_merely_slow(&self) {
+            assert_eq!(self.judged(true), None);
+            assert!(self.health.closing_note(&self.position).is_some());
+        }
+    }
+
+    /// `from` in the first step, `falling` by so large a share in each that follows.
+    fn descent(from: f64, falling: f64, steps: i32) -> Vec<f64> {
+        (0..steps).map(|step| from * (1.0 - falling).powi(step)).collect()
     }
 
     #[test]
-    fn a_run_that_rose_and_stays_above_guesses_is_ruined_however_high_it_began() {
-        let judged = |losses: &[f64]| {
-            let (mut health, mut position) = (health(8.3), Position::default());
-            losses.iter().for_each(|&loss| _ = health.add(loss, &mut position));
-            (health.judge(Weights::Sound, &position), health.closing_note().is_some())
-        };
+    fn a_run_that_rose_and_stays_above_guessing_is_ruined_however_high_it_began() {
         let thrown_off = [41.0, 54.9, 47.7, 40.0, 35.0, 30.0, 27.0, 25.0, 24.0, 23.0, 23.0, 23.0];
-        let (sign, _) = judged(&thrown_off);
-        let told = "the loss of the last 8 steps is 26.2500, which rose to 54.9000 and is 8.3000 for guesses";
-        assert_eq!(sign.as_deref(), Some(told));
-        assert_eq!(judged(&thrown_off[..7]).0, None, "too early to tell");
-        // It only goes down: a short run, or one whose rate is low.
-        let slow = [41.0, 42.0, 38.0, 35.0, 33.0, 31.0, 30.0, 29.0, 28.0, 27.0, 26.0];
-        assert_eq!(judged(&slow), (None, true));
-        // It rose, and has come down.
+        let run = Run::at(USUAL_RATE, &thrown_off);
+        let told = "the loss of the last 8 steps is 26.2500, where guessing has 8.3000: it rose from 41.0000 to 54.9000";
+        assert_eq!(run.judged(false).as_deref(), Some(told));
+        let early = Run::at(USUAL_RATE, &thrown_off[..5]);
+        assert_eq!(early.judged(false), None, "a bump may come down");
+        early.fails_for("the last 5 steps is 43.7200");
+        assert_eq!(Run::at(USUAL_RATE, &thrown_off[..1]).judged(true), None, "nothing has moved");
         let bump = [41.0, 55.0, 30.0, 12.0, 9.0, 8.0, 7.0, 7.0, 6.0, 6.0, 6.0, 6.0, 6.0];
-        assert_eq!(judged(&bump), (None, false));
+        let run = Run::at(USUAL_RATE, &bump);
+        assert_eq!((run.judged(true), run.health.closing_note(&run.position)), (None, None));
     }
 
     #[test]
-    fn a_first_loss_far_above_guesses_is_explained() {
+    fn a_run_that_ends_far_above_guessing_without_ever_rising_is_no_success() {
+        // --lr 10 on a small target: the weights are lost in the first steps, and it never rose
+        let losses = [descent(41.0, 0.1, 6), vec![23.0; 20]].concat();
+        Run::at(10.0, &losses).fails_for("it had as much time as 433333 steps at --lr 6e-4");
+        Run::at(10.0, &losses[..3]).fails_for("the last 3 steps is 37");
+        Run::at(USUAL_RATE, &losses).fails_for("it stands still, 23.0000 in the 8 steps before");
+    }
+
+    #[test]
+    fn a_short_or_slow_run_that_comes_down_gets_a_line() {
+        // A run of a few steps, one at a tenth of the usual rate, and one whose schedule has come to its end.
+        Run::at(USUAL_RATE, &[41.0, 42.0, 38.0, 35.0]).is_merely_slow();
+        Run::at(20.0 * USUAL_RATE, &descent(41.0, 0.1, 10)).is_merely_slow();
+        Run::at(USUAL_RATE, &[41.0, 42.0, 38.0, 35.0, 33.0, 31.0, 30.0, 29.0, 28.0])
+            .is_merely_slow();
+        let slow = descent(41.0, 0.004, 60);
+        Run::at(USUAL_RATE / 10.0, &slow).is_merely_slow();
+        Run::at(USUAL_RATE, &slow).is_merely_slow();
+        let mut run = Run::at(USUAL_RATE, &descent(41.0, 0.02, 40));
+        run.rate = 1e-6;
+        run.go_on(&[18.0; 16]);
+        run.is_merely_slow();
+        // A long one has had its chance, whatever it does.
+        Run::at(USUAL_RATE, &descent(41.0, 0.004, 120)).fails_for("as much time as 120 steps");
+    }
+
+    #[test]
+    fn a_resumed_run_is_judged_with_the_losses_before() {
+        let flat = [descent(41.0, 0.1, 6), vec![23.0; 14]].concat();
+        let before = Run::at(USUAL_RATE, &flat);
+        let stored = serde_json::to_string(&before.position).unwrap();
+        let position: Position = serde_json::from_str(&stored).unwrap();
+        assert_eq!(position.recent_losses.len(), REMEMBERED);
+        let mut resumed = Run { health: health(8.3), position, rate: USUAL_RATE };
+        assert_eq!(resumed.judged(true), None, "nothing has moved since");
+        resumed.go_on(&[23.0; 2]);
+        resumed.fails_for("the last 8 steps is 23.0000");
+        // what a state of an earlier release does not say is not held against it
+        let mut older = Run::at(USUAL_RATE, &[23.0; 2]);
+        older.position.first_loss = Some(41.0);
+        older.is_merely_slow();
+    }
+
+    #[test]
+    fn a_first_loss_far_above_guessing_is_explained() {
         let note = |loss| health(8.3).opening_note(loss);
         assert!(
             note(41.0)
@@ -318,11 +450,11 @@ mod tests {
     }
 
     #[test]
-    fn a_spike_below_guesses_is_no_ruin() {
+    fn a_spike_below_guessing_is_no_ruin() {
         let (mut health, mut position) = (health(11.0), Position::default());
-        health.add(0.5, &mut position);
+        health.add((0.5, USUAL_RATE), &mut position);
         health.saved(1, None);
-        assert_eq!(health.add(20.0, &mut position), None);
+        assert_eq!(health.add((20.0, USUAL_RATE), &mut position), None);
     }
 
     #[test]

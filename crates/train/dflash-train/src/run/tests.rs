@@ -371,6 +371,9 @@ fn check_alike(found: &Value, expected: &Value, path: &str) {
             let bound = match () {
                 () if path.contains("accuracy") => 0.02,
                 () if path == "expected_acceptance_length" => 0.05,
+                // The first steps of Adam go by the sign of a gradient, which rounding decides where it is
+                // near zero: the norms of the steps after them differ by more than their own rounding.
+                () if path == "gradient_norm" => 1e-2 * expected.abs(),
                 () => 1e-3 * expected.abs(),
             };
             assert!((found - expected).abs() <= bound, "{path}: {found} {expected}");

@@ -534,7 +534,7 @@ impl<'a> Worker<'a, '_> {
         meter.log(self.line(f64::NAN))?;
         self.save(meter)?;
         self.sum_up_bad_steps(meter);
-        if completed && let Some(note) = self.health.closing_note() {
+        if completed && let Some(note) = self.health.closing_note(&self.position) {
             meter.say(&note);
         }
         let is_lost = self.kept().is_none() && !self.is_untrained();

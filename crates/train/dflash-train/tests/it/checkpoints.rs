@@ -151,7 +151,10 @@ fn other_settings_are_listed_and_refused_unless_allowed() {
         settings.draft.from_pretrained = Some("elsewhere".to_owned());
     });
     let error = refused(world.train(&other_start));
-    assert!(error.contains("--from-pretrained is elsewhere, but the run"), "{error}");
+    assert!(
+        error.contains("--from-pretrained is elsewhere, but the resumed run began fresh"),
+        "{error}"
+    );
 }
 
 #[test]
