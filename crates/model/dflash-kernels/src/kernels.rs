@@ -18,7 +18,7 @@ use crate::level;
 /// What an RMS norm multiplies by, and the epsilon under its root.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsWeight<'a> {
-    /// [dim].
+    /// `[dim]`.
     pub weight: &'a Tensor,
     /// Added to the mean of the squares.
     pub eps: f64,
