@@ -72,7 +72,7 @@ mod tests {
         let mut small = std::pin::pin!(shares.acquire(10));
         assert!(futures::poll!(small.as_mut()).is_ready());
         drop(first);
-        third.await.unwrap();
+        drop(third.await.unwrap());
     }
 
     #[tokio::test]
